@@ -1,0 +1,1 @@
+"""TResNet image classifiers for GPUs."""

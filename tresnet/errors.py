@@ -1,0 +1,33 @@
+"""The errors a user can cause. Each message says what was expected, what came and what to do.
+
+Command lines turn any of them into one line on stderr and exit code 2; as a library, catch
+`TResNetError` or the built-in class that fits (`ValueError`, `RuntimeError`, `ImportError`).
+"""
+
+
+class TResNetError(Exception):
+    """Base class of every error this package raises on purpose."""
+
+
+class InputError(TResNetError, ValueError):
+    """An argument or a tensor does not fit: a name, shape, dtype or range."""
+
+
+class ConfigError(TResNetError, ValueError):
+    """A configuration contradicts itself, the run it resumes, or the machine."""
+
+
+class CheckpointError(TResNetError, RuntimeError):
+    """A file of weights is damaged, unsafe, or belongs to another model."""
+
+
+class DataError(TResNetError, ValueError):
+    """A data set is empty, incomplete or holds files that are not images."""
+
+
+class MissingDependencyError(TResNetError, ImportError):
+    """An optional package is not installed; the message gives the command that installs it."""
+
+
+class TrainingError(TResNetError, RuntimeError):
+    """Training cannot go on, for example because the loss is no longer finite."""
