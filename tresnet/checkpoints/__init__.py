@@ -1,0 +1,1 @@
+"""Files of weights: reading them safely, renaming their keys, writing them whole."""
