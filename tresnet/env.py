@@ -60,7 +60,7 @@ def package_version() -> str | None:
     return _installed_version("tresnet")
 
 
-def nvml_handle(device: torch.device | str | int) -> Any | None:  # noqa: ANN401
+def nvml_handle(device: torch.device | str | int) -> Any | None:
     """NVML's handle of the GPU behind a CUDA device, or None if NVML cannot say.
 
     NVML numbers every GPU of the machine in PCI order and ignores CUDA_VISIBLE_DEVICES and
@@ -88,7 +88,7 @@ def nvml_handle(device: torch.device | str | int) -> Any | None:  # noqa: ANN401
     return _ask(pynvml, pynvml.nvmlDeviceGetHandleByPciBusId, address)
 
 
-def device_used_bytes(handle: Any | None) -> int | None:  # noqa: ANN401
+def device_used_bytes(handle: Any | None) -> int | None:
     """Bytes in use on the whole GPU, by every process and the driver; None without a handle."""
     pynvml = _nvml()
     if pynvml is None or handle is None:
@@ -111,7 +111,7 @@ def _nvml() -> ModuleType | None:
     return pynvml
 
 
-def _ask(pynvml: ModuleType, query: Callable[..., Any], *arguments: Any) -> Any | None:  # noqa: ANN401
+def _ask(pynvml: ModuleType, query: Callable[..., Any], *arguments: Any) -> Any | None:
     """Call an NVML function; None where this GPU or driver does not answer it."""
     try:
         return query(*arguments)
