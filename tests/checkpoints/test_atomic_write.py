@@ -12,6 +12,12 @@ def names(directory):
     return sorted(p.name for p in directory.iterdir())
 
 
+def write_half_then_raise(path, error):
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(b"half")
+        raise error
+
+
 def test_replaces_the_old_file_and_leaves_no_other(tmp_path):
     path = tmp_path / "a.bin"
     path.write_bytes(b"old")
@@ -28,9 +34,8 @@ def test_replaces_the_old_file_and_leaves_no_other(tmp_path):
 def test_failure_keeps_the_old_file(tmp_path, error):
     path = tmp_path / "a.bin"
     path.write_bytes(b"old")
-    with pytest.raises(error), atomic_write(path) as temporary:
-        temporary.write_bytes(b"half")
-        raise error
+    with pytest.raises(error):
+        write_half_then_raise(path, error)
     assert path.read_bytes() == b"old"
     assert names(tmp_path) == ["a.bin"]
 
