@@ -88,12 +88,16 @@ class NormAct(nn.Module):
             self.num_batches_tracked.add_(1)
         return self.running_mean, self.running_var
 
+    def _gamma(self) -> Tensor:
+        """Return the factor the normalised value is multiplied by."""
+        return self.weight
+
     def _plain(self, x: Tensor) -> Tensor:
         if self.training:
             self.num_batches_tracked.add_(1)
         return reference.abn(
             x,
-            self.weight,
+            self._gamma(),
             self.bias,
             self.running_mean,
             self.running_var,
@@ -167,7 +171,16 @@ class InplaceABN(NormAct):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise and activate `x`: (N, C, H, W), overwritten; same shape and dtype."""
-        if torch.jit.is_scripting() or torch.jit.is_tracing() or torch.compiler.is_exporting():
+        if torch.jit.is_scripting():
+            return self._plain(x)
+        return self._package(x)
+
+    def _gamma(self) -> Tensor:
+        return torch.maximum(self.weight, 2 * self.eps - self.weight)
+
+    @torch.jit.unused
+    def _package(self, x: Tensor) -> Tensor:
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():
             return self._plain(x)
         if self.training:
             _reflect(self)
@@ -192,7 +205,7 @@ class InplaceABN(NormAct):
 
 def _inplace_abn() -> Any:
     try:
-        from inplace_abn import inplace_abn  # pyright: ignore[reportMissingImports]
+        from inplace_abn.functions import inplace_abn  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise MissingDependencyError(
             "norm='inplace_abn' needs the inplace-abn package, which is not importable "
@@ -206,7 +219,7 @@ def _inplace_abn() -> Any:
 @torch.no_grad()
 def _reflect(module: InplaceABN, *_: Any) -> None:
     """Replace each weight g < eps by 2 eps - g: both stand for gamma = |g - eps| + eps."""
-    torch.maximum(module.weight, 2 * module.eps - module.weight, out=module.weight)
+    module.weight.copy_(module._gamma())
 
 
 NORMS: dict[str, type[NormAct]] = {

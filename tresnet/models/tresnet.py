@@ -239,7 +239,9 @@ class TResNet(nn.Module):
         from torch.utils.checkpoint import checkpoint
 
         # Under the compiler the running statistics are updated once anyway.
-        options = {} if torch.compiler.is_compiling() else {"context_fn": _checkpoint_contexts}
+        options: dict[str, Any] = (
+            {} if torch.compiler.is_compiling() else {"context_fn": _checkpoint_contexts}
+        )
         for block in stage:
             x = checkpoint(block, x, use_reentrant=False, **options)  # pyright: ignore[reportAssignmentType]
         return x

@@ -12,9 +12,18 @@ from typing import Any
 import torch
 
 
+def scripted_if(jit: bool, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the TorchScript form of `function` if `jit`, except under `torch.compile` and export.
+
+    Args:
+        jit: whether TorchScript is wanted.
+        function: a module-level, fully annotated function.
+    """
+    return _scripted(function) if jit and not torch.compiler.is_compiling() else function
+
+
 @functools.cache
-def scripted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the TorchScript compilation of `function` (a module-level, fully annotated function)."""
+def _scripted(function: Callable[..., Any]) -> Callable[..., Any]:
     with warnings.catch_warnings():
         # torch >= 2.15 announces that TorchScript is deprecated; `jit=True` asks for it knowingly.
         warnings.filterwarnings("ignore", message=r".*torch\.jit\.script.*")

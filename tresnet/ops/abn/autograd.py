@@ -50,10 +50,12 @@ class ActivatedBatchNorm(torch.autograd.Function):
         return y, scale, shift
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+    @once_differentiable  # pyright: ignore[reportArgumentType]
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Any
+    ) -> tuple[Any, ...]:
         """Return the gradients of `x`, `weight` and `bias`; arXiv 1712.02616, section 3.1."""
-        grad = grads[0]
+        grad = grad_outputs[0]
         if grad is None:
             return (None,) * 9
         training, eps, slope = ctx.settings

@@ -7,7 +7,7 @@ from tresnet.errors import InputError
 from tresnet.ops import recompute
 from tresnet.ops.blur_pool import reference
 from tresnet.ops.blur_pool.autograd import BlurPool
-from tresnet.ops.scripted import scripted
+from tresnet.ops.scripted import scripted_if
 
 
 def blur_pool(x: Tensor, *, jit: bool = False) -> Tensor:
@@ -31,12 +31,11 @@ def blur_pool(x: Tensor, *, jit: bool = False) -> Tensor:
             f"blur_pool expected (N, C, H, W) with H and W at least 2, got {tuple(x.shape)}: "
             "use larger images"
         )
-    if jit:
-        return scripted(reference.blur_pool)(x)
+    blur = scripted_if(jit, reference.blur_pool)
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return reference.blur_pool(x)
-    y: Tensor = BlurPool.apply(x)  # pyright: ignore[reportAssignmentType]
-    recompute.offer(y, reference.blur_pool, x)
+        return blur(x)
+    y: Tensor = BlurPool.apply(x, blur)  # pyright: ignore[reportAssignmentType]
+    recompute.offer(y, blur, x)
     return y
 
 

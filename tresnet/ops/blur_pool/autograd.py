@@ -1,5 +1,6 @@
 """Gradient of the blur: the operation is linear, so nothing is saved for backward."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -43,16 +44,16 @@ class BlurPool(torch.autograd.Function):
     """The blur with its transpose as gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Blur `x`: (N, C, H, W) to (N, C, ceil(H / 2), ceil(W / 2))."""
+    def forward(ctx: Any, x: Tensor, blur: Callable[[Tensor], Tensor]) -> Tensor:
+        """Blur `x` by `blur`: (N, C, H, W) to (N, C, ceil(H / 2), ceil(W / 2))."""
         ctx.size = x.shape[2:]
         with torch.autocast(x.device.type, enabled=False):
-            return blur_pool(x)
+            return blur(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Tensor:
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
         """Apply the transpose."""
-        return TransposedBlurPool.apply(grads[0], *ctx.size)  # pyright: ignore[reportReturnType]
+        return TransposedBlurPool.apply(grad_outputs[0], *ctx.size), None  # pyright: ignore[reportReturnType]
 
 
 class TransposedBlurPool(torch.autograd.Function):
@@ -65,6 +66,6 @@ class TransposedBlurPool(torch.autograd.Function):
             return transposed_blur_pool(grad, height, width)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None]:
         """Apply the blur."""
-        return BlurPool.apply(grads[0]), None, None  # pyright: ignore[reportReturnType]
+        return BlurPool.apply(grad_outputs[0], blur_pool), None, None  # pyright: ignore[reportReturnType]

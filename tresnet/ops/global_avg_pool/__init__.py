@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from tresnet.ops.global_avg_pool import reference
-from tresnet.ops.scripted import scripted
+from tresnet.ops.scripted import scripted_if
 
 
 def global_avg_pool(x: Tensor, flatten: bool = True, *, jit: bool = False) -> Tensor:
@@ -17,8 +17,7 @@ def global_avg_pool(x: Tensor, flatten: bool = True, *, jit: bool = False) -> Te
     Returns:
         (N, C) or (N, C, 1, 1) in the dtype of `x`.
     """
-    run = scripted(reference.global_avg_pool) if jit else reference.global_avg_pool
-    return run(x, flatten)
+    return scripted_if(jit, reference.global_avg_pool)(x, flatten)
 
 
 __all__ = ["global_avg_pool"]

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from tresnet.errors import InputError
-from tresnet.ops.scripted import scripted
+from tresnet.ops.scripted import scripted_if
 from tresnet.ops.space_to_depth import reference
 
 
@@ -31,7 +31,7 @@ def space_to_depth(x: Tensor, block_size: int = 4, *, jit: bool = False) -> Tens
         raise InputError(
             f"expected height and width divisible by {block_size}, got ({h}, {w}): pad or resize"
         )
-    run = scripted(reference.space_to_depth) if jit else reference.space_to_depth
+    run = scripted_if(jit, reference.space_to_depth)
     return run(x, block_size)
 
 
