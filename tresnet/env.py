@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from tresnet.errors import InputError
+
 MIB = 2**20
 
 _PACKAGES = ("torch", "torchvision", "timm", "triton", "inplace-abn", "numpy")
@@ -48,6 +50,28 @@ def describe(device: torch.device | str | int | None = None) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cudnn": _cudnn_version(),
     }
+
+
+def usable_device(name: str) -> torch.device:
+    """The device called `name`, with its index if it is a GPU.
+
+    Raises:
+        InputError: there is no such device on this machine.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InputError(f"expected a device such as cpu or cuda:0, got {name!r}") from error
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        index = device.index or 0
+        if index >= count:
+            raise InputError(
+                f"expected a device of this machine, got {name!r}, but PyTorch sees {count} CUDA "
+                "devices: use cpu, or check the driver and CUDA_VISIBLE_DEVICES"
+            )
+        return torch.device("cuda", index)
+    return device
 
 
 def package_version() -> str | None:

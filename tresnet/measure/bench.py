@@ -19,16 +19,18 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
+from tresnet import env
 from tresnet.errors import InputError, TResNetError
 from tresnet.measure.cases import BenchCase
 from tresnet.measure.clock import Clock, clock_for
 from tresnet.measure.memory import MemoryMeter, MemorySnapshot
 from tresnet.measure.percentiles import speed_of
 from tresnet.measure.results import BenchRow, BenchSettings
-from tresnet.measure.steps import PreparedStep, prepare
+from tresnet.measure.steps import OPTIMIZER, PreparedStep, prepare
 
 SETTLE_STEPS = 2
 # Cases of one architecture share code objects, and torch.compile stops compiling a code object at
@@ -77,6 +79,26 @@ def bench_infer(
     return _Bench(cases, settings, training=False, log=log).run()
 
 
+def method_of(what: str) -> dict[str, Any]:
+    """How `bench_train` or `bench_infer` measured, in words and switches, for its record."""
+    training = what == "bench_train"
+    return {
+        "input": "one synthetic batch, already on the device",
+        "step": "forward, cross entropy, backward, update" if training else "forward, eval mode",
+        "optimizer": OPTIMIZER if training else None,
+        "order": "every round visits every case, forwards and backwards in turn; case after case "
+        "if interleave is false",
+        "settle_steps": SETTLE_STEPS,
+        "percentiles": "batch size / percentile of all timed step times; p20 is the slow end",
+        "clock": "CUDA events between steps; on a CPU time.perf_counter",
+        "peak_memory": "of steady steps, less what other cases keep allocated; device_used_mib "
+        "and rss_peak_mib are of the whole device and process",
+        "cudnn_benchmark": True,
+        "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32,
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+    }
+
+
 class _Bench:
     """One run: the cases still alive, their rows and their step times."""
 
@@ -91,7 +113,7 @@ class _Bench:
             raise InputError("expected at least one model to measure, got none")
         self._settings = settings
         self._training = training
-        self._device = _usable_device(settings.device)
+        self._device = env.usable_device(settings.device)
         self._meter = MemoryMeter(self._device)
         self._clock: Clock = clock_for(self._device)
         self._log = logging.getLogger(__name__).info if log is None else log
@@ -206,21 +228,6 @@ class _Bench:
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def _usable_device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise InputError(f"expected a device such as cpu or cuda:0, got {name!r}") from error
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            raise InputError(f"expected a CUDA device out of {count}, got {name!r}: use cpu")
-        return torch.device(
-            "cuda", torch.cuda.current_device() if device.index is None else device.index
-        )
-    return device
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import torch
 
 from tresnet import env
 from tresnet.checkpoints.save import atomic_write
+from tresnet.errors import InputError
 
 
 def write_record(
@@ -42,7 +43,7 @@ def write_record(
         The path of the new file. A taken name gets a counter: `..._2.json`.
 
     Raises:
-        OSError: the directory cannot be written.
+        InputError: the directory cannot be written.
         ValueError: a value is NaN or infinite, which JSON cannot hold.
     """
     environment = env.describe(device)
@@ -56,16 +57,40 @@ def write_record(
         "rows": [dict(row) for row in rows],
     }
     text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = _reserve(folder, _stem(what, environment["device"]))
     try:
-        with atomic_write(path) as temporary:
-            temporary.write_text(text, encoding="utf-8")
-    except BaseException:
-        path.unlink(missing_ok=True)  # the empty file that held the name
-        raise
+        path = _reserve(writable_directory(directory), _stem(what, environment["device"]))
+        try:
+            with atomic_write(path) as temporary:
+                temporary.write_text(text, encoding="utf-8")
+        except BaseException:
+            path.unlink(missing_ok=True)  # the empty file that held the name
+            raise
+    except OSError as error:
+        raise _unwritable(directory, error) from error
     return path
+
+
+def writable_directory(directory: str | os.PathLike[str]) -> Path:
+    """Make `directory` if it is missing, so that a long measurement does not end in nothing.
+
+    Raises:
+        InputError: it cannot be made or written.
+    """
+    folder = Path(directory)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(directory, error) from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise _unwritable(directory, "no permission to write")
+    return folder
+
+
+def _unwritable(directory: str | os.PathLike[str], reason: object) -> InputError:
+    return InputError(
+        f"expected a directory that records can be written to, got {os.fspath(directory)} "
+        f"({reason}): choose another or free some space"
+    )
 
 
 def public_command(argv: Sequence[str]) -> str:
