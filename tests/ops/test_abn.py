@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from live_storages import live_after
 from torch import nn
 
+from tests.live_storages import live_after
 from tresnet.errors import InputError
 from tresnet.ops import recompute
 from tresnet.ops.abn import abn
