@@ -125,12 +125,19 @@ def _whole_lines(path: Path) -> list[str]:
 
 
 def _event_writer(directory: Path, until_step: int | None) -> Any:
+    writer = _summary_writer()
+    if writer is None:
+        return None
+    return writer(str(directory), purge_step=None if until_step is None else until_step + 1)
+
+
+def _summary_writer() -> Any:
+    """TensorBoard's writer class, or None if TensorBoard is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return None
-    purge = None if until_step is None else until_step + 1
-    return SummaryWriter(str(directory), purge_step=purge)
+    return SummaryWriter
 
 
 def _not_written(error: OSError) -> TrainingError:
