@@ -189,7 +189,7 @@ class _Bench:
         """Time one round's steps of a case."""
         step = self._steps[index]
         if len(self._steps) > 1:
-            self._tidy()  # else the allocator would free others' blocks while the clock runs
+            self._empty_cache()  # else the allocator would do so while the clock runs
         output = self._settle(step)
         marks = [self._clock.mark()]
         for _ in range(self._settings.steps_per_round):
@@ -226,6 +226,9 @@ class _Bench:
 
     def _tidy(self) -> None:
         gc.collect()
+        self._empty_cache()
+
+    def _empty_cache(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

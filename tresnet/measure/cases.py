@@ -70,7 +70,7 @@ class BenchCase:
                 raise InputError(f"expected {field} out of {', '.join(choices)}, got {value!r}")
         for field, size in (("batch size", case.batch_size), ("input size", case.input_size)):
             if size is not None and size < 1:
-                raise InputError(f"expected a {field} of at least 1, got {size}")
+                raise InputError(f"expected {field} of at least 1, got {size}")
         return case
 
     def _resolved_cast(self, training: bool) -> str | None:
