@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import pickle
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,10 +102,10 @@ def load(path: Path) -> dict[str, Any]:
         )
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+    except Exception as error:  # damaged pickles raise nearly anything
         raise CheckpointError(
             f"cannot read {path}, which is damaged or was not written by this program:"
-            f" {str(error).splitlines()[0]}"
+            f" {_first_line(error)}"
         ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"expected a training state of format {FORMAT} in {path}")
@@ -187,12 +186,16 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        reason = getattr(error, "strerror", None) or _first_line(error)
         kept = "the one written before is intact" if existed else "there was none before"
         raise CheckpointError(
             f"cannot write the checkpoint {path}: {reason}; {kept}. Free some space, then go on"
             " with --resume"
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _some(names: list[str]) -> str:

@@ -351,6 +351,15 @@ class Trainer:
             f" {metrics.loss:.4f} on {metrics.images} images with {self.run_dir / BEST} (epoch"
             f" {self.progress.best_epoch}{last}), {self.progress.elapsed_s:.0f} s of training"
         )
+        bad = {
+            path
+            for paths in self.processes.gather(set(self.images.train.skipped))
+            for path in paths
+        }
+        if bad or metrics.skipped:
+            self.console.say(
+                f"unreadable images left out: {len(bad)} to train, {metrics.skipped} to validate"
+            )
         return metrics
 
     def _say_stopped(self, signum: int) -> None:
