@@ -115,7 +115,7 @@ def scope(active: bool = True) -> Iterator[None]:
     if not active:
         yield
         return
-    pass
+    _flush_at_exit()
     outer, current = _active.scope, _Scope()
     _active.scope = current
     try:
