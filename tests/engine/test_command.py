@@ -2,6 +2,7 @@ import json
 import signal
 
 import pytest
+import torch
 
 from tresnet.engine import command, distributed
 from tresnet.engine import config as configs
@@ -67,6 +68,10 @@ def test_a_dry_run_prints_the_resolved_configuration_and_writes_nothing(
         ("--recipe digits --weights absent.pth", "absent.pth"),
         ("--recipe digits --device tpu", "--device: expected cpu, cuda, cuda:N or auto"),
         ("--data absent --workers 0 --device cpu", "absent is not a folder: check --data"),
+        (
+            "--recipe digits --input-size 33",
+            "expected height and width divisible by 2, got (33, 33)",
+        ),
         ("--resume absent", "no readable config.json of a run at absent"),
     ],
 )
@@ -108,6 +113,17 @@ def test_ctrl_c_at_once_exits_with_130(monkeypatch, capsys):
     monkeypatch.setattr(command, "train", interrupted)
     assert train_main(["--recipe", "digits"]) == 130
     assert capsys.readouterr().err == "stopped at once\n"
+
+
+def test_full_memory_says_what_to_try(monkeypatch, capsys):
+    def full(config, resume):
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    monkeypatch.setattr(command, "train", full)
+    assert train_main(["--recipe", "digits"]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: the GPU's memory is full: tried to allocate 2 GiB\n")
+    assert "--batch-size" in message
 
 
 def test_other_processes_say_who_they_are(monkeypatch, capsys):

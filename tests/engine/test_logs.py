@@ -38,6 +38,13 @@ def test_rows_are_written_twice_and_absent_values_are_empty(tmp_path):
     assert rows[0]["allocated_mib"] is None
 
 
+def test_what_is_no_number_is_null_in_json_and_nan_in_csv(tmp_path):
+    RunLog(tmp_path, None, tensorboard=False).row(phase="train", step=1, val_loss=float("nan"))
+    table, rows = read(tmp_path)
+    assert rows[0]["val_loss"] is None
+    assert dict(zip(*table, strict=True))["val_loss"] == "nan"
+
+
 def test_an_unknown_column_is_a_mistake_in_the_code(tmp_path):
     with pytest.raises(ValueError, match="no such columns"):
         RunLog(tmp_path, None, tensorboard=False).row(phase="train", top1=3.0)

@@ -32,7 +32,8 @@ class Progress:
         hits: Those of them that were classified correctly.
         elapsed_s: Seconds of training so far, evaluation and pauses included.
         best_top1: Best validation accuracy in percent; -1 before the first evaluation.
-        best_epoch: The epoch that had it.
+        best_epoch: The epoch that had it, counted from 1.
+        last_top1: Validation accuracy of the last evaluation; -1 before the first.
     """
 
     epoch: int = 0
@@ -43,7 +44,8 @@ class Progress:
     hits: int = 0
     elapsed_s: float = 0.0
     best_top1: float = -1.0
-    best_epoch: int = -1
+    best_epoch: int = 0
+    last_top1: float = -1.0
 
     def next_epoch(self) -> None:
         """Turn to the beginning of the next epoch."""
