@@ -205,6 +205,13 @@ def test_wrong_name_is_found_before_anything_runs(monkeypatch):
         bench_train([case(), case("tresnet_y")], QUICK)
 
 
+@pytest.mark.parametrize("interleave", [True, False])
+def test_wrong_input_size_is_found_before_anything_runs(interleave, monkeypatch):
+    monkeypatch.setattr(bench, "prepare", lambda *args: pytest.fail("a model was built"))
+    with pytest.raises(InputError, match="divisible by 2"):
+        bench_train([case(), case(input_size=33)], BenchSettings(interleave=interleave))
+
+
 def test_no_cases():
     with pytest.raises(InputError, match="at least one model to measure, got none"):
         bench_infer([], QUICK)

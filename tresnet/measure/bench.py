@@ -65,7 +65,7 @@ def bench_train(
 
     Raises:
         InputError: no cases, or one that cannot be run at all; nothing has run then.
-        TResNetError: a model of ours that refuses its settings, such as an absent inplace-abn.
+        MissingDependencyError: norm `inplace_abn` without the package; likewise.
     """
     return _Bench(cases, settings, training=True, log=log).run()
 
@@ -118,13 +118,13 @@ class _Bench:
         self._clock: Clock = clock_for(self._device)
         self._log = logging.getLogger(__name__).info if log is None else log
         self._rows = [BenchRow(case.checked(training)) for case in cases]
+        self._compiling = any(row.case.compile != "none" for row in self._rows)
         self._times_s: list[list[list[float]]] = [[] for _ in cases]
         self._steps: dict[int, PreparedStep] = {}
         self._primed = MemorySnapshot()
 
     def run(self) -> list[BenchRow]:
-        compiling = any(row.case.compile != "none" for row in self._rows)
-        with _bench_switches(self._device, compiling):
+        with _bench_switches(self._device, self._compiling):
             self._primed = _prime(self._device)
             everything = range(len(self._rows))
             turns = [everything] if self._settings.interleave else [[index] for index in everything]
@@ -134,7 +134,7 @@ class _Bench:
                 self._run_rounds(turn)
                 self._steps.clear()
                 self._tidy()
-                if not self._settings.interleave:
+                if self._compiling and not self._settings.interleave:
                     torch.compiler.reset()
         self._summarise()
         return self._rows
