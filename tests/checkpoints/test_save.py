@@ -1,0 +1,176 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import safetensors
+import safetensors.torch
+import timm
+import torch
+from torch import nn
+
+from tests.checkpoints.small import CLASSES, LAYERS, PLANES, same, small, snapshot, trained
+from tresnet.checkpoints.load import load_checkpoint
+from tresnet.checkpoints.save import save_checkpoint
+from tresnet.errors import CheckpointError, InputError
+from tresnet.models.features import FeatureExtractor
+
+SUFFIXES = [".safetensors", ".pth", ".pt"]
+
+
+def timm_model(**kwargs):
+    from timm.models.tresnet import TResNet
+
+    return TResNet(list(LAYERS), num_classes=CLASSES, width_factor=PLANES / 64, **kwargs)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_round_trip_is_exact(tmp_path, suffix):
+    path = tmp_path / f"a{suffix}"
+    model = trained(small())
+    model.set_slopes(1e-6, 0.25)
+    save_checkpoint(model, path, metadata={"classes": ["a", "b"], "top1": 98.5})
+    other = small()
+    load_checkpoint(other, path)
+    assert same(model.state_dict(), other.state_dict())
+    assert (other.config.stem_slope, other.config.block_slope) == (1e-6, 0.25)
+    assert other.body.layer2[0].conv1.bn.slope == 0.25
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_metadata_says_what_built_the_model(tmp_path, suffix):
+    path = tmp_path / f"a{suffix}"
+    model = small(block_size=2, in_chans=1)
+    save_checkpoint(model, path, metadata={"classes": ("a", "b"), "top1": 98.5})
+    if suffix == ".safetensors":
+        with safetensors.safe_open(path, "pt") as file:
+            stored = json.loads(file.metadata()["tresnet"])
+    else:
+        stored = torch.load(path, weights_only=True)["tresnet"]
+    assert stored["format_version"] == 1
+    assert stored["tresnet_version"]
+    assert stored["variant"] == "tresnet_m"
+    assert stored["config"] == model.config.to_dict()
+    assert stored["user"] == {"classes": ["a", "b"], "top1": 98.5}
+    assert stored["pretrained_cfg"]["input_size"] == [1, 224, 224]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_timm_loads_its_format_strictly(tmp_path, suffix):
+    path = tmp_path / f"a{suffix}"
+    model = trained(small()).eval()
+    save_checkpoint(model, path, format="timm")
+    peer = timm_model().eval()
+    timm.models.load_checkpoint(peer, str(path), strict=True)
+    assert same(model.state_dict(), peer.state_dict())
+    x = torch.rand(1, 3, 64, 64)
+    torch.testing.assert_close(model(x), peer(x))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "slopes", "message"),
+    [
+        ({}, (1e-6, 1e-6), r"stem_slope=1e-06 \(timm's has 0.01\), block_slope=1e-06"),
+        ({"block_size": 2}, None, r"block_size=2 \(timm's has 4\)"),
+    ],
+)
+def test_refuses_what_timm_would_compute_otherwise(tmp_path, kwargs, slopes, message):
+    model = small(**kwargs)
+    if slopes:
+        model.set_slopes(*slopes)
+    with pytest.raises(CheckpointError, match=message):
+        save_checkpoint(model, tmp_path / "a.pth", format="timm")
+    assert not list(tmp_path.iterdir())
+
+
+def test_inplace_abn_weights_are_saved_as_gammas(tmp_path):
+    pytest.importorskip("inplace_abn")
+    model = trained(small(norm="inplace_abn"))
+    with torch.no_grad():
+        model.body.conv1.bn.weight[0] = -0.3  # as an optimizer step can leave it
+    save_checkpoint(model, tmp_path / "a.safetensors")
+    other = small()
+    load_checkpoint(other, tmp_path / "a.safetensors")
+    assert other.body.conv1.bn.weight[0].item() == pytest.approx(0.3 + 2e-5)
+    assert all(m.weight.min() >= 1e-5 for m in other.modules() if hasattr(m, "running_var"))
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
+def test_views_and_memory_formats(tmp_path, suffix):
+    model = trained(small()).to(memory_format=torch.channels_last)
+    base = torch.randn(1000, model.num_features)
+    model.head.fc.weight = nn.Parameter(base[:CLASSES])  # a view of a larger storage
+    before = snapshot(model)
+    save_checkpoint(model, tmp_path / f"a{suffix}")
+    other = small()
+    load_checkpoint(other, tmp_path / f"a{suffix}")
+    assert same(before, other.state_dict())
+    bytes_used = sum(t.numel() * t.element_size() for t in before.values())
+    assert (tmp_path / f"a{suffix}").stat().st_size < 1.1 * bytes_used + 40_000
+
+
+def test_half_precision_is_kept(tmp_path):
+    save_checkpoint(small(dtype=torch.bfloat16), tmp_path / "a.safetensors")
+    stored = safetensors.torch.load_file(tmp_path / "a.safetensors")
+    assert stored["body.conv1.conv.weight"].dtype == torch.bfloat16
+
+
+def test_wrapped_models_are_saved_bare(tmp_path):
+    model = small()
+    save_checkpoint(torch.compile(model), tmp_path / "a.pth", format="timm")
+    assert list(torch.load(tmp_path / "a.pth")) == list(model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"format": "onnx"}, "expected format out of tresnet, timm, got 'onnx'"),
+        ({"name": "a.bin"}, r"ending in .safetensors, .pth, .pt, got .*a.bin"),
+        ({"metadata": {"fn": print}}, "expected metadata of numbers, strings.* got fn="),
+        ({"metadata": {"top1": float("nan")}}, "got top1=nan"),
+        ({"format": "timm", "metadata": {"top1": 1}}, r"no place for metadata, got \['top1'\]"),
+        ({"model": nn.Linear(1, 1)}, "expected a TResNet from tresnet.create, got Linear"),
+        ({"model": small(device="meta")}, "meta device, which holds no values to save"),
+        ({"model": FeatureExtractor(small(), [1])}, "one cut off before layer2"),
+    ],
+)
+def test_bad_arguments(tmp_path, arguments, message):
+    arguments = dict(arguments)
+    model = arguments.pop("model", None) or small()
+    path = tmp_path / arguments.pop("name", "a.pth")
+    with pytest.raises(InputError, match=message):
+        save_checkpoint(model, path, **arguments)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
+def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, suffix):
+    """The file size limit makes the system refuse writes beyond 64 KiB, as a full disk does."""
+    path = tmp_path / f"a{suffix}"
+    model = trained(small())
+    save_checkpoint(model, path)
+    before = path.read_bytes()
+    code = (
+        "import resource, sys, torch\n"
+        "from tests.checkpoints.small import small\n"
+        "from tresnet.checkpoints.save import save_checkpoint\n"
+        "from tresnet.errors import CheckpointError\n"
+        "model = small()\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))\n"
+        "try:\n"
+        "    save_checkpoint(model, sys.argv[1])\n"
+        "except CheckpointError as error:\n"
+        "    print(error)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, path], capture_output=True, text=True, check=False
+    )
+    assert f"could not write {path}" in run.stdout, run.stderr
+    assert "what was there before is intact" in run.stdout
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_missing_directory(tmp_path):
+    with pytest.raises(CheckpointError, match="the directory does not exist"):
+        save_checkpoint(small(), tmp_path / "no" / "a.pth")

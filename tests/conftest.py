@@ -1,0 +1,29 @@
+"""What every test gets: a fixed seed, few threads, and the skips that a machine's lacks demand."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+WEIGHTS = Path(__file__).resolve().parents[1] / "weights"
+MAX_THREADS = 4  # the tests' tensors are small: more threads cost more than they bring
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(min(torch.get_num_threads(), MAX_THREADS))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what this machine cannot run, saying what it lacks."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    for marker in item.iter_markers("weights"):
+        missing = [name for name in marker.args if not (WEIGHTS / name).is_file()]
+        if missing:
+            pytest.skip(f"not downloaded: {', '.join(missing)} under {WEIGHTS}")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """Make each test's random numbers the same alone, in a full run and in any order."""
+    torch.manual_seed(0)

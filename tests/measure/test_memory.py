@@ -1,0 +1,167 @@
+import logging
+import sys
+import types
+
+import pytest
+import torch
+
+from tresnet import env
+from tresnet.errors import InputError
+from tresnet.measure import memory
+from tresnet.measure.memory import MemoryMeter, MemorySnapshot
+
+MIB = 2**20
+
+
+def test_mib_is_two_to_the_twenty_and_bytes_stay_int():
+    snapshot = MemorySnapshot(allocated=3 * MIB, reserved=MIB // 2)
+    assert isinstance(snapshot.allocated, int)
+    assert snapshot.allocated_mib == 3.0
+    assert snapshot.reserved_mib == 0.5
+
+
+def test_cpu_has_no_gpu_columns_and_none_is_not_zero():
+    columns = MemoryMeter("cpu").snapshot().to_dict()
+    assert columns.pop("rss_peak_mib") > 20  # the interpreter alone is larger
+    assert columns == {
+        "allocated_mib": None,
+        "reserved_mib": None,
+        "max_allocated_mib": None,
+        "device_used_mib": None,
+    }
+
+
+def test_zero_is_not_none():
+    assert MemorySnapshot(allocated=0).to_dict()["allocated_mib"] == 0.0
+    assert MemorySnapshot(allocated=0).format() == "allocated 0.0 MiB"
+
+
+def test_format_is_one_line_of_the_known_columns():
+    snapshot = MemorySnapshot(int(97.8 * MIB), 604 * MIB, int(530.9 * MIB), None)
+    assert snapshot.format() == ("allocated 97.8 MiB, reserved 604.0 MiB, max allocated 530.9 MiB")
+    assert MemorySnapshot().format() == "memory unknown"
+
+
+def test_phases_are_kept_and_logged_in_order(caplog):
+    meter = MemoryMeter("cpu")
+    with caplog.at_level(logging.INFO, logger="tresnet.measure.memory"):
+        for name in ("initial", "model", "train", "train", "final"):
+            meter.phase(name)
+    assert list(meter.phases) == ["initial", "model", "train", "final"]
+    logged = [record.getMessage() for record in caplog.records]
+    assert len(logged) == 5
+    assert logged[1].startswith("memory, model: rss peak ")
+    assert logged[1].endswith(" MiB")
+
+
+def test_phase_goes_to_the_given_log():
+    lines = []
+    MemoryMeter("cpu", log=lines.append).phase("model")
+    assert len(lines) == 1
+
+
+def test_unknown_phase_names_the_known_ones():
+    with pytest.raises(InputError, match="expected a phase out of initial, model, train, final"):
+        MemoryMeter("cpu").phase("training")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="an earlier peak would hide the block")
+def test_peak_resident_memory_sees_an_allocation_and_keeps_it():
+    memory.reset_peak_rss()
+    before = memory.peak_rss_bytes()
+    block = torch.ones(128 * MIB // 4)
+    during = memory.peak_rss_bytes()
+    del block
+    # Linux counts pages per thread in batches, so a reading may be off by some hundred KiB.
+    assert during - before > 96 * MIB
+    assert memory.peak_rss_bytes() >= during - 4 * MIB
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can reset the peak")
+def test_reset_peak_forgets_an_allocation():
+    meter = MemoryMeter("cpu")
+    block = torch.ones(128 * MIB // 4)
+    during = meter.snapshot().rss_peak
+    del block
+    meter.reset_peak()
+    assert during - meter.snapshot().rss_peak > 96 * MIB
+
+
+def test_maxrss_units_differ_by_system():
+    assert memory.maxrss_to_bytes(1024, "linux") == MIB
+    assert memory.maxrss_to_bytes(1024, "freebsd14") == MIB
+    assert memory.maxrss_to_bytes(MIB, "darwin") == MIB
+
+
+def test_peak_without_proc_and_resource_is_unknown(monkeypatch):
+    monkeypatch.setattr(memory, "Path", lambda path: memory_less_path())
+    monkeypatch.setitem(sys.modules, "resource", None)
+    assert memory.peak_rss_bytes() is None
+    assert memory.reset_peak_rss() is False
+
+
+def test_peak_without_proc_comes_from_maxrss(monkeypatch):
+    monkeypatch.setattr(memory, "Path", lambda path: memory_less_path())
+    usage = types.SimpleNamespace(ru_maxrss=5 * MIB)
+    fake = types.SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda who: usage)
+    monkeypatch.setitem(sys.modules, "resource", fake)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert memory.peak_rss_bytes() == 5 * MIB
+
+
+def memory_less_path():
+    def fail(*args, **kwargs):
+        raise FileNotFoundError("no /proc")
+
+    return types.SimpleNamespace(read_text=fail, write_text=fail)
+
+
+def test_cuda_columns_come_from_the_allocator_and_nvml(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1 * MIB)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * MIB)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * MIB)
+    monkeypatch.setattr(env, "nvml_handle", lambda device: asked.append(device) or "handle")
+    monkeypatch.setattr(env, "device_used_bytes", lambda handle: 4 * MIB)
+    meter = MemoryMeter("cuda:1")
+    assert asked == []  # building a meter touches nothing
+    meter.snapshot()
+    assert meter.snapshot().to_dict() == {
+        "allocated_mib": 1.0,
+        "reserved_mib": 2.0,
+        "max_allocated_mib": 3.0,
+        "device_used_mib": 4.0,
+        "rss_peak_mib": None,
+    }
+    assert asked == [torch.device("cuda:1")]  # the handle is looked up once
+
+
+@pytest.mark.gpu
+def test_one_gibibyte_defined_deleted_released(cuda_device):
+    """The study's first case: a tensor of 1 GiB."""
+    torch.cuda.empty_cache()
+    meter = MemoryMeter(cuda_device)
+    start = meter.phase("initial")
+    block = torch.zeros(2**30 // 4, device=cuda_device)
+    defined = meter.snapshot()
+    del block
+    deleted = meter.snapshot()
+    torch.cuda.empty_cache()
+    released = meter.snapshot()
+    assert defined.allocated - start.allocated == 2**30
+    assert deleted.allocated == start.allocated
+    assert deleted.reserved == defined.reserved
+    assert released.reserved == start.reserved
+    assert released.max_allocated == defined.allocated
+    if defined.device_used is not None:
+        assert defined.device_used - released.device_used >= 2**30
+    assert defined.rss_peak is None
+
+
+@pytest.mark.gpu
+def test_initial_resets_the_peak(cuda_device):
+    meter = MemoryMeter(cuda_device)
+    block = torch.zeros(64 * MIB, device=cuda_device)
+    del block
+    initial = meter.phase("initial")
+    assert initial.max_allocated == initial.allocated

@@ -1,0 +1,168 @@
+import pytest
+import torch
+
+from tresnet.errors import InputError
+from tresnet.measure.throughput import ThroughputMeter
+
+
+class FakeClock:
+    """Time set by hand; `finished_s` is how far a device behind the host has come."""
+
+    def __init__(self):
+        self.now_s = 100.0
+        self.finished_s = float("inf")
+        self.waited = 0
+
+    def mark(self):
+        return self.now_s
+
+    def reached(self, mark):
+        return mark <= self.finished_s
+
+    def wait(self, mark):
+        if not self.reached(mark):
+            self.waited += 1
+            self.finished_s = mark
+
+    def seconds(self, begin, end):
+        assert self.reached(end), "read before the device came there"
+        return end - begin
+
+
+def run_steps(meter, clock, count, wait_s=0.0, work_s=1.0, images=8):
+    for _ in range(count):
+        clock.now_s += wait_s
+        meter.data_ready()
+        clock.now_s += work_s
+        meter.step(images)
+
+
+def make(window=50):
+    clock = FakeClock()
+    return ThroughputMeter("cpu", window=window, clock=clock), clock
+
+
+def test_rate_is_images_over_time():
+    meter, clock = make()
+    meter.start()
+    run_steps(meter, clock, 4, work_s=0.5)
+    assert meter.images_per_s() == pytest.approx(16)
+    assert meter.average_images_per_s() == pytest.approx(16)
+
+
+def test_nothing_measured_is_none_not_zero():
+    meter, _ = make()
+    assert meter.images_per_s() is None
+    assert meter.average_images_per_s() is None
+    assert meter.data_wait_fraction() is None
+    meter.start()
+    assert meter.images_per_s() is None
+
+
+def test_without_start_the_first_step_is_not_counted():
+    meter, clock = make()
+    run_steps(meter, clock, 1, work_s=1000)
+    assert meter.images_per_s() is None
+    run_steps(meter, clock, 2, work_s=2)
+    assert meter.images_per_s() == pytest.approx(4)
+
+
+def test_window_looks_back_and_average_looks_at_all():
+    meter, clock = make(window=3)
+    meter.start()
+    run_steps(meter, clock, 5, work_s=4)
+    run_steps(meter, clock, 3, work_s=1)
+    assert meter.images_per_s() == pytest.approx(8)
+    assert meter.average_images_per_s() == pytest.approx(8 * 8 / 23)
+
+
+def test_data_wait_can_be_left_out():
+    meter, clock = make(window=2)
+    meter.start()
+    run_steps(meter, clock, 4, wait_s=3, work_s=1)
+    assert meter.images_per_s() == pytest.approx(2)
+    assert meter.images_per_s(exclude_data_wait=True) == pytest.approx(8)
+    assert meter.data_wait_fraction() == pytest.approx(0.75)
+    assert meter.average_images_per_s(exclude_data_wait=True) == pytest.approx(8)
+
+
+def test_start_leaves_out_a_pause():
+    meter, clock = make()
+    meter.start()
+    run_steps(meter, clock, 2)
+    clock.now_s += 1000
+    meter.start()
+    run_steps(meter, clock, 2)
+    assert meter.images_per_s() == pytest.approx(8)
+
+
+def test_batches_of_other_sizes_are_weighted_by_time():
+    meter, clock = make()
+    meter.start()
+    run_steps(meter, clock, 1, work_s=1, images=10)
+    run_steps(meter, clock, 1, work_s=3, images=2)
+    assert meter.images_per_s() == pytest.approx(3)
+
+
+def test_reading_never_waits_for_a_device_that_lags():
+    meter, clock = make()
+    meter.start()
+    clock.finished_s = 102.0
+    run_steps(meter, clock, 4)
+    assert meter.images_per_s() == pytest.approx(8)  # two of four steps are done
+    assert clock.waited == 0
+    assert meter.average_images_per_s() == pytest.approx(8)
+    assert clock.waited == 1  # once, for the last
+
+
+def test_reset_forgets():
+    meter, clock = make()
+    meter.start()
+    run_steps(meter, clock, 3)
+    meter.reset()
+    assert meter.average_images_per_s() is None
+
+
+def test_window_below_one_is_an_error():
+    with pytest.raises(InputError, match="at least 1 step, got 0"):
+        ThroughputMeter("cpu", window=0)
+
+
+def test_host_clock_measures_real_time():
+    meter = ThroughputMeter("cpu")
+    meter.start()
+    for _ in range(3):
+        torch.ones(1000).sum()
+        meter.step(1)
+    assert 0 < meter.images_per_s() < 1e9
+
+
+@pytest.mark.gpu
+def test_cuda_rate_matches_events_and_does_not_synchronise(cuda_device):
+    meter = ThroughputMeter(cuda_device)
+    block = torch.randn(4096, 4096, device=cuda_device)
+    block @ block
+    torch.cuda.synchronize()
+    meter.start()
+    torch.cuda._sleep(2_000_000_000)
+    meter.step(8)
+    assert meter.images_per_s() is None  # about a second of sleep is still running
+    assert meter.average_images_per_s() > 0
+    meter.start()
+    for _ in range(10):
+        block @ block
+        meter.step(8)
+    torch.cuda.synchronize()
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    first.record()
+    for _ in range(10):
+        block @ block
+    last.record()
+    torch.cuda.synchronize()
+    expected = 80 / (first.elapsed_time(last) / 1000)
+    meter.reset()
+    meter.start()
+    for _ in range(10):
+        block @ block
+        meter.step(8)
+    assert meter.average_images_per_s() == pytest.approx(expected, rel=0.5)

@@ -1,0 +1,146 @@
+"""The rules of the source tree: who may import whom, how large a file may grow, how files are read."""
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = sorted([*ROOT.glob("tresnet/**/*.py"), *ROOT.glob("*.py")])
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 90
+LINT = (
+    "from importlinter.cli import lint_imports_command as main; main(['--no-cache', '--no-logo'])"
+)
+
+
+def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
+    """Check the import contracts of `root`/pyproject.toml on the package that lies there."""
+    command = [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, '.'); {LINT}"]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+
+
+def test_imports_point_down():
+    result = lint_imports(ROOT)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "contract"),
+    [
+        ("models/probe.py", "import tresnet.engine.config", "layers point down"),
+        ("data/probe.py", "import tresnet.measure", "layers point down"),
+        ("cli/probe.py", "def late():\n    import triton", "only ops/*/kernels.py imports triton"),
+        ("ops/abn/reference.py", "import tresnet.ops.abn.autograd", "reference stands alone"),
+    ],
+)
+def test_a_broken_import_rule_is_found(tmp_path: Path, module: str, line: str, contract: str):
+    shutil.copytree(
+        ROOT / "tresnet", tmp_path / "tresnet", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    path = tmp_path / "tresnet" / module
+    with path.open("a") as file:
+        file.write(f"\n{line}\n")
+    result = lint_imports(tmp_path)
+    assert result.returncode == 1
+    assert f"{contract} BROKEN" in " ".join(result.stdout.split())
+
+
+def test_files_are_read_in_one_sitting():
+    lines = {
+        path.relative_to(ROOT).as_posix(): path.read_text().count("\n") + 1 for path in SOURCES
+    }
+    assert len(lines) > 20
+    assert {name: count for name, count in lines.items() if count > MAX_FILE_LINES} == {}
+
+
+def nodes(kind: type | tuple[type, ...]) -> Iterator[tuple[str, ast.AST]]:
+    """Each syntax node of a kind in the sources, with its place as 'file:line'."""
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(), path.name)):
+            if isinstance(node, kind):
+                yield f"{path.relative_to(ROOT).as_posix()}:{node.lineno}", node
+
+
+def test_functions_fit_a_screen():
+    long = [
+        f"{place} {node.name}: {node.end_lineno - node.lineno + 1} lines"
+        for place, node in nodes((ast.FunctionDef, ast.AsyncFunctionDef))
+        if node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES
+    ]
+    assert long == []
+
+
+def unsafe_reading(call: ast.Call) -> str | None:
+    """What is wrong with a call that reads weights, None where nothing is."""
+    name = ast.unparse(call.func)
+    given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    if name == "torch.load" and given.get("weights_only") != "True":
+        return "torch.load without weights_only=True"
+    if name.endswith("load_state_dict") and (
+        given.get("strict", "True") != "True" or (len(call.args) > 1 and "optim" not in name)
+    ):
+        return "load_state_dict that is not plainly strict"
+    if re.fullmatch(r"(pickle|joblib|dill|cloudpickle)\.(load|loads|Unpickler)", name):
+        return f"{name} runs code from the file it reads"
+    return None
+
+
+def test_weights_are_read_strictly_and_safely():
+    found = [
+        f"{place}: {fault}"
+        for place, node in nodes(ast.Call)
+        if isinstance(node, ast.Call) and (fault := unsafe_reading(node))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("code", "fault"),
+    [
+        ("torch.load(path)", "weights_only=True"),
+        ("torch.load(path, weights_only=False)", "weights_only=True"),
+        ("model.load_state_dict(state, strict=False)", "not plainly strict"),
+        ("model.load_state_dict(state, False)", "not plainly strict"),
+        ("pickle.loads(data)", "runs code"),
+        ("torch.load(path, weights_only=True)", None),
+        ("model.load_state_dict(state, strict=True)", None),
+    ],
+)
+def test_unsafe_reading_is_recognised(code: str, fault: str | None):
+    call = ast.parse(code, mode="eval").body
+    assert isinstance(call, ast.Call)
+    found = unsafe_reading(call)
+    assert (found is None) if fault is None else (found is not None and fault in found)
+
+
+# Written so that this file does not match itself.
+LOCAL = re.compile(
+    r"(?<![\w.])/(?:home|root|Users|work|mnt)/\w"  # one machine's folders
+    r"|https?://[\w.-]*(?:p[y]pi|h[o]sted|n[p]mjs|d[e]bian)"  # package registries
+)
+
+
+def test_no_file_names_a_machine_or_a_registry():
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout: the committed files are not known")
+    found = []
+    for name in filter(None, listed.stdout.split("\0")):
+        try:
+            lines = (ROOT / name).read_text().splitlines()
+        except (UnicodeDecodeError, FileNotFoundError):
+            continue
+        found += [f"{name}:{i}: {line}" for i, line in enumerate(lines, 1) if LOCAL.search(line)]
+    assert found == []
+
+
+def test_a_machines_path_is_recognised():
+    assert LOCAL.search("open('" + "/ho" + "me/me/data')")
+    assert not LOCAL.search("tests/home/data and https://example.org/root/x")

@@ -1,0 +1,107 @@
+"""The wheel holds the whole package, the weights that are committed, and nothing else."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import hatchling.build
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOT_FILES = ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "constraints.txt")
+COMMITTED_WEIGHTS = {"manifest.json", "tresnet_t_digits.safetensors"}
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the sources, with a downloaded checkpoint that is not to be shipped."""
+    root = tmp_path_factory.mktemp("tree")
+    for name in (*ROOT_FILES, ".gitignore", "train.py", "eval.py"):
+        shutil.copy(ROOT / name, root)
+    for name in ("tresnet", "weights"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (root / "weights" / "downloaded.safetensors").write_bytes(b"not ours to ship")
+    return root
+
+
+@pytest.fixture(scope="module")
+def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built without network."""
+    out = tmp_path_factory.mktemp("wheel")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tree)
+        return out / hatchling.build.build_wheel(str(out))
+
+
+def names(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def test_wheel_holds_every_module_and_the_committed_weights(wheel: Path, tree: Path):
+    modules = {path.relative_to(tree).as_posix() for path in (tree / "tresnet").rglob("*.py")}
+    weights = {f"tresnet/weights/{name}" for name in COMMITTED_WEIGHTS}
+    assert len(modules) > 20
+    assert {name for name in names(wheel) if ".dist-info/" not in name} == modules | weights
+
+
+def test_wheel_carries_its_licence_and_command(wheel: Path):
+    info = f"{'-'.join(wheel.name.split('-')[:2])}.dist-info"
+    with zipfile.ZipFile(wheel) as archive:
+        assert "Apache License" in archive.read(f"{info}/licenses/LICENSE").decode()
+        assert (
+            "tresnet = tresnet.cli.main:main" in archive.read(f"{info}/entry_points.txt").decode()
+        )
+        assert "License-Expression: Apache-2.0" in archive.read(f"{info}/METADATA").decode()
+
+
+def test_unpacked_wheel_works_away_from_the_sources(wheel: Path, tmp_path: Path):
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    code = (
+        "import tresnet; print(tresnet.__file__)\n"
+        "print(tresnet.create(weights='tresnet_t_digits').num_classes)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == [str(site / "tresnet" / "__init__.py"), "10"]
+
+
+def test_sdist_holds_what_a_build_and_a_test_run_need(tree: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tree)
+    with tarfile.open(tmp_path / hatchling.build.build_sdist(str(tmp_path))) as archive:
+        held = {name.split("/", 1)[1] for name in archive.getnames()}
+    assert {*ROOT_FILES, "train.py", "eval.py", "tresnet/__init__.py"} <= held
+    assert {name for name in held if name.startswith("weights/")} == {
+        f"weights/{name}" for name in COMMITTED_WEIGHTS
+    }
+
+
+def test_constraints_pin_everything_and_agree_with_the_project():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]
+    for requirement in wanted:
+        name, _, floor = requirement.partition(">=" if ">=" in requirement else "==")
+        if name.startswith("tresnet["):
+            continue
+        pin = pins[name.lower().replace("_", "-")]
+        assert version(pin) >= version(floor), f"{name}: pinned to {pin}, needed {floor}"
+
+
+def version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("."))

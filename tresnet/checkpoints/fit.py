@@ -1,0 +1,212 @@
+"""Checks weights against a model, key by key, and adapts what may be adapted."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from tresnet.checkpoints.remap import INPLACE_ABN_EPS, Weights, architecture, identify, listed
+from tresnet.errors import CheckpointError
+from tresnet.models.tresnet import STAGES, TResNet
+
+STEM = "body.conv1.conv.weight"
+HEAD = "head."
+
+
+def fit(
+    weights: Weights, model: TResNet, expected: Mapping[str, Tensor], new_head: bool
+) -> dict[str, Tensor]:
+    """Return one tensor of the right shape for every expected name, and no other.
+
+    Args:
+        weights: what was read.
+        model: the model to load, which is not changed.
+        expected: the model's tensors by name.
+        new_head: leave the head out.
+
+    Raises:
+        CheckpointError: something does not fit; every key that does not is named.
+    """
+    _check_device(expected)
+    expected = dict(expected)
+    tensors = _without_absent_parts(dict(weights.tensors), model, expected)
+    if new_head:
+        expected = {name: t for name, t in expected.items() if not name.startswith(HEAD)}
+        tensors = {name: t for name, t in tensors.items() if not name.startswith(HEAD)}
+    _check_block_size(weights, model)
+    if STEM in tensors and STEM in expected:
+        tensors[STEM] = _fit_stem(tensors[STEM], weights, model)
+    if not any(name.endswith(".num_batches_tracked") for name in tensors):
+        counts = [name for name in expected if name.endswith(".num_batches_tracked")]
+        tensors.update({name: torch.zeros((), dtype=torch.int64) for name in counts})
+    _check_keys(tensors, expected, weights, model)
+    if model.config.norm == "inplace_abn":
+        tensors = _fit_inplace_gammas(tensors, weights, model)
+    _check_range(tensors, expected, weights)
+    return tensors
+
+
+def _check_device(expected: Mapping[str, Tensor]) -> None:
+    if any(tensor.is_meta for tensor in expected.values()):
+        raise CheckpointError(
+            "the model is on the meta device, which holds no values: build it on a real one, or "
+            "call model.to_empty(device=...) before loading"
+        )
+
+
+def _without_absent_parts(
+    tensors: dict[str, Tensor], model: TResNet, expected: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Leave out what a model without classifier, or cut off after a stage, has no place for."""
+    absent = tuple(f"body.{stage}." for stage in STAGES if not hasattr(model.body, stage))
+    if model.num_classes == 0 and not any(name.startswith(HEAD) for name in expected):
+        absent += (HEAD,)
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(absent)}
+
+
+def _check_block_size(weights: Weights, model: TResNet) -> None:
+    """The block size changes what the stem's inputs mean, which their number may not show."""
+    found, wanted = identify(weights.tensors), architecture(model.config)
+    if found.body != wanted.body:  # another model altogether: reported with its keys
+        return
+    trained = 4 if weights.format == "public" else None
+    if weights.config is not None:
+        trained = weights.config.block_size
+    if trained is not None and trained != model.config.block_size:
+        raise CheckpointError(
+            f"{weights.source.path} was trained with block_size={trained}, the model has "
+            f"block_size={model.config.block_size}: build it with block_size={trained}"
+        )
+
+
+def _fit_stem(stem: Tensor, weights: Weights, model: TResNet) -> Tensor:
+    """Adapt the stem to the model's image channels where only these differ."""
+    pixels = model.config.block_size**2
+    if weights.config is not None:
+        source = weights.config.in_chans
+    elif stem.dim() == 4 and stem.shape[1] % pixels == 0:
+        source = stem.shape[1] // pixels
+    else:
+        return stem
+    if stem.dim() != 4 or stem.shape[1] != pixels * source:
+        return stem
+    return adapt_stem(stem, source, model.config.in_chans)
+
+
+def adapt_stem(stem: Tensor, source: int, target: int) -> Tensor:
+    """Make the stem's convolution take images of `target` channels instead of `source`.
+
+    Its inputs are pixels x channels, channels last, because space-to-depth orders them so. For one
+    channel the weights of a pixel's channels are summed: a gray image gives what it gave as equal
+    channels. For others they are repeated cyclically and scaled by source / target.
+
+    Args:
+        stem: (C, pixels * source, k, k).
+        source: channels of the images the stem was trained on.
+        target: channels wanted.
+
+    Returns:
+        (C, pixels * target, k, k), in float32 or better if adapted.
+    """
+    if source == target:
+        return stem
+    out_channels, inputs, height, width = stem.shape
+    pixels = inputs // source
+    wide = stem.to(torch.promote_types(stem.dtype, torch.float32))
+    wide = wide.reshape(out_channels, pixels, source, height, width)
+    if target == 1:
+        adapted = wide.sum(dim=2, keepdim=True)
+    else:
+        order = torch.arange(target) % source
+        adapted = wide[:, :, order] * (source / target)
+    return adapted.reshape(out_channels, pixels * target, height, width)
+
+
+def _check_keys(
+    tensors: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    weights: Weights,
+    model: TResNet,
+) -> None:
+    missing = [name for name in expected if name not in tensors]
+    unknown = [name for name in tensors if name not in expected]
+    other_shape = [
+        f"{name} (expected {tuple(expected[name].shape)}, got {tuple(tensors[name].shape)})"
+        for name in expected
+        if name in tensors and expected[name].shape != tensors[name].shape
+    ]
+    other_type = [
+        f"{name} ({tensors[name].dtype})"
+        for name in expected
+        if name in tensors
+        and expected[name].is_floating_point() != tensors[name].is_floating_point()
+    ]
+    groups = {
+        "missing": missing,
+        "unknown": unknown,
+        "of another shape": other_shape,
+        "of another kind of number": other_type,
+    }
+    faults = [f"{len(keys)} {what}: {listed(keys)}" for what, keys in groups.items() if keys]
+    if faults:
+        raise CheckpointError(
+            f"{weights.source.path} does not fit. {_explain(weights, model)}Keys, "
+            + "; ".join(faults)
+        )
+
+
+def _explain(weights: Weights, model: TResNet) -> str:
+    """Say in words what differs, where the shapes tell."""
+    found, wanted = identify(weights.tensors), architecture(model.config)
+    if found.body != wanted.body:
+        hint = f": create the model as {found.variant!r}" if found.variant else ""
+        return f"It holds {found}, expected {wanted}{hint}. "
+    if found.num_classes == 0 and wanted.num_classes > 0:
+        return "It has no classifier: load all but the head with new_head=True. "
+    if found.num_classes != wanted.num_classes:
+        return (
+            f"It has {found.num_classes} classes, expected {wanted.num_classes}: build the model "
+            f"with num_classes={found.num_classes}, or load all but the head with new_head=True. "
+        )
+    if found.stem_channels != wanted.stem_channels:
+        return (
+            f"Its stem has {found.stem_channels} inputs, expected {wanted.stem_channels} "
+            f"(block_size={model.config.block_size}, in_chans={model.config.in_chans}): build the "
+            "model with the block_size the file was trained with. "
+        )
+    return ""
+
+
+def _fit_inplace_gammas(
+    tensors: dict[str, Tensor], weights: Weights, model: TResNet
+) -> dict[str, Tensor]:
+    """Raise gammas in [0, eps) to eps, the smallest that in-place ABN knows; refuse negative ones."""
+    gammas = [name for name in tensors if name.endswith(".bn.weight")]
+    negative = [name for name in gammas if bool((tensors[name] < 0).any())]
+    if negative:
+        raise CheckpointError(
+            f"{weights.source.path} has negative gammas, which norm='inplace_abn' cannot "
+            f"represent: build the model with norm='abn'. Layers: {listed(negative)}"
+        )
+    return {
+        name: tensor.clamp(min=INPLACE_ABN_EPS) if name in gammas else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _check_range(
+    tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], weights: Weights
+) -> None:
+    """Refuse values that the model's dtype cannot hold, such as 70000 in float16."""
+    narrow = [
+        name
+        for name, tensor in tensors.items()
+        if expected[name].is_floating_point()
+        and torch.finfo(tensor.dtype).max > torch.finfo(expected[name].dtype).max
+        and bool((tensor.isfinite() & ~tensor.to(expected[name].dtype).isfinite()).any())
+    ]
+    if narrow:
+        raise CheckpointError(
+            f"{weights.source.path} has values beyond the range of {expected[narrow[0]].dtype}: "
+            f"build the model in float32. Keys: {listed(narrow)}"
+        )

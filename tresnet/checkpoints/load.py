@@ -1,0 +1,83 @@
+"""Puts the weights of a file into a model: all of them, or none and an error."""
+
+import os
+
+import torch
+from torch import Tensor, nn
+
+from tresnet.checkpoints.fit import fit
+from tresnet.checkpoints.read import read_weights
+from tresnet.checkpoints.remap import Weights, to_ours
+from tresnet.errors import InputError
+from tresnet.models.features import FeatureExtractor
+from tresnet.models.tresnet import TResNet
+
+
+def load_checkpoint(model: nn.Module, path: str | os.PathLike[str], new_head: bool = False) -> None:
+    """Load a file of weights, in our format, timm's or the public TResNet one, into `model`.
+
+    The negative slopes of the activations, a property of the weights, are set too. Tensors are
+    converted to the model's dtypes and devices. The stem adapts to another number of image
+    channels; a model without a classifier takes the file's other weights. Everything is checked
+    before the model is touched.
+
+    Args:
+        model: a TResNet, or a wrapper of one (compiled, DistributedDataParallel, features only).
+        path: a .safetensors file, or a torch file that holds tensors and no code.
+        new_head: load all but the head, which keeps the weights it has.
+
+    Raises:
+        CheckpointError: the file is unreadable, unsafe, or does not fit; the model is unchanged.
+        InputError: `model` is not a TResNet.
+    """
+    target = bare_model(model)
+    load_weights(target, to_ours(read_weights(path)), new_head)
+
+
+def load_weights(model: TResNet, weights: Weights, new_head: bool = False) -> None:
+    """Load weights that are read already; see `load_checkpoint`."""
+    tensors = model_tensors(model)
+    staged = fit(weights, model, tensors, new_head)
+    with torch.no_grad():
+        for name, value in staged.items():
+            tensors[name].copy_(value)
+    model.set_slopes(*weights.slopes)
+
+
+def model_tensors(model: TResNet) -> dict[str, Tensor]:
+    """Return the parameters and persistent buffers themselves, by name.
+
+    `state_dict` would do, but norm='inplace_abn' rewrites its weights when asked for one, and a
+    load that fails must leave every bit alone.
+    """
+    names = {}
+    for prefix, module in model.named_modules():
+        dot = f"{prefix}." if prefix else ""
+        for name, parameter in module.named_parameters(recurse=False):
+            names[dot + name] = parameter
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                names[dot + name] = buffer
+    return names
+
+
+def bare_model(model: nn.Module) -> TResNet:
+    """Return the TResNet inside wrappers: compiled, data-parallel, averaged, features only.
+
+    Raises:
+        InputError: there is none.
+    """
+    inner: object = model
+    while not isinstance(inner, TResNet):
+        if isinstance(inner, FeatureExtractor):
+            inner = inner.model
+        elif isinstance(inner, nn.Module) and hasattr(inner, "_orig_mod"):
+            inner = inner._orig_mod
+        elif isinstance(inner, nn.Module) and hasattr(inner, "module"):
+            inner = inner.module
+        else:
+            raise InputError(
+                f"expected a TResNet from tresnet.create, got {type(model).__name__}: a scripted "
+                "or exported model keeps its weights inside"
+            )
+    return inner

@@ -1,0 +1,250 @@
+"""Names of weights: which format a file is in, and the table that turns it into ours.
+
+Our names are timm's. The public TResNet format names the same tensors differently and stores the
+weight w of in-place ABN, whose gamma is |w| + 1e-5 (arXiv 1712.02616; inplace-abn's source).
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tresnet.checkpoints.read import WeightsFile
+from tresnet.errors import CheckpointError
+from tresnet.models.tresnet import BLOCK_SLOPE, STEM_SLOPE, ModelConfig
+from tresnet.models.zoo import VARIANTS
+
+INPLACE_ABN_EPS = 1e-5
+PUBLIC_V2_SLOPE = 1e-6
+
+_STATISTICS = r"(weight|bias|running_mean|running_var|num_batches_tracked)"
+_CONV = r"(body\.layer\d+\.\d+\.conv\d)"
+_SHORTCUT = r"(body\.layer\d+\.0\.downsample\.\d)"
+# Public name -> our name; a blur filter becomes nothing, because it is a constant.
+_PUBLIC_NAMES: tuple[tuple[re.Pattern[str], str | None], ...] = tuple(
+    (re.compile(pattern), name)
+    for pattern, name in (
+        (r"body\.conv1\.0\.weight", "body.conv1.conv.weight"),
+        (rf"body\.conv1\.1\.{_STATISTICS}", r"body.conv1.bn.\1"),
+        (rf"{_CONV}\.0\.0\.weight", r"\1.conv.weight"),  # a blur follows
+        (rf"{_CONV}\.0\.1\.{_STATISTICS}", r"\1.bn.\2"),
+        (rf"{_CONV}\.0\.weight", r"\1.conv.weight"),
+        (rf"{_CONV}\.1\.{_STATISTICS}", r"\1.bn.\2"),
+        (rf"{_CONV}\.1(?:\.op)?\.filt", None),
+        (rf"{_SHORTCUT}\.0\.weight", r"\1.conv.weight"),
+        (rf"{_SHORTCUT}\.1\.{_STATISTICS}", r"\1.bn.\2"),
+        (r"(body\.layer\d+\.\d+\.se\.fc[12]\.(?:weight|bias))", r"\1"),
+        (r"(head\..+)", r"\1"),
+    )
+)
+_PUBLIC_MARK = re.compile(r"body\.(layer\d+\.\d+\.)?(conv\d|downsample\.\d)\.[01]\.")
+_TIMM_MARK = re.compile(r"body\.(layer\d+\.\d+\.)?(conv\d|downsample\.\d)\.(conv|bn)\.")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights under our names.
+
+    Attributes:
+        source: the file they come from.
+        format: 'tresnet' (ours, with metadata), 'timm' or 'public'.
+        tensors: the weights; gammas are plain.
+        slopes: negative slopes of the stem and of the blocks that the weights were trained with.
+        config: the model the weights were saved from; None in files of others.
+    """
+
+    source: WeightsFile
+    format: str
+    tensors: dict[str, Tensor]
+    slopes: tuple[float, float]
+    config: ModelConfig | None = None
+
+
+def to_ours(file: WeightsFile) -> Weights:
+    """Rename a file's tensors to ours and turn in-place ABN weights into gammas.
+
+    Slopes are those of the metadata; without it 1e-2 in the stem and 1e-3 in the blocks, save for
+    the public v2 code, which has 1e-6 everywhere.
+
+    Raises:
+        CheckpointError: the names are of no known format, a value is no tensor, or a stored blur
+            filter is not the one the models compute.
+    """
+    _check_tensors(file)
+    if _format(file) == "public":
+        tensors = _from_public(file)
+        v2 = any(key.startswith("body.layer1.0.conv3.") for key in tensors)
+        slopes = (PUBLIC_V2_SLOPE, PUBLIC_V2_SLOPE) if v2 else (STEM_SLOPE, BLOCK_SLOPE)
+        return Weights(file, "public", tensors, slopes)
+    if file.metadata is None:
+        return Weights(file, "timm", file.tensors, (STEM_SLOPE, BLOCK_SLOPE))
+    config = _config(file.metadata, file)
+    slopes = (config.stem_slope, config.block_slope)
+    return Weights(file, "tresnet", file.tensors, slopes, config)
+
+
+def _config(metadata: dict[str, Any], file: WeightsFile) -> ModelConfig:
+    try:
+        return ModelConfig.from_dict(metadata["config"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{file.path} has metadata that this version of tresnet cannot use ({error!r}): "
+            "upgrade tresnet, or save the file again"
+        ) from error
+
+
+def _check_tensors(file: WeightsFile) -> None:
+    wrong = [
+        f"{key} ({type(value).__name__})"
+        for key, value in file.tensors.items()
+        if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_quantized
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{file.path} holds entries that are no plain tensors: {listed(wrong)}"
+        )
+
+
+def _format(file: WeightsFile) -> str:
+    timm = [key for key in file.tensors if _TIMM_MARK.match(key)]
+    public = [key for key in file.tensors if _PUBLIC_MARK.match(key)]
+    if timm and public:
+        raise CheckpointError(
+            f"{file.path} mixes timm's names (such as {timm[0]}) with those of the public TResNet "
+            f"format (such as {public[0]}): save it from one model"
+        )
+    if not timm and not public:
+        raise CheckpointError(
+            f"{file.path} is not a TResNet{_resembles(file.tensors)}: expected names such as "
+            "body.conv1.conv.weight (timm's and ours) or body.conv1.0.weight (the public TResNet "
+            f"format), got {', '.join(list(file.tensors)[:3])}, ..."
+        )
+    return "timm" if timm else "public"
+
+
+def _resembles(keys: Iterable[str]) -> str:
+    keys = set(keys)
+    if "layer1.0.conv1.weight" in keys:
+        return " but looks like a ResNet"
+    if any(key.startswith(("blocks.0.", "encoder.layers.")) for key in keys):
+        return " but looks like a transformer"
+    return ""
+
+
+def _from_public(file: WeightsFile) -> dict[str, Tensor]:
+    renamed: dict[str, Tensor] = {}
+    collisions = []
+    for key, value in file.tensors.items():
+        name = _public_name(key)
+        if name is None:
+            _check_blur(file, key, value)
+        elif name in renamed:
+            collisions.append(key)
+        else:
+            renamed[name] = inplace_gamma(value) if name.endswith(".bn.weight") else value
+    if collisions:
+        raise CheckpointError(
+            f"{file.path} holds two tensors for one of the model's: {listed(collisions)}"
+        )
+    return renamed
+
+
+def _public_name(key: str) -> str | None:
+    for pattern, name in _PUBLIC_NAMES:
+        match = pattern.fullmatch(key)
+        if match:
+            return None if name is None else match.expand(name)
+    return key  # unknown: reported with the model's own names beside it
+
+
+def inplace_gamma(weight: Tensor) -> Tensor:
+    """Return |w| + 1e-5, at least in float32: half precision would lose the 1e-5."""
+    return weight.to(torch.promote_types(weight.dtype, torch.float32)).abs() + INPLACE_ABN_EPS
+
+
+def _check_blur(file: WeightsFile, key: str, value: Tensor) -> None:
+    line = torch.tensor([1.0, 2.0, 1.0])
+    expected = torch.outer(line, line) / 16
+    if value.shape[1:] != (1, 3, 3) or not torch.equal(value.float(), expected.expand(value.shape)):
+        raise CheckpointError(
+            f"{file.path}: {key} is not the 3x3 binomial blur that every TResNet has, so the file "
+            "belongs to another model"
+        )
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What the names and shapes of weights say about their model.
+
+    Attributes:
+        layers: blocks in each of the four stages.
+        planes: channels of the stem.
+        bottlenecks: bottlenecks in the first two stages too (version 2).
+        stem_channels: input channels of the stem's convolution, pixels x colours.
+        num_classes: width of the classifier; 0 for none.
+    """
+
+    layers: tuple[int, int, int, int]
+    planes: int
+    bottlenecks: bool
+    stem_channels: int
+    num_classes: int
+
+    @property
+    def body(self) -> tuple[tuple[int, ...], int, bool]:
+        """What tells variants apart."""
+        return (self.layers, self.planes, self.bottlenecks)
+
+    @property
+    def variant(self) -> str | None:
+        """The row of the table with these stages and this width."""
+        for name, row in VARIANTS.items():
+            config = ModelConfig(name, row.layers, row.width_factor, row.bottlenecks)
+            if self.body == (config.layers, config.planes, config.bottlenecks):
+                return name
+        return None
+
+    def __str__(self) -> str:
+        stages = "-".join(map(str, self.layers))
+        return f"{self.variant or 'a TResNet'} (stages {stages}, {self.planes} base channels)"
+
+
+def architecture(config: ModelConfig) -> Architecture:
+    """Return the architecture that a configuration asks for."""
+    return Architecture(
+        layers=config.layers,
+        planes=config.planes,
+        bottlenecks=config.bottlenecks,
+        stem_channels=config.in_chans * config.block_size**2,
+        num_classes=config.num_classes,
+    )
+
+
+def identify(tensors: dict[str, Tensor]) -> Architecture:
+    """Return the architecture that weights under our names are of, as far as they go."""
+    depths = [0, 0, 0, 0]
+    for key in tensors:
+        match = re.match(r"body\.layer([1-4])\.(\d+)\.", key)
+        if match:
+            stage = int(match[1]) - 1
+            depths[stage] = max(depths[stage], int(match[2]) + 1)
+    stem = tensors.get("body.conv1.conv.weight")
+    shape = stem.shape if stem is not None and stem.dim() == 4 else (0, 0)
+    classifier = tensors.get("head.fc.weight")
+    return Architecture(
+        layers=(depths[0], depths[1], depths[2], depths[3]),
+        planes=shape[0],
+        bottlenecks=any(key.startswith("body.layer1.0.conv3.") for key in tensors),
+        stem_channels=shape[1],
+        num_classes=0 if classifier is None or classifier.dim() == 0 else classifier.shape[0],
+    )
+
+
+def listed(names: Iterable[str], limit: int = 20) -> str:
+    """Return the first `limit` names and how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

@@ -1,0 +1,134 @@
+"""The table of published weights: what is in weights/manifest.json."""
+
+import json
+import os
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tresnet.errors import CheckpointError, InputError
+from tresnet.models.zoo import find_variant, nearest
+
+
+@dataclass(frozen=True)
+class WeightsEntry:
+    """One row of weights/manifest.json.
+
+    Attributes:
+        tag: the name users type.
+        model: the variant.
+        format: 'tresnet', 'timm' or 'public'.
+        file: the file's name under weights/.
+        hub_id: repository on the Hugging Face hub, which holds it as model.safetensors.
+        url: plain address, https.
+        sha256: of the file; None where it is not known.
+        license: SPDX identifier.
+        trained_on: data the weights were trained on.
+        num_classes: width of the classifier.
+        input_size: (channels, height, width) of the images.
+        crop_pct: part of the resized image's side that is kept.
+        crop_mode: 'center' keeps the aspect ratio and crops; 'squash' resizes to the exact size.
+        interpolation: of the resize.
+        top1: ImageNet top-1 accuracy, percent, or that on the data it was trained on.
+        top5: likewise.
+        accuracy_source: who measured it, and how.
+        command: what trained the weights, for those made by this project.
+    """
+
+    tag: str
+    model: str
+    format: str
+    file: str
+    hub_id: str | None
+    url: str | None
+    sha256: str | None
+    license: str
+    trained_on: str
+    num_classes: int
+    input_size: tuple[int, int, int]
+    crop_pct: float
+    crop_mode: str
+    interpolation: str
+    top1: float | None
+    top5: float | None
+    accuracy_source: str | None
+    command: str | None = None
+
+    @property
+    def pretrained_cfg(self) -> dict[str, Any]:
+        """How images are prepared, in timm's terms."""
+        return {
+            "tag": self.tag.partition(".")[2] or self.tag,
+            "hf_hub_id": self.hub_id,
+            "url": self.url or "",
+            "num_classes": self.num_classes,
+            "input_size": self.input_size,
+            "crop_pct": self.crop_pct,
+            "crop_mode": self.crop_mode,
+            "interpolation": self.interpolation,
+            "license": self.license,
+        }
+
+
+def weights_dir() -> Path:
+    """Return the folder of the table: inside an installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    inside = package / "weights"
+    return inside if (inside / "manifest.json").is_file() else package.parent / "weights"
+
+
+@cache
+def _entries(manifest: Path) -> dict[str, WeightsEntry]:
+    rows = json.loads(manifest.read_text(encoding="utf-8"))["weights"]
+    entries = [WeightsEntry(**{**row, "input_size": tuple(row["input_size"])}) for row in rows]
+    insecure = [entry.tag for entry in entries if entry.url and entry.url[:8] != "https://"]
+    if insecure:
+        raise CheckpointError(f"{manifest}: expected https addresses only, see {insecure}")
+    return {entry.tag: entry for entry in entries}
+
+
+def entries() -> dict[str, WeightsEntry]:
+    """Return the table by tag."""
+    return _entries(weights_dir() / "manifest.json")
+
+
+def list_weights(name: str | None = None) -> list[str]:
+    """Return the tags of published weights, sorted; of one variant if `name` is given.
+
+    Raises:
+        InputError: there is no such variant.
+    """
+    if name is not None:
+        find_variant(name)
+    return sorted(tag for tag, entry in entries().items() if name in (None, entry.model))
+
+
+def find(tag: str) -> WeightsEntry:
+    """Return the row of a tag.
+
+    Raises:
+        InputError: there is none; the message suggests the nearest.
+    """
+    table = entries()
+    if tag not in table:
+        raise InputError(
+            f"unknown weights {tag!r}{nearest(tag, table) or '.'} Known: "
+            f"{', '.join(sorted(table))}; or give the path of a file"
+        )
+    return table[tag]
+
+
+def locate(name: str | os.PathLike[str]) -> WeightsEntry | Path:
+    """Tell a tag from a path: a known tag first, then what exists or looks like a path.
+
+    Raises:
+        InputError: it is neither.
+    """
+    text = os.fspath(name)
+    if text in entries():
+        return entries()[text]
+    path = Path(text)
+    if path.exists() or os.sep in text or path.suffix in (".safetensors", ".pth", ".pt"):
+        return path
+    return find(text)

@@ -1,0 +1,201 @@
+"""`tresnet bench`: throughput and peak memory of models side by side."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from tyro.conf import Positional, arg, subcommand
+
+from tresnet.cli.output import format_table, progress, say
+
+if TYPE_CHECKING:
+    from tresnet.measure.cases import BenchCase
+    from tresnet.measure.results import BenchRow, BenchSettings
+
+PARTLY_FAILED_EXIT_CODE = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    models: Annotated[Positional[tuple[str, ...]], arg(metavar="MODEL [MODEL ...]")]
+    """Ours (tresnet_m), timm:NAME or torchvision:NAME. A model may have its own settings:
+    tresnet_m@norm=inplace_abn,dtype=fp16 or timm:resnet50@compile=default,channels_last=true."""
+
+    batch_size: tuple[int, ...] = (64,)
+    """Images a step; several give one case each."""
+
+    input_size: int | None = None
+    """Side of the square image in pixels; by default each model's own."""
+
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """By default bf16 on a GPU and fp32 on a CPU. fp16 training uses a gradient scaler."""
+
+    channels_last: bool = False
+    """Store images and weights channels last."""
+
+    compile: Literal[
+        "none", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
+    ] = "none"
+    """Mode of torch.compile; none is eager."""
+
+    norm: Literal["abn", "batchnorm", "inplace_abn"] = "abn"
+    """Norm of our models; others have their own."""
+
+    device: str | None = None
+    """Such as cuda, cuda:1 or cpu; by default a GPU if there is one."""
+
+    warmup_steps: int = 10
+    """Untimed steps of each case, compilation included."""
+
+    rounds: int = 5
+    """Visits to each case; every round visits every case."""
+
+    steps: int = 10
+    """Timed steps of each visit."""
+
+    sequential: bool = False
+    """Finish and free each case before the next is built, instead of taking turns: for cases that
+    do not fit on the device together. Ratios are then not reported."""
+
+    output_dir: Path = Path("benchmarks/records")
+    """Where the record is written; an existing record is never overwritten."""
+
+    def resolved_device(self) -> str:
+        """What was asked for, else a GPU, else the CPU."""
+        import torch
+
+        return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+    def cases(self, cast: str | None) -> "list[BenchCase]":
+        """Every model at every batch size."""
+        from tresnet.measure.cases import BenchCase, parse_cases
+
+        on_gpu = self.resolved_device().startswith("cuda")
+        defaults = BenchCase(
+            model="",
+            input_size=self.input_size,
+            dtype=self.dtype or ("bf16" if on_gpu else "fp32"),
+            cast=cast,
+            channels_last=self.channels_last,
+            compile=self.compile,
+            norm=self.norm,
+        )
+        return parse_cases(self.models, defaults, self.batch_size)
+
+    def prepare(self) -> "BenchSettings":
+        """The settings, checked, with a directory for the record."""
+        from tresnet.measure.records import writable_directory
+        from tresnet.measure.results import BenchSettings
+
+        settings = BenchSettings(
+            device=self.resolved_device(),
+            warmup_steps=self.warmup_steps,
+            rounds=self.rounds,
+            steps_per_round=self.steps,
+            interleave=not self.sequential,
+        )
+        writable_directory(self.output_dir)
+        return settings
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchTrain(_Options):
+    """Time training steps on synthetic images: forward, loss, backward, SGD with momentum."""
+
+    def run(self, argv: list[str]) -> int:
+        """Measure, print the table and write the record."""
+        from tresnet.measure.bench import bench_train
+
+        settings = self.prepare()
+        rows = bench_train(self.cases(cast=None), settings, log=progress)
+        return _report("bench_train", rows, settings, self.output_dir, argv)
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchInfer(_Options):
+    """Time forward passes on synthetic images."""
+
+    cast: Literal["pure", "autocast"] = "pure"
+    """How 16 bits are reached: weights and images converted, or autocast over fp32 weights."""
+
+    def run(self, argv: list[str]) -> int:
+        """Measure, print the table and write the record."""
+        from tresnet.measure.bench import bench_infer
+
+        settings = self.prepare()
+        rows = bench_infer(self.cases(cast=self.cast), settings, log=progress)
+        return _report("bench_infer", rows, settings, self.output_dir, argv)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """Measure images per second (p20, p50, p80) and peak memory, and write a record."""
+
+    task: Annotated[BenchTrain, subcommand("train")] | Annotated[BenchInfer, subcommand("infer")]
+
+    def run(self, argv: list[str]) -> int:
+        """Run the chosen measurement."""
+        return self.task.run(argv)
+
+
+def _report(
+    what: str,
+    rows: "Sequence[BenchRow]",
+    settings: "BenchSettings",
+    directory: Path,
+    argv: Sequence[str],
+) -> int:
+    from tresnet.measure.bench import method_of
+    from tresnet.measure.records import write_record
+
+    say(_table(rows))
+    path = write_record(
+        directory,
+        what,
+        device=settings.device,
+        settings={**dataclasses.asdict(settings), "method": method_of(what)},
+        rows=[row.to_dict() for row in rows],
+        warmup_steps=settings.warmup_steps,
+        runs=settings.rounds * settings.steps_per_round,
+        argv=["tresnet", *argv],
+    )
+    progress(f"record: {path}")
+    return 0 if all(row.status == "ok" for row in rows) else PARTLY_FAILED_EXIT_CODE
+
+
+def _table(rows: "Sequence[BenchRow]") -> str:
+    header = [
+        "case",
+        "size",
+        "p20 img/s",
+        "p50 img/s",
+        "p80 img/s",
+        "x first",
+        "peak MiB",
+        "status",
+    ]
+    lines = []
+    for row in rows:
+        speed, memory = row.speed, row.memory
+        peak_mib = None
+        if memory is not None:
+            on_cpu = memory.max_allocated_mib is None
+            peak_mib = memory.rss_peak_mib if on_cpu else memory.max_allocated_mib
+        lines.append(
+            [
+                row.case.label(),
+                str(row.case.input_size or "-"),
+                _cell(speed and speed.p20_images_per_s, 1),
+                _cell(speed and speed.p50_images_per_s, 1),
+                _cell(speed and speed.p80_images_per_s, 1),
+                _cell(row.ratio_to_first, 3),
+                _cell(peak_mib, 1),
+                row.status,
+            ]
+        )
+    return format_table(header, lines)
+
+
+def _cell(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

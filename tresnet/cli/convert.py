@@ -1,0 +1,45 @@
+"""`tresnet convert`: weights from one format to another."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Literal
+
+from tyro.conf import Positional, arg
+
+from tresnet.cli.output import progress, say
+from tresnet.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Convert:
+    """Read weights in our, timm's or the public TResNet format and write them in another."""
+
+    source: Annotated[Positional[str], arg(metavar="IN")]
+    """A file of weights, or a tag out of `tresnet list`."""
+
+    target: Annotated[Positional[Path], arg(metavar="OUT")]
+    """The file to write: .safetensors, .pth or .pt. It must not exist."""
+
+    format: Literal["tresnet", "timm"] = "tresnet"
+    """tresnet keeps the configuration and the class names with the weights; timm does not."""
+
+    model: str | None = None
+    """The model the weights must belong to; by default it is told from them."""
+
+    def run(self, argv: list[str]) -> int:
+        """Write the new file whole or not at all."""
+        from tresnet.checkpoints.create import create
+        from tresnet.checkpoints.manifest import describe
+        from tresnet.checkpoints.save import save_checkpoint
+
+        if self.target.exists():
+            raise InputError(f"expected a new file to write, but {self.target} exists: remove it")
+        model = create(self.model, weights=self.source)
+        known = describe(self.source)
+        metadata = known.user or None
+        if self.format == "timm" and metadata:
+            progress(f"not kept, timm's format has no place for it: {', '.join(metadata)}")
+            metadata = None
+        save_checkpoint(model, self.target, format=self.format, metadata=metadata)
+        say(f"{self.target}: {known.model}, {known.num_classes} classes, {self.format} format")
+        return 0

@@ -1,0 +1,36 @@
+"""Data: images in class folders, transforms, loaders, and the digits of the demo."""
+
+from tresnet.data import digits
+from tresnet.data.folder import (
+    BadImageError,
+    ImageDataset,
+    check_same_classes,
+    load_rgb,
+    open_folder,
+)
+from tresnet.data.loaders import Loader, create_loader
+from tresnet.data.mixup import Mixer
+from tresnet.data.transforms import (
+    EvalTransform,
+    TrainAugment,
+    digits_augment,
+    eval_transform,
+    train_transform,
+)
+
+__all__ = [
+    "BadImageError",
+    "EvalTransform",
+    "ImageDataset",
+    "Loader",
+    "Mixer",
+    "TrainAugment",
+    "check_same_classes",
+    "create_loader",
+    "digits",
+    "digits_augment",
+    "eval_transform",
+    "load_rgb",
+    "open_folder",
+    "train_transform",
+]

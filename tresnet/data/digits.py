@@ -1,0 +1,142 @@
+"""The demo's data: 1797 real handwritten digits (8 x 8 grey) that ship with scikit-learn.
+
+They are the test half of the UCI set "Optical Recognition of Handwritten Digits". Written once as
+PNG class folders, they are read like any other images. The split is by image, not by writer: the
+data name no writers, so both splits may hold digits of one hand.
+"""
+
+import hashlib
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from tresnet.errors import DataError, MissingDependencyError
+
+CLASSES = tuple(str(digit) for digit in range(10))
+IMAGES = 1797
+SPLIT_SEED = 0
+VAL_FRACTION = 0.2
+# SHA-256 over every image's place and pixels, see _digest; fixes both the data and the split.
+DIGEST = "70c36a9ad3fa6dae1b2b6abb55ace8d81db22aafc329cc19600b6c89ab097fa1"
+
+
+def write(root: str | Path) -> Path:
+    """Write the digits to `<root>/digits/{train,val}/<0..9>/<index>.png` unless they are there.
+
+    The folder appears whole or not at all: it is written beside its place and renamed. Several
+    processes may call this at once. Each image is 8 x 8 and grey, 0..16 scaled to 0..255.
+
+    Returns:
+        The folder `<root>/digits`, which `open_folder` takes as its root.
+
+    Raises:
+        DataError: something else is at that place (it is left alone), or scikit-learn's data are
+            not the ones this split was made for.
+        MissingDependencyError: scikit-learn is not installed and the digits are not written yet.
+    """
+    target = Path(root) / "digits"
+    if target.exists() or target.is_symlink():
+        _require_intact(target)
+        return target
+    images, labels = _load()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    workspace = Path(tempfile.mkdtemp(prefix=".digits-", dir=target.parent))
+    try:
+        _write_pngs(workspace / "digits", images, labels)
+        if _digest(workspace / "digits") != DIGEST:
+            raise DataError(
+                f"expected the {IMAGES} digits of scikit-learn 1.5 or later, but the installed "
+                "version ships other data: pip install 'tresnet[demo]'"
+            )
+        try:
+            (workspace / "digits").rename(target)
+        except OSError:
+            if not target.exists():
+                raise
+            _require_intact(target)  # another process was first
+    finally:
+        shutil.rmtree(workspace, ignore_errors=True)
+    return target
+
+
+def split_of(labels: np.ndarray) -> np.ndarray:
+    """Choose the held-out images: the same fifth of each class, on any machine and version.
+
+    Each image's rank is the hash of its index, so that no library's random generator is involved.
+
+    Args:
+        labels: integers (N,).
+
+    Returns:
+        Booleans (N,): True where the image belongs to val.
+    """
+    ranks = [
+        hashlib.sha256(f"{SPLIT_SEED}:{index}".encode()).digest() for index in range(len(labels))
+    ]
+    held_out = np.zeros(len(labels), dtype=bool)
+    for label in np.unique(labels):
+        members = sorted(np.flatnonzero(labels == label), key=lambda index: ranks[index])
+        held_out[members[: round(VAL_FRACTION * len(members))]] = True
+    return held_out
+
+
+def to_uint8(images: np.ndarray) -> np.ndarray:
+    """Scale grey values 0..16 to 0..255, rounded to nearest, half up: 16 -> 255, 8 -> 128."""
+    return ((images.astype(np.int64) * 255 + 8) // 16).astype(np.uint8)
+
+
+def _load() -> tuple[np.ndarray, np.ndarray]:
+    """Return scikit-learn's digits: float images (1797, 8, 8) of 0..16 and labels (1797,)."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise MissingDependencyError(
+            "the digits ship with scikit-learn, which is not installed: pip install "
+            "'tresnet[demo]' (from a checkout: pip install -e '.[demo]')"
+        ) from error
+    pixels, labels = load_digits(return_X_y=True)
+    return np.asarray(pixels).reshape(-1, 8, 8), np.asarray(labels)
+
+
+def _write_pngs(folder: Path, images: np.ndarray, labels: np.ndarray) -> None:
+    from PIL import Image
+
+    for split in ("train", "val"):
+        for name in CLASSES:
+            (folder / split / name).mkdir(parents=True)
+    pixels, held_out = to_uint8(images), split_of(labels)
+    for index, label in enumerate(labels):
+        split = "val" if held_out[index] else "train"
+        Image.fromarray(pixels[index]).save(folder / split / str(label) / f"{index:04d}.png")
+
+
+def _require_intact(target: Path) -> None:
+    """Raise DataError unless `target` holds exactly the files and pixels that `write` makes."""
+    found = _digest(target)
+    if found != DIGEST:
+        raise DataError(
+            f"expected the {IMAGES} digits as written by tresnet in {target}, but found other or "
+            "damaged content, which is left alone: move or delete that folder, or pass another root"
+        )
+
+
+def _digest(folder: Path) -> str | None:
+    """Hash every image file's place and decoded pixels; None if one cannot be decoded.
+
+    Pixels rather than bytes, because another zlib may compress the same picture differently.
+    """
+    from PIL import Image
+    from torchvision.datasets.folder import is_image_file  # what ImageFolder would read
+
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if is_image_file(path.name)):
+        try:
+            with Image.open(path) as image:
+                pixels = image.tobytes()
+                head = f"{path.relative_to(folder).as_posix()} {image.mode} {image.size}\n"
+        except Exception:  # a decoder fed garbage raises anything
+            return None
+        digest.update(head.encode() + pixels)
+    return digest.hexdigest()

@@ -1,0 +1,279 @@
+"""Batches whose order and augmentation follow from (seed, epoch), with any number of workers."""
+
+import logging
+import signal
+from collections.abc import Iterator, Sized
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    default_collate,
+    get_worker_info,
+)
+
+from tresnet.data.folder import BadImageError
+from tresnet.data.seeding import mix_seed, preserved_generators, seed_cpu_generators
+from tresnet.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
+
+_REPLACEMENT_TRIES = 16
+
+Key = tuple[int, int | None]  # index of the image; seed of its augmentation, None in evaluation
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class SizedDataset(Protocol):
+    """A map-style data set of (image tensor, label)."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> tuple[Any, int]: ...
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """What a worker sends for one key: an image or None, and the files it failed to read."""
+
+    item: tuple[Any, int] | None
+    failures: tuple[BadImageError, ...] = ()
+
+
+class EpochBatches(torch.utils.data.Sampler[list[Key]]):
+    """Lists of keys for one rank, a pure function of (seed, epoch).
+
+    Training shuffles and shares out as torch's DistributedSampler: global batch b is the same
+    images whatever the number of ranks. Evaluation goes in order, each image on one rank only,
+    without padding.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        batch_size: int,
+        *,
+        training: bool,
+        seed: int,
+        rank: int,
+        world_size: int,
+        drop_last: bool,
+    ) -> None:
+        self._training = training
+        self._seed = seed
+        self._batch_size = batch_size
+        self._epoch = 0
+        self._start_batch = 0
+        self._order: DistributedSampler[Any] | range = range(rank, len(dataset), world_size)
+        if training:
+            self._order = DistributedSampler(
+                dataset,  # type: ignore[arg-type]  only its length is used
+                num_replicas=world_size,
+                rank=rank,
+                seed=mix_seed(seed),
+                drop_last=drop_last,
+            )
+        full, rest = divmod(len(self._order), batch_size)
+        self._batches = full + (1 if rest and not drop_last else 0)
+        self.images_per_epoch = full * batch_size if drop_last else len(self._order)
+
+    def set_epoch(self, epoch: int, start_batch: int) -> None:
+        """Choose the epoch to iterate and the batch to begin with."""
+        if not 0 <= start_batch <= self._batches:
+            raise ConfigError(
+                f"expected start_batch from 0 to {self._batches}, the batches of an epoch, got "
+                f"{start_batch}: were the data, the batch size or the number of ranks changed?"
+            )
+        self._epoch, self._start_batch = epoch, start_batch
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch on this rank."""
+        return self._batches
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        if isinstance(self._order, DistributedSampler):
+            self._order.set_epoch(self._epoch)
+        order = list(self._order)
+        for batch in range(self._start_batch, self._batches):
+            begin = batch * self._batch_size
+            yield [self._key(index) for index in order[begin : begin + self._batch_size]]
+
+    def _key(self, index: int) -> Key:
+        return index, mix_seed(self._seed, self._epoch, index) if self._training else None
+
+
+class Loader:
+    """Iterates over (images (N, C, H, W), labels (N,) int64) of one epoch.
+
+    Unreadable images either stop the iteration or are left out and counted, as the data set's
+    `skip_bad_images` says. In training another image takes the place, so that batches keep their
+    size; in evaluation the batch is smaller, so that every metric counts readable images only.
+
+    Attributes:
+        skipped: unreadable files met so far on this rank, path to reason: each file once,
+            whichever worker met it and however often.
+        images_per_epoch: images this rank is given in a whole epoch, readable or not.
+    """
+
+    def __init__(
+        self, batches: EpochBatches, loader: DataLoader[Any], skip_bad_images: bool
+    ) -> None:
+        self._sampler = batches
+        self._loader = loader
+        self._skip_bad_images = skip_bad_images
+        self.skipped: dict[str, str] = {}
+        self.images_per_epoch = batches.images_per_epoch
+
+    def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
+        """Choose the epoch that the next iteration yields, from its batch `start_batch` on.
+
+        Raises:
+            ConfigError: the epoch has fewer batches.
+        """
+        self._sampler.set_epoch(epoch, start_batch)
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch, wherever the iteration starts."""
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the batches.
+
+        Raises:
+            BadImageError: a file cannot be read and `skip_bad_images` is off.
+            DataError: no readable image could be found in place of an unreadable one.
+        """
+        for images, labels, failures, unfilled in self._loader:
+            self._account(failures)
+            if unfilled:
+                raise DataError(
+                    f"{_REPLACEMENT_TRIES} images in a row cannot be read, the last is "
+                    f"{failures[-1].path}: repair the data set"
+                )
+            if images is not None:
+                yield images, labels
+
+    def _account(self, failures: list[BadImageError]) -> None:
+        for failure in failures:
+            if not self._skip_bad_images:
+                raise failure
+            if failure.path not in self.skipped:
+                self.skipped[failure.path] = failure.reason
+                logger.warning("skipped %s: %s", failure.path, failure.reason)
+
+
+class _Samples(Dataset[_Sample]):
+    """The data set as the workers see it: seeded by key, failures returned instead of raised.
+
+    An exception in a worker would reach the user as a text with a traceback in it.
+    """
+
+    def __init__(self, dataset: SizedDataset, replace: bool) -> None:
+        self._dataset = dataset
+        self._replace = replace
+
+    def __getitems__(self, keys: list[Key]) -> list[_Sample]:
+        with preserved_generators() if get_worker_info() is None else nullcontext():
+            return [self._sample(*key) for key in keys]
+
+    def _sample(self, index: int, seed: int | None) -> _Sample:
+        failures: list[BadImageError] = []
+        for attempt in range(_REPLACEMENT_TRIES):
+            if seed is not None:
+                seed_cpu_generators(seed)
+            try:
+                return _Sample(self._dataset[index], tuple(failures))
+            except BadImageError as error:
+                failures.append(BadImageError(error.path, error.reason))  # without its traceback
+            if seed is None or not self._replace:
+                break
+            index = mix_seed(seed, attempt) % len(self._dataset)
+        return _Sample(None, tuple(failures))
+
+
+class _Collate:
+    """Stack the readable samples; list the failures and say whether one was not replaced."""
+
+    def __init__(self, replace: bool) -> None:
+        self._replace = replace
+
+    def __call__(self, samples: list[_Sample]) -> tuple[Any, Any, list[BadImageError], bool]:
+        failures = [failure for sample in samples for failure in sample.failures]
+        items = [sample.item for sample in samples if sample.item is not None]
+        images, labels = default_collate(items) if items else (None, None)
+        return images, labels, failures, self._replace and len(items) < len(samples)
+
+
+def create_loader(
+    dataset: SizedDataset,
+    batch_size: int,
+    *,
+    training: bool,
+    workers: int = 0,
+    seed: int = 0,
+    distributed: tuple[int, int] = (0, 1),
+    drop_last: bool | None = None,
+    pin_memory: bool = False,
+    prefetch_batches: int = 2,
+) -> Loader:
+    """Make the loader of one rank.
+
+    Args:
+        dataset: images and labels, for instance from `open_folder`.
+        batch_size: images in a batch on this rank.
+        training: shuffle by epoch and seed the augmentation; else go in order.
+        workers: processes that decode; 0 decodes in this one. The batches are the same.
+        seed: of the order and the augmentation; the same on all ranks.
+        distributed: (rank, number of ranks).
+        drop_last: leave out a last batch that is not full; None does so in training only.
+        pin_memory: copy batches to page-locked memory, for a GPU.
+        prefetch_batches: batches that each worker prepares ahead.
+
+    Raises:
+        ConfigError: a number is out of range.
+        DataError: a training epoch would have no batch.
+    """
+    rank, world_size = distributed
+    if batch_size < 1 or workers < 0 or not 0 <= rank < world_size or prefetch_batches < 1:
+        raise ConfigError(
+            "expected batch_size >= 1, workers >= 0, prefetch_batches >= 1 and 0 <= rank < ranks, "
+            f"got {batch_size}, {workers}, {prefetch_batches} and rank {rank} of {world_size}"
+        )
+    batches = EpochBatches(
+        dataset,
+        batch_size,
+        training=training,
+        seed=seed,
+        rank=rank,
+        world_size=world_size,
+        drop_last=training if drop_last is None else drop_last,
+    )
+    if training and not len(batches):
+        raise DataError(
+            f"expected at least one full batch of {batch_size} images on each of {world_size} "
+            f"ranks, but the training set has {len(dataset)} images: use a smaller batch size"
+        )
+    skip_bad_images = bool(getattr(dataset, "skip_bad_images", False))
+    replace = training and skip_bad_images
+    loader = DataLoader(
+        _Samples(dataset, replace),
+        batch_sampler=batches,
+        num_workers=workers,
+        collate_fn=_Collate(replace),
+        pin_memory=pin_memory,
+        worker_init_fn=_start_worker,
+        persistent_workers=workers > 0,
+        prefetch_factor=prefetch_batches if workers else None,
+        generator=torch.Generator(),  # its own, so that iterating leaves the global one alone
+    )
+    return Loader(batches, loader, skip_bad_images)
+
+
+def _start_worker(worker: int) -> None:
+    """Leave Ctrl-C to the main process, and drop its handlers, which a fork copies here."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,0 +1,47 @@
+"""Random numbers of one sample: the same for a seed, epoch and index, whoever draws them."""
+
+import hashlib
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+
+def mix_seed(*parts: int) -> int:
+    """One 32-bit seed from several numbers; near numbers give unrelated seeds.
+
+    Args:
+        parts: for example (seed, epoch, index).
+
+    Returns:
+        An integer in [0, 2**32): what NumPy's, Python's and PyTorch's generators all accept.
+    """
+    text = ":".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
+
+
+def seed_cpu_generators(seed: int) -> None:
+    """Seed Python's, NumPy's and PyTorch's global CPU generators; CUDA's are left alone.
+
+    timm draws from the first two and torchvision from the third, so all three are needed.
+    `torch.manual_seed` would also reseed the GPU, whose dropout belongs to the training loop.
+    """
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002  timm's mixup draws from the global generator
+    torch.default_generator.manual_seed(seed)
+
+
+@contextmanager
+def preserved_generators() -> Iterator[None]:
+    """Give the three global CPU generators back in the state they were found in."""
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()  # noqa: NPY002  see seed_cpu_generators
+    torch_state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002  see seed_cpu_generators
+        torch.set_rng_state(torch_state)

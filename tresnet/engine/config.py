@@ -1,0 +1,327 @@
+"""How to train: frozen dataclasses, one per concern. Every field is an option of `train.py`.
+
+Field names are unique over all groups, so `config.schedule.epochs` is `--epochs`. The text under a
+field is its help on the command line.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from tresnet.engine import fields
+from tresnet.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Which model, and what it starts from."""
+
+    model: str | None = None
+    """Variant, such as tresnet_m. None: the one that the weights name."""
+    weights: str | None = None
+    """Start from these weights: a tag of `tresnet list` or a file. None: random weights."""
+    new_head: bool = False
+    """Leave the head of the weights out and start a new one for the classes of the data."""
+    norm: Literal["abn", "batchnorm", "inplace_abn"] = "abn"
+    """Implementation of batch norm + activation."""
+    head: str | None = None
+    """Kind of classifier. None: that of the weights, else linear."""
+    jit: bool = False
+    """Use the scripted helper functions."""
+    width_factor: float | None = None
+    """Multiply the channels. None: the variant's own."""
+    layers: tuple[int, ...] | None = None
+    """Blocks in each stage. None: the variant's own."""
+    block_size: int | None = None
+    """Side of the space-to-depth blocks: 2 suits small images. None: the variant's own."""
+    drop_rate: float = 0.0
+    """Dropout before the classifier."""
+    drop_path_rate: float = 0.0
+    """Stochastic depth of the last block; earlier blocks get less."""
+    grad_checkpointing: bool = False
+    """Compute activations a second time in backward, to save memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Which images, and how they reach the model."""
+
+    data: str | None = None
+    """Directory with train/CLASS/ and val/CLASS/ image folders, or `digits`."""
+    data_root: str = "data"
+    """Directory in which `digits` is written."""
+    batch_size: int = 128
+    """Images per process (per GPU) and forward pass."""
+    eval_batch_size: int | None = None
+    """Images per process and forward pass in evaluation. None: as in training."""
+    input_size: int | None = None
+    """Height and width of the input in pixels. None: the model's own."""
+    crop_pct: float | None = None
+    """Share of the resized image that evaluation keeps. None: the model's own."""
+    crop_mode: Literal["center", "squash"] | None = None
+    """How evaluation crops. None: the model's own."""
+    interpolation: Literal["bilinear", "bicubic"] | None = None
+    """Resampling filter. None: the model's own."""
+    workers: int = 4
+    """Processes that load images, per training process. 0: the training process itself."""
+    skip_bad_images: bool = False
+    """Count unreadable images and go on, instead of stopping."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AugmentConfig:
+    """How training images and labels are varied, in this order."""
+
+    random_crop: bool = True
+    """Crop a random part and resize it, instead of squashing the whole image."""
+    crop_scale: tuple[float, float] = (0.08, 1.0)
+    """Share of the image's area that a random crop covers: least, most."""
+    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    """Width / height of a random crop: least, most."""
+    hflip: float = 0.5
+    """Probability of a mirror image."""
+    affine_degrees: float = 0.0
+    """Largest random rotation either way."""
+    affine_translate: float = 0.0
+    """Largest random shift, as a share of the image's side."""
+    affine_scale: tuple[float, float] = (1.0, 1.0)
+    """Random zoom: least, most."""
+    affine_shear: float = 0.0
+    """Largest random shear in degrees either way."""
+    auto_augment: str | None = None
+    """Policy in timm's notation, such as original, v0 or rand-m9-mstd0.5. None: none."""
+    cutout_prob: float = 0.0
+    """Probability that a random part is blackened."""
+    cutout_area: tuple[float, float] = (0.25, 0.25)
+    """Share of the area that cutout blackens: least, most."""
+    cutout_min_aspect: float = 1.0
+    """Least height / width of that part, with its inverse the most. 1: a square."""
+    mixup: float = 0.0
+    """Alpha of mixup. 0: none."""
+    cutmix: float = 0.0
+    """Alpha of cutmix. 0: none."""
+    mix_prob: float = 1.0
+    """Probability that a batch is mixed at all, where mixup or cutmix is on."""
+    mix_off_epochs: int = 0
+    """Train the last so many epochs without mixup and cutmix."""
+    label_smoothing: float = 0.0
+    """Probability mass spread over all classes."""
+
+    @property
+    def mixes(self) -> bool:
+        """Whether images and labels are mixed."""
+        return self.mixup > 0 or self.cutmix > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimConfig:
+    """How the weights are updated."""
+
+    opt: str = "sgd"
+    """Optimizer by timm's name; sgd is SGD with Nesterov momentum."""
+    lr: float = 0.1
+    """Highest learning rate."""
+    lr_batch: int | None = None
+    """Images per update that `lr` is meant for; it scales linearly. None: `lr` as it is."""
+    momentum: float = 0.9
+    """Momentum, where the optimizer has one."""
+    weight_decay: float = 1e-4
+    """Weight decay of convolution and linear weights; biases and norms have none."""
+    clip_grad: float | None = None
+    """Largest norm of the gradients. None: no limit."""
+    accumulate: int = 1
+    """Forward passes per update."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleConfig:
+    """How long, and the learning rate over time."""
+
+    epochs: int = 300
+    """Passes over the training images."""
+    lr_schedule: Literal["one-cycle", "cosine", "constant"] = "one-cycle"
+    """Shape after the warm-up; one-cycle warms up along a cosine, the others along a line."""
+    warmup_fraction: float = 0.2
+    """Share of all updates in which the learning rate rises."""
+    start_factor: float = 0.04
+    """First learning rate, as a share of the highest."""
+    end_factor: float = 4e-6
+    """Last learning rate, as a share of the highest."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EmaConfig:
+    """The moving average of the weights: what is evaluated and kept as best."""
+
+    ema_decay: float = 0.0
+    """Share of the average kept at each update. 0: no average."""
+    ema_warmup: bool = True
+    """Let the decay grow from 0, so that a short run's average forgets the start."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ComputeConfig:
+    """On what, and in which precision and layout."""
+
+    device: str = "auto"
+    """cpu, cuda, cuda:N, or auto: a GPU if there is one."""
+    amp: Literal["off", "bf16", "fp16"] = "off"
+    """Autocast to 16 bits; fp16 scales the loss."""
+    channels_last: bool = False
+    """Keep images and weights in channels-last memory."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
+    sync_bn: bool = False
+    """Batch norm over the images of all GPUs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """What the run is called, writes and shows."""
+
+    name: str | None = None
+    """Name of the run directory, which must not exist. None: model, data and date."""
+    runs: str = "runs"
+    """Directory of run directories."""
+    seed: int = 0
+    """Seed of weights, data order and augmentation."""
+    eval_interval: int = 1
+    """Epochs between evaluations; the last epoch always has one."""
+    checkpoint_interval_s: float = 600.0
+    """Seconds between checkpoints within an epoch; each epoch ends with one anyway."""
+    log_interval: int = 50
+    """Updates between looks at the loss, and between lines where no bar is shown."""
+    progress: bool = True
+    """Show a progress bar, if the output is a terminal."""
+    tensorboard: bool = True
+    """Write TensorBoard events, if it is installed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Everything that decides a training run; saved with it as config.json."""
+
+    recipe: str = "paper"
+    """Where the defaults of all other options come from: paper, finetune or digits."""
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    augment: AugmentConfig = dataclasses.field(default_factory=AugmentConfig)
+    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
+    ema: EmaConfig = dataclasses.field(default_factory=EmaConfig)
+    compute: ComputeConfig = dataclasses.field(default_factory=ComputeConfig)
+    run: RunConfig = dataclasses.field(default_factory=RunConfig)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain values, as config.json holds them; tuples are lists."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
+
+# What may change when a run is resumed: none of it alters what is computed. The images themselves
+# are compared by fingerprint, so a data set that moved is found again and another one is refused.
+FREE_AT_RESUME = frozenset(
+    [
+        "data",
+        "data_root",
+        "eval_batch_size",
+        "workers",
+        "eval_interval",
+        "checkpoint_interval_s",
+        "log_interval",
+        "progress",
+        "tensorboard",
+    ]
+)
+
+
+def to_json(config: TrainConfig) -> str:
+    """The configuration as indented JSON text with a final newline."""
+    return json.dumps(config.to_dict(), indent=2) + "\n"
+
+
+def from_json(text: str, source: str = "the configuration") -> TrainConfig:
+    """Read what `to_json` wrote.
+
+    Args:
+        text: JSON text.
+        source: Where it came from, for error messages.
+
+    Raises:
+        ConfigError: Not JSON, an unknown field, or a value of another type.
+    """
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{source} is not JSON: {error}") from error
+    return fields.build(TrainConfig, values, source)
+
+
+def load(path: Path) -> TrainConfig:
+    """Read a config.json.
+
+    Raises:
+        ConfigError: No such file, or its content does not fit.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"no readable config.json of a run at {path}: {error.strerror}"
+        ) from error
+    return from_json(text, str(path))
+
+
+def flatten(config: TrainConfig) -> dict[str, Any]:
+    """Each option's name, without its group, to its value."""
+    flat: dict[str, Any] = {"recipe": config.recipe}
+    for group in dataclasses.fields(config):
+        value = getattr(config, group.name)
+        if dataclasses.is_dataclass(value):
+            flat |= {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return flat
+
+
+def replace(config: TrainConfig, **changes: object) -> TrainConfig:
+    """A copy with options changed by their names without the group: `replace(c, epochs=3)`.
+
+    Raises:
+        ConfigError: No option has that name.
+    """
+    groups = {"recipe": None} | {
+        field.name: group.name
+        for group in dataclasses.fields(config)
+        if dataclasses.is_dataclass(getattr(config, group.name))
+        for field in dataclasses.fields(getattr(config, group.name))
+    }
+    for name, value in changes.items():
+        if name not in groups:
+            raise ConfigError(fields.unknown("option", name, groups))
+        group = groups[name]
+        if group is None:
+            config = dataclasses.replace(config, **{name: value})
+        else:
+            part = dataclasses.replace(getattr(config, group), **{name: value})
+            config = dataclasses.replace(config, **{group: part})
+    return config
+
+
+def check_resumable(saved: TrainConfig, wanted: TrainConfig) -> None:
+    """Refuse to resume a run with a configuration that would compute something else.
+
+    Raises:
+        ConfigError: Options differ that decide the result; the message lists each with both values.
+    """
+    before, now = flatten(saved), flatten(wanted)
+    differing = [
+        f"{fields.option(name)}: the run has {before[name]!r}, now {now[name]!r}"
+        for name in before
+        if name not in FREE_AT_RESUME and before[name] != now[name]
+    ]
+    if differing:
+        raise ConfigError(
+            "a run is resumed with the configuration it began with, but these options differ:\n  "
+            + "\n  ".join(differing)
+            + "\nleave them out to go on with the run, or start a new one"
+            " (--weights RUN_DIR/best.safetensors starts it from this one's weights)"
+        )

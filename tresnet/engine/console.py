@@ -1,0 +1,68 @@
+"""What a run shows: a bar on a terminal, else a line now and then. Only process 0 shows anything."""
+
+import sys
+from types import TracebackType
+from typing import Any, Self
+
+
+class Console:
+    """Lines on standard output and, on a terminal, progress bars on standard error."""
+
+    def __init__(self, is_main: bool, progress: bool) -> None:
+        self._is_main = is_main
+        self.shows_bars = is_main and progress and sys.stderr.isatty()
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        if not self._is_main:
+            return
+        if self.shows_bars:
+            from tqdm import tqdm
+
+            tqdm.write(text)
+        else:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+
+    def bar(self, title: str, total: int, done: int = 0) -> "Bar":
+        """A bar over `total` steps, of which some are done; it shows nothing off a terminal."""
+        return Bar(self, title, total, done)
+
+
+class Bar:
+    """One loop's progress; enter it before the loop."""
+
+    def __init__(self, console: Console, title: str, total: int, done: int) -> None:
+        self._console = console
+        self._settings = {"desc": title, "total": total, "initial": done}
+        self._tqdm: Any = None
+
+    def __enter__(self) -> Self:
+        """Show the bar."""
+        if self._console.shows_bars:
+            from tqdm import tqdm
+
+            self._tqdm = tqdm(**self._settings, leave=False, dynamic_ncols=True)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Remove the bar."""
+        if self._tqdm is not None:
+            self._tqdm.close()
+
+    def advance(self, steps: int = 1) -> None:
+        """Move on."""
+        if self._tqdm is not None:
+            self._tqdm.update(steps)
+
+    def note(self, text: str, line: bool) -> None:
+        """Show figures behind the bar, or, off a terminal and if `line`, as a line."""
+        if self._tqdm is not None:
+            self._tqdm.set_postfix_str(text)
+        elif line and not self._console.shows_bars:
+            self._console.say(f"{self._settings['desc']}  {text}")

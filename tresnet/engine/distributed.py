@@ -1,0 +1,137 @@
+"""The processes of one run: torchrun's environment, and the few collectives the engine needs."""
+
+import contextlib
+import dataclasses
+import datetime
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tresnet.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Processes:
+    """This process among those of the run. Every method is a collective unless it says otherwise.
+
+    Attributes:
+        rank: Number of this process, from 0.
+        world: How many there are.
+        device: Where this process computes.
+    """
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes files and shows progress (no collective)."""
+        return self.rank == 0
+
+    def sum(self, *values: float) -> list[float]:
+        """Each value summed over all processes, in float64."""
+        if self.world == 1:
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def max(self, *values: float) -> list[float]:
+        """The largest of each value over all processes."""
+        if self.world == 1:
+            return list(values)
+        largest = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return largest.tolist()
+
+    def from_main(self, value: Any) -> Any:
+        """The value that process 0 has; plain Python values only."""
+        if self.world == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every process's value, in order of rank."""
+        if self.world == 1:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
+    def wait(self) -> None:
+        """Go on when every process has come here."""
+        if self.world > 1:
+            dist.all_reduce(torch.zeros(1))
+
+    def share_state(self, model: nn.Module) -> None:
+        """Give every process process 0's weights and statistics."""
+        if self.world > 1:
+            for tensor in model.state_dict().values():
+                dist.broadcast(tensor, src=0)
+
+    def share_buffers(self, model: nn.Module) -> None:
+        """Give every process process 0's buffers: running statistics differ between processes."""
+        if self.world > 1:
+            for buffer in model.buffers():
+                dist.broadcast(buffer, src=0)
+
+
+@contextlib.contextmanager
+def join(device: str) -> Iterator[Processes]:
+    """Join the processes that torchrun started, or be the only one.
+
+    Small values travel over gloo on the CPU, so that reading them never waits for a GPU.
+
+    Args:
+        device: `cpu`, `cuda`, `cuda:N` or `auto`.
+
+    Raises:
+        ConfigError: No such device on this machine.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    chosen = pick_device(device, int(os.environ.get("LOCAL_RANK", "0")), world)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if world == 1:
+        yield Processes(0, 1, chosen)
+        return
+    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=datetime.timedelta(minutes=30))
+    yield Processes(dist.get_rank(), world, chosen)
+    # Only after success: when one process fails the others wait in a collective, and leaving the
+    # group would wait for them too. torchrun ends them.
+    dist.destroy_process_group()
+
+
+def pick_device(name: str, local_rank: int, world: int) -> torch.device:
+    """The device called `name`; `auto` and `cuda` take the GPU of this process's local rank.
+
+    Raises:
+        ConfigError: Not a device name, no such device here, or one GPU for several processes.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"--device: expected cpu, cuda, cuda:N or auto, got {name!r}") from error
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda":
+        raise ConfigError(f"--device: expected cpu, cuda, cuda:N or auto, got {name!r}")
+    if device.index is not None and world > 1:
+        raise ConfigError(f"--device: {world} processes need a GPU each, got the one GPU {name!r}")
+    index = local_rank if device.index is None else device.index
+    found = torch.cuda.device_count()
+    if index >= found:
+        raise ConfigError(
+            f"--device: expected a GPU number below {found}, the GPUs found, got {index}"
+        )
+    return torch.device("cuda", index)

@@ -1,0 +1,91 @@
+"""Evaluation: a loop over images that counts each of them once, on any number of processes."""
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tresnet.data import Loader
+from tresnet.engine.console import Console
+from tresnet.engine.distributed import Processes
+from tresnet.errors import DataError
+from tresnet.measure.throughput import ThroughputMeter
+
+
+@dataclasses.dataclass(frozen=True)
+class Metrics:
+    """Over all images of all processes.
+
+    Attributes:
+        images: How many were read and classified.
+        loss: Mean cross-entropy, without label smoothing.
+        top1: Percent whose class got the highest logit.
+        top5: Percent whose class is among the highest 5 logits, or all if there are fewer classes.
+        images_per_s: Summed over processes, loading included; None if it went too fast to tell.
+        skipped: Unreadable files that were left out.
+    """
+
+    images: int
+    loss: float
+    top1: float
+    top5: float
+    images_per_s: float | None
+    skipped: int
+
+
+def evaluate(
+    predict: Callable[[Tensor], Tensor],
+    loader: Loader,
+    processes: Processes,
+    *,
+    to_device: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    class_map: list[int] | None = None,
+    console: Console | None = None,
+) -> Metrics:
+    """Run a model over a split (a collective).
+
+    Args:
+        predict: From images (N, 3, H, W) on the device to logits (N, classes) in float32.
+        loader: This process's share, in evaluation mode.
+        processes: This process's place.
+        to_device: Moves images and labels to the device.
+        class_map: The model's class of each label; None where they are the same.
+        console: Shows a bar; None for silence.
+
+    Raises:
+        DataError: No image could be read.
+    """
+    sums = torch.zeros(3, dtype=torch.float64, device=processes.device)
+    labels_of = None if class_map is None else torch.tensor(class_map, device=processes.device)
+    meter = ThroughputMeter(processes.device)
+    if len(loader) == 1:  # otherwise the first batch, with start-up costs, is not timed
+        meter.start()
+    images_seen = 0
+    bar = (console or Console(False, False)).bar("evaluating", len(loader))
+    with bar, torch.inference_mode():
+        for images, targets in loader:
+            images, targets = to_device(images, targets)
+            meter.data_ready()
+            logits = predict(images)
+            sums += _batch_sums(logits, targets if labels_of is None else labels_of[targets])
+            meter.step(len(images))
+            images_seen += len(images)
+            bar.advance()
+    rate = meter.average_images_per_s()
+    loss, hits1, hits5, seen, rate, skipped = processes.sum(
+        *sums.tolist(), images_seen, rate or 0.0, len(loader.skipped)
+    )
+    if seen == 0:
+        raise DataError("expected images to evaluate, but none could be read")
+    return Metrics(
+        int(seen), loss / seen, 100 * hits1 / seen, 100 * hits5 / seen, rate or None, int(skipped)
+    )
+
+
+def _batch_sums(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sums over a batch of loss, top-1 hits and top-5 hits: (3,) in float64."""
+    loss = functional.cross_entropy(logits, targets, reduction="sum")
+    best = logits.topk(min(5, logits.shape[1]), dim=1).indices == targets[:, None]
+    return torch.stack([loss.double(), best[:, 0].sum().double(), best.sum().double()])

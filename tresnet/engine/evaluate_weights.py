@@ -1,0 +1,194 @@
+"""Evaluation of weights on a folder of images: what eval.py does."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from tresnet import env
+from tresnet.checkpoints.create import create
+from tresnet.checkpoints.manifest import describe
+from tresnet.checkpoints.save import atomic_write
+from tresnet.data import ImageDataset, create_loader, eval_transform, open_folder
+from tresnet.engine import distributed, fields, images
+from tresnet.engine.config import ComputeConfig
+from tresnet.engine.console import Console
+from tresnet.engine.distributed import Processes
+from tresnet.engine.evaluate import Metrics, evaluate
+from tresnet.engine.predictor import Predictor
+from tresnet.engine.resolve import class_map
+from tresnet.errors import ConfigError
+from tresnet.measure.memory import MemoryMeter
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """Evaluate weights on the images of a folder, or on the digits."""
+
+    data: str
+    """Directory with val/CLASS/ image folders, or `digits`."""
+    weights: str
+    """A tag of `tresnet list`, or a file of weights."""
+    model: str | None = None
+    """Variant, where the weights do not say which they are."""
+    split: str = "val"
+    """Sub-directory of the data."""
+    data_root: str = "data"
+    """Directory in which `digits` is written."""
+    batch_size: int = 128
+    """Images per process (per GPU) and forward pass."""
+    input_size: int | None = None
+    """Height and width of the input in pixels. None: as the weights were made for."""
+    crop_pct: float | None = None
+    """Share of the resized image that is kept. None: as the weights were made for."""
+    crop_mode: Literal["center", "squash"] | None = None
+    """Cut out the middle, or squash to a square. None: as the weights were made for."""
+    interpolation: Literal["bilinear", "bicubic"] | None = None
+    """Resampling filter. None: as the weights were made for."""
+    workers: int = 4
+    """Processes that load images, per evaluating process."""
+    skip_bad_images: bool = False
+    """Count unreadable images and go on, instead of stopping."""
+    norm: Literal["abn", "batchnorm", "inplace_abn"] = "abn"
+    """Implementation of batch norm + activation."""
+    jit: bool = False
+    """Use the scripted helper functions."""
+    device: str = "auto"
+    """cpu, cuda, cuda:N, or auto: a GPU if there is one."""
+    amp: Literal["off", "bf16", "fp16"] = "off"
+    """Autocast to 16 bits."""
+    channels_last: bool = False
+    """Keep images and weights in channels-last memory."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
+    progress: bool = True
+    """Show a progress bar, if the output is a terminal."""
+    output: Path | None = None
+    """Write the result to this JSON file."""
+    overwrite: bool = False
+    """Replace the output file if it exists."""
+
+
+def run(config: EvalConfig) -> dict[str, Any]:
+    """Evaluate, show the result and write it; under torchrun, with its other processes.
+
+    Returns:
+        The result as it is written: metrics, memory, what was evaluated and how, the environment.
+
+    Raises:
+        ConfigError: An option does not fit, the output exists, or the classes differ.
+        CheckpointError: The weights cannot be read or do not fit the model.
+        DataError: The data set is incomplete or holds files that are not images.
+    """
+    config = _resolve(config)
+    with distributed.join(config.device) as processes:
+        memory = MemoryMeter(processes.device)
+        memory.reset_peak()
+        folder = images.locate(config.data, config.data_root, processes)
+        dataset = _open(config, folder)
+        info = describe(config.weights)
+        model = create(config.model, weights=config.weights, norm=config.norm, jit=config.jit)
+        mapping = class_map(info.classes, _outputs(model), dataset.classes)
+        console = Console(processes.is_main, config.progress)
+        metrics = _measure(config, model, dataset, mapping, processes, console)
+        result = _result(config, metrics, processes) | memory.snapshot().to_dict()
+        result["environment"] = env.describe(processes.device)
+        console.say(_line(config, metrics, memory))
+        if config.output is not None and processes.is_main:
+            _write(config.output, result)
+        return result
+
+
+def _resolve(config: EvalConfig) -> EvalConfig:
+    """Check the options and fill in what the weights say of their input."""
+    for name in ("batch_size", "input_size"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{fields.option(name)}: expected at least 1, got {value}")
+    if config.workers < 0:
+        raise ConfigError(f"--workers: expected 0 or more, got {config.workers}")
+    if config.output is not None and config.output.exists() and not config.overwrite:
+        raise ConfigError(
+            f"--output: {config.output} exists: choose another name, or add --overwrite"
+        )
+    if config.output is not None and not config.output.parent.is_dir():
+        raise ConfigError(f"--output: there is no directory {config.output.parent}")
+    info = describe(config.weights)
+    known = {
+        "model": info.model,
+        "input_size": info.input_size[-1],
+        "crop_pct": info.crop_pct,
+        "crop_mode": info.crop_mode,
+        "interpolation": info.interpolation,
+    }
+    missing = {name: value for name, value in known.items() if getattr(config, name) is None}
+    return dataclasses.replace(config, **missing)
+
+
+def _open(config: EvalConfig, folder: Path) -> ImageDataset:
+    assert config.input_size is not None, "filled in by _resolve"
+    transform = images.testing(
+        config.input_size, config.crop_mode, config.crop_pct, config.interpolation
+    )
+    return open_folder(folder, config.split, eval_transform(transform), config.skip_bad_images)
+
+
+def _outputs(model: nn.Module) -> int:
+    outputs = model.num_classes
+    assert isinstance(outputs, int), "a TResNet"
+    return outputs
+
+
+def _measure(
+    config: EvalConfig,
+    model: nn.Module,
+    dataset: ImageDataset,
+    mapping: list[int] | None,
+    processes: Processes,
+    console: Console,
+) -> Metrics:
+    loader = create_loader(
+        dataset,
+        config.batch_size,
+        training=False,
+        workers=config.workers,
+        distributed=(processes.rank, processes.world),
+        pin_memory=processes.device.type == "cuda",
+    )
+    compute = ComputeConfig(config.device, config.amp, config.channels_last, config.compile)
+    predictor = Predictor(model, compute, processes.device)
+    return evaluate(
+        predictor.predict,
+        loader,
+        processes,
+        to_device=predictor.to_device,
+        class_map=mapping,
+        console=console,
+    )
+
+
+def _result(config: EvalConfig, metrics: Metrics, processes: Processes) -> dict[str, Any]:
+    options = dataclasses.asdict(config)
+    for name in ("output", "overwrite", "progress"):
+        del options[name]
+    return {**dataclasses.asdict(metrics), "processes": processes.world, "options": options}
+
+
+def _line(config: EvalConfig, metrics: Metrics, memory: MemoryMeter) -> str:
+    rate = "" if metrics.images_per_s is None else f", {metrics.images_per_s:.0f} images/s"
+    skipped = f", {metrics.skipped} unreadable left out" if metrics.skipped else ""
+    return (
+        f"{config.weights} on {config.data}/{config.split}: top-1 {metrics.top1:.2f} %,"
+        f" top-5 {metrics.top5:.2f} %, loss {metrics.loss:.4f} on {metrics.images} images{skipped}"
+        f"{rate}, memory: {memory.snapshot().format()}"
+    )
+
+
+def _write(path: Path, result: dict[str, Any]) -> None:
+    try:
+        with atomic_write(path) as temporary:
+            temporary.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--output: cannot write {path}: {error}") from error

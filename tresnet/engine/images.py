@@ -1,0 +1,130 @@
+"""The run's images: the data set by its name, its transforms, loaders and fingerprint."""
+
+import dataclasses
+import hashlib
+from pathlib import Path
+from typing import Literal
+
+from tresnet.data import (
+    EvalTransform,
+    ImageDataset,
+    Loader,
+    TrainAugment,
+    check_same_classes,
+    create_loader,
+    digits,
+    eval_transform,
+    open_folder,
+    train_transform,
+)
+from tresnet.engine.config import AugmentConfig, TrainConfig
+from tresnet.engine.distributed import Processes
+
+
+@dataclasses.dataclass(frozen=True)
+class Images:
+    """What a run trains and is tested on.
+
+    Attributes:
+        train: Loader of this process's share of the training images.
+        val: Loader of this process's share of the others.
+        classes: Names in the order of the labels.
+        counts: Images in train and in val, over all processes.
+        fingerprint: Changes with the names, order or classes of the training files.
+    """
+
+    train: Loader
+    val: Loader
+    classes: list[str]
+    counts: tuple[int, int]
+    fingerprint: str
+
+
+def locate(data: str, root: str, processes: Processes) -> Path:
+    """The folder with the splits; the digits are written by one process while the others wait.
+
+    Raises:
+        DataError: The digits' place holds something else.
+        MissingDependencyError: The digits are not written and scikit-learn is not installed.
+    """
+    if data != "digits":
+        return Path(data)
+    if processes.is_main:
+        digits.write(root)
+    processes.wait()
+    return Path(root) / "digits"
+
+
+def open_images(config: TrainConfig, processes: Processes) -> Images:
+    """Open both splits of a resolved configuration.
+
+    Raises:
+        DataError: A folder is missing or empty, or the splits have different classes.
+    """
+    data = config.data
+    assert data.data is not None, "checked by validate"
+    assert data.input_size is not None, "filled in by resolve"
+    folder = locate(data.data, data.data_root, processes)
+    train = open_folder(
+        folder,
+        "train",
+        train_transform(augmentation(config.augment, data.input_size, data.interpolation)),
+        data.skip_bad_images,
+    )
+    val = open_folder(
+        folder,
+        "val",
+        eval_transform(testing(data.input_size, data.crop_mode, data.crop_pct, data.interpolation)),
+        data.skip_bad_images,
+    )
+    check_same_classes(train, val)
+    shared = {
+        "workers": data.workers,
+        "seed": config.run.seed,
+        "distributed": (processes.rank, processes.world),
+        "pin_memory": processes.device.type == "cuda",
+    }
+    return Images(
+        create_loader(train, data.batch_size, training=True, **shared),
+        create_loader(val, data.eval_batch_size or data.batch_size, training=False, **shared),
+        train.classes,
+        (len(train), len(val)),
+        fingerprint(train, folder),
+    )
+
+
+def augmentation(
+    config: AugmentConfig,
+    size: int,
+    interpolation: Literal["bilinear", "bicubic"] | None = None,
+) -> TrainAugment:
+    """The data room's description of the changes to an image.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+    names = {field.name for field in dataclasses.fields(TrainAugment)}
+    same = {name: value for name, value in vars(config).items() if name in names}
+    return TrainAugment(size=size, interpolation=interpolation or "bilinear", **same)
+
+
+def testing(
+    size: int,
+    crop_mode: Literal["center", "squash"] | None,
+    crop_pct: float | None,
+    interpolation: Literal["bilinear", "bicubic"] | None,
+) -> EvalTransform:
+    """The data room's description of how an image is tested.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+    return EvalTransform(size, crop_mode or "center", crop_pct, interpolation or "bilinear")
+
+
+def fingerprint(dataset: ImageDataset, folder: Path) -> str:
+    """A hash of the files' places below `folder`, so of their order and classes."""
+    digest = hashlib.sha256()
+    for path in dataset.paths:
+        digest.update(Path(path).relative_to(folder).as_posix().encode() + b"\n")
+    return digest.hexdigest()[:16]

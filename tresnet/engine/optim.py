@@ -1,0 +1,75 @@
+"""The optimizer, its parameter groups, and the learning rate over time."""
+
+import math
+
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from tresnet.engine.config import OptimConfig, ScheduleConfig
+from tresnet.errors import ConfigError
+
+
+def create_optimizer(
+    model: nn.Module, config: OptimConfig, global_batch: int
+) -> torch.optim.Optimizer:
+    """Build timm's optimizer of that name, with weight decay on convolution and linear weights alone.
+
+    Args:
+        model: The model; `model.no_weight_decay()` names further parameters without decay.
+        config: The optimizer's options.
+        global_batch: Images per update over all processes, for `lr_batch`.
+
+    Raises:
+        ConfigError: timm has no optimizer of that name, or it refuses an option.
+    """
+    from timm.optim import create_optimizer_v2
+
+    try:
+        return create_optimizer_v2(
+            model,
+            opt=config.opt,
+            lr=peak_lr(config, global_batch),
+            weight_decay=config.weight_decay,
+            momentum=config.momentum,
+            filter_bias_and_bn=True,
+        )
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"--opt: timm builds no optimizer {config.opt!r} with these options: {error}"
+        ) from error
+
+
+def peak_lr(config: OptimConfig, global_batch: int) -> float:
+    """Highest learning rate: `lr`, scaled linearly from `lr_batch` to the real batch if given."""
+    if config.lr_batch is None:
+        return config.lr
+    return config.lr * global_batch / config.lr_batch
+
+
+def create_schedule(
+    optimizer: torch.optim.Optimizer, config: ScheduleConfig, updates: int
+) -> lr_scheduler.LRScheduler:
+    """The learning rate of each of `updates` updates; call its `step()` after each update."""
+    if config.lr_schedule == "one-cycle":
+        return lr_scheduler.OneCycleLR(
+            optimizer,
+            max_lr=[group["lr"] for group in optimizer.param_groups],
+            total_steps=updates,
+            pct_start=float(config.warmup_fraction),
+            cycle_momentum=False,
+            div_factor=1 / config.start_factor,
+            final_div_factor=config.start_factor / config.end_factor,
+        )
+    return lr_scheduler.LambdaLR(optimizer, lambda update: factor(config, update, updates))
+
+
+def factor(config: ScheduleConfig, update: int, updates: int) -> float:
+    """Share of the peak rate at an update (from 0): a line up, then a cosine down or a constant."""
+    warmup = config.warmup_fraction * updates
+    if update < warmup:
+        return config.start_factor + (1 - config.start_factor) * update / warmup
+    if config.lr_schedule == "constant":
+        return 1.0
+    progress = min((update - warmup) / max(updates - 1 - warmup, 1e-9), 1.0)
+    return config.end_factor + (1 - config.end_factor) * (1 + math.cos(math.pi * progress)) / 2

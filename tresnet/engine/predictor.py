@@ -1,0 +1,65 @@
+"""A model in evaluation mode on its device, in the configured precision and layout."""
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from tresnet.engine.config import ComputeConfig
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Predictor:
+    """Moves batches to the device and gives a model's logits for them."""
+
+    def __init__(self, model: nn.Module, compute: ComputeConfig, device: torch.device) -> None:
+        """Move the model to its device and layout.
+
+        Args:
+            model: The model, which may go on being trained.
+            compute: Precision, layout, and whether to compile.
+            device: Where to compute.
+        """
+        self._model = place(model, compute, device)
+        self._compute = compute
+        self._device = device
+        self._forward = compiled(self._model, compute)
+
+    def to_device(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """A batch on the device, in the configured layout."""
+        return (
+            images.to(self._device, non_blocking=True, memory_format=memory_format(self._compute)),
+            labels.to(self._device, non_blocking=True),
+        )
+
+    def predict(self, images: Tensor) -> Tensor:
+        """Logits (N, classes) in float32 of images (N, 3, H, W) on the device."""
+        self._model.eval()
+        with torch.inference_mode(), autocast(self._compute, self._device):
+            return self._forward(images).float()
+
+
+def place(model: nn.Module, compute: ComputeConfig, device: torch.device) -> nn.Module:
+    """The model itself, moved to the device and to the configured layout."""
+    return model.to(device=device).to(memory_format=memory_format(compute))  # pyright: ignore[reportCallIssue]
+
+
+def autocast(
+    compute: ComputeConfig, device: torch.device
+) -> contextlib.AbstractContextManager[object]:
+    """Autocast to the configured 16-bit type, or nothing."""
+    if compute.amp == "off":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=DTYPES[compute.amp])
+
+
+def memory_format(compute: ComputeConfig) -> torch.memory_format:
+    """The layout of images and weights."""
+    return torch.channels_last if compute.channels_last else torch.contiguous_format
+
+
+def compiled(model: nn.Module, compute: ComputeConfig) -> Callable[[Tensor], Tensor]:
+    """The model as a function, compiled if so configured."""
+    return torch.compile(model) if compute.compile else model

@@ -1,0 +1,49 @@
+"""Turns Ctrl-C and SIGTERM into a request to stop after the step under way."""
+
+import signal
+import threading
+import time
+from types import FrameType, TracebackType
+from typing import Self
+
+# torchrun passes a Ctrl-C on to processes that the terminal has already told: one request, twice.
+ECHO_S = 2.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequest:
+    """While entered, the first signal sets `signum`; a second one, later, stops at once.
+
+    Outside the main thread Python allows no handlers, so there nothing is caught.
+    """
+
+    def __init__(self) -> None:
+        self.signum = 0
+        self._asked_s = 0.0
+        self._previous: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> Self:
+        """Install the handlers."""
+        if threading.current_thread() is threading.main_thread():
+            for signum in SIGNALS:
+                self._previous[signum] = signal.signal(signum, self._handle)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Put the former handlers back."""
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)  # pyright: ignore[reportArgumentType]
+        self._previous.clear()
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        del frame
+        now = time.monotonic()
+        if not self.signum:
+            self.signum, self._asked_s = signum, now
+        elif now - self._asked_s > ECHO_S:
+            raise KeyboardInterrupt

@@ -1,0 +1,106 @@
+"""Refuses configurations whose values are out of range or contradict each other."""
+
+import dataclasses
+import typing
+from collections.abc import Iterator
+
+from tresnet.engine import fields, images
+from tresnet.engine.config import TrainConfig, flatten
+from tresnet.errors import ConfigError
+
+_AT_LEAST_ONE = [
+    "batch_size",
+    "eval_batch_size",
+    "input_size",
+    "lr_batch",
+    "accumulate",
+    "epochs",
+    "block_size",
+    "eval_interval",
+    "log_interval",
+]
+_NOT_NEGATIVE = [
+    "workers",
+    "mixup",
+    "cutmix",
+    "weight_decay",
+    "mix_off_epochs",
+    "seed",
+    "checkpoint_interval_s",
+]
+_POSITIVE = ["lr", "clip_grad", "width_factor", "start_factor", "end_factor"]
+_SHARE = ["mix_prob", "warmup_fraction", "start_factor", "end_factor"]
+_BELOW_ONE = ["drop_rate", "drop_path_rate", "label_smoothing", "ema_decay", "momentum"]
+
+
+def validate(config: TrainConfig) -> None:
+    """Check types, ranges and contradictions that need neither the data nor the machine.
+
+    Raises:
+        ConfigError: Something does not fit; the message lists everything that does not.
+    """
+    problems = list(_type_problems(config)) or [
+        *_range_problems(config),
+        *_contradictions(config),
+    ]
+    if problems:
+        raise ConfigError("\n  ".join(["the configuration does not fit:", *problems]))
+
+
+def _type_problems(config: TrainConfig) -> Iterator[str]:
+    for field in dataclasses.fields(config):
+        group = getattr(config, field.name)
+        if not dataclasses.is_dataclass(group):
+            continue
+        for name, hint in typing.get_type_hints(type(group)).items():
+            try:
+                fields.coerce(getattr(group, name), hint, fields.option(name))
+            except ConfigError as error:
+                yield str(error)
+
+
+def _range_problems(config: TrainConfig) -> Iterator[str]:
+    values = {name: value for name, value in flatten(config).items() if value is not None}
+    rules = (
+        (_AT_LEAST_ONE, "at least 1", lambda value: value >= 1),
+        (_NOT_NEGATIVE, "0 or more", lambda value: value >= 0),
+        (_POSITIVE, "more than 0", lambda value: value > 0),
+        (_SHARE, "0 to 1", lambda value: 0 <= value <= 1),
+        (_BELOW_ONE, "0 or more and below 1", lambda value: 0 <= value < 1),
+        (["crop_pct"], "more than 0 and at most 1", lambda value: 0 < value <= 1),
+    )
+    for names, expected, fits in rules:
+        for name in names:
+            # "not fits" and not its opposite, so that NaN is refused too
+            if name in values and not fits(values[name]):
+                yield f"{fields.option(name)}: expected {expected}, got {values[name]!r}"
+    try:
+        images.augmentation(config.augment, config.data.input_size or 224)
+    except ConfigError as error:
+        yield str(error)
+
+
+def _contradictions(config: TrainConfig) -> Iterator[str]:
+    model, data, augment, compute = config.model, config.data, config.augment, config.compute
+    if data.data is None:
+        yield "--data: say what to train on: a directory with train/ and val/, or digits"
+    if model.model is None and model.weights is None:
+        yield "--model: say which model to train, or start from --weights"
+    if model.new_head and model.weights is None:
+        yield "--new-head replaces the head of --weights, but no weights are given"
+    if config.recipe == "finetune" and model.weights is None:
+        yield "--weights: the recipe finetune needs weights to start from: a tag or a file"
+    if augment.mixes and data.batch_size % 2:
+        yield (
+            "--batch-size: mixup and cutmix pair images, expected an even number, got"
+            f" {data.batch_size}"
+        )
+    if augment.mix_off_epochs > config.schedule.epochs:
+        yield (
+            f"--mix-off-epochs: expected at most the {config.schedule.epochs} epochs of --epochs,"
+            f" got {augment.mix_off_epochs}"
+        )
+    if compute.sync_bn and model.norm != "batchnorm":
+        yield f"--sync-bn: only --norm batchnorm can be synchronised, got --norm {model.norm}"
+    if compute.sync_bn and compute.device == "cpu":
+        yield "--sync-bn: PyTorch synchronises batch norm on GPUs only, got --device cpu"

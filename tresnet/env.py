@@ -1,0 +1,222 @@
+"""The machine and the versions a measurement was made with: what a record needs to be believed.
+
+Nothing here names a path, a host or a user. NVML and git are asked only when a function runs, and
+CUDA is initialised only where the caller names a CUDA device.
+"""
+
+import functools
+import importlib.metadata
+import os
+import platform
+import subprocess
+import tomllib
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from tresnet.errors import InputError
+
+MIB = 2**20
+
+_PACKAGES = ("torch", "torchvision", "timm", "triton", "inplace-abn", "numpy")
+_CHECKOUT = Path(__file__).resolve().parent.parent
+
+
+def describe(device: torch.device | str | int | None = None) -> dict[str, Any]:
+    """Describe the device, the machine, the versions and the commit, ready for JSON.
+
+    Args:
+        device: the device a measurement ran on; None means the CPU. CUDA is initialised only if
+            this is a CUDA device.
+
+    Returns:
+        A dict of plain values. What cannot be known (an absent package, no NVML, no checkout) is
+        None.
+    """
+    chosen = torch.device("cpu" if device is None else device)
+    return {
+        "date_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        "tresnet": package_version(),
+        "git": _git_state(_CHECKOUT),
+        "device": _describe_gpu(chosen) if chosen.type == "cuda" else {"type": chosen.type},
+        "cpu": _describe_cpu(),
+        "os": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "packages": {name: _installed_version(name) for name in _PACKAGES},
+        "cuda": torch.version.cuda,
+        "cudnn": _cudnn_version(),
+    }
+
+
+def usable_device(name: str) -> torch.device:
+    """The device called `name`, with its index if it is a GPU.
+
+    Raises:
+        InputError: there is no such device on this machine.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InputError(f"expected a device such as cpu or cuda:0, got {name!r}") from error
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        index = device.index or 0
+        if index >= count:
+            raise InputError(
+                f"expected a device of this machine, got {name!r}, but PyTorch sees {count} CUDA "
+                "devices: use cpu, or check the driver and CUDA_VISIBLE_DEVICES"
+            )
+        return torch.device("cuda", index)
+    return device
+
+
+def package_version() -> str | None:
+    """Version of this package: from its checkout's pyproject.toml, else as installed."""
+    if _CHECKOUT.joinpath("pyproject.toml").is_file():
+        text = _CHECKOUT.joinpath("pyproject.toml").read_text(encoding="utf-8")
+        project = tomllib.loads(text).get("project", {})
+        if project.get("name") == "tresnet":
+            return str(project["version"])
+    return _installed_version("tresnet")
+
+
+def nvml_handle(device: torch.device | str | int) -> Any | None:
+    """NVML's handle of the GPU behind a CUDA device, or None if NVML cannot say.
+
+    NVML numbers every GPU of the machine in PCI order and ignores CUDA_VISIBLE_DEVICES and
+    CUDA_DEVICE_ORDER. So the GPU is found by what CUDA itself reports of it: its UUID, else its
+    PCI address. A MIG slice named in CUDA_VISIBLE_DEVICES is found by that name.
+    """
+    pynvml = _nvml()
+    if pynvml is None:
+        return None
+    chosen = torch.device(device)
+    index = torch.cuda.current_device() if chosen.index is None else chosen.index
+    properties = torch.cuda.get_device_properties(index)
+    names = [f"GPU-{properties.uuid}", f"MIG-{properties.uuid}"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if index < len(visible) and visible[index].strip().startswith("MIG-"):
+        names.insert(0, visible[index].strip())
+    for name in names:
+        handle = _ask(pynvml, pynvml.nvmlDeviceGetHandleByUUID, name)
+        if handle is not None:
+            return handle
+    address = (
+        f"{properties.pci_domain_id:08x}:{properties.pci_bus_id:02x}:"
+        f"{properties.pci_device_id:02x}.0"
+    )
+    return _ask(pynvml, pynvml.nvmlDeviceGetHandleByPciBusId, address)
+
+
+def device_used_bytes(handle: Any | None) -> int | None:
+    """Bytes in use on the whole GPU, by every process and the driver; None without a handle."""
+    pynvml = _nvml()
+    if pynvml is None or handle is None:
+        return None
+    info = _ask(pynvml, pynvml.nvmlDeviceGetMemoryInfo, handle)
+    return None if info is None else int(info.used)
+
+
+@functools.cache
+def _nvml() -> ModuleType | None:
+    """The initialised pynvml module, or None where it or the driver's library is missing."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return pynvml
+
+
+def _ask(pynvml: ModuleType, query: Callable[..., Any], *arguments: Any) -> Any | None:
+    """Call an NVML function; None where this GPU or driver does not answer it."""
+    try:
+        return query(*arguments)
+    except pynvml.NVMLError:
+        return None
+
+
+def _describe_gpu(device: torch.device) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(device)
+    gpu: dict[str, Any] = {
+        "type": "cuda",
+        "name": properties.name,
+        "memory_mib": properties.total_memory / MIB,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "power_limit_w": None,
+        "driver": None,
+    }
+    pynvml, handle = _nvml(), nvml_handle(device)
+    if pynvml is not None:
+        driver = _ask(pynvml, pynvml.nvmlSystemGetDriverVersion)
+        gpu["driver"] = driver.decode() if isinstance(driver, bytes) else driver
+        if handle is not None:
+            limit_mw = _ask(pynvml, pynvml.nvmlDeviceGetPowerManagementLimit, handle)
+            gpu["power_limit_w"] = None if limit_mw is None else limit_mw / 1000
+    return gpu
+
+
+def _describe_cpu() -> dict[str, Any]:
+    affinity = getattr(os, "sched_getaffinity", None)
+    return {
+        "model": _cpu_model(),
+        "logical_cores": len(affinity(0)) if affinity else os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+    }
+
+
+def _cpu_model() -> str | None:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    if platform.system() == "Darwin":
+        return _output_of("sysctl", "-n", "machdep.cpu.brand_string")
+    return platform.processor() or None
+
+
+def _cudnn_version() -> int | None:
+    return torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+
+
+def _installed_version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git_state(root: Path) -> dict[str, Any] | None:
+    """Commit and dirty flag of the checkout at `root`; None if `root` is not a checkout's top.
+
+    The top is checked so that a package installed inside somebody else's repository does not
+    report that repository's commit.
+    """
+    top = _output_of("git", "-C", str(root), "rev-parse", "--show-toplevel")
+    commit = _output_of("git", "-C", str(root), "rev-parse", "HEAD")
+    if not top or not commit or Path(top).resolve() != root.resolve():
+        return None
+    changed = _output_of("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
+    new_code = _output_of(
+        "git", "-C", str(root), "ls-files", "--others", "--exclude-standard", "tresnet"
+    )
+    return {"commit": commit, "dirty": bool(changed or new_code)}
+
+
+def _output_of(*command: str) -> str | None:
+    """What a program prints, stripped; None if it is absent, fails or takes over 10 s."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,1 @@
+"""The modules TResNet is assembled from, a thin file each."""

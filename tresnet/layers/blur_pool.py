@@ -1,0 +1,30 @@
+"""The anti-aliased downsampling module."""
+
+import torch
+from torch import Tensor, nn
+
+from tresnet.ops import blur_pool as op
+from tresnet.ops.blur_pool import reference
+
+
+class BlurPool2d(nn.Module):
+    """3x3 binomial blur, reflected border, stride 2: (N, C, H, W) to (N, C, ceil(H/2), ceil(W/2))."""
+
+    def __init__(self, jit: bool = False) -> None:
+        """Keep the setting.
+
+        Args:
+            jit: run the TorchScript form.
+        """
+        super().__init__()
+        self.jit = jit
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Blur and downsample `x`."""
+        if torch.jit.is_scripting():
+            return reference.blur_pool(x)
+        return op.blur_pool(x, jit=self.jit)
+
+    def extra_repr(self) -> str:
+        """Return the settings for `repr`."""
+        return f"jit={self.jit}"

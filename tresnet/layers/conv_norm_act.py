@@ -1,0 +1,54 @@
+"""Convolution, norm and activation, with or without anti-aliased downsampling."""
+
+import torch
+from torch import Tensor, nn
+
+from tresnet.layers.blur_pool import BlurPool2d
+from tresnet.layers.norm import norm_class
+
+
+class ConvNormAct(nn.Module):
+    """k x k convolution without bias, norm, leaky ReLU; blur with stride 2 where asked."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int,
+        *,
+        norm: str = "abn",
+        slope: float | None = 1e-3,
+        blur: bool = False,
+        jit: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Create convolution, norm and, where `blur`, the downsampling.
+
+        Args:
+            in_channels: channels of the input.
+            out_channels: channels of the output.
+            kernel_size: odd side of the kernel; the border is padded with zeros.
+            norm: 'abn', 'batchnorm' or 'inplace_abn'.
+            slope: negative slope of the leaky ReLU; None for no activation.
+            blur: halve height and width by an anti-aliasing blur after the activation.
+            jit: run the TorchScript form of the blur.
+            device: where the parameters live.
+            dtype: floating-point type of the parameters.
+        """
+        super().__init__()
+        self.conv = nn.Conv2d(
+            in_channels,
+            out_channels,
+            kernel_size,
+            padding=kernel_size // 2,
+            bias=False,
+            device=device,
+            dtype=dtype,
+        )
+        self.bn = norm_class(norm)(out_channels, slope, device=device, dtype=dtype)
+        self.aa = BlurPool2d(jit) if blur else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, in, H, W) to (N, out, H, W), or to half the height and width, rounded up."""
+        return self.aa(self.bn(self.conv(x)))

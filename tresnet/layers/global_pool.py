@@ -1,0 +1,53 @@
+"""Global pooling in front of the classifier."""
+
+import torch
+from torch import Tensor, nn
+
+from tresnet.errors import InputError
+from tresnet.ops import global_avg_pool as op
+from tresnet.ops.global_avg_pool import reference
+
+POOL_TYPES = ("avg", "fast", "max", "avgmax", "")
+
+
+class GlobalPool2d(nn.Module):
+    """Pool each channel over all pixels: (N, C, H, W) to (N, C).
+
+    'avg' (or 'fast', its name in timm) is the fast global average pool of the paper; 'avgmax' is the
+    mean of average and maximum; '' returns the input.
+    """
+
+    def __init__(self, pool_type: str = "avg", jit: bool = False) -> None:
+        """Keep the settings.
+
+        Args:
+            pool_type: 'avg', 'fast', 'max', 'avgmax' or ''.
+            jit: run the TorchScript form of the average.
+
+        Raises:
+            InputError: `pool_type` is unknown.
+        """
+        super().__init__()
+        if pool_type not in POOL_TYPES:
+            raise InputError(f"expected a global pool out of {POOL_TYPES}, got {pool_type!r}")
+        self.pool_type = pool_type
+        self.jit = jit
+
+    def _average(self, x: Tensor) -> Tensor:
+        if torch.jit.is_scripting():
+            return reference.global_avg_pool(x, True)
+        return op.global_avg_pool(x, jit=self.jit)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Pool `x`."""
+        if self.pool_type == "":
+            return x
+        if self.pool_type == "max":
+            return x.amax(dim=[2, 3])
+        if self.pool_type == "avgmax":
+            return (self._average(x) + x.amax(dim=[2, 3])) / 2
+        return self._average(x)
+
+    def extra_repr(self) -> str:
+        """Return the settings for `repr`."""
+        return f"pool_type={self.pool_type!r}, jit={self.jit}"

@@ -1,0 +1,240 @@
+"""Batch normalisation with its activation, three ways behind one parameter layout.
+
+Every class holds `weight` (the plain gamma), `bias`, `running_mean`, `running_var` and
+`num_batches_tracked`, as `torch.nn.BatchNorm2d` does, and computes the same function; they differ in
+what is kept for backward.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tresnet.errors import InputError, MissingDependencyError
+from tresnet.ops.abn import Impl, abn, reference
+
+
+class _Frozen(threading.local):
+    value: bool = False
+
+
+_frozen = _Frozen()
+
+
+@contextmanager
+def frozen_running_stats() -> Iterator[None]:
+    """Leave running statistics alone, as the second forward of activation checkpointing must."""
+    before, _frozen.value = _frozen.value, True
+    try:
+        yield
+    finally:
+        _frozen.value = before
+
+
+class NormAct(nn.Module):
+    """BN and leaky ReLU with plain operations: the definition, and the base of the other two."""
+
+    weight: Tensor
+    bias: Tensor
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+
+    def __init__(
+        self,
+        num_features: int,
+        slope: float | None = 1e-2,
+        *,
+        eps: float = 1e-5,
+        momentum: float = 0.1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Create the parameters.
+
+        Args:
+            num_features: channels C of the input (N, C, H, W).
+            slope: negative slope of the leaky ReLU; None for no activation.
+            eps: added to the variance.
+            momentum: weight of a batch in the running statistics.
+            device: where the parameters live.
+            dtype: floating-point type of the parameters.
+        """
+        super().__init__()
+        self.num_features = num_features
+        self.slope = slope
+        self.eps = eps
+        self.momentum = momentum
+        self.weight = nn.Parameter(torch.ones(num_features, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(num_features, device=device, dtype=dtype))
+        self.register_buffer("running_mean", torch.zeros(num_features, device=device, dtype=dtype))
+        self.register_buffer("running_var", torch.ones(num_features, device=device, dtype=dtype))
+        self.register_buffer(
+            "num_batches_tracked", torch.zeros((), device=device, dtype=torch.int64)
+        )
+
+    def zero_init(self) -> None:
+        """Start as zero, so that a residual block starts as the identity (paper section 2.6)."""
+        nn.init.zeros_(self.weight)
+
+    def _statistics(self) -> tuple[Tensor, Tensor]:
+        """Return the running statistics to read and update, or copies while they are frozen."""
+        if self.training and _frozen.value:
+            return self.running_mean.clone(), self.running_var.clone()
+        if self.training:
+            self.num_batches_tracked.add_(1)
+        return self.running_mean, self.running_var
+
+    def _gamma(self) -> Tensor:
+        """Return the factor the normalised value is multiplied by."""
+        return self.weight
+
+    def _plain(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.num_batches_tracked.add_(1)
+        return reference.abn(
+            x,
+            self._gamma(),
+            self.bias,
+            self.running_mean,
+            self.running_var,
+            self.training,
+            self.momentum,
+            self.eps,
+            self.slope,
+        )
+
+    def _run(self, x: Tensor, impl: Impl) -> Tensor:
+        mean, var = self._statistics()
+        return abn(
+            x,
+            self.weight,
+            self.bias,
+            mean,
+            var,
+            training=self.training,
+            momentum=self.momentum,
+            eps=self.eps,
+            slope=self.slope,
+            impl=impl,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise and activate `x`: (N, C, H, W) to the same shape and dtype."""
+        if torch.jit.is_scripting():
+            return self._plain(x)
+        return self._run(x, "reference")
+
+    def extra_repr(self) -> str:
+        """Return the settings for `repr`."""
+        return f"{self.num_features}, slope={self.slope}, eps={self.eps}, momentum={self.momentum}"
+
+
+class BatchNormAct(NormAct):
+    """BN and leaky ReLU as PyTorch runs them: two buffers saved for backward."""
+
+
+class ABN(NormAct):
+    """BN and leaky ReLU as one operation that saves one buffer for backward (`tresnet.ops.abn`)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise and activate `x`: (N, C, H, W) to the same shape and dtype."""
+        if torch.jit.is_scripting():
+            return self._plain(x)
+        return self._run(x, "auto")
+
+
+class InplaceABN(NormAct):
+    """BN and leaky ReLU by the inplace-abn package, which overwrites its input.
+
+    The package computes gamma = |w| + eps; here `weight` is that gamma and w = weight - eps. Where an
+    optimizer step has carried w below zero, `weight` is replaced by the gamma it stands for, which
+    leaves the function unchanged. A gamma below eps cannot be represented.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Create the parameters; see `NormAct`.
+
+        Raises:
+            MissingDependencyError: the inplace-abn package is not installed.
+        """
+        super().__init__(*args, **kwargs)
+        _inplace_abn()
+        self.register_state_dict_pre_hook(_reflect)
+
+    def zero_init(self) -> None:
+        """Start at w = 0, that is gamma = eps, the smallest the package knows."""
+        nn.init.constant_(self.weight, self.eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise and activate `x`: (N, C, H, W), overwritten; same shape and dtype."""
+        if torch.jit.is_scripting():
+            return self._plain(x)
+        return self._package(x)
+
+    def _gamma(self) -> Tensor:
+        return torch.maximum(self.weight, 2 * self.eps - self.weight)
+
+    @torch.jit.unused
+    def _package(self, x: Tensor) -> Tensor:
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+            return self._plain(x)
+        if self.training:
+            _reflect(self)
+        if x.dtype == torch.bfloat16 and x.is_cuda:
+            raise InputError(
+                "inplace-abn has no bfloat16 kernels for CUDA: use float16, or norm='abn'"
+            )
+        mean, var = self._statistics()
+        return _inplace_abn()(
+            x,
+            self.weight - self.eps,
+            self.bias,
+            mean,
+            var,
+            self.training,
+            self.momentum,
+            self.eps,
+            "identity" if self.slope is None else "leaky_relu",
+            0.01 if self.slope is None else self.slope,
+        )
+
+
+def _inplace_abn() -> Any:
+    try:
+        from inplace_abn.functions import inplace_abn  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise MissingDependencyError(
+            "norm='inplace_abn' needs the inplace-abn package, which is not importable "
+            f"({error}): pip install setuptools setuptools_scm wheel ninja && "
+            "pip install --no-build-isolation --no-cache-dir inplace-abn==1.1.0, "
+            "or use norm='abn', which needs neither compiler nor package"
+        ) from error
+    return inplace_abn
+
+
+@torch.no_grad()
+def _reflect(module: InplaceABN, *_: Any) -> None:
+    """Replace each weight g < eps by 2 eps - g: both stand for gamma = |g - eps| + eps."""
+    module.weight.copy_(module._gamma())
+
+
+NORMS: dict[str, type[NormAct]] = {
+    "abn": ABN,
+    "batchnorm": BatchNormAct,
+    "inplace_abn": InplaceABN,
+}
+
+
+def norm_class(name: str) -> type[NormAct]:
+    """Return the class behind `norm=name`.
+
+    Raises:
+        InputError: there is no such norm.
+    """
+    if name not in NORMS:
+        raise InputError(f"expected norm out of {sorted(NORMS)}, got {name!r}")
+    return NORMS[name]

@@ -1,0 +1,32 @@
+"""The space-to-depth module."""
+
+import torch
+from torch import Tensor, nn
+
+from tresnet.ops import space_to_depth as op
+from tresnet.ops.space_to_depth import reference
+
+
+class SpaceToDepth(nn.Module):
+    """Blocks of pixels become channels: (N, C, H, W) to (N, b*b*C, H/b, W/b)."""
+
+    def __init__(self, block_size: int = 4, jit: bool = False) -> None:
+        """Keep the settings.
+
+        Args:
+            block_size: side b of the block.
+            jit: run the TorchScript form.
+        """
+        super().__init__()
+        self.block_size = block_size
+        self.jit = jit
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Rearrange `x`, keeping its memory format."""
+        if torch.jit.is_scripting():
+            return reference.space_to_depth(x, self.block_size)
+        return op.space_to_depth(x, self.block_size, jit=self.jit)
+
+    def extra_repr(self) -> str:
+        """Return the settings for `repr`."""
+        return f"block_size={self.block_size}, jit={self.jit}"

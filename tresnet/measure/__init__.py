@@ -1,0 +1,1 @@
+"""What really happened: time, throughput and memory of runs, and the records that keep them."""

@@ -1,0 +1,147 @@
+"""What a benchmark compares: a case is one model with every setting that changes its speed."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from tresnet.errors import InputError
+from tresnet.measure.named import check_name, split_name
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CASTS = ("autocast", "pure")
+COMPILE_MODES = (
+    "none",
+    "default",
+    "reduce-overhead",
+    "max-autotune",
+    "max-autotune-no-cudagraphs",
+)
+NORMS = ("abn", "batchnorm", "inplace_abn")
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchCase:
+    """One model and its settings.
+
+    Attributes:
+        model: ours, `timm:NAME` or `torchvision:NAME`.
+        batch_size: images a step.
+        input_size: side of the square input in pixels; None takes the model's own.
+        dtype: fp32, bf16 or fp16; 16-bit training keeps fp32 weights.
+        cast: how a 16-bit dtype is reached: `autocast` (weights fp32, operators choose) or `pure`
+            (weights and input converted; inference only). None means autocast in training and pure
+            in inference. Without effect for fp32.
+        channels_last: memory format of weights and input.
+        compile: a mode of torch.compile, or `none` for eager.
+        norm: our models' norm, None for `abn`; peers have no choice.
+    """
+
+    model: str
+    batch_size: int = 64
+    input_size: int | None = None
+    dtype: str = "bf16"
+    cast: str | None = None
+    channels_last: bool = False
+    compile: str = "none"
+    norm: str | None = None
+
+    def checked(self, training: bool) -> "BenchCase":
+        """The case with `cast` and `norm` filled in.
+
+        Raises:
+            InputError: a value out of range, an unknown model, or `pure` in training.
+        """
+        check_name(self.model)
+        ours = split_name(self.model)[0] == "tresnet"
+        if self.norm is not None and not ours:
+            raise InputError(f"expected no norm for {self.model}, got {self.norm!r}: only ours has")
+        case = dataclasses.replace(
+            self,
+            cast=self._resolved_cast(training),
+            norm=(self.norm or "abn") if ours else None,
+        )
+        for field, value, choices in (
+            ("dtype", case.dtype, tuple(DTYPES)),
+            ("compile", case.compile, COMPILE_MODES),
+            ("norm", case.norm or "abn", NORMS),
+        ):
+            if value not in choices:
+                raise InputError(f"expected {field} out of {', '.join(choices)}, got {value!r}")
+        for field, size in (("batch size", case.batch_size), ("input size", case.input_size)):
+            if size is not None and size < 1:
+                raise InputError(f"expected a {field} of at least 1, got {size}")
+        return case
+
+    def _resolved_cast(self, training: bool) -> str | None:
+        if self.cast is not None and self.cast not in CASTS:
+            raise InputError(f"expected cast out of {', '.join(CASTS)}, got {self.cast!r}")
+        if self.dtype == "fp32":
+            return None
+        if training and self.cast == "pure":
+            raise InputError(
+                "expected cast autocast in training, got 'pure': 16-bit weights lose small updates"
+            )
+        return self.cast or ("autocast" if training else "pure")
+
+    def label(self) -> str:
+        """The case in one short line, for progress and tables."""
+        parts = [self.model, f"batch {self.batch_size}", self.dtype]
+        if self.cast is not None:
+            parts.append(self.cast)
+        if self.norm is not None:
+            parts.append(self.norm)
+        if self.channels_last:
+            parts.append("channels_last")
+        if self.compile != "none":
+            parts.append(f"compile {self.compile}")
+        return ", ".join(parts)
+
+
+def parse_case(text: str, defaults: BenchCase) -> BenchCase:
+    """`timm:resnet50@compile=default,batch_size=128` to a case; `defaults` gives the rest.
+
+    The norm of `defaults` is for our models alone.
+
+    Raises:
+        InputError: an option that is not of the form key=value, an unknown key, a bad value.
+    """
+    model, _, options = text.partition("@")
+    ours = split_name(model)[0] == "tresnet"
+    case = dataclasses.replace(defaults, model=model, norm=defaults.norm if ours else None)
+    kinds = {field.name: field.type for field in dataclasses.fields(BenchCase)}
+    del kinds["model"]
+    changes: dict[str, object] = {}
+    for option in filter(None, options.split(",")):
+        key, equals, value = option.partition("=")
+        if not equals or key not in kinds:
+            raise InputError(
+                f"expected MODEL@key=value,... with a key out of {', '.join(kinds)}; got {option!r}"
+            )
+        changes[key] = _parse_value(key, value)
+    return dataclasses.replace(case, **changes)
+
+
+def parse_cases(
+    texts: Sequence[str], defaults: BenchCase, batch_sizes: Sequence[int]
+) -> list[BenchCase]:
+    """Every model at every batch size; a model with its own `batch_size=` appears once."""
+    cases: list[BenchCase] = []
+    for text in texts:
+        sizes = batch_sizes[:1] if "batch_size=" in text else batch_sizes
+        cases += [
+            parse_case(text, dataclasses.replace(defaults, batch_size=size)) for size in sizes
+        ]
+    return cases
+
+
+def _parse_value(key: str, value: str) -> object:
+    if key in ("batch_size", "input_size"):
+        if not value.isdigit():
+            raise InputError(f"expected {key}= a whole number, got {value!r}")
+        return int(value)
+    if key == "channels_last":
+        if value not in ("true", "false"):
+            raise InputError(f"expected channels_last=true or false, got {value!r}")
+        return value == "true"
+    return value

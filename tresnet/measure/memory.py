@@ -1,0 +1,177 @@
+"""Memory of a run by phase: what PyTorch's allocator holds, what the whole device holds.
+
+The columns and the phases (initial, model, train, final) are those of the study "GPU memory usage
+for deep learning image processing". On a CPU the one column is the process's peak resident memory.
+"""
+
+import dataclasses
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from tresnet import env
+from tresnet.errors import InputError
+
+PHASES = ("initial", "model", "train", "final")
+
+
+@dataclasses.dataclass(frozen=True)
+class MemorySnapshot:
+    """Memory at one moment, in bytes. None means "does not apply here", never "nothing used".
+
+    Attributes:
+        allocated: held by live CUDA tensors.
+        reserved: held by PyTorch's CUDA caching allocator, free blocks included.
+        max_allocated: largest `allocated` since the last `MemoryMeter.reset_peak()`.
+        device_used: in use on the whole GPU, other processes and CUDA contexts included (NVML).
+        rss_peak: largest resident memory of this process; None on a CUDA device.
+    """
+
+    allocated: int | None = None
+    reserved: int | None = None
+    max_allocated: int | None = None
+    device_used: int | None = None
+    rss_peak: int | None = None
+
+    @property
+    def allocated_mib(self) -> float | None:
+        """`allocated` in MiB."""
+        return to_mib(self.allocated)
+
+    @property
+    def reserved_mib(self) -> float | None:
+        """`reserved` in MiB."""
+        return to_mib(self.reserved)
+
+    @property
+    def max_allocated_mib(self) -> float | None:
+        """`max_allocated` in MiB."""
+        return to_mib(self.max_allocated)
+
+    @property
+    def device_used_mib(self) -> float | None:
+        """`device_used` in MiB."""
+        return to_mib(self.device_used)
+
+    @property
+    def rss_peak_mib(self) -> float | None:
+        """`rss_peak` in MiB."""
+        return to_mib(self.rss_peak)
+
+    def to_dict(self) -> dict[str, float | None]:
+        """The five columns in MiB, ready for a log row; None stays None (an empty cell)."""
+        return {
+            "allocated_mib": self.allocated_mib,
+            "reserved_mib": self.reserved_mib,
+            "max_allocated_mib": self.max_allocated_mib,
+            "device_used_mib": self.device_used_mib,
+            "rss_peak_mib": self.rss_peak_mib,
+        }
+
+    def format(self) -> str:
+        """The known columns in one line, such as `allocated 97.8 MiB, reserved 604.0 MiB`."""
+        known = [
+            f"{name.removesuffix('_mib').replace('_', ' ')} {value:.1f} MiB"
+            for name, value in self.to_dict().items()
+            if value is not None
+        ]
+        return ", ".join(known) if known else "memory unknown"
+
+
+class MemoryMeter:
+    """Reads the memory of one device and keeps one snapshot per phase.
+
+    Building it costs nothing and does not initialise CUDA; the first reading of a CUDA device does.
+
+    Args:
+        device: the device the model runs on.
+        log: called with one line at each `phase`; by default this module's logger, level info.
+    """
+
+    def __init__(
+        self, device: torch.device | str, log: Callable[[str], object] | None = None
+    ) -> None:
+        self.device = torch.device(device)
+        self.phases: dict[str, MemorySnapshot] = {}
+        self._log = logging.getLogger(__name__).info if log is None else log
+        self._handle: object | None = None
+        self._handle_asked = False
+
+    def reset_peak(self) -> None:
+        """Start the peaks anew: `max_allocated` on CUDA, `rss_peak` on a CPU where Linux can."""
+        if self.device.type == "cuda":
+            torch.cuda.init()
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            reset_peak_rss()
+
+    def snapshot(self) -> MemorySnapshot:
+        """Read the memory now. Does not wait for queued GPU work: the allocator is ahead of it."""
+        if self.device.type != "cuda":
+            return MemorySnapshot(rss_peak=peak_rss_bytes())
+        if not self._handle_asked:
+            self._handle, self._handle_asked = env.nvml_handle(self.device), True
+        return MemorySnapshot(
+            allocated=torch.cuda.memory_allocated(self.device),
+            reserved=torch.cuda.memory_reserved(self.device),
+            max_allocated=torch.cuda.max_memory_allocated(self.device),
+            device_used=env.device_used_bytes(self._handle),
+        )
+
+    def phase(self, name: str) -> MemorySnapshot:
+        """Take the snapshot of a phase, keep it in `phases` and log it; a repeat replaces it.
+
+        Entering `initial` also resets the peaks, as the study does.
+
+        Raises:
+            InputError: `name` is not one of `PHASES`.
+        """
+        if name not in PHASES:
+            raise InputError(f"expected a phase out of {', '.join(PHASES)}, got {name!r}")
+        if name == "initial":
+            self.reset_peak()
+        snapshot = self.snapshot()
+        self.phases[name] = snapshot
+        self._log(f"memory, {name}: {snapshot.format()}")
+        return snapshot
+
+
+def to_mib(count_bytes: int | None) -> float | None:
+    """Bytes to MiB (2**20 bytes); None stays None."""
+    return None if count_bytes is None else count_bytes / env.MIB
+
+
+def peak_rss_bytes() -> int | None:
+    """Largest resident memory of this process in bytes; None where the system does not tell.
+
+    Linux's VmHWM is preferred to ru_maxrss, which a process spawned by a larger one inherits.
+    """
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        status = ""
+    for line in status.splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    try:
+        import resource
+    except ImportError:
+        return None
+    return maxrss_to_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, sys.platform)
+
+
+def maxrss_to_bytes(maxrss: int, platform: str) -> int:
+    """`ru_maxrss` in bytes: macOS counts it in bytes, Linux and the BSDs in KiB."""
+    return maxrss if platform == "darwin" else maxrss * 1024
+
+
+def reset_peak_rss() -> bool:
+    """Make Linux count this process's peak resident memory from now; False if it cannot."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True

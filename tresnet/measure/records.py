@@ -1,0 +1,129 @@
+"""Records: one JSON file per measurement, with everything needed to repeat and to doubt it."""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+import torch
+
+from tresnet import env
+from tresnet.checkpoints.save import atomic_write
+from tresnet.errors import InputError
+
+
+def write_record(
+    directory: str | os.PathLike[str],
+    what: str,
+    *,
+    device: torch.device | str | None,
+    settings: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    warmup_steps: int,
+    runs: int,
+    argv: Sequence[str] | None = None,
+) -> Path:
+    """Write `<what>_<device>_torch<version>_<date>.json` and never touch an existing record.
+
+    Args:
+        directory: where records live; made if missing.
+        what: kind of measurement, for example `bench_train`.
+        device: what was measured on; None means the CPU.
+        settings: the options all rows share, as plain values.
+        rows: the results, as plain values; None for what was not measured.
+        warmup_steps: steps run before anything was timed.
+        runs: timed steps (or repeats) behind each row's percentiles.
+        argv: the command line; None for this process's. Absolute paths lose their directories.
+
+    Returns:
+        The path of the new file. A taken name gets a counter: `..._2.json`.
+
+    Raises:
+        InputError: the directory cannot be written.
+        ValueError: a value is NaN or infinite, which JSON cannot hold.
+    """
+    environment = env.describe(device)
+    content = {
+        "what": what,
+        "command": public_command(sys.argv if argv is None else argv),
+        "environment": environment,
+        "settings": dict(settings),
+        "warmup_steps": warmup_steps,
+        "runs": runs,
+        "rows": [dict(row) for row in rows],
+    }
+    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+    try:
+        path = _reserve(writable_directory(directory), _stem(what, environment["device"]))
+        try:
+            with atomic_write(path) as temporary:
+                temporary.write_text(text, encoding="utf-8")
+        except BaseException:
+            path.unlink(missing_ok=True)  # the empty file that held the name
+            raise
+    except OSError as error:
+        raise _unwritable(directory, error) from error
+    return path
+
+
+def writable_directory(directory: str | os.PathLike[str]) -> Path:
+    """Make `directory` if it is missing, so that a long measurement does not end in nothing.
+
+    Raises:
+        InputError: it cannot be made or written.
+    """
+    folder = Path(directory)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(directory, error) from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise _unwritable(directory, "no permission to write")
+    return folder
+
+
+def _unwritable(directory: str | os.PathLike[str], reason: object) -> InputError:
+    return InputError(
+        f"expected a directory that records can be written to, got {os.fspath(directory)} "
+        f"({reason}): choose another or free some space"
+    )
+
+
+def public_command(argv: Sequence[str]) -> str:
+    """The command line with each absolute path cut to its last part.
+
+    >>> public_command(["/opt/env/bin/tresnet", "bench", "--output-dir=/tmp/records"])
+    'tresnet bench --output-dir=records'
+    """
+    return " ".join(_public_argument(argument) for argument in argv)
+
+
+def _public_argument(argument: str) -> str:
+    option, equals, value = argument.rpartition("=")
+    path = PureWindowsPath(value)  # understands both slashes and drive letters
+    absolute = path.is_absolute() or value.startswith(("/", "~", "\\"))
+    return f"{option}{equals}{path.name if absolute else value}"
+
+
+def _stem(what: str, device: Mapping[str, Any]) -> str:
+    name = str(device.get("name") or device["type"]).lower().removeprefix("nvidia ")
+    slug = re.sub(r"[^a-z0-9]+", "-", name).strip("-")
+    version = torch.__version__.partition("+")[0]
+    return f"{what}_{slug}_torch{version}_{datetime.now(UTC):%Y-%m-%d}"
+
+
+def _reserve(folder: Path, stem: str) -> Path:
+    """Create the first free of `stem.json`, `stem_2.json`, ... empty, so that no one takes it."""
+    counter = 1
+    while True:
+        path = folder / (f"{stem}.json" if counter == 1 else f"{stem}_{counter}.json")
+        try:
+            path.touch(exist_ok=False)
+        except FileExistsError:
+            counter += 1
+        else:
+            return path

@@ -1,0 +1,1 @@
+"""TResNet: blocks, heads, the model and the table of its variants."""

@@ -1,0 +1,166 @@
+"""The residual blocks and their shortcut (paper section 2.4)."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tresnet.layers.conv_norm_act import ConvNormAct
+from tresnet.layers.norm import NormAct
+from tresnet.layers.squeeze_excite import SqueezeExcite
+from tresnet.ops import recompute
+
+
+@dataclass(frozen=True)
+class BlockSettings:
+    """What all blocks of a model share."""
+
+    norm: str = "abn"
+    slope: float = 1e-3
+    jit: bool = False
+    device: torch.device | str | None = None
+    dtype: torch.dtype | None = None
+
+    def conv(
+        self, in_channels: int, out_channels: int, kernel: int, act: bool = True, blur: bool = False
+    ) -> ConvNormAct:
+        """Build a convolution with norm and, where `act`, activation."""
+        return ConvNormAct(
+            in_channels,
+            out_channels,
+            kernel,
+            norm=self.norm,
+            slope=self.slope if act else None,
+            blur=blur,
+            jit=self.jit,
+            device=self.device,
+            dtype=self.dtype,
+        )
+
+    def se(self, channels: int, reduced: int) -> SqueezeExcite:
+        """Build a squeeze and excitation with at least 64 channels inside."""
+        return SqueezeExcite(channels, max(reduced, 64), self.jit, self.device, self.dtype)
+
+
+def drop_path(rate: float) -> nn.Module:
+    """Return stochastic depth (arXiv 1603.09382) at `rate`, or nothing at rate 0."""
+    if rate == 0:
+        return nn.Identity()
+    from timm.layers.drop import DropPath
+
+    return DropPath(rate)
+
+
+def _halve(x: Tensor) -> Tensor:
+    return F.avg_pool2d(x, 2, 2, ceil_mode=True, count_include_pad=False)
+
+
+class HalvingPool(nn.Module):
+    """2x2 average pool of the shortcut, stride 2; at an odd border fewer pixels are averaged."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, C, H, W) to (N, C, ceil(H/2), ceil(W/2))."""
+        y = _halve(x)
+        if not torch.jit.is_scripting():
+            recompute.offer(y, _halve, x)
+        return y
+
+
+def shortcut(
+    in_channels: int, out_channels: int, stride: int, settings: BlockSettings
+) -> nn.Module:
+    """Average pool at stride 2, 1x1, norm; nothing where shapes agree already."""
+    if stride == 1 and in_channels == out_channels:
+        return nn.Identity()
+    layers: list[nn.Module] = [HalvingPool()] if stride == 2 else []
+    layers.append(settings.conv(in_channels, out_channels, 1, act=False))
+    return nn.Sequential(*layers)
+
+
+class BasicBlock(nn.Module):
+    """3x3, ABN, (blur), 3x3, ABN without activation, SE, add, ReLU."""
+
+    expansion = 1
+    __jit_unused_properties__ = ("last_norm",)
+
+    def __init__(
+        self,
+        in_channels: int,
+        planes: int,
+        stride: int,
+        use_se: bool,
+        drop_path_rate: float,
+        settings: BlockSettings,
+    ) -> None:
+        """Create the layers.
+
+        Args:
+            in_channels: channels of the input (N, C, H, W).
+            planes: channels inside and out.
+            stride: 1, or 2 to halve height and width.
+            use_se: squeeze and excite before the join.
+            drop_path_rate: probability of dropping the residual branch of a sample in training.
+            settings: what the blocks of the model share.
+        """
+        super().__init__()
+        self.downsample = shortcut(in_channels, planes, stride, settings)
+        self.conv1 = settings.conv(in_channels, planes, 3, blur=stride == 2)
+        self.conv2 = settings.conv(planes, planes, 3, act=False)
+        self.se = settings.se(planes, planes // 4) if use_se else nn.Identity()
+        self.drop_path = drop_path(drop_path_rate)
+
+    @property
+    def last_norm(self) -> NormAct:
+        """The norm in front of the join."""
+        return self.conv2.bn
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, C, H, W) to (N, planes, H / stride, W / stride)."""
+        y = self.se(self.conv2(self.conv1(x)))
+        return torch.relu_(self.drop_path(y) + self.downsample(x))
+
+
+class Bottleneck(nn.Module):
+    """1x1, ABN, 3x3, ABN, (blur), SE, 1x1, ABN without activation, add, ReLU."""
+
+    expansion = 4
+    __jit_unused_properties__ = ("last_norm",)
+
+    def __init__(
+        self,
+        in_channels: int,
+        planes: int,
+        stride: int,
+        use_se: bool,
+        drop_path_rate: float,
+        settings: BlockSettings,
+    ) -> None:
+        """Create the layers.
+
+        Args:
+            in_channels: channels of the input (N, C, H, W).
+            planes: channels inside; 4 times as many leave.
+            stride: 1, or 2 to halve height and width.
+            use_se: squeeze and excite after the 3x3.
+            drop_path_rate: probability of dropping the residual branch of a sample in training.
+            settings: what the blocks of the model share.
+        """
+        super().__init__()
+        out_channels = planes * self.expansion
+        self.downsample = shortcut(in_channels, out_channels, stride, settings)
+        self.conv1 = settings.conv(in_channels, planes, 1)
+        self.conv2 = settings.conv(planes, planes, 3, blur=stride == 2)
+        self.se = settings.se(planes, out_channels // 8) if use_se else nn.Identity()
+        self.conv3 = settings.conv(planes, out_channels, 1, act=False)
+        self.drop_path = drop_path(drop_path_rate)
+
+    @property
+    def last_norm(self) -> NormAct:
+        """The norm in front of the join."""
+        return self.conv3.bn
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, C, H, W) to (N, 4 planes, H / stride, W / stride)."""
+        y = self.conv3(self.se(self.conv2(self.conv1(x))))
+        return torch.relu_(self.drop_path(y) + self.downsample(x))

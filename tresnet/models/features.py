@@ -1,0 +1,39 @@
+"""A TResNet as a backbone: images in, feature maps out."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from tresnet.models.tresnet import TResNet
+
+
+class FeatureExtractor(nn.Module):
+    """Return the feature maps of chosen stages: 0 is the stem, 1 to 4 the stages.
+
+    Parameters keep the names they have in the whole model. `feature_info` is timm's `FeatureInfo`:
+    `channels()`, `reduction()` and `module_name()` list one value a map.
+    """
+
+    def __init__(self, model: TResNet, out_indices: int | Sequence[int] | None = None) -> None:
+        """Take over the body of `model` up to the last stage needed.
+
+        Args:
+            model: a whole model; its body becomes part of this one.
+            out_indices: which maps, or how many of the last; None for stages 1 to 4.
+        """
+        super().__init__()
+        from timm.models import FeatureInfo
+
+        indices = (1, 2, 3, 4) if out_indices is None else out_indices
+        self.out_indices = tuple(model.prune_intermediate_layers(indices))
+        self.config = model.config
+        self.pretrained_cfg = model.pretrained_cfg
+        self.model = model
+        self.feature_info: Any = FeatureInfo(model.feature_info, self.out_indices)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        """(N, in_chans, H, W) to one (N, C_i, H / r_i, W / r_i) a chosen stage."""
+        maps = self.model.forward_intermediates(x, self.out_indices, intermediates_only=True)
+        assert isinstance(maps, list)
+        return maps

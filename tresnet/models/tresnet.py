@@ -1,0 +1,407 @@
+"""TResNet (arXiv 2003.13630): stem, four stages, head, and the interface timm's users know."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tresnet.errors import InputError
+from tresnet.layers.conv_norm_act import ConvNormAct
+from tresnet.layers.norm import NormAct, frozen_running_stats
+from tresnet.layers.space_to_depth import SpaceToDepth
+from tresnet.models.blocks import BasicBlock, BlockSettings, Bottleneck
+from tresnet.models.heads import LinearHead
+from tresnet.ops import recompute
+
+STAGES = ("layer1", "layer2", "layer3", "layer4")
+STEM_SLOPE, BLOCK_SLOPE = 1e-2, 1e-3
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Everything that determines a model's parameters and its function.
+
+    Attributes:
+        variant: name in the table of variants.
+        layers: blocks in each of the four stages.
+        width_factor: channels of the first stage over 64.
+        bottlenecks: bottleneck blocks in the first two stages too (version 2).
+        block_size: side of the space-to-depth block of the stem.
+        in_chans: channels of the image.
+        num_classes: width of the classifier; 0 for none.
+        norm: 'abn', 'batchnorm' or 'inplace_abn'.
+        jit: run the helper functions as TorchScript.
+        head: kind of the head.
+        global_pool: pooling in front of the classifier.
+        drop_rate: dropout in front of the classifier.
+        drop_path_rate: stochastic depth of the last block, rising linearly from 0 at the first.
+        stem_slope: negative slope of the stem's leaky ReLU.
+        block_slope: negative slope of the blocks' leaky ReLUs.
+    """
+
+    variant: str
+    layers: tuple[int, int, int, int]
+    width_factor: float = 1.0
+    bottlenecks: bool = False
+    block_size: int = 4
+    in_chans: int = 3
+    num_classes: int = 1000
+    norm: str = "abn"
+    jit: bool = False
+    head: str = "linear"
+    global_pool: str = "avg"
+    drop_rate: float = 0.0
+    drop_path_rate: float = 0.0
+    stem_slope: float = STEM_SLOPE
+    block_slope: float = BLOCK_SLOPE
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            InputError: a value is out of range.
+        """
+        if len(self.layers) != 4 or min(self.layers) < 1:
+            raise InputError(f"expected layers as four numbers of at least 1, got {self.layers}")
+        if self.planes < 1:
+            raise InputError(f"expected a width_factor of at least 1/64, got {self.width_factor}")
+        for name in ("block_size", "in_chans"):
+            if getattr(self, name) < 1:
+                raise InputError(f"expected {name} of at least 1, got {getattr(self, name)}")
+        for name in ("drop_rate", "drop_path_rate"):
+            if not 0 <= getattr(self, name) < 1:
+                raise InputError(f"expected {name} in [0, 1), got {getattr(self, name)}")
+        if self.head != "linear":
+            raise InputError(f"expected head 'linear', got {self.head!r}")
+
+    @property
+    def planes(self) -> int:
+        """Channels of the stem; version 2 rounds to a multiple of 8."""
+        planes = int(64 * self.width_factor)
+        return (planes + 4) // 8 * 8 if self.bottlenecks else planes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values that JSON can hold."""
+        return {**asdict(self), "layers": list(self.layers)}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
+        """Return the configuration that `to_dict` wrote."""
+        return cls(**{**values, "layers": tuple(values["layers"])})
+
+
+class TResNet(nn.Module):
+    """Space-to-depth stem, two stages of basic blocks, two of bottlenecks, linear head.
+
+    Input: (N, in_chans, H, W) floating point in [0, 1], not normalised by mean and deviation; H and W
+    divisible by the block size and at least 5 blocks. Output: logits (N, num_classes).
+    """
+
+    __jit_unused_properties__ = ("default_cfg", "head_hidden_size")
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Create and initialise the layers.
+
+        Args:
+            config: what to build.
+            device: where the parameters live ('meta' allocates nothing).
+            dtype: floating-point type of the parameters.
+        """
+        super().__init__()
+        self.config = config
+        self.num_classes = config.num_classes
+        self.in_chans = config.in_chans
+        self.drop_rate = config.drop_rate
+        self.grad_checkpointing = False
+        self.pretrained_cfg: dict[str, Any] = {}
+        self.body = self._make_body(device, dtype)
+        self.feature_info = self._feature_info()
+        self.num_features: int = self.feature_info[-1]["num_chs"]
+        self.head = self._make_head(device, dtype)
+        self._initialise()
+
+    def _make_body(
+        self, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> nn.Sequential:
+        config = self.config
+        settings = BlockSettings(config.norm, config.block_slope, config.jit, device, dtype)
+        planes = config.planes
+        stem = ConvNormAct(
+            config.in_chans * config.block_size**2,
+            planes,
+            3,
+            norm=config.norm,
+            slope=config.stem_slope,
+            device=device,
+            dtype=dtype,
+        )
+        parts: list[tuple[str, nn.Module]] = [
+            ("s2d", SpaceToDepth(config.block_size, config.jit)),
+            ("conv1", stem),
+        ]
+        last_block = max(sum(config.layers) - 1, 1)
+        channels, done = planes, 0
+        for index, (name, count) in enumerate(zip(STAGES, config.layers, strict=True)):
+            block = Bottleneck if index >= 2 or config.bottlenecks else BasicBlock
+            blocks = []
+            for i in range(count):
+                rate = config.drop_path_rate * (done + i) / last_block
+                stride = 2 if i == 0 and index > 0 else 1
+                blocks.append(block(channels, planes << index, stride, index < 3, rate, settings))
+                channels = (planes << index) * block.expansion
+            done += count
+            parts.append((name, nn.Sequential(*blocks)))
+        return nn.Sequential(OrderedDict(parts))
+
+    def _feature_info(self) -> list[dict[str, Any]]:
+        config = self.config
+        info = [{"num_chs": config.planes, "reduction": config.block_size, "module": "body.conv1"}]
+        for index, name in enumerate(STAGES):
+            block = Bottleneck if index >= 2 or config.bottlenecks else BasicBlock
+            info.append(
+                {
+                    "num_chs": (config.planes << index) * block.expansion,
+                    "reduction": config.block_size << index,
+                    "module": f"body.{name}",
+                }
+            )
+        return info
+
+    def _make_head(
+        self, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> LinearHead:
+        config = self.config
+        return LinearHead(
+            self.num_features,
+            config.num_classes,
+            config.global_pool,
+            config.drop_rate,
+            config.jit,
+            device,
+            dtype,
+        )
+
+    def _initialise(self) -> None:
+        """Kaiming normal convolutions; the last norm of each block starts at zero."""
+        for module in self.body.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="leaky_relu")
+        for module in self.body.modules():
+            if isinstance(module, BasicBlock | Bottleneck):
+                module.last_norm.zero_init()
+
+    @torch.jit.ignore  # pyright: ignore[reportArgumentType]
+    def check_input(self, x: Tensor) -> None:
+        """Check that `x` is an image batch this model can take.
+
+        Raises:
+            InputError: the shape, size, channels or dtype do not fit.
+        """
+        block, channels = self.config.block_size, self.config.in_chans
+        if x.dim() != 4:
+            raise InputError(f"expected images (N, {channels}, H, W), got shape {tuple(x.shape)}")
+        if x.shape[1] != channels:
+            raise InputError(
+                f"expected {channels} channels, got {x.shape[1]} in shape {tuple(x.shape)}: "
+                f"convert the images, or build the model with in_chans={x.shape[1]}"
+            )
+        if not x.is_floating_point():
+            raise InputError(
+                f"expected floating-point images in [0, 1], got {x.dtype}: "
+                "convert with x.float() / 255"
+            )
+        h, w = x.shape[-2:]
+        if h % block or w % block:
+            raise InputError(
+                f"expected height and width divisible by {block}, got ({h}, {w}): pad or resize"
+            )
+        if min(h, w) < 5 * block:
+            raise InputError(
+                f"expected height and width of at least {5 * block}, got ({h}, {w}): resize, "
+                "or build the model with a smaller block_size"
+            )
+
+    @torch.jit.ignore  # pyright: ignore[reportArgumentType]
+    def _run_stage(self, stage: nn.Module, x: Tensor) -> Tensor:
+        """Run a stage, checkpointing each block if asked to."""
+        if not (
+            self.grad_checkpointing and torch.is_grad_enabled() and isinstance(stage, nn.Sequential)
+        ):
+            return stage(x)
+        from torch.utils.checkpoint import checkpoint
+
+        # Under the compiler the running statistics are updated once anyway.
+        options: dict[str, Any] = (
+            {} if torch.compiler.is_compiling() else {"context_fn": _checkpoint_contexts}
+        )
+        for block in stage:
+            x = checkpoint(block, x, use_reentrant=False, **options)  # pyright: ignore[reportAssignmentType]
+        return x
+
+    @torch.jit.unused
+    def _run_parts(self, x: Tensor, stages: int) -> list[Tensor]:
+        """Return the outputs of the first `stages` parts of the body."""
+        if not (torch.compiler.is_exporting() or torch.jit.is_tracing()):
+            self.check_input(x)
+        eager = not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+        outputs = []
+        with recompute.scope(eager and self.config.norm == "abn" and torch.is_grad_enabled()):
+            for stage in list(self.body)[:stages]:
+                x = self._run_stage(stage, x)
+                outputs.append(x)
+        return outputs
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """(N, in_chans, H, W) to (N, num_features, H / 8b, W / 8b), b the block size."""
+        if torch.jit.is_scripting():
+            return self.body(x)
+        return self._run_parts(x, 6)[-1]
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Feature map to logits (N, num_classes), or to pooled features if `pre_logits`."""
+        return self.head(x, pre_logits)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images (N, in_chans, H, W) to logits (N, num_classes)."""
+        return self.forward_head(self.forward_features(x))
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | Sequence[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+        """Return feature maps of chosen stages, as timm's models do.
+
+        Args:
+            x: (N, in_chans, H, W).
+            indices: how many of the last feature maps, or which: 0 is the stem, 1 to 4 the stages,
+                negative ones count from the end; None for all five.
+            norm: accepted for timm's sake: there is no final norm to apply.
+            stop_early: run no stage after the last one asked for.
+            output_fmt: 'NCHW'.
+            intermediates_only: leave out the final features.
+
+        Returns:
+            The list of maps, or (final features, list of maps).
+
+        Raises:
+            InputError: an index is out of range, or another format is asked for.
+        """
+        if output_fmt != "NCHW":
+            raise InputError(f"expected output_fmt 'NCHW', got {output_fmt!r}")
+        taken = take_indices(indices, len(self.body) - 1)
+        outputs = self._run_parts(x, max(taken) + 2 if stop_early else len(self.body))
+        maps = [outputs[index + 1] for index in taken]
+        return maps if intermediates_only else (outputs[-1], maps)
+
+    def prune_intermediate_layers(
+        self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Remove the stages after the last one in `indices`, and the head; return the indices."""
+        taken = take_indices(indices, len(self.body) - 1)
+        last = max(taken)
+        shorter = last + 2 < len(self.body)
+        self.body = self.body[: last + 2]
+        self.num_features = self.feature_info[last]["num_chs"]
+        if prune_head or shorter:
+            self.reset_classifier(0, "")
+        return taken
+
+    def get_classifier(self) -> nn.Module:
+        """Return the linear layer, or the identity if there is none."""
+        return self.head.fc
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the classifier by a freshly initialised one.
+
+        Args:
+            num_classes: width of the new classifier; 0 for none.
+            global_pool: pooling in front of it; None keeps the present one.
+        """
+        pool = self.config.global_pool if global_pool is None else global_pool
+        self.config = replace(self.config, num_classes=num_classes, global_pool=pool)
+        self.num_classes = num_classes
+        example = next(self.body.parameters())
+        training = self.head.training
+        self.head = self._make_head(example.device, example.dtype).train(training)
+
+    def set_slopes(self, stem: float, block: float) -> None:
+        """Set the negative slopes of the leaky ReLUs, a property of the weights.
+
+        Args:
+            stem: slope of the stem.
+            block: slope of every other activation.
+        """
+        self.config = replace(self.config, stem_slope=stem, block_slope=block)
+        for name, module in self.body.named_modules():
+            if isinstance(module, NormAct) and module.slope is not None:
+                module.slope = stem if name.startswith("conv1.") else block
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Keep only the input of each block for backward and run the block again there."""
+        self.grad_checkpointing = enable
+
+    @property
+    def default_cfg(self) -> dict[str, Any]:
+        """The pretrained configuration, under timm's older name."""
+        return self.pretrained_cfg
+
+    @property
+    def head_hidden_size(self) -> int:
+        """Width of the pooled features."""
+        return self.num_features
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, str]:
+        """Return the patterns by which timm groups parameters for layer-wise learning rates."""
+        blocks = r"^body\.layer(\d+)" if coarse else r"^body\.layer(\d+)\.(\d+)"
+        return {"stem": r"^body\.conv1", "blocks": blocks}
+
+    def no_weight_decay(self) -> set[str]:
+        """Return names exempt from weight decay beyond biases and norms: none."""
+        return set()
+
+
+def take_indices(indices: int | Sequence[int] | None, count: int) -> list[int]:
+    """Return which of `count` feature maps are meant.
+
+    Args:
+        indices: how many of the last ones, or which (negative from the end), or None for all.
+        count: how many there are.
+
+    Returns:
+        Non-negative indices in the order given.
+
+    Raises:
+        InputError: an index or a number is out of range.
+    """
+    if indices is None:
+        return list(range(count))
+    if isinstance(indices, int):
+        if not 1 <= indices <= count:
+            raise InputError(f"expected 1 to {count} feature maps, got {indices}")
+        return list(range(count - indices, count))
+    wrong = [i for i in indices if not -count <= i < count]
+    if wrong or not indices:
+        raise InputError(
+            f"expected feature indices in [{-count}, {count - 1}], got {list(indices)}"
+        )
+    return [i % count for i in indices]
+
+
+def _checkpoint_contexts() -> tuple[Any, Any]:
+    """Contexts of the first and the second forward: only the first updates running statistics."""
+    from contextlib import nullcontext
+
+    return nullcontext(), frozen_running_stats()

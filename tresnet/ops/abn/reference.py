@@ -1,0 +1,63 @@
+"""Batch normalisation followed by a leaky ReLU, in plain PyTorch."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def abn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+    slope: float | None,
+) -> Tensor:
+    """Normalise each channel, scale by `weight`, shift by `bias`, apply the activation.
+
+    y = act(weight * (x - mean) / sqrt(var + eps) + bias), with the statistics of the batch while
+    training (the running ones are then updated, the variance unbiased) and the running statistics
+    otherwise.
+
+    Args:
+        x: (N, C, ...), floating point.
+        weight: (C,), gamma, of any sign.
+        bias: (C,), beta.
+        running_mean: (C,), updated in place while training.
+        running_var: (C,), updated in place while training.
+        training: use the statistics of the batch.
+        momentum: weight of the batch in the running statistics.
+        eps: added to the variance.
+        slope: negative slope of the leaky ReLU; None leaves the activation out.
+
+    Returns:
+        (N, C, ...) in the dtype of `x`.
+    """
+    y = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+    if slope is None:
+        return y
+    return F.leaky_relu_(y, slope)
+
+
+def affine(x: Tensor, scale: Tensor, shift: Tensor, slope: float | None) -> Tensor:
+    """Return act(scale * x + shift) per channel: the second half of `abn`, statistics given.
+
+    Args:
+        x: (N, C, ...), floating point.
+        scale: (C,), float32 (float64 for a float64 `x`).
+        shift: (C,), as `scale`.
+        slope: negative slope of the leaky ReLU; None leaves the activation out.
+
+    Returns:
+        (N, C, ...) in the dtype of `x`.
+    """
+    # Normalising by mean 0, variance 1 and eps 0 is one pass that computes in the dtype of `scale`
+    # and rounds once, like the forward pass.
+    zeros, ones = torch.zeros_like(scale), torch.ones_like(scale)
+    y = F.batch_norm(x, zeros, ones, scale, shift, False, 0.0, 0.0)
+    if slope is None:
+        return y
+    return F.leaky_relu_(y, slope)

@@ -1,0 +1,42 @@
+"""Anti-aliased downsampling: 3x3 binomial blur with stride 2."""
+
+import torch
+from torch import Tensor
+
+from tresnet.errors import InputError
+from tresnet.ops import recompute
+from tresnet.ops.blur_pool import reference
+from tresnet.ops.blur_pool.autograd import BlurPool
+from tresnet.ops.scripted import scripted_if
+
+
+def blur_pool(x: Tensor, *, jit: bool = False) -> Tensor:
+    """Blur with the 3x3 binomial filter (reflected border) and keep every second pixel.
+
+    Eager calls save nothing for backward. Under `torch.compile`, export and tracing the operation is
+    plain PyTorch.
+
+    Args:
+        x: (N, C, H, W), floating point, H and W at least 2.
+        jit: run the TorchScript form.
+
+    Returns:
+        (N, C, ceil(H / 2), ceil(W / 2)) in the dtype of `x`.
+
+    Raises:
+        InputError: an image is smaller than 2 x 2 pixels, so that its border cannot be reflected.
+    """
+    if x.dim() != 4 or min(x.shape[-2:]) < 2:
+        raise InputError(
+            f"blur_pool expected (N, C, H, W) with H and W at least 2, got {tuple(x.shape)}: "
+            "use larger images"
+        )
+    blur = scripted_if(jit, reference.blur_pool)
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return blur(x)
+    y: Tensor = BlurPool.apply(x, blur)  # pyright: ignore[reportAssignmentType]
+    recompute.offer(y, blur, x)
+    return y
+
+
+__all__ = ["blur_pool"]

@@ -1,0 +1,138 @@
+"""Saved activations that backward rebuilds instead of keeping.
+
+A convolution keeps its input for backward. Where that input is a cheap function of tensors that are
+kept anyway (BN + activation of the previous convolution's output, a blur of that, an SE scale), the
+function is cheaper to run again than its result is to store. Inside `scope()`, an operation may
+`offer` its output together with the function that rebuilds it; whoever then saves that very tensor
+for backward stores the function instead. One buffer per BN + activation remains: the output of the
+convolution. The idea is in-place ABN's (arXiv 1712.02616, section 3) with the roles of the two
+buffers exchanged: nothing is inverted, so any slope, any gamma (zero too) and any dtype give exactly
+the gradients of plain batch normalisation.
+
+Outside a scope, and inside activation checkpointing (whose own hooks come first), offers are ignored
+and autograd keeps what it always keeps.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+Rebuild = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """A tensor that can be rebuilt: its identity when it was offered, and how."""
+
+    storage: StorageWeakRef
+    version: int
+    layout: tuple[Any, ...]
+    rebuild: Rebuild
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A tensor stored as autograd would store it, with the version autograd would check."""
+
+    tensor: Tensor
+    version: int
+
+
+def _layout(x: Tensor) -> tuple[Any, ...]:
+    return x.dtype, x.shape, x.stride(), x.storage_offset()
+
+
+class _Scope:
+    """The offers made during one forward pass."""
+
+    def __init__(self) -> None:
+        self.offers: dict[int, _Offer] = {}
+
+    def add(self, x: Tensor, rebuild: Rebuild) -> None:
+        # The weak reference keeps the address of a dead storage from being used again.
+        storage = StorageWeakRef(x.untyped_storage())
+        self.offers[storage.cdata] = _Offer(storage, x._version, _layout(x), rebuild)
+
+    def find(self, x: Tensor) -> Rebuild | None:
+        offer = self.offers.get(x.untyped_storage()._cdata)
+        if offer is None or offer.version != x._version or offer.layout != _layout(x):
+            return None
+        return offer.rebuild
+
+    def pack(self, x: Tensor) -> Rebuild | _Kept:
+        return self.find(x) or _Kept(x, x._version)
+
+
+def _unpack(saved: Rebuild | _Kept) -> Tensor:
+    if not isinstance(saved, _Kept):
+        return saved()
+    if saved.tensor._version != saved.version:
+        raise RuntimeError(
+            "a tensor needed for backward was modified in place after the forward pass: "
+            f"shape {tuple(saved.tensor.shape)}, version {saved.tensor._version}, "
+            f"expected version {saved.version}; clone it before modifying it"
+        )
+    return saved.tensor
+
+
+class _Active(threading.local):
+    scope: _Scope | None = None
+
+
+_active = _Active()
+
+
+@contextmanager
+def scope(active: bool = True) -> Iterator[None]:
+    """Let the operations of a forward pass offer their outputs for recomputation.
+
+    The scope concerns the current thread and ends with the forward pass; backward needs no scope.
+
+    Args:
+        active: False makes the scope do nothing.
+    """
+    if not active:
+        yield
+        return
+    outer, _active.scope = _active.scope, _Scope()
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(_active.scope.pack, _unpack):
+            yield
+    finally:
+        _active.scope = outer
+
+
+def offer(y: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> None:
+    """Offer `y`, which equals `function(*inputs)`, for recomputation.
+
+    Each input is itself rebuilt if it was offered, and kept otherwise: offer only what is a function
+    of tensors that are kept anyway or are small.
+
+    Args:
+        y: the output, unchanged since it was computed.
+        function: rebuilds `y` from its inputs without randomness or side effects; called without
+            gradient recording and outside autocast.
+        inputs: the arguments of `function`.
+    """
+    current = _active.scope
+    if current is None or not y.requires_grad:
+        return
+    sources = [current.find(x) or _constant(x) for x in inputs]
+    device_type = y.device.type
+
+    def rebuild() -> Tensor:
+        with torch.no_grad(), torch.autocast(device_type, enabled=False):
+            return function(*(source() for source in sources))
+
+    current.add(y, rebuild)
+
+
+def _constant(x: Tensor) -> Rebuild:
+    kept = x.detach()
+    return lambda: kept

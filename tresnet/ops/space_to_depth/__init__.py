@@ -1,0 +1,38 @@
+"""Space-to-depth: blocks of pixels become channels."""
+
+from torch import Tensor
+
+from tresnet.errors import InputError
+from tresnet.ops.scripted import scripted_if
+from tresnet.ops.space_to_depth import reference
+
+
+def space_to_depth(x: Tensor, block_size: int = 4, *, jit: bool = False) -> Tensor:
+    """Move each `block_size` x `block_size` block of pixels into the channels.
+
+    Args:
+        x: (N, C, H, W), any dtype; H and W divisible by `block_size`.
+        block_size: side of the square block.
+        jit: run the TorchScript form.
+
+    Returns:
+        (N, block_size**2 * C, H / block_size, W / block_size), channels ordered
+        (block row, block column, input channel), in the memory format of `x`.
+
+    Raises:
+        InputError: `x` has not four dimensions, or H or W is not divisible by `block_size`.
+    """
+    if x.dim() != 4:
+        raise InputError(
+            f"space_to_depth expected a batch of images (N, C, H, W), got shape {tuple(x.shape)}"
+        )
+    h, w = x.shape[-2:]
+    if h % block_size or w % block_size:
+        raise InputError(
+            f"expected height and width divisible by {block_size}, got ({h}, {w}): pad or resize"
+        )
+    run = scripted_if(jit, reference.space_to_depth)
+    return run(x, block_size)
+
+
+__all__ = ["space_to_depth"]

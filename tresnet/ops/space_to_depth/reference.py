@@ -1,0 +1,28 @@
+"""Space-to-depth in plain PyTorch."""
+
+from torch import Tensor
+
+
+def space_to_depth(x: Tensor, block_size: int) -> Tensor:
+    """Move each block of pixels into the channels (paper section 2.1, "SpaceToDepth stem").
+
+    The channel order is (block row, block column, input channel), as in the published weights;
+    `torch.nn.functional.pixel_unshuffle` orders them (input channel, row, column).
+
+    Args:
+        x: (N, C, H, W), any dtype; H and W divisible by `block_size`.
+        block_size: side of the square block.
+
+    Returns:
+        (N, block_size**2 * C, H / block_size, W / block_size) in the memory format of `x`.
+    """
+    n, c, h, w = x.shape
+    rows, columns = h // block_size, w // block_size
+    pixels = x.permute(0, 2, 3, 1)
+    nhwc = pixels.is_contiguous() and not x.is_contiguous()
+    blocks = pixels.reshape(n, rows, block_size, columns, block_size, c)
+    if nhwc:
+        blocks = blocks.permute(0, 1, 3, 2, 4, 5)
+        return blocks.reshape(n, rows, columns, block_size * block_size * c).permute(0, 3, 1, 2)
+    blocks = blocks.permute(0, 2, 4, 5, 1, 3)
+    return blocks.reshape(n, block_size * block_size * c, rows, columns)
