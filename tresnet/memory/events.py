@@ -99,3 +99,9 @@ class Trace:
 
     def death(self, buffer: int) -> None:
         self.events.append(Event(buffer, False, len(self.operations) - 1))
+
+    def copy(self) -> "Trace":
+        """The trace so far; later events do not reach it."""
+        return Trace(
+            list(self.buffers), list(self.operations), list(self.events), list(self.step_starts)
+        )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim.optimizer import _foreach_supported_types
 
 from tresnet.errors import InputError
 from tresnet.memory.attention import cuda_attention
@@ -57,7 +58,6 @@ def in_order_of_to(model: nn.Module) -> Iterator[tuple[torch.Tensor, bool]]:
 @contextlib.contextmanager
 def fake_cuda(mode: FakeTensorMode) -> Iterator[None]:
     """Run fakes of CUDA tensors as a GPU would: its attention kernels, its foreach optimizers."""
-    foreach_types = _foreach_types()
     fast_path = torch.backends.mha.get_fastpath_enabled()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mode)
@@ -68,8 +68,8 @@ def fake_cuda(mode: FakeTensorMode) -> Iterator[None]:
         # The fast path of nn.MultiheadAttention is one operation whose inside cannot be seen.
         torch.backends.mha.set_fastpath_enabled(False)
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast_path)
-        foreach_types.append(FakeTensor)
-        stack.callback(foreach_types.remove, FakeTensor)
+        _foreach_supported_types.append(FakeTensor)
+        stack.callback(_foreach_supported_types.remove, FakeTensor)
         yield
 
 
@@ -117,17 +117,14 @@ def _fake_like(
     if channels_last and tensor.dim() == 4:
         stride = _channels_last_stride(shape)
     meta = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
-    fake = mode.fake_tensor_converter.from_meta_and_device(mode, meta, device)
+    fake = FakeTensor(mode, meta, device)
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        # What nn.Parameter does, less a dispatched detach.
+        fake._is_param = True  # type: ignore[attr-defined]
+        fake.requires_grad_(tensor.requires_grad)
     return fake
 
 
 def _channels_last_stride(shape: torch.Size) -> tuple[int, ...]:
     _, channels, height, width = shape
     return (channels * height * width, 1, channels * width, channels)
-
-
-def _foreach_types() -> list[type]:
-    """The tensor types for which torch.optim takes its foreach path by default."""
-    return torch.optim.optimizer._foreach_supported_types

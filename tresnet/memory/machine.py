@@ -22,7 +22,8 @@ from tresnet.memory.fake import (
 from tresnet.memory.plan import Plan
 from tresnet.memory.recorder import Recorder
 from tresnet.memory.saved import SavedTensors
-from tresnet.memory.walk import BackwardWalk
+from tresnet.memory.shapes import ShapeMemory
+from tresnet.memory.walk import BackwardWalk, remember_materialize_grads
 from tresnet.memory.workspaces import Workspaces
 
 
@@ -34,6 +35,7 @@ class FakeMachine:
         workspaces: what kernels borrow.
         real_engine: run backward with the autograd engine, which only works for fakes of CPU
             tensors; the tests compare the walk with it.
+        remember_shapes: False fakes every operation anew; the tests compare.
         device_type: `cuda` or `cpu`; None for what this build of torch can fake.
     """
 
@@ -44,10 +46,12 @@ class FakeMachine:
         *,
         real_engine: bool = False,
         device_type: str | None = None,
+        remember_shapes: bool = True,
     ) -> None:
         self.device = torch.device(device_type) if device_type else fake_device()
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-        self.recorder = Recorder(self.device.type, device, workspaces)
+        shapes = ShapeMemory(self.mode, enabled=remember_shapes)
+        self.recorder = Recorder(self.device.type, device, workspaces, shapes)
         self._saved = SavedTensors()
         self._real_engine = real_engine
         self._buckets: Buckets | None = None
@@ -70,12 +74,16 @@ class FakeMachine:
             stack.enter_context(self.recorder)
             if not self._real_engine:
                 stack.enter_context(self._saved.recording())
+                stack.enter_context(remember_materialize_grads())
                 stack.enter_context(self._walk_for_autograd())
             yield
 
-    def place(self, model: nn.Module, plan: Plan) -> nn.Module:
-        """A fake copy of `model` on the device, as `model.to(device)` would leave it."""
-        copied = fake_copy(model, self.mode, self.device, channels_last=plan.channels_last)
+    def copy(self, model: nn.Module, plan: Plan) -> nn.Module:
+        """A copy of `model` without data, not yet on the device; call it outside `running()`."""
+        return fake_copy(model, self.mode, self.device, channels_last=plan.channels_last)
+
+    def place(self, copied: nn.Module, plan: Plan) -> None:
+        """Put a copy on the device, as `model.to(device)` and DDP would."""
         names = {id(p): name.rpartition(".")[0] for name, p in copied.named_parameters()}
         with self.during(Phase.SETUP):
             for tensor, is_parameter in in_order_of_to(copied):
@@ -87,7 +95,6 @@ class FakeMachine:
                     self._buckets.allocate()
         self.recorder.mark_masters(copied.parameters())
         follow_modules(copied, self.recorder.enter_module, self.recorder.leave_module)
-        return copied
 
     # -- tresnet.memory.step.Machine ----------------------------------------------------------
 

@@ -1,7 +1,10 @@
 """The memory of a training step or an inference, before it runs and without a GPU."""
 
+import contextlib
+import gc
 import time
 import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -77,19 +80,17 @@ def record(
     workspaces: Workspaces,
     *,
     steps: int = STEPS,
-    real_engine: bool = False,
-    device_type: str | None = None,
+    **machine_options: Any,
 ) -> Trace:
     """Run `steps` steps on fakes and return what they did to memory.
 
     Raises:
         InputError: the model rejects its input, or cannot be faked.
     """
-    machine = FakeMachine(
-        device, workspaces, real_engine=real_engine, device_type=device_type
-    )
-    with machine.running():
-        copied = machine.place(model, plan)
+    machine = FakeMachine(device, workspaces, **machine_options)
+    copied = machine.copy(model, plan)
+    with _no_garbage_collection(), machine.running():
+        machine.place(copied, plan)
         try:
             run = start(copied, plan, machine)
             for _ in range(steps):
@@ -98,8 +99,20 @@ def record(
             raise
         except Exception as error:
             raise _explained(error, machine.trace, plan) from error
-        trace = _closed(machine.trace)
-    return trace
+        # What follows is the teardown, which is not part of the run.
+        return machine.trace.copy()
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Keep the collector from freeing cycles at a moment that depends on earlier work."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def conclude(
@@ -166,13 +179,6 @@ def _notes(plan: Plan) -> list[str]:
     return [
         f"this torch was built without CUDA: predicted on fake CPU tensors, {doubt:.0%} less sure"
     ]
-
-
-def _closed(trace: Trace) -> Trace:
-    """A copy without the deaths that follow when everything is torn down."""
-    return Trace(
-        list(trace.buffers), list(trace.operations), list(trace.events), list(trace.step_starts)
-    )
 
 
 def _explained(error: Exception, trace: Trace, plan: Plan) -> InputError:

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tresnet.memory.device import Device
 from tresnet.memory.events import Category, Operation, Phase, Trace
+from tresnet.memory.shapes import ShapeMemory
 from tresnet.memory.workspaces import Workspaces
 
 aten = torch.ops.aten
@@ -33,14 +34,18 @@ class Recorder(TorchDispatchMode):
         device_type: the fake device whose storages count, `cuda` or `cpu`.
         device: the described GPU; decides the cuBLAS workspace.
         workspaces: what kernels borrow while they run.
+        shapes: runs the operations.
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # a wrapper around every dispatch, which matters to torch.compile alone
 
-    def __init__(self, device_type: str, device: Device, workspaces: Workspaces) -> None:
+    def __init__(
+        self, device_type: str, device: Device, workspaces: Workspaces, shapes: ShapeMemory
+    ) -> None:
         super().__init__()
+        self._shapes = shapes
         self.trace = Trace()
         self.phase = Phase.SETUP
         self.category: Category | None = None
@@ -153,7 +158,7 @@ class Recorder(TorchDispatchMode):
         self.trace.begin(operation)
         if func in _BLAS:
             self._blas_workspace()
-        out = func(*args, **kwargs)
+        out = self._shapes.run(func, args, kwargs)
         tensors = list(_tensors_in(out))
         category = self._cast_category(func, args)
         for tensor in tensors:

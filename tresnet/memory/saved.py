@@ -17,8 +17,22 @@ PackHook = Callable[[torch.Tensor], Any]
 UnpackHook = Callable[[Any], torch.Tensor]
 
 
-class _Hooks:
-    """A pair of hooks. Boxes and the scope own it, so it dies with the last full box."""
+class Box:
+    """What a pack hook returned, and the hook that unpacks it, until `empty`."""
+
+    __slots__ = ("__weakref__", "content", "unpack")
+
+    def __init__(self, content: object, unpack: UnpackHook) -> None:
+        self.content: object = content
+        self.unpack: UnpackHook | None = unpack
+
+    def empty(self) -> None:
+        self.content = self.unpack = None
+
+
+class _Scope:
+    """A pair of hooks while they are pushed. Autograd lets go of `pack` when the scope ends, and
+    of `unpack` when the last tensor packed by it is released: so nothing else may own them."""
 
     __slots__ = ("__weakref__", "pack", "unpack")
 
@@ -27,29 +41,11 @@ class _Hooks:
         self.unpack = unpack
 
 
-class Box:
-    """What a pack hook returned, until `empty`."""
-
-    __slots__ = ("__weakref__", "content", "hooks")
-
-    def __init__(self, content: object, hooks: _Hooks) -> None:
-        self.content: object = content
-        self.hooks: _Hooks | None = hooks
-
-    def empty(self) -> None:
-        self.content = self.hooks = None
-
-
-def _detach(tensor: torch.Tensor) -> torch.Tensor:
-    # A box that held an output with its graph would keep the node that holds the box.
-    return tensor if tensor.grad_fn is None else tensor.detach()
-
-
 class SavedTensors:
     """Boxes every tensor that autograd saves inside `recording()`."""
 
     def __init__(self) -> None:
-        self._scopes: list[_Hooks] = []
+        self._scopes: list[_Scope] = []
         self._depth = 0
         self._read: list[Box] = []
         self._all: list[weakref.ref[Box]] = []
@@ -58,10 +54,8 @@ class SavedTensors:
     def recording(self) -> Iterator[None]:
         """Box all saved tensors, also those that go through hooks pushed inside."""
         autograd = torch._C._autograd
-        push, pop = (
-            autograd._push_saved_tensors_default_hooks,
-            autograd._pop_saved_tensors_default_hooks,
-        )
+        push = autograd._push_saved_tensors_default_hooks
+        pop = autograd._pop_saved_tensors_default_hooks
 
         def push_boxed(pack: PackHook, unpack: UnpackHook) -> None:
             push(*self._boxed(pack, unpack))
@@ -72,18 +66,25 @@ class SavedTensors:
 
         autograd._push_saved_tensors_default_hooks = push_boxed
         autograd._pop_saved_tensors_default_hooks = pop_boxed
-        push_boxed(_detach, _identity)
+        push_boxed(_identity, _identity)
         try:
             yield
         finally:
             pop_boxed()
             autograd._push_saved_tensors_default_hooks = push
             autograd._pop_saved_tensors_default_hooks = pop
+            # A box with the output of the node that owns it is a cycle nobody else can see.
+            self.empty_all()
 
-    def take_read(self) -> list[Box]:
-        """The boxes opened since the last call, except those opened while opening another."""
-        read, self._read = self._read, []
-        return read
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[list[Box]]:
+        """The boxes opened inside, in order, except those opened while opening another."""
+        outer, self._read = self._read, []
+        depth, self._depth = self._depth, 0
+        try:
+            yield self._read
+        finally:
+            self._read, self._depth = outer, depth
 
     def empty_all(self) -> None:
         """Empty every box that is left, as a whole backward pass would."""
@@ -94,35 +95,35 @@ class SavedTensors:
         self._all.clear()
 
     def _boxed(self, pack: PackHook, unpack: UnpackHook) -> tuple[PackHook, UnpackHook]:
-        hooks = _Hooks(pack, unpack)
-        self._scopes.append(hooks)
-        reference = weakref.ref(hooks)
+        scope = _Scope(pack, unpack)
+        self._scopes.append(scope)
+        reference = weakref.ref(scope)
 
-        # Autograd owns these two closures until the node dies; they must not own the hooks.
+        # Autograd owns these two functions until the node dies: they must not own the hooks.
         def pack_box(tensor: torch.Tensor) -> Box:
             owner = reference()
             assert owner is not None, "a tensor was saved after its hooks were popped"
-            box = Box(owner.pack(tensor), owner)
+            box = Box(owner.pack(tensor), owner.unpack)
             self._all.append(weakref.ref(box))
             return box
 
-        def unpack_box(box: Box) -> torch.Tensor:
-            if box.hooks is None:
-                raise RuntimeError("a saved tensor was read after backward had released it")
-            self._depth += 1
-            try:
-                tensor = box.hooks.unpack(box.content)
-            finally:
-                self._depth -= 1
-            if self._depth == 0:
-                self._read.append(box)
-            return tensor
-
         # torch.utils.checkpoint reads these: it must not take our boxing for a hook of the user.
-        if pack is _detach or getattr(pack, "_checkpoint_internal", False):
+        if pack is _identity or getattr(pack, "_checkpoint_internal", False):
             pack_box._checkpoint_internal = True  # type: ignore[attr-defined]
             pack_box._user_hooks = getattr(pack, "_user_hooks", None)  # type: ignore[attr-defined]
-        return pack_box, unpack_box
+        return pack_box, self._unpack_box
+
+    def _unpack_box(self, box: Box) -> torch.Tensor:
+        if box.unpack is None:
+            raise RuntimeError("a saved tensor was read after backward had released it")
+        self._depth += 1
+        try:
+            tensor = box.unpack(box.content)
+        finally:
+            self._depth -= 1
+        if self._depth == 0:
+            self._read.append(box)
+        return tensor
 
 
 def _identity(tensor: torch.Tensor) -> torch.Tensor:

@@ -81,11 +81,11 @@ class BackwardWalk:
             self._accumulate(node.variable, gradients)
             return
         edges = node.next_functions
-        outer = self._saved.take_read()
-        results = _call(node, gradients, edges)
-        for box in self._saved.take_read():
+        with self._saved.reading() as read:
+            results = _call(node, gradients, edges)
+        for box in read:
             box.empty()
-        self._saved._read = outer
+        del read
         for index, (target, input_nr) in enumerate(edges):
             gradient, results[index] = results[index], None
             if target is None:
@@ -181,7 +181,7 @@ def _call_custom(node: Node, gradients: Gradients, edges: tuple) -> Gradients:
     cover the tensors alone. Arguments that need a gradient match edges that lead somewhere.
     """
     for index, meta in enumerate(node._input_metadata):
-        if gradients[index] is None:
+        if gradients[index] is None and wants_zeros(node):
             gradients[index] = torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
     arguments = tuple(gradients)
     gradients.clear()
@@ -232,6 +232,31 @@ def _layout_follows(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
         size == 1 or mine == theirs
         for size, mine, theirs in zip(leaf.shape, gradient.stride(), leaf.stride(), strict=True)
     )
+
+
+_SETTING = "_tresnet_materialize_grads"
+
+
+def wants_zeros(node: Node) -> bool:
+    """Whether a custom Function gets zeros for outputs that no gradient reached."""
+    return getattr(node, _SETTING, True)
+
+
+@contextlib.contextmanager
+def remember_materialize_grads() -> Iterator[None]:
+    """Keep what custom Functions say to `ctx.set_materialize_grads`, which torch will not tell."""
+    context = torch.autograd.function.FunctionCtx
+    real = context.set_materialize_grads
+
+    def remember(ctx: Any, value: bool) -> None:  # noqa: ANN401
+        real(ctx, value)
+        setattr(ctx, _SETTING, value)
+
+    context.set_materialize_grads = remember
+    try:
+        yield
+    finally:
+        context.set_materialize_grads = real
 
 
 @contextlib.contextmanager
