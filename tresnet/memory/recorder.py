@@ -85,7 +85,7 @@ class Recorder(TorchDispatchMode):
         self._modules.pop()
         self._note_module()
 
-    def enter_node(self, node: Any) -> None:  # noqa: ANN401
+    def enter_node(self, node: Any) -> None:
         """A backward node is about to run: attribute it to the module that made it."""
         starts, names = self._module_from
         if type(node).__name__ == "AccumulateGrad":
@@ -147,7 +147,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         """Run the operation below this mode and record what it made."""
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
@@ -167,7 +167,7 @@ class Recorder(TorchDispatchMode):
         self._borrow(operation, func, args, kwargs, tensors)
         return out
 
-    def _cast_category(self, func: Any, args: tuple) -> Category | None:  # noqa: ANN401
+    def _cast_category(self, func: Any, args: tuple) -> Category | None:
         if func is not aten._to_copy.default or self.phase is not Phase.FORWARD:
             return None
         is_master = args[0].untyped_storage()._cdata in self._masters
@@ -184,7 +184,7 @@ class Recorder(TorchDispatchMode):
     def _borrow(
         self,
         operation: Operation,
-        func: Any,  # noqa: ANN401
+        func: Any,
         args: tuple,
         kwargs: dict,
         outputs: list[torch.Tensor],
@@ -201,7 +201,7 @@ class Recorder(TorchDispatchMode):
             self.trace.death(buffer)
 
 
-def _device_of(func: Any, args: tuple, kwargs: dict) -> torch.device:  # noqa: ANN401
+def _device_of(func: Any, args: tuple, kwargs: dict) -> torch.device:
     """`tensor.device`: half of all dispatches, so answered here where the mode would agree."""
     tensor = args[0]
     if isinstance(tensor, FakeTensor) and not tensor.fake_mode.in_kernel_invocation:
@@ -209,7 +209,7 @@ def _device_of(func: Any, args: tuple, kwargs: dict) -> torch.device:  # noqa: A
     return func(*args, **kwargs)
 
 
-def _changes_nothing(func: Any) -> bool:  # noqa: ANN401
+def _changes_nothing(func: Any) -> bool:
     """Whether an operation of the optimizer neither makes nor frees memory.
 
     In-place foreach operations are slow to fake, over hundreds of tensors; `.item()` has no
@@ -225,7 +225,7 @@ def _any_value(tensor: torch.Tensor) -> float | int:
     return 1.0 if tensor.is_floating_point() else 1
 
 
-def _op_name(func: Any) -> str:  # noqa: ANN401
+def _op_name(func: Any) -> str:
     return func._schema.name.replace("::", ".")
 
 

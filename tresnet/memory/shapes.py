@@ -72,7 +72,7 @@ class ShapeMemory:
         self._enabled = enabled
         self._known: dict[tuple, tuple[bool, tuple[_Output, ...]] | None] = {}
 
-    def run(self, func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:  # noqa: ANN401
+    def run(self, func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """The result of `func`, as FakeTensorMode would give it."""
         if not self._enabled or self._mode.in_kernel_invocation:
             return func(*args, **kwargs)
@@ -117,7 +117,7 @@ class ShapeMemory:
         return FakeTensor(self._mode, meta, output.device)
 
 
-def _key(value: Any) -> Any:  # noqa: ANN401
+def _key(value: Any) -> Any:
     """A hashable form of arguments: tensors by shape, strides, dtype, device.
 
     Raises:
@@ -141,7 +141,7 @@ def _key(value: Any) -> Any:  # noqa: ANN401
     raise Unremembered
 
 
-def _describe(result: Any, args: tuple) -> tuple[bool, tuple[_Output, ...]] | None:  # noqa: ANN401
+def _describe(result: Any, args: tuple) -> tuple[bool, tuple[_Output, ...]] | None:
     """The form of a result; None if it must not be remembered."""
     single = not isinstance(result, tuple)
     outputs = (result,) if single else result
@@ -158,7 +158,7 @@ def _describe(result: Any, args: tuple) -> tuple[bool, tuple[_Output, ...]] | No
     return single, tuple(described)
 
 
-def _describe_one(output: Any, args: tuple, storages: set[int]) -> Any:  # noqa: ANN401
+def _describe_one(output: Any, args: tuple, storages: set[int]) -> Any:
     """The form of one output; NotImplemented if it is none of those that can be made again."""
     if output is None:
         return None
@@ -182,7 +182,7 @@ def _span_bytes(shape: tuple[int, ...], stride: tuple[int, ...], item_bytes: int
     return span * item_bytes
 
 
-def _flat(value: Any) -> Any:  # noqa: ANN401
+def _flat(value: Any) -> Any:
     if isinstance(value, tuple | list):
         for item in value:
             yield from _flat(item)

@@ -163,7 +163,7 @@ def _checkpoint_one(model: nn.Module, name: str) -> None:
         ) from error
     forward = module.forward
 
-    def recomputed(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
         from torch.utils.checkpoint import checkpoint
 
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)

@@ -193,7 +193,7 @@ def _call_custom(node: Node, gradients: Gradients, edges: tuple) -> Gradients:
     return [None if target is None else next(wanted) for target, _ in edges]
 
 
-def _fit(gradient: torch.Tensor, meta: Any) -> torch.Tensor:  # noqa: ANN401
+def _fit(gradient: torch.Tensor, meta: Any) -> torch.Tensor:
     """Bring a gradient to the shape and dtype its node expects, as the engine's checks do."""
     shape = tuple(meta.shape)
     if tuple(gradient.shape) != shape:
@@ -248,7 +248,7 @@ def remember_materialize_grads() -> Iterator[None]:
     context = torch.autograd.function.FunctionCtx
     real = context.set_materialize_grads
 
-    def remember(ctx: Any, value: bool) -> None:  # noqa: ANN401
+    def remember(ctx: Any, value: bool) -> None:
         real(ctx, value)
         setattr(ctx, _SETTING, value)
 

@@ -66,7 +66,7 @@ class Workspaces:
 
     def of(
         self,
-        func: Any,  # noqa: ANN401
+        func: Any,
         args: tuple,
         kwargs: dict,
         outputs: list[torch.Tensor],
@@ -81,7 +81,7 @@ class Workspaces:
 
     def _convolution(
         self,
-        func: Any,  # noqa: ANN401
+        func: Any,
         args: tuple,
         outputs: list[torch.Tensor],
     ) -> Workspace | None:
@@ -96,7 +96,7 @@ class Workspaces:
         return Workspace(0, min(HIGH_FACTOR * touched, HIGH_LIMIT_BYTES))
 
 
-def convolution_key(func: Any, args: tuple) -> str:  # noqa: ANN401
+def convolution_key(func: Any, args: tuple) -> str:
     """The name of a convolution in a table: pass, dtype, layout, shapes and parameters."""
     backward = func is _BACKWARD
     x, weight = (args[1], args[2]) if backward else (args[0], args[1])
@@ -121,7 +121,7 @@ def convolution_key(func: Any, args: tuple) -> str:  # noqa: ANN401
     )
 
 
-def _by_x(values: Any) -> str:  # noqa: ANN401
+def _by_x(values: Any) -> str:
     return "x".join(str(int(v)) for v in values)
 
 
