@@ -17,22 +17,9 @@ PackHook = Callable[[torch.Tensor], Any]
 UnpackHook = Callable[[Any], torch.Tensor]
 
 
-class Box:
-    """What a pack hook returned, and the hook that unpacks it, until `empty`."""
-
-    __slots__ = ("__weakref__", "content", "unpack")
-
-    def __init__(self, content: object, unpack: UnpackHook) -> None:
-        self.content: object = content
-        self.unpack: UnpackHook | None = unpack
-
-    def empty(self) -> None:
-        self.content = self.unpack = None
-
-
-class _Scope:
-    """A pair of hooks while they are pushed. Autograd lets go of `pack` when the scope ends, and
-    of `unpack` when the last tensor packed by it is released: so nothing else may own them."""
+class _Hooks:
+    """A pair of hooks. Autograd owns both until the last tensor packed by them is released, so
+    the scope and the full boxes own it, and nothing else may."""
 
     __slots__ = ("__weakref__", "pack", "unpack")
 
@@ -41,11 +28,24 @@ class _Scope:
         self.unpack = unpack
 
 
+class Box:
+    """What a pack hook returned, and its hooks, until `empty`."""
+
+    __slots__ = ("__weakref__", "content", "hooks")
+
+    def __init__(self, content: object, hooks: _Hooks) -> None:
+        self.content: object = content
+        self.hooks: _Hooks | None = hooks
+
+    def empty(self) -> None:
+        self.content = self.hooks = None
+
+
 class SavedTensors:
     """Boxes every tensor that autograd saves inside `recording()`."""
 
     def __init__(self) -> None:
-        self._scopes: list[_Scope] = []
+        self._scopes: list[_Hooks] = []
         self._depth = 0
         self._read: list[Box] = []
         self._all: list[weakref.ref[Box]] = []
@@ -95,15 +95,16 @@ class SavedTensors:
         self._all.clear()
 
     def _boxed(self, pack: PackHook, unpack: UnpackHook) -> tuple[PackHook, UnpackHook]:
-        scope = _Scope(pack, unpack)
-        self._scopes.append(scope)
-        reference = weakref.ref(scope)
+        hooks = _Hooks(pack, unpack)
+        self._scopes.append(hooks)
+        reference = weakref.ref(hooks)
 
         # Autograd owns these two functions until the node dies: they must not own the hooks.
         def pack_box(tensor: torch.Tensor) -> Box:
             owner = reference()
-            assert owner is not None, "a tensor was saved after its hooks were popped"
-            box = Box(owner.pack(tensor), owner.unpack)
+            if owner is None:
+                raise RuntimeError("a tensor was saved after its hooks were popped")
+            box = Box(owner.pack(tensor), owner)
             self._all.append(weakref.ref(box))
             return box
 
@@ -114,11 +115,11 @@ class SavedTensors:
         return pack_box, self._unpack_box
 
     def _unpack_box(self, box: Box) -> torch.Tensor:
-        if box.unpack is None:
+        if box.hooks is None:
             raise RuntimeError("a saved tensor was read after backward had released it")
         self._depth += 1
         try:
-            tensor = box.unpack(box.content)
+            tensor = box.hooks.unpack(box.content)
         finally:
             self._depth -= 1
         if self._depth == 0:
