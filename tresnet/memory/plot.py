@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 _SUFFIXES = (".png", ".svg", ".pdf")
 _DPI = 150
+# Room above the curves for the names of the phases and of the peak.
+_HEADROOM = 1.3
 
 
 def plot(prediction: Prediction, path: str | Path) -> Path:
@@ -65,7 +67,7 @@ def _draw(axes: "Axes", prediction: Prediction) -> None:
     _mark_phases(axes, points)
     _mark_peak(axes, points, prediction)
     axes.set_xlim(0, max(len(points) - 1, 1))
-    axes.set_ylim(0, max(reserved, default=1) * 1.16)
+    axes.set_ylim(0, max(reserved, default=1) * _HEADROOM)
     axes.set_xlabel("operation of the step")
     axes.set_ylabel("MiB")
     axes.set_title(f"{prediction.model}: {prediction.plan.describe()}", loc="left")
@@ -106,8 +108,8 @@ def _mark_peak(axes: Any, points: list[Point], prediction: Prediction) -> None:
     axes.annotate(
         f"peak {height:,.0f} MiB\n{operation.name}{where}",
         (at, height),
-        xytext=(-30 if left else 30, -12),
-        textcoords="offset points",
+        xytext=(at + (-0.03 if left else 0.03) * len(points), 0.93),
+        textcoords=("data", "axes fraction"),
         ha="right" if left else "left",
         va="top",
         fontsize=9,
