@@ -1,1 +1,62 @@
-"""TResNet image classifiers for GPUs."""
+"""TResNet image classifiers for GPUs: models, training, evaluation, measured throughput and memory.
+
+    import tresnet
+
+    tresnet.list_models()
+    model = tresnet.create("tresnet_m")
+    model = tresnet.create("tresnet_m", weights="tresnet_m.miil_in1k")
+
+Importing the package is quick: the names below are loaded at their first use, and none of them
+initialises CUDA.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tresnet.checkpoints.create import create
+    from tresnet.checkpoints.load import load_checkpoint
+    from tresnet.checkpoints.manifest import list_weights
+    from tresnet.checkpoints.save import save_checkpoint
+    from tresnet.errors import TResNetError
+    from tresnet.models.tresnet import ModelConfig, TResNet
+    from tresnet.models.zoo import list_models
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ModelConfig": "tresnet.models.tresnet",
+    "TResNet": "tresnet.models.tresnet",
+    "TResNetError": "tresnet.errors",
+    "create": "tresnet.checkpoints.create",
+    "list_models": "tresnet.models.zoo",
+    "list_weights": "tresnet.checkpoints.manifest",
+    "load_checkpoint": "tresnet.checkpoints.load",
+    "save_checkpoint": "tresnet.checkpoints.save",
+}
+
+__all__ = [
+    "ModelConfig",
+    "TResNet",
+    "TResNetError",
+    "__version__",
+    "create",
+    "list_models",
+    "list_weights",
+    "load_checkpoint",
+    "save_checkpoint",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from the module it lives in."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tresnet' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names, loaded or not."""
+    return sorted({*globals(), *_HOMES})

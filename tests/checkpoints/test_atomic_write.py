@@ -1,7 +1,5 @@
 import os
 import stat
-import subprocess
-import sys
 
 import pytest
 
@@ -62,13 +60,13 @@ def test_a_block_that_writes_nothing_is_an_error(tmp_path):
 
 @pytest.mark.parametrize("umask", [0o022, 0o077])
 def test_permissions_follow_the_umask(tmp_path, umask):
-    code = (
-        "import os, sys; os.umask(int(sys.argv[2]));"
-        "from tresnet.checkpoints.save import atomic_write\n"
-        "with atomic_write(sys.argv[1]) as t: t.write_bytes(b'x')"
-    )
     path = tmp_path / "a.bin"
-    subprocess.run([sys.executable, "-c", code, path, str(umask)], check=True)
+    before = os.umask(umask)
+    try:
+        with atomic_write(path) as temporary:
+            temporary.write_bytes(b"x")
+    finally:
+        os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
 
 

@@ -143,32 +143,31 @@ def test_bad_arguments(tmp_path, arguments, message):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
-def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, suffix):
+def test_a_full_disk_leaves_the_old_checkpoint(tmp_path):
     """The file size limit makes the system refuse writes beyond 64 KiB, as a full disk does."""
-    path = tmp_path / f"a{suffix}"
-    model = trained(small())
-    save_checkpoint(model, path)
-    before = path.read_bytes()
+    paths = [tmp_path / "a.pth", tmp_path / "a.safetensors"]
+    for path in paths:
+        save_checkpoint(trained(small()), path)
+    before = [path.read_bytes() for path in paths]
     code = (
-        "import resource, sys, torch\n"
+        "import resource, sys\n"
         "from tests.checkpoints.small import small\n"
         "from tresnet.checkpoints.save import save_checkpoint\n"
         "from tresnet.errors import CheckpointError\n"
-        "model = small()\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))\n"
-        "try:\n"
-        "    save_checkpoint(model, sys.argv[1])\n"
-        "except CheckpointError as error:\n"
-        "    print(error)\n"
+        "for path in sys.argv[1:]:\n"
+        "    try:\n"
+        "        save_checkpoint(small(), path)\n"
+        "    except CheckpointError as error:\n"
+        "        print(error)\n"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", code, path], capture_output=True, text=True, check=False
-    )
-    assert f"could not write {path}" in run.stdout, run.stderr
-    assert "what was there before is intact" in run.stdout
-    assert path.read_bytes() == before
-    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    command = [sys.executable, "-c", code, *map(str, paths)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    for path in paths:
+        assert f"could not write {path}" in run.stdout, run.stderr
+    assert run.stdout.count("what was there before is intact") == 2
+    assert [path.read_bytes() for path in paths] == before
+    assert sorted(tmp_path.iterdir()) == paths
 
 
 def test_a_missing_directory(tmp_path):

@@ -5,13 +5,18 @@ Two kinds of file are read: safetensors, which cannot hold code, and torch files
 """
 
 import argparse
+import io
 import json
 import os
 import pickle
+import pickletools
 import re
+import warnings
+import zipfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -100,23 +105,56 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Any], Any]:
 def _read_torch(path: Path) -> Any:
     try:
         # timm's training checkpoints keep their options in a Namespace, which holds data only
-        with torch.serialization.safe_globals([argparse.Namespace]):
+        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about old layouts and pickle protocols
             return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        found = re.search(r"(?:GLOBAL |class |global )([\w.]+\.[\w.]+)", str(error))
-        if found is None:
+    except Exception as error:  # damaged pickles raise nearly anything
+        foreign = sorted({name for name in _names_in_pickles(path) if not _is_plain(name)})
+        if not foreign:
             raise _damaged(path, "torch", error) from error
         raise CheckpointError(
-            f"{path} holds code or objects besides tensors ({found[1]}), which could run anything "
-            "when read, so it was not opened: ask its author for a state dict, or, if you trust "
-            "the file, open it yourself and save its state dict with safetensors"
+            f"{path} holds code or objects besides tensors ({', '.join(foreign[:3])}), which could "
+            "run anything when read, so it was not opened: ask its author for a state dict, or, if "
+            "you trust the file, open it yourself and save its state dict with safetensors"
         ) from error
-    except Exception as error:  # damaged pickles raise nearly anything
-        raise _damaged(path, "torch", error) from error
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a name in a pickle is one that tensors and their containers need."""
+    plain = ("collections.OrderedDict", "argparse.Namespace")
+    return name in plain or re.fullmatch(r"torch\.(_utils\.\w+|\w+Storage|\w+)", name) is not None
+
+
+def _names_in_pickles(path: Path) -> Iterator[str]:
+    """Yield the functions and classes that a file's pickles refer to, without running them."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            member = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+            stream: IO[bytes] = io.BytesIO(archive.read(member))
+    except (zipfile.BadZipFile, StopIteration, OSError):
+        stream = path.open("rb")
+    strings: list[str] = []
+    with stream:
+        while True:  # older files hold several pickles in a row, then bytes
+            try:
+                for opcode, argument, _ in pickletools.genops(stream):
+                    if opcode.name in ("GLOBAL", "INST"):
+                        yield str(argument).replace(" ", ".")
+                    elif opcode.name == "STACK_GLOBAL":
+                        yield ".".join(strings[-2:])
+                    elif isinstance(argument, str):
+                        strings.append(argument)
+            except Exception:  # the end, or no pickle
+                return
 
 
 def _damaged(path: Path, kind: str, error: Exception) -> CheckpointError:
-    reason = str(error).strip().split("\n")[0][:200] or type(error).__name__
+    text = str(error)
+    # torch's first lines advise to allow code, which is not what a damaged file needs
+    detail = re.search(r"WeightsUnpickler error: (.+)", text)
+    if isinstance(error, pickle.UnpicklingError):
+        text = detail[1] if detail else ""
+    reason = text.strip().split("\n")[0][:200] or type(error).__name__
     return CheckpointError(
         f"{path} is not a readable {kind} file ({reason}): it is damaged, cut short or of another "
         "kind; copy or download it again"

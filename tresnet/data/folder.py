@@ -33,7 +33,7 @@ class BadImageError(DataError):
     def __str__(self) -> str:
         return (
             f"expected an image, but {self.path} cannot be read ({self.reason}): "
-            "replace or delete the file, or pass --skip-bad-images to leave it out"
+            "replace or delete the file"
         )
 
 

@@ -2,9 +2,10 @@
 
 import logging
 import signal
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -112,6 +113,7 @@ class Loader:
     Unreadable images either stop the iteration or are left out and counted, as the data set's
     `skip_bad_images` says. In training another image takes the place, so that batches keep their
     size; in evaluation the batch is smaller, so that every metric counts readable images only.
+    The workers live from the first iteration to `close`, across epochs.
 
     Attributes:
         skipped: unreadable files met so far on this rank, path to reason: each file once,
@@ -120,10 +122,14 @@ class Loader:
     """
 
     def __init__(
-        self, batches: EpochBatches, loader: DataLoader[Any], skip_bad_images: bool
+        self,
+        batches: EpochBatches,
+        start_workers: Callable[[], DataLoader[Any]],
+        skip_bad_images: bool,
     ) -> None:
         self._sampler = batches
-        self._loader = loader
+        self._start_workers = start_workers
+        self._loader: DataLoader[Any] | None = None
         self._skip_bad_images = skip_bad_images
         self.skipped: dict[str, str] = {}
         self.images_per_epoch = batches.images_per_epoch
@@ -144,26 +150,40 @@ class Loader:
         """Yield the batches.
 
         Raises:
-            BadImageError: a file cannot be read and `skip_bad_images` is off.
-            DataError: no readable image could be found in place of an unreadable one.
+            DataError: a file cannot be read and `skip_bad_images` is off; or no readable image
+                could be found in its place.
         """
+        if self._loader is None:
+            self._loader = self._start_workers()
         for images, labels, failures, unfilled in self._loader:
-            self._account(failures)
-            if unfilled:
-                raise DataError(
-                    f"{_REPLACEMENT_TRIES} images in a row cannot be read, the last is "
-                    f"{failures[-1].path}: repair the data set"
-                )
+            try:
+                self._account(failures, unfilled)
+            except DataError:
+                self.close()
+                raise
             if images is not None:
                 yield images, labels
 
-    def _account(self, failures: list[BadImageError]) -> None:
+    def close(self) -> None:
+        """Stop the workers at once; another iteration would start new ones.
+
+        Left to the garbage collector, as in a cycle with an exception's traceback, torch waits
+        5 s for each worker.
+        """
+        self._loader = None
+
+    def _account(self, failures: list[BadImageError], unfilled: bool) -> None:
         for failure in failures:
             if not self._skip_bad_images:
-                raise failure
+                raise DataError(f"{failure}, or leave such files out with --skip-bad-images")
             if failure.path not in self.skipped:
                 self.skipped[failure.path] = failure.reason
                 logger.warning("skipped %s: %s", failure.path, failure.reason)
+        if unfilled:
+            raise DataError(
+                f"{_REPLACEMENT_TRIES} images in a row cannot be read, the last is "
+                f"{failures[-1].path}: repair the data set"
+            )
 
 
 class _Samples(Dataset[_Sample]):
@@ -259,7 +279,8 @@ def create_loader(
         )
     skip_bad_images = bool(getattr(dataset, "skip_bad_images", False))
     replace = training and skip_bad_images
-    loader = DataLoader(
+    start_workers = partial(
+        DataLoader,
         _Samples(dataset, replace),
         batch_sampler=batches,
         num_workers=workers,
@@ -270,7 +291,7 @@ def create_loader(
         prefetch_factor=prefetch_batches if workers else None,
         generator=torch.Generator(),  # its own, so that iterating leaves the global one alone
     )
-    return Loader(batches, loader, skip_bad_images)
+    return Loader(batches, start_workers, skip_bad_images)
 
 
 def _start_worker(worker: int) -> None:

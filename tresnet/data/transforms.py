@@ -216,7 +216,7 @@ def _timm_parts(cfg: TrainAugment) -> tuple[Any, Any, Any]:
     return crop, policy, to_tensor
 
 
-def _squash(cfg: TrainAugment) -> Any:  # noqa: ANN401  torchvision is imported late
+def _squash(cfg: TrainAugment) -> Any:
     from torchvision import transforms
 
     name = "bilinear" if cfg.interpolation == "random" else cfg.interpolation

@@ -20,7 +20,7 @@ from tresnet.engine.evaluate import Metrics, evaluate
 from tresnet.engine.predictor import Predictor
 from tresnet.engine.resolve import class_map
 from tresnet.errors import ConfigError
-from tresnet.measure.memory import MemoryMeter
+from tresnet.measure.memory import MemoryMeter, MemorySnapshot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,9 +93,10 @@ def run(config: EvalConfig) -> dict[str, Any]:
         mapping = class_map(info.classes, _outputs(model), dataset.classes)
         console = Console(processes.is_main, config.progress)
         metrics = _measure(config, model, dataset, mapping, processes, console)
-        result = _result(config, metrics, processes) | memory.snapshot().to_dict()
+        used = memory.snapshot()
+        console.say(_line(config, metrics, used))
+        result = _result(config, metrics, processes) | used.to_dict()
         result["environment"] = env.describe(processes.device)
-        console.say(_line(config, metrics, memory))
         if config.output is not None and processes.is_main:
             _write(config.output, result)
         return result
@@ -159,14 +160,17 @@ def _measure(
     )
     compute = ComputeConfig(config.device, config.amp, config.channels_last, config.compile)
     predictor = Predictor(model, compute, processes.device)
-    return evaluate(
-        predictor.predict,
-        loader,
-        processes,
-        to_device=predictor.to_device,
-        class_map=mapping,
-        console=console,
-    )
+    try:
+        return evaluate(
+            predictor.predict,
+            loader,
+            processes,
+            to_device=predictor.to_device,
+            class_map=mapping,
+            console=console,
+        )
+    finally:
+        loader.close()
 
 
 def _result(config: EvalConfig, metrics: Metrics, processes: Processes) -> dict[str, Any]:
@@ -176,13 +180,13 @@ def _result(config: EvalConfig, metrics: Metrics, processes: Processes) -> dict[
     return {**dataclasses.asdict(metrics), "processes": processes.world, "options": options}
 
 
-def _line(config: EvalConfig, metrics: Metrics, memory: MemoryMeter) -> str:
+def _line(config: EvalConfig, metrics: Metrics, memory: MemorySnapshot) -> str:
     rate = "" if metrics.images_per_s is None else f", {metrics.images_per_s:.0f} images/s"
     skipped = f", {metrics.skipped} unreadable left out" if metrics.skipped else ""
     return (
         f"{config.weights} on {config.data}/{config.split}: top-1 {metrics.top1:.2f} %,"
         f" top-5 {metrics.top5:.2f} %, loss {metrics.loss:.4f} on {metrics.images} images{skipped}"
-        f"{rate}, memory: {memory.snapshot().format()}"
+        f"{rate}, memory: {memory.format()}"
     )
 
 

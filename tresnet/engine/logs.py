@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ class RunLog:
             with self._csv.open("a", encoding="utf-8", newline="") as file:
                 file.write(_csv_line([_cell(value) for value in cells.values()]))
             with self._jsonl.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(cells) + "\n")
+                file.write(json.dumps(_finite(cells), allow_nan=False) + "\n")
         except OSError as error:
             raise _not_written(error) from error
         numbers = {k: v for k, v in cells.items() if isinstance(v, float) and k != "elapsed_s"}
@@ -89,6 +90,14 @@ class RunLog:
         """Write out what TensorBoard holds back."""
         if self._events is not None:
             self._events.close()
+
+
+def _finite(cells: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN: null stands for it, and the CSV tells the difference."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in cells.items()
+    }
 
 
 def _cell(value: object) -> str:
@@ -125,12 +134,19 @@ def _whole_lines(path: Path) -> list[str]:
 
 
 def _event_writer(directory: Path, until_step: int | None) -> Any:
+    writer = _summary_writer()
+    if writer is None:
+        return None
+    return writer(str(directory), purge_step=None if until_step is None else until_step + 1)
+
+
+def _summary_writer() -> Any:
+    """TensorBoard's writer class, or None if TensorBoard is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return None
-    purge = None if until_step is None else until_step + 1
-    return SummaryWriter(str(directory), purge_step=purge)
+    return SummaryWriter
 
 
 def _not_written(error: OSError) -> TrainingError:

@@ -1,0 +1,315 @@
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from tests.checkpoints.small import same, small, small_public, snapshot, trained
+from tresnet.checkpoints.load import load_checkpoint
+from tresnet.checkpoints.save import save_checkpoint
+from tresnet.errors import CheckpointError, InputError
+from tresnet.models.features import FeatureExtractor
+from tresnet.models.zoo import build
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "a.pth"
+
+
+def assert_refused(model, path, message, **kwargs):
+    """The error matches and the model keeps every bit."""
+    before, slopes = snapshot(model), (model.config.stem_slope, model.config.block_slope)
+    with pytest.raises(CheckpointError, match=message) as info:
+        load_checkpoint(model, path, **kwargs)
+    assert same(before, model.state_dict())
+    assert slopes == (model.config.stem_slope, model.config.block_slope)
+    return str(info.value)
+
+
+@pytest.mark.parametrize("wrap", [dict, lambda t: {"model": t}, lambda t: {"state_dict": t}])
+@pytest.mark.parametrize("norm", ["abn", "batchnorm"])
+def test_timms_format(path, wrap, norm):
+    source = trained(small())
+    torch.save(wrap(source.state_dict()), path)
+    model = small(norm=norm)
+    load_checkpoint(model, path)
+    assert same(source.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("filters", [False, True])
+def test_the_public_format(path, filters):
+    source = small_public(filters=filters).eval()
+    torch.save({"model": source.state_dict()}, path)
+    model = small().eval()
+    load_checkpoint(model, path)
+    x = torch.rand(2, 3, 64, 96)
+    torch.testing.assert_close(model(x), source(x), rtol=1e-4, atol=1e-5)
+
+
+def test_slopes_come_from_the_file(path):
+    torch.save(small_public(v2=True).state_dict(), path)
+    model = small("tresnet_v2_l")
+    load_checkpoint(model, path)
+    assert (model.config.stem_slope, model.config.block_slope) == (1e-6, 1e-6)
+    save_checkpoint(model, path)
+    other = small("tresnet_v2_l")
+    load_checkpoint(other, path)
+    assert other.body.conv1.bn.slope == other.body.layer4[0].conv2.bn.slope == 1e-6
+    torch.save(small("tresnet_v2_l").state_dict(), path)
+    load_checkpoint(other, path)
+    assert (other.body.conv1.bn.slope, other.body.layer4[0].conv2.bn.slope) == (1e-2, 1e-3)
+
+
+def test_missing_counters_are_set_to_zero(path):
+    tensors = trained(small()).state_dict()
+    torch.save({k: v for k, v in tensors.items() if not k.endswith("num_batches_tracked")}, path)
+    model = trained(small())
+    load_checkpoint(model, path)
+    assert model.body.conv1.bn.num_batches_tracked.item() == 0
+    some = dict(tensors)
+    del some["body.layer1.0.conv1.bn.num_batches_tracked"]
+    torch.save(some, path)
+    assert_refused(model, path, r"Keys, 1 missing: body.layer1.0.conv1.bn.num_batches_tracked$")
+
+
+def test_every_misfit_is_named(path):
+    tensors = dict(trained(small(), seed=1).state_dict())
+    del tensors["body.layer1.0.conv1.bn.bias"]
+    del tensors["body.layer4.0.conv3.conv.weight"]
+    tensors["body.layer1.0.conv1.bn.beta"] = torch.ones(16)
+    tensors["neck.weight"] = torch.ones(16)
+    tensors["body.layer1.0.se.fc1.bias"] = torch.ones(3)
+    tensors["body.layer1.0.se.fc2.bias"] = torch.ones(16, dtype=torch.int64)
+    torch.save(tensors, path)
+    message = assert_refused(trained(small()), path, "a.pth does not fit")
+    assert "2 missing: body.layer1.0.conv1.bn.bias, body.layer4.0.conv3.conv.weight;" in message
+    assert "2 unknown: body.layer1.0.conv1.bn.beta, neck.weight;" in message
+    assert "1 of another shape: body.layer1.0.se.fc1.bias (expected (64,), got (3,));" in message
+    assert "1 of another kind of number: body.layer1.0.se.fc2.bias (torch.int64)" in message
+
+
+def test_long_lists_are_cut(path):
+    tensors = {
+        k: v for k, v in small().state_dict().items() if "layer3" not in k and "layer4" not in k
+    }
+    torch.save(tensors, path)
+    message = assert_refused(small(), path, r"\d+ missing: ")
+    count = int(re.search(r"(\d+) missing", message)[1])
+    assert count > 20
+    assert message.count("body.layer3") == 20
+    assert message.endswith(f"and {count - 20} more")
+
+
+def test_another_variant_is_named(path):
+    whole = build("tresnet_l", device="meta").state_dict()
+    torch.save({key: torch.zeros(()).expand(t.shape) for key, t in whole.items()}, path)
+    assert_refused(
+        small(),
+        path,
+        r"holds tresnet_l \(stages 4-5-18-3, 76 base channels\), expected a TResNet "
+        r"\(stages 1-2-1-1, 16 base channels\): create the model as 'tresnet_l'",
+    )
+
+
+def test_v2_into_v1(path):
+    torch.save(trained(small("tresnet_v2_l")).state_dict(), path)
+    assert_refused(small(), path, "holds a TResNet .*, expected a TResNet")
+
+
+def test_another_class_count(path):
+    source = trained(small(num_classes=7))
+    torch.save(source.state_dict(), path)
+    model = trained(small(), seed=3)
+    assert_refused(
+        model,
+        path,
+        "has 7 classes, expected 5: build the model with num_classes=7, or load all but the head "
+        r"with new_head=True.*head.fc.weight \(expected \(5, 512\), got \(7, 512\)\)",
+    )
+    head = model.head.fc.weight.clone()
+    load_checkpoint(model, path, new_head=True)
+    assert torch.equal(model.head.fc.weight, head)
+    assert same(source.body.state_dict(), model.body.state_dict())
+
+
+def test_new_head_keeps_the_heads_weights_even_where_the_files_would_fit(path):
+    torch.save(trained(small()).state_dict(), path)
+    model = small()
+    head = model.head.fc.weight.clone()
+    load_checkpoint(model, path, new_head=True)
+    assert torch.equal(model.head.fc.weight, head)
+
+
+def test_a_file_without_classifier(path):
+    torch.save(trained(small(num_classes=0)).state_dict(), path)
+    assert_refused(small(), path, "has no classifier: load all but the head with new_head=True")
+    load_checkpoint(small(), path, new_head=True)
+
+
+def test_a_model_without_classifier(path):
+    source = trained(small())
+    torch.save(source.state_dict(), path)
+    model = small(num_classes=0)
+    load_checkpoint(model, path)
+    assert same(source.body.state_dict(), model.body.state_dict())
+
+
+def test_features_only(path):
+    source = trained(small()).eval()
+    torch.save(source.state_dict(), path)
+    model = FeatureExtractor(small(), [0, 2]).eval()
+    load_checkpoint(model, path)
+    x = torch.rand(1, 3, 64, 64)
+    expected = source.forward_intermediates(x, [0, 2], intermediates_only=True)
+    assert all(torch.equal(a, b) for a, b in zip(model(x), expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_dtypes_are_converted(path, dtype):
+    source = trained(small()).to(dtype)
+    save_checkpoint(source, path)
+    model = small()
+    load_checkpoint(model, path)
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert torch.equal(model.body.conv1.conv.weight, source.body.conv1.conv.weight.float())
+    other = small(dtype=dtype)
+    load_checkpoint(other, path)
+    assert same(source.state_dict(), other.state_dict())
+
+
+def test_values_beyond_the_dtype(path):
+    tensors = dict(trained(small()).state_dict())
+    tensors["body.conv1.bn.running_var"] = torch.full((16,), 7e4)
+    torch.save(tensors, path)
+    assert_refused(
+        small(dtype=torch.float16),
+        path,
+        r"beyond the range of torch.float16: build the model in float32. Keys: "
+        r"body.conv1.bn.running_var$",
+    )
+    load_checkpoint(small(dtype=torch.bfloat16), path)
+
+
+def write_source(kind, path):
+    """Save a 3-channel model, ours, timm's or public, and return it."""
+    source = (small_public() if kind == "public" else trained(small())).eval()
+    if kind == "ours":
+        save_checkpoint(source, path)
+    else:
+        torch.save(source.state_dict(), path)
+    return source
+
+
+@pytest.mark.parametrize("kind", ["ours", "timm", "public"])
+def test_one_channel_gives_what_gray_colours_give(path, kind):
+    source = write_source(kind, path)
+    model = small(in_chans=1).eval()
+    load_checkpoint(model, path)
+    gray = torch.rand(2, 1, 64, 96)
+    expected = source(gray.expand(-1, 3, -1, -1))
+    torch.testing.assert_close(model(gray), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("channels", [2, 4, 7])
+def test_other_channels_repeat_the_colours(path, channels):
+    """Channel i acts as colour i % 3 does, times 3 / channels."""
+    source = write_source("timm", path)
+    model = small(in_chans=channels).eval()
+    load_checkpoint(model, path)
+    image = torch.rand(2, channels, 64, 96)
+    rgb = torch.zeros(2, 3, 64, 96)
+    for channel in range(channels):
+        rgb[:, channel % 3] += image[:, channel] * 3 / channels
+    torch.testing.assert_close(model(image), source(rgb), rtol=1e-4, atol=1e-5)
+
+
+def test_three_channels_from_one(path):
+    source = trained(small(in_chans=1)).eval()
+    save_checkpoint(source, path)
+    model = small().eval()
+    load_checkpoint(model, path)
+    gray = torch.rand(2, 1, 64, 64)
+    torch.testing.assert_close(
+        model(gray.expand(-1, 3, -1, -1)), source(gray), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_another_block_size(path):
+    save_checkpoint(small(), path)
+    message = "trained with block_size=4, the model has block_size=2: build it with block_size=4"
+    assert_refused(small(block_size=2), path, message)
+    # 48 inputs either way, but of other pixels
+    assert_refused(small(block_size=2, in_chans=12), path, message)
+    torch.save(small_public().state_dict(), path)
+    assert_refused(small(block_size=2), path, message)
+    torch.save(small(block_size=2, in_chans=1).state_dict(), path)
+    assert_refused(
+        small(), path, r"stem has 4 inputs, expected 48 \(block_size=4, in_chans=3\): build the"
+    )
+
+
+def test_inplace_abn_refuses_negative_gammas(path):
+    pytest.importorskip("inplace_abn")
+    tensors = dict(trained(small()).state_dict())
+    for name in tensors:
+        if name.endswith("bn.weight"):
+            tensors[name] = tensors[name].abs()
+    tensors["body.conv1.bn.weight"][3] = 0.0
+    tensors["body.conv1.bn.weight"][4] = 5e-6
+    torch.save(tensors, path)
+    model = small(norm="inplace_abn")
+    load_checkpoint(model, path)
+    assert torch.equal(model.body.conv1.bn.weight[3:5], torch.full((2,), 1e-5))
+    tensors["body.conv1.bn.weight"][3] = -1e-9
+    tensors["body.layer3.0.conv3.bn.weight"][0] = -2.0
+    torch.save(tensors, path)
+    assert_refused(
+        model,
+        path,
+        "negative gammas, which norm='inplace_abn' cannot represent: build the model with "
+        "norm='abn'. Layers: body.conv1.bn.weight, body.layer3.0.conv3.bn.weight$",
+    )
+
+
+def test_a_failing_load_leaves_inplace_abn_weights_alone(path):
+    """Asking for its state dict would rewrite the weights that an optimizer took below eps."""
+    pytest.importorskip("inplace_abn")
+    model = small(norm="inplace_abn")
+    with torch.no_grad():
+        model.body.conv1.bn.weight.fill_(-0.25)
+    torch.save(small(num_classes=7).state_dict(), path)
+    with pytest.raises(CheckpointError, match="7 classes"):
+        load_checkpoint(model, path)
+    assert torch.equal(model.body.conv1.bn.weight, torch.full((16,), -0.25))
+
+
+def test_wrapped_models(path):
+    source = trained(small())
+    save_checkpoint(source, path)
+    averaged = torch.optim.swa_utils.AveragedModel(small())
+    load_checkpoint(averaged, path)
+    assert same(source.state_dict(), averaged.module.state_dict())
+    compiled = torch.compile(small())
+    load_checkpoint(compiled, path)
+    assert same(source.state_dict(), compiled._orig_mod.state_dict())
+
+
+def test_requires_grad_and_memory_format_stay(path):
+    save_checkpoint(trained(small()), path)
+    model = small().to(memory_format=torch.channels_last)
+    model.body.conv1.requires_grad_(False)
+    weight = model.body.layer1[0].conv1.conv.weight
+    load_checkpoint(model, path)
+    assert model.body.layer1[0].conv1.conv.weight is weight
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+    assert weight.requires_grad
+    assert not model.body.conv1.conv.weight.requires_grad
+
+
+def test_models_that_cannot_be_loaded(path):
+    save_checkpoint(small(), path)
+    with pytest.raises(InputError, match=r"expected a TResNet from tresnet\.create, got Linear"):
+        load_checkpoint(nn.Linear(1, 1), path)
+    with pytest.raises(CheckpointError, match=r"meta device.*to_empty\(device=...\) before"):
+        load_checkpoint(small(device="meta"), path)

@@ -1,0 +1,149 @@
+import argparse
+import json
+import pickle
+
+import pytest
+import safetensors.torch
+import torch
+
+from tresnet.checkpoints.read import read_weights
+from tresnet.errors import CheckpointError
+
+TENSORS = {"body.conv1.conv.weight": torch.ones(2, 3), "head.fc.bias": torch.zeros(4)}
+
+
+def assert_reads(path, expected=TENSORS):
+    found = read_weights(path).tensors
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+class Payload:
+    """Creates a file when unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda t: t,
+        lambda t: {"model": t},
+        lambda t: {"state_dict": t, "epoch": 3, "optimizer": {"state": {}, "lr": 0.1}},
+        lambda t: {"state_dict": {"x": torch.ones(1)}, "state_dict_ema": t},
+        lambda t: {"model": {"state_dict": t}},
+        lambda t: {f"module.{key}": value for key, value in t.items()},
+        lambda t: {"model": {f"module._orig_mod.{key}": value for key, value in t.items()}},
+        lambda t: {f"model.{key}": value for key, value in t.items()},
+        lambda t: {"state_dict": t, "args": argparse.Namespace(lr=0.1, model="tresnet_m")},
+    ],
+)
+@pytest.mark.parametrize("zipped", [True, False])
+def test_wrappers_and_prefixes(tmp_path, wrap, zipped):
+    path = tmp_path / "a.pth"
+    torch.save(wrap(TENSORS), path, _use_new_zipfile_serialization=zipped)
+    assert_reads(path)
+
+
+def test_a_prefix_on_some_keys_stays(tmp_path):
+    tensors = {"module.a": torch.ones(1), "b": torch.ones(1)}
+    torch.save(tensors, tmp_path / "a.pth")
+    assert_reads(tmp_path / "a.pth", tensors)
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "a.pth", "a"])
+def test_contents_decide_not_the_suffix(tmp_path, name):
+    safetensors.torch.save_file(TENSORS, tmp_path / name)
+    assert_reads(tmp_path / name)
+
+
+@pytest.mark.parametrize("how", ["zip", "legacy", 0, 2, 4, 5])
+@pytest.mark.parametrize("inside", [True, False])
+def test_code_is_refused_and_not_run(tmp_path, how, inside):
+    path, created = tmp_path / "a.pth", tmp_path / "created"
+    contents = {"state_dict": Payload(created)} if inside else Payload(created)
+    if isinstance(how, int):
+        path.write_bytes(pickle.dumps(contents, protocol=how))
+    else:
+        torch.save(contents, path, _use_new_zipfile_serialization=how == "zip")
+    with pytest.raises(CheckpointError, match=r"holds code .*\.open\).*not opened: ask") as info:
+        read_weights(path)
+    assert not created.exists()
+    assert str(path) in str(info.value)
+
+
+def test_a_pickled_model_is_refused(tmp_path):
+    torch.save(torch.nn.Linear(1, 1), tmp_path / "a.pth")
+    with pytest.raises(CheckpointError, match=r"holds code .*torch.nn.modules.linear.Linear"):
+        read_weights(tmp_path / "a.pth")
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+@pytest.mark.parametrize("part", [0.02, 0.5, 0.99])
+def test_a_truncated_file(tmp_path, suffix, part):
+    path = tmp_path / f"a{suffix}"
+    if suffix == ".pth":
+        torch.save(TENSORS, path)
+    else:
+        safetensors.torch.save_file(TENSORS, path)
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * part)])
+    with pytest.raises(CheckpointError, match=f"a{suffix} is not a readable.*copy or download it"):
+        read_weights(path)
+
+
+@pytest.mark.parametrize("data", [b"hello, world", b"\x80", b"\x00" * 100, b"<html>" * 50, b"PK"])
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_garbage(tmp_path, data, suffix):
+    path = tmp_path / f"a{suffix}"
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=f"a{suffix} is not a readable") as info:
+        read_weights(path)
+    assert "weights_only" not in str(info.value)  # torch advises to switch it off
+
+
+def test_what_is_no_file(tmp_path):
+    (tmp_path / "empty.pth").touch()
+    with pytest.raises(CheckpointError, match=r"no file of weights at .*no.pth: check the path"):
+        read_weights(tmp_path / "no.pth")
+    with pytest.raises(CheckpointError, match=r"got the directory .*: name a file inside it"):
+        read_weights(tmp_path)
+    with pytest.raises(CheckpointError, match=r"empty.pth is empty: copy or download it again"):
+        read_weights(tmp_path / "empty.pth")
+
+
+@pytest.mark.parametrize(
+    ("contents", "found"),
+    [
+        (torch.ones(3), "Tensor"),
+        ([torch.ones(3)], "list"),
+        ({}, r"a dict with the keys \[\]"),
+        ({"epoch": 3, "lr": 0.1}, r"a dict with the keys \['epoch', 'lr'\]"),
+    ],
+)
+def test_no_weights_inside(tmp_path, contents, found):
+    torch.save(contents, tmp_path / "a.pth")
+    with pytest.raises(CheckpointError, match=f"a.pth holds no weights: .* got {found}"):
+        read_weights(tmp_path / "a.pth")
+
+
+@pytest.mark.parametrize("metadata", [{"format_version": 2}, {}, ["x"], {"format_version": "1"}])
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_metadata_of_a_later_version(tmp_path, metadata, suffix):
+    path = tmp_path / f"a{suffix}"
+    if suffix == ".pth":
+        torch.save({"state_dict": TENSORS, "tresnet": metadata}, path)
+    else:
+        safetensors.torch.save_file(TENSORS, path, {"tresnet": json.dumps(metadata)})
+    with pytest.raises(CheckpointError, match=r"reads up to 1: upgrade tresnet"):
+        read_weights(path)
+
+
+def test_broken_metadata(tmp_path):
+    safetensors.torch.save_file(TENSORS, tmp_path / "a.safetensors", {"tresnet": "{"})
+    with pytest.raises(CheckpointError, match="is not a readable safetensors file"):
+        read_weights(tmp_path / "a.safetensors")

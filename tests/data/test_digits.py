@@ -1,0 +1,170 @@
+import builtins
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from tresnet.data import digits
+from tresnet.data.folder import check_same_classes, open_folder
+from tresnet.errors import DataError, MissingDependencyError
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    return digits.write(tmp_path_factory.mktemp("data"))
+
+
+def listing(folder: Path) -> list[str]:
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+
+
+def test_every_digit_is_in_one_split_and_each_class_is_held_out_by_a_fifth(written):
+    train, val = open_folder(written, "train"), open_folder(written, "val")
+    check_same_classes(train, val)
+    assert train.classes == [str(digit) for digit in range(10)]
+    names = [Path(path).name for path in train.paths + val.paths]
+    assert len(names) == len(set(names)) == 1797
+    for in_train, in_val in zip(
+        train.describe()["images_per_class"], val.describe()["images_per_class"], strict=True
+    ):
+        assert in_val == round(0.2 * (in_train + in_val))
+    assert (len(train), len(val)) == (1438, 359)
+
+
+def test_pixels_and_labels_are_scikit_learns(written):
+    pixels, labels = load_digits(return_X_y=True)
+    seen = set()
+    for path in written.rglob("*.png"):
+        index = int(path.stem)
+        seen.add(index)
+        with Image.open(path) as image:
+            assert (image.mode, image.size) == ("L", (8, 8))
+            back = np.asarray(image, dtype=float).reshape(64) * 16 / 255
+        # Rounding to 8 bits moves a value by at most half a step, 0.5 * 16 / 255 = 0.031.
+        np.testing.assert_allclose(back, pixels[index], atol=0.032)
+        assert path.parent.name == str(labels[index])
+    assert seen == set(range(1797))
+
+
+def test_grey_values_scale_to_the_whole_range():
+    scaled = digits.to_uint8(np.arange(17.0))
+    assert scaled.dtype == np.uint8
+    assert [scaled[0], scaled[8], scaled[16]] == [0, 128, 255]
+    assert len(set(scaled.tolist())) == 17
+
+
+def test_the_split_never_changes(written):
+    text = "\n".join(listing(written))
+    assert hashlib.sha256(text.encode()).hexdigest() == (
+        "830fae17bb001cbf92cbf0c4b40481c7c059a544b25b55a049557b229c591ed4"
+    )
+
+
+def test_writing_again_changes_nothing_and_needs_no_scikit_learn(written, without_sklearn):
+    before = {path: path.stat().st_mtime_ns for path in written.rglob("*")}
+    assert digits.write(written.parent) == written
+    assert {path: path.stat().st_mtime_ns for path in written.rglob("*")} == before
+    assert os.listdir(written.parent) == ["digits"]
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "other pixels", "moved", "extra"])
+def test_a_damaged_folder_is_reported_and_left_alone(written, tmp_path, damage):
+    folder = shutil.copytree(written, tmp_path / "digits")
+    victim = next((folder / "val" / "3").iterdir())
+    match damage:
+        case "missing":
+            victim.unlink()
+        case "truncated":
+            victim.write_bytes(victim.read_bytes()[:40])
+        case "other pixels":
+            Image.new("L", (8, 8)).save(victim)
+        case "moved":
+            victim.rename(folder / "val" / "4" / victim.name)
+        case "extra":
+            shutil.copy(victim, folder / "train" / "3" / victim.name)
+    after_damage = listing(folder)
+    with pytest.raises(DataError, match=r"1797 digits.*digits, but found other or damaged"):
+        digits.write(tmp_path)
+    assert listing(folder) == after_damage
+
+
+def test_files_that_are_no_images_do_not_matter(written, tmp_path):
+    folder = shutil.copytree(written, tmp_path / "digits")
+    (folder / ".DS_Store").write_bytes(b"left by a file manager")
+    assert digits.write(tmp_path) == folder
+
+
+def test_a_foreign_folder_or_file_is_never_overwritten(tmp_path):
+    (tmp_path / "a" / "digits").mkdir(parents=True)
+    (tmp_path / "a" / "digits" / "thesis.txt").write_text("mine")
+    with pytest.raises(DataError, match="left alone"):
+        digits.write(tmp_path / "a")
+    assert (tmp_path / "a" / "digits" / "thesis.txt").read_text() == "mine"
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "digits").write_text("mine")
+    with pytest.raises(DataError, match="left alone"):
+        digits.write(tmp_path / "b")
+    assert (tmp_path / "b" / "digits").read_text() == "mine"
+
+
+def test_an_interrupted_write_leaves_nothing(tmp_path, monkeypatch):
+    save, calls = Image.Image.save, []
+
+    def interrupted(self, path):
+        calls.append(path)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        save(self, path)
+
+    monkeypatch.setattr(Image.Image, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        digits.write(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("intact", [True, False])
+def test_the_process_that_comes_second_takes_the_firsts(written, tmp_path, monkeypatch, intact):
+    write_pngs = digits._write_pngs
+
+    def overtaken(folder, images, labels):
+        write_pngs(folder, images, labels)
+        shutil.copytree(written if intact else written / "val", tmp_path / "digits")
+
+    monkeypatch.setattr(digits, "_write_pngs", overtaken)
+    if intact:
+        assert digits.write(tmp_path) == tmp_path / "digits"
+    else:
+        with pytest.raises(DataError, match="left alone"):
+            digits.write(tmp_path)
+    assert os.listdir(tmp_path) == ["digits"]
+
+
+def test_other_data_in_scikit_learn_are_refused(tmp_path, monkeypatch):
+    images, labels = digits._load()
+    monkeypatch.setattr(digits, "_load", lambda: (np.flip(images, 1), labels))
+    with pytest.raises(DataError, match="ships other data"):
+        digits.write(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_scikit_learn_the_error_says_how_to_install_it(tmp_path, without_sklearn):
+    with pytest.raises(MissingDependencyError, match=r"pip install 'tresnet\[demo\]'"):
+        digits.write(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def without_sklearn(monkeypatch):
+    real_import = builtins.__import__
+
+    def fake_import(name, *args, **kwargs):
+        if name.startswith("sklearn"):
+            raise ImportError(f"No module named {name!r}")
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", fake_import)

@@ -1,0 +1,149 @@
+import json
+import shutil
+import warnings
+
+import numpy as np
+import pytest
+from PIL import Image, ImageFile
+
+from tresnet.data.folder import BadImageError, check_same_classes, load_rgb, open_folder
+from tresnet.errors import DataError
+
+
+def test_a_good_folder_gives_images_labels_and_counts(tmp_path, make_images):
+    make_images(tmp_path / "val", {"dog": 2, "cat": 3})
+    (tmp_path / "val" / "cat" / "notes.txt").write_text("ignored")
+    dataset = open_folder(tmp_path, "val")
+    assert len(dataset) == 5
+    assert dataset.classes == ["cat", "dog"]
+    image, label = dataset[4]
+    assert (image.mode, image.getpixel((0, 0)), label) == ("RGB", (1, 1, 1), 1)
+    record = dataset.describe()
+    assert record == {
+        "split": "val",
+        "images": 5,
+        "classes": ["cat", "dog"],
+        "images_per_class": [3, 2],
+    }
+    assert json.loads(json.dumps(record)) == record
+
+
+def test_a_missing_root_split_or_class_level_is_named(tmp_path, make_images):
+    with pytest.raises(DataError, match=r"nowhere/train/<class>/<image>, but .*nowhere is not a"):
+        open_folder(tmp_path / "nowhere", "train")
+    make_images(tmp_path / "training", {"a": 1})
+    with pytest.raises(DataError, match=r"no folder 'train' in .*, which holds: training"):
+        open_folder(tmp_path, "train")
+    (tmp_path / "train").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "train" / "loose.png")
+    with pytest.raises(DataError, match=r"train has no class folders"):
+        open_folder(tmp_path, "train")
+
+
+def test_empty_class_folders_are_named(tmp_path, make_images):
+    make_images(tmp_path / "train", {"a": 1, "b": 0, "c": 0})
+    (tmp_path / "train" / "c" / "readme.md").write_text("not an image")
+    with pytest.raises(DataError, match=r"each of the 3 class folders .* none in: b, c; add"):
+        open_folder(tmp_path, "train")
+
+
+def test_a_long_list_of_names_is_cut(tmp_path, make_images):
+    make_images(tmp_path / "train", {f"{i:02d}": 0 for i in range(25)})
+    with pytest.raises(DataError, match=r"none in: 00, 01, .*, 09 and 15 more;"):
+        open_folder(tmp_path, "train")
+
+
+def test_classes_that_differ_are_named(tmp_path, make_images):
+    make_images(tmp_path / "train", {"a": 1, "b": 1, "c": 1})
+    make_images(tmp_path / "val", {"b": 1, "d": 1})
+    train, val = open_folder(tmp_path, "train"), open_folder(tmp_path, "val")
+    with pytest.raises(DataError, match=r"only in train: a, c; only in val: d\."):
+        check_same_classes(train, val)
+    shutil.rmtree(tmp_path / "val" / "d")
+    with pytest.raises(DataError, match=r"found only in train: a, c\. Add"):
+        check_same_classes(train, open_folder(tmp_path, "val"))
+    check_same_classes(train, train)
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "bmp", "tif"])
+@pytest.mark.parametrize("lenient", [False, True])
+def test_a_truncated_image_is_named_whatever_pillow_was_told(
+    tmp_path, photo, suffix, lenient, monkeypatch
+):
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", lenient)
+    path = tmp_path / f"cut.{suffix}"
+    photo.save(path)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+    with pytest.raises(BadImageError, match=rf"cut\.{suffix} cannot be read \(.+\): replace"):
+        load_rgb(path)
+    assert lenient == ImageFile.LOAD_TRUNCATED_IMAGES
+
+
+@pytest.mark.parametrize("content", [b"", b"<html>404</html>", b"\x89PNG\r\n\x1a\n" + b"\0" * 64])
+def test_a_file_that_is_no_image_is_named(tmp_path, make_images, content):
+    make_images(tmp_path / "val", {"a": 1})
+    (tmp_path / "val" / "a" / "zz.png").write_bytes(content)
+    dataset = open_folder(tmp_path, "val", skip_bad_images=True)
+    with pytest.raises(BadImageError, match=r"a/zz\.png cannot be read"):
+        dataset[1]
+
+
+def test_a_flipped_bit_in_a_png_is_noticed(tmp_path, photo):
+    path = tmp_path / "flipped.png"
+    photo.save(path)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(BadImageError, match=r"flipped\.png"):
+        load_rgb(path)
+
+
+def test_a_file_that_is_gone_is_named(tmp_path):
+    with pytest.raises(BadImageError, match=r"gone\.png cannot be read \(FileNotFoundError"):
+        load_rgb(tmp_path / "gone.png")
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK"])
+def test_eight_bit_modes_become_rgb_as_torchvision_does(tmp_path, photo, mode):
+    from torchvision.datasets.folder import pil_loader
+
+    path = tmp_path / ("image.tif" if mode == "CMYK" else "image.png")
+    photo.convert(mode).save(path)
+    image = load_rgb(path)
+    assert image.mode == "RGB"
+    np.testing.assert_array_equal(np.asarray(image), np.asarray(pil_loader(path)))
+
+
+def test_alpha_is_dropped(tmp_path):
+    Image.new("RGBA", (4, 4), (10, 20, 30, 0)).save(tmp_path / "clear.png")
+    assert load_rgb(tmp_path / "clear.png").getpixel((0, 0)) == (10, 20, 30)
+
+
+def test_a_palette_with_transparency_gives_no_warning(tmp_path):
+    image = Image.new("P", (4, 4), 1)
+    image.putpalette([0, 0, 0, 200, 100, 50])
+    image.save(tmp_path / "palette.png", transparency=bytes([128, 64]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load_rgb(tmp_path / "palette.png").getpixel((0, 0)) == (200, 100, 50)
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif", "pgm"])
+def test_sixteen_bit_grey_is_scaled_not_clipped(tmp_path, suffix):
+    wide = np.array([[0, 128, 129, 32896, 65535, 257]], dtype=np.uint16)
+    path = tmp_path / f"wide.{suffix}"
+    Image.fromarray(wide).save(path)
+    assert np.asarray(load_rgb(path))[0, :, 0].tolist() == [0, 0, 1, 128, 255, 1]
+
+
+def test_pixels_without_a_range_are_refused(tmp_path):
+    Image.fromarray(np.zeros((4, 4), np.float32)).save(tmp_path / "float.tif")
+    with pytest.raises(BadImageError, match=r"float\.tif .*'F' has no defined range"):
+        load_rgb(tmp_path / "float.tif")
+
+
+def test_exif_orientation_is_left_as_torchvision_leaves_it(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (6, 4)).save(tmp_path / "turned.jpg", exif=exif)
+    assert load_rgb(tmp_path / "turned.jpg").size == (6, 4)

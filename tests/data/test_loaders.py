@@ -1,0 +1,313 @@
+import multiprocessing
+import os
+import random
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+from tresnet.data.folder import open_folder
+from tresnet.data.loaders import create_loader
+from tresnet.data.transforms import EvalTransform, TrainAugment, eval_transform, train_transform
+from tresnet.errors import ConfigError, DataError
+
+EVAL = eval_transform(EvalTransform(size=8, crop_mode="squash"))
+
+
+@pytest.fixture
+def folder(tmp_path, make_images):
+    """26 images in 3 classes; image i is solid grey i, so that a batch tells what is in it."""
+    make_images(tmp_path / "train", {"a": 11, "b": 8, "c": 7})
+    return tmp_path
+
+
+def ids(images: torch.Tensor) -> list[int]:
+    return (images[:, 0, 0, 0] * 255).round().int().tolist()
+
+
+def epoch_ids(loader) -> list[list[int]]:
+    return [ids(images) for images, _ in loader]
+
+
+def damage(folder, index: int, content: bytes = b"not an image") -> str:
+    path = next((folder / "train").rglob(f"{index:03d}.png"))
+    path.write_bytes(content)
+    return str(path)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_has_each_image_once_with_its_label(folder, workers):
+    loader = create_loader(
+        open_folder(folder, "train", EVAL), 4, training=True, workers=workers, drop_last=False
+    )
+    assert len(loader) == 7
+    assert loader.images_per_epoch == 26
+    orders = []
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        seen = [pair for x, y in loader for pair in zip(ids(x), y.tolist(), strict=True)]
+        assert sorted(seen) == [(i, (i >= 11) + (i >= 19)) for i in range(26)]
+        orders.append(seen)
+    assert orders[0] != orders[1]
+
+
+def test_the_order_follows_from_the_seed(folder):
+    dataset = open_folder(folder, "train", EVAL)
+    orders = [
+        [epoch_ids(create_loader(dataset, 26, training=True, seed=seed)) for seed in (0, 1)]
+        for _ in range(2)
+    ]
+    assert orders[0] == orders[1]
+    assert orders[0][0] != orders[0][1]
+
+
+def test_training_drops_the_last_batch_and_evaluation_keeps_it(folder):
+    dataset = open_folder(folder, "train", EVAL)
+    training = create_loader(dataset, 4, training=True)
+    assert [len(batch) for batch in epoch_ids(training)] == [4] * 6 == [4] * len(training)
+    assert training.images_per_epoch == 24
+    evaluation = create_loader(dataset, 4, training=False)
+    assert epoch_ids(evaluation) == [list(range(26))[i : i + 4] for i in range(0, 26, 4)]
+    images, labels = next(iter(evaluation))
+    assert (images.dtype, labels.dtype) == (torch.float32, torch.int64)
+
+
+def test_batches_are_the_same_with_any_number_of_workers_and_any_past(folder):
+    dataset = open_folder(folder, "train", train_transform(TrainAugment(size=16)))
+
+    def epoch(workers: int, number: int, seed: int = 0) -> torch.Tensor:
+        loader = create_loader(dataset, 4, training=True, workers=workers, seed=seed)
+        loader.set_epoch(number)
+        return torch.cat([images for images, _ in loader])
+
+    expected = epoch(0, 3)
+    torch.manual_seed(123)
+    np.random.seed(123)  # noqa: NPY002
+    random.seed(123)
+    assert torch.equal(epoch(0, 3), expected)
+    assert torch.equal(epoch(2, 3), expected)
+    assert not torch.equal(epoch(0, 4), expected)
+    assert not torch.equal(epoch(0, 3, seed=1), expected)
+
+
+def test_augmentation_differs_between_images_and_epochs(folder):
+    cfg = TrainAugment(size=16, auto_augment=None, cutout_prob=1.0, cutout_area=(0.1, 0.5))
+    loader = create_loader(open_folder(folder, "train", train_transform(cfg)), 26, training=True)
+    black = []
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        (images, _), *_ = loader
+        black.append(
+            {
+                image: (x == 0).sum().item()
+                for image, x in zip(image_ids(images), images, strict=True)
+            }
+        )
+    del black[0][0], black[1][0]  # image 0 is black all over
+    assert len(set(black[0].values())) > 4
+    assert black[0] != black[1]
+
+
+def image_ids(images: torch.Tensor) -> list[int]:
+    return (images.amax(dim=(1, 2, 3)) * 255).round().int().tolist()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_epoch_goes_on_from_any_batch(folder, workers):
+    dataset = open_folder(folder, "train", train_transform(TrainAugment(size=16)))
+    loader = create_loader(dataset, 4, training=True, workers=workers, seed=5)
+    loader.set_epoch(2)
+    whole = [images for images, _ in loader]
+    loader.set_epoch(2, start_batch=4)
+    assert len(loader) == 6  # of the whole epoch
+    rest = [images for images, _ in loader]
+    assert len(rest) == 2
+    assert all(torch.equal(a, b) for a, b in zip(whole[4:], rest, strict=True))
+    loader.set_epoch(2, start_batch=6)
+    assert list(loader) == []
+    loader.set_epoch(3)
+    assert len(list(loader)) == 6
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_left_early_does_not_spill_into_the_next(folder, workers):
+    dataset = open_folder(folder, "train", EVAL)
+    loader = create_loader(dataset, 4, training=True, workers=workers)
+    fresh = create_loader(dataset, 4, training=True)
+    next(iter(loader))
+    loader.set_epoch(1)
+    fresh.set_epoch(1)
+    assert epoch_ids(loader) == epoch_ids(fresh)
+
+
+def test_a_start_beyond_the_epoch_is_refused(folder):
+    loader = create_loader(open_folder(folder, "train", EVAL), 4, training=True)
+    for start in (-1, 7):
+        with pytest.raises(ConfigError, match=rf"from 0 to 6, .* got {start}: were the data"):
+            loader.set_epoch(0, start)
+
+
+def draw() -> tuple[float, float, float]:
+    return random.random(), np.random.rand(), torch.rand(1).item()  # noqa: NPY002
+
+
+def test_loading_leaves_the_global_generators_alone(folder):
+    dataset = open_folder(folder, "train", train_transform(TrainAugment(size=16)))
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(5)
+    expected = draw()
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(5)
+    list(create_loader(dataset, 4, training=True, workers=0))
+    assert draw() == expected
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 30])
+def test_evaluation_gives_each_image_to_one_rank(folder, world_size):
+    dataset = open_folder(folder, "train", EVAL)
+    loaders = [
+        create_loader(dataset, 4, training=False, distributed=(rank, world_size))
+        for rank in range(world_size)
+    ]
+    shares = [[i for batch in epoch_ids(loader) for i in batch] for loader in loaders]
+    assert sorted(i for share in shares for i in share) == list(range(26))
+    assert [len(share) for share in shares] == [loader.images_per_epoch for loader in loaders]
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@pytest.mark.parametrize(("drop_last", "distinct"), [(True, 24), (False, 26)])
+def test_training_ranks_have_as_many_batches_and_share_the_images(folder, drop_last, distinct):
+    dataset = open_folder(folder, "train", EVAL)
+    ranks = [
+        create_loader(dataset, 2, training=True, distributed=(rank, 4), drop_last=drop_last, seed=1)
+        for rank in range(4)
+    ]
+    assert len({len(loader) for loader in ranks}) == 1
+    shares = [epoch_ids(loader) for loader in ranks]
+    assert len({i for share in shares for batch in share for i in batch}) == distinct
+    # Batch b of all ranks together is batch b of one process with the same global batch.
+    single = epoch_ids(create_loader(dataset, 8, training=True, seed=1))
+    for number, batch in enumerate(single):
+        assert sorted(i for share in shares for i in share[number]) == sorted(batch)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("training", [False, True])
+def test_a_bad_image_stops_the_epoch_and_is_named(folder, workers, training):
+    damage(folder, 7)
+    loader = create_loader(
+        open_folder(folder, "train", EVAL), 4, training=training, workers=workers, drop_last=False
+    )
+    with pytest.raises(DataError, match=r"007\.png cannot be read .*--skip-bad-images$") as caught:
+        list(loader)
+    assert "Traceback" not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_evaluation_leaves_bad_images_out_and_counts_each_once(folder, workers, caplog):
+    whole = (folder / "train" / "a" / "009.png").read_bytes()
+    bad = [damage(folder, i) for i in (1, 4, 5, 6, 7)] + [damage(folder, 9, whole[:50])]
+    dataset = open_folder(folder, "train", EVAL, skip_bad_images=True)
+    loader = create_loader(dataset, 4, training=False, workers=workers)
+    for _ in range(2):
+        # The second batch, 4 to 7, is bad throughout and does not appear.
+        assert epoch_ids(loader) == [
+            [0, 2, 3], [8, 10, 11], [12, 13, 14, 15], [16, 17, 18, 19], [20, 21, 22, 23], [24, 25]
+        ]  # fmt: skip
+    assert sorted(loader.skipped) == sorted(bad)
+    assert "UnidentifiedImageError" in loader.skipped[bad[0]]
+    assert len(caplog.messages) == len(bad)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_training_puts_another_image_in_place_of_a_bad_one(folder, workers):
+    bad = [damage(folder, i) for i in (3, 12, 20, 21)]
+    dataset = open_folder(folder, "train", EVAL, skip_bad_images=True)
+    loader = create_loader(dataset, 4, training=True, workers=workers, drop_last=False)
+    seen = []
+    for epoch in range(3):
+        loader.set_epoch(epoch)
+        batches = epoch_ids(loader)
+        assert [len(batch) for batch in batches] == [4] * 6 + [2]
+        seen.append(batches)
+        assert not {3, 12, 20, 21} & {i for batch in batches for i in batch}
+        assert {i for batch in batches for i in batch} == set(range(26)) - {3, 12, 20, 21}
+    assert sorted(loader.skipped) == sorted(bad)
+    fresh = create_loader(dataset, 4, training=True, workers=0, drop_last=False)
+    fresh.set_epoch(2)
+    assert epoch_ids(fresh) == seen[2]
+
+
+def test_ranks_count_their_own_bad_images(folder):
+    bad = [damage(folder, i) for i in (0, 1, 2, 25)]
+    dataset = open_folder(folder, "train", EVAL, skip_bad_images=True)
+    loaders = [
+        create_loader(dataset, 4, training=False, distributed=(rank, 2)) for rank in range(2)
+    ]
+    seen = sorted(i for loader in loaders for batch in epoch_ids(loader) for i in batch)
+    assert seen == list(range(3, 25))
+    assert sorted([*loaders[0].skipped, *loaders[1].skipped]) == sorted(bad)
+
+
+def test_a_folder_of_bad_images_stops_training_and_evaluates_none(folder):
+    for index in range(26):
+        damage(folder, index)
+    dataset = open_folder(folder, "train", EVAL, skip_bad_images=True)
+    with pytest.raises(DataError, match="16 images in a row cannot be read"):
+        list(create_loader(dataset, 4, training=True))
+    loader = create_loader(dataset, 4, training=False)
+    assert list(loader) == []
+    assert len(loader.skipped) == 26
+
+
+def test_other_errors_of_a_transform_are_not_taken_for_bad_images(folder):
+    def broken(image):
+        raise RuntimeError("a fault of the transform")
+
+    dataset = open_folder(folder, "train", broken, skip_bad_images=True)
+    with pytest.raises(RuntimeError, match="a fault of the transform"):
+        list(create_loader(dataset, 4, training=True))
+
+
+def test_too_few_images_for_a_batch_and_wrong_numbers_are_refused(folder):
+    dataset = open_folder(folder, "train", EVAL)
+    with pytest.raises(DataError, match=r"full batch of 14 images on each of 2 ranks.* 26 images"):
+        create_loader(dataset, 14, training=True, distributed=(0, 2))
+    for wrong in ({"batch_size": 0}, {"workers": -1}, {"distributed": (2, 2)}):
+        with pytest.raises(ConfigError, match="expected batch_size >= 1, workers >= 0"):
+            create_loader(dataset, **{"batch_size": 4, "training": True, **wrong})
+
+
+@pytest.fixture
+def workers_now():
+    """Return a function that lists the worker processes started since the test began."""
+    before = set(multiprocessing.active_children())
+    return lambda: set(multiprocessing.active_children()) - before
+
+
+def test_workers_end_at_an_error_and_at_close_and_start_anew(folder, workers_now):
+    loader = create_loader(open_folder(folder, "train", EVAL), 4, training=False, workers=2)
+    whole = epoch_ids(loader)
+    assert len(workers_now()) == 2
+    loader.close()
+    assert not workers_now()
+    assert epoch_ids(loader) == whole
+    damage(folder, 7)
+    with pytest.raises(DataError) as held:
+        list(loader)
+    assert not workers_now()
+    assert held.traceback  # which keeps the loader alive
+
+
+def test_ctrl_c_is_the_main_processs_to_handle(folder, workers_now):
+    loader = create_loader(open_folder(folder, "train", EVAL), 2, training=False, workers=2)
+    batches = iter(loader)
+    seen = ids(next(batches)[0]) + ids(next(batches)[0])  # both workers are up
+    for worker in workers_now():
+        os.kill(worker.pid, signal.SIGINT)
+    for images, _ in batches:
+        seen += ids(images)
+    assert seen == list(range(26))
+    loader.close()

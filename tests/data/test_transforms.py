@@ -1,0 +1,176 @@
+import pickle
+from dataclasses import FrozenInstanceError, replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from timm.data import create_transform
+
+from tresnet.data.seeding import seed_cpu_generators
+from tresnet.data.transforms import (
+    EvalTransform,
+    TrainAugment,
+    digits_augment,
+    eval_transform,
+    train_transform,
+)
+from tresnet.errors import ConfigError
+
+NO_NORM = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
+PLAIN = TrainAugment(size=32, random_crop=False, hflip=0, auto_augment=None, cutout_prob=0)
+
+
+@pytest.mark.parametrize("upright", [False, True])
+@pytest.mark.parametrize(
+    ("cfg", "timm_args"),
+    [
+        (EvalTransform(), {"input_size": 224, "crop_pct": 0.875}),
+        (EvalTransform(size=64), {"input_size": 64, "crop_pct": 0.875}),
+        (EvalTransform(size=64, crop_pct=1.0), {"input_size": 64, "crop_pct": 1.0}),
+        (
+            EvalTransform(size=448, crop_mode="squash"),
+            {"input_size": 448, "crop_pct": 1.0, "crop_mode": "squash"},
+        ),
+        (
+            EvalTransform(size=64, crop_mode="squash", crop_pct=0.875, interpolation="bicubic"),
+            {
+                "input_size": 64,
+                "crop_pct": 0.875,
+                "crop_mode": "squash",
+                "interpolation": "bicubic",
+            },
+        ),
+    ],
+)
+def test_evaluation_equals_timms(photo, cfg, timm_args, upright):
+    image = photo.rotate(90, expand=True) if upright else photo
+    ours = eval_transform(cfg)(image)
+    theirs = create_transform(is_training=False, **NO_NORM, **timm_args)(image)
+    assert ours.dtype == torch.float32
+    assert ours.shape == (3, cfg.size, cfg.size)
+    assert torch.equal(ours, theirs)
+
+
+def test_center_is_resize_and_crop_and_squash_loses_nothing(photo):
+    center = eval_transform(EvalTransform(size=56))(photo)
+    # The shorter side, 180, becomes 56 / 0.875 = 64; the longer int(64 * 260 / 180) = 92.
+    resized = photo.resize((92, 64), Image.Resampling.BILINEAR)
+    by_hand = np.asarray(resized.crop((18, 4, 18 + 56, 4 + 56)))
+    np.testing.assert_array_equal((center * 255).round().permute(1, 2, 0).numpy(), by_hand)
+
+    squashed = eval_transform(EvalTransform(size=56, crop_mode="squash"))(photo)
+    by_hand = np.asarray(photo.resize((56, 56), Image.Resampling.BILINEAR))
+    np.testing.assert_array_equal((squashed * 255).round().permute(1, 2, 0).numpy(), by_hand)
+
+
+def test_uint8_and_float32_are_the_same_picture(photo):
+    for build, cfg in ((eval_transform, EvalTransform(size=32)), (train_transform, TrainAugment())):
+        seed_cpu_generators(1)
+        as_float = build(cfg)(photo)
+        seed_cpu_generators(1)
+        as_bytes = build(cfg, dtype=torch.uint8)(photo)
+        assert as_bytes.dtype == torch.uint8
+        assert torch.equal(as_bytes.float() / 255, as_float)
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        TrainAugment(size=40),
+        TrainAugment(size=40, auto_augment="rand-m9-mstd0.5", interpolation="random"),
+        TrainAugment(size=40, auto_augment="3a", interpolation="bicubic", cutout_prob=1.0),
+        TrainAugment(size=40, cutout_prob=1.0, cutout_area=(0.02, 0.33), cutout_min_aspect=0.3),
+        digits_augment(40),
+    ],
+)
+def test_training_stays_in_zero_to_one(photo, cfg):
+    transform = train_transform(cfg)
+    extreme = Image.fromarray((np.asarray(photo) > 127).astype(np.uint8) * 255)
+    results = []
+    for seed in range(25):
+        seed_cpu_generators(seed)
+        result = transform(extreme)
+        assert result.shape == (3, 40, 40)
+        assert result.dtype == torch.float32
+        assert 0 <= result.min() <= result.max() <= 1
+        results.append(result)
+    assert len({result.sum().item() for result in results}) > 15
+
+
+def test_training_follows_from_the_seed_after_pickling_too(photo):
+    transform = train_transform(TrainAugment(size=40, affine_degrees=10))
+    copy = pickle.loads(pickle.dumps(transform))
+    for seed in range(10):
+        seed_cpu_generators(seed)
+        first = transform(photo)
+        seed_cpu_generators(seed)
+        assert torch.equal(copy(photo), first)
+
+
+def test_without_augmentation_training_is_a_squash(photo):
+    expected = eval_transform(EvalTransform(size=32, crop_mode="squash"))(photo)
+    assert torch.equal(train_transform(PLAIN)(photo), expected)
+
+
+def test_cutout_blackens_a_quarter_of_the_image_half_the_time():
+    white = Image.new("RGB", (32, 32), (255, 255, 255))
+    transform = train_transform(replace(PLAIN, cutout_prob=0.5))
+    seed_cpu_generators(0)
+    black = [1 - transform(white).mean().item() for _ in range(200)]
+    assert set(black) == {0.0, 0.25}
+    # 200 fair draws: the standard deviation of the share is 0.035.
+    assert 0.35 < sum(share > 0 for share in black) / 200 < 0.65
+
+
+def test_auto_augment_uncovers_grey_not_black():
+    white = Image.new("RGB", (32, 32), (255, 255, 255))
+    # ImageNet's mean colour, which timm fills with, is (124, 116, 104) / 255.
+    transform = train_transform(replace(PLAIN, auto_augment="rand-m9-n1-inc0"), dtype=torch.uint8)
+    seed_cpu_generators(0)
+    colours = {tuple(transform(white)[:, 0, 0].tolist()) for _ in range(200)}
+    assert (124, 116, 104) in colours
+
+
+def test_mirror_and_digits():
+    left = Image.new("RGB", (32, 32))
+    left.paste((255, 255, 255), (0, 0, 16, 32))
+    mirrored = train_transform(replace(PLAIN, hflip=1.0))(left)
+    assert mirrored[:, :, 16:].min() == 1
+    assert mirrored[:, :, :16].max() == 0
+    digit = train_transform(digits_augment())
+    seed_cpu_generators(0)
+    # The left half stays on the left, however it is shifted, turned and zoomed.
+    for _ in range(50):
+        image = digit(left)
+        assert image[:, :, :16].mean() > image[:, :, 16:].mean() + 0.4
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: TrainAugment(size=0), "size of at least 1 pixel, got 0"),
+        (lambda: TrainAugment(hflip=1.5), r"hflip in \[0, 1\], got 1.5"),
+        (
+            lambda: TrainAugment(crop_scale=(0.5, 0.1)),
+            r"crop_scale as 0 < smallest <= largest <= 1",
+        ),
+        (lambda: TrainAugment(affine_scale=(0.0, 1.0)), "affine_scale as 0 < smallest"),
+        (lambda: TrainAugment(cutout_min_aspect=2.0), "cutout_min_aspect"),
+        (lambda: TrainAugment(affine_degrees=-1), "affine_degrees and affine_shear of 0 or more"),
+        (lambda: EvalTransform(crop_pct=87.5), r"crop_pct in \(0, 1\], got 87.5"),
+        (lambda: EvalTransform(crop_mode="fit"), "'center' or 'squash', got 'fit'"),
+        (lambda: train_transform(TrainAugment(auto_augment="best")), "a policy timm knows.*'best'"),
+        (lambda: eval_transform(EvalTransform(), dtype=torch.float16), "torch.uint8, got torch.f"),
+    ],
+)
+def test_wrong_values_are_refused(build, message):
+    with pytest.raises(ConfigError, match=message):
+        build()
+
+
+def test_the_configurations_are_frozen_values():
+    assert TrainAugment() == TrainAugment()
+    assert len({EvalTransform(), EvalTransform(size=448)}) == 2
+    with pytest.raises(FrozenInstanceError):
+        EvalTransform().size = 3  # type: ignore[misc]

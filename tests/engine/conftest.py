@@ -1,0 +1,55 @@
+"""A data set of noise in three colours, and a network small enough to train on it in a second."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.images import write_images
+from tresnet.engine import config as configs
+from tresnet.engine.config import TrainConfig
+
+TRAIN_IMAGES, VAL_IMAGES = 26, 11
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """26 images to train (6 batches of 4 and a rest), 11 to validate, 3 classes."""
+    root = tmp_path_factory.mktemp("coloured")
+    write_images(root, "train", TRAIN_IMAGES)
+    write_images(root, "val", VAL_IMAGES)
+    return root
+
+
+@pytest.fixture
+def tiny(data: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
+    """Makes configurations: 2 epochs of 6 batches, everything random switched on."""
+
+    def make(**changes: Any) -> TrainConfig:
+        settings = {
+            "model": "tresnet_t",
+            "width_factor": 0.125,
+            "layers": (1, 1, 1, 1),
+            "drop_rate": 0.2,
+            "drop_path_rate": 0.2,
+            "data": str(data),
+            "batch_size": 4,
+            "input_size": 12,
+            "crop_pct": 1.0,
+            "workers": 0,
+            "epochs": 2,
+            "lr": 0.02,
+            "ema_decay": 0.9,
+            "mixup": 0.2,
+            "mix_prob": 0.7,
+            "label_smoothing": 0.1,
+            "device": "cpu",
+            "runs": str(tmp_path / "runs"),
+            "name": "run",
+            "progress": False,
+            "tensorboard": False,
+        }
+        return configs.replace(TrainConfig(recipe="digits"), **(settings | changes))
+
+    return make

@@ -1,0 +1,116 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from tresnet.engine.config import OptimConfig, ScheduleConfig
+from tresnet.engine.optim import create_optimizer, create_schedule, peak_lr
+from tresnet.errors import ConfigError
+from tresnet.models.zoo import build
+
+OPTIM = OptimConfig(lr=0.4, momentum=0.8, weight_decay=3e-4)
+
+
+def small_model():
+    return build("tresnet_t", width_factor=0.125, layers=(1, 1, 1, 1), num_classes=3)
+
+
+def test_only_convolution_and_linear_weights_decay():
+    model = small_model()
+    optimizer = create_optimizer(model, OPTIM, 8)
+    decay_of = {
+        id(parameter): group["weight_decay"]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    weights = [m.weight for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    decayed = {id(weight) for weight in weights}
+    for name, parameter in model.named_parameters():
+        expected = 3e-4 if id(parameter) in decayed else 0.0
+        assert decay_of.pop(id(parameter)) == expected, name
+    assert decay_of == {}
+    assert {".".join(n.split(".")[-2:]) for n, p in model.named_parameters() if p.ndim == 1} >= {
+        "bn.weight",
+        "bn.bias",
+        "fc.bias",
+        "fc1.bias",
+    }
+
+
+def test_sgd_has_nesterov_momentum():
+    optimizer = create_optimizer(small_model(), OPTIM, 8)
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert all(group["nesterov"] and group["momentum"] == 0.8 for group in optimizer.param_groups)
+
+
+def test_the_rate_scales_with_the_batch_if_asked_to():
+    assert peak_lr(OPTIM, 1024) == 0.4
+    assert peak_lr(OptimConfig(lr=0.1, lr_batch=256), 1024) == pytest.approx(0.4)
+    optimizer = create_optimizer(small_model(), OptimConfig(lr=0.1, lr_batch=256), 64)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
+
+
+def test_an_unknown_optimizer_is_refused():
+    with pytest.raises(ConfigError, match="--opt: timm builds no optimizer 'sgdd'"):
+        create_optimizer(small_model(), OptimConfig(opt="sgdd"), 8)
+
+
+def rates(config: ScheduleConfig, updates: int) -> list[float]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.4)
+    schedule = create_schedule(optimizer, config, updates)
+    found = []
+    for _ in range(updates):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return found
+
+
+def test_one_cycle_is_torchs():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.4)
+    theirs = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer,
+        max_lr=0.4,
+        total_steps=50,
+        pct_start=0.3,
+        div_factor=20,
+        final_div_factor=1000,
+        cycle_momentum=False,
+    )
+    expected = []
+    for _ in range(50):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        theirs.step()
+    config = ScheduleConfig(warmup_fraction=0.3, start_factor=1 / 20, end_factor=1 / 20000)
+    found = rates(config, 50)
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert found[0] == pytest.approx(0.02)
+    assert max(found) == pytest.approx(0.4)
+    assert found[-1] == pytest.approx(0.4 / 20000)
+
+
+@pytest.mark.parametrize("updates", [1, 2, 7])
+def test_one_cycle_of_few_updates_ends_at_its_last_rate(updates):
+    found = rates(ScheduleConfig(warmup_fraction=0.2), updates)
+    assert len(found) == updates
+    assert all(math.isfinite(rate) and rate > 0 for rate in found)
+
+
+def test_cosine_rises_along_a_line_and_falls_along_a_cosine():
+    config = ScheduleConfig(
+        lr_schedule="cosine", warmup_fraction=0.25, start_factor=0.2, end_factor=0.1
+    )
+    found = rates(config, 13)
+    assert found[0] == pytest.approx(0.4 * 0.2)
+    warm = 13 * 0.25
+    assert found[2] == pytest.approx(0.4 * (0.2 + 0.8 * 2 / warm))
+    middle = (7 - warm) / (12 - warm)
+    assert found[7] == pytest.approx(0.4 * (0.1 + 0.9 * (1 + math.cos(math.pi * middle)) / 2))
+    assert found[-1] == pytest.approx(0.4 * 0.1)
+
+
+def test_constant_stays_after_the_warm_up():
+    config = ScheduleConfig(lr_schedule="constant", warmup_fraction=0.5, start_factor=0.5)
+    assert rates(config, 4) == pytest.approx([0.2, 0.3, 0.4, 0.4])

@@ -1,0 +1,148 @@
+"""Activated batch norm against torch's modules in fp64, and what it keeps for backward."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.live_storages import live_after
+from tresnet.errors import InputError
+from tresnet.ops import recompute
+from tresnet.ops.abn import abn
+from tresnet.ops.abn.cases import CASES
+
+LAYOUTS = [torch.contiguous_format, torch.channels_last]
+
+
+def parameters(channels, dtype):
+    """Gammas of both signs, among them zero and tiny ones; betas; running statistics."""
+    weight, bias = torch.randn(2, channels, dtype=dtype)
+    weight[0] = 0
+    weight[-1] *= 1e-6
+    return weight, bias, torch.randn(channels, dtype=dtype), torch.rand(channels, dtype=dtype) + 0.5
+
+
+def run(x, weight, bias, mean, var, grad, training, slope, impl):
+    """Return output, gradients of x, weight and bias, and the running statistics afterwards."""
+    x, weight, bias = (t.clone().requires_grad_() for t in (x, weight, bias))
+    mean, var = mean.clone(), var.clone()
+    y = abn(x, weight, bias, mean, var, training=training, slope=slope, impl=impl)
+    y.backward(grad)
+    return [y.detach(), x.grad, weight.grad, bias.grad, mean, var]
+
+
+def truth(x, weight, bias, mean, var, grad, training, slope):
+    """Do the same with torch's own BatchNorm module and leaky ReLU, in fp64."""
+    module = nn.BatchNorm2d(len(weight), dtype=torch.float64) if x.dim() == 4 else None
+    module = module or nn.BatchNorm1d(len(weight), dtype=torch.float64)
+    module.load_state_dict(
+        {
+            "weight": weight,
+            "bias": bias,
+            "running_mean": mean,
+            "running_var": var,
+            "num_batches_tracked": torch.tensor(0),
+        }
+    )
+    x = x.double().requires_grad_()
+    y = module.train(training)(x)
+    y = y if slope is None else F.leaky_relu(y, slope)
+    y.backward(grad.double())
+    grads = [x.grad, module.weight.grad, module.bias.grad]
+    return [y.detach(), *grads, module.running_mean, module.running_var]
+
+
+@pytest.mark.parametrize("impl", ["reference", "recompute"])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["nchw", "nhwc"])
+@pytest.mark.parametrize(("shape", "slope"), CASES.values(), ids=CASES)
+def test_equals_torch_in_fp64(shape, slope, layout, training, impl):
+    if layout is torch.channels_last and len(shape) != 4:
+        pytest.skip("channels_last needs four dimensions")
+    x, grad = torch.randn(2, *shape, dtype=torch.float64)
+    if len(shape) == 4:
+        x, grad = x.to(memory_format=layout), grad.to(memory_format=layout)
+    values = (x, *parameters(shape[1], torch.float64), grad, training, slope)
+    for ours, expected in zip(run(*values, impl), truth(*values), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("slope", [1e-2, 1e-6, None])
+def test_loses_no_more_than_eager_pytorch(dtype, slope):
+    """Every output may be off from fp64 by as much as plain PyTorch is in the same dtype."""
+    x, grad = torch.randn(2, 8, 16, 9, 7).to(dtype)
+    values = (x, *parameters(16, torch.float32), grad, True, slope)
+    wide = [v.double() if isinstance(v, torch.Tensor) else v for v in values]
+    reference, ours = run(*values, "reference"), run(*values, "recompute")
+    for ours_i, eager, exact in zip(ours, reference, truth(*wide), strict=True):
+        allowed = (eager.double() - exact).abs().max()
+        assert (ours_i.double() - exact).abs().max() <= 1.01 * allowed + 1e-12
+
+
+def test_gradient_by_finite_differences():
+    x = torch.randn(3, 2, 2, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.tensor([1.3, -0.4], dtype=torch.float64, requires_grad=True)
+    bias = torch.tensor([0.2, 0.1], dtype=torch.float64, requires_grad=True)
+
+    def function(x, weight, bias):
+        statistics = torch.zeros(2, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
+        return abn(x, weight, bias, *statistics, training=True, impl="recompute")
+
+    assert torch.autograd.gradcheck(function, (x, weight, bias))
+
+
+def kept(function):
+    """Return the distinct storages that autograd keeps after `function`, and its result."""
+    storages = {}
+
+    def pack(t):
+        storages[t.untyped_storage()._cdata] = t
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        result = function()
+    return [t for t in storages.values() if t.dim() == 4], result
+
+
+def test_saves_its_input_alone():
+    x = torch.randn(2, 4, 6, 6, requires_grad=True)
+    values = parameters(4, torch.float32)
+    ours, _ = kept(lambda: abn(x, *values, training=True, impl="recompute"))
+    assert [t.data_ptr() for t in ours] == [x.data_ptr()]
+    eager, _ = kept(lambda: abn(x, *values, training=True, impl="reference"))
+    assert len(eager) == 2
+
+
+def test_scope_leaves_one_buffer_a_layer():
+    """conv, abn, conv: the first convolution's output stays; outside a scope abn's stays too."""
+    image = torch.randn(2, 3, 8, 8)
+    conv1, conv2 = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 5, 3)
+    values = parameters(4, torch.float32)
+
+    def forward(active):
+        with recompute.scope(active):
+            return conv2(abn(conv1(image), *values, training=True, slope=1e-3))
+
+    ignored = [image, *conv1.parameters(), *conv2.parameters(), *values]
+    inside = live_after(lambda: forward(True), ignored)
+    assert [shape for shape, _ in inside] == [(2, 4, 6, 6), (2, 5, 4, 4)]
+    outside = live_after(lambda: forward(False), ignored)
+    assert [shape for shape, _ in outside] == [(2, 4, 6, 6), (2, 4, 6, 6), (2, 5, 4, 4)]
+
+
+def test_wrong_channels_are_an_error():
+    with pytest.raises(InputError, match=r"expected \(N, 4, \.\.\.\), got \(2, 3, 5, 5\)"):
+        abn(torch.randn(2, 3, 5, 5), *parameters(4, torch.float32), training=True)
+
+
+def test_one_value_per_channel_is_an_error():
+    with pytest.raises(InputError, match="more than one value per channel"):
+        abn(torch.randn(1, 4, 1, 1), *parameters(4, torch.float32), training=True)
+    y = abn(torch.randn(1, 4, 1, 1), *parameters(4, torch.float32), training=False)
+    assert y.shape == (1, 4, 1, 1)
+
+
+def test_unknown_impl_is_an_error():
+    with pytest.raises(InputError, match="'auto', 'reference' or 'recompute', got 'fast'"):
+        abn(torch.randn(2, 4), *parameters(4, torch.float32), training=True, impl="fast")

@@ -1,0 +1,76 @@
+"""The blur against timm's module, fp64 autograd and finite differences."""
+
+import pytest
+import torch
+
+from tresnet.errors import InputError
+from tresnet.ops.blur_pool import blur_pool
+from tresnet.ops.blur_pool.cases import CASES
+
+LAYOUTS = [torch.contiguous_format, torch.channels_last]
+
+
+def timm_blur(x):
+    from timm.layers import BlurPool2d
+
+    return BlurPool2d(x.shape[1], filt_size=3, stride=2).to(x.dtype)(x)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["nchw", "nhwc"])
+@pytest.mark.parametrize("shape", CASES.values(), ids=CASES)
+def test_equals_timm_forward_and_backward(shape, layout, jit):
+    x = torch.randn(shape, dtype=torch.float64).to(memory_format=layout)
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y, expected = blur_pool(ours, jit=jit), timm_blur(theirs)
+    torch.testing.assert_close(y, expected)
+    grad = torch.randn_like(expected)
+    y.backward(grad)
+    expected.backward(grad)
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_error_is_that_of_one_rounding(dtype):
+    x = torch.randn(2, 5, 9, 8).to(dtype)
+    truth = blur_pool(x.double())
+    # Weights are exact and sum to one, so only accumulation and the last rounding lose anything.
+    bound = 2 * torch.finfo(dtype).eps * x.abs().max().item()
+    assert (blur_pool(x).double() - truth).abs().max().item() <= bound
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 2, 2), (2, 1, 5, 4), (1, 1, 2, 7)])
+def test_first_and_second_derivatives(shape):
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(blur_pool, x)
+    assert torch.autograd.gradgradcheck(blur_pool, x)
+
+
+def test_saves_nothing_for_backward():
+    saved = []
+    x = torch.randn(2, 3, 8, 8, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda t: t):
+        blur_pool(x)
+    assert saved == []
+
+
+def test_keeps_channels_last_in_both_directions():
+    x = torch.randn(2, 6, 8, 8).to(memory_format=torch.channels_last).requires_grad_()
+    y = blur_pool(x)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    y.backward(torch.randn_like(y))
+    assert x.grad.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_autocast_keeps_the_dtype():
+    x = torch.randn(1, 2, 6, 6, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = blur_pool(x)
+    assert y.dtype is torch.float32
+    torch.testing.assert_close(y, timm_blur(x))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 8), (1, 1, 8, 1), (3, 8, 8)])
+def test_too_small_is_an_error(shape):
+    with pytest.raises(InputError, match="H and W at least 2"):
+        blur_pool(torch.rand(shape))

@@ -1,0 +1,20 @@
+"""The global average pool against adaptive pooling."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tresnet.ops.global_avg_pool import global_avg_pool
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("shape", [(2, 8, 7, 5), (1, 1, 1, 1), (3, 4, 1, 9)])
+def test_equals_adaptive_pooling(shape, layout, jit):
+    x = torch.randn(shape, dtype=torch.float64).to(memory_format=layout).requires_grad_()
+    expected = F.adaptive_avg_pool2d(x, 1)
+    torch.testing.assert_close(global_avg_pool(x, flatten=False, jit=jit), expected)
+    flat = global_avg_pool(x, jit=jit)
+    torch.testing.assert_close(flat, expected.flatten(1))
+    (grad,) = torch.autograd.grad(flat.sum(), x)
+    torch.testing.assert_close(grad, torch.full_like(x, 1 / (shape[2] * shape[3])))
