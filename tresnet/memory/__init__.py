@@ -2,6 +2,7 @@
 
 from tresnet.memory.device import Device, find_device, list_devices
 from tresnet.memory.events import Category, Phase
+from tresnet.memory.fit import Fits, MaxBatch, max_batch
 from tresnet.memory.predict import predict
 from tresnet.memory.result import Estimate, Prediction
 from tresnet.memory.workspaces import Workspaces
@@ -10,10 +11,13 @@ __all__ = [
     "Category",
     "Device",
     "Estimate",
+    "Fits",
+    "MaxBatch",
     "Phase",
     "Prediction",
     "Workspaces",
     "find_device",
     "list_devices",
+    "max_batch",
     "predict",
 ]

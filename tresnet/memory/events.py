@@ -6,6 +6,7 @@ trace answers for any capacity.
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import groupby
 
 
 class Category(StrEnum):
@@ -100,8 +101,13 @@ class Trace:
     def death(self, buffer: int) -> None:
         self.events.append(Event(buffer, False, len(self.operations) - 1))
 
-    def copy(self) -> "Trace":
-        """The trace so far; later events do not reach it."""
-        return Trace(
-            list(self.buffers), list(self.operations), list(self.events), list(self.step_starts)
-        )
+    def settled(self) -> "Trace":
+        """The trace so far, deaths in a row sorted; later events do not reach it.
+
+        Some are in the order of a hash table, autocast's cache for one. What an allocator makes
+        of a row of deaths does not depend on their order.
+        """
+        events: list[Event] = []
+        for (alive, _), run in groupby(self.events, key=lambda e: (e.alive, e.op)):
+            events.extend(run if alive else sorted(run, key=lambda e: e.buffer))
+        return Trace(list(self.buffers), list(self.operations), events, list(self.step_starts))

@@ -62,7 +62,7 @@ def replay_notebook(
             ends.append(len(machine.trace.events))
             del run
         kept.append(copied)
-    trace = machine.trace.copy()
+    trace = machine.trace.settled()
     return _print_cells([s.name for s in chosen], trace, ends, device.capacity_bytes)
 
 
