@@ -62,20 +62,19 @@ class MaxBatch:
 def fits(trace: Trace, device: Device) -> Fits:
     """Whether the traced step fits into the device.
 
-    Yes if it does with the largest context and every workspace at its highest; no if it does not
-    with the smallest context and none.
+    Yes if it does with the largest context, both with every workspace at its highest and with
+    none (they fragment the cache differently); no if what tensors hold at the peak is more than
+    there is, however well it were packed.
 
     Raises:
         InputError: the device has no stated capacity.
     """
     capacity = _capacity(device)
-    bad_case = int((capacity - device.context_high_bytes) * (1 - _DOUBT))
-    if bad_case > 0 and _runs(trace, bad_case, highest_workspaces=True):
+    worst = int((capacity - device.context_high_bytes) * (1 - _DOUBT))
+    if worst > 0 and all(_runs(trace, worst, highest_workspaces=high) for high in (True, False)):
         return Fits.YES
-    good_case = int((capacity - device.context_low_bytes) * (1 + _DOUBT))
-    if good_case > 0 and _runs(trace, good_case, highest_workspaces=False):
-        return Fits.UNCERTAIN
-    return Fits.NO
+    at_least = replay(trace).peak_allocated_bytes * (1 - _DOUBT) + device.context_low_bytes
+    return Fits.NO if at_least > capacity else Fits.UNCERTAIN
 
 
 def max_batch(
