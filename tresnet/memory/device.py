@@ -45,9 +45,7 @@ def list_devices() -> list[str]:
     return sorted(_KNOWN)
 
 
-def find_device(
-    name: str | Device | None = None, gpu_memory: str | int | None = None
-) -> Device:
+def find_device(name: str | Device | None = None, gpu_memory: str | int | None = None) -> Device:
     """The description of a GPU.
 
     Args:

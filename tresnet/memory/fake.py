@@ -29,6 +29,22 @@ def fake_copy(
     Raises:
         InputError: lazy parameters without a shape, or a model that cannot be copied.
     """
+    return _copy(
+        model, lambda tensor: _fake_like(tensor, mode, device, channels_last=channels_last)
+    )
+
+
+def meta_copy(model: nn.Module) -> nn.Module:
+    """A copy of `model` on the meta device; the model itself stays untouched.
+
+    Raises:
+        InputError: as for `fake_copy`.
+    """
+    return _copy(model, _meta_like)
+
+
+def _copy(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """A deep copy in which `make` has replaced every parameter and buffer, tied ones once."""
     memo: dict[int, object] = {}
     for tensor in _tensors_of(model):
         if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
@@ -37,7 +53,7 @@ def fake_copy(
                 f"{type(model).__name__}: run one batch through it first"
             )
         if id(tensor) not in memo:
-            memo[id(tensor)] = _fake_like(tensor, mode, device, channels_last=channels_last)
+            memo[id(tensor)] = make(tensor)
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:
@@ -123,6 +139,13 @@ def _fake_like(
         fake._is_param = True  # type: ignore[attr-defined]
         fake.requires_grad_(tensor.requires_grad)
     return fake
+
+
+def _meta_like(tensor: torch.Tensor) -> torch.Tensor:
+    meta = torch.empty_like(tensor, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(meta, requires_grad=tensor.requires_grad)
+    return meta
 
 
 def _channels_last_stride(shape: torch.Size) -> tuple[int, ...]:

@@ -145,9 +145,7 @@ class _Tracer:
         return self._answers[batch_size]
 
 
-def _edge(
-    tracer: _Tracer, foresee: Callable[[int], Fits], good: Callable[[Fits], bool]
-) -> int:
+def _edge(tracer: _Tracer, foresee: Callable[[int], Fits], good: Callable[[Fits], bool]) -> int:
     """The largest batch whose answer is good: foreseen, then corrected by tracing."""
     edge = _bisect(lambda n: good(foresee(n)), 0, _LIMIT)
     stride = 1

@@ -55,9 +55,7 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
         return build()
 
 
-def find_input_size(
-    model: nn.Module, input_size: int | tuple[int, ...] | None
-) -> tuple[int, ...]:
+def find_input_size(model: nn.Module, input_size: int | tuple[int, ...] | None) -> tuple[int, ...]:
     """The shape of one input without the batch: (C, H, W), or what was given in full.
 
     Args:
