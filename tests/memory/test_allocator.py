@@ -1,5 +1,6 @@
 """The allocator's rules at their edges, and what must hold for any sequence of requests."""
 
+import itertools
 import random
 
 import pytest
@@ -154,14 +155,12 @@ def test_blocks_never_overlap_and_bytes_are_conserved(seed):
 
 def check(allocator, held):
     spans = sorted((b.address, b.address + b.n_bytes) for b in held)
-    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
     assert allocator.allocated_bytes == sum(b.n_bytes for b in held)
     segments = list(allocator.segments())
     assert allocator.reserved_bytes == sum(b.n_bytes for s in segments for b in s)
     used = [b for s in segments for b in s if not b.free]
     assert {id(b) for b in used} == {id(b) for b in held}
     for segment in segments:
-        assert all(
-            a.address + a.n_bytes == b.address for a, b in zip(segment, segment[1:], strict=False)
-        )
-        assert not any(a.free and b.free for a, b in zip(segment, segment[1:], strict=False))
+        assert all(a.address + a.n_bytes == b.address for a, b in itertools.pairwise(segment))
+        assert not any(a.free and b.free for a, b in itertools.pairwise(segment))

@@ -4,10 +4,10 @@ import importlib.util
 
 import pytest
 
+from tresnet.errors import InputError
 from tresnet.memory import predict
 from tresnet.memory.notebook import replay_notebook
 from tresnet.memory.subjects import SUBJECTS, find_subject
-from tresnet.errors import InputError
 
 HAS_MONAI = all(importlib.util.find_spec(name) for name in ("monai", "einops"))
 WITHIN = 0.01

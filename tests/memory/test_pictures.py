@@ -1,5 +1,6 @@
 """The timeline, its picture and its page."""
 
+import itertools
 import json
 import re
 import sys
@@ -36,7 +37,7 @@ def test_phases_follow_each_other(prediction):
     assert order == [Phase.FORWARD, Phase.BACKWARD]
     assert spans[0].first == 0
     assert spans[-1].last == len(points) - 1
-    assert all(a.last + 1 == b.first for a, b in zip(spans, spans[1:], strict=False))
+    assert all(a.last + 1 == b.first for a, b in itertools.pairwise(spans))
 
 
 def test_modules_hold_the_activations_of_the_peak(prediction):

@@ -327,12 +327,16 @@ def test_an_op_without_fake_kernel_is_named():
             def forward(self, x):
                 return torch.ops.tresnet_tests.opaque(super().forward(x))
 
-        with pytest.raises(InputError, match="tresnet_tests.opaque cannot be faked.*register_fake"):
+        with pytest.raises(
+            InputError, match=r"tresnet_tests.opaque cannot be faked.*register_fake"
+        ):
             predict(Opaque(3, 3, 1), batch_size=2, input_size=8)
 
 
 def test_uncopyable_model_is_explained():
     model = nn.Linear(2, 2)
     model.lock = (n for n in range(3))
-    with pytest.raises(InputError, match="Linear cannot be copied.*pass a function that builds it"):
+    with pytest.raises(
+        InputError, match=r"Linear cannot be copied.*pass a function that builds it"
+    ):
         predict(model, batch_size=2, input_size=(1, 2, 1))

@@ -1,5 +1,7 @@
 """The walk on real CPU tensors: the same gradients as autograd, and memory let go in time."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -28,7 +30,7 @@ class TwoOutputs(torch.autograd.Function):
 class NoZeros(torch.autograd.Function):
     """Asks for None where no gradient came."""
 
-    seen: list = []
+    seen: ClassVar[list[bool]] = []
 
     @staticmethod
     def forward(ctx, x):

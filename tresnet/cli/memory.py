@@ -385,9 +385,14 @@ def _row(name: str, by: str, result: dict[str, Any], truth: dict[str, Any]) -> d
     }
     for key in ("peak", "reserved"):
         got, want = row[f"{key}_mib"], truth.get(f"{key}_mib")
-        comparable = got is not None and want and by != truth["by"]
-        row[f"{key}_error_percent"] = 100 * (got / want - 1) if comparable else None
+        row[f"{key}_error_percent"] = _error_percent(got, want, by == truth["by"])
     return row
+
+
+def _error_percent(got: float | None, want: float | None, is_truth: bool) -> float | None:
+    if is_truth or not got or not want:
+        return None
+    return 100 * (got / want - 1)
 
 
 def _line(row: dict[str, Any]) -> list[str]:

@@ -66,6 +66,7 @@ class Block:
 
     @property
     def whole_segment(self) -> bool:
+        """Whether the block is all of its segment."""
         return self.before is None and self.after is None
 
 

@@ -18,7 +18,8 @@ class Buckets:
     """
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
-        self._order = [p for p in model.parameters() if p.requires_grad][::-1]
+        self._order: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
+        self._order.reverse()
         self._limit_bytes = plan.ddp_bucket_bytes
         self._as_view = plan.ddp_bucket_view
         self._arrived: list[torch.Tensor] = []

@@ -76,6 +76,11 @@ class Event:
     op: int
 
 
+def _death_order(event: Event) -> int:
+    """Births keep their order, as sorting is stable."""
+    return 0 if event.alive else event.buffer
+
+
 @dataclass(slots=True)
 class Trace:
     """The recorded run: `events` index into `buffers` and `operations`.
@@ -88,17 +93,19 @@ class Trace:
     events: list[Event] = field(default_factory=list)
     step_starts: list[int] = field(default_factory=list)
 
-    def begin(self, operation: Operation) -> int:
+    def begin(self, operation: Operation) -> None:
+        """What follows happens during `operation`."""
         self.operations.append(operation)
-        return len(self.operations) - 1
 
     def birth(self, n_bytes: int, category: Category, module: str) -> int:
+        """Record a new buffer and return its number."""
         op = len(self.operations) - 1
         self.buffers.append(Buffer(n_bytes, category, module, op))
         self.events.append(Event(len(self.buffers) - 1, True, op))
         return len(self.buffers) - 1
 
     def death(self, buffer: int) -> None:
+        """Record that a buffer is gone."""
         self.events.append(Event(buffer, False, len(self.operations) - 1))
 
     def settled(self) -> "Trace":
@@ -108,6 +115,6 @@ class Trace:
         of a row of deaths does not depend on their order.
         """
         events: list[Event] = []
-        for (alive, _), run in groupby(self.events, key=lambda e: (e.alive, e.op)):
-            events.extend(run if alive else sorted(run, key=lambda e: e.buffer))
+        for _, run in groupby(self.events, key=lambda e: (e.alive, e.op)):
+            events.extend(sorted(run, key=_death_order))
         return Trace(list(self.buffers), list(self.operations), events, list(self.step_starts))

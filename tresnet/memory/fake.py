@@ -47,7 +47,7 @@ def _copy(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> nn.
     """A deep copy in which `make` has replaced every parameter and buffer, tied ones once."""
     memo: dict[int, object] = {}
     for tensor in _tensors_of(model):
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
             raise InputError(
                 f"expected a model whose parameters have shapes, got an uninitialised one in "
                 f"{type(model).__name__}: run one batch through it first"

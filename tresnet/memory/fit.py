@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -108,6 +109,7 @@ def max_batch(
     tracer = _Tracer(module, step, described, workspaces or Workspaces())
     foreseen = AffineTrace(*((n, tracer.trace(n)) for n in _SMALL_BATCHES))
 
+    @cache
     def foresee(batch_size: int) -> Fits:
         return fits(foreseen.at(batch_size), described)
 

@@ -15,6 +15,7 @@ from math import prod
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from tresnet.errors import InputError
 from tresnet.memory.fake import fake_copy
@@ -118,4 +119,4 @@ def _count(model: nn.Module, plan: Plan) -> tuple[int, int]:
 
 
 def _tensors(output: object) -> Iterator[torch.Tensor]:
-    yield from (t for t in torch.utils._pytree.tree_leaves(output) if isinstance(t, torch.Tensor))
+    yield from (t for t in tree_leaves(output) if isinstance(t, torch.Tensor))

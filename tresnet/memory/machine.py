@@ -64,6 +64,7 @@ class FakeMachine:
 
     @property
     def trace(self) -> Trace:
+        """What has been recorded so far."""
         return self.recorder.trace
 
     @contextlib.contextmanager
@@ -101,18 +102,22 @@ class FakeMachine:
     def during(
         self, phase: Phase, category: Category | None = None
     ) -> contextlib.AbstractContextManager[None]:
+        """Attribute what happens inside to a phase, and new buffers to a category."""
         return self.recorder.during(phase, category)
 
     def empty(
         self, shape: tuple[int, ...], dtype: torch.dtype, *, channels_last: bool = False
     ) -> torch.Tensor:
+        """A fake tensor on the device."""
         layout = torch.channels_last if channels_last else torch.contiguous_format
         return torch.empty(shape, dtype=dtype, device=self.device, memory_format=layout)
 
     def autocast(self, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[None]:
+        """Autocast to `dtype`; None for none."""
         return fake_autocast(self.device.type, dtype)
 
     def backward(self, loss: torch.Tensor) -> None:
+        """Run backward and let go of all that was saved for it."""
         if self._real_engine:
             loss.backward()
             return
@@ -121,9 +126,11 @@ class FakeMachine:
         self.recorder.leave_backward()
 
     def relabel(self, tensors: list[Any], category: Category) -> None:
+        """Say what tensors turned out to be for."""
         self.recorder.relabel(tensors, category)
 
     def start_step(self) -> None:
+        """Mark where a step begins; DDP lays its buckets out again before the second."""
         self.recorder.start_step()
         if self._buckets is not None and self.recorder.step == 2:
             with self.during(Phase.SETUP, Category.BUCKETS):

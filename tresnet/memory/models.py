@@ -77,7 +77,8 @@ def find_input_size(model: nn.Module, input_size: int | tuple[int, ...] | None) 
         )
     if len(sizes) > 2:
         return sizes
-    return _channels(model, usual), sizes[0], sizes[-1]
+    square = len(sizes) == 1
+    return (_channels(model, usual), *sizes, *(sizes if square else ()))
 
 
 def _channels(model: nn.Module, usual: tuple[int, ...]) -> int:

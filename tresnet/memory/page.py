@@ -84,7 +84,7 @@ class _Names:
 
 def _point(point: Point, used: list[int], names: _Names) -> list[Any]:
     operation = point.operation
-    shapes = ", ".join("×".join(map(str, shape)) for shape in operation.shapes if shape)
+    shapes = ", ".join("x".join(map(str, shape)) for shape in operation.shapes if shape)
     return [
         names.number(operation.name),
         names.number(operation.module),

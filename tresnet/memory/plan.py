@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from tresnet.errors import InputError
 from tresnet.memory.models import find_input_size
@@ -52,6 +53,7 @@ class Plan:
 
     @property
     def input_shape(self) -> tuple[int, ...]:
+        """Batch first: (N, C, H, W) for images."""
         return self.batch_size, *self.input_size
 
     def describe(self) -> str:
@@ -126,7 +128,7 @@ def default_loss(output: object, target: torch.Tensor) -> torch.Tensor:
 
     Summed over all floating-point tensors of the output, auxiliary heads included.
     """
-    tensors = [t for t in torch.utils._pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
+    tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
     losses = [_one_loss(t, target) for t in tensors if t.is_floating_point()]
     if not losses:
         raise InputError("expected a model that returns floating-point tensors, got none")

@@ -14,7 +14,7 @@ from torch._subclasses import fake_tensor as fakes
 from tresnet.errors import InputError, TResNetError
 from tresnet.memory.allocator import SMALL_SEGMENT_BYTES
 from tresnet.memory.device import Device, find_device
-from tresnet.memory.events import Category, Operation, Trace
+from tresnet.memory.events import Category, Trace
 from tresnet.memory.formula import formula
 from tresnet.memory.machine import FakeMachine
 from tresnet.memory.models import ModelLike, find_model
@@ -226,7 +226,7 @@ def _notes(plan: Plan) -> list[str]:
 
 def _explained(error: Exception, trace: Trace, plan: Plan) -> InputError:
     """The user's view of what went wrong while the step ran on fakes."""
-    operation = trace.operations[-1] if trace.operations else Operation("", None, "", 0)
+    operation = trace.operations[-1]
     where = f" in {operation.module}" if operation.module else ""
     if isinstance(error, fakes.DataDependentOutputException | fakes.DynamicOutputShapeException):
         return InputError(

@@ -35,6 +35,7 @@ class RealMachine:
     def during(
         self, phase: Phase, category: Category | None = None
     ) -> contextlib.AbstractContextManager[None]:
+        """Nothing to attribute: nobody records."""
         return contextlib.nullcontext()
 
     def empty(
@@ -45,9 +46,11 @@ class RealMachine:
         return torch.zeros(shape, dtype=dtype).to(self.device, memory_format=layout)
 
     def autocast(self, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+        """`torch.autocast`; None for none."""
         return torch.autocast(self.device.type, dtype, enabled=dtype is not None)
 
     def backward(self, loss: torch.Tensor) -> None:
+        """Autograd's own."""
         loss.backward()
 
     def relabel(self, tensors: list[Any], category: Category) -> None:

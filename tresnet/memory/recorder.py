@@ -74,14 +74,17 @@ class Recorder(TorchDispatchMode):
             self.phase, self.category = before
 
     def start_step(self) -> None:
+        """Mark where a step begins."""
         self.trace.step_starts.append(len(self.trace.events))
         self.step += 1
 
     def enter_module(self, name: str) -> None:
+        """A submodule's forward begins."""
         self._modules.append(name)
         self._note_module()
 
     def leave_module(self) -> None:
+        """The innermost submodule's forward is over."""
         self._modules.pop()
         self._note_module()
 
@@ -94,6 +97,7 @@ class Recorder(TorchDispatchMode):
         self._node_module = names[at] if at >= 0 else ""
 
     def leave_backward(self) -> None:
+        """No node runs any more."""
         self._node_module = None
 
     def _note_module(self) -> None:
@@ -174,7 +178,7 @@ class Recorder(TorchDispatchMode):
         return Category.CAST_WEIGHTS if is_master else None
 
     def _blas_workspace(self) -> None:
-        """cuBLAS keeps one workspace a handle; forward and backward threads have one each."""
+        """One cuBLAS workspace a handle: forward and backward threads have one each."""
         handle = self.phase is Phase.BACKWARD
         n_bytes = self._device.cublas_workspace_bytes
         if n_bytes and handle not in self._blas_handles:

@@ -30,10 +30,12 @@ class Replay:
 
     @property
     def peak_allocated_bytes(self) -> int:
+        """What `torch.cuda.max_memory_allocated` would say."""
         return self.allocated_bytes[self.peak_event] if self.allocated_bytes else 0
 
     @property
     def peak_reserved_bytes(self) -> int:
+        """What `torch.cuda.max_memory_reserved` would say."""
         return max(self.reserved_bytes, default=0)
 
 

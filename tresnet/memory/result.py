@@ -19,10 +19,12 @@ class Estimate:
 
     @property
     def mib(self) -> float:
+        """The expected size."""
         return self.expected_bytes / MIB
 
     @property
     def band_mib(self) -> tuple[float, float]:
+        """The lowest and the highest size."""
         return self.low_bytes / MIB, self.high_bytes / MIB
 
     def __str__(self) -> str:

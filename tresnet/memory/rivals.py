@@ -23,7 +23,7 @@ class Rival:
 
 
 def torchinfo_bytes(model: nn.Module, plan: Plan) -> int:
-    """torchinfo's estimated total size: input, parameters, and all layer outputs twice.
+    """What torchinfo estimates: input, parameters, and all layer outputs twice.
 
     Raises:
         MissingDependencyError: torchinfo is not installed.

@@ -12,14 +12,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._C import _autograd
 
 PackHook = Callable[[torch.Tensor], Any]
 UnpackHook = Callable[[Any], torch.Tensor]
 
 
 class _Hooks:
-    """A pair of hooks. Autograd owns both until the last tensor packed by them is released, so
-    the scope and the full boxes own it, and nothing else may."""
+    """A pair of hooks.
+
+    Autograd owns both until the last tensor packed by them is released: so the scope and the full
+    boxes own them, and nothing else may.
+    """
 
     __slots__ = ("__weakref__", "pack", "unpack")
 
@@ -38,6 +42,7 @@ class Box:
         self.hooks: _Hooks | None = hooks
 
     def empty(self) -> None:
+        """Let go of the content and of the hooks."""
         self.content = self.hooks = None
 
 
@@ -53,9 +58,8 @@ class SavedTensors:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Box all saved tensors, also those that go through hooks pushed inside."""
-        autograd = torch._C._autograd
-        push = autograd._push_saved_tensors_default_hooks
-        pop = autograd._pop_saved_tensors_default_hooks
+        push = _autograd._push_saved_tensors_default_hooks
+        pop = _autograd._pop_saved_tensors_default_hooks
 
         def push_boxed(pack: PackHook, unpack: UnpackHook) -> None:
             push(*self._boxed(pack, unpack))
@@ -64,15 +68,15 @@ class SavedTensors:
             pop()
             self._scopes.pop()
 
-        autograd._push_saved_tensors_default_hooks = push_boxed
-        autograd._pop_saved_tensors_default_hooks = pop_boxed
+        _autograd._push_saved_tensors_default_hooks = push_boxed
+        _autograd._pop_saved_tensors_default_hooks = pop_boxed
         push_boxed(_identity, _identity)
         try:
             yield
         finally:
             pop_boxed()
-            autograd._push_saved_tensors_default_hooks = push
-            autograd._pop_saved_tensors_default_hooks = pop
+            _autograd._push_saved_tensors_default_hooks = push
+            _autograd._pop_saved_tensors_default_hooks = pop
             # A box with the output of the node that owns it is a cycle nobody else can see.
             self.empty_all()
 

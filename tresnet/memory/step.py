@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from tresnet.errors import InputError
 from tresnet.memory.events import Category, Phase
@@ -21,19 +22,31 @@ class Machine(Protocol):
 
     def during(
         self, phase: Phase, category: Category | None = None
-    ) -> AbstractContextManager[None]: ...
+    ) -> AbstractContextManager[None]:
+        """Attribute what happens inside."""
+        ...
 
     def empty(
         self, shape: tuple[int, ...], dtype: torch.dtype, *, channels_last: bool = False
-    ) -> torch.Tensor: ...
+    ) -> torch.Tensor:
+        """A tensor on the device, its values of no matter."""
+        ...
 
-    def autocast(self, dtype: torch.dtype | None) -> AbstractContextManager[Any]: ...
+    def autocast(self, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+        """Autocast to `dtype`; None for none."""
+        ...
 
-    def backward(self, loss: torch.Tensor) -> None: ...
+    def backward(self, loss: torch.Tensor) -> None:
+        """Accumulate gradients into the parameters."""
+        ...
 
-    def relabel(self, tensors: list[Any], category: Category) -> None: ...
+    def relabel(self, tensors: list[Any], category: Category) -> None:
+        """Say what tensors turned out to be for."""
+        ...
 
-    def start_step(self) -> None: ...
+    def start_step(self) -> None:
+        """Mark where a step begins."""
+        ...
 
 
 class Training:
@@ -70,7 +83,7 @@ class Training:
                 machine.backward(self._scaled(self.loss))
         with machine.during(Phase.OPTIMIZER):
             self.optimizer.step()
-            state = torch.utils._pytree.tree_leaves(list(self.optimizer.state.values()))
+            state = tree_leaves(list(self.optimizer.state.values()))
             machine.relabel(state, Category.OPTIMIZER)
             self._update_ema()
 

@@ -44,6 +44,7 @@ class ModuleRow:
 
     @property
     def total_bytes(self) -> int:
+        """All of the module's bytes."""
         return (
             self.parameter_bytes
             + self.gradient_bytes

@@ -59,11 +59,11 @@ class BackwardWalk:
             seeds = list(grad_tensors)
         with torch.no_grad(), _graph_task():
             task = _Task(self._sum_in_place)
-            for root, seed in zip(roots, seeds, strict=True):
-                if seed is None:
-                    seed = torch.ones_like(root)
+            for index, root in enumerate(roots):
+                seed, seeds[index] = seeds[index], None
+                seed = torch.ones_like(root) if seed is None else seed
                 task.give(root.grad_fn, root.output_nr, seed)
-            del seed, seeds
+                del seed
             task.count_dependencies()
             while (ready := task.next()) is not None:
                 node, gradients = ready
@@ -252,7 +252,7 @@ def remember_materialize_grads() -> Iterator[None]:
         real(ctx, value)
         setattr(ctx, _SETTING, value)
 
-    context.set_materialize_grads = remember
+    context.set_materialize_grads = remember  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
