@@ -12,6 +12,7 @@ from tresnet.memory.fit import fits
 from tresnet.memory.models import find_model
 from tresnet.memory.plan import make_plan
 from tresnet.memory.predict import record
+from tresnet.memory.replay import held_at_peak_bytes, replay
 from tresnet.memory.sizes import MIB
 
 SMALL_GPU = Device(
@@ -85,6 +86,11 @@ def test_nothing_fits_into_too_little():
     found = max_batch("tresnet_t", gpu_memory="1GiB", input_size=512)
     assert found.batch_size == 0
     assert found.answer(1) is not Fits.YES
+
+
+def test_no_allocator_holds_less_than_the_requests():
+    traced = trace("tresnet_t", 4)
+    assert 0 < held_at_peak_bytes(traced) <= replay(traced).peak_allocated_bytes
 
 
 def test_memory_must_be_known():

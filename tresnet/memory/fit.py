@@ -15,7 +15,7 @@ from tresnet.memory.events import Trace
 from tresnet.memory.models import ModelLike, find_model
 from tresnet.memory.plan import make_plan
 from tresnet.memory.predict import record
-from tresnet.memory.replay import replay
+from tresnet.memory.replay import held_at_peak_bytes, replay
 from tresnet.memory.workspaces import Workspaces
 
 # Two small batches from which all others are foreseen; batch norm refuses one image a batch
@@ -74,7 +74,7 @@ def fits(trace: Trace, device: Device) -> Fits:
     worst = int((capacity - device.context_high_bytes) * (1 - _DOUBT))
     if worst > 0 and all(_runs(trace, worst, highest_workspaces=high) for high in (True, False)):
         return Fits.YES
-    at_least = replay(trace).peak_allocated_bytes * (1 - _DOUBT) + device.context_low_bytes
+    at_least = held_at_peak_bytes(trace) * (1 - _DOUBT) + device.context_low_bytes
     return Fits.NO if at_least > capacity else Fits.UNCERTAIN
 
 

@@ -75,6 +75,16 @@ def replay(
     return Replay(allocated, reserved, peak_event, high, allocator.flushes, out_of_memory)
 
 
+def held_at_peak_bytes(trace: Trace) -> int:
+    """The most that requests, rounded to 512 B, ever hold: no allocator needs less."""
+    held = most = 0
+    for event in trace.events:
+        n_bytes = round_request(trace.buffers[event.buffer].n_bytes)
+        held += n_bytes if event.alive else -n_bytes
+        most = max(most, held)
+    return most
+
+
 def live_buffers(trace: Trace, event: int) -> list[int]:
     """The buffers alive after `event`."""
     live: dict[int, None] = {}
