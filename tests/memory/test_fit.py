@@ -1,0 +1,98 @@
+"""Whether a batch fits, and the largest that does, against predictions of single batches."""
+
+import pytest
+import torch
+from torch import nn
+
+from tresnet.errors import InputError
+from tresnet.memory import Device, Fits, Workspaces, max_batch, predict
+from tresnet.memory.affine import AffineTrace
+from tresnet.memory.device import GENERIC
+from tresnet.memory.fit import fits
+from tresnet.memory.models import find_model
+from tresnet.memory.plan import make_plan
+from tresnet.memory.predict import record
+from tresnet.memory.replay import held_at_peak_bytes, replay
+from tresnet.memory.sizes import MIB
+
+SMALL_GPU = Device(
+    "small",
+    capacity_bytes=400 * MIB,
+    cublas_workspace_bytes=0,
+    context_low_bytes=40 * MIB,
+    context_bytes=50 * MIB,
+    context_high_bytes=60 * MIB,
+)
+
+
+class Wide(nn.Module):
+    """One MiB an image in each of two layers, no convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return (x * self.scale).exp()
+
+
+def mean(output, target):
+    return output.mean()
+
+
+STEP = {"input_size": (1, 512, 512), "loss": mean}
+
+
+def trace(name, batch_size, **step):
+    _, model = find_model(name)
+    plan = make_plan(model, batch_size=batch_size, **step)
+    return record(model, plan, GENERIC, Workspaces())
+
+
+@pytest.mark.parametrize("step", [{}, {"amp": "bf16", "optimizer": "adamw"}, {"train": False}])
+def test_traces_of_other_batches_are_foreseen(step):
+    small = AffineTrace((2, trace("tresnet_t", 2, **step)), (4, trace("tresnet_t", 4, **step)))
+    foreseen, real = small.at(24), trace("tresnet_t", 24, **step)
+    assert foreseen.events == real.events
+    assert [b.n_bytes for b in foreseen.buffers] == [b.n_bytes for b in real.buffers]
+
+
+def test_models_that_change_with_the_batch_are_refused():
+    with pytest.raises(InputError, match="does the same at every batch size"):
+        AffineTrace((2, trace("tresnet_t", 2)), (4, trace("timm:resnet18", 4, input_size=64)))
+
+
+def test_largest_batch_agrees_with_every_batch_predicted():
+    found = max_batch(Wide, device=SMALL_GPU, **STEP)
+    answers = {
+        n: fits(predict(Wide, batch_size=n, **STEP).trace, SMALL_GPU)
+        for n in range(1, found.no_from + 3)
+    }
+    assert {n: found.answer(n) for n in answers} == answers
+    assert found.batch_size >= 1
+    assert answers[found.batch_size] is Fits.YES
+    assert answers[found.no_from] is Fits.NO
+    # x, x * scale, exp, and in backward two gradients more: five MiB an image at the most.
+    assert (400 - 60) / 7 < found.batch_size < (400 - 40) / 3
+
+
+def test_answer_is_printed():
+    found = max_batch(Wide, device=SMALL_GPU, **STEP)
+    assert f"fits: batch {found.batch_size}" in str(found)
+    assert f"does not fit: from {found.no_from} on" in str(found)
+
+
+def test_nothing_fits_into_too_little():
+    found = max_batch("tresnet_t", gpu_memory="1GiB", input_size=512)
+    assert found.batch_size == 0
+    assert found.answer(1) is not Fits.YES
+
+
+def test_no_allocator_holds_less_than_the_requests():
+    traced = trace("tresnet_t", 4)
+    assert 0 < held_at_peak_bytes(traced) <= replay(traced).peak_allocated_bytes
+
+
+def test_memory_must_be_known():
+    with pytest.raises(InputError, match="expected how much memory the GPU has"):
+        max_batch("tresnet_t", device=GENERIC)

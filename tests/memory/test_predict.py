@@ -1,0 +1,342 @@
+"""Predictions of models small enough to count by hand, and what they say to bad input."""
+
+import pytest
+import torch
+from torch import nn
+
+from tresnet.errors import InputError
+from tresnet.memory import Category, Phase, Workspaces, predict
+from tresnet.memory.allocator import round_request
+from tresnet.memory.device import GENERIC
+from tresnet.memory.models import find_model
+from tresnet.memory.plan import make_plan
+from tresnet.memory.predict import record
+from tresnet.memory.sizes import MIB
+
+WIDTH = 1024
+WEIGHT_BYTES = 4 * WIDTH * WIDTH
+BIAS_BYTES = round_request(4 * WIDTH)
+LAYERS = 3
+
+
+def mlp():
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+
+
+def mean(output, target):
+    return output.mean()
+
+
+def small(**step):
+    return predict("tresnet_t", batch_size=4, **step)
+
+
+def at_most(prediction, category):
+    """The most a category ever holds."""
+    trace, held, most = prediction.trace, 0, 0
+    for event in trace.events:
+        buffer = trace.buffers[event.buffer]
+        if buffer.category is category:
+            held += buffer.n_bytes if event.alive else -buffer.n_bytes
+            most = max(most, held)
+    return most
+
+
+class Vectors(nn.Module):
+    """An MLP that takes vectors as (N, 1, WIDTH, 1)."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x):
+        return self.layers(x.flatten(1))
+
+
+def vectors(**step):
+    return predict(Vectors, **{"batch_size": 16, "input_size": (1, WIDTH, 1), "loss": mean, **step})
+
+
+PARAMETERS = LAYERS * (WEIGHT_BYTES + 4 * WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "copies"),
+    [("sgd", 0), ("sgd_momentum", 1), ("adamw", 2), (torch.optim.RMSprop, 1)],
+)
+def test_optimizer_state_is_counted(optimizer, copies):
+    prediction = vectors(optimizer=optimizer)
+    assert at_most(prediction, Category.PARAMETERS) == PARAMETERS
+    assert at_most(prediction, Category.GRADIENTS) == PARAMETERS
+    state = at_most(prediction, Category.OPTIMIZER)
+    assert state == pytest.approx(copies * PARAMETERS, rel=1e-4)
+
+
+def test_any_function_makes_an_optimizer():
+    prediction = vectors(optimizer=lambda p: torch.optim.AdamW(p, amsgrad=True))
+    assert at_most(prediction, Category.OPTIMIZER) == pytest.approx(3 * PARAMETERS, rel=1e-4)
+
+
+def test_weight_decay_of_sgd_copies_the_gradients():
+    """The foreach SGD of a GPU adds decay into new tensors."""
+    prediction = vectors(optimizer="sgd", optimizer_options={"weight_decay": 1e-4})
+    assert at_most(prediction, Category.TEMPORARY) == PARAMETERS
+
+
+def test_inference_holds_no_gradients():
+    prediction = vectors(train=False)
+    assert at_most(prediction, Category.GRADIENTS) == 0
+    assert at_most(prediction, Category.ACTIVATION_GRADIENTS) == 0
+
+
+def test_ema_copies_parameters_and_buffers():
+    model = find_model("tresnet_t")[1]
+    state = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+    assert at_most(small(ema=True), Category.EMA) == state
+
+
+def test_ddp_buckets_are_a_copy_of_the_gradients():
+    assert at_most(vectors(ddp=True), Category.BUCKETS) == PARAMETERS
+
+
+def test_gradients_live_in_the_buckets_as_views():
+    copied, viewed = vectors(ddp=True), vectors(ddp=True, ddp_bucket_view=True)
+    saved = copied.end_allocated_bytes - viewed.end_allocated_bytes
+    assert saved == pytest.approx(PARAMETERS, rel=0.02)
+
+
+def test_autocast_keeps_half_size_copies_of_the_weights():
+    prediction = vectors(amp="bf16")
+    # The bias is cast too; both are kept until autocast ends.
+    assert at_most(prediction, Category.CAST_WEIGHTS) == PARAMETERS / 2
+
+
+def test_accumulation_keeps_gradients_during_the_second_forward():
+    once, twice = vectors(), vectors(accumulation_steps=2)
+
+    def gradients_during_forward(prediction):
+        trace, held, most = prediction.trace, 0, 0
+        for event in trace.events:
+            buffer = trace.buffers[event.buffer]
+            if buffer.category is Category.GRADIENTS:
+                held += buffer.n_bytes if event.alive else -buffer.n_bytes
+            if trace.operations[event.op].phase is Phase.FORWARD:
+                most = max(most, held)
+        return most
+
+    assert gradients_during_forward(once) == 0
+    assert gradients_during_forward(twice) == PARAMETERS
+
+
+def test_zeroed_gradients_stay():
+    kept = vectors(zero_grad_to_none=False)
+    assert kept.allocated.expected_bytes > vectors().allocated.expected_bytes
+
+
+def test_checkpointing_keeps_less():
+    layers = ("layer1", "layer2", "layer3", "layer4")
+    full, less = (
+        predict("timm:resnet18", batch_size=8, input_size=64, checkpointing=names)
+        for names in ((), layers)
+    )
+    saved = full.by_category[Category.ACTIVATIONS] - less.by_category[Category.ACTIVATIONS]
+    assert saved > 0.4 * full.by_category[Category.ACTIVATIONS]
+    runs = [
+        o.phase
+        for o in less.trace.operations
+        if o.name == "aten.convolution" and o.module == "layer1.0.conv1" and o.step == 2
+    ]
+    assert runs == [Phase.FORWARD, Phase.BACKWARD]
+
+
+@pytest.mark.parametrize("norm", ["abn", "batchnorm"])
+@pytest.mark.parametrize("amp", [None, "bf16", "fp16"])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_our_models_in_every_mode(norm, amp, channels_last):
+    prediction = small(model_options={"norm": norm}, amp=amp, channels_last=channels_last)
+    assert sum(prediction.by_category.values()) == prediction.allocated.expected_bytes
+    assert prediction.allocated.low_bytes <= prediction.allocated.expected_bytes
+    assert prediction.allocated.expected_bytes <= prediction.allocated.high_bytes
+    assert prediction.allocated.expected_bytes <= prediction.reserved.expected_bytes
+    assert prediction.reserved.expected_bytes < prediction.device_total.expected_bytes
+
+
+def test_abn_saves_memory():
+    plain = predict("tresnet_m", batch_size=32, model_options={"norm": "batchnorm"})
+    saving = predict("tresnet_m", batch_size=32, model_options={"norm": "abn"})
+    assert saving.allocated.expected_bytes < 0.75 * plain.allocated.expected_bytes
+
+
+def test_hopper_keeps_larger_cublas_workspaces():
+    h100, a100 = vectors(device="h100"), vectors(device="a100")
+    assert at_most(a100, Category.WORKSPACE) == 2 * 8_519_680
+    assert at_most(h100, Category.WORKSPACE) == 2 * 32 * MIB
+
+
+def test_peak_is_named():
+    operation = small().peak_operation
+    assert operation.phase in (Phase.FORWARD, Phase.BACKWARD)
+    assert operation.module.startswith("body.")
+    assert operation.name.startswith("aten.")
+
+
+def test_little_memory_is_out_of_memory():
+    prediction = predict("tresnet_t", batch_size=4096, gpu_memory="1GiB")
+    assert prediction.out_of_memory is not None
+    assert "out of memory at" in str(prediction)
+
+
+def test_model_is_left_alone():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.LazyLinear(4))
+    model(torch.ones(2, 3, 8, 8))
+    model.eval()
+    tied = nn.ModuleList([model, model[0]])
+    before = {
+        k: (t, t.clone(), t.device, t._version) for k, t in tied.state_dict(keep_vars=True).items()
+    }
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in tied.modules()]
+    predict(
+        model, batch_size=2, input_size=(3, 8, 8), target_size=(4,), optimizer="adamw", ema=True
+    )
+    for key, tensor in tied.state_dict(keep_vars=True).items():
+        same, values, device, version = before[key]
+        assert tensor is same
+        assert torch.equal(tensor, values)
+        assert (tensor.device, tensor._version, tensor.grad) == (device, version, None)
+    assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in tied.modules()]
+    assert not model.training
+    assert not torch.is_autocast_enabled("cuda")
+
+
+def test_tied_weights_are_counted_once():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.b.weight = self.a.weight
+
+        def forward(self, x):
+            return self.b(self.a(x.flatten(1)))
+
+    prediction = predict(Tied, batch_size=2, input_size=(1, WIDTH, 1), loss=mean)
+    assert at_most(prediction, Category.PARAMETERS) == WEIGHT_BYTES + 2 * 4 * WIDTH
+
+
+def test_a_built_model_and_its_name_agree():
+    by_name = predict("timm:resnet18", batch_size=4)
+    by_object = predict(find_model("timm:resnet18")[1], batch_size=4)
+    assert by_name.allocated == by_object.allocated
+
+
+@pytest.mark.parametrize("step", [{}, {"amp": "bf16", "optimizer": "adamw", "ema": True}])
+@pytest.mark.parametrize("name", ["tresnet_t", "timm:vit_tiny_patch16_224"])
+def test_remembered_shapes_change_nothing(name, step):
+    _, model = find_model(name)
+    plan = make_plan(model, batch_size=4, **step)
+    quick, slow = (
+        record(model, plan, GENERIC, Workspaces(), remember_shapes=remember)
+        for remember in (True, False)
+    )
+    assert quick.events == slow.events
+    assert [b.n_bytes for b in quick.buffers] == [b.n_bytes for b in slow.buffers]
+    assert [o.name for o in quick.operations] == [o.name for o in slow.operations]
+
+
+# -- bad input --------------------------------------------------------------------------------
+
+
+class ReadsValues(nn.Conv2d):
+    def forward(self, x):
+        return super().forward(x) if x.max() > 0 else x
+
+
+class Unfakeable(nn.Conv2d):
+    def forward(self, x):
+        return super().forward(x)[torch.nonzero(x.flatten())[:, 0] * 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": 0}, "expected batch_size to be a whole number from 1 on, got 0"),
+        ({"batch_size": -3}, "expected batch_size"),
+        ({"batch_size": 2.5}, "expected batch_size"),
+        ({"input_size": -1}, "expected an input size of positive whole numbers"),
+        ({"input_size": (0, 32)}, "expected an input size of positive whole numbers"),
+        ({"accumulation_steps": 0}, "expected accumulation_steps"),
+        ({"amp": "fp8"}, "expected amp to be None, 'bf16' or 'fp16', got 'fp8'"),
+        ({"optimizer": "sgdd"}, "expected an optimizer out of adadelta.*got 'sgdd'"),
+        ({"optimizer": 3}, "expected an optimizer by name"),
+        ({"optimizer_options": {"momentun": 1}}, "expected options that SGD takes.*momentun"),
+        ({"method": "guess"}, "expected method 'trace' or 'formula', got 'guess'"),
+        ({"device": "gtx1"}, "expected a device out of a100.*got 'gtx1'"),
+        ({"gpu_memory": "80 gigs"}, "expected a size such as '80GiB'"),
+        ({"gpu_memory": "0GiB"}, "expected a size above zero"),
+        ({"checkpointing": ("layer9",)}, "expected the name of a submodule.*got 'layer9'"),
+        ({"ddp_bucket_mib": 0}, "expected ddp_bucket_mib above zero"),
+        ({"input_size": (4, 32, 32)}, "expected 3 channels, got 4"),
+    ],
+)
+def test_bad_arguments_are_explained(arguments, message):
+    with pytest.raises(InputError, match=message):
+        predict("tresnet_t", **{"batch_size": 2, **arguments})
+
+
+def test_wrong_input_shape_is_explained():
+    message = "failed on a fake input of 2x4x32x32 at aten.convolution in conv1.*check input_size"
+    with pytest.raises(InputError, match=message):
+        predict("timm:resnet18", batch_size=2, input_size=(4, 32, 32))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("tresnet_q", "expected a model out of tresnet_l.*or one of another package"),
+        ("timm:resnet_q", "timm has no model 'resnet_q'"),
+        ("torchvision:resnet_q", "torchvision has no model 'resnet_q'"),
+        ("keras:resnet50", "expected a name such as 'tresnet_m'"),
+        (3, "expected a model's name, a torch.nn.Module or a function"),
+        (nn.Identity(), "expected a model with parameters to train"),
+        (nn.Sequential(nn.LazyLinear(3)), "uninitialised one in Sequential"),
+        (nn.DataParallel(nn.Linear(2, 2)), "wrapped in DataParallel: pass model.module"),
+        (ReadsValues(3, 3, 1), "depends on the values of a tensor.*x.max"),
+        (Unfakeable(3, 3, 1), "aten.nonzero.*depends on the values of a tensor"),
+    ],
+    ids=lambda v: type(v).__name__ if isinstance(v, nn.Module) else str(v)[:24],
+)
+def test_bad_models_are_explained(model, message):
+    with pytest.raises(InputError, match=message):
+        predict(model, batch_size=2, input_size=8)
+
+
+def test_model_on_another_device_is_refused(monkeypatch):
+    model = nn.Linear(2, 2)
+    fake = torch._subclasses.fake_tensor.FakeTensorMode()
+    with fake:
+        model.weight = nn.Parameter(torch.empty(2, 2, device="cuda:0"))
+    with pytest.raises(InputError, match="CPU or the meta device, got one on cuda:0"):
+        predict(model, batch_size=2)
+
+
+def test_an_op_without_fake_kernel_is_named():
+    with torch.library._scoped_library("tresnet_tests", "DEF") as library:
+        library.define("opaque(Tensor x) -> Tensor")
+        library.impl("opaque", lambda x: x.clone(), "CPU")
+
+        class Opaque(nn.Conv2d):
+            def forward(self, x):
+                return torch.ops.tresnet_tests.opaque(super().forward(x))
+
+        with pytest.raises(
+            InputError, match=r"tresnet_tests.opaque cannot be faked.*register_fake"
+        ):
+            predict(Opaque(3, 3, 1), batch_size=2, input_size=8)
+
+
+def test_uncopyable_model_is_explained():
+    model = nn.Linear(2, 2)
+    model.lock = (n for n in range(3))
+    with pytest.raises(
+        InputError, match=r"Linear cannot be copied.*pass a function that builds it"
+    ):
+        predict(model, batch_size=2, input_size=(1, 2, 1))

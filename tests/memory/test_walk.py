@@ -1,0 +1,168 @@
+"""The walk on real CPU tensors: the same gradients as autograd, and memory let go in time."""
+
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tresnet.memory.saved import SavedTensors
+from tresnet.memory.walk import BackwardWalk, remember_materialize_grads
+
+
+class TwoOutputs(torch.autograd.Function):
+    """Arguments that are no tensors before and between; one output unused."""
+
+    @staticmethod
+    def forward(ctx, factor, x, name, w):
+        ctx.factor = factor
+        ctx.save_for_backward(x, w)
+        return x * w * factor, x + w
+
+    @staticmethod
+    def backward(ctx, first, second):
+        x, w = ctx.saved_tensors
+        return None, first * w * ctx.factor + second, None, first * x * ctx.factor + second
+
+
+class NoZeros(torch.autograd.Function):
+    """Asks for None where no gradient came."""
+
+    seen: ClassVar[list[bool]] = []
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.set_materialize_grads(False)
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx, first, second):
+        NoZeros.seen.append(second is None)
+        return first * 2
+
+
+def diamond(x, w):
+    a = x @ w
+    return (a.relu() + a.sigmoid() * a).sum() + a.mean()
+
+
+def custom(x, w):
+    return TwoOutputs.apply(3.0, x @ w, "name", w.sum() * x @ w)[0].pow(2).sum()
+
+
+def checkpointed(x, w):
+    y = checkpoint(lambda t: (t @ w).relu().exp(), x, use_reentrant=False)
+    return (y * y).sum()
+
+
+def reentrant(x, w):
+    y = checkpoint(lambda t: (t @ w).relu().exp(), x * 1.0, use_reentrant=True)
+    return (y * y).sum()
+
+
+def conv_net(x, w):
+    y = F.conv2d(x.reshape(1, 4, 2, 2), w.reshape(4, 4, 1, 1))
+    return F.max_pool2d(F.batch_norm(y, None, None, training=True), 2).sum()
+
+
+GRAPHS = [diamond, custom, checkpointed, reentrant, conv_net]
+
+
+def leaves():
+    torch.manual_seed(0)
+    return torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+
+
+@pytest.mark.parametrize("graph", GRAPHS, ids=lambda g: g.__name__)
+@pytest.mark.parametrize("passes", [1, 2])
+def test_gradients_equal_autograd(graph, passes, monkeypatch):
+    expected = leaves()
+    for _ in range(passes):
+        graph(*expected).backward()
+    got = leaves()
+    saved = SavedTensors()
+    walk = BackwardWalk(saved)
+    monkeypatch.setattr(torch.autograd, "backward", walk.backward)
+    with saved.recording(), remember_materialize_grads():
+        for _ in range(passes):
+            walk.backward(graph(*got))
+            walk.finish()
+    for mine, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_gradient_with_another_layout_is_copied_into_the_leafs():
+    weight = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last).requires_grad_()
+    saved = SavedTensors()
+    walk = BackwardWalk(saved)
+    with saved.recording():
+        walk.backward((weight.contiguous() * 2).sum())
+    assert weight.grad.stride() == weight.stride()
+
+
+def test_unused_output_stays_none_where_the_function_asks():
+    NoZeros.seen.clear()
+    saved = SavedTensors()
+    x = torch.ones(3, requires_grad=True)
+    with saved.recording(), remember_materialize_grads():
+        BackwardWalk(saved).backward(NoZeros.apply(x)[0].sum())
+    assert NoZeros.seen == [True]
+    assert x.grad.tolist() == [2, 2, 2]
+
+
+def test_saved_tensors_are_released_while_the_loss_lives(monkeypatch):
+    import weakref
+
+    saved = SavedTensors()
+    x = torch.ones(1000, requires_grad=True)
+    with saved.recording():
+        y = x.exp()
+        watched = weakref.ref(y.untyped_storage())
+        loss = (y * y).sum()
+        del y
+        assert watched() is not None
+        BackwardWalk(saved).backward(loss)
+        assert watched() is None
+    assert loss.grad_fn is not None
+
+
+def test_reading_what_was_released_is_an_error():
+    saved = SavedTensors()
+    x = torch.ones(3, requires_grad=True)
+    walk = BackwardWalk(saved)
+    with saved.recording():
+        loss = x.exp().sum()
+        walk.backward(loss)
+        with pytest.raises(RuntimeError, match="after backward had released it"):
+            walk.backward(loss)
+
+
+def test_hooks_of_the_model_are_run_and_owned_as_autograd_owns_them():
+    import weakref
+
+    class Pack:
+        def __call__(self, tensor):
+            return tensor.detach() * 2
+
+    saved = SavedTensors()
+    x = torch.full((3,), 2.0, requires_grad=True)
+    pack = Pack()
+    watched = weakref.ref(pack)
+    with saved.recording():
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t / 2):
+            loss = (x * x).sum()
+        del pack
+        assert watched() is not None
+        BackwardWalk(saved).backward(loss)
+        assert watched() is None
+    assert x.grad.tolist() == [4, 4, 4]
+
+
+def test_hooks_are_restored():
+    push = torch._C._autograd._push_saved_tensors_default_hooks
+    with SavedTensors().recording():
+        assert torch._C._autograd._push_saved_tensors_default_hooks is not push
+    assert torch._C._autograd._push_saved_tensors_default_hooks is push
+    assert isinstance(nn.Linear(1, 1)(torch.ones(1)), torch.Tensor)

@@ -1,0 +1,87 @@
+"""The Python backward walk against the real autograd engine, on fakes of CPU tensors."""
+
+import warnings
+
+import pytest
+
+from tresnet.memory.device import GENERIC
+from tresnet.memory.models import find_model
+from tresnet.memory.plan import make_plan
+from tresnet.memory.predict import record
+from tresnet.memory.replay import replay
+from tresnet.memory.workspaces import Workspaces
+
+FEW = ["tresnet_t", "timm:resnet18", "timm:vit_tiny_patch16_224", "torchvision:mobilenet_v3_small"]
+MANY = [
+    "timm:resnet50",
+    "timm:resnext50_32x4d",
+    "timm:seresnet50",
+    "timm:tresnet_m",
+    "timm:efficientnet_b0",
+    "timm:regnety_008",
+    "timm:convnext_tiny",
+    "timm:swin_tiny_patch4_window7_224",
+    "timm:deit3_small_patch16_224",
+    "timm:mixer_s32_224",
+    "timm:mobilevit_s",
+    "timm:densenet121",
+    "timm:hrnet_w18_small",
+    "timm:maxvit_tiny_tf_224",
+    "timm:xcit_nano_12_p16_224",
+    "timm:nf_resnet50",
+    "torchvision:vgg16_bn",
+    "torchvision:inception_v3",
+    "torchvision:googlenet",
+    "torchvision:squeezenet1_1",
+    "torchvision:shufflenet_v2_x1_0",
+    "torchvision:swin_v2_t",
+    "torchvision:mnasnet1_0",
+    "tresnet_m",
+    "tresnet_v2_l",
+]
+
+
+def peak_and_end(name: str, *, real_engine: bool, **step: object) -> tuple[int, int]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        options = {"aux_logits": True, "init_weights": False}
+        takes = name in ("torchvision:inception_v3", "torchvision:googlenet")
+        _, model = find_model(name, options if takes else None)
+        settings = {"batch_size": 8, "input_size": 299 if "inception" in name else None, **step}
+        plan = make_plan(model, **settings)
+        trace = record(
+            model, plan, GENERIC, Workspaces(), device_type="cpu", real_engine=real_engine
+        )
+    replayed = replay(trace)
+    return replayed.peak_allocated_bytes, replayed.allocated_bytes[-1]
+
+
+def assert_walk_equals_engine(name: str, **step: object) -> None:
+    engine = peak_and_end(name, real_engine=True, **step)
+    walk = peak_and_end(name, real_engine=False, **step)
+    assert walk == pytest.approx(engine, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_walk_equals_engine(name):
+    assert_walk_equals_engine(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MANY)
+def test_walk_equals_engine_on_many_models(name):
+    assert_walk_equals_engine(name)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        {"optimizer": "adamw", "accumulation_steps": 2},
+        {"checkpointing": ("layer1", "layer2")},
+        {"zero_grad_to_none": False, "optimizer": "sgd_momentum"},
+        {"channels_last": True, "amp": "bf16"},
+    ],
+    ids=["accumulation", "checkpointing", "zeroed gradients", "channels_last bf16"],
+)
+def test_walk_equals_engine_for_kinds_of_steps(step):
+    assert_walk_equals_engine("timm:resnet18", **step)

@@ -1,0 +1,23 @@
+"""GPU memory predicted before the run, explained and compared."""
+
+from tresnet.memory.device import Device, find_device, list_devices
+from tresnet.memory.events import Category, Phase
+from tresnet.memory.fit import Fits, MaxBatch, max_batch
+from tresnet.memory.predict import predict
+from tresnet.memory.result import Estimate, Prediction
+from tresnet.memory.workspaces import Workspaces
+
+__all__ = [
+    "Category",
+    "Device",
+    "Estimate",
+    "Fits",
+    "MaxBatch",
+    "Phase",
+    "Prediction",
+    "Workspaces",
+    "find_device",
+    "list_devices",
+    "max_batch",
+    "predict",
+]

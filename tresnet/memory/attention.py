@@ -1,0 +1,102 @@
+"""Which attention kernel a CUDA device would run.
+
+PyTorch's own choice asks the device for its properties; with no driver it falls to the plain
+math path, which keeps the whole attention matrix. So the choice is made here, by the rules of
+`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` for devices since Ampere.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+
+import torch
+
+aten = torch.ops.aten
+
+# Every backward of the flash kernel works on head sizes up to this.
+_FLASH_MAX_HEAD = 256
+
+
+@contextlib.contextmanager
+def cuda_attention() -> Iterator[None]:
+    """Route `scaled_dot_product_attention` on CUDA tensors to the kernel a GPU would run."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for key in ("AutogradCUDA", "CUDA"):
+                library.impl("scaled_dot_product_attention", attend, key, allow_override=True)
+        yield
+    finally:
+        library._destroy()
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Attention of q, k, v: (N, heads, L, head size) by the flash or the efficient kernel."""
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+        q, k, v = (t.to(dtype) for t in (q, k, v))
+    if enable_gqa and k.shape[-3] != q.shape[-3]:
+        repeats = q.shape[-3] // k.shape[-3]
+        k, v = k.repeat_interleave(repeats, -3), v.repeat_interleave(repeats, -3)
+    if q.dim() != 4 or q.dtype == torch.float64:
+        return aten._scaled_dot_product_attention_math(
+            q, k, v, attn_mask, dropout_p, is_causal, None, scale=scale
+        )[0]
+    if _flash(q, v, attn_mask):
+        return _run_flash(q, k, v, dropout_p, is_causal, scale)
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
+    mask = None if attn_mask is None else _as_bias(attn_mask, q, k)
+    return aten._scaled_dot_product_efficient_attention(
+        q, k, v, mask, needs_grad, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+def _flash(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    return (
+        mask is None
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and q.shape[-1] <= _FLASH_MAX_HEAD
+        and q.shape[-1] == v.shape[-1]
+    )
+
+
+def _run_flash(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    """The flash kernel, on heads padded to a multiple of 8 as PyTorch pads them."""
+    size = q.shape[-1]
+    scale = size**-0.5 if scale is None else scale
+    padding = -size % 8
+    if padding:
+        q, k, v = (torch.nn.functional.pad(t, (0, padding)) for t in (q, k, v))
+    out = aten._scaled_dot_product_flash_attention(
+        q, k, v, dropout_p, is_causal, False, scale=scale
+    )[0]
+    return out[..., :size] if padding else out
+
+
+def _as_bias(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """The mask as a bias of q's dtype, expanded, its rows padded in memory to 16 elements."""
+    if mask.dtype == torch.bool:
+        bias = torch.zeros_like(mask, dtype=q.dtype)
+        mask = bias.masked_fill_(mask.logical_not(), float("-inf"))
+    mask = mask.to(q.dtype)
+    length = mask.shape[-1]
+    if length % 16:
+        mask = torch.nn.functional.pad(mask, (0, 16 - length % 16))[..., :length]
+    return mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])

@@ -1,0 +1,79 @@
+"""What a prediction needs to know of a GPU: its memory, cuBLAS's workspace and the context."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from tresnet.errors import InputError
+from tresnet.memory.sizes import GIB, MIB, parse_size
+
+# PyTorch gives cuBLAS 8,519,680 B before Hopper and 32 MiB on Hopper, once a handle.
+_CUBLAS_WORKSPACE_BYTES = 8_519_680
+_CUBLAS_WORKSPACE_HOPPER_BYTES = 32 * MIB
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU as the predictor sees it.
+
+    `context_*_bytes` is what the process holds outside the caching allocator: the CUDA context,
+    loaded kernels, the cuBLAS and cuDNN handles. It depends on driver, library versions and on
+    what has run, hence a band. `capacity_bytes` is None for a device without limit.
+    """
+
+    name: str
+    capacity_bytes: int | None = None
+    cublas_workspace_bytes: int = _CUBLAS_WORKSPACE_BYTES
+    context_low_bytes: int = 300 * MIB
+    context_bytes: int = 600 * MIB
+    context_high_bytes: int = 1500 * MIB
+
+
+_KNOWN = {
+    "v100": Device("v100", 32 * GIB),
+    "a100": Device("a100", 80 * GIB),
+    "rtx3090": Device("rtx3090", 24 * GIB),
+    "rtx4090": Device("rtx4090", 24 * GIB),
+    "h100": Device("h100", 80 * GIB, _CUBLAS_WORKSPACE_HOPPER_BYTES),
+    "h200": Device("h200", 141 * GIB, _CUBLAS_WORKSPACE_HOPPER_BYTES),
+}
+GENERIC = Device("generic")
+
+
+def list_devices() -> list[str]:
+    """Names that `find_device` knows."""
+    return sorted(_KNOWN)
+
+
+def find_device(name: str | Device | None = None, gpu_memory: str | int | None = None) -> Device:
+    """The description of a GPU.
+
+    Args:
+        name: one of `list_devices()`, a `Device`, or None: the GPU of this machine where there is
+            one, else a device without limit and with the workspaces of an A100.
+        gpu_memory: its memory, `80GiB` or bytes, in place of the described one.
+
+    Raises:
+        InputError: an unknown name, or a size that is none.
+    """
+    if isinstance(name, Device):
+        device = name
+    elif name is None:
+        device = _present() if torch.cuda.is_available() else GENERIC
+    elif name.lower() in _KNOWN:
+        device = _KNOWN[name.lower()]
+    else:
+        raise InputError(
+            f"expected a device out of {', '.join(list_devices())}, got {name!r}: "
+            "name one of these or pass a tresnet.memory.Device"
+        )
+    if gpu_memory is None:
+        return device
+    return replace(device, capacity_bytes=parse_size(gpu_memory))
+
+
+def _present() -> Device:
+    properties = torch.cuda.get_device_properties(0)
+    hopper = (properties.major, properties.minor) == (9, 0)
+    workspace = _CUBLAS_WORKSPACE_HOPPER_BYTES if hopper else _CUBLAS_WORKSPACE_BYTES
+    return Device(properties.name, properties.total_memory, workspace)

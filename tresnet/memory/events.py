@@ -1,0 +1,120 @@
+"""What a traced step did to memory: buffers, the operations around them, births and deaths.
+
+A trace knows nothing of a device. `tresnet.memory.replay` runs it through an allocator, so one
+trace answers for any capacity.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import groupby
+
+
+class Category(StrEnum):
+    """What a buffer is for; every byte at the peak belongs to one of these."""
+
+    PARAMETERS = "parameters"
+    BUFFERS = "buffers"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer state"
+    EMA = "ema weights"
+    BUCKETS = "ddp buckets"
+    INPUT = "input and target"
+    CAST_WEIGHTS = "autocast weights"
+    ACTIVATIONS = "activations"
+    ACTIVATION_GRADIENTS = "activation gradients"
+    TEMPORARY = "optimizer temporaries"
+    WORKSPACE = "workspaces"
+    ROUNDING = "rounding"
+
+
+class Phase(StrEnum):
+    """The part of the run an operation belongs to."""
+
+    SETUP = "setup"
+    INPUT = "input"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
+@dataclass(slots=True)
+class Operation:
+    """One dispatched operation: `aten.convolution`, the module it ran for and its output shapes.
+
+    `workspace_high_bytes` bounds what its kernel may borrow beyond what is known.
+    """
+
+    name: str
+    phase: Phase
+    module: str
+    step: int
+    shapes: tuple[tuple[int, ...], ...] = ()
+    workspace_high_bytes: int = 0
+
+    def __str__(self) -> str:
+        shapes = ", ".join("x".join(map(str, shape)) for shape in self.shapes if shape)
+        where = f" in {self.module}" if self.module else ""
+        return f"{self.phase} {self.name}{where}" + (f" -> {shapes}" if shapes else "")
+
+
+@dataclass(slots=True)
+class Buffer:
+    """One storage on the device. `op` and `module` are those that brought it to life."""
+
+    n_bytes: int
+    category: Category
+    module: str
+    op: int
+
+
+@dataclass(slots=True, frozen=True)
+class Event:
+    """Birth (`alive`) or death of a buffer during operation `op`."""
+
+    buffer: int
+    alive: bool
+    op: int
+
+
+def _death_order(event: Event) -> int:
+    """Births keep their order, as sorting is stable."""
+    return 0 if event.alive else event.buffer
+
+
+@dataclass(slots=True)
+class Trace:
+    """The recorded run: `events` index into `buffers` and `operations`.
+
+    `step_starts` holds the index of the first event of each step.
+    """
+
+    buffers: list[Buffer] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    step_starts: list[int] = field(default_factory=list)
+
+    def begin(self, operation: Operation) -> None:
+        """What follows happens during `operation`."""
+        self.operations.append(operation)
+
+    def birth(self, n_bytes: int, category: Category, module: str) -> int:
+        """Record a new buffer and return its number."""
+        op = len(self.operations) - 1
+        self.buffers.append(Buffer(n_bytes, category, module, op))
+        self.events.append(Event(len(self.buffers) - 1, True, op))
+        return len(self.buffers) - 1
+
+    def death(self, buffer: int) -> None:
+        """Record that a buffer is gone."""
+        self.events.append(Event(buffer, False, len(self.operations) - 1))
+
+    def settled(self) -> "Trace":
+        """The trace so far, deaths in a row sorted; later events do not reach it.
+
+        Some are in the order of a hash table, autocast's cache for one. What an allocator makes
+        of a row of deaths does not depend on their order.
+        """
+        events: list[Event] = []
+        for _, run in groupby(self.events, key=lambda e: (e.alive, e.op)):
+            events.extend(sorted(run, key=_death_order))
+        return Trace(list(self.buffers), list(self.operations), events, list(self.step_starts))

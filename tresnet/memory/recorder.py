@@ -1,0 +1,241 @@
+"""Turns the life of fake tensors into a trace: every dispatched operation, every storage."""
+
+import contextlib
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tresnet.memory.device import Device
+from tresnet.memory.events import Category, Operation, Phase, Trace
+from tresnet.memory.shapes import ShapeMemory
+from tresnet.memory.workspaces import Workspaces
+
+aten = torch.ops.aten
+
+_BLAS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
+_BORN_IN = {
+    Phase.SETUP: Category.PARAMETERS,
+    Phase.INPUT: Category.INPUT,
+    Phase.FORWARD: Category.ACTIVATIONS,
+    Phase.BACKWARD: Category.ACTIVATION_GRADIENTS,
+    Phase.OPTIMIZER: Category.TEMPORARY,
+}
+
+
+class Recorder(TorchDispatchMode):
+    """Records births and deaths of storages on one device type into `trace`.
+
+    Args:
+        device_type: the fake device whose storages count, `cuda` or `cpu`.
+        device: the described GPU; decides the cuBLAS workspace.
+        workspaces: what kernels borrow while they run.
+        shapes: runs the operations.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # a wrapper around every dispatch, which matters to torch.compile alone
+
+    def __init__(
+        self, device_type: str, device: Device, workspaces: Workspaces, shapes: ShapeMemory
+    ) -> None:
+        super().__init__()
+        self._shapes = shapes
+        self.trace = Trace()
+        self.phase = Phase.SETUP
+        self.category: Category | None = None
+        self.step = 0
+        self._device_type = device_type
+        self._device = device
+        self._workspaces = workspaces
+        self._blas_handles: set[bool] = set()
+        self._buffers: dict[int, tuple[int, weakref.ref]] = {}
+        self._modules: list[str] = [""]
+        self._module_from: tuple[list[int], list[str]] = ([], [])
+        self._node_module: str | None = None
+        self._masters: set[int] = set()
+
+    # -- where we are -------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def during(self, phase: Phase, category: Category | None = None) -> Iterator[None]:
+        """Attribute what happens inside to `phase`, and new buffers to `category`."""
+        before = self.phase, self.category
+        self.phase, self.category = phase, category
+        self.trace.begin(Operation(phase.value, phase, "", self.step))
+        try:
+            yield
+        finally:
+            self.phase, self.category = before
+
+    def start_step(self) -> None:
+        """Mark where a step begins."""
+        self.trace.step_starts.append(len(self.trace.events))
+        self.step += 1
+
+    def enter_module(self, name: str) -> None:
+        """A submodule's forward begins."""
+        self._modules.append(name)
+        self._note_module()
+
+    def leave_module(self) -> None:
+        """The innermost submodule's forward is over."""
+        self._modules.pop()
+        self._note_module()
+
+    def enter_node(self, node: Any) -> None:
+        """A backward node is about to run: attribute it to the module that made it."""
+        starts, names = self._module_from
+        if type(node).__name__ == "AccumulateGrad":
+            return
+        at = bisect_right(starts, node._sequence_nr()) - 1
+        self._node_module = names[at] if at >= 0 else ""
+
+    def leave_backward(self) -> None:
+        """No node runs any more."""
+        self._node_module = None
+
+    def _note_module(self) -> None:
+        if self.phase is Phase.FORWARD:
+            self._module_from[0].append(torch.autograd._get_sequence_nr())
+            self._module_from[1].append(self._modules[-1])
+
+    @property
+    def module(self) -> str:
+        """The module that runs, or whose backward runs."""
+        if self._node_module is not None and len(self._modules) == 1:
+            return self._node_module
+        return self._modules[-1]
+
+    # -- tensors ------------------------------------------------------------------------------
+
+    def see(
+        self, tensor: torch.Tensor, category: Category | None = None, module: str | None = None
+    ) -> None:
+        """Record the birth of the tensor's storage, unless it is known or elsewhere."""
+        fake_device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+        if fake_device.type != self._device_type:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._buffers:
+            return
+        category = category or self.category or _BORN_IN[self.phase]
+        buffer = self.trace.birth(storage.nbytes(), category, module or self.module)
+
+        def died(_: object, key: int = key, buffer: int = buffer) -> None:
+            del self._buffers[key]
+            self._masters.discard(key)
+            self.trace.death(buffer)
+
+        self._buffers[key] = buffer, weakref.ref(storage, died)
+
+    def relabel(self, tensors: Iterable[object], category: Category) -> None:
+        """Say what the tensors' storages turned out to be for."""
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                known = self._buffers.get(tensor.untyped_storage()._cdata)
+                if known is not None:
+                    self.trace.buffers[known[0]].category = category
+
+    def mark_masters(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Remember the parameters, so that autocast's copies of them are told apart."""
+        self._masters.update(p.untyped_storage()._cdata for p in parameters)
+
+    # -- operations ---------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        """Run the operation below this mode and record what it made."""
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return _device_of(func, args, kwargs)
+        if self.phase is Phase.OPTIMIZER and _changes_nothing(func):
+            return _any_value(args[0]) if func is aten._local_scalar_dense.default else None
+        operation = Operation(_op_name(func), self.phase, self.module, self.step)
+        self.trace.begin(operation)
+        if func in _BLAS:
+            self._blas_workspace()
+        out = self._shapes.run(func, args, kwargs)
+        tensors = list(_tensors_in(out))
+        category = self._cast_category(func, args)
+        for tensor in tensors:
+            self.see(tensor, category)
+        operation.shapes = tuple(tuple(t.shape) for t in tensors)
+        self._borrow(operation, func, args, kwargs, tensors)
+        return out
+
+    def _cast_category(self, func: Any, args: tuple) -> Category | None:
+        if func is not aten._to_copy.default or self.phase is not Phase.FORWARD:
+            return None
+        is_master = args[0].untyped_storage()._cdata in self._masters
+        return Category.CAST_WEIGHTS if is_master else None
+
+    def _blas_workspace(self) -> None:
+        """One cuBLAS workspace a handle: forward and backward threads have one each."""
+        handle = self.phase is Phase.BACKWARD
+        n_bytes = self._device.cublas_workspace_bytes
+        if n_bytes and handle not in self._blas_handles:
+            self._blas_handles.add(handle)
+            self.trace.birth(n_bytes, Category.WORKSPACE, "")
+
+    def _borrow(
+        self,
+        operation: Operation,
+        func: Any,
+        args: tuple,
+        kwargs: dict,
+        outputs: list[torch.Tensor],
+    ) -> None:
+        """Record what the kernel takes and gives back while it runs."""
+        workspace = self._workspaces.of(func, args, kwargs, outputs)
+        if workspace is None:
+            return
+        operation.workspace_high_bytes = workspace.high_bytes - workspace.expected_bytes
+        if workspace.expected_bytes:
+            buffer = self.trace.birth(
+                workspace.expected_bytes, Category.WORKSPACE, operation.module
+            )
+            self.trace.death(buffer)
+
+
+def _device_of(func: Any, args: tuple, kwargs: dict) -> torch.device:
+    """`tensor.device`: half of all dispatches, so answered here where the mode would agree."""
+    tensor = args[0]
+    if isinstance(tensor, FakeTensor) and not tensor.fake_mode.in_kernel_invocation:
+        return tensor.fake_device
+    return func(*args, **kwargs)
+
+
+def _changes_nothing(func: Any) -> bool:
+    """Whether an operation of the optimizer neither makes nor frees memory.
+
+    In-place foreach operations are slow to fake, over hundreds of tensors; `.item()` has no
+    value to read, and the steps and flags that optimizers read do not change what they allocate.
+    """
+    name = func._schema.name
+    return func is aten._local_scalar_dense.default or (
+        name.startswith("aten::_foreach_") and name.endswith("_")
+    )
+
+
+def _any_value(tensor: torch.Tensor) -> float | int:
+    return 1.0 if tensor.is_floating_point() else 1
+
+
+def _op_name(func: Any) -> str:
+    return func._schema.name.replace("::", ".")
+
+
+def _tensors_in(out: object) -> Iterator[torch.Tensor]:
+    if isinstance(out, torch.Tensor):
+        yield out
+    elif isinstance(out, tuple | list):
+        for item in out:
+            yield from _tensors_in(item)

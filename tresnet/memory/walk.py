@@ -1,0 +1,271 @@
+"""A backward pass in Python that runs nodes and frees memory as the autograd engine does.
+
+The C++ engine refuses tensors of a device that is not there. This walk calls the nodes of the
+graph itself: highest sequence number first, gradients into leaves at once, saved tensors released
+as soon as their node has run. Held to the real engine on fake CPU tensors in the tests.
+"""
+
+import contextlib
+import heapq
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from tresnet.memory.saved import SavedTensors
+
+Node = Any  # torch.autograd.graph.Node, or the Python node of a custom Function
+Gradients = list[torch.Tensor | None]
+
+_task_ids = itertools.count(1)
+
+
+class BackwardWalk:
+    """Runs backward from roots.
+
+    Args:
+        saved: where the graph's saved tensors are boxed.
+        sum_in_place: add gradients for one input in place where the engine would; it never does
+            for fake tensors of its own.
+        before_node: called with each node before it runs, for attribution.
+        on_gradient: called with each parameter whose `.grad` has just been set or added to.
+    """
+
+    def __init__(
+        self,
+        saved: SavedTensors,
+        *,
+        sum_in_place: bool = True,
+        before_node: Callable[[Node], None] | None = None,
+        on_gradient: Callable[[torch.Tensor], None] | None = None,
+    ) -> None:
+        self._saved = saved
+        self._sum_in_place = sum_in_place
+        self._before_node = before_node or (lambda node: None)
+        self._on_gradient = on_gradient or (lambda parameter: None)
+
+    def backward(
+        self,
+        tensors: torch.Tensor | Sequence[torch.Tensor],
+        grad_tensors: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+    ) -> None:
+        """Accumulate gradients into the leaves below `tensors`, like `torch.autograd.backward`."""
+        roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        if grad_tensors is None or isinstance(grad_tensors, torch.Tensor):
+            seeds: Gradients = [grad_tensors] * len(roots)
+        else:
+            seeds = list(grad_tensors)
+        with torch.no_grad(), _graph_task():
+            task = _Task(self._sum_in_place)
+            for index, root in enumerate(roots):
+                seed, seeds[index] = seeds[index], None
+                seed = torch.ones_like(root) if seed is None else seed
+                task.give(root.grad_fn, root.output_nr, seed)
+                del seed
+            task.count_dependencies()
+            while (ready := task.next()) is not None:
+                node, gradients = ready
+                del ready
+                self._run(task, node, gradients)
+                del node, gradients
+
+    def finish(self) -> None:
+        """Release what no node asked for: the graph has been run as a whole."""
+        self._saved.empty_all()
+
+    def _run(self, task: "_Task", node: Node, gradients: Gradients) -> None:
+        self._before_node(node)
+        if _is_leaf(node):
+            self._accumulate(node.variable, gradients)
+            return
+        edges = node.next_functions
+        with self._saved.reading() as read:
+            results = _call(node, gradients, edges)
+        for box in read:
+            box.empty()
+        del read
+        for index, (target, input_nr) in enumerate(edges):
+            gradient, results[index] = results[index], None
+            if target is None:
+                continue
+            if gradient is not None:
+                task.give(target, input_nr, _fit(gradient, target._input_metadata[input_nr]))
+            del gradient
+            task.edge_done(target)
+
+    def _accumulate(self, leaf: torch.Tensor, gradients: Gradients) -> None:
+        gradient = gradients.pop()
+        if gradient is None:
+            return
+        if leaf.grad is not None:
+            leaf.grad.add_(gradient)
+        elif sys.getrefcount(gradient) <= _LOCAL and _layout_follows(gradient, leaf):
+            leaf.grad = gradient
+        else:
+            kept = torch.empty_like(leaf, memory_format=torch.preserve_format)
+            leaf.grad = kept.copy_(gradient)
+        self._on_gradient(leaf)
+        for hook in (getattr(leaf, "_post_accumulate_grad_hooks", None) or {}).values():
+            hook(leaf)
+
+
+class _Task:
+    """Nodes waiting for their gradients, and those that are ready."""
+
+    def __init__(self, sum_in_place: bool) -> None:
+        self._sum_in_place = sum_in_place
+        self._buffers: dict[Node, Gradients] = {}
+        self._dependencies: dict[Node, int] = {}
+        self._ready: list[tuple[int, int, Node]] = []
+        self._order = itertools.count()
+
+    def give(self, node: Node, input_nr: int, gradient: torch.Tensor) -> None:
+        """Add `gradient` to one input of `node`."""
+        buffer = self._buffers.setdefault(node, [None] * len(node._input_metadata))
+        if buffer[input_nr] is None:
+            buffer[input_nr] = gradient
+        else:
+            _add(buffer, input_nr, gradient, in_place=self._sum_in_place)
+
+    def count_dependencies(self) -> None:
+        """Count the edges into every node below the roots, and make the roots ready."""
+        todo = list(self._buffers)
+        roots, seen = list(todo), set(todo)
+        while todo:
+            for target, _ in todo.pop().next_functions:
+                if target is None:
+                    continue
+                self._dependencies[target] = self._dependencies.get(target, 0) + 1
+                if target not in seen:
+                    seen.add(target)
+                    todo.append(target)
+        for node in roots:
+            if node not in self._dependencies:
+                self._push(node)
+
+    def edge_done(self, node: Node) -> None:
+        """One of the edges into `node` has been served."""
+        self._dependencies[node] -= 1
+        if self._dependencies[node] == 0:
+            del self._dependencies[node]
+            self._push(node)
+
+    def next(self) -> tuple[Node, Gradients] | None:
+        """The next node and its gradients, which the caller then owns."""
+        if not self._ready:
+            return None
+        node = heapq.heappop(self._ready)[2]
+        return node, self._buffers.pop(node, None) or [None] * len(node._input_metadata)
+
+    def _push(self, node: Node) -> None:
+        first = -(2**63) if _is_leaf(node) else -node._sequence_nr()
+        heapq.heappush(self._ready, (first, next(self._order), node))
+
+
+def _call(node: Node, gradients: Gradients, edges: tuple) -> Gradients:
+    """Run one node. `gradients` is emptied, so that the node is their last owner."""
+    if hasattr(node, "_forward_cls"):
+        return _call_custom(node, gradients, edges)
+    arguments = tuple(gradients)
+    gradients.clear()
+    results = node(*arguments)
+    return list(results) if isinstance(results, tuple | list) else [results]
+
+
+def _call_custom(node: Node, gradients: Gradients, edges: tuple) -> Gradients:
+    """Run the node of a `torch.autograd.Function` written in Python.
+
+    Its backward returns one gradient for each argument of forward, tensor or not; the edges
+    cover the tensors alone. Arguments that need a gradient match edges that lead somewhere.
+    """
+    for index, meta in enumerate(node._input_metadata):
+        if gradients[index] is None and wants_zeros(node):
+            gradients[index] = torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
+    arguments = tuple(gradients)
+    gradients.clear()
+    results = node.apply(*arguments)
+    results = list(results) if isinstance(results, tuple | list) else [results]
+    wanted = iter(
+        [result for result, needed in zip(results, node.needs_input_grad, strict=False) if needed]
+    )
+    return [None if target is None else next(wanted) for target, _ in edges]
+
+
+def _fit(gradient: torch.Tensor, meta: Any) -> torch.Tensor:
+    """Bring a gradient to the shape and dtype its node expects, as the engine's checks do."""
+    shape = tuple(meta.shape)
+    if tuple(gradient.shape) != shape:
+        gradient = gradient.sum_to_size(shape)
+    return gradient if gradient.dtype == meta.dtype else gradient.to(meta.dtype)
+
+
+def _is_leaf(node: Node) -> bool:
+    return type(node).__name__ == "AccumulateGrad"
+
+
+# References to a tensor in a local variable that nobody else knows: the variable and the argument
+# of sys.getrefcount.
+_LOCAL = 2
+# Owners of the storage of such a tensor: the tensor and the Python storage made for the question.
+_LONE_STORAGE = 2
+
+
+def _add(buffer: Gradients, index: int, gradient: torch.Tensor, *, in_place: bool) -> None:
+    """Sum two gradients for one input; in place where the first belongs to nobody else."""
+    held, buffer[index] = buffer[index], None
+    assert held is not None
+    if in_place and sys.getrefcount(held) <= _LOCAL and _lone_storage(held):
+        buffer[index] = held.add_(gradient)
+    else:
+        buffer[index] = held + gradient
+
+
+def _lone_storage(tensor: torch.Tensor) -> bool:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= _LONE_STORAGE
+
+
+def _layout_follows(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
+    """Whether strides agree in every dimension longer than one: else the engine copies."""
+    return all(
+        size == 1 or mine == theirs
+        for size, mine, theirs in zip(leaf.shape, gradient.stride(), leaf.stride(), strict=True)
+    )
+
+
+_SETTING = "_tresnet_materialize_grads"
+
+
+def wants_zeros(node: Node) -> bool:
+    """Whether a custom Function gets zeros for outputs that no gradient reached."""
+    return getattr(node, _SETTING, True)
+
+
+@contextlib.contextmanager
+def remember_materialize_grads() -> Iterator[None]:
+    """Keep what custom Functions say to `ctx.set_materialize_grads`, which torch will not tell."""
+    context = torch.autograd.function.FunctionCtx
+    real = context.set_materialize_grads
+
+    def remember(ctx: Any, value: bool) -> None:
+        real(ctx, value)
+        setattr(ctx, _SETTING, value)
+
+    context.set_materialize_grads = remember  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        context.set_materialize_grads = real
+
+
+@contextlib.contextmanager
+def _graph_task() -> Iterator[None]:
+    """Give this walk a task id: torch.utils.checkpoint recomputes once for each id."""
+    task_id = next(_task_ids)
+    real = torch._C._current_graph_task_id
+    torch._C._current_graph_task_id = lambda: task_id
+    try:
+        yield
+    finally:
+        torch._C._current_graph_task_id = real
