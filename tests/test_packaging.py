@@ -1,5 +1,6 @@
 """The wheel holds the whole package, the weights that are committed, and nothing else."""
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -94,7 +95,7 @@ def test_constraints_pin_everything_and_agree_with_the_project():
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if not line.startswith("#"))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *sum(project["optional-dependencies"].values(), [])]
+    wanted = itertools.chain(project["dependencies"], *project["optional-dependencies"].values())
     for requirement in wanted:
         name, _, floor = requirement.partition(">=" if ">=" in requirement else "==")
         if name.startswith("tresnet["):

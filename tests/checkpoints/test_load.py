@@ -103,7 +103,7 @@ def test_long_lists_are_cut(path):
 
 def test_another_variant_is_named(path):
     whole = build("tresnet_l", device="meta").state_dict()
-    torch.save({key: torch.zeros(1).expand(t.shape) for key, t in whole.items()}, path)
+    torch.save({key: torch.zeros(()).expand(t.shape) for key, t in whole.items()}, path)
     assert_refused(
         small(),
         path,

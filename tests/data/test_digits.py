@@ -127,15 +127,20 @@ def test_an_interrupted_write_leaves_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_process_that_comes_second_takes_the_firsts(written, tmp_path, monkeypatch):
+@pytest.mark.parametrize("intact", [True, False])
+def test_the_process_that_comes_second_takes_the_firsts(written, tmp_path, monkeypatch, intact):
     write_pngs = digits._write_pngs
 
     def overtaken(folder, images, labels):
         write_pngs(folder, images, labels)
-        shutil.copytree(written, tmp_path / "digits")
+        shutil.copytree(written if intact else written / "val", tmp_path / "digits")
 
     monkeypatch.setattr(digits, "_write_pngs", overtaken)
-    assert digits.write(tmp_path) == tmp_path / "digits"
+    if intact:
+        assert digits.write(tmp_path) == tmp_path / "digits"
+    else:
+        with pytest.raises(DataError, match="left alone"):
+            digits.write(tmp_path)
     assert os.listdir(tmp_path) == ["digits"]
 
 

@@ -122,7 +122,7 @@ def test_alpha_is_dropped(tmp_path):
 def test_a_palette_with_transparency_gives_no_warning(tmp_path):
     image = Image.new("P", (4, 4), 1)
     image.putpalette([0, 0, 0, 200, 100, 50])
-    image.save(tmp_path / "palette.png", transparency=bytes([255, 0]))
+    image.save(tmp_path / "palette.png", transparency=bytes([128, 64]))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert load_rgb(tmp_path / "palette.png").getpixel((0, 0)) == (200, 100, 50)

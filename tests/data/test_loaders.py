@@ -1,4 +1,7 @@
+import multiprocessing
+import os
 import random
+import signal
 
 import numpy as np
 import pytest
@@ -47,6 +50,16 @@ def test_an_epoch_has_each_image_once_with_its_label(folder, workers):
         assert sorted(seen) == [(i, (i >= 11) + (i >= 19)) for i in range(26)]
         orders.append(seen)
     assert orders[0] != orders[1]
+
+
+def test_the_order_follows_from_the_seed(folder):
+    dataset = open_folder(folder, "train", EVAL)
+    orders = [
+        [epoch_ids(create_loader(dataset, 26, training=True, seed=seed)) for seed in (0, 1)]
+        for _ in range(2)
+    ]
+    assert orders[0] == orders[1]
+    assert orders[0][0] != orders[0][1]
 
 
 def test_training_drops_the_last_batch_and_evaluation_keeps_it(folder):
@@ -265,3 +278,36 @@ def test_too_few_images_for_a_batch_and_wrong_numbers_are_refused(folder):
     for wrong in ({"batch_size": 0}, {"workers": -1}, {"distributed": (2, 2)}):
         with pytest.raises(ConfigError, match="expected batch_size >= 1, workers >= 0"):
             create_loader(dataset, **{"batch_size": 4, "training": True, **wrong})
+
+
+@pytest.fixture
+def workers_now():
+    """Return a function that lists the worker processes started since the test began."""
+    before = set(multiprocessing.active_children())
+    return lambda: set(multiprocessing.active_children()) - before
+
+
+def test_workers_end_at_an_error_and_at_close_and_start_anew(folder, workers_now):
+    loader = create_loader(open_folder(folder, "train", EVAL), 4, training=False, workers=2)
+    whole = epoch_ids(loader)
+    assert len(workers_now()) == 2
+    loader.close()
+    assert not workers_now()
+    assert epoch_ids(loader) == whole
+    damage(folder, 7)
+    with pytest.raises(DataError) as held:
+        list(loader)
+    assert not workers_now()
+    assert held.traceback  # which keeps the loader alive
+
+
+def test_ctrl_c_is_the_main_processs_to_handle(folder, workers_now):
+    loader = create_loader(open_folder(folder, "train", EVAL), 2, training=False, workers=2)
+    batches = iter(loader)
+    seen = ids(next(batches)[0]) + ids(next(batches)[0])  # both workers are up
+    for worker in workers_now():
+        os.kill(worker.pid, signal.SIGINT)
+    for images, _ in batches:
+        seen += ids(images)
+    assert seen == list(range(26))
+    loader.close()

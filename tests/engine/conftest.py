@@ -4,27 +4,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 
+from tests.engine.images import write_images
 from tresnet.engine import config as configs
 from tresnet.engine.config import TrainConfig
 
 TRAIN_IMAGES, VAL_IMAGES = 26, 11
-CLASSES = ("blue", "green", "red")
-
-
-def write_images(root: Path, split: str, count: int, classes: tuple[str, ...] = CLASSES) -> None:
-    """`count` noisy 12 x 12 images, dealt out to the classes in turn."""
-    noise = np.random.default_rng(count)
-    for index in range(count):
-        label = index % len(classes)
-        pixels = noise.integers(0, 160, (12, 12, 3))
-        pixels[..., 2 - label % 3] += 80
-        folder = root / split / classes[label]
-        folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{index:03d}.png")
 
 
 @pytest.fixture(scope="session")

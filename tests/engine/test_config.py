@@ -56,7 +56,7 @@ def test_json_that_does_not_fit_is_refused(change, message):
 def test_broken_json_and_absent_files_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"run\.json is not JSON"):
         configs.from_json("{", "run.json")
-    with pytest.raises(ConfigError, match="no readable config.json of a run at"):
+    with pytest.raises(ConfigError, match=r"no readable config\.json of a run at"):
         configs.load(tmp_path / "config.json")
 
 

@@ -16,11 +16,15 @@ def read(directory):
 
 
 def test_the_columns_are_those_users_read():
-    assert COLUMNS == (
-        *("phase", "epoch", "step", "lr", "loss", "accuracy", "val_loss", "val_top1", "val_top5"),
-        *("images_per_s", "allocated_mib", "reserved_mib", "max_allocated_mib"),
-        *("device_used_mib", "rss_peak_mib", "elapsed_s"),
-    )
+    first = ["phase", "epoch", "step", "lr", "loss", "accuracy", "val_loss", "val_top1", "val_top5"]
+    memory = [
+        "allocated_mib",
+        "reserved_mib",
+        "max_allocated_mib",
+        "device_used_mib",
+        "rss_peak_mib",
+    ]
+    assert list(COLUMNS) == [*first, "images_per_s", *memory, "elapsed_s"]
 
 
 def test_rows_are_written_twice_and_absent_values_are_empty(tmp_path):
@@ -32,6 +36,13 @@ def test_rows_are_written_twice_and_absent_values_are_empty(tmp_path):
     assert (cells["phase"], cells["loss"], cells["allocated_mib"]) == ("train", "0.123457", "")
     assert rows[0]["loss"] == 0.123456789
     assert rows[0]["allocated_mib"] is None
+
+
+def test_what_is_no_number_is_null_in_json_and_nan_in_csv(tmp_path):
+    RunLog(tmp_path, None, tensorboard=False).row(phase="train", step=1, val_loss=float("nan"))
+    table, rows = read(tmp_path)
+    assert rows[0]["val_loss"] is None
+    assert dict(zip(*table, strict=True))["val_loss"] == "nan"
 
 
 def test_an_unknown_column_is_a_mistake_in_the_code(tmp_path):

@@ -41,5 +41,8 @@ class Convert:
             progress(f"not kept, timm's format has no place for it: {', '.join(metadata)}")
             metadata = None
         save_checkpoint(model, self.target, format=self.format, metadata=metadata)
-        say(f"{self.target}: {known.model}, {known.num_classes} classes, {self.format} format")
+        say(
+            f"{self.target}: {model.config.variant}, {model.config.num_classes} classes, "
+            f"{self.format} format"
+        )
         return 0

@@ -46,6 +46,8 @@ class Predict:
         device = usable_device(self.device)
         model = create(weights=self.weights, device=device).eval()
         known = describe(self.weights)
+        if known.num_classes == 0:
+            raise InputError(f"expected weights of a classifier, but {self.weights} has no classes")
         transform = eval_transform(
             EvalTransform(
                 size=known.input_size[-1],

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from tresnet.engine import config as configs
 from tresnet.engine import evaluate_weights, rundir
 from tresnet.engine.config import TrainConfig
@@ -92,6 +94,12 @@ def _guard(action: Callable[[], int]) -> int:
     except TResNetError as error:
         rank = os.environ.get("RANK", "0")
         sys.stderr.write(f"error: {'' if rank == '0' else f'process {rank}: '}{error}\n")
+        return BAD_INPUT
+    except torch.OutOfMemoryError as error:
+        sys.stderr.write(
+            f"error: the GPU's memory is full: {error}\nTry a smaller --batch-size (with a larger"
+            " --accumulate the updates stay the same), --amp bf16 or --grad-checkpointing\n"
+        )
         return BAD_INPUT
     except KeyboardInterrupt:
         sys.stderr.write("stopped at once\n")

@@ -99,6 +99,7 @@ def join(device: str) -> Iterator[Processes]:
     chosen = pick_device(device, int(os.environ.get("LOCAL_RANK", "0")), world)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
+        torch.backends.cudnn.benchmark = True  # batches keep their size: search kernels once
     if world == 1:
         yield Processes(0, 1, chosen)
         return

@@ -160,14 +160,17 @@ def _measure(
     )
     compute = ComputeConfig(config.device, config.amp, config.channels_last, config.compile)
     predictor = Predictor(model, compute, processes.device)
-    return evaluate(
-        predictor.predict,
-        loader,
-        processes,
-        to_device=predictor.to_device,
-        class_map=mapping,
-        console=console,
-    )
+    try:
+        return evaluate(
+            predictor.predict,
+            loader,
+            processes,
+            to_device=predictor.to_device,
+            class_map=mapping,
+            console=console,
+        )
+    finally:
+        loader.close()
 
 
 def _result(config: EvalConfig, metrics: Metrics, processes: Processes) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ class RunLog:
             with self._csv.open("a", encoding="utf-8", newline="") as file:
                 file.write(_csv_line([_cell(value) for value in cells.values()]))
             with self._jsonl.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(cells) + "\n")
+                file.write(json.dumps(_finite(cells), allow_nan=False) + "\n")
         except OSError as error:
             raise _not_written(error) from error
         numbers = {k: v for k, v in cells.items() if isinstance(v, float) and k != "elapsed_s"}
@@ -89,6 +90,14 @@ class RunLog:
         """Write out what TensorBoard holds back."""
         if self._events is not None:
             self._events.close()
+
+
+def _finite(cells: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN: null stands for it, and the CSV tells the difference."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in cells.items()
+    }
 
 
 def _cell(value: object) -> str:

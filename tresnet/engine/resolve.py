@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from tresnet.checkpoints.create import create
 from tresnet.checkpoints.manifest import describe
 from tresnet.engine import config as configs
@@ -63,7 +65,7 @@ def create_model(config: TrainConfig, classes: Sequence[str]) -> TResNet:
     Raises:
         ConfigError: The weights' head is kept, but it was trained on other classes.
         CheckpointError: The weights do not fit the model or the number of classes.
-        InputError: A value is out of range.
+        InputError: A value is out of range, or the model cannot take images of that size.
     """
     settings, data = config.model, config.data
     if settings.weights is not None and not settings.new_head:
@@ -72,6 +74,8 @@ def create_model(config: TrainConfig, classes: Sequence[str]) -> TResNet:
     del options["model"], options["grad_checkpointing"]
     model = create(settings.model, num_classes=len(classes), **options)
     assert isinstance(model, TResNet), "features_only is not an option"
+    assert data.input_size is not None, "filled in by resolve"
+    model.check_input(torch.empty(1, 3, data.input_size, data.input_size, device="meta"))
     # what is saved with the weights, so that whoever loads them prepares images the same way
     model.pretrained_cfg = {
         **model.pretrained_cfg,

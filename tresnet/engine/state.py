@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import pickle
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +32,8 @@ class Progress:
         hits: Those of them that were classified correctly.
         elapsed_s: Seconds of training so far, evaluation and pauses included.
         best_top1: Best validation accuracy in percent; -1 before the first evaluation.
-        best_epoch: The epoch that had it.
+        best_epoch: The epoch that had it, counted from 1.
+        last_top1: Validation accuracy of the last evaluation; -1 before the first.
     """
 
     epoch: int = 0
@@ -44,7 +44,8 @@ class Progress:
     hits: int = 0
     elapsed_s: float = 0.0
     best_top1: float = -1.0
-    best_epoch: int = -1
+    best_epoch: int = 0
+    last_top1: float = -1.0
 
     def next_epoch(self) -> None:
         """Turn to the beginning of the next epoch."""
@@ -103,10 +104,10 @@ def load(path: Path) -> dict[str, Any]:
         )
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+    except Exception as error:  # damaged pickles raise nearly anything
         raise CheckpointError(
             f"cannot read {path}, which is damaged or was not written by this program:"
-            f" {str(error).splitlines()[0]}"
+            f" {_first_line(error)}"
         ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"expected a training state of format {FORMAT} in {path}")
@@ -187,12 +188,16 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        reason = getattr(error, "strerror", None) or _first_line(error)
         kept = "the one written before is intact" if existed else "there was none before"
         raise CheckpointError(
             f"cannot write the checkpoint {path}: {reason}; {kept}. Free some space, then go on"
             " with --resume"
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _some(names: list[str]) -> str:

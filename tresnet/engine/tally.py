@@ -15,13 +15,13 @@ class Look:
 
     Attributes:
         images: How many.
-        loss_sum: Sum of their losses.
+        loss_sums: Of each batch, the sum over its images.
         hits: How many were classified correctly.
         first_bad: The first update with a loss that is no finite number, or None.
     """
 
     images: int
-    loss_sum: float
+    loss_sums: list[float]
     hits: int
     first_bad: int | None
 
@@ -53,14 +53,14 @@ class Tally:
         values = torch.stack(self._values).tolist() if self._values else []
         losses = [loss for loss, _ in values]
         bad = [u for u, x in zip(self._updates, losses, strict=True) if not math.isfinite(x)]
-        images, loss_sum, hits = processes.sum(
+        images, hits, *loss_sums = processes.sum(
             sum(self._images),
-            sum(n * x for n, x in zip(self._images, losses, strict=True)),
             sum(hits for _, hits in values),
+            *(n * x for n, x in zip(self._images, losses, strict=True)),
         )
         (negative,) = processes.max(-min(bad) if bad else -math.inf)
         self._updates.clear()
         self._images.clear()
         self._values.clear()
         first_bad = None if negative == -math.inf else int(-negative)
-        return Look(int(images), loss_sum, int(hits), first_bad)
+        return Look(int(images), loss_sums, int(hits), first_bad)

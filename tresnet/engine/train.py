@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import math
 import signal
 import time
 from pathlib import Path
@@ -41,14 +42,14 @@ class TrainResult:
         run_dir: Where it wrote.
         metrics: Of the best checkpoint, read back from its file; None if the run was stopped.
         best_epoch: The epoch it is from, counted from 1; 0 if there was no evaluation yet.
-        last_top1: Validation accuracy after the last epoch, in percent; None as above.
+        last_top1: Validation accuracy of the last evaluation, in percent; -1 if there was none.
         stopped_by: The signal that stopped the run early, or 0.
     """
 
     run_dir: Path
     metrics: Metrics | None
     best_epoch: int
-    last_top1: float | None
+    last_top1: float
     stopped_by: int = 0
 
 
@@ -85,7 +86,10 @@ def train(config: TrainConfig, resume: Path | None = None) -> TrainResult:
         trainer = Trainer(config, run_dir, processes, images, learner, memory, stop)
         if content is not None:
             trainer.restore(content)
-        return trainer.run()
+        try:
+            return trainer.run()
+        finally:
+            trainer.close()
 
 
 def _new_run_dir(config: TrainConfig, processes: Processes) -> Path:
@@ -121,7 +125,6 @@ class Trainer:
         self.console = Console(processes.is_main, config.run.progress)
         self.tally = Tally()
         self.log: RunLog | None = None
-        self.last_top1: float | None = None
         self._resumed = False
         self._started_s = self._saved_s = time.monotonic()
 
@@ -148,10 +151,15 @@ class Trainer:
         metrics = None if stopped_by else self._finish_run()
         if stopped_by:
             self._say_stopped(stopped_by)
+        best_epoch, last_top1 = self.progress.best_epoch, self.progress.last_top1
+        return TrainResult(self.run_dir, metrics, best_epoch, last_top1, stopped_by)
+
+    def close(self) -> None:
+        """Stop the processes that load images, and write out what the log holds back."""
+        self.images.train.close()
+        self.images.val.close()
         if self.log is not None:
             self.log.close()
-        best_epoch = self.progress.best_epoch
-        return TrainResult(self.run_dir, metrics, best_epoch, self.last_top1, stopped_by)
 
     def _open_log(self) -> None:
         config, progress = self.config, self.progress
@@ -232,9 +240,10 @@ class Trainer:
         if look.images == 0:
             return
         progress.images += look.images
-        progress.loss_sum += look.loss_sum
         progress.hits += look.hits
-        figures = {"loss": look.loss_sum / look.images, "lr": self.learner.lr}
+        for loss_sum in look.loss_sums:  # one by one: the same bits, whenever one looks
+            progress.loss_sum += loss_sum
+        figures = {"loss": sum(look.loss_sums) / look.images, "lr": self.learner.lr}
         rate = self.throughput.images_per_s()
         if rate is not None:
             figures["images_per_s"] = rate * self.processes.world
@@ -267,7 +276,7 @@ class Trainer:
             figures["accuracy"] = 100 * progress.hits / max(progress.images, 1)
         figures |= {"lr": self.learner.lr, "images_per_s": rate or None}
         if metrics is not None:
-            self.last_top1 = metrics.top1
+            progress.last_top1 = metrics.top1
             figures |= {
                 "val_loss": metrics.loss,
                 "val_top1": metrics.top1,
@@ -308,7 +317,7 @@ class Trainer:
                 "epoch": self.progress.best_epoch,
                 "top1": metrics.top1,
                 "top5": metrics.top5,
-                "loss": metrics.loss,
+                "loss": metrics.loss if math.isfinite(metrics.loss) else None,
             },
         )
 
@@ -345,12 +354,21 @@ class Trainer:
             val_top5=metrics.top5,
             images_per_s=metrics.images_per_s,
         )
-        last = "" if self.last_top1 is None else f"; after the last epoch {self.last_top1:.2f} %"
         self.console.say(
             f"result: top-1 {metrics.top1:.2f} %, top-5 {metrics.top5:.2f} %, loss"
             f" {metrics.loss:.4f} on {metrics.images} images with {self.run_dir / BEST} (epoch"
-            f" {self.progress.best_epoch}{last}), {self.progress.elapsed_s:.0f} s of training"
+            f" {self.progress.best_epoch}; after the last epoch {self.progress.last_top1:.2f} %),"
+            f" {self.progress.elapsed_s:.0f} s of training"
         )
+        bad = {
+            path
+            for paths in self.processes.gather(set(self.images.train.skipped))
+            for path in paths
+        }
+        if bad or metrics.skipped:
+            self.console.say(
+                f"unreadable images left out: {len(bad)} to train, {metrics.skipped} to validate"
+            )
         return metrics
 
     def _say_stopped(self, signum: int) -> None:

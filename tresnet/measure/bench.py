@@ -65,7 +65,7 @@ def bench_train(
 
     Raises:
         InputError: no cases, or one that cannot be run at all; nothing has run then.
-        TResNetError: a model of ours that refuses its settings, such as an absent inplace-abn.
+        MissingDependencyError: norm `inplace_abn` without the package; likewise.
     """
     return _Bench(cases, settings, training=True, log=log).run()
 
@@ -118,13 +118,13 @@ class _Bench:
         self._clock: Clock = clock_for(self._device)
         self._log = logging.getLogger(__name__).info if log is None else log
         self._rows = [BenchRow(case.checked(training)) for case in cases]
+        self._compiling = any(row.case.compile != "none" for row in self._rows)
         self._times_s: list[list[list[float]]] = [[] for _ in cases]
         self._steps: dict[int, PreparedStep] = {}
         self._primed = MemorySnapshot()
 
     def run(self) -> list[BenchRow]:
-        compiling = any(row.case.compile != "none" for row in self._rows)
-        with _bench_switches(self._device, compiling):
+        with _bench_switches(self._device, self._compiling):
             self._primed = _prime(self._device)
             everything = range(len(self._rows))
             turns = [everything] if self._settings.interleave else [[index] for index in everything]
@@ -134,7 +134,7 @@ class _Bench:
                 self._run_rounds(turn)
                 self._steps.clear()
                 self._tidy()
-                if not self._settings.interleave:
+                if self._compiling and not self._settings.interleave:
                     torch.compiler.reset()
         self._summarise()
         return self._rows
@@ -189,7 +189,7 @@ class _Bench:
         """Time one round's steps of a case."""
         step = self._steps[index]
         if len(self._steps) > 1:
-            self._tidy()  # else the allocator would free others' blocks while the clock runs
+            self._empty_cache()  # else the allocator would do so while the clock runs
         output = self._settle(step)
         marks = [self._clock.mark()]
         for _ in range(self._settings.steps_per_round):
@@ -226,6 +226,9 @@ class _Bench:
 
     def _tidy(self) -> None:
         gc.collect()
+        self._empty_cache()
+
+    def _empty_cache(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -1,12 +1,14 @@
 """What a benchmark compares: a case is one model with every setting that changes its speed."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import torch
 
 from tresnet.errors import InputError
-from tresnet.measure.named import check_name, split_name
+from tresnet.measure.macs import without_computing
+from tresnet.measure.named import build_named, check_name, default_input_size, split_name
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CASTS = ("autocast", "pure")
@@ -47,10 +49,12 @@ class BenchCase:
     norm: str | None = None
 
     def checked(self, training: bool) -> "BenchCase":
-        """The case with `cast` and `norm` filled in.
+        """The case with `cast` and `norm` filled in; one of ours is sure to build and run.
 
         Raises:
-            InputError: a value out of range, an unknown model, or `pure` in training.
+            InputError: a value out of range, an unknown model, an input size it cannot take, or
+                `pure` in training.
+            MissingDependencyError: norm `inplace_abn` without the package.
         """
         check_name(self.model)
         ours = split_name(self.model)[0] == "tresnet"
@@ -70,7 +74,9 @@ class BenchCase:
                 raise InputError(f"expected {field} out of {', '.join(choices)}, got {value!r}")
         for field, size in (("batch size", case.batch_size), ("input size", case.input_size)):
             if size is not None and size < 1:
-                raise InputError(f"expected a {field} of at least 1, got {size}")
+                raise InputError(f"expected {field} of at least 1, got {size}")
+        if case.norm is not None:
+            _rehearse(case.model, case.norm, case.input_size)
         return case
 
     def _resolved_cast(self, training: bool) -> str | None:
@@ -96,6 +102,15 @@ class BenchCase:
         if self.compile != "none":
             parts.append(f"compile {self.compile}")
         return ", ".join(parts)
+
+
+@functools.cache
+def _rehearse(model: str, norm: str, input_size: int | None) -> None:
+    """Let one of our models complain before anything was measured, not after half an hour."""
+    with without_computing():
+        built = build_named(model, norm)
+        size = default_input_size(built) if input_size is None else input_size
+        built.check_input(torch.empty(1, 3, size, size))  # pyright: ignore[reportCallIssue]
 
 
 def parse_case(text: str, defaults: BenchCase) -> BenchCase:

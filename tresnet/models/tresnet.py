@@ -101,6 +101,7 @@ class TResNet(nn.Module):
     """
 
     __jit_unused_properties__ = ("default_cfg", "head_hidden_size")
+    pretrained_cfg: dict[str, Any]
 
     def __init__(
         self,
@@ -121,7 +122,7 @@ class TResNet(nn.Module):
         self.in_chans = config.in_chans
         self.drop_rate = config.drop_rate
         self.grad_checkpointing = False
-        self.pretrained_cfg: dict[str, Any] = {}
+        self.pretrained_cfg = {}
         self.body = self._make_body(device, dtype)
         self.feature_info = self._feature_info()
         self.num_features: int = self.feature_info[-1]["num_chs"]

@@ -50,7 +50,7 @@ def list_models(pattern: str = "*") -> list[str]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ', did you mean ...?' for the closest known name, or '' where none is close."""
+    """Return '; did you mean ...?' for the closest known name, or '' where none is close."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 

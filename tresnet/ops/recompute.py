@@ -13,6 +13,8 @@ Outside a scope, and inside activation checkpointing (whose own hooks come first
 and autograd keeps what it always keeps.
 """
 
+import atexit
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from tresnet.ops.autocast import autocast_off
 
 Rebuild = Callable[[], Tensor]
 
@@ -88,6 +92,17 @@ class _Active(threading.local):
 _active = _Active()
 
 
+@functools.cache
+def _flush_at_exit() -> None:
+    """Let the engine drop what a failed backward left in its queue while Python still runs.
+
+    After an exception in backward (out of memory, a tensor changed in place), torch keeps the nodes
+    still to run until the process ends, and destroying their hooks after the interpreter's end
+    crashes. Any later backward on the thread empties the queue.
+    """
+    atexit.register(lambda: torch.ones(1, requires_grad=True).sum().backward())
+
+
 @contextmanager
 def scope(active: bool = True) -> Iterator[None]:
     """Let the operations of a forward pass offer their outputs for recomputation.
@@ -100,12 +115,15 @@ def scope(active: bool = True) -> Iterator[None]:
     if not active:
         yield
         return
-    outer, _active.scope = _active.scope, _Scope()
+    _flush_at_exit()
+    outer, current = _active.scope, _Scope()
+    _active.scope = current
     try:
-        with torch.autograd.graph.saved_tensors_hooks(_active.scope.pack, _unpack):
+        with torch.autograd.graph.saved_tensors_hooks(current.pack, _unpack):
             yield
     finally:
         _active.scope = outer
+        current.offers.clear()  # activation checkpointing may keep the hooks until backward
 
 
 def offer(y: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> None:
@@ -127,7 +145,7 @@ def offer(y: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> None:
     device_type = y.device.type
 
     def rebuild() -> Tensor:
-        with torch.no_grad(), torch.autocast(device_type, enabled=False):
+        with torch.no_grad(), autocast_off(device_type):
             return function(*(source() for source in sources))
 
     current.add(y, rebuild)

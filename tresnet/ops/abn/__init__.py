@@ -49,11 +49,12 @@ def abn(
         InputError: `x` does not fit the parameters, a training batch has one value per channel, or
             `impl` is unknown.
     """
-    if x.dim() < 2 or x.shape[1] != weight.shape[0]:
+    tracing = torch.jit.is_tracing()
+    if not tracing and (x.dim() < 2 or x.shape[1] != weight.shape[0]):
         raise InputError(f"abn expected (N, {weight.shape[0]}, ...), got {tuple(x.shape)}")
     if impl not in ("auto", "reference", "recompute"):
         raise InputError(f"abn expected impl 'auto', 'reference' or 'recompute', got {impl!r}")
-    plain = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    plain = torch.compiler.is_compiling() or tracing
     if training and not plain and x.numel() == x.shape[1]:
         raise InputError(
             f"batch statistics need more than one value per channel, got {tuple(x.shape)}: "

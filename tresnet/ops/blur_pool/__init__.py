@@ -26,13 +26,15 @@ def blur_pool(x: Tensor, *, jit: bool = False) -> Tensor:
     Raises:
         InputError: an image is smaller than 2 x 2 pixels, so that its border cannot be reflected.
     """
+    blur = scripted_if(jit, reference.blur_pool)
+    if torch.jit.is_tracing():
+        return blur(x)
     if x.dim() != 4 or min(x.shape[-2:]) < 2:
         raise InputError(
             f"blur_pool expected (N, C, H, W) with H and W at least 2, got {tuple(x.shape)}: "
             "use larger images"
         )
-    blur = scripted_if(jit, reference.blur_pool)
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling():
         return blur(x)
     y: Tensor = BlurPool.apply(x, blur)  # pyright: ignore[reportAssignmentType]
     recompute.offer(y, blur, x)

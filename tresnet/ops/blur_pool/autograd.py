@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tresnet.ops.autocast import autocast_off
 from tresnet.ops.blur_pool.reference import binomial_filter, blur_pool
 
 
@@ -47,7 +48,7 @@ class BlurPool(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, blur: Callable[[Tensor], Tensor]) -> Tensor:
         """Blur `x` by `blur`: (N, C, H, W) to (N, C, ceil(H / 2), ceil(W / 2))."""
         ctx.size = x.shape[2:]
-        with torch.autocast(x.device.type, enabled=False):
+        with autocast_off(x.device.type):
             return blur(x)
 
     @staticmethod
@@ -62,7 +63,7 @@ class TransposedBlurPool(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, grad: Tensor, height: int, width: int) -> Tensor:
         """Apply the transpose: (N, C, ceil(H / 2), ceil(W / 2)) to (N, C, H, W)."""
-        with torch.autocast(grad.device.type, enabled=False):
+        with autocast_off(grad.device.type):
             return transposed_blur_pool(grad, height, width)
 
     @staticmethod

@@ -1,5 +1,6 @@
 """Space-to-depth: blocks of pixels become channels."""
 
+import torch
 from torch import Tensor
 
 from tresnet.errors import InputError
@@ -22,6 +23,12 @@ def space_to_depth(x: Tensor, block_size: int = 4, *, jit: bool = False) -> Tens
     Raises:
         InputError: `x` has not four dimensions, or H or W is not divisible by `block_size`.
     """
+    if not torch.jit.is_tracing():
+        _check(x, block_size)
+    return scripted_if(jit, reference.space_to_depth)(x, block_size)
+
+
+def _check(x: Tensor, block_size: int) -> None:
     if x.dim() != 4:
         raise InputError(
             f"space_to_depth expected a batch of images (N, C, H, W), got shape {tuple(x.shape)}"
@@ -31,8 +38,6 @@ def space_to_depth(x: Tensor, block_size: int = 4, *, jit: bool = False) -> Tens
         raise InputError(
             f"expected height and width divisible by {block_size}, got ({h}, {w}): pad or resize"
         )
-    run = scripted_if(jit, reference.space_to_depth)
-    return run(x, block_size)
 
 
 __all__ = ["space_to_depth"]

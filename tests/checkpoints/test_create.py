@@ -1,0 +1,181 @@
+import pytest
+import torch
+
+from tests.checkpoints.small import CLASSES, LAYERS, same, small, small_public, trained
+from tresnet.checkpoints import manifest, table
+from tresnet.checkpoints.create import create
+from tresnet.checkpoints.manifest import find
+from tresnet.checkpoints.save import save_checkpoint
+from tresnet.errors import CheckpointError, InputError
+from tresnet.models.features import FeatureExtractor
+
+FRESH = {"layers": LAYERS, "width_factor": 0.25}
+
+
+@pytest.fixture
+def ours(tmp_path):
+    """A file of ours that differs from the defaults wherever it can."""
+    model = trained(small(block_size=2, in_chans=1, global_pool="max"))
+    model.set_slopes(0.3, 0.2)
+    model.pretrained_cfg |= {"input_size": (1, 48, 48), "crop_mode": "squash", "crop_pct": 0.9}
+    save_checkpoint(model, tmp_path / "ours.safetensors")
+    return model, tmp_path / "ours.safetensors"
+
+
+@pytest.fixture
+def timms(tmp_path):
+    model = trained(small())
+    torch.save(model.state_dict(), tmp_path / "timms.pth")
+    return model, tmp_path / "timms.pth"
+
+
+def test_fresh_models():
+    model = create("tresnet_m", **FRESH)
+    assert (model.num_classes, model.config.in_chans, model.config.head) == (1000, 3, "linear")
+    assert model.training
+    model = create(
+        "tresnet_t",
+        norm="batchnorm",
+        jit=True,
+        in_chans=2,
+        num_classes=7,
+        drop_rate=0.1,
+        drop_path_rate=0.2,
+        block_size=4,
+        dtype=torch.float64,
+        device="meta",
+    )
+    config = model.config
+    assert (config.variant, config.norm, config.jit) == ("tresnet_t", "batchnorm", True)
+    assert (config.in_chans, config.num_classes, config.block_size) == (2, 7, 4)
+    assert (config.drop_rate, config.drop_path_rate) == (0.1, 0.2)
+    assert (model.head.fc.weight.device.type, model.head.fc.weight.dtype) == ("meta", torch.float64)
+
+
+def test_everything_comes_from_a_file_of_ours(ours):
+    source, path = ours
+    model = create(weights=path)
+    assert model.config == source.config
+    assert same(model.state_dict(), source.state_dict())
+    cfg = model.pretrained_cfg
+    assert (cfg["input_size"], cfg["crop_mode"], cfg["crop_pct"]) == ((1, 48, 48), "squash", 0.9)
+    assert (cfg["mean"], cfg["std"], cfg["num_classes"]) == ((0.0,), (1.0,), CLASSES)
+
+
+def test_saved_again_the_preparation_stays(ours, tmp_path):
+    model = create(weights=ours[1])
+    save_checkpoint(model, tmp_path / "again.pth")
+    assert create(weights=tmp_path / "again.pth").pretrained_cfg == model.pretrained_cfg
+
+
+def test_arguments_win_over_the_files(ours):
+    source, path = ours
+    model = create("tresnet_m", weights=path, in_chans=3, norm="batchnorm", drop_rate=0.5)
+    assert (model.config.in_chans, model.config.norm, model.config.drop_rate) == (
+        3,
+        "batchnorm",
+        0.5,
+    )
+    assert model.config.block_slope == 0.2
+    gray = torch.rand(2, 1, 48, 64)
+    source.eval(), model.eval()
+    torch.testing.assert_close(
+        model(gray.expand(-1, 3, -1, -1)), source(gray), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_files_of_others_give_name_stages_and_classes(timms, tmp_path):
+    source, path = timms
+    model = create(weights=str(path))
+    assert (model.config.layers, model.config.planes, model.num_classes) == (LAYERS, 16, CLASSES)
+    assert same(model.state_dict(), source.state_dict())
+    torch.save({"model": small_public(v2=True).state_dict()}, tmp_path / "public.pth")
+    model = create(weights=tmp_path / "public.pth")
+    assert (model.config.variant, model.config.block_slope) == ("tresnet_v2_l", 1e-6)
+
+
+def test_a_tag(tmp_path, monkeypatch):
+    row = find("tresnet_m.miil_in1k_448")
+    monkeypatch.setattr(table, "weights_dir", lambda: tmp_path)
+    monkeypatch.setattr(manifest, "weights_dir", lambda: tmp_path)
+    monkeypatch.setattr(table, "entries", lambda: {row.tag: row})
+    source = trained(small())
+    save_checkpoint(source, tmp_path / row.file, format="timm")
+    model = create("tresnet_m", weights=row.tag)
+    assert same(model.state_dict(), source.state_dict())
+    assert model.pretrained_cfg["crop_mode"] == "squash"
+    assert model.pretrained_cfg["input_size"] == (3, 448, 448)
+    assert model.pretrained_cfg["hf_hub_id"] == "timm/tresnet_m.miil_in1k_448"
+    assert model.pretrained_cfg["num_classes"] == CLASSES
+
+
+def test_another_class_count_needs_new_head(timms):
+    source, path = timms
+    with pytest.raises(
+        CheckpointError, match=r"has 5 classes, got num_classes=7: leave .* with new_head=True"
+    ):
+        create(weights=path, num_classes=7)
+    assert create(weights=path, num_classes=CLASSES).num_classes == CLASSES
+    model = create(weights=path, num_classes=7, new_head=True)
+    assert (model.num_classes, model.pretrained_cfg["num_classes"]) == (7, 7)
+    assert same(model.body.state_dict(), source.body.state_dict())
+    model = create(weights=path, new_head=True)
+    assert model.num_classes == CLASSES
+    assert not torch.equal(model.head.fc.weight, source.head.fc.weight)
+    assert create(weights=path, num_classes=0).num_classes == 0
+
+
+def test_features_only(timms):
+    source, path = timms
+    model = create(weights=path, features_only=True, out_indices=(1, 3)).eval()
+    assert isinstance(model, FeatureExtractor)
+    assert model.feature_info.reduction() == [4, 16]
+    x = torch.rand(1, 3, 64, 64)
+    expected = source.eval().forward_intermediates(x, [1, 3], intermediates_only=True)
+    assert all(torch.equal(a, b) for a, b in zip(model(x), expected, strict=True))
+    assert len(create("tresnet_m", features_only=True, **FRESH)(x)) == 4
+
+
+def test_device_and_dtype(timms):
+    model = create(weights=timms[1], dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    with pytest.raises(CheckpointError, match="meta device"):
+        create(weights=timms[1], device="meta")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({}, InputError, "expected a name out of tresnet_l, .*, or weights"),
+        ({"name": "tresnet_n"}, InputError, "unknown model 'tresnet_n'; did you mean 'tresnet_"),
+        ({"name": "tresnet_n", "weights": "a.pth"}, InputError, "unknown model 'tresnet_n'"),
+        ({"weights": "tresnet_m.mil_in1k"}, InputError, "did you mean 'tresnet_m.miil_in1k'"),
+        ({"weights": "no.pth"}, CheckpointError, "no file of weights at no.pth"),
+        ({"weights": "no/file"}, CheckpointError, "no file of weights at no/file"),
+        ({"name": "tresnet_m", "out_indices": [1]}, InputError, r"\[1\] needs features_only=True"),
+        ({"name": "tresnet_m", "new_head": True}, InputError, "new_head=True needs weights"),
+        ({"name": "tresnet_m", "norm": "layer"}, InputError, "got 'layer'"),
+    ],
+)
+def test_bad_arguments(kwargs, error, message):
+    with pytest.raises(error, match=message):
+        create(**kwargs)
+
+
+def test_weights_of_another_variant(ours, tmp_path):
+    message = r"ours.safetensors holds tresnet_m, got name='tresnet_l': leave the name out"
+    with pytest.raises(CheckpointError, match=message):
+        create("tresnet_l", weights=ours[1])
+
+
+def test_a_file_that_is_no_tresnet(tmp_path):
+    torch.save(
+        {"conv1.weight": torch.ones(1), "layer1.0.conv1.weight": torch.ones(1)}, tmp_path / "r.pth"
+    )
+    with pytest.raises(CheckpointError, match=r"r.pth is not a TResNet but looks like a ResNet"):
+        create(weights=tmp_path / "r.pth")
+
+
+def test_a_folder(tmp_path):
+    with pytest.raises(CheckpointError, match="got the directory"):
+        create(weights=tmp_path)

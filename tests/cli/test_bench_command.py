@@ -1,0 +1,106 @@
+import json
+
+import pytest
+
+from tresnet.cli import bench as command
+from tresnet.cli.main import main as run
+from tresnet.measure import bench
+
+SHORT = ["--batch-size", "2", "--input-size", "32", "--rounds", "2", "--steps", "1"]
+SHORT += ["--warmup-steps", "1", "--device", "cpu"]
+
+
+def records(folder):
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def test_bench_prints_a_table_and_writes_a_record(tmp_path, capsys):
+    models = ["tresnet_t", "timm:test_resnet@channels_last=true,batch_size=3"]
+    arguments = ["bench", "train", *models, *SHORT, "--output-dir", str(tmp_path)]
+    assert run(arguments) == 0
+    printed = capsys.readouterr()
+    header, ours, theirs = printed.out.splitlines()
+    assert header.split()[:2] == ["case", "size"]
+    assert ours.startswith("tresnet_t, batch 2, fp32, abn ")
+    assert theirs.startswith("timm:test_resnet, batch 3, fp32, channels_last ")
+    assert "round 2 of 2 done" in printed.err
+    (record,) = records(tmp_path)
+    assert record["what"] == "bench_train"
+    assert record["command"].startswith("tresnet bench train tresnet_t timm:test_resnet@")
+    assert str(tmp_path) not in json.dumps(record)
+    assert record["warmup_steps"] == 1
+    assert record["runs"] == 2
+    assert record["settings"]["interleave"] is True
+    assert record["settings"]["method"]["optimizer"].startswith("SGD")
+    assert [row["batch_size"] for row in record["rows"]] == [2, 3]
+    assert [row["max_allocated_mib"] for row in record["rows"]] == [None, None]
+
+
+def test_records_are_not_overwritten(tmp_path):
+    for _ in range(2):
+        assert run(["bench", "infer", "tresnet_t", *SHORT, "--output-dir", str(tmp_path)]) == 0
+    assert len(records(tmp_path)) == 2
+
+
+def test_infer_states_its_cast(tmp_path):
+    models = ["timm:test_resnet", "timm:test_resnet@cast=autocast"]
+    arguments = ["bench", "infer", *models, *SHORT, "--dtype", "bf16", "--sequential"]
+    assert run([*arguments, "--output-dir", str(tmp_path)]) == 0
+    (record,) = records(tmp_path)
+    assert [row["cast"] for row in record["rows"]] == ["pure", "autocast"]
+    assert [row["ratio_to_first"] for row in record["rows"]] == [None, None]
+
+
+def test_a_case_out_of_memory_is_exit_code_1_and_the_record_is_kept(tmp_path, monkeypatch, capsys):
+    prepare = bench.prepare
+
+    def out_of_memory(case, *arguments):
+        if case.batch_size == 3:
+            raise MemoryError("too large")
+        return prepare(case, *arguments)
+
+    monkeypatch.setattr(bench, "prepare", out_of_memory)
+    arguments = ["bench", "infer", "tresnet_t@batch_size=3", "tresnet_t", *SHORT]
+    assert run([*arguments, "--output-dir", str(tmp_path)]) == command.PARTLY_FAILED_EXIT_CODE
+    (record,) = records(tmp_path)
+    assert [row["status"] for row in record["rows"]] == ["out_of_memory", "ok"]
+    assert capsys.readouterr().out.splitlines()[1].split()[-6:] == ["-"] * 5 + ["out_of_memory"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "at least one model to measure, got none"),
+        (["tresnet_y"], "unknown model 'tresnet_y'; did you mean 'tresnet_"),
+        (["tresnet_t@dtype=fp8"], "expected dtype out of fp32, bf16, fp16, got 'fp8'"),
+        (["tresnet_t@speed=high"], "expected MODEL@key=value"),
+        (["tresnet_t", "--batch-size", "0"], "expected batch size of at least 1, got 0"),
+        (["tresnet_t", "--rounds", "0"], "expected rounds of at least 1, got 0"),
+        (["tresnet_t", "--device", "gpu"], "expected a device such as cpu or cuda:0, got 'gpu'"),
+        (["tresnet_t", "--input-size", "33"], "divisible by 2"),
+    ],
+)
+def test_bad_input(arguments, message, tmp_path, capsys):
+    assert run(["bench", "train", *arguments, "--output-dir", str(tmp_path)]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert message in error
+    assert records(tmp_path) == []
+
+
+def test_directory_is_checked_before_the_work(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "prepare", lambda *args: pytest.fail("a model was built"))
+    (tmp_path / "file").write_text("")
+    assert run(["bench", "infer", "tresnet_t", "--output-dir", str(tmp_path / "file")]) == 2
+    assert "expected a directory that records can be written to" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_bench_on_a_gpu_uses_it_by_default(tmp_path, capsys):
+    arguments = ["bench", "train", "tresnet_t", "--batch-size", "8", "16", "--rounds", "2"]
+    assert run([*arguments, "--steps", "2", "--output-dir", str(tmp_path)]) == 0
+    (record,) = records(tmp_path)
+    assert record["environment"]["device"]["type"] == "cuda"
+    assert [row["dtype"] for row in record["rows"]] == ["bf16", "bf16"]
+    assert all(row["max_allocated_mib"] > 0 for row in record["rows"])
+    assert all(row["rss_peak_mib"] is None for row in record["rows"])

@@ -1,0 +1,55 @@
+from tresnet.cli.main import main as run
+
+
+def test_list_shows_cost_and_weights(capsys):
+    assert run(["list"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert set(lines) == {
+        "model",
+        "tresnet_t",
+        "tresnet_s",
+        "tresnet_m",
+        "tresnet_l",
+        "tresnet_xl",
+        "tresnet_v2_l",
+    }
+    assert lines["tresnet_m"].split()[1:3] == ["31,389,032", "2,048"]
+    assert "tresnet_m.miil_in1k_448" in lines["tresnet_m"]
+
+
+def test_list_by_pattern(capsys):
+    assert run(["list", "*_l"]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert names == ["tresnet_l", "tresnet_v2_l"]
+
+
+def test_list_of_nothing_is_an_error(capsys):
+    assert run(["list", "resnet*"]) == 2
+    assert "expected a pattern that fits a model, got 'resnet*'" in capsys.readouterr().err
+
+
+def test_info_shows_config_cost_and_shapes(capsys):
+    assert run(["info", "tresnet_m"]) == 0
+    text = capsys.readouterr().out
+    rows = [line.split() for line in text.splitlines()]
+    assert ["parameters", "31,389,032"] in rows
+    assert "MACs        5,736,545,792 for one image of 224 x 224" in text
+    assert ["block_size", "4"] in rows
+    assert ["body.layer4", "2048", "32", "2048", "x", "7", "x", "7"] in rows
+    assert "tresnet_m.miil_in1k" in text
+
+
+def test_info_at_another_size(capsys):
+    assert run(["info", "tresnet_t", "--input-size", "64", "--num-classes", "10"]) == 0
+    text = capsys.readouterr().out
+    assert "for one image of 64 x 64" in text
+    assert ["num_classes", "10"] in [line.split() for line in text.splitlines()]
+
+
+def test_info_of_bad_sizes(capsys):
+    assert run(["info", "tresnet_m", "--input-size", "0"]) == 2
+    assert "expected an input_size of at least 1, got 0" in capsys.readouterr().err
+    assert run(["info", "tresnet_m", "--input-size", "225"]) == 2
+    assert "divisible by 4" in capsys.readouterr().err
+    assert run(["info", "tresnet_m", "--num-classes", "-1"]) == 2
+    assert "expected num_classes of 0 or more, got -1" in capsys.readouterr().err

@@ -1,0 +1,156 @@
+import pytest
+import torch
+from PIL import Image
+
+from tresnet.checkpoints.create import create
+from tresnet.checkpoints.manifest import describe
+from tresnet.checkpoints.save import save_checkpoint
+from tresnet.cli.main import main as run
+from tresnet.cli.predict import name_classes
+from tresnet.models.zoo import build
+
+CLASSES = ["zero", "one", "two"]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """A tresnet_t that says 'two' to everything."""
+    torch.manual_seed(0)
+    model = build("tresnet_t", num_classes=3)
+    with torch.no_grad():
+        model.get_parameter("head.fc.weight").zero_()
+        model.get_parameter("head.fc.bias").copy_(torch.tensor([0.0, 1.0, 4.0]))
+    path = tmp_path_factory.mktemp("weights") / "three.safetensors"
+    save_checkpoint(model, path, metadata={"classes": CLASSES})
+    return path
+
+
+@pytest.fixture
+def image(tmp_path):
+    path = tmp_path / "digit.png"
+    Image.new("L", (8, 8), 200).save(path)
+    return path
+
+
+def test_predict_names_the_class_of_each_image(weights, image, capsys):
+    assert run(["predict", str(image), str(image), "--weights", str(weights)]) == 0
+    assert capsys.readouterr().out == f"{image}: two (93.6 %)\n" * 2
+
+
+def test_predict_topk(weights, image, capsys):
+    assert run(["predict", str(image), "--weights", str(weights), "--topk", "5"]) == 0
+    assert capsys.readouterr().out == f"{image}: two (93.6 %), one (4.7 %), zero (1.7 %)\n"
+
+
+def test_predict_agrees_with_the_model(image, tmp_path, capsys):
+    """The image is read, resized and scaled as in evaluation."""
+    model = build("tresnet_t", num_classes=4).eval()
+    path = tmp_path / "random.safetensors"
+    save_checkpoint(model, path)
+    tensor = torch.full((1, 3, 32, 32), 200 / 255)
+    with torch.inference_mode():
+        expected = name_classes(model(tensor)[0], None, 4)
+    assert run(["predict", str(image), "--weights", str(path), "--topk", "4"]) == 0
+    assert capsys.readouterr().out == f"{image}: {expected}\n"
+
+
+def test_unreadable_images_are_named_and_the_others_predicted(weights, image, tmp_path, capsys):
+    broken, missing = tmp_path / "broken.png", tmp_path / "missing.png"
+    broken.write_bytes(image.read_bytes()[:40])
+    files = [str(broken), str(missing), str(image)]
+    assert run(["predict", *files, "--weights", str(weights)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == f"{image}: two (93.6 %)\n"
+    first, second = printed.err.splitlines()
+    assert first.startswith(f"error: expected an image, but {broken} cannot be read")
+    assert second.startswith(f"error: expected an image, but {missing} cannot be read")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--weights", "tresnet_m.miil_in2k"], "did you mean 'tresnet_m.miil_in"),
+        (["--weights", "missing.safetensors"], "missing.safetensors"),
+        (["--weights", "WEIGHTS", "--topk", "0"], "expected topk of at least 1, got 0"),
+        (["--weights", "WEIGHTS", "--device", "gpu"], "expected a device such as cpu or cuda:0"),
+    ],
+)
+def test_predict_with_bad_options(arguments, message, weights, image, capsys):
+    filled = [str(weights) if argument == "WEIGHTS" else argument for argument in arguments]
+    assert run(["predict", str(image), *filled]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+
+
+def test_predict_nothing(weights, capsys):
+    assert run(["predict", "--weights", str(weights)]) == 2
+    assert "at least one image file, got none" in capsys.readouterr().err
+
+
+def test_predict_needs_a_classifier(image, tmp_path, capsys):
+    path = tmp_path / "headless.safetensors"
+    save_checkpoint(build("tresnet_t", num_classes=0), path)
+    assert run(["predict", str(image), "--weights", str(path)]) == 2
+    assert "expected weights of a classifier" in capsys.readouterr().err
+
+
+def test_classes_without_names_have_numbers():
+    assert name_classes(torch.tensor([0.0, 50.0]), None, 1) == "class 1 (100.0 %)"
+
+
+def test_convert_keeps_weights_and_classes(weights, tmp_path, capsys):
+    target = tmp_path / "three.pth"
+    assert run(["convert", str(weights), str(target)]) == 0
+    assert capsys.readouterr().out == f"{target}: tresnet_t, 3 classes, tresnet format\n"
+    assert list(describe(target).classes) == CLASSES
+    before, after = create(weights=weights), create(weights=target)
+    for name, value in before.state_dict().items():
+        assert torch.equal(value, after.state_dict()[name]), name
+
+
+def test_convert_to_timm(tmp_path, capsys):
+    source, target = tmp_path / "ours.safetensors", tmp_path / "timms.safetensors"
+    model = build("tresnet_s", num_classes=3, layers=(1, 1, 1, 1))
+    save_checkpoint(model, source, metadata={"classes": CLASSES})
+    assert run(["convert", str(source), str(target), "--format", "timm"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.endswith(", 3 classes, timm format\n")
+    assert printed.err == "not kept, timm's format has no place for it: classes\n"
+    from safetensors.torch import load_file
+
+    kept = load_file(target)
+    assert torch.equal(
+        kept["body.conv1.conv.weight"], model.get_parameter("body.conv1.conv.weight")
+    )
+    assert describe(target).format == "timm"
+
+
+def test_convert_never_overwrites(weights, tmp_path, capsys):
+    target = tmp_path / "old.pth"
+    target.write_text("precious")
+    assert run(["convert", str(weights), str(target)]) == 2
+    assert f"expected a new file to write, but {target} exists" in capsys.readouterr().err
+    assert target.read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["OUT.pth", "--model", "tresnet_m"], "holds tresnet_t, got name='tresnet_m'"),
+        (["OUT.onnx"], "expected a file name ending in"),
+        (["OUT.pth", "--format", "timm"], "block_size=2"),
+    ],
+)
+def test_convert_with_bad_options(arguments, message, weights, tmp_path, capsys):
+    target, *options = arguments
+    assert run(["convert", str(weights), str(tmp_path / target), *options]) == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_convert_a_damaged_file(tmp_path, capsys):
+    source = tmp_path / "damaged.safetensors"
+    source.write_bytes(b"\x00" * 100)
+    assert run(["convert", str(source), str(tmp_path / "out.pth")]) == 2
+    assert "damaged.safetensors" in capsys.readouterr().err

@@ -1,0 +1,69 @@
+"""Started by torchrun: CONFIG [--resume RUN_DIR] [--without-norms] [--kill RANK UPDATE]."""
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tresnet.checkpoints.create import create
+from tresnet.engine import config as configs
+from tresnet.engine import resolve as resolving
+from tresnet.engine.learner import Learner
+from tresnet.engine.train import train
+
+
+class Scale(nn.Module):
+    """Takes a norm's place: with no statistics, a batch's gradient is the mean of its parts'."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.slope = norm.slope
+        for name, value in norm.state_dict().items():
+            if name in ("weight", "bias"):
+                self.register_parameter(name, nn.Parameter(torch.full_like(value, 0.5)))
+            else:
+                self.register_buffer(name, value.clone())
+
+    def forward(self, x):
+        x = x * self.weight[:, None, None] + self.bias[:, None, None]
+        return x if self.slope is None else nn.functional.leaky_relu(x, self.slope)
+
+
+def create_without_norms(*args, **kwargs):
+    model = create(*args, **kwargs)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if hasattr(child, "running_mean"):
+                setattr(parent, name, Scale(child))
+    return model
+
+
+def kill_at(rank, update):
+    """One process alone receives SIGTERM during an update."""
+    original = Learner.update
+
+    def updating(self, number):
+        if (int(os.environ["RANK"]), number) == (rank, update):
+            os.kill(os.getpid(), signal.SIGTERM)
+        original(self, number)
+
+    Learner.update = updating
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--resume", type=Path)
+    parser.add_argument("--without-norms", action="store_true")
+    parser.add_argument("--kill", type=int, nargs=2)
+    options = parser.parse_args()
+    if options.without_norms:
+        resolving.create = create_without_norms
+    if options.kill:
+        kill_at(*options.kill)
+    result = train(configs.load(options.config), options.resume)
+    sys.exit(128 + result.stopped_by if result.stopped_by else 0)

@@ -1,0 +1,178 @@
+import json
+import signal
+
+import pytest
+import torch
+
+from tresnet.engine import command, distributed
+from tresnet.engine import config as configs
+from tresnet.engine.command import eval_main, parse_train, train_main
+from tresnet.engine.recipes import recipe
+from tresnet.engine.resolve import resolve
+from tresnet.errors import DataError
+
+
+def test_options_change_the_recipes_defaults_by_their_short_names():
+    options = (
+        "--recipe digits --epochs 3 --batch-size 32 --lr 0.5 --amp bf16 --model tresnet_m"
+        " --no-tensorboard --crop-scale 0.5 1 --clip-grad 2 --layers 1 1 1 1"
+    )
+    parsed = parse_train(options.split())
+    expected = configs.replace(
+        recipe("digits"),
+        epochs=3,
+        batch_size=32,
+        lr=0.5,
+        amp="bf16",
+        model="tresnet_m",
+        tensorboard=False,
+        crop_scale=(0.5, 1.0),
+        clip_grad=2.0,
+        layers=(1, 1, 1, 1),
+    )
+    assert (parsed.config, parsed.resume, parsed.dry_run) == (expected, None, False)
+
+
+def test_without_a_recipe_it_is_the_papers():
+    assert parse_train([]).config == recipe("paper")
+    assert parse_train(["--recipe=finetune"]).config == recipe("finetune")
+
+
+def test_resuming_starts_from_the_runs_own_configuration(tiny, tmp_path):
+    (tmp_path / "config.json").write_text(configs.to_json(tiny(epochs=7)))
+    parsed = parse_train(["--resume", str(tmp_path), "--workers", "3"])
+    assert parsed.config == tiny(epochs=7, workers=3)
+    assert parsed.resume == tmp_path
+    again = parse_train(["--recipe", "digits", f"--resume={tmp_path}"])
+    assert again.config == recipe("digits")
+
+
+def test_a_dry_run_prints_the_resolved_configuration_and_writes_nothing(
+    capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert train_main(["--recipe", "digits", "--dry-run"]) == 0
+    printed = configs.from_json(capsys.readouterr().out)
+    assert printed == resolve(recipe("digits"))
+    assert (printed.data.input_size, printed.data.crop_pct) == (32, 1.0)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--recipe papper", "error: unknown recipe 'papper': did you mean 'paper'?"),
+        ("--recipe digits --epochs 0", "--epochs: expected at least 1, got 0"),
+        ("--recipe digits --model tresnet_n", "unknown model 'tresnet_n'"),
+        ("--recipe digits --weights tresnet_m.mil", "unknown weights 'tresnet_m.mil'"),
+        ("--recipe digits --weights absent.pth", "absent.pth"),
+        ("--recipe digits --device tpu", "--device: expected cpu, cuda, cuda:N or auto"),
+        ("--data absent --workers 0 --device cpu", "absent is not a folder: check --data"),
+        (
+            "--recipe digits --input-size 33",
+            "expected height and width divisible by 2, got (33, 33)",
+        ),
+        ("--resume absent", "no readable config.json of a run at absent"),
+    ],
+)
+def test_bad_input_is_one_message_and_exit_code_2(
+    arguments, message, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert train_main(arguments.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize("arguments", ["--epoch 3", "--epochs many", "--amp fp8"])
+def test_malformed_options_are_refused(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse_train(arguments.split())
+    assert stopped.value.code == 2
+
+
+def test_a_stopped_run_exits_as_the_shell_expects(tiny, monkeypatch, tmp_path):
+    result = command.train
+
+    class Stopped:
+        stopped_by = 0
+
+    for signum, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143), (0, 0)):
+        Stopped.stopped_by = int(signum)
+        monkeypatch.setattr(command, "train", lambda config, resume: Stopped)
+        assert train_main(["--recipe", "digits"]) == code
+    assert result is not command.train
+
+
+def test_ctrl_c_at_once_exits_with_130(monkeypatch, capsys):
+    def interrupted(config, resume):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "train", interrupted)
+    assert train_main(["--recipe", "digits"]) == 130
+    assert capsys.readouterr().err == "stopped at once\n"
+
+
+def test_full_memory_says_what_to_try(monkeypatch, capsys):
+    def full(config, resume):
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    monkeypatch.setattr(command, "train", full)
+    assert train_main(["--recipe", "digits"]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: the GPU's memory is full: tried to allocate 2 GiB\n")
+    assert "--batch-size" in message
+
+
+def test_other_processes_say_who_they_are(monkeypatch, capsys):
+    def failing(config, resume):
+        raise DataError("an image is missing")
+
+    monkeypatch.setattr(command, "train", failing)
+    monkeypatch.setenv("RANK", "3")
+    assert train_main(["--recipe", "digits"]) == 2
+    assert capsys.readouterr().err == "error: process 3: an image is missing\n"
+
+
+def test_train_and_eval_from_the_command_line(tiny, tmp_path, capsys, data):
+    flat = configs.flatten(tiny(epochs=1, mixup=0.0, layers=None, width_factor=0.125))
+    names = "model width_factor data batch_size input_size crop_pct workers epochs device runs name"
+    arguments = ["--recipe", "digits", "--no-tensorboard", "--block-size", "2"]
+    for name in names.split():
+        arguments += [f"--{name.replace('_', '-')}", str(flat[name])]
+    assert train_main(arguments) == 0
+    assert "result: top-1" in capsys.readouterr().out
+    best, output = tmp_path / "runs" / "run" / "best.safetensors", tmp_path / "result.json"
+    arguments = ["--data", str(data), "--weights", str(best), "--output", str(output)]
+    assert eval_main([*arguments, "--workers", "0", "--device", "cpu"]) == 0
+    assert json.loads(output.read_text())["images"] == 11
+    assert eval_main([*arguments, "--workers", "0"]) == 2
+    assert "--output: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "message"),
+    [
+        ("tpu", 1, "expected cpu, cuda, cuda:N or auto, got 'tpu'"),
+        ("meta", 1, "expected cpu, cuda, cuda:N or auto, got 'meta'"),
+        ("cuda:0", 2, "2 processes need a GPU each, got the one GPU 'cuda:0'"),
+        ("cuda:9", 1, "expected a GPU number below 2, the GPUs found, got 9"),
+    ],
+)
+def test_devices_that_cannot_be_are_refused(name, world, message, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(configs.ConfigError) as error:
+        distributed.pick_device(name, 0, world)
+    assert message in str(error.value)
+
+
+def test_each_process_takes_the_gpu_of_its_local_rank(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert str(distributed.pick_device("auto", 1, 2)) == "cuda:1"
+    assert str(distributed.pick_device("cuda", 0, 1)) == "cuda:0"
+    assert str(distributed.pick_device("cpu", 1, 2)) == "cpu"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert str(distributed.pick_device("auto", 1, 2)) == "cpu"

@@ -1,0 +1,107 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine import ddp_train
+from tests.engine.runs import assert_same_run, rows_of, tensors_of
+from tresnet.engine import config as configs
+from tresnet.engine import resolve as resolving
+from tresnet.engine import state
+from tresnet.engine.train import train
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = str(Path(__file__).with_name("ddp_train.py"))
+PLAIN = {"mixup": 0.0, "drop_rate": 0.0, "drop_path_rate": 0.0}
+
+
+def torchrun(*arguments):
+    """Two processes on this machine's CPU."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [*launcher, *map(str, arguments)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def saved(config, tmp_path):
+    path = tmp_path / f"{config.run.name}.json"
+    path.write_text(configs.to_json(config))
+    return path
+
+
+@pytest.mark.slow
+def test_two_processes_compute_what_one_does_with_the_double_batch(tiny, tmp_path, monkeypatch):
+    options = {**PLAIN, "accumulate": 4, "lr": 0.005, "clip_grad": 1.0, "lr_batch": 16}
+    monkeypatch.setattr(resolving, "create", ddp_train.create_without_norms)
+    one = train(tiny(name="one", batch_size=4, **options))
+    config = tiny(name="two", batch_size=2, eval_batch_size=3, **options)
+    done = torchrun(SCRIPT, saved(config, tmp_path), "--without-norms")
+    assert done.returncode == 0, done.stderr
+    assert "2 images per update" not in done.stdout
+    assert "8 images per update on each of 2 x cpu, 16 in all" in done.stdout
+    assert done.stdout.count("result: top-1") == 1
+    two = tmp_path / "runs" / "two"
+    assert state.load(two / "last.pt")["identity"]["world"] == 2
+    expected = tensors_of(one.run_dir)
+    for name, tensor in tensors_of(two).items():
+        # sums over 2 + 2 images instead of 4, in float32, through 4 updates
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+    for found, wanted in zip(rows_of(two), rows_of(one.run_dir), strict=True):
+        for name in ("epoch", "step", "lr", "loss", "accuracy", "val_loss", "val_top1"):
+            assert found[name] == pytest.approx(wanted[name], rel=1e-4), name
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_stops_all_and_the_run_goes_on_bit_for_bit(tiny, tmp_path):
+    whole, stopped = (saved(tiny(name=name), tmp_path) for name in ("whole", "stopped"))
+    done = torchrun(SCRIPT, whole)
+    assert done.returncode == 0, done.stderr
+    done = torchrun(SCRIPT, stopped, "--kill", 1, 4)
+    assert done.returncode != 0
+    assert "stopped by SIGTERM after update 4, saved" in done.stdout
+    assert done.stderr.count("exitcode  : 143") == 2
+    run_dir = tmp_path / "runs" / "stopped"
+    assert state.load(run_dir / "last.pt")["progress"]["update"] == 4
+    done = torchrun(SCRIPT, stopped, "--resume", run_dir)
+    assert done.returncode == 0, done.stderr
+    assert_same_run(run_dir, tmp_path / "runs" / "whole")
+
+
+@pytest.mark.slow
+def test_evaluation_on_two_processes_counts_each_image_once(tiny, tmp_path, data):
+    run_dir = train(tiny(epochs=1)).run_dir
+    results = []
+    for name, launch in (("two", torchrun), ("one", subprocess_run)):
+        output = tmp_path / f"{name}.json"
+        done = launch(
+            *("eval.py", "--data", data, "--weights", run_dir / "best.safetensors"),
+            *("--workers", "0", "--batch-size", "2", "--device", "cpu", "--output", output),
+        )
+        assert done.returncode == 0, done.stderr
+        results.append(json.loads(output.read_text()))
+    two, one = results
+    assert (two["processes"], one["processes"]) == (2, 1)
+    assert two["images"] == one["images"] == 11
+    for name in ("top1", "top5", "loss"):
+        assert two[name] == pytest.approx(one[name], rel=1e-6)
+
+
+def subprocess_run(*arguments):
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )

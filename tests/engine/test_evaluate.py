@@ -1,0 +1,66 @@
+import pytest
+import torch
+from torch.nn import functional
+
+from tresnet.data import create_loader
+from tresnet.engine.distributed import Processes
+from tresnet.engine.evaluate import evaluate
+from tresnet.errors import DataError
+
+ALONE = Processes(0, 1, torch.device("cpu"))
+
+
+class Numbers(torch.utils.data.Dataset):
+    """Item i is the image i and a label; its logits are looked up."""
+
+    def __init__(self, labels):
+        self.labels = labels
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        return torch.full((1, 1, 1), float(index)), self.labels[index]
+
+
+def run(logits, labels, batch_size=3, **options):
+    loader = create_loader(Numbers(labels), batch_size, training=False)
+    return evaluate(
+        lambda images: logits[images[:, 0, 0, 0].long()],
+        loader,
+        ALONE,
+        to_device=lambda images, targets: (images, targets),
+        **options,
+    )
+
+
+def test_metrics_are_means_over_all_images_whatever_the_batches():
+    logits = torch.randn(31, 7)
+    labels = [i * 5 % 7 for i in range(31)]
+    targets = torch.tensor(labels)
+    order = logits.argsort(dim=1, descending=True)
+    top1 = 100 * (order[:, 0] == targets).double().mean().item()
+    top5 = 100 * (order[:, :5] == targets[:, None]).any(1).double().mean().item()
+    assert 0 < top1 < top5 < 100
+    for batch_size in (1, 4, 31, 50):
+        found = run(logits, labels, batch_size)
+        assert found.images == 31
+        assert found.loss == pytest.approx(functional.cross_entropy(logits, targets).item())
+        assert (found.top1, found.top5) == pytest.approx((top1, top5))
+        assert found.images_per_s is None or found.images_per_s > 0
+
+
+def test_with_fewer_than_five_classes_top5_counts_all():
+    found = run(torch.tensor([[1.0, 0, 0], [1.0, 0, 0]]), [0, 2])
+    assert (found.top1, found.top5) == (50, 100)
+
+
+def test_labels_are_mapped_to_the_models_classes():
+    logits = torch.eye(3)
+    assert run(logits, [2, 0, 1]).top1 == 0
+    assert run(logits, [2, 0, 1], class_map=[1, 2, 0]).top1 == 100
+
+
+def test_no_readable_image_is_an_error():
+    with pytest.raises(DataError, match="expected images to evaluate, but none could be read"):
+        run(torch.zeros(1, 3), [])

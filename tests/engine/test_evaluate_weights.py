@@ -1,0 +1,136 @@
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from tests.engine.images import CLASSES, write_images
+from tresnet.checkpoints.create import create
+from tresnet.checkpoints.save import save_checkpoint
+from tresnet.engine.evaluate_weights import EvalConfig, run
+from tresnet.engine.resolve import class_map
+from tresnet.errors import CheckpointError, ConfigError, DataError
+
+
+@pytest.fixture
+def weights(tmp_path):
+    torch.manual_seed(1)
+    model = create("tresnet_t", width_factor=0.125, layers=(1, 1, 1, 1), num_classes=3)
+    model.pretrained_cfg |= {"input_size": (3, 12, 12), "crop_pct": 1.0}
+    # classes in another order than the folders'
+    save_checkpoint(model, tmp_path / "w.safetensors", metadata={"classes": ["red", *CLASSES[:2]]})
+    return tmp_path / "w.safetensors"
+
+
+@pytest.fixture
+def config(data, weights):
+    return EvalConfig(str(data), str(weights), workers=0, device="cpu", batch_size=4)
+
+
+def test_the_result_names_what_was_measured_and_on_what(config, tmp_path, capsys):
+    config = dataclasses.replace(config, output=tmp_path / "result.json")
+    result = run(config)
+    written = json.loads((tmp_path / "result.json").read_text())
+    assert written == json.loads(json.dumps(result))
+    assert written["images"] == 11
+    assert written["top5"] == 100
+    assert written["options"]["input_size"] == 12
+    assert (written["options"]["crop_pct"], written["options"]["crop_mode"]) == (1.0, "center")
+    assert written["environment"]["packages"]["torch"] == torch.__version__.split("+")[0]
+    assert written["allocated_mib"] is None
+    assert written["rss_peak_mib"] > 0
+    assert f"top-1 {written['top1']:.2f} %" in capsys.readouterr().out
+
+
+def test_labels_are_compared_by_name(config, data):
+    from tresnet.data import eval_transform, open_folder
+    from tresnet.engine.images import testing
+
+    model = create(weights=config.weights).eval()
+    dataset = open_folder(data, "val", eval_transform(testing(12, "center", 1.0, "bilinear")))
+    names = ["red", *CLASSES[:2]]
+    with torch.no_grad():
+        hits = [names[model(image[None]).argmax()] == CLASSES[label] for image, label in dataset]
+    assert run(config)["top1"] == pytest.approx(100 * sum(hits) / 11)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"amp": "bf16"},
+        {"channels_last": True},
+        {"jit": True},
+        {"norm": "batchnorm"},
+        {"batch_size": 3},
+    ],
+)
+def test_precision_layout_and_implementation_hardly_change_the_loss(config, change):
+    found = run(dataclasses.replace(config, **change))
+    # bf16 keeps 8 bits: logits, and so the loss, are off by some 2**-8
+    assert found["loss"] == pytest.approx(
+        run(config)["loss"], rel=2e-2 if "amp" in change else 1e-5
+    )
+
+
+@pytest.mark.slow
+def test_a_compiled_model_gives_the_same_loss(config):
+    compiled = run(dataclasses.replace(config, compile=True))
+    assert compiled["loss"] == pytest.approx(run(config)["loss"], rel=1e-4)
+
+
+def test_an_existing_output_is_replaced_only_if_asked_to(config, tmp_path):
+    output = tmp_path / "result.json"
+    output.write_text("precious")
+    config = dataclasses.replace(config, output=output)
+    with pytest.raises(ConfigError, match=r"--output: .*result\.json exists: choose another name"):
+        run(config)
+    assert output.read_text() == "precious"
+    run(dataclasses.replace(config, overwrite=True))
+    assert json.loads(output.read_text())["images"] == 11
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"data": "absent"}, DataError, "absent is not a folder"),
+        ({"split": "test"}, DataError, "there is no folder 'test'"),
+        ({"weights": "absent.safetensors"}, CheckpointError, "absent.safetensors"),
+        ({"model": "tresnet_m"}, CheckpointError, "tresnet_m"),
+        ({"batch_size": 0}, ConfigError, "--batch-size: expected at least 1, got 0"),
+        ({"workers": -1}, ConfigError, "--workers: expected 0 or more, got -1"),
+        ({"crop_pct": 2.0}, ConfigError, "expected crop_pct in (0, 1], got 2.0"),
+    ],
+)
+def test_bad_input_is_refused(config, change, kind, message):
+    with pytest.raises(kind) as error:
+        run(dataclasses.replace(config, **change))
+    assert message in str(error.value)
+
+
+def test_an_output_without_a_directory_is_refused_before_the_work(config, tmp_path):
+    with pytest.raises(ConfigError, match="--output: there is no directory"):
+        run(dataclasses.replace(config, output=tmp_path / "absent" / "result.json"))
+
+
+def test_other_classes_are_refused(config, tmp_path):
+    write_images(tmp_path / "other", "val", 6, ("cat", "green", "red"))
+    with pytest.raises(ConfigError) as error:
+        run(dataclasses.replace(config, data=str(tmp_path / "other")))
+    assert "only the weights have blue; only the data have cat" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("trained", "found", "expected"),
+    [
+        (["a", "b"], ["a", "b"], None),
+        (["b", "a", "c"], ["a", "b", "c"], [1, 0, 2]),
+        (None, ["x", "y"], None),
+    ],
+)
+def test_classes_are_mapped_by_name(trained, found, expected):
+    assert class_map(trained, len(found), found) == expected
+
+
+def test_where_names_are_unknown_the_number_of_classes_must_fit():
+    with pytest.raises(ConfigError, match=r"the weights have 3 classes, the data 2 \(a, b\)"):
+        class_map(None, 3, ["a", "b"])

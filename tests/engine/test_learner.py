@@ -1,0 +1,138 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tresnet.engine.distributed import Processes
+from tresnet.engine.learner import Learner
+from tresnet.engine.sync_norm import SyncNormAct, synchronise
+from tresnet.layers.norm import NormAct
+from tresnet.models.zoo import build
+
+ALONE = Processes(0, 1, torch.device("cpu"))
+PLAIN = {"mixup": 0.0, "drop_rate": 0.0, "drop_path_rate": 0.0, "label_smoothing": 0.0}
+
+
+class NormFree(nn.Module):
+    """A model whose batch is the mean of its halves, as no batch norm can be."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.conv = nn.Conv2d(3, 5, 3)
+        self.fc = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.fc(self.conv(x).relu().mean((2, 3)))
+
+
+def learner_of(config, model=None, updates=6):
+    if model is None:
+        torch.manual_seed(0)
+        model = build("tresnet_t", width_factor=0.125, layers=(1, 1, 1, 1), num_classes=3)
+    return Learner(model, config, ALONE, updates)
+
+
+def batch(n=8):
+    generator = torch.Generator().manual_seed(5)
+    return torch.rand(n, 3, 12, 12, generator=generator), torch.arange(n) % 3
+
+
+def step(learner, images, targets, passes=1, number=1):
+    for part, (x, y) in enumerate(zip(images.chunk(passes), targets.chunk(passes), strict=True)):
+        result = learner.backward(x, y, nn.CrossEntropyLoss(), passes, part == passes - 1)
+    learner.update(number)
+    return result
+
+
+def test_accumulated_passes_are_one_update_over_their_mean(tiny):
+    once = learner_of(tiny(**PLAIN, batch_size=8), NormFree())
+    parts = learner_of(tiny(**PLAIN, batch_size=4, accumulate=2), NormFree())
+    step(once, *batch())
+    step(parts, *batch(), passes=2)
+    for name, weight in once.model.state_dict().items():
+        # the sum of two half-batch means differs from one mean by float32 rounding alone
+        torch.testing.assert_close(parts.model.state_dict()[name], weight, rtol=1e-5, atol=1e-7)
+
+
+def test_clipping_limits_the_gradient(tiny):
+    learner = learner_of(tiny(**PLAIN, clip_grad=1e-3, lr_schedule="constant", opt="momentum"))
+    for group in learner.optimizer.param_groups:
+        group["lr"], group["weight_decay"] = 1.0, 0.0
+    before = copy.deepcopy(list(learner.model.parameters()))
+    step(learner, *batch())
+    moved = torch.stack(
+        [(a - b).norm() for a, b in zip(before, learner.model.parameters(), strict=True)]
+    )
+    assert moved.norm().item() == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_the_average_follows_timms_warm_up(tiny):
+    learner = learner_of(tiny(**PLAIN, ema_decay=0.9, lr=0.5))
+    step(learner, *batch(), number=1)
+    first = learner.model.head.fc.weight.detach().clone()
+    torch.testing.assert_close(learner.ema.module.head.fc.weight, first, rtol=0, atol=0)
+    step(learner, *batch(), number=2)
+    decay = 1 - 2 ** (-2 / 3)  # at the first step past the start, with timm's power of 2/3
+    expected = decay * first + (1 - decay) * learner.model.head.fc.weight
+    torch.testing.assert_close(learner.ema.module.head.fc.weight, expected)
+    assert learner.averaged is learner.ema.module
+
+
+def test_without_an_average_the_model_itself_is_tested(tiny):
+    learner = learner_of(tiny(ema_decay=0.0))
+    assert learner.ema is None
+    assert learner.averaged is learner.model
+
+
+@pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
+def test_precisions_learn_alike_and_only_fp16_scales_the_loss(tiny, amp):
+    learner = learner_of(tiny(**PLAIN, amp=amp, lr=0.1, lr_schedule="constant"))
+    assert learner.scaler.is_enabled() == (amp == "fp16")
+    losses = [step(learner, *batch(), number=n)[0].item() for n in range(1, 9)]
+    assert losses[-1] < 0.9 * losses[0]
+    assert all(p.dtype == torch.float32 for p in learner.model.parameters())
+    images, _ = batch()
+    logits = learner.tested.predict(images)
+    assert logits.dtype == torch.float32
+    assert not learner.averaged.training
+
+
+def test_channels_last_reaches_weights_average_and_images(tiny):
+    learner = learner_of(tiny(**PLAIN, channels_last=True))
+    images, _ = learner.tested.to_device(*batch())
+    convolutions = [m for m in learner.model.modules() if isinstance(m, nn.Conv2d)]
+    averaged = [m for m in learner.averaged.modules() if isinstance(m, nn.Conv2d)]
+    for tensor in [images, *(m.weight for m in convolutions + averaged)]:
+        assert tensor.is_contiguous(memory_format=torch.channels_last)
+    step(learner, *batch())
+
+
+def test_gradient_checkpointing_is_switched_on(tiny):
+    assert learner_of(tiny(grad_checkpointing=True)).model.grad_checkpointing is True
+
+
+def test_bad_weights_are_seen(tiny):
+    learner = learner_of(tiny())
+    assert learner.is_finite()
+    learner.model.body.layer4[0].conv1.bn.running_var[0] = float("inf")
+    assert not learner.is_finite()
+
+
+def test_synchronised_norms_keep_names_values_and_function():
+    model = build("tresnet_t", width_factor=0.125, layers=(1, 1, 1, 1), norm="batchnorm")
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if name.endswith(("bn.weight", "bn.bias", "running_mean")):
+                tensor.normal_()
+    other = synchronise(copy.deepcopy(model))
+    assert not any(isinstance(m, NormAct) for m in other.modules())
+    assert any(isinstance(m, SyncNormAct) for m in other.modules())
+    assert other.state_dict().keys() == model.state_dict().keys()
+    images, _ = batch()
+    for mode in (True, False):
+        expected, found = model.train(mode)(images), other.train(mode)(images)
+        torch.testing.assert_close(found, expected)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(other.state_dict()[name], value, msg=name)

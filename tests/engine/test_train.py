@@ -1,0 +1,300 @@
+import csv
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.images import write_images
+from tests.engine.runs import assert_same_run, rows_of
+from tresnet.checkpoints.manifest import describe
+from tresnet.engine import config as configs
+from tresnet.engine import state
+from tresnet.engine.learner import Learner
+from tresnet.engine.train import train
+from tresnet.errors import CheckpointError, ConfigError, DataError, TrainingError
+
+
+def kill_after(monkeypatch, update, signum=signal.SIGTERM):
+    """Send a signal to this process while update number `update` is under way."""
+    original = Learner.update
+
+    def updating(self, number):
+        if number == update:
+            os.kill(os.getpid(), signum)
+        original(self, number)
+
+    monkeypatch.setattr(Learner, "update", updating)
+
+
+def test_a_run_leaves_what_its_user_needs(tiny, capsys):
+    result = train(tiny(mixup=0.0))
+    run_dir = result.run_dir
+    assert {p.name for p in run_dir.iterdir()} == {
+        "best.safetensors",
+        "config.json",
+        "environment.json",
+        "last.pt",
+        "log.csv",
+        "log.jsonl",
+    }
+    with (run_dir / "log.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(r["phase"], r["epoch"], r["step"]) for r in rows] == [
+        ("initial", "0", "0"),
+        ("model", "0", "0"),
+        ("train", "1", "6"),
+        ("train", "2", "12"),
+        ("final", "2", "12"),
+    ]
+    for row in rows:
+        gpu = [
+            row[f"{name}_mib"] for name in ("allocated", "reserved", "max_allocated", "device_used")
+        ]
+        assert gpu == ["", "", "", ""]
+        assert float(row["rss_peak_mib"]) > 0
+    for row in rows[2:4]:
+        for name in ("loss", "accuracy", "lr", "images_per_s", "val_loss", "val_top1", "val_top5"):
+            assert float(row[name]) >= 0
+    assert [row["loss"] for row in rows[:2]] == ["", ""]
+    output = capsys.readouterr().out
+    assert "tresnet_t on" in output
+    assert "4 images per update on each of 1 x cpu, 4 in all" in output
+    assert "epoch 2/2  loss" in output
+    assert f"result: top-1 {result.metrics.top1:.2f} %" in output
+
+
+def test_accuracy_is_left_out_where_labels_are_mixed(tiny):
+    run_dir = train(tiny(mixup=0.2, mix_off_epochs=1)).run_dir
+    first, second = rows_of(run_dir)
+    assert first["accuracy"] is None
+    assert second["accuracy"] is not None
+
+
+def test_the_best_checkpoint_says_what_it_is_and_gives_its_figures_again(tiny):
+    result = train(tiny(mixup=0.0, epochs=3, lr=0.1))
+    rows = rows_of(result.run_dir)
+    best = max(rows, key=lambda row: row["val_top1"])
+    info = describe(result.run_dir / "best.safetensors")
+    assert info.classes == ("blue", "green", "red")
+    assert (info.model, info.input_size, info.crop_pct) == ("tresnet_t", (3, 12, 12), 1.0)
+    assert info.user["epoch"] == best["epoch"] == result.best_epoch
+    assert info.user["top1"] == best["val_top1"] == result.metrics.top1
+    assert result.metrics.loss == pytest.approx(best["val_loss"], rel=1e-6)
+    assert result.last_top1 == rows[-1]["val_top1"]
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(tiny):
+    first = train(tiny(name="first")).run_dir
+    assert_same_run(train(tiny(name="second")).run_dir, first)
+    assert rows_of(train(tiny(name="third", seed=1)).run_dir) != rows_of(first)
+
+
+@pytest.mark.parametrize(
+    ("update", "signum"), [(2, signal.SIGTERM), (4, signal.SIGINT), (1, signal.SIGTERM)]
+)
+def test_a_stopped_run_goes_on_bit_for_bit(tiny, monkeypatch, capsys, update, signum):
+    # 6 batches an epoch, 4 to an update: updates 1 and 3 end within an epoch, 2 and 4 at its end
+    options = {"accumulate": 4, "clip_grad": 1.0, "cutout_prob": 0.5, "affine_degrees": 20.0}
+    whole = train(tiny(name="whole", **options)).run_dir
+    with monkeypatch.context() as patch:
+        kill_after(patch, update, signum)
+        stopped = train(tiny(name="stopped", **options))
+    assert stopped.stopped_by == signum
+    assert stopped.metrics is None
+    assert f"stopped by {signum.name} after update {update}, saved" in capsys.readouterr().out
+    content = state.load(stopped.run_dir / "last.pt")
+    assert content["progress"]["update"] == update
+    torch.rand(7)  # whatever happened in this process meanwhile
+    resumed = train(tiny(name="stopped", **options), resume=stopped.run_dir)
+    assert resumed.stopped_by == 0
+    assert_same_run(resumed.run_dir, whole)
+    header = (resumed.run_dir / "log.csv").read_text().count("phase,epoch")
+    assert header == 1
+
+
+def test_a_run_resumed_twice_with_workers_is_still_the_same(tiny, monkeypatch):
+    whole = train(tiny(name="whole")).run_dir
+    run_dir = None
+    for update in (2, 7):
+        with monkeypatch.context() as patch:
+            kill_after(patch, update)
+            run_dir = train(tiny(name="stopped", workers=1), resume=run_dir).run_dir
+    assert_same_run(train(tiny(name="stopped"), resume=run_dir).run_dir, whole)
+
+
+def test_fp16_resumes_with_its_loss_scale(tiny, monkeypatch):
+    options = {"amp": "fp16", "ema_decay": 0.0, "opt": "adamw", "lr_schedule": "cosine"}
+    whole = train(tiny(name="whole", **options)).run_dir
+    with monkeypatch.context() as patch:
+        kill_after(patch, 5)
+        run_dir = train(tiny(name="stopped", **options)).run_dir
+    train(tiny(name="stopped", **options), resume=run_dir)
+    assert rows_of(run_dir) == rows_of(whole)
+    first, second = (torch.load(d / "last.pt", weights_only=True) for d in (run_dir, whole))
+    assert first["scaler"] == second["scaler"] != {}
+    assert all(torch.equal(first["model"][k], second["model"][k]) for k in first["model"])
+
+
+def test_checkpoints_come_within_an_epoch_too(tiny, monkeypatch):
+    saved = []
+    monkeypatch.setattr(state, "save", lambda *a: saved.append(a[2].update))
+    train(tiny(checkpoint_interval_s=0.0, accumulate=2, epochs=1))
+    assert saved == [1, 2, 3, 3]
+
+
+def test_a_finished_run_only_shows_its_result_again(tiny, capsys):
+    first = train(tiny())
+    again = train(tiny(), resume=first.run_dir)
+    assert again.metrics.top1 == first.metrics.top1
+    assert len(rows_of(first.run_dir)) == 2
+    assert "result: top-1" in capsys.readouterr().out
+
+
+def test_a_run_is_not_resumed_with_another_configuration(tiny, monkeypatch):
+    with monkeypatch.context() as patch:
+        kill_after(patch, 2)
+        run_dir = train(tiny()).run_dir
+    before = (run_dir / "last.pt").read_bytes()
+    with pytest.raises(ConfigError) as error:
+        train(tiny(epochs=4, lr=0.3), resume=run_dir)
+    assert "--epochs: the run has 2, now 4" in str(error.value)
+    assert "--lr: the run has 0.02, now 0.3" in str(error.value)
+    assert (run_dir / "last.pt").read_bytes() == before
+
+
+def test_a_run_is_not_resumed_on_other_images(tiny, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        kill_after(patch, 2)
+        run_dir = train(tiny()).run_dir
+    write_images(tmp_path / "other", "train", 27)
+    write_images(tmp_path / "other", "val", 11)
+    with pytest.raises(ConfigError, match="the training images are not the ones the run began"):
+        train(tiny(data=str(tmp_path / "other")), resume=run_dir)
+
+
+def test_resuming_without_a_checkpoint_is_refused(tiny, tmp_path):
+    config = tiny(interpolation="bilinear", crop_mode="center")
+    (tmp_path / "config.json").write_text(configs.to_json(config))
+    with pytest.raises(CheckpointError, match="expected a checkpoint to resume from"):
+        train(config, resume=tmp_path)
+
+
+def poison(monkeypatch, update, value):
+    """Make the loss of one update `value`."""
+    original = Learner.backward
+
+    def backward(self, images, targets, criterion, passes, is_last):
+        loss, logits = original(self, images, targets, criterion, passes, is_last)
+        poison.passes += 1
+        return (loss * 0 + value if poison.passes == update else loss), logits
+
+    poison.passes = 0
+    monkeypatch.setattr(Learner, "backward", backward)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_last_good_state(
+    tiny, monkeypatch, value
+):
+    poison(monkeypatch, 9, value)
+    with pytest.raises(TrainingError) as error:
+        train(tiny())
+    assert "the loss is no finite number at update 9, in epoch 2" in str(error.value)
+    run_dir = Path(tiny().run.runs) / "run"
+    assert f"the last good checkpoint is {run_dir / 'last.pt'}" in str(error.value)
+    assert state.load(run_dir / "last.pt")["progress"]["update"] == 6
+
+
+def test_before_the_first_checkpoint_the_error_says_there_is_none(tiny, monkeypatch):
+    poison(monkeypatch, 2, float("nan"))
+    with pytest.raises(TrainingError, match="at update 2, in epoch 1: there is no checkpoint yet"):
+        train(tiny())
+
+
+def test_weights_that_go_bad_in_the_last_update_are_not_saved(tiny, monkeypatch):
+    original = Learner.update
+
+    def updating(self, number):
+        original(self, number)
+        if number == 12:
+            with torch.no_grad():
+                self.model.head.fc.weight[0, 0] = float("nan")
+
+    monkeypatch.setattr(Learner, "update", updating)
+    with pytest.raises(TrainingError, match="the weights are no finite numbers after update 12"):
+        train(tiny())
+    run_dir = Path(tiny().run.runs) / "run"
+    assert state.load(run_dir / "last.pt")["progress"]["update"] == 6
+
+
+def test_bad_data_leaves_no_run_directory(tiny, tmp_path):
+    with pytest.raises(DataError, match="is not a folder: check --data"):
+        train(tiny(data=str(tmp_path / "absent")))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_file_that_is_no_image_is_named_or_skipped(tiny, tmp_path, capsys):
+    write_images(tmp_path / "images", "train", 12)
+    write_images(tmp_path / "images", "val", 6)
+    for split in ("train", "val"):
+        (tmp_path / "images" / split / "red" / "broken.png").write_bytes(b"no image")
+    options = {"data": str(tmp_path / "images"), "epochs": 1, "mixup": 0.0}
+    with pytest.raises(DataError, match=r"broken\.png cannot be read"):
+        train(tiny(**options))
+    result = train(tiny(**options, name="skipping", skip_bad_images=True))
+    assert (result.metrics.images, result.metrics.skipped) == (6, 1)
+    assert "unreadable images left out: 1 to train, 1 to validate" in capsys.readouterr().out
+
+
+def test_finetuning_takes_all_but_the_head(tiny, tmp_path):
+    weights = str(train(tiny()).run_dir / "best.safetensors")
+    write_images(tmp_path / "two", "train", 12, ("cat", "dog"))
+    write_images(tmp_path / "two", "val", 6, ("cat", "dog"))
+    options = {"weights": weights, "data": str(tmp_path / "two"), "model": None, "layers": None}
+    with pytest.raises(ConfigError) as error:
+        train(tiny(**options, name="kept", width_factor=None))
+    assert "the weights have 3 classes, the data 2 (cat, dog): expected the same" in str(
+        error.value
+    )
+    assert "--new-head starts a new head" in str(error.value)
+    result = train(tiny(**options, name="new", width_factor=None, new_head=True, epochs=1))
+    assert describe(result.run_dir / "best.safetensors").classes == ("cat", "dog")
+
+
+def test_weights_of_other_classes_of_the_same_number_are_refused(tiny, tmp_path):
+    weights = str(train(tiny(epochs=1)).run_dir / "best.safetensors")
+    names = ("cat", "dog", "red")
+    write_images(tmp_path / "three", "train", 12, names)
+    write_images(tmp_path / "three", "val", 6, names)
+    with pytest.raises(ConfigError, match="only the weights have blue, green; only the data have"):
+        train(tiny(name="other", weights=weights, data=str(tmp_path / "three")))
+
+
+def test_each_evaluation_is_where_it_should_be(tiny):
+    run_dir = train(tiny(epochs=5, eval_interval=2, log_interval=4)).run_dir
+    tested = [row["epoch"] for row in rows_of(run_dir) if row["val_top1"] is not None]
+    assert tested == [2, 4, 5]
+
+
+def test_every_option_of_the_model_reaches_it(tiny, monkeypatch):
+    seen = {}
+    from tresnet.engine import train as module
+
+    def learner(model, config, processes, updates):
+        seen.update(model=model, updates=updates)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "Learner", learner)
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny(block_size=1, norm="batchnorm", jit=True, accumulate=4))
+    config = seen["model"].config
+    assert (config.block_size, config.norm, config.jit, config.num_classes) == (
+        1,
+        "batchnorm",
+        True,
+        3,
+    )
+    assert (config.drop_rate, config.drop_path_rate, config.layers) == (0.2, 0.2, (1, 1, 1, 1))
+    assert seen["updates"] == 4  # 6 batches in 2 updates, 2 epochs

@@ -1,0 +1,108 @@
+import pytest
+
+from tresnet.errors import InputError
+from tresnet.measure.cases import BenchCase, parse_case, parse_cases
+from tresnet.measure.named import build_named, default_input_size, split_name
+
+
+def test_names_have_sources():
+    assert split_name("tresnet_m") == ("tresnet", "tresnet_m")
+    assert split_name("timm:resnet50") == ("timm", "resnet50")
+    with pytest.raises(InputError, match="no source 'keras'"):
+        split_name("keras:resnet50")
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("tresnet_x", "did you mean 'tresnet_"),
+        ("timm:resnet5O", "did you mean 'resnet50'"),
+        ("torchvision:resnet-50", "did you mean 'resnet50'"),
+    ],
+)
+def test_wrong_name_suggests_the_nearest(name, nearest):
+    with pytest.raises(InputError, match=nearest):
+        BenchCase(name).checked(training=True)
+
+
+def test_models_of_all_sources_are_built():
+    assert default_input_size(build_named("tresnet_t")) == 32
+    assert default_input_size(build_named("timm:test_resnet")) == 160
+    assert default_input_size(build_named("torchvision:squeezenet1_1")) == 224
+
+
+def test_norm_is_built_into_ours():
+    assert build_named("tresnet_t", norm="batchnorm").config.norm == "batchnorm"
+    with pytest.raises(InputError, match="expected no norm for timm:resnet50"):
+        build_named("timm:resnet50", norm="abn")
+
+
+def test_defaults_are_resolved_and_said():
+    train = BenchCase("tresnet_t", dtype="bf16").checked(training=True)
+    infer = BenchCase("timm:resnet50", dtype="bf16").checked(training=False)
+    exact = BenchCase("timm:resnet50", dtype="fp32", cast="pure").checked(training=False)
+    assert (train.cast, train.norm) == ("autocast", "abn")
+    assert (infer.cast, infer.norm) == ("pure", None)
+    assert exact.cast is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "fp8"}, "expected dtype out of fp32, bf16, fp16, got 'fp8'"),
+        ({"cast": "none"}, "expected cast out of autocast, pure, got 'none'"),
+        ({"cast": "pure"}, "expected cast autocast in training, got 'pure'"),
+        ({"compile": "fast"}, "expected compile out of none, default, .* got 'fast'"),
+        ({"norm": "group"}, "expected norm out of abn, batchnorm, inplace_abn, got 'group'"),
+        ({"batch_size": 0}, "expected batch size of at least 1, got 0"),
+        ({"input_size": -32}, "expected input size of at least 1, got -32"),
+    ],
+)
+def test_bad_values(changes, message):
+    with pytest.raises(InputError, match=message):
+        BenchCase(**{"model": "tresnet_t", **changes}).checked(training=True)
+
+
+def test_norm_of_a_peer_is_an_error():
+    with pytest.raises(InputError, match="expected no norm for timm:resnet50, got 'abn'"):
+        BenchCase("timm:resnet50", norm="abn").checked(training=True)
+
+
+def test_a_model_may_have_its_own_settings():
+    defaults = BenchCase("", batch_size=64, dtype="bf16", norm="batchnorm")
+    text = "timm:resnet50@dtype=fp16,channels_last=true,compile=default,batch_size=8"
+    assert parse_case(text, defaults) == BenchCase(
+        "timm:resnet50", 8, None, "fp16", None, True, "default", None
+    )
+    assert parse_case("tresnet_t", defaults).norm == "batchnorm"
+    assert parse_case("tresnet_t@norm=abn,input_size=48", defaults).input_size == 48
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("dtype", "expected MODEL@key=value,.* got 'dtype'"),
+        ("model=x", "with a key out of batch_size, .* got 'model=x'"),
+        ("batch_size=many", "expected batch_size= a whole number, got 'many'"),
+        ("channels_last=1", "expected channels_last=true or false, got '1'"),
+    ],
+)
+def test_bad_settings_of_a_model(option, message):
+    with pytest.raises(InputError, match=message):
+        parse_case(f"tresnet_t@{option}", BenchCase(""))
+
+
+def test_every_model_at_every_batch_size_but_its_own():
+    cases = parse_cases(["tresnet_t", "timm:resnet50@batch_size=3"], BenchCase(""), [8, 16])
+    assert [(case.model, case.batch_size) for case in cases] == [
+        ("tresnet_t", 8),
+        ("tresnet_t", 16),
+        ("timm:resnet50", 3),
+    ]
+
+
+def test_label_names_what_differs():
+    case = BenchCase("tresnet_t", 8, dtype="fp16", channels_last=True, compile="default")
+    assert case.checked(training=True).label() == (
+        "tresnet_t, batch 8, fp16, autocast, abn, channels_last, compile default"
+    )

@@ -1,0 +1,38 @@
+import pytest
+import torch
+from torch import nn
+
+from tresnet.measure.macs import count_macs, count_parameters, without_computing
+from tresnet.models.zoo import build
+
+
+def test_known_convolution_and_linear():
+    with without_computing():
+        model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.Flatten(), nn.Linear(8 * 4, 5))
+        assert count_macs(model, (2, 3, 4, 4)) == 2 * (8 * 3 * 9 * 4 + 32 * 5)
+    assert count_parameters(model) == 8 * 27 + 32 * 5 + 5
+
+
+def test_training_mode_is_put_back():
+    with without_computing():
+        model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8))
+        count_macs(model, (1, 3, 1, 1))  # in training mode one value a channel is an error
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    ("name", "gflop"),
+    [("tresnet_m", 11.47), ("tresnet_xl", 30.33), ("tresnet_v2_l", 17.63)],
+)
+def test_published_cost(name, gflop):
+    """Forward GFLOP at 224, two for a multiply-accumulate, as others count them."""
+    with without_computing():
+        macs = count_macs(build(name), (1, 3, 224, 224))
+    assert 2 * macs / 1e9 == pytest.approx(gflop, abs=0.006)
+
+
+def test_nothing_is_allocated():
+    with without_computing():
+        weight = build("tresnet_t").get_parameter("head.fc.weight")
+    assert isinstance(weight, torch.Tensor)
+    assert weight.untyped_storage().device.type == "meta"

@@ -1,0 +1,108 @@
+import json
+import re
+import threading
+
+import pytest
+import torch
+
+from tresnet import env
+from tresnet.errors import InputError
+from tresnet.measure import records
+from tresnet.measure.records import public_command, write_record
+
+
+def write(folder, **changes):
+    arguments = {
+        "device": "cpu",
+        "settings": {"seed": 0},
+        "rows": [{"model": "tresnet_t", "p50_images_per_s": 10.0, "max_allocated_mib": None}],
+        "warmup_steps": 3,
+        "runs": 20,
+        "argv": ["/opt/env/bin/tresnet", "bench", "--output-dir=/tmp/somewhere/records"],
+    }
+    return write_record(folder, "bench_train", **{**arguments, **changes})
+
+
+def test_record_holds_what_is_needed_to_repeat_it(tmp_path):
+    content = json.loads(write(tmp_path / "benchmarks" / "records").read_text())
+    assert content["what"] == "bench_train"
+    assert content["command"] == "tresnet bench --output-dir=records"
+    assert content["environment"]["packages"]["torch"] == torch.__version__.partition("+")[0]
+    assert content["settings"] == {"seed": 0}
+    assert content["warmup_steps"] == 3
+    assert content["runs"] == 20
+    assert content["rows"][0]["max_allocated_mib"] is None
+
+
+def test_name_says_what_where_and_when(tmp_path):
+    version = re.escape(torch.__version__.partition("+")[0])
+    name = write(tmp_path).name
+    assert re.fullmatch(rf"bench_train_cpu_torch{version}_\d{{4}}-\d\d-\d\d\.json", name)
+
+
+def test_name_has_the_gpu(tmp_path, monkeypatch):
+    gpu = {"type": "cuda", "name": "NVIDIA H100 80GB HBM3"}
+    monkeypatch.setattr(env, "describe", lambda device: {"device": gpu})
+    assert write(tmp_path).name.startswith("bench_train_h100-80gb-hbm3_torch")
+
+
+def test_existing_records_stay(tmp_path):
+    first = write(tmp_path)
+    before = first.read_bytes()
+    second, third = write(tmp_path, runs=1), write(tmp_path, runs=2)
+    assert [second.name, third.name] == [f"{first.stem}_2.json", f"{first.stem}_3.json"]
+    assert first.read_bytes() == before
+
+
+def test_writers_at_the_same_time_get_a_file_each(tmp_path):
+    threads = [threading.Thread(target=write, args=(tmp_path,)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    files = list(tmp_path.iterdir())
+    assert len(files) == 8
+    assert all(json.loads(file.read_text())["what"] == "bench_train" for file in files)
+
+
+def test_failed_write_leaves_nothing(tmp_path, monkeypatch):
+    def full(path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(records, "atomic_write", full)
+    with pytest.raises(InputError, match=r"No space left on device.*choose another or free"):
+        write(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nan_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write(tmp_path, rows=[{"loss": float("nan")}])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_file_in_the_way_of_the_directory(tmp_path):
+    (tmp_path / "records").write_text("")
+    with pytest.raises(InputError, match="expected a directory that records can be written to"):
+        write(tmp_path / "records")
+
+
+@pytest.mark.parametrize(
+    ("argument", "public"),
+    [
+        ("--data=/home/someone/imagenet", "--data=imagenet"),
+        ("/home/someone/model.pth", "model.pth"),
+        ("~/model.pth", "model.pth"),
+        (r"C:\Users\someone\model.pth", "model.pth"),
+        (r"\\server\share\model.pth", "model.pth"),
+        ("benchmarks/records", "benchmarks/records"),
+        (
+            "timm:resnet50@compile=default,batch_size=8",
+            "timm:resnet50@compile=default,batch_size=8",
+        ),
+        ("--batch-size", "--batch-size"),
+        ("a=/x/y", "a=y"),
+    ],
+)
+def test_absolute_paths_lose_their_directories(argument, public):
+    assert public_command([argument]) == public

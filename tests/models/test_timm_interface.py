@@ -1,0 +1,179 @@
+"""What timm's users call on a model, compared with timm's own TResNet."""
+
+import subprocess
+import sys
+
+import pytest
+import timm
+import torch
+
+from tresnet.errors import InputError
+from tresnet.models.features import FeatureExtractor
+from tresnet.models.tresnet import take_indices
+from tresnet.models.zoo import build
+
+SMALL = {"layers": [1, 1, 2, 1], "width_factor": 0.25, "num_classes": 11}
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """timm's class and ours at a small size, with the same weights, in eval mode."""
+    theirs = timm.models.tresnet.TResNet(**SMALL)
+    ours = build("tresnet_m", **SMALL)
+    ours.load_state_dict(theirs.state_dict())
+    return theirs.eval(), ours.eval()
+
+
+@pytest.fixture
+def images():
+    return torch.rand(2, 3, 64, 96)
+
+
+def test_parameters_have_timms_names_and_order(pair):
+    theirs, ours = pair
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert [n for n, _ in ours.named_parameters()] == [n for n, _ in theirs.named_parameters()]
+
+
+def test_features_and_head(pair, images):
+    theirs, ours = pair
+    features = ours.forward_features(images)
+    torch.testing.assert_close(features, theirs.forward_features(images))
+    for pre_logits in [False, True]:
+        ours_head = ours.forward_head(features, pre_logits=pre_logits)
+        torch.testing.assert_close(ours_head, theirs.forward_head(features, pre_logits=pre_logits))
+    assert ours.num_features == theirs.num_features == ours.head_hidden_size
+
+
+@pytest.mark.parametrize("indices", [None, 2, [0, 3], [-1], (1, 2, 3, 4)])
+@pytest.mark.parametrize("stop_early", [False, True])
+def test_forward_intermediates(pair, images, indices, stop_early):
+    theirs, ours = pair
+    options = {"indices": indices, "stop_early": stop_early}
+    for x, y in zip(
+        ours.forward_intermediates(images, intermediates_only=True, **options),
+        theirs.forward_intermediates(images, intermediates_only=True, **options),
+        strict=True,
+    ):
+        torch.testing.assert_close(x, y)
+    final, maps = ours.forward_intermediates(images, indices)
+    torch.testing.assert_close(final, ours.forward_features(images))
+    assert len(maps) == len(take_indices(indices, 5))
+
+
+def test_forward_intermediates_errors(pair, images):
+    ours = pair[1]
+    with pytest.raises(InputError, match=r"feature indices in \[-5, 4\], got \[5\]"):
+        ours.forward_intermediates(images, [5])
+    with pytest.raises(InputError, match="1 to 5 feature maps, got 6"):
+        ours.forward_intermediates(images, 6)
+    with pytest.raises(InputError, match="output_fmt 'NCHW', got 'NLC'"):
+        ours.forward_intermediates(images, output_fmt="NLC")
+
+
+@pytest.mark.parametrize("out_indices", [None, (0, 2), (4,), 3, (-2,)])
+def test_features_only(pair, images, out_indices):
+    theirs, ours = pair
+    fresh = build("tresnet_m", **SMALL).eval()
+    fresh.load_state_dict(ours.state_dict())
+    backbone = FeatureExtractor(fresh, out_indices)
+    maps = backbone(images)
+    indices = (1, 2, 3, 4) if out_indices is None else out_indices
+    expected = theirs.forward_intermediates(images, indices, intermediates_only=True)
+    assert len(maps) == len(expected)
+    for x, y in zip(maps, expected, strict=True):
+        torch.testing.assert_close(x, y)
+    assert backbone.feature_info.channels() == [x.shape[1] for x in maps]
+    assert backbone.feature_info.reduction() == [images.shape[2] // x.shape[2] for x in maps]
+    assert not any("head.fc" in name for name in backbone.state_dict())
+
+
+def test_features_only_trains(images):
+    backbone = FeatureExtractor(build("tresnet_t"), (1, 3))
+    sum(x.square().mean() for x in backbone(images)).backward()
+    assert all(p.grad is not None for p in backbone.parameters())
+    assert len(backbone.model.body) == 5  # stage 4 is gone
+
+
+def test_changing_a_returned_map_in_place_is_detected():
+    """The recomputation scope keeps autograd's check for in-place changes."""
+    backbone = FeatureExtractor(build("tresnet_t"), (1, 2))
+    first, second = backbone(torch.rand(2, 3, 32, 32))
+    first.detach().add_(1)
+    with pytest.raises(RuntimeError, match="modified in place"):
+        second.sum().backward()
+
+
+def test_a_failed_backward_does_not_crash_the_process_at_exit():
+    """Nodes that a failed backward leaves queued hold hooks, which must die before Python does."""
+    program = """
+import torch
+from tresnet.models.features import FeatureExtractor
+from tresnet.models.zoo import build
+first, second = FeatureExtractor(build("tresnet_t"), (1, 2))(torch.rand(2, 3, 32, 32))
+first.detach().add_(1)
+try:
+    second.sum().backward()
+except RuntimeError as error:
+    print(error)
+del first, second
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "modified in place" in done.stdout
+    assert done.returncode == 0, done.stderr
+
+
+def test_reset_classifier(images):
+    model = build("tresnet_t")
+    assert model.get_classifier() is model.head.fc
+    model.reset_classifier(5)
+    assert model(images).shape == (2, 5)
+    assert model.num_classes == model.config.num_classes == 5
+    assert model.head.fc.weight.std().item() == pytest.approx(0.01, rel=0.1)
+    model.reset_classifier(0)
+    assert model(images).shape == (2, model.num_features)
+    model.reset_classifier(3, "max")
+    assert torch.equal(
+        model.forward_head(f := model.forward_features(images)), model.head.fc(f.amax((2, 3)))
+    )
+    model.reset_classifier(0, "")
+    assert model(images).dim() == 4
+
+
+def test_reset_classifier_keeps_dtype_and_mode():
+    model = build("tresnet_t", dtype=torch.bfloat16, drop_rate=0.5).eval()
+    model.reset_classifier(4)
+    assert model.head.fc.weight.dtype is torch.bfloat16
+    assert not model.head.drop.training
+
+
+def test_group_matcher_and_layer_decay(pair):
+    from timm.models import group_parameters
+
+    theirs, ours = pair
+    for coarse in [False, True]:
+        groups = group_parameters(ours, ours.group_matcher(coarse=coarse))
+        assert groups == group_parameters(theirs, theirs.group_matcher(coarse=coarse))
+    assert ours.no_weight_decay() == set()
+
+
+def test_default_cfg_resolves():
+    from timm.data import resolve_data_config
+
+    model = build("tresnet_m", device="meta")
+    assert model.default_cfg is model.pretrained_cfg
+    config = resolve_data_config({}, model=model)
+    assert config["input_size"] == (3, 224, 224)
+    assert config["mean"] == (0, 0, 0)
+    assert config["std"] == (1, 1, 1)
+    assert config["crop_pct"] == 0.875
+    assert config["interpolation"] == "bilinear"
+
+
+@pytest.mark.parametrize("pool", ["avg", "fast", "max", "avgmax"])
+def test_pools_equal_timms(pool):
+    from timm.layers import SelectAdaptivePool2d
+
+    x = torch.randn(2, 512, 3, 5)
+    head = build("tresnet_t", num_classes=0, global_pool=pool).head
+    torch.testing.assert_close(head(x), SelectAdaptivePool2d(pool_type=pool, flatten=True)(x))

@@ -1,0 +1,326 @@
+"""The model as a module: inputs it refuses, transformations it survives, memory it keeps."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from tests.live_storages import live_after
+from tresnet.errors import InputError, MissingDependencyError
+from tresnet.models.zoo import build
+
+NORMS = ["abn", "batchnorm", "inplace_abn"]
+OWN_NORMS = ["abn", "batchnorm"]
+
+
+def make(norm="abn", **options):
+    """Build a small model whose residual branches are alive."""
+    if norm == "inplace_abn":
+        pytest.importorskip("inplace_abn", reason="the inplace-abn package is not installed")
+    model = build("tresnet_t", norm=norm, num_classes=7, **options)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
+
+
+@pytest.fixture
+def images():
+    return torch.rand(3, 3, 32, 24)
+
+
+def train_step(model, images, run=None):
+    """Return the flat gradient and every running statistic after one step."""
+    model.zero_grad()
+    run = model if run is None else run
+    run(images).square().mean().backward()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+    return gradient, {k: v.clone() for k, v in model.named_buffers()}
+
+
+def assert_same_step(first, second):
+    torch.testing.assert_close(first[0], second[0], rtol=1e-4, atol=1e-5)
+    for name, value in first[1].items():
+        torch.testing.assert_close(value, second[1][name], msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((3, 32, 32), r"expected images \(N, 3, H, W\), got shape \(3, 32, 32\)"),
+        ((1, 4, 32, 32), "expected 3 channels, got 4 .*in_chans=4"),
+        ((1, 3, 33, 32), r"divisible by 2, got \(33, 32\): pad or resize"),
+        ((1, 3, 8, 32), r"at least 10, got \(8, 32\)"),
+    ],
+)
+def test_bad_shapes(shape, message):
+    with pytest.raises(InputError, match=message):
+        make()(torch.rand(shape))
+
+
+def test_bytes_are_an_error():
+    with pytest.raises(InputError, match=r"floating-point images .* got torch\.uint8: convert"):
+        make()(torch.zeros(1, 3, 32, 32, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 4])
+def test_smallest_image_of_each_block_size(block_size):
+    """The stated minimum works, and one block less is refused by us rather than deep inside."""
+    model = make(block_size=block_size).eval()
+    assert model(torch.rand(1, 3, 5 * block_size, 5 * block_size)).shape == (1, 7)
+    with pytest.raises(InputError, match=f"at least {5 * block_size}"):
+        model(torch.rand(1, 3, 4 * block_size, 5 * block_size))
+
+
+def test_one_value_per_channel_while_training_is_an_error():
+    with pytest.raises(InputError, match="more than one value per channel"):
+        make().train()(torch.rand(1, 3, 10, 10))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_norms_agree(images, training):
+    """The three norms give the same output, gradient and statistics from one state dict."""
+    reference = make("batchnorm").train(training)
+    state = copy.deepcopy(reference.state_dict())
+    expected, y = train_step(reference, images), reference(images)
+    for norm in ["abn", "inplace_abn"]:
+        other = make(norm).train(training)
+        other.load_state_dict(state)
+        assert_same_step(train_step(other, images), expected)
+        torch.testing.assert_close(other(images), y, rtol=1e-4, atol=1e-5)
+
+
+def test_missing_package_names_the_command(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "inplace_abn", None)
+    monkeypatch.setitem(__import__("sys").modules, "inplace_abn.functions", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install .*inplace-abn==1\.1\.0"):
+        build("tresnet_t", norm="inplace_abn")
+
+
+def test_inplace_abn_reflects_weights_below_eps(images):
+    """A step that carries w below zero leaves the state dict with the gamma it stands for."""
+    model = make("inplace_abn").eval()
+    before = model(images)
+    norm = model.body.conv1.bn
+    with torch.no_grad():
+        norm.weight.copy_(2 * norm.eps - norm.weight)  # w -> -w: the same |w| + eps
+    torch.testing.assert_close(model(images), before)
+    assert (model.state_dict()["body.conv1.bn.weight"] >= norm.eps).all()
+    torch.testing.assert_close(model(images), before)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("norm", NORMS)
+def test_script_and_trace(images, norm, jit):
+    model = make(norm, jit=jit).eval()
+    expected = model(images).detach()
+    torch.testing.assert_close(torch.jit.script(model)(images), expected)
+    torch.testing.assert_close(torch.jit.trace(model, images)(images), expected)
+
+
+def test_scripted_model_trains(images):
+    model = make()
+    expected = train_step(copy.deepcopy(model), images)
+    assert_same_step(train_step(model, images, torch.jit.script(model)), expected)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_scripted_helpers_change_nothing(images, norm):
+    plain, jit = make(norm), make(norm, jit=True)
+    jit.load_state_dict(plain.state_dict())
+    assert_same_step(train_step(jit, images), train_step(plain, images))
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_after_use(images, norm, copied):
+    model = make(norm, jit=True)
+    expected = train_step(model, images)
+    other = copied(model)
+    assert other.config == model.config
+    for buffer, value in other.named_buffers():
+        assert torch.equal(value, model.get_buffer(buffer))
+    with torch.no_grad():
+        assert torch.equal(other.eval()(images), model.eval()(images))
+    assert torch.equal(expected[0], torch.cat([p.grad.flatten() for p in model.parameters()]))
+
+
+@pytest.mark.parametrize("norm", OWN_NORMS)
+def test_compiles_into_one_graph(images, norm):
+    torch._dynamo.reset()
+    model = make(norm, jit=True)
+    expected = train_step(copy.deepcopy(model), images)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert_same_step(train_step(model, images, compiled), expected)
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", OWN_NORMS)
+def test_inductor(images, norm):
+    torch._dynamo.reset()
+    model = make(norm)
+    expected = train_step(copy.deepcopy(model), images)
+    assert_same_step(train_step(model, images, torch.compile(model, fullgraph=True)), expected)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_export_with_a_dynamic_batch(images, norm):
+    model = make(norm).eval()
+    program = torch.export.export(
+        model, (images,), dynamic_shapes={"x": {0: torch.export.Dim("n")}}
+    )
+    larger = torch.rand(5, 3, 32, 24)
+    torch.testing.assert_close(program.module()(larger), model(larger))
+    names = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert all(name.startswith(("aten.", "<built-in")) for name in names), names
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_meta_device_then_real(images, norm):
+    """A model built without memory computes the same once it is given weights: no stray buffers."""
+    model = make(norm).eval()
+    empty = build("tresnet_t", norm=norm, num_classes=7, device="meta").eval()
+    assert all(p.is_meta for p in [*empty.parameters(), *empty.buffers()])
+    empty = empty.to_empty(device="cpu")
+    empty.load_state_dict(model.state_dict())
+    assert torch.equal(empty(images), model(images))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_moves_between_dtypes(images, dtype):
+    model = make().eval()
+    expected = model(images)
+    y = model.to(dtype)(images.to(dtype))
+    assert y.dtype is dtype
+    loose = {"rtol": 0.1, "atol": 0.5} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(y.float(), expected, **loose)
+
+
+def test_dtype_argument():
+    model = build("tresnet_t", dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model.eval()(torch.rand(1, 3, 32, 32, dtype=torch.bfloat16)).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("norm", OWN_NORMS)
+def test_autocast_training(images, norm):
+    model = make(norm)
+    expected, _ = train_step(copy.deepcopy(model), images)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(images)
+    y.float().square().mean().backward()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert y.dtype is torch.bfloat16
+    assert torch.cosine_similarity(gradient, expected, dim=0) > 0.98
+
+
+@pytest.mark.parametrize("norm", OWN_NORMS)
+def test_channels_last_changes_nothing(images, norm):
+    model = make(norm)
+    expected = train_step(copy.deepcopy(model), images)
+    model = model.to(memory_format=torch.channels_last)
+    step = train_step(model, images.to(memory_format=torch.channels_last))
+    torch.testing.assert_close(step[0], expected[0], rtol=1e-3, atol=1e-4)
+    features = model.forward_features(images.to(memory_format=torch.channels_last))
+    assert features.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_activation_checkpointing(images, norm):
+    """Checkpointing changes neither gradients nor running statistics, and saves memory."""
+    plain, checkpointed = make(norm), make(norm)
+    checkpointed.load_state_dict(plain.state_dict())
+    checkpointed.set_grad_checkpointing()
+    assert_same_step(train_step(checkpointed, images), train_step(plain, images))
+    assert kept_bytes(checkpointed, images) < 0.6 * kept_bytes(plain, images)
+
+
+def kept_bytes(model, images):
+    alive = live_after(lambda: model(images), [images, *model.parameters(), *model.buffers()])
+    return sum(size for _, size in alive)
+
+
+def test_abn_keeps_the_least():
+    """Measured bytes alive after the forward pass, per image, of each norm."""
+    images = torch.rand(2, 3, 64, 64)
+    kept = {norm: kept_bytes(make(norm), images) for norm in NORMS}
+    assert kept["abn"] < 0.73 * kept["batchnorm"]
+    assert kept["abn"] < 0.95 * kept["inplace_abn"]
+
+
+def test_abn_keeps_one_buffer_per_convolution():
+    """Alive are the stem's input, each convolution's output, each block's output: nothing else."""
+    model, images = make(), torch.rand(2, 3, 64, 64)
+    outputs = []
+    for module in model.body.modules():
+        if isinstance(module, nn.Conv2d):
+            module.register_forward_hook(lambda _m, _i, y: outputs.append(y.numel() * 4))
+    blocks = [block for stage in list(model.body)[2:] for block in stage]
+    for block in blocks:
+        block.register_forward_hook(lambda _m, _i, y: outputs.append(y.numel() * 4))
+    kept = kept_bytes(model, images)
+    stem_input = images.numel() * 4
+    gates = 0.01 * kept  # SE gates: a few hundred values an image
+    assert sum(outputs) + stem_input == pytest.approx(kept, abs=gates)
+
+
+def test_second_derivatives_with_plain_batchnorm():
+    model = make("batchnorm").double().eval()
+    images = torch.rand(1, 3, 12, 12, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(model(images).sum(), images, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.square().sum(), images)
+    assert second.isfinite().all()
+    assert second.abs().sum() > 0
+
+
+def test_construction_leaves_cuda_alone(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("CUDA was initialised")
+
+    monkeypatch.setattr(torch.cuda, "_lazy_init", refuse)
+    for jit in [False, True]:
+        make(jit=jit)(torch.rand(2, 3, 32, 32))
+    assert not torch.cuda.is_initialized()
+
+
+def test_drop_path_drops_whole_branches():
+    torch.manual_seed(1)
+    model = make(drop_path_rate=0.9).train()
+    rates = [getattr(b.drop_path, "drop_prob", 0.0) for s in list(model.body)[2:] for b in s]
+    assert rates[0] == 0
+    assert rates[-1] == pytest.approx(0.9)
+    assert rates == sorted(rates)
+    images = torch.rand(4, 3, 32, 32)
+    assert not torch.equal(model(images), model(images))
+    model.eval()
+    assert torch.equal(model(images), model(images))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_gpu_step_equals_cpu(images, norm, dtype):
+    if norm == "inplace_abn" and dtype is torch.bfloat16:
+        pytest.skip("inplace-abn has no bfloat16 kernels for CUDA")
+    model = make(norm)
+    expected, _ = train_step(copy.deepcopy(model), images)
+    model = model.cuda().to(memory_format=torch.channels_last)
+    with torch.autocast("cuda", dtype, enabled=dtype is not torch.float32):
+        y = model(images.cuda().to(memory_format=torch.channels_last))
+    y.float().square().mean().backward()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()]).cpu()
+    bound = 0.999 if dtype is torch.float32 else 0.97
+    assert torch.cosine_similarity(gradient, expected, dim=0) > bound
+
+
+@pytest.mark.gpu
+def test_gpu_inplace_abn_refuses_bfloat16(images):
+    model = make("inplace_abn").cuda().to(torch.bfloat16)
+    with pytest.raises(
+        InputError, match="no bfloat16 kernels for CUDA: use float16, or norm='abn'"
+    ):
+        model(images.cuda().to(torch.bfloat16))

@@ -1,0 +1,139 @@
+"""The table of variants: published sizes, structure, bad arguments."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import tresnet
+from tresnet.errors import InputError
+from tresnet.models.zoo import VARIANTS, build, list_models
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "zoo.json"
+
+# reference: FACTS of the paper's code and timm: parameters with 1000 classes, GFLOP at 224
+PUBLISHED = {
+    "tresnet_m": (31_389_032, 11.47),
+    "tresnet_l": (55_989_256, 21.76),
+    "tresnet_xl": (78_436_244, 30.33),
+    "tresnet_v2_l": (46_174_824, 17.63),
+}
+
+
+def complexity(name):
+    """Return parameters and multiply-accumulates of convolutions and matrices at the own size."""
+    model = build(name, norm="batchnorm", device="meta").eval()
+    size = VARIANTS[name].input_size
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.empty(1, 3, size, size, device="meta"))
+    parameters = sum(p.numel() for p in model.parameters())
+    return {"parameters": parameters, "macs": counter.get_total_flops() // 2, "pixels": size}
+
+
+def test_names():
+    assert list_models() == tresnet.list_models() == sorted(VARIANTS)
+    assert list_models("*_v2_*") == ["tresnet_v2_l"]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_size(name):
+    parameters, gflop = PUBLISHED[name]
+    found = complexity(name)
+    assert found["parameters"] == parameters
+    assert found["macs"] * 2 / 1e9 == pytest.approx(gflop, abs=0.006)
+
+
+def test_small_variant_is_under_two_million_parameters():
+    assert complexity("tresnet_t")["parameters"] < 2_000_000
+
+
+def logits(name):
+    """Return the first logits of a seeded model with live branches on a seeded image."""
+    generator = torch.Generator().manual_seed(1)
+    torch.manual_seed(0)
+    model = build(name).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
+        return model(torch.rand(1, 3, 64, 64, generator=generator))[0, :6].tolist()
+
+
+def golden():
+    """Return what the golden file should hold."""
+    found = {name: complexity(name) for name in list_models()}
+    for name in ["tresnet_t", "tresnet_s"]:
+        found[name]["logits"] = logits(name)
+    return found
+
+
+def test_golden():
+    """After a change on purpose: `python -m tests.models.test_zoo > tests/golden/zoo.json`."""
+    found, expected = golden(), json.loads(GOLDEN.read_text())
+    for name, row in found.items():
+        values, frozen = row.pop("logits", []), expected[name].pop("logits", [])
+        assert values == pytest.approx(frozen, rel=1e-4)
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", ["tresnet_m", "tresnet_v2_l"])
+def test_initial_weights(name):
+    """Kaiming normal by fan-out, last norms zero, linear weights with deviation 0.01."""
+    model = build(name, norm="batchnorm")
+    conv = model.body.layer3[1].conv2.conv.weight
+    assert conv.std().item() == pytest.approx((2 / (1 + 0.01**2) / (256 * 9)) ** 0.5, rel=0.02)
+    assert model.head.fc.weight.std().item() == pytest.approx(0.01, rel=0.02)
+    for stage in list(model.body)[2:]:
+        for block in stage:
+            assert block.last_norm.weight.count_nonzero() == 0
+            assert torch.equal(block.conv1.bn.weight, torch.ones_like(block.conv1.bn.weight))
+            assert block.last_norm.slope is None
+
+
+def test_slopes_of_the_activations():
+    model = build("tresnet_t")
+    slopes = {n: m.slope for n, m in model.named_modules() if hasattr(m, "slope")}
+    assert slopes["body.conv1.bn"] == 1e-2
+    assert slopes["body.layer1.0.conv1.bn"] == slopes["body.layer4.0.conv2.bn"] == 1e-3
+    assert slopes["body.layer1.0.conv2.bn"] is slopes["body.layer2.0.downsample.1.bn"] is None
+    model.set_slopes(0.3, 0.2)
+    assert model.body.conv1.bn.slope == model.config.stem_slope == 0.3
+    assert model.body.layer4[0].conv2.bn.slope == model.config.block_slope == 0.2
+    assert model.body.layer1[0].conv2.bn.slope is None
+
+
+def test_overrides():
+    model = build("tresnet_m", layers=[1, 1, 1, 1], width_factor=0.25, block_size=2, in_chans=5)
+    assert model.config.layers == (1, 1, 1, 1)
+    assert model.body.conv1.conv.weight.shape == (16, 20, 3, 3)
+    assert model.feature_info[0]["reduction"] == 2
+    assert model.eval()(torch.rand(1, 5, 32, 32)).shape == (1, 1000)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"name": "tresnet_x"}, "unknown model 'tresnet_x'; did you mean 'tresnet_xl'"),
+        ({"name": "resnet50"}, "did you mean 'tresnet_"),
+        ({"norm": "layernorm"}, "expected norm out of .*'abn'.* got 'layernorm'"),
+        ({"head": "mlp"}, "got 'mlp'"),
+        ({"global_pool": "median"}, "got 'median'"),
+        ({"num_classes": -1}, "num_classes of 0 or more, got -1"),
+        ({"num_classes": 5, "global_pool": ""}, "needs a global pool"),
+        ({"in_chans": 0}, "in_chans of at least 1, got 0"),
+        ({"block_size": 0}, "block_size of at least 1, got 0"),
+        ({"layers": (1, 2, 3)}, r"four numbers of at least 1, got \(1, 2, 3\)"),
+        ({"width_factor": 0.001}, "width_factor of at least 1/64"),
+        ({"drop_rate": 1.0}, r"drop_rate in \[0, 1\), got 1.0"),
+        ({"drop_path_rate": -0.1}, r"drop_path_rate in \[0, 1\), got -0.1"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(InputError, match=message):
+        build(**{"name": "tresnet_t", **arguments})
+
+
+if __name__ == "__main__":
+    print(json.dumps(golden(), indent=1))  # noqa: T201
