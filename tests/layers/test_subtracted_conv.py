@@ -120,7 +120,9 @@ def test_to_conv_is_one_plain_convolution(kernel: int):
     conv = SubtractedConv(5, 6, kernel, 2).requires_grad_(False).eval()
     plain = conv.to_conv()
     x = torch.randn(2, 5, 9, 7)
-    assert type(plain) is nn.Conv2d and not plain.weight.requires_grad and not plain.training
+    assert type(plain) is nn.Conv2d
+    assert not plain.weight.requires_grad
+    assert not plain.training
     torch.testing.assert_close(plain(x), conv(x))
 
 

@@ -43,13 +43,17 @@ class Joined(nn.Module):
 
 @pytest.mark.parametrize(("ka", "kb"), list(itertools.product((1, 2, 3), (1, 3))))
 def test_a_second_without_padding_composes_exactly(ka: int, kb: int):
-    for sa, sb, pa, da, db, bias in itertools.product((1, 2), (1, 3), (0, 1), (1, 2), (1, 2), (0, 1)):
+    for sa, sb, pa, da, db, bias in itertools.product(
+        (1, 2), (1, 3), (0, 1), (1, 2), (1, 2), (0, 1)
+    ):
         a = conv(4, 6, ka, sa, pa, da, bias=bool(bias))
         b = conv(6, 3, kb, sb, 0, db, bias=not bias)
         same(compose(a, b), nn.Sequential(a, b))
 
 
-@pytest.mark.parametrize(("ka", "sa", "da"), [(1, 1, 1), (1, 3, 1), (3, 1, 1), (3, 2, 2), (2, 2, 1)])
+@pytest.mark.parametrize(
+    ("ka", "sa", "da"), [(1, 1, 1), (1, 3, 1), (3, 1, 1), (3, 2, 2), (2, 2, 1)]
+)
 def test_full_padding_of_the_first_makes_padding_of_the_second_exact(ka: int, sa: int, da: int):
     for kb, sb, db, pb in itertools.product((1, 3), (1, 2), (1, 2), (1, 2)):
         a = conv(4, 6, ka, sa, da * (ka - 1), da, bias=False)
@@ -75,13 +79,19 @@ def test_three_in_a_row_with_nested_sequentials_and_rectangles():
 
 def test_a_smaller_common_grid_is_used():
     whole = compose(conv(4, 6, 1, 2, bias=False), conv(6, 3, 3, padding=1))
-    assert whole.kernel_size == (3, 3) and whole.dilation == (2, 2) and whole.padding == (2, 2)
+    assert whole.kernel_size == (3, 3)
+    assert whole.dilation == (2, 2)
+    assert whole.padding == (2, 2)
 
 
 @pytest.mark.parametrize(
     ("a", "b", "message"),
     [
-        (conv(4, 6, 3, padding=1, bias=False), conv(6, 3, 3, padding=1), "part 0.*still see pixels"),
+        (
+            conv(4, 6, 3, padding=1, bias=False),
+            conv(6, 3, 3, padding=1),
+            "part 0.*still see pixels",
+        ),
         (conv(4, 6, 1), conv(6, 3, 3, padding=1), "would give its bias"),
         (conv(4, 6, 1, bias=False), conv(6, 3, 3, padding=1, padding_mode="reflect"), "'reflect'"),
     ],
@@ -132,7 +142,8 @@ def test_a_concatenation_is_one_convolution():
     branches = [conv(4, 3, 3, 2, 1), conv(4, 4, 1, 2, groups=2), conv(4, 2, 5, 2, 2, bias=False)]
     whole = compose_cat(*branches)
     same(whole, Joined(*branches))
-    assert whole.bias is not None and not whole.bias[-2:].any()
+    assert whole.bias is not None
+    assert not whole.bias[-2:].any()
     assert compose_cat(branches[2], branches[2]).bias is None
 
 

@@ -66,7 +66,8 @@ def test_shapes_stay_and_unsuitable_ones_are_left_alone():
     model, x = small(), torch.randn(2, 3, 9, 11)
     shape = model(x).shape
     assert replace_conv(model, which="all", mode="recompute") == ["0", "3.0"]
-    assert model[3][0].mode == "recompute" and type(model[3][1]) is nn.Conv2d
+    assert model[3][0].mode == "recompute"
+    assert type(model[3][1]) is nn.Conv2d
     assert model(x).shape == shape
 
 
@@ -90,7 +91,8 @@ def test_a_shared_convolution_is_fused_once():
     shared = SubtractedConv(4, 4, 3)
     model = nn.Sequential(shared, nn.ReLU(), shared)
     fuse(model)
-    assert model[0] is model[2] and type(model[0]) is nn.Conv2d
+    assert model[0] is model[2]
+    assert type(model[0]) is nn.Conv2d
 
 
 def test_a_lone_module_is_returned_as_a_convolution():

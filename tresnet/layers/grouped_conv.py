@@ -1,6 +1,6 @@
 """A convolution in groups that may run in more than one way."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -63,7 +63,7 @@ class GroupedConv2d(nn.Conv2d):
     def _one_by_one(self, x: Tensor) -> Tensor:
         biases = [None] * self.groups if self.bias is None else self.bias.chunk(self.groups)
         parts = zip(x.chunk(self.groups, 1), self.weight.chunk(self.groups), biases, strict=True)
-        settings = (self.stride, self.padding, self.dilation)
+        settings: tuple[Any, ...] = (self.stride, self.padding, self.dilation)
         return torch.cat([F.conv2d(x, w, b, *settings) for x, w, b in parts], dim=1)
 
     def extra_repr(self) -> str:

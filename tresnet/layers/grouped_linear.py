@@ -48,9 +48,7 @@ class GroupedLinear(nn.Module):
             )
         total = sum(self.out_features)
         self.weight = nn.Parameter(torch.empty(total, in_features, device=device, dtype=dtype))
-        self.bias = (
-            nn.Parameter(torch.empty(total, device=device, dtype=dtype)) if bias else None
-        )
+        self.bias = nn.Parameter(torch.empty(total, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
 
     @property

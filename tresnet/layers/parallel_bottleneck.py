@@ -62,9 +62,7 @@ class ParallelBottleneck(nn.Module):
             **place,
         )
         self.bn1 = norms(middle, slope, **place)
-        self.conv2 = GroupedConv2d(
-            middle, middle, 3, padding=1, groups=groups, bias=False, **place
-        )
+        self.conv2 = GroupedConv2d(middle, middle, 3, padding=1, groups=groups, bias=False, **place)
         self.bn2 = norms(middle, slope, **place)
         self.conv3 = GroupedConv2d(middle, wide, 1, groups=groups, bias=False, **place)
         self.bn3 = norms(wide, None, **place)
@@ -90,5 +88,3 @@ class ParallelBottleneck(nn.Module):
     def extra_repr(self) -> str:
         """Return the settings for `repr`."""
         return f"groups={self.groups}, channels={self.channels}, shared_input={self.shared_input}"
-
-

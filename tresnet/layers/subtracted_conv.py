@@ -1,5 +1,7 @@
 """A convolution replaced by three smaller linear ones, or by the one they amount to."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -51,7 +53,7 @@ class SubtractedConv(nn.Module):
         self.kernel_size = kernel_size
         self.stride = stride
         self.mode: Mode = mode
-        place = {"bias": False, "device": device, "dtype": dtype}
+        place: Any = {"bias": False, "device": device, "dtype": dtype}
         self.point_wise = nn.Conv2d(in_channels, half, 1, stride, **place)
         self.depth_wise = nn.Conv2d(half, half, kernel_size, padding=border, groups=half, **place)
         self.low_pass = nn.Conv2d(half, half, kernel_size, padding=border, **place)
@@ -71,7 +73,7 @@ class SubtractedConv(nn.Module):
             self.in_channels,
             self.out_channels,
             self.kernel_size,
-            **reference.geometry(self.kernel_size, self.stride),
+            *reference.geometry(self.kernel_size, self.stride),
             bias=False,
             device=own.device,
             dtype=own.dtype,

@@ -77,9 +77,7 @@ def compose_cat(*branches: Branch) -> nn.Conv2d:
     Raises:
         InputError: a branch is not linear or does not fit the others; names it.
     """
-    return linear_conv.to_module(
-        linear_conv.concatenated(_parallel(branches)), _example(branches)
-    )
+    return linear_conv.to_module(linear_conv.concatenated(_parallel(branches)), _example(branches))
 
 
 def _successive(convs: Sequence[LinearConv]) -> LinearConv:

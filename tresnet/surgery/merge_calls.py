@@ -38,7 +38,7 @@ def binary(node: fx.Node) -> Callable[..., Any]:
 
 def is_size(node: fx.Node) -> bool:
     """Return whether a call reads a size, not values."""
-    return node.target == "size" or (node.target is getattr and node.args[1] == "shape")
+    return node.target == "size" or (node.target is getattr and str(node.args[1]) == "shape")
 
 
 def check_unary(node: fx.Node, state: State) -> None:
@@ -97,9 +97,7 @@ def spread(x: Tensor, groups: int) -> Tensor:
     return x.repeat(1, groups, *[1] * (x.dim() - 2))
 
 
-def join_shared(
-    operation: str, a: Tensor, b: Tensor, groups: int, a_is_shared: bool
-) -> Tensor:
+def join_shared(operation: str, a: Tensor, b: Tensor, groups: int, a_is_shared: bool) -> Tensor:
     """Join a tensor that all branches share with their own, without repeating it.
 
     Args:

@@ -1,8 +1,6 @@
 """Branches of equal structure as one module whose convolutions and norms run in groups."""
 
-import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from torch import fx, nn
 
@@ -12,9 +10,7 @@ from tresnet.surgery.merge_rules import State, is_leaf, merge_leaf, signature
 from tresnet.surgery.parallel import ParallelBranches
 
 
-def merge_parallel(
-    branches: Iterable[nn.Module], *, shared_input: bool = True
-) -> ParallelBranches:
+def merge_parallel(branches: Iterable[nn.Module], *, shared_input: bool = True) -> ParallelBranches:
     """Return one module that runs G branches at once; weights are copied, branches unchanged.
 
     Outputs are those of the branches concatenated along dimension 1, and gradients theirs, in eval
@@ -38,11 +34,17 @@ def merge_parallel(
     if not modules:
         raise InputError("expected at least one branch to merge, got none")
     if any(is_leaf(module) for module in modules):
-        modules = [nn.Sequential(module) for module in modules]
-        merged = ParallelBranches(_build(modules, shared_input), modules, shared_input)
+        chains = [_wrapped(module) for module in modules]
+        merged = ParallelBranches(_build(chains, shared_input), chains, shared_input)
         merged.wrapped = True
         return merged
     return ParallelBranches(_build(modules, shared_input), modules, shared_input)
+
+
+def _wrapped(leaf: nn.Module) -> nn.Sequential:
+    chain = nn.Sequential(leaf)
+    chain.training = leaf.training
+    return chain
 
 
 def _build(modules: Sequence[nn.Module], shared_input: bool) -> fx.GraphModule:
@@ -73,9 +75,7 @@ def _check_equal(modules: Sequence[nn.Module], graphs: Sequence[fx.Graph]) -> No
         leaves = _leaves(module)
         if list(leaves) != list(first):
             odd = sorted(set(leaves) ^ set(first)) or list(leaves)
-            raise InputError(
-                f"branch {index} has other layers than branch 0: {', '.join(odd[:5])}"
-            )
+            raise InputError(f"branch {index} has other layers than branch 0: {', '.join(odd[:5])}")
         for name, leaf in leaves.items():
             mine, other = signature(first[name]), signature(leaf)
             if mine != other or type(leaf) is not type(first[name]):
@@ -111,7 +111,8 @@ def _leaves(module: nn.Module) -> dict[str, nn.Module]:
     leaves: dict[str, nn.Module] = {}
 
     def collect(current: nn.Module, prefix: str) -> None:
-        own = [key for key, _ in itertools.chain(_own(current.named_parameters), _own(current.named_buffers))]
+        tensors = (current.named_parameters, current.named_buffers)
+        own = [key for named in tensors for key, _ in named(recurse=False)]
         if own:
             raise InputError(
                 f"{prefix or 'the branch'} ({type(current).__name__}) holds {own[0]} itself: "
@@ -126,10 +127,6 @@ def _leaves(module: nn.Module) -> dict[str, nn.Module]:
 
     collect(module, "")
     return leaves
-
-
-def _own(named: Any) -> Iterable[tuple[str, Any]]:
-    return named(recurse=False)
 
 
 class _Merger:

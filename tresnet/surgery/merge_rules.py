@@ -118,9 +118,7 @@ def merge_leaf(
     )
 
 
-def _merge_conv(
-    convs: Sequence[nn.Conv2d], state: State
-) -> tuple[nn.Conv2d, State, State]:
+def _merge_conv(convs: Sequence[nn.Conv2d], state: State) -> tuple[nn.Conv2d, State, State]:
     """Dense on an input that is shared, in groups otherwise."""
     first, count = convs[0], len(convs)
     dense = state == "shared" and first.groups == 1
@@ -139,9 +137,7 @@ def _merge_conv(
     return _filled(merged, convs), "shared" if dense else "grouped", "grouped"
 
 
-def _merge_linear(
-    layers: Sequence[nn.Linear], state: State
-) -> tuple[nn.Module, State, State]:
+def _merge_linear(layers: Sequence[nn.Linear], state: State) -> tuple[nn.Module, State, State]:
     first = layers[0]
     outputs = [layer.out_features for layer in layers]
     after: State = "grouped" if len(set(outputs)) == 1 else "ragged"

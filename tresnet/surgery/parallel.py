@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tresnet.errors import InputError
-from tresnet.layers.grouped_conv import GroupedConv2d
+from tresnet.layers.grouped_conv import GroupedConv2d, GroupedImpl
 from tresnet.surgery.merge_rules import split_tensor
 
 
@@ -34,7 +34,9 @@ class ParallelBranches(nn.Module):
         self.merged = merged
         self.shared_input = shared_input
         self.wrapped = False
-        self.train(branches[0].training)
+        self.training = branches[0].training
+        for name, module in merged.named_modules():
+            module.training = branches[0].get_submodule(name).training
         # in a list, so that they are no sub-modules
         self._skeletons = [copy.deepcopy(branch).to("meta") for branch in branches]
 
@@ -66,9 +68,7 @@ def split(parallel: ParallelBranches) -> nn.ModuleList:
         InputError: the argument is no merged module.
     """
     if not isinstance(parallel, ParallelBranches):
-        raise InputError(
-            f"expected what merge_parallel returned, got {type(parallel).__name__}"
-        )
+        raise InputError(f"expected what merge_parallel returned, got {type(parallel).__name__}")
     merged = _tensors(parallel.merged)
     modes = {name: module.training for name, module in parallel.merged.named_modules()}
     skeletons = parallel._skeletons
@@ -79,9 +79,8 @@ def split(parallel: ParallelBranches) -> nn.ModuleList:
         for branch, part in zip(branches, parts, strict=True):
             _put(branch, name, part.clone(), tensor)
     for branch in branches:
-        branch.train(parallel.training)
         for name, module in branch.named_modules():
-            module.training = modes.get(name, module.training)
+            module.training = modes.get(name, parallel.training)
     return nn.ModuleList(branch[0] if parallel.wrapped else branch for branch in branches)  # pyright: ignore[reportIndexIssue]
 
 
@@ -137,8 +136,10 @@ def pick_fastest(module: nn.Module, x: Tensor, repeats: int = 5) -> dict[str, st
         for name, inner in module.named_modules():
             inner.training = was_training[name]
     for name, example in inputs.items():
-        times_s = {impl: _time(convs[name], impl, example, repeats) for impl in convs[name].impls()}
-        convs[name].use(min(times_s, key=lambda impl: times_s[impl]))
+        times_s: dict[GroupedImpl, float] = {
+            impl: _time(convs[name], impl, example, repeats) for impl in convs[name].impls()
+        }
+        convs[name].use(min(times_s, key=times_s.__getitem__))
     return {name: conv.impl for name, conv in convs.items()}
 
 

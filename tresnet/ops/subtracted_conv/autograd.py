@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -41,9 +42,7 @@ class Composed(torch.autograd.Function):
         ctx.save_for_backward(x, point, depth, low)
         ctx.stride = stride
         weight = reference.compose(point, depth, low).to(x.dtype)
-        return torch.nn.functional.conv2d(
-            x, weight, **reference.geometry(depth.shape[-1], stride)
-        )
+        return F.conv2d(x, weight, None, *reference.geometry(depth.shape[-1], stride))
 
     @staticmethod
     @once_differentiable  # pyright: ignore[reportArgumentType]
@@ -56,10 +55,12 @@ class Composed(torch.autograd.Function):
         with torch.enable_grad():
             leaves = [factor.detach().requires_grad_() for factor in factors]
             weight = reference.compose(*leaves)
-        sizes = reference.geometry(factors[1].shape[-1], ctx.stride)
+        stride, padding, dilation = reference.geometry(factors[1].shape[-1], ctx.stride)
         kernel = weight.detach().to(x.dtype)
         needs = (ctx.needs_input_grad[0], needed)
-        grad_x, grad_weight = _gradients(grad, x, kernel, needs, **sizes)
+        grad_x, grad_weight = _gradients(
+            grad, x, kernel, needs, stride=stride, padding=padding, dilation=dilation
+        )
         if not needed:
             return grad_x, None, None, None, None
         grads = torch.autograd.grad(weight, leaves, grad_weight.to(weight.dtype))
@@ -76,7 +77,8 @@ class Recomputed(torch.autograd.Function):
         """Return the output; see `reference.branches`."""
         ctx.save_for_backward(x, point, depth, low)
         ctx.stride = stride
-        return reference.branches(x, *(w.to(x.dtype) for w in (point, depth, low)), stride)
+        point, depth, low = (factor.to(x.dtype) for factor in (point, depth, low))
+        return reference.branches(x, point, depth, low, stride)
 
     @staticmethod
     @once_differentiable  # pyright: ignore[reportArgumentType]
@@ -88,7 +90,7 @@ class Recomputed(torch.autograd.Function):
         point, depth, low = (factor.to(x.dtype) for factor in factors)
         half, border = depth.shape[0], depth.shape[-1] // 2
         needs_x, needs_point, needs_depth, needs_low = ctx.needs_input_grad[:4]
-        p = torch.nn.functional.conv2d(x, point, stride=ctx.stride)
+        p = F.conv2d(x, point, stride=ctx.stride)
         upper, lower = (part.contiguous() for part in grad.split(half, dim=1))
         grad_p, grad_depth = _gradients(
             upper, p, depth, (True, needs_depth), padding=border, groups=half
@@ -97,9 +99,7 @@ class Recomputed(torch.autograd.Function):
         more, grad_low = _gradients(lower, p, low, (True, needs_low), padding=border)
         grad_p += more
         del p, more
-        grad_x, grad_point = _gradients(
-            grad_p, x, point, (needs_x, needs_point), stride=ctx.stride
-        )
+        grad_x, grad_point = _gradients(grad_p, x, point, (needs_x, needs_point), stride=ctx.stride)
         grads = (grad_point, grad_depth, grad_low)
         return (
             grad_x,

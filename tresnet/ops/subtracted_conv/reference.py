@@ -39,17 +39,17 @@ def compose(point: Tensor, depth: Tensor, low: Tensor) -> Tensor:
     return torch.cat((upper, lower), dim=0)
 
 
-def geometry(kernel_size: int, stride: int) -> dict[str, int]:
+def geometry(kernel_size: int, stride: int) -> tuple[int, int, int]:
     """Return stride, padding and dilation of the one convolution.
 
     D and L read P x, whose neighbours lie `stride` pixels of x apart: the kernel is dilated. What
     they read beyond the border of P x is zero, and P of the zeros around x is zero too: exact.
     """
     dilation = stride if kernel_size > 1 else 1
-    return {"stride": stride, "padding": dilation * (kernel_size // 2), "dilation": dilation}
+    return stride, dilation * (kernel_size // 2), dilation
 
 
 def composed(x: Tensor, point: Tensor, depth: Tensor, low: Tensor, stride: int) -> Tensor:
     """Return what `branches` does, by one convolution."""
     weight = compose(point, depth, low)
-    return F.conv2d(x, weight, **geometry(depth.shape[-1], stride))
+    return F.conv2d(x, weight, None, *geometry(depth.shape[-1], stride))
