@@ -138,7 +138,7 @@ def _from_public(file: WeightsFile) -> dict[str, Tensor]:
     renamed: dict[str, Tensor] = {}
     collisions = []
     for key, value in file.tensors.items():
-        name = _public_name(key)
+        name = public_name(key)
         if name is None:
             _check_blur(file, key, value)
         elif name in renamed:
@@ -152,7 +152,7 @@ def _from_public(file: WeightsFile) -> dict[str, Tensor]:
     return renamed
 
 
-def _public_name(key: str) -> str | None:
+def public_name(key: str) -> str | None:
     for pattern, name in _PUBLIC_NAMES:
         match = pattern.fullmatch(key)
         if match:
