@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tresnet.data.folder import load_rgb
+from tresnet.data.folder import HasClasses, load_rgb
 from tresnet.errors import DataError
 
 if TYPE_CHECKING:
@@ -109,6 +109,20 @@ def open_multilabel(
     samples = [(str(folder / path), labels) for path, labels in listing]
     _check_files([path for path, _ in samples], source)
     return MultiLabelDataset(split, classes, samples, transform, skip_bad_images)
+
+
+def check_same_order(train: HasClasses, val: HasClasses) -> None:
+    """Require the same classes in the same order in both splits, so that labels mean the same.
+
+    Raises:
+        DataError: the order differs.
+    """
+    if train.classes != val.classes:
+        raise DataError(
+            f"expected the same classes in the same order in train and val, got "
+            f"{', '.join(train.classes[:_SHOWN])} and {', '.join(val.classes[:_SHOWN])}: list them "
+            f"in {CLASSES_FILE}"
+        )
 
 
 def _find(root: Path, split: str) -> Path:
