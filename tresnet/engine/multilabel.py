@@ -175,7 +175,7 @@ def average_precision(scores: Tensor, targets: Tensor) -> float | None:
     last_of_equals[:-1] = ranked[1:] != ranked[:-1]
     hits, passed = hits[last_of_equals], torch.arange(1, len(ranked) + 1)[last_of_equals]
     gained = torch.diff(hits, prepend=hits.new_zeros(1)) / hits[-1]
-    return float((gained * hits / passed).sum())
+    return min(1.0, float((gained * hits / passed).sum()))  # the last bit may round up
 
 
 def f1_scores(predicted: Tensor, targets: Tensor) -> tuple[float, float]:
