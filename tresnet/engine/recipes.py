@@ -95,7 +95,7 @@ def multilabel() -> TrainConfig:
         augment=AugmentConfig(random_crop=False, hflip=0.0),
         labels=LabelConfig(loss="asymmetric"),
         optim=OptimConfig(opt="sgd", lr=0.1, momentum=0.9, weight_decay=5e-4),
-        schedule=ScheduleConfig(epochs=12, lr_schedule="one-cycle", warmup_fraction=0.2),
+        schedule=ScheduleConfig(epochs=8, lr_schedule="one-cycle", warmup_fraction=0.2),
         ema=EmaConfig(ema_decay=0.99),
         run=RunConfig(log_interval=10),
     )
