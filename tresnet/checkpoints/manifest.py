@@ -40,7 +40,7 @@ class WeightsInfo:
         crop_mode: 'center' or 'squash'.
         interpolation: of the resize.
         classes: names of the classes, where the file holds them.
-        path: the file; None where it is not on this machine yet.
+        path: the file; None for a tag whose file is not under weights/.
         format: 'tresnet', 'timm' or 'public'.
         pretrained_cfg: the same in timm's terms.
         user: what the caller of `save_checkpoint` stored.
