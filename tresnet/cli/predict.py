@@ -56,6 +56,7 @@ class Predict:
                 interpolation=known.interpolation,  # pyright: ignore[reportArgumentType]
             )
         )
+        several = known.user.get("labels") == "multi"
         exit_code = 0
         for path in self.images:
             try:
@@ -65,19 +66,24 @@ class Predict:
                 exit_code = BAD_IMAGE_EXIT_CODE
             else:
                 logits = _logits(model, image.to(device))
-                say(f"{path}: {name_classes(logits, known.classes, self.topk)}")
+                named = name_classes(logits, known.classes, self.topk, several)
+                say(f"{path}: {named}")
         return exit_code
 
 
-def name_classes(logits: "Tensor", classes: tuple[str, ...] | None, topk: int) -> str:
+def name_classes(
+    logits: "Tensor", classes: tuple[str, ...] | None, topk: int, several: bool = False
+) -> str:
     """The likeliest classes, such as `7 (99.8 %), 1 (0.1 %)`; by number where no name is known.
 
     Args:
         logits: (num_classes,) floating point.
         classes: their names in order, or None.
         topk: how many at most.
+        several: an image may have several labels, each with a probability of its own.
     """
-    chances, labels = logits.float().softmax(0).topk(min(topk, logits.numel()))
+    every = logits.float().sigmoid() if several else logits.float().softmax(0)
+    chances, labels = every.topk(min(topk, logits.numel()))
     names = [f"class {label}" if classes is None else classes[label] for label in labels.tolist()]
     return ", ".join(
         f"{name} ({chance:.1%})".replace("%", " %")

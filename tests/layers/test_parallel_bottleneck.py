@@ -1,0 +1,64 @@
+"""ParallelBottleneck: grouped convolutions that equal as many branches."""
+
+import pytest
+import torch
+from torch import nn
+
+from tresnet.errors import InputError
+from tresnet.layers.parallel_bottleneck import ParallelBottleneck
+
+G, C = 3, 8
+
+
+def branches_of(whole: ParallelBottleneck) -> nn.ModuleList:
+    """One-group modules with the slices of the whole's tensors."""
+    branches = nn.ModuleList(
+        ParallelBottleneck(1, C, shared_input=True, dtype=torch.float64) for _ in range(G)
+    )
+    for name, tensor in whole.state_dict().items():
+        parts = tensor.chunk(G) if tensor.dim() else [tensor] * G
+        for branch, part in zip(branches, parts, strict=True):
+            branch.state_dict()[name].copy_(part)
+    return branches
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("norm", ["abn", "batchnorm"])
+def test_the_whole_is_its_branches(shared: bool, training: bool, norm: str):
+    whole = ParallelBottleneck(G, C, shared_input=shared, norm=norm, dtype=torch.float64)
+    branches = branches_of(whole).train(training)
+    whole.train(training)
+    x = torch.randn(2, C if shared else G * C, 5, 7, dtype=torch.float64, requires_grad=True)
+    inputs = [x] * G if shared else x.chunk(G, 1)
+    y = whole(x)
+    expected = torch.cat([b(part) for b, part in zip(branches, inputs, strict=True)], 1)
+    probe = torch.randn_like(y)
+    torch.testing.assert_close(y, expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        torch.autograd.grad(y, x, probe),
+        torch.autograd.grad(expected, x, probe),
+        rtol=0,
+        atol=1e-10,
+    )
+
+
+def test_parameters_are_counted_as_the_document_builds_them():
+    with torch.device("meta"):
+        whole = ParallelBottleneck(12, 512)
+    counts = {name: module.conv.weight.numel() for name, module in whole.named_children()}
+    assert counts["conv1"] == 512 * 12 * 256
+    assert counts["conv2"] == 12 * 256 * 256 * 9
+    assert counts["conv3"] == 12 * 256 * 512
+    assert whole.conv2.conv.groups == whole.conv3.conv.groups == 12
+
+
+@pytest.mark.parametrize("arguments", [(0, 8), (2, 0), (2, 9)])
+def test_impossible_sizes_are_refused(arguments: tuple[int, int]):
+    with pytest.raises(InputError, match="channels divisible by reduction"):
+        ParallelBottleneck(*arguments)
+
+
+def test_other_channels_are_refused():
+    with pytest.raises(InputError, match="expected 24 channels, got 8"):
+        ParallelBottleneck(3, 8, shared_input=False)(torch.zeros(1, 8, 4, 4))

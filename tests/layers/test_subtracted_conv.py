@@ -1,0 +1,176 @@
+"""SubtractedConv: three modes, one function; what backward keeps."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tresnet.errors import InputError
+from tresnet.layers.subtracted_conv import SubtractedConv
+from tresnet.ops.subtracted_conv import MODES
+
+SIZES = [(7, 9), (8, 5), (1, 1), (2, 11)]
+
+
+class AsWritten(nn.Module):
+    """The document's module, its three convolutions shared with `conv`."""
+
+    def __init__(self, conv: SubtractedConv) -> None:
+        super().__init__()
+        self.p, self.d, self.l = conv.point_wise, conv.depth_wise, conv.low_pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        p = self.p(x)
+        return torch.cat((self.d(p) - p, self.l(p)), 1)
+
+
+def outputs_and_gradients(module: nn.Module, x: Tensor, factors: list[Tensor]) -> list[Tensor]:
+    y = module(x)
+    probe = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
+    return [y.detach(), *torch.autograd.grad((y * probe).sum(), [x, *factors])]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("kernel", "stride"), list(itertools.product((1, 3, 5), (1, 2, 3))))
+def test_every_mode_is_what_was_written(mode: str, kernel: int, stride: int):
+    for size in SIZES:
+        conv = SubtractedConv(3, 8, kernel, stride, mode=mode, dtype=torch.float64)
+        x = torch.randn(2, 3, *size, dtype=torch.float64, requires_grad=True)
+        factors = list(conv.parameters())
+        expected = outputs_and_gradients(AsWritten(conv), x, factors)
+        found = outputs_and_gradients(conv, x, factors)
+        assert len(found) == 5
+        for a, b in zip(found, expected, strict=True):
+            assert a.shape == b.shape
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("mode", ["composed", "recompute"])
+def test_gradients_against_differences(mode: str):
+    conv = SubtractedConv(2, 4, 3, 2, mode=mode, dtype=torch.float64)
+    x = torch.randn(2, 2, 5, 4, dtype=torch.float64, requires_grad=True)
+    names = [name for name, _ in conv.named_parameters()]
+
+    def function(x: Tensor, *values: Tensor) -> Tensor:
+        return torch.func.functional_call(conv, dict(zip(names, values, strict=True)), (x,))
+
+    assert torch.autograd.gradcheck(function, (x, *conv.parameters()))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("frozen", ["input", "point_wise", "low_pass", "all but input"])
+def test_only_what_is_wanted_gets_a_gradient(mode: str, frozen: str):
+    conv = SubtractedConv(3, 4, 3, mode=mode)
+    x = torch.randn(1, 3, 5, 5, requires_grad=frozen != "input")
+    if frozen == "all but input":
+        conv.requires_grad_(False)
+    elif frozen != "input":
+        conv.get_submodule(frozen).requires_grad_(False)
+    conv(x).square().sum().backward()
+    tensors = {"input": x, **{name.split(".")[0]: p for name, p in conv.named_parameters()}}
+    for tensor in tensors.values():
+        assert (tensor.grad is not None) == tensor.requires_grad
+
+
+def kept_bytes(conv: SubtractedConv, x: Tensor) -> int:
+    """Bytes of the distinct storages that backward keeps, parameters and input apart."""
+    kept: dict[int, int] = {}
+    own = {p.untyped_storage().data_ptr() for p in conv.parameters()}
+    own.add(x.untyped_storage().data_ptr())
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        y = conv(x)
+    assert y.requires_grad
+    return sum(kept.values())
+
+
+def test_only_branches_keep_the_middle():
+    x = torch.randn(2, 6, 8, 8)
+    conv = SubtractedConv(6, 20, 3)
+    kept = {}
+    for mode in MODES:
+        conv.mode = mode
+        kept[mode] = kept_bytes(conv, x)
+    assert kept == {"branches": 2 * 10 * 8 * 8 * 4, "composed": 0, "recompute": 0}
+
+
+@pytest.mark.parametrize(
+    ("channels", "out", "kernel", "times"), [(16, 64, 1, 3.0), (16, 16, 3, 1.5), (64, 16, 1, 1.125)]
+)
+def test_three_times_the_memory_is_only_kept_where_a_1x1_widens_fourfold(
+    channels: int, out: int, kernel: int, times: float
+):
+    x = torch.randn(2, channels, 8, 8)
+    own = x.numel() * 4  # what a plain convolution keeps
+    conv = SubtractedConv(channels, out, kernel, mode="branches")
+    assert (own + kept_bytes(conv, x)) / own == times
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_autocast_computes_in_16_bits_and_learns_in_32(mode: str):
+    conv = SubtractedConv(3, 4, 3, 2, mode=mode)
+    x = torch.randn(2, 3, 9, 9)
+    exact = conv(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = conv(x)
+    y.float().sum().backward()
+    assert y.dtype == torch.bfloat16
+    assert {p.grad.dtype for p in conv.parameters()} == {torch.float32}
+    # two roundings to 8 bits, of values of order one
+    torch.testing.assert_close(y.float(), exact, rtol=0, atol=4 * 2**-8)
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_to_conv_is_one_plain_convolution(kernel: int):
+    conv = SubtractedConv(5, 6, kernel, 2).requires_grad_(False).eval()
+    plain = conv.to_conv()
+    x = torch.randn(2, 5, 9, 7)
+    assert type(plain) is nn.Conv2d
+    assert not plain.weight.requires_grad
+    assert not plain.training
+    torch.testing.assert_close(plain(x), conv(x))
+
+
+def test_parameters_have_the_documents_names():
+    assert [name for name, _ in SubtractedConv(3, 4, 3).named_parameters()] == [
+        "point_wise.weight",
+        "depth_wise.weight",
+        "low_pass.weight",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((3, 5, 3), "even out_channels.*got 5"),
+        ((3, 4, 2), "odd kernel_size.*got 2"),
+        ((0, 4, 3), "in_channels and stride of at least 1, got 0 and 1"),
+        ((3, 4, 3, 0), "in_channels and stride of at least 1, got 3 and 0"),
+    ],
+)
+def test_impossible_sizes_are_refused(arguments: tuple[int, ...], message: str):
+    with pytest.raises(InputError, match=message):
+        SubtractedConv(*arguments)
+
+
+def test_an_unknown_mode_or_a_wrong_input_is_refused():
+    with pytest.raises(InputError, match="branches, composed, recompute, got 'fast'"):
+        SubtractedConv(3, 4, 3, mode="fast")
+    with pytest.raises(InputError, match=r"expected \(N, 3, H, W\), got \(1, 4, 5, 5\)"):
+        SubtractedConv(3, 4, 3)(torch.zeros(1, 4, 5, 5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_compiles_whole(mode: str):
+    conv = SubtractedConv(3, 4, 3, mode=mode)
+    x = torch.randn(1, 3, 6, 6)
+    compiled = torch.compile(conv, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), conv(x))

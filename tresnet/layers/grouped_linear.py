@@ -1,0 +1,100 @@
+"""Linear layers side by side, each on its own features, with as many outputs as it needs."""
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+from tresnet.errors import InputError
+
+
+class GroupedLinear(nn.Module):
+    """G linear layers as one batched matrix product: group g maps its C features to its n_g outputs.
+
+    `weight` is (n_1 + ... + n_G, C) and `bias` as long: the layers' own, one after another. Multiply-
+    accumulates a sample: G max(n) C, as shorter groups are filled up with zeros.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: Sequence[int],
+        bias: bool = True,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Create the weights, each group initialised as `nn.Linear`.
+
+        Args:
+            in_features: features C of each group.
+            out_features: outputs of each group; its length is the number of groups.
+            bias: add one.
+            device: where the parameters live.
+            dtype: floating-point type of the parameters.
+
+        Raises:
+            InputError: a number is below 1, or there is no group.
+        """
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = tuple(out_features)
+        if in_features < 1 or not self.out_features or min(self.out_features) < 1:
+            raise InputError(
+                "expected in_features of at least 1 and at least one output for each group, got "
+                f"in_features={in_features}, out_features={self.out_features}"
+            )
+        total = sum(self.out_features)
+        self.weight = nn.Parameter(torch.empty(total, in_features, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(total, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    @property
+    def groups(self) -> int:
+        """Number of groups."""
+        return len(self.out_features)
+
+    def reset_parameters(self) -> None:
+        """Draw weights and biases uniformly within 1 / sqrt(C), as `nn.Linear` does."""
+        bound = 1 / math.sqrt(self.in_features)
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, G * C) or (N, G, C) to (N, n_1 + ... + n_G), group after group.
+
+        Raises:
+            InputError: the input has other groups or features.
+        """
+        groups, features = self.groups, self.in_features
+        if tuple(x.shape[1:]) not in ((groups * features,), (groups, features)):
+            raise InputError(
+                f"expected (N, {groups * features}) or (N, {groups}, {features}), got "
+                f"{tuple(x.shape)}"
+            )
+        longest = max(self.out_features)
+        x = x.reshape(len(x), groups, features)
+        if min(self.out_features) == longest:
+            weight = self.weight.view(groups, longest, features)
+            y = torch.einsum("ngc,goc->ngo", x, weight).flatten(1)
+        else:
+            parts = self.weight.split(self.out_features)
+            weight = nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
+            y = torch.einsum("ngc,goc->ngo", x, weight)
+            y = torch.cat([y[:, g, :count] for g, count in enumerate(self.out_features)], dim=1)
+        return y if self.bias is None else y + self.bias
+
+    def slices(self) -> list[slice]:
+        """Return where each group's outputs lie."""
+        ends = list(accumulate(self.out_features))
+        return [slice(end - n, end) for end, n in zip(ends, self.out_features, strict=True)]
+
+    def extra_repr(self) -> str:
+        """Return the settings for `repr`."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}"
+        )

@@ -1,0 +1,111 @@
+"""Bottleneck branches side by side, run as one with grouped convolutions."""
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tresnet.errors import InputError
+from tresnet.layers.grouped_conv import GroupedConv2d
+from tresnet.layers.norm import NormAct, norm_class
+
+
+class ParallelBottleneck(nn.Module):
+    """G times: 1x1, ABN, 3x3, ABN, 1x1, ABN without activation, add, ReLU.
+
+    With `shared_input` all branches read the same C channels, so the first 1x1 is one dense
+    convolution to G C / r channels; else branch g reads its own C of G C channels. Multiply-
+    accumulates a pixel: 2 G C^2 / r + 9 G C^2 / r^2.
+    """
+
+    def __init__(
+        self,
+        groups: int,
+        channels: int,
+        *,
+        reduction: int = 2,
+        shared_input: bool = True,
+        norm: str = "abn",
+        slope: float = 1e-3,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Create the layers.
+
+        Args:
+            groups: number of branches G.
+            channels: channels C of each branch, in and out.
+            reduction: r, how much narrower the middle of a branch is.
+            shared_input: all branches read the same input.
+            norm: 'abn', 'batchnorm' or 'inplace_abn'.
+            slope: negative slope of the leaky ReLUs inside.
+            device: where the parameters live.
+            dtype: floating-point type of the parameters.
+
+        Raises:
+            InputError: a number is below 1, or the reduction does not divide the channels.
+        """
+        super().__init__()
+        if min(groups, channels, reduction) < 1 or channels % reduction:
+            raise InputError(
+                "expected groups, channels and reduction of at least 1, and channels divisible by "
+                f"reduction, got groups={groups}, channels={channels}, reduction={reduction}"
+            )
+        self.groups, self.channels, self.shared_input = groups, channels, shared_input
+        wide, middle = groups * channels, groups * (channels // reduction)
+        place: Any = {"device": device, "dtype": dtype}
+        norms = norm_class(norm)
+        grouped_from = 1 if shared_input else groups
+        self.conv1 = _conv(channels * grouped_from, middle, 1, grouped_from, norms, slope, place)
+        self.conv2 = _conv(middle, middle, 3, groups, norms, slope, place)
+        self.conv3 = _conv(middle, wide, 1, groups, norms, None, place)
+
+    @property
+    def last_norm(self) -> NormAct:
+        """The norm in front of the join."""
+        norm = self.conv3[1]
+        assert isinstance(norm, NormAct)
+        return norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, C, H, W), or (N, G C, H, W) if not shared, to (N, G C, H, W).
+
+        Raises:
+            InputError: the input has other channels.
+        """
+        expected = self.channels if self.shared_input else self.groups * self.channels
+        if x.shape[1] != expected:
+            raise InputError(f"expected {expected} channels, got {x.shape[1]}")
+        y = self.conv3(self.conv2(self.conv1(x)))
+        if self.shared_input:  # broadcast rather than repeat: no G copies of x
+            y = (y.unflatten(1, (self.groups, self.channels)) + x.unsqueeze(1)).flatten(1, 2)
+        else:
+            y = y + x
+        return torch.relu_(y)
+
+    def extra_repr(self) -> str:
+        """Return the settings for `repr`."""
+        return f"groups={self.groups}, channels={self.channels}, shared_input={self.shared_input}"
+
+
+def _conv(
+    in_channels: int,
+    out_channels: int,
+    kernel_size: int,
+    groups: int,
+    norm: type[NormAct],
+    slope: float | None,
+    place: dict[str, Any],
+) -> nn.Sequential:
+    """Convolution, norm, activation: the names of `ConvNormAct`, in groups."""
+    conv = GroupedConv2d(
+        in_channels,
+        out_channels,
+        kernel_size,
+        padding=kernel_size // 2,
+        groups=groups,
+        bias=False,
+        **place,
+    )
+    return nn.Sequential(OrderedDict(conv=conv, bn=norm(out_channels, slope, **place)))

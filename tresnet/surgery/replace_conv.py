@@ -1,0 +1,118 @@
+"""Convolutions of any model swapped for subtracted ones."""
+
+from collections.abc import Callable
+from typing import Literal
+
+from torch import nn
+
+from tresnet.errors import InputError
+from tresnet.layers.subtracted_conv import SubtractedConv
+from tresnet.ops.subtracted_conv import MODES, Mode
+
+Which = Literal["smaller", "spatial", "all"]
+_WHICH = ("smaller", "spatial", "all")
+
+
+def replace_conv(
+    model: nn.Module,
+    *,
+    mode: Mode = "composed",
+    which: Which | Callable[[str, nn.Conv2d], bool] = "smaller",
+) -> list[str]:
+    """Swap suitable convolutions of `model` for freshly initialised `SubtractedConv`s, in place.
+
+    Suitable is what a `SubtractedConv` can stand in for: square odd kernel, padding kernel // 2,
+    equal strides, no dilation, groups or bias, an even number of output channels. This is another
+    network, not a rewrite of the same: train it.
+
+    Of torchvision's and timm's ResNet50 (25.56 M parameters), 'smaller' swaps the sixteen 3x3
+    convolutions and the sixteen 1x1 that do not widen, and leaves 15.86 M, the '16 M against 25 M' of the
+    module's author. The 3x3 alone give 17.71 M. Every 1x1 that widens would grow: the L of
+    2 C channels in a block's last convolution has as many weights (4 C^2) as all of what it
+    replaces, before P is counted.
+
+    Args:
+        model: changed in place.
+        mode: of the new modules.
+        which: 'smaller' swaps where that saves parameters; 'spatial' where the kernel is larger
+            than 1x1; 'all' wherever possible; or a function of name and convolution.
+
+    Returns:
+        The names of the swapped convolutions.
+
+    Raises:
+        InputError: an unknown mode or choice, or nothing that is both suitable and chosen.
+    """
+    if mode not in MODES:
+        raise InputError(f"expected mode out of {', '.join(MODES)}, got {mode!r}")
+    chosen = _chooser(which)
+    parents = dict(model.named_modules())
+    convs = {n: m for n, m in parents.items() if n and isinstance(m, nn.Conv2d)}
+    unsuitable = {name: why for name, conv in convs.items() if (why := _misfit(conv))}
+    names = [n for n, conv in convs.items() if n not in unsuitable and chosen(n, conv)]
+    if not names:
+        raise InputError(_nothing(model, len(convs), unsuitable))
+    for name in names:
+        parent, _, child = name.rpartition(".")
+        setattr(parents[parent], child, _counterpart(convs[name], mode))
+    return names
+
+
+def _chooser(which: Which | Callable[[str, nn.Conv2d], bool]) -> Callable[[str, nn.Conv2d], bool]:
+    if callable(which):
+        return which
+    if which == "smaller":
+        return lambda _, conv: factor_parameters(conv) < conv.weight.numel()
+    if which == "spatial":
+        return lambda _, conv: conv.kernel_size[0] > 1
+    if which == "all":
+        return lambda *_: True
+    raise InputError(f"expected which out of {', '.join(_WHICH)}, or a function, got {which!r}")
+
+
+def factor_parameters(conv: nn.Conv2d) -> int:
+    """Return the parameters of P, D and L that would stand in for a convolution."""
+    half, taps = conv.out_channels // 2, conv.kernel_size[0] ** 2
+    return conv.in_channels * half + half * taps + half * half * taps
+
+
+def _misfit(conv: nn.Conv2d) -> str | None:
+    """Return why a convolution has no counterpart, None if it has."""
+    kernel = conv.kernel_size[0]
+    border = conv.padding if conv.padding != "same" else (kernel // 2, kernel // 2)
+    reasons = {
+        "its kernel is not square and odd": conv.kernel_size[1] != kernel or kernel % 2 == 0,
+        "its padding is not kernel // 2 of zeros": border != (kernel // 2, kernel // 2)
+        or (conv.padding_mode != "zeros" and kernel > 1),
+        "its strides differ": conv.stride[0] != conv.stride[1],
+        "it is dilated": tuple(conv.dilation) != (1, 1) and kernel > 1,
+        "it has groups": conv.groups != 1,
+        "it has a bias": conv.bias is not None,
+        "its number of output channels is odd": conv.out_channels % 2 == 1,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _counterpart(conv: nn.Conv2d, mode: Mode) -> SubtractedConv:
+    new = SubtractedConv(
+        conv.in_channels,
+        conv.out_channels,
+        conv.kernel_size[0],
+        conv.stride[0],
+        mode=mode,
+        device=conv.weight.device,
+        dtype=conv.weight.dtype,
+    )
+    return new.train(conv.training).requires_grad_(conv.weight.requires_grad)
+
+
+def _nothing(model: nn.Module, count: int, unsuitable: dict[str, str]) -> str:
+    what = type(model).__name__
+    if not count:
+        return f"expected convolutions to replace, but {what} has none"
+    example = next(iter(unsuitable.items()), None)
+    detail = f"; {example[0]}: {example[1]}" if example else ""
+    return (
+        f"expected convolutions to replace, but of the {count} of {what} {len(unsuitable)} have no "
+        f"counterpart{detail}, and none of the others is chosen by `which`"
+    )
