@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tresnet import surgery
+    from tresnet import memory, surgery
     from tresnet.checkpoints.create import create
     from tresnet.checkpoints.load import load_checkpoint
     from tresnet.checkpoints.manifest import list_weights
@@ -35,7 +35,7 @@ _HOMES = {
     "load_checkpoint": "tresnet.checkpoints.load",
     "save_checkpoint": "tresnet.checkpoints.save",
 }
-_ROOMS = ("surgery",)
+_ROOMS = ("memory", "surgery")
 
 __all__ = [
     "ModelConfig",
@@ -46,6 +46,7 @@ __all__ = [
     "list_models",
     "list_weights",
     "load_checkpoint",
+    "memory",
     "save_checkpoint",
     "surgery",
 ]
