@@ -48,7 +48,7 @@ def test_help_of_a_command(arguments, words, capsys):
     ("arguments", "message"),
     [
         (["lst"], "Unrecognized options: lst"),
-        (["bench"], "Expected one of {train, infer}"),
+        (["bench"], "Expected one of {train, infer, branches, convs}"),
         (["bench", "train", "tresnet_t", "--dtype", "fp8"], "invalid choice 'fp8'"),
         (["bench", "train", "tresnet_t", "--batch-size", "many"], "many"),
         (["predict", "image.png"], "--weights"),

@@ -8,6 +8,7 @@ from tresnet.cli.bench import Bench
 from tresnet.cli.convert import Convert
 from tresnet.cli.info import Info
 from tresnet.cli.list import List
+from tresnet.cli.memory import Memory
 from tresnet.cli.output import fail, say
 from tresnet.cli.predict import Predict
 from tresnet.errors import TResNetError
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED_EXIT_CODE
 
 
-def _parse(arguments: Sequence[str]) -> List | Info | Bench | Predict | Convert:
+def _parse(arguments: Sequence[str]) -> List | Info | Bench | Memory | Predict | Convert:
     import tyro
     from tyro.conf import (
         DisallowNone,
@@ -62,6 +63,7 @@ def _parse(arguments: Sequence[str]) -> List | Info | Bench | Predict | Convert:
         Annotated[List, subcommand("list")]
         | Annotated[Info, subcommand("info")]
         | Annotated[Bench, subcommand("bench")]
+        | Annotated[Memory, subcommand("memory")]
         | Annotated[Predict, subcommand("predict")]
         | Annotated[Convert, subcommand("convert")],  # pyright: ignore[reportArgumentType]
         prog="tresnet",

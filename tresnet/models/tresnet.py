@@ -405,6 +405,10 @@ class TResNet(nn.Module):
         """The pretrained configuration, under timm's older name."""
         return self.pretrained_cfg
 
+    @default_cfg.setter
+    def default_cfg(self, value: dict[str, Any]) -> None:
+        self.pretrained_cfg = value
+
     @property
     def head_hidden_size(self) -> int:
         """Width of what `forward_head` returns with `pre_logits`."""

@@ -64,7 +64,8 @@ def find_variant(name: str) -> Variant:
     """
     if name not in VARIANTS:
         raise InputError(
-            f"unknown model {name!r}{nearest(name, VARIANTS)} Known: {', '.join(list_models())}"
+            f"unknown model {name!r}{nearest(name, VARIANTS) or '.'} "
+            f"Known: {', '.join(list_models())}"
         )
     return VARIANTS[name]
 
