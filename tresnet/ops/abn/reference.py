@@ -57,7 +57,8 @@ def affine(x: Tensor, scale: Tensor, shift: Tensor, slope: float | None) -> Tens
     # Normalising by mean 0, variance 1 and eps 0 is one pass that computes in the dtype of `scale`
     # and rounds once, like the forward pass.
     zeros, ones = torch.zeros_like(scale), torch.ones_like(scale)
-    y = F.batch_norm(x, zeros, ones, scale, shift, False, 0.0, 0.0)
+    # (torch.nn.functional.batch_norm refuses eps 0 up to torch 2.11.)
+    y = torch.batch_norm(x, scale, shift, zeros, ones, False, 0.0, 0.0, False)
     if slope is None:
         return y
     return F.leaky_relu_(y, slope)
