@@ -103,7 +103,7 @@ class TResNet(nn.Module):
 
     __jit_unused_properties__ = ("default_cfg", "head_hidden_size")
     pretrained_cfg: dict[str, Any]
-    unpadded_shapes: dict[str, tuple[int, ...]]
+    unpadded_shapes: dict[str, Any]
 
     def __init__(
         self,
