@@ -14,7 +14,7 @@ def network(name="tresnet_t", norm="abn", **options):
     """Build a model of 19 base channels in eval mode; version 2 rounds them to 16."""
     if norm == "inplace_abn":
         pytest.importorskip("inplace_abn", reason="the inplace-abn package is not installed")
-    options = {"width_factor": ODD_WIDTH, "num_classes": 7, "layers": (1, 2, 2, 2)} | options
+    options = {"width_factor": ODD_WIDTH, "num_classes": 7, "layers": (1, 2, 1, 2)} | options
     model = trained(build(name, norm=norm, **options))
     with torch.no_grad():
         for module in model.modules():

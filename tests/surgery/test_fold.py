@@ -98,7 +98,7 @@ def test_the_merged_stem_is_one_strided_convolution(block_size):
 
 
 def test_it_scripts_traces_copies_and_pickles():
-    folded, x = fold(network()), images()
+    folded, x = fold(network().double()), images(torch.double)
     expected = folded(x)
     for other in (
         torch.jit.script(folded),
@@ -107,7 +107,7 @@ def test_it_scripts_traces_copies_and_pickles():
         pickle.loads(pickle.dumps(folded)),
         copy.deepcopy(folded).to(memory_format=torch.channels_last),
     ):
-        torch.testing.assert_close(other(x), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(other(x), expected, rtol=1e-9, atol=1e-10)
 
 
 def test_it_exports():
