@@ -14,6 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tresnet import surgery
     from tresnet.checkpoints.create import create
     from tresnet.checkpoints.load import load_checkpoint
     from tresnet.checkpoints.manifest import list_weights
@@ -34,6 +35,7 @@ _HOMES = {
     "load_checkpoint": "tresnet.checkpoints.load",
     "save_checkpoint": "tresnet.checkpoints.save",
 }
+_ROOMS = ("surgery",)
 
 __all__ = [
     "ModelConfig",
@@ -45,11 +47,14 @@ __all__ = [
     "list_weights",
     "load_checkpoint",
     "save_checkpoint",
+    "surgery",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name from the module it lives in."""
+    """Load a public name from the module it lives in, or a room of public functions."""
+    if name in _ROOMS:
+        return importlib.import_module(f"tresnet.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'tresnet' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)
@@ -59,4 +64,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """List the public names, loaded or not."""
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *_HOMES, *_ROOMS})

@@ -20,6 +20,11 @@ from tresnet.surgery import fold, replace_conv
 EXACT = {"abn": 1e-10, "batchnorm": 1e-10, "inplace_abn": 1e-9}
 
 
+def test_users_find_it_without_an_import_of_their_own():
+    assert tresnet.__getattr__("surgery").fold is fold
+    assert "surgery" in dir(tresnet)
+
+
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("name", ["tresnet_t", "tresnet_v2_l"])
 @pytest.mark.parametrize("options", [{}, {"pad_to": 1}, {"pad_to": 32, "merge_stem": True}])
