@@ -136,3 +136,18 @@ def test_synchronised_norms_keep_names_values_and_function():
         torch.testing.assert_close(found, expected)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(other.state_dict()[name], value, msg=name)
+
+
+def test_a_compiled_model_learns_the_same(tiny, monkeypatch):
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda module: compiler(module, backend="aot_eager"))
+    eager, compiled = (
+        learner_of(tiny(**PLAIN, compile=compile), NormFree()) for compile in (False, True)
+    )
+    for learner in (eager, compiled):
+        step(learner, *batch())
+    for name, weight in eager.model.state_dict().items():
+        torch.testing.assert_close(compiled.model.state_dict()[name], weight)
+    images, _ = batch()
+    torch.testing.assert_close(compiled.tested.predict(images), eager.tested.predict(images))
+    assert set(compiled.state_dict()["model"]) == set(NormFree().state_dict())

@@ -11,6 +11,8 @@ from tests.engine.runs import assert_same_run, rows_of
 from tresnet.checkpoints.manifest import describe
 from tresnet.engine import config as configs
 from tresnet.engine import state
+from tresnet.engine import train as training
+from tresnet.engine.evaluate import Metrics
 from tresnet.engine.learner import Learner
 from tresnet.engine.train import train
 from tresnet.errors import CheckpointError, ConfigError, DataError, TrainingError
@@ -75,7 +77,7 @@ def test_accuracy_is_left_out_where_labels_are_mixed(tiny):
 def test_the_best_checkpoint_says_what_it_is_and_gives_its_figures_again(tiny):
     result = train(tiny(mixup=0.0, epochs=3, lr=0.1))
     rows = rows_of(result.run_dir)
-    best = max(rows, key=lambda row: row["val_top1"])
+    best = max(rows, key=lambda row: (row["val_top1"], -row["val_loss"]))
     info = describe(result.run_dir / "best.safetensors")
     assert info.classes == ("blue", "green", "red")
     assert (info.model, info.input_size, info.crop_pct) == ("tresnet_t", (3, 12, 12), 1.0)
@@ -83,6 +85,16 @@ def test_the_best_checkpoint_says_what_it_is_and_gives_its_figures_again(tiny):
     assert info.user["top1"] == best["val_top1"] == result.metrics.top1
     assert result.metrics.loss == pytest.approx(best["val_loss"], rel=1e-6)
     assert result.last_top1 == rows[-1]["val_top1"]
+
+
+def test_between_equal_accuracies_the_lower_loss_is_best(tiny, monkeypatch):
+    scripted = iter([(50, 0.5), (50, 0.4), (50, 0.6), (40, 0.1), (50, 0.4)])
+    monkeypatch.setattr(
+        training, "evaluate", lambda *a, **k: Metrics(11, *reversed(next(scripted)), 100, None, 0)
+    )
+    result = train(tiny(epochs=4))
+    assert result.best_epoch == 2
+    assert describe(result.run_dir / "best.safetensors").user["loss"] == 0.4
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(tiny):
@@ -280,13 +292,12 @@ def test_each_evaluation_is_where_it_should_be(tiny):
 
 def test_every_option_of_the_model_reaches_it(tiny, monkeypatch):
     seen = {}
-    from tresnet.engine import train as module
 
     def learner(model, config, processes, updates):
         seen.update(model=model, updates=updates)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "Learner", learner)
+    monkeypatch.setattr(training, "Learner", learner)
     with pytest.raises(KeyboardInterrupt):
         train(tiny(block_size=1, norm="batchnorm", jit=True, accumulate=4))
     config = seen["model"].config

@@ -60,8 +60,8 @@ def read_weights(path: str | os.PathLike[str]) -> WeightsFile:
     else:
         contents = _read_torch(file)
         metadata = contents.get(METADATA_KEY) if isinstance(contents, dict) else None
-        tensors = _unwrap(contents, file)
-    return WeightsFile(file, _strip_prefixes(tensors), _check_metadata(metadata, file))
+        tensors = contents
+    return WeightsFile(file, unwrap(tensors, file), _check_metadata(metadata, file))
 
 
 def _check_exists(path: Path) -> None:
@@ -161,8 +161,12 @@ def _damaged(path: Path, kind: str, error: Exception) -> CheckpointError:
     )
 
 
-def _unwrap(contents: Any, path: Path) -> dict[str, Any]:
-    """Return the innermost dict under the wrapping keys."""
+def unwrap(contents: Any, path: Path) -> dict[str, Tensor]:
+    """Return the weights out of what a file holds: under the wrapping keys, prefixes removed.
+
+    Raises:
+        CheckpointError: there are none; the message names `path`.
+    """
     while isinstance(contents, dict):
         inner = [contents[key] for key in _WRAPPERS if isinstance(contents.get(key), dict)]
         if not inner:
@@ -173,7 +177,7 @@ def _unwrap(contents: Any, path: Path) -> dict[str, Any]:
             f"{path} holds no weights: expected a dict of tensors, alone or under "
             f"{', '.join(map(repr, _WRAPPERS))}, got {_kind(contents)}"
         )
-    return contents
+    return _strip_prefixes(contents)
 
 
 def _kind(contents: Any) -> str:

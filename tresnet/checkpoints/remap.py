@@ -138,7 +138,7 @@ def _from_public(file: WeightsFile) -> dict[str, Tensor]:
     renamed: dict[str, Tensor] = {}
     collisions = []
     for key, value in file.tensors.items():
-        name = _public_name(key)
+        name = public_name(key)
         if name is None:
             _check_blur(file, key, value)
         elif name in renamed:
@@ -152,12 +152,16 @@ def _from_public(file: WeightsFile) -> dict[str, Tensor]:
     return renamed
 
 
-def _public_name(key: str) -> str | None:
+def public_name(key: str) -> str | None:
+    """Return our name for a name of the public format, None for a constant.
+
+    An unknown name is returned as it is, to be reported beside the model's own.
+    """
     for pattern, name in _PUBLIC_NAMES:
         match = pattern.fullmatch(key)
         if match:
             return None if name is None else match.expand(name)
-    return key  # unknown: reported with the model's own names beside it
+    return key
 
 
 def inplace_gamma(weight: Tensor) -> Tensor:

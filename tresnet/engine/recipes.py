@@ -80,6 +80,7 @@ def digits() -> TrainConfig:
         optim=OptimConfig(opt="sgd", lr=0.1, momentum=0.9, weight_decay=5e-4),
         schedule=ScheduleConfig(epochs=20, lr_schedule="one-cycle", warmup_fraction=0.2),
         ema=EmaConfig(ema_decay=0.99),
+        compute=ComputeConfig(channels_last=True),
         run=RunConfig(log_interval=10),
     )
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,7 @@ class Progress:
         hits: Those of them that were classified correctly.
         elapsed_s: Seconds of training so far, evaluation and pauses included.
         best_top1: Best validation accuracy in percent; -1 before the first evaluation.
+        best_loss: Its validation loss, which decides between equal accuracies.
         best_epoch: The epoch that had it, counted from 1.
         last_top1: Validation accuracy of the last evaluation; -1 before the first.
     """
@@ -44,6 +46,7 @@ class Progress:
     hits: int = 0
     elapsed_s: float = 0.0
     best_top1: float = -1.0
+    best_loss: float = math.inf
     best_epoch: int = 0
     last_top1: float = -1.0
 

@@ -282,8 +282,9 @@ class Trainer:
                 "val_top1": metrics.top1,
                 "val_top5": metrics.top5,
             }
-            if metrics.top1 > progress.best_top1:
-                progress.best_top1, progress.best_epoch = metrics.top1, done
+            if (metrics.top1, -metrics.loss) > (progress.best_top1, -progress.best_loss):
+                progress.best_top1, progress.best_loss = metrics.top1, metrics.loss
+                progress.best_epoch = done
                 self._save_best(metrics)
         progress.next_epoch()
         self._row("train", memory, **figures)

@@ -1,0 +1,53 @@
+import io
+import sys
+
+import pytest
+
+from tresnet.engine.console import Console
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def terminal(capsys, monkeypatch):
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    return screen
+
+
+def use(console):
+    with console.bar("epoch 1/2", 10, 4) as bar:
+        bar.advance()
+        bar.note("loss 0.5", line=False)
+        bar.note("loss 0.4", line=True)
+    console.say("done")
+
+
+def test_on_a_terminal_there_is_a_bar_that_knows_what_was_done_before(terminal, capsys):
+    use(Console(is_main=True, progress=True))
+    assert "epoch 1/2:  50%" in terminal.getvalue()
+    assert "5/10" in terminal.getvalue()
+    assert "loss 0.4" in terminal.getvalue()
+    assert capsys.readouterr().out == "done\n"
+
+
+def test_without_a_terminal_there_are_lines_at_intervals(capsys):
+    use(Console(is_main=True, progress=True))
+    captured = capsys.readouterr()
+    assert captured.out == "epoch 1/2  loss 0.4\ndone\n"
+    assert captured.err == ""
+
+
+def test_a_bar_that_is_not_wanted_is_replaced_by_lines(terminal, capsys):
+    use(Console(is_main=True, progress=False))
+    assert terminal.getvalue() == ""
+    assert capsys.readouterr().out == "epoch 1/2  loss 0.4\ndone\n"
+
+
+def test_other_processes_are_silent(terminal, capsys):
+    use(Console(is_main=False, progress=True))
+    assert terminal.getvalue() == ""
+    assert capsys.readouterr().out == ""

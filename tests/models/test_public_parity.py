@@ -1,0 +1,180 @@
+"""Files in the public TResNet format against the network that wrote them.
+
+That network (`public_network`) uses the real inplace-abn package where it is installed, and the
+package's formula in plain operations everywhere. A third of its weights are negative, some are
+zero. Two comparisons: in float64, where rounding hides nothing; and in float32 with a whole
+tresnet_m, where ours may be about as far from the float64 truth as the package itself is.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.public_network import PublicTResNet, StandInABN, randomise
+from tresnet.checkpoints.load import load_checkpoint
+from tresnet.checkpoints.remap import public_name
+from tresnet.models.zoo import build
+
+SMALL = ((1, 2, 1, 1), 16)
+WHOLE = ((3, 4, 11, 3), 64)
+CLASSES = 10
+# The package keeps its slope in float32: a relative error of 6e-8 times the slope of 1e-2, and
+# the float64 differences of a few layers on top.
+EXACT = 1e-7
+# Errors of the same computation in float32 differ by chance from one order of summation to another.
+CHANCE, FLOOR = 3, 1e-6
+
+
+@dataclass
+class Run:
+    """One forward and backward pass: output, gradients by our names, running statistics."""
+
+    logits: Tensor
+    grads: dict[str, Tensor]
+    statistics: dict[str, Tensor]
+
+
+def abn_class(kind):
+    if kind == "formula":
+        return StandInABN
+    return pytest.importorskip("inplace_abn").InPlaceABN
+
+
+def make_public(kind, shape, v2, filters=True):
+    """Random weights; running statistics of a batch, so that eval mode keeps its scale."""
+    generator = torch.Generator().manual_seed(0)
+    layers, planes = shape
+    model = PublicTResNet(layers, planes, CLASSES, v2, abn_class(kind), filters)
+    randomise(model, generator)
+    norms = [m for m in model.modules() if hasattr(m, "running_var")]
+    for norm in norms:
+        norm.momentum = 1.0
+    with torch.no_grad():
+        model.train()(torch.rand(4, 3, 64, 96, generator=generator))
+    for norm in norms:
+        norm.momentum = 0.1
+    weights = torch.cat([norm.weight.detach() for norm in norms])
+    assert (weights < 0).float().mean() > 0.3
+    assert (weights == 0).float().mean() > 0.1
+    return model
+
+
+def run(model, training, dtype, names=str):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.rand(2, 3, 64, 96, generator=generator).to(dtype)
+    direction = torch.randn(2, CLASSES, generator=generator).to(dtype)
+    model.train(training)
+    model.zero_grad()
+    logits = model(x)
+    (logits * direction).sum().backward()
+    grads = {names(k): p.grad.clone() for k, p in model.named_parameters()}
+    statistics = {names(k): b.clone() for k, b in model.named_buffers() if "running" in k}
+    return Run(logits.detach(), grads, statistics)
+
+
+def run_public(model, training, dtype):
+    """d gamma is sign(w) d w, where the package takes the sign of zero as +1."""
+    weights = {public_name(k): p.detach().clone() for k, p in model.named_parameters()}
+    made = run(model, training, dtype, public_name)
+    for name, grad in made.grads.items():
+        if name.endswith(".bn.weight"):
+            grad[weights[name] < 0] *= -1
+    return made
+
+
+def load(path, shape, v2, norm, dtype):
+    layers, planes = shape
+    model = build(
+        "tresnet_v2_l" if v2 else "tresnet_m",
+        layers=layers,
+        width_factor=planes / 64,
+        num_classes=CLASSES,
+        norm=norm,
+        dtype=dtype,
+    )
+    load_checkpoint(model, path)
+    return model
+
+
+def distance(found, expected):
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def distances(found, expected):
+    assert found.grads.keys() == expected.grads.keys()
+    assert found.statistics.keys() == expected.statistics.keys()
+    made = {"logits": distance(found.logits, expected.logits)}
+    made |= {f"d {k}": distance(g, expected.grads[k]) for k, g in found.grads.items()}
+    made |= {k: distance(s, expected.statistics[k]) for k, s in found.statistics.items()}
+    return made
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("norm", ["abn", "batchnorm", "inplace_abn"])
+@pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
+@pytest.mark.parametrize("kind", ["formula", "package"])
+def test_same_function_in_float64(tmp_path, kind, v2, norm, training):
+    if norm == "inplace_abn":
+        pytest.importorskip("inplace_abn")
+    public = make_public(kind, SMALL, v2, filters=training).double()
+    state = public.state_dict()
+    torch.save({"model": state} if v2 else state, tmp_path / "a.pth")
+    ours = load(tmp_path / "a.pth", SMALL, v2, norm, torch.float64)
+    slopes = {m.slope for m in ours.modules() if getattr(m, "slope", None) is not None}
+    assert slopes == ({1e-6} if v2 else {1e-2, 1e-3})
+    expected = run_public(public, training, torch.float64)
+    found = distances(run(ours, training, torch.float64), expected)
+    assert expected.logits.std() > 0.1
+    assert max(found.values()) < EXACT, max(found, key=found.get)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A file of a whole tresnet_m, and what the package gives for it, by dtype and mode."""
+    public = make_public("package", WHOLE, v2=False)
+    state = {k: v.clone() for k, v in public.state_dict().items()}
+    paths, runs = {}, {}
+    for dtype in (torch.float64, torch.float32):
+        public.load_state_dict(state)
+        public.to(dtype)
+        paths[dtype] = tmp_path_factory.mktemp("whole") / f"{dtype}.pth"
+        torch.save({"model": public.state_dict()}, paths[dtype])
+        for training in (False, True):
+            public.load_state_dict(state)
+            runs[dtype, training] = run_public(public, training, dtype)
+    return paths, runs
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_a_whole_tresnet_m_in_float64(whole, training):
+    paths, runs = whole
+    ours = load(paths[torch.float64], WHOLE, False, "abn", torch.float64)
+    found = distances(run(ours, training, torch.float64), runs[torch.float64, training])
+    assert max(found.values()) < EXACT, max(found, key=found.get)
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("norm", ["abn", "batchnorm", "inplace_abn"])
+def test_a_whole_tresnet_m_in_float32(whole, norm, training):
+    """As far from the truth as the package, by chance a little more or less.
+
+    The gradients are compared as one vector: of activations that err by 3e-5, about as many parts
+    have the wrong sign, so any float32 gradient of this depth errs by about the root of that.
+    """
+    paths, runs = whole
+    ours = load(paths[torch.float32], WHOLE, False, norm, torch.float32)
+    truth, package = runs[torch.float64, training], runs[torch.float32, training]
+    found = run(ours, training, torch.float32)
+    for part, largest in (("logits", 1e-3), ("statistics", 1e-3), ("grads", 0.1)):
+        expected = flat(truth, part)
+        allowed = CHANCE * distance(flat(package, part), expected) + FLOOR
+        assert distance(flat(found, part), expected) < allowed < largest, part
+
+
+def flat(made, part):
+    values = getattr(made, part)
+    if isinstance(values, Tensor):
+        return values
+    return torch.cat([values[k].flatten().double() for k in sorted(values)])

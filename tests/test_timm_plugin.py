@@ -1,0 +1,244 @@
+import copy
+import logging
+import subprocess
+import sys
+
+import pytest
+import timm
+import timm.data
+import timm.optim
+import timm.utils
+import torch
+from timm.models import _registry
+
+from tests.checkpoints.small import CLASSES, same, small, small_public, trained
+from tresnet.checkpoints.save import save_checkpoint
+from tresnet.errors import CheckpointError, InputError
+from tresnet.models.features import FeatureExtractor
+from tresnet.models.tresnet import TResNet
+from tresnet.models.zoo import list_models
+
+SMALL = {"layers": (1, 2, 1, 1), "width_factor": 0.25}
+# where timm keeps what it knows; other tests expect its own tresnet_m
+TABLES = [
+    value
+    for name, value in vars(_registry).items()
+    if isinstance(value, dict | set) and not name.startswith("__")
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugin():
+    """Register our models for these tests alone."""
+    before = copy.deepcopy(TABLES)
+    import tresnet.timm_plugin
+
+    tresnet.timm_plugin._register()  # once more, should another test have imported it
+    yield
+    for table, contents in zip(TABLES, before, strict=True):
+        table.clear()
+        table.update(contents)
+
+
+@pytest.fixture
+def timms(tmp_path):
+    """A file in timm's format: (model, path)."""
+    model = trained(small()).eval()
+    save_checkpoint(model, tmp_path / "a.safetensors", format="timm")
+    return model, tmp_path / "a.safetensors"
+
+
+def create(name="tresnet_m", path=None, **kwargs):
+    """timm.create_model of a small model, pretrained from a file if one is given."""
+    if path is not None:
+        kwargs |= {"pretrained": True, "pretrained_cfg_overlay": {"file": str(path)}}
+        kwargs["pretrained_cfg_overlay"]["num_classes"] = CLASSES
+    return timm.create_model(name, **SMALL, **kwargs)
+
+
+def test_every_variant_is_ours():
+    assert set(list_models()) <= set(timm.list_models("tresnet*"))
+    for name in list_models():
+        model = timm.create_model(name, device="meta")
+        assert type(model) is TResNet
+        assert model.config.variant == name
+        assert model.num_classes == 1000 or name == "tresnet_t"
+
+
+@pytest.mark.parametrize("name", ["tresnet_m", "tresnet_l", "tresnet_xl", "tresnet_v2_l"])
+def test_tags_and_the_default_are_timms(name):
+    theirs = timm.models.tresnet.default_cfgs[name]
+    tags = {tag.partition(".")[2] for tag in timm.list_pretrained(f"{name}.*")}
+    assert set(theirs.tags) <= tags
+    assert timm.models.get_pretrained_cfg(name).tag == theirs.tags[0]
+    assert timm.models.get_pretrained_cfg(name).hf_hub_id == f"timm/{name}.{theirs.tags[0]}"
+
+
+def test_our_arguments_and_timms():
+    model = create(
+        num_classes=7,
+        in_chans=1,
+        drop_rate=0.1,
+        drop_path_rate=0.2,
+        global_pool="max",
+        norm="batchnorm",
+        block_size=2,
+    )
+    config = model.config
+    assert (config.num_classes, config.in_chans, config.block_size) == (7, 1, 2)
+    assert (config.drop_rate, config.drop_path_rate) == (0.1, 0.2)
+    assert (config.global_pool, config.norm) == ("max", "batchnorm")
+    assert model(torch.rand(2, 1, 32, 32)).shape == (2, 7)
+
+
+def test_an_unknown_argument():
+    with pytest.raises(TypeError, match="img_size"):
+        create(img_size=32)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
+def test_pretrained_from_timms_format(tmp_path, suffix):
+    source = trained(small())
+    save_checkpoint(source, tmp_path / f"a{suffix}", format="timm")
+    model = create(path=tmp_path / f"a{suffix}")
+    assert same(model.state_dict(), source.state_dict())
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
+def test_pretrained_from_our_format_with_its_slopes(tmp_path, suffix):
+    source = trained(small())
+    source.set_slopes(1e-6, 1e-6)
+    save_checkpoint(source, tmp_path / f"a{suffix}")
+    model = create(path=tmp_path / f"a{suffix}")
+    assert same(model.state_dict(), source.state_dict())
+    assert model.config.block_slope == model.body.conv1.bn.slope == 1e-6
+
+
+@pytest.mark.parametrize("how", ["file", "state_dict"])
+def test_pretrained_from_the_public_format(tmp_path, how):
+    source = small_public(v2=True, filters=True).eval()
+    contents = {"model": {f"module.{k}": v for k, v in source.state_dict().items()}}
+    torch.save(contents, tmp_path / "a.pth")
+    place = {"file": str(tmp_path / "a.pth"), "state_dict": contents}[how]
+    overlay = {how: place, "num_classes": CLASSES}
+    model = create("tresnet_v2_l", pretrained=True, pretrained_cfg_overlay=overlay).eval()
+    x = torch.rand(2, 3, 64, 96)
+    torch.testing.assert_close(model(x), source(x), rtol=1e-4, atol=1e-5)
+    assert model.config.block_slope == 1e-6
+
+
+def test_other_classes_get_a_new_head(timms):
+    source, path = timms
+    model = create(path=path, num_classes=9)
+    assert model.head.fc.weight.shape == (9, 512)
+    assert same(model.body.state_dict(), source.body.state_dict())
+    model = create(path=path, num_classes=0).eval()
+    x = torch.rand(1, 3, 64, 64)
+    assert torch.equal(model(x), source.forward_head(source.forward_features(x), True))
+
+
+def test_gray_images_adapt_the_stem(timms, caplog):
+    source, path = timms
+    with caplog.at_level(logging.WARNING):
+        model = create(path=path, in_chans=1).eval()
+    assert caplog.text == ""
+    gray = torch.rand(2, 1, 64, 96)
+    expected = source(gray.expand(-1, 3, -1, -1))
+    torch.testing.assert_close(model(gray), expected, rtol=1e-4, atol=1e-5)
+    assert model.pretrained_cfg["first_conv"] == "body.conv1.conv"
+
+
+def test_two_channels_keep_pretrained_weights_in_the_stem(timms):
+    """timm itself starts the stem of such a model afresh."""
+    source, path = timms
+    stem = create(path=path, in_chans=2).body.conv1.conv.weight.unflatten(1, (16, 2))
+    expected = source.body.conv1.conv.weight.unflatten(1, (16, 3))[:, :, :2] * 1.5
+    torch.testing.assert_close(stem, expected)
+
+
+def test_checkpoint_path(timms):
+    source, path = timms
+    model = create(num_classes=CLASSES, checkpoint_path=str(path))
+    assert same(model.state_dict(), source.state_dict())
+
+
+@pytest.mark.parametrize("num_classes", [CLASSES, 9])
+def test_misfits_are_errors_even_with_a_new_head(timms, num_classes):
+    with pytest.raises(
+        CheckpointError, match=r"a.safetensors does not fit.*missing: body.layer3.1"
+    ):
+        timm.create_model(
+            "tresnet_m",
+            layers=(1, 2, 2, 1),
+            width_factor=0.25,
+            num_classes=num_classes,
+            pretrained=True,
+            pretrained_cfg_overlay={"file": str(timms[1]), "num_classes": CLASSES},
+        )
+
+
+def test_inplace_abn_is_refused_negative_gammas(timms):
+    pytest.importorskip("inplace_abn")
+    with pytest.raises(CheckpointError, match="build the model with norm='abn'"):
+        create(path=timms[1], norm="inplace_abn")
+
+
+def test_features_only(timms):
+    source, path = timms
+    model = create(path=path, features_only=True, out_indices=(0, 2)).eval()
+    assert isinstance(model, FeatureExtractor)
+    assert model.feature_info.channels() == [16, 32]
+    assert model.feature_info.reduction() == [4, 8]
+    x = torch.rand(1, 3, 64, 64)
+    expected = source.forward_intermediates(x, [0, 2], intermediates_only=True)
+    assert all(torch.equal(a, b) for a, b in zip(model(x), expected, strict=True))
+    with pytest.raises(InputError, match="needs features_only=True"):
+        create(out_indices=(0, 2))
+
+
+def test_data_config():
+    model = timm.create_model("tresnet_m.miil_in1k_448", device="meta")
+    config = timm.data.resolve_model_data_config(model)
+    assert config == {
+        "input_size": (3, 448, 448),
+        "interpolation": "bilinear",
+        "mean": (0.0, 0.0, 0.0),
+        "std": (1.0, 1.0, 1.0),
+        "crop_pct": 1.0,
+        "crop_mode": "squash",
+    }
+    model = timm.create_model("tresnet_s", device="meta")
+    assert timm.data.resolve_model_data_config(model)["crop_pct"] == 0.875
+
+
+def test_no_published_weights():
+    with pytest.raises(RuntimeError, match="No pretrained weights exist for tresnet_s"):
+        create("tresnet_s", pretrained=True)
+
+
+def test_timms_tools_for_training():
+    model = create(num_classes=CLASSES)
+    groups = timm.optim.param_groups_weight_decay(model, 0.1)
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+    layers = timm.optim.param_groups_layer_decay(model, 0.1, layer_decay=0.5)
+    assert len({group["lr_scale"] for group in layers}) > 3
+    average = timm.utils.ModelEmaV3(model)
+    average.update(model)
+    model.set_grad_checkpointing()
+    model.reset_classifier(3)
+    assert model(torch.rand(2, 3, 64, 64)).shape == (2, 3)
+
+
+def test_timms_scripts_see_our_models(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, timm, neighbour\n"
+        "model = timm.create_model(sys.argv[1], device='meta')\n"
+        "print(__name__, type(model).__module__, sys.argv[1:])\n"
+    )
+    (tmp_path / "neighbour.py").touch()
+    command = [sys.executable, "-W", "error", "-m", "tresnet.timm_plugin"]
+    run = subprocess.run(
+        [*command, script, "tresnet_m", "--x"], capture_output=True, text=True, check=False
+    )
+    assert run.stdout == "__main__ tresnet.models.tresnet ['tresnet_m', '--x']\n", run.stderr

@@ -1,0 +1,172 @@
+"""Makes timm build our models: `import tresnet.timm_plugin`, then `timm.create_model('tresnet_m')`.
+
+timm's own scripts run on them unchanged:
+
+    python -m tresnet.timm_plugin path/to/validate.py --model tresnet_m --pretrained ...
+    torchrun --nproc-per-node 8 -m tresnet.timm_plugin path/to/train.py --model tresnet_m ...
+
+Names that timm has itself (tresnet_m, tresnet_l, tresnet_xl, tresnet_v2_l) are taken over, with the
+same tags and the same default; `create_model` passes our arguments (norm, jit, block_size, ...) on.
+"""
+
+import importlib
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from timm.models import (
+    generate_default_cfgs,
+    load_pretrained,
+    register_model,
+    resolve_pretrained_cfg,
+)
+from torch import Tensor
+
+from tresnet.checkpoints.fit import fit
+from tresnet.checkpoints.load import model_tensors
+from tresnet.checkpoints.read import WeightsFile, read_weights, unwrap
+from tresnet.checkpoints.remap import identify, to_ours
+from tresnet.checkpoints.table import WeightsEntry, entries, weights_dir
+from tresnet.errors import InputError
+from tresnet.models.features import FeatureExtractor
+from tresnet.models.tresnet import TResNet
+from tresnet.models.zoo import build, list_models
+
+# timm takes the first tag that has weights where none is named
+_DEFAULT_TAGS = ("miil_in21k_ft_in1k", "miil_in1k")
+
+
+def _tag(entry: WeightsEntry) -> str:
+    """Return the part of a tag after the model's name, which timm separates by a dot."""
+    return entry.tag.removeprefix(entry.model).strip("._")
+
+
+def _timm_cfg(entry: WeightsEntry) -> dict[str, Any]:
+    """Return a row of the table in timm's terms; a file under weights/ comes first."""
+    local = weights_dir() / entry.file
+    return {
+        "file": str(local) if local.is_file() else None,
+        "hf_hub_id": entry.hub_id,
+        "url": entry.url,
+        "num_classes": entry.num_classes,
+        "input_size": entry.input_size,
+        "crop_pct": entry.crop_pct,
+        "crop_mode": entry.crop_mode,
+        "interpolation": entry.interpolation,
+        "license": entry.license,
+        "paper_ids": "arXiv:2003.13630",
+        **_COMMON,
+    }
+
+
+_COMMON = {
+    "mean": (0.0, 0.0, 0.0),
+    "std": (1.0, 1.0, 1.0),
+    "first_conv": "body.conv1.conv",
+    "classifier": "head.fc",
+}
+
+
+def _default_cfgs() -> dict[str, Any]:
+    rows = sorted(entries().values(), key=_rank)
+    cfgs: dict[str, Any] = {f"{entry.model}.{_tag(entry)}": _timm_cfg(entry) for entry in rows}
+    for name in set(list_models()) - {entry.model for entry in rows}:
+        own = build(name, device="meta").pretrained_cfg
+        kept = ("input_size", "crop_pct", "crop_mode", "interpolation")
+        cfgs[name] = {**{key: own[key] for key in kept}, **_COMMON}
+    return generate_default_cfgs(cfgs)
+
+
+def _rank(entry: WeightsEntry) -> int:
+    tag = _tag(entry)
+    return _DEFAULT_TAGS.index(tag) if tag in _DEFAULT_TAGS else len(_DEFAULT_TAGS)
+
+
+def _create(
+    name: str,
+    pretrained: bool = False,
+    pretrained_cfg: Any = None,
+    pretrained_cfg_overlay: dict[str, Any] | None = None,
+    cache_dir: str | Path | None = None,
+    features_only: bool = False,
+    out_indices: int | Sequence[int] | None = None,
+    **kwargs: Any,
+) -> TResNet | FeatureExtractor:
+    """Build a model from timm's arguments: what timm's builder does, with our loading."""
+    if out_indices is not None and not features_only:
+        raise InputError(f"out_indices={out_indices} needs features_only=True")
+    kwargs.pop("pretrained_model_args", None)  # what the file's model was built with
+    cfg = resolve_pretrained_cfg(name, pretrained_cfg, pretrained_cfg_overlay).to_dict()
+    defaults = {"num_classes": cfg["num_classes"], "in_chans": cfg["input_size"][0]}
+    if cfg.get("global_pool"):
+        defaults["global_pool"] = cfg["global_pool"]
+    model = build(name, **{**defaults, **kwargs})
+    model.pretrained_cfg = {**cfg, "pool_size": model.pretrained_cfg["pool_size"]}
+    if pretrained:
+        # our filter adapts the stem, whose inputs are pixels x colours
+        source = {**cfg, "first_conv": None}
+        load_pretrained(
+            model,
+            source,
+            num_classes=model.num_classes,
+            in_chans=model.in_chans,
+            filter_fn=_convert,
+            cache_dir=cache_dir,
+        )
+    return FeatureExtractor(model, out_indices) if features_only else model
+
+
+def _convert(state_dict: dict[str, Any], model: TResNet) -> dict[str, Tensor]:
+    """Turn what timm has read, in any format, into what `model` takes; set its slopes.
+
+    Every key is checked here, because timm loads non-strictly as soon as the classes differ.
+    """
+    cfg = model.pretrained_cfg
+    if cfg.get("file") and not cfg.get("state_dict"):
+        file = read_weights(cfg["file"])  # again, for the metadata, which timm does not read
+    else:
+        name = cfg.get("hf_hub_id") or cfg.get("url") or "the state dict"
+        file = WeightsFile(Path(name), unwrap(state_dict, Path(name)))
+    weights = to_ours(file)
+    new_head = identify(weights.tensors).num_classes != model.num_classes
+    tensors = fit(weights, model, model_tensors(model), new_head)
+    model.set_slopes(*weights.slopes)
+    return tensors
+
+
+def _entrypoint(name: str) -> Callable[..., TResNet | FeatureExtractor]:
+    def create(pretrained: bool = False, **kwargs: Any) -> TResNet | FeatureExtractor:
+        return _create(name, pretrained, **kwargs)
+
+    create.__name__ = create.__qualname__ = name
+    create.__doc__ = f"Build our {name}; see `timm.create_model`."
+    return create
+
+
+def _register() -> None:
+    """Put every variant into timm's registry, in place of timm's own where it has one."""
+    globals()["default_cfgs"] = _default_cfgs()  # where timm looks for them
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Overwriting tresnet_")
+        for name in list_models():
+            globals()[name] = register_model(_entrypoint(name))
+
+
+def _run_script() -> None:
+    """Run a script of timm's with our models registered."""
+    if len(sys.argv) < 2:
+        sys.exit("usage: python -m tresnet.timm_plugin SCRIPT [ARGUMENTS OF THE SCRIPT]")
+    import runpy
+
+    del sys.argv[0]
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    importlib.import_module("tresnet.timm_plugin")
+    _run_script()
+else:
+    _register()
