@@ -145,8 +145,8 @@ def test_the_process_that_comes_second_takes_the_firsts(written, tmp_path, monke
 
 
 def test_other_data_in_scikit_learn_are_refused(tmp_path, monkeypatch):
-    images, labels = digits._load()
-    monkeypatch.setattr(digits, "_load", lambda: (np.flip(images, 1), labels))
+    images, labels = digits.load()
+    monkeypatch.setattr(digits, "load", lambda: (np.flip(images, 1), labels))
     with pytest.raises(DataError, match="ships other data"):
         digits.write(tmp_path)
     assert list(tmp_path.iterdir()) == []

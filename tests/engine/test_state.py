@@ -52,7 +52,7 @@ def test_seeding_reaches_every_generator():
 
 
 def test_a_state_comes_back_whole(learner, tmp_path):
-    progress = Progress(epoch=2, batch=3, update=11, loss_sum=1.5, best_top1=40.0, best_epoch=1)
+    progress = Progress(epoch=2, batch=3, update=11, loss_sum=1.5, best_score=40.0, best_epoch=1)
     state.save(tmp_path / "last.pt", learner, progress, IDENTITY, ALONE)
     content = state.load(tmp_path / "last.pt")
     assert state.restore(content, learner, IDENTITY, ALONE) == progress

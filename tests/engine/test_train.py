@@ -84,7 +84,7 @@ def test_the_best_checkpoint_says_what_it_is_and_gives_its_figures_again(tiny):
     assert info.user["epoch"] == best["epoch"] == result.best_epoch
     assert info.user["top1"] == best["val_top1"] == result.metrics.top1
     assert result.metrics.loss == pytest.approx(best["val_loss"], rel=1e-6)
-    assert result.last_top1 == rows[-1]["val_top1"]
+    assert result.last_score == rows[-1]["val_top1"]
 
 
 def test_between_equal_accuracies_the_lower_loss_is_best(tiny, monkeypatch):

@@ -46,11 +46,11 @@ def test_the_whole_is_its_branches(shared: bool, training: bool, norm: str):
 def test_parameters_are_counted_as_the_document_builds_them():
     with torch.device("meta"):
         whole = ParallelBottleneck(12, 512)
-    counts = {name: module.weight.numel() for name, module in whole.named_children()}
+    counts = {name: module.conv.weight.numel() for name, module in whole.named_children()}
     assert counts["conv1"] == 512 * 12 * 256
     assert counts["conv2"] == 12 * 256 * 256 * 9
     assert counts["conv3"] == 12 * 256 * 512
-    assert whole.conv2.groups == whole.conv3.groups == 12
+    assert whole.conv2.conv.groups == whole.conv3.conv.groups == 12
 
 
 @pytest.mark.parametrize("arguments", [(0, 8), (2, 0), (2, 9)])

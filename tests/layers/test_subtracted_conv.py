@@ -101,6 +101,18 @@ def test_only_branches_keep_the_middle():
     assert kept == {"branches": 2 * 10 * 8 * 8 * 4, "composed": 0, "recompute": 0}
 
 
+@pytest.mark.parametrize(
+    ("channels", "out", "kernel", "times"), [(16, 64, 1, 3.0), (16, 16, 3, 1.5), (64, 16, 1, 1.125)]
+)
+def test_three_times_the_memory_is_only_kept_where_a_1x1_widens_fourfold(
+    channels: int, out: int, kernel: int, times: float
+):
+    x = torch.randn(2, channels, 8, 8)
+    own = x.numel() * 4  # what a plain convolution keeps
+    conv = SubtractedConv(channels, out, kernel, mode="branches")
+    assert (own + kept_bytes(conv, x)) / own == times
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_autocast_computes_in_16_bits_and_learns_in_32(mode: str):
     conv = SubtractedConv(3, 4, 3, 2, mode=mode)

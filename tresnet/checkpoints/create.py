@@ -24,6 +24,8 @@ def create(
     norm: str = "abn",
     jit: bool = False,
     head: str | None = None,
+    head_groups: int | Sequence[int] | None = None,
+    head_channels: int | None = None,
     in_chans: int | None = None,
     num_classes: int | None = None,
     drop_rate: float = 0.0,
@@ -47,7 +49,11 @@ def create(
             public TResNet one; None for fresh weights.
         norm: 'abn' (one saved buffer), 'batchnorm' or 'inplace_abn' (the package).
         jit: run the helper functions as TorchScript.
-        head: kind of the head; 'linear' without weights.
+        head: 'linear', 'group_attention' or 'ml_decoder'; 'linear' without weights.
+        head_groups: classes of each group of 'group_attention', or how many groups to spread the
+            classes over; 12 without weights.
+        head_channels: channels of each group of 'group_attention' (512 without weights), or width
+            of the decoder of 'ml_decoder' (768).
         in_chans: channels of the image; 3 without weights. Weights for others are adapted.
         num_classes: width of the classifier, 0 for none; 1000 without weights.
         drop_rate: dropout in front of the classifier.
@@ -73,6 +79,8 @@ def create(
         raise InputError(f"out_indices={out_indices} needs features_only=True")
     asked: dict[str, Any] = {
         "head": head,
+        "head_groups": head_groups,
+        "head_channels": head_channels,
         "in_chans": in_chans,
         "num_classes": num_classes,
         "width_factor": width_factor,
@@ -105,9 +113,8 @@ def _create_loaded(
     read, known = _read(weights)
     _check_name(name, known)
     _check_classes(asked.get("num_classes"), known, new_head)
-    model = build(
-        name or known.model, **{**known.kwargs, "num_classes": known.num_classes, **asked}
-    )
+    kwargs = {**known.kwargs, **_head_kwargs(known, asked), "num_classes": known.num_classes}
+    model = build(name or known.model, **{**kwargs, **asked})
     load_weights(model, read, new_head)
     model.pretrained_cfg = _pretrained_cfg(model, known)
     return model
@@ -137,6 +144,17 @@ def _check_classes(num_classes: int | None, known: WeightsInfo, new_head: bool) 
         f"{known.name} has {known.num_classes} classes, got num_classes={num_classes}: leave "
         "num_classes out, or load all but the head with new_head=True"
     )
+
+
+def _head_kwargs(known: WeightsInfo, asked: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of the weights' head as far as they carry over to the head asked for."""
+    groups = known.kwargs["head_groups"]
+    if asked.get("head", known.kwargs["head"]) != known.kwargs["head"]:
+        return {"head_groups": None, "head_channels": None}
+    classes = asked.get("num_classes", known.num_classes)
+    if groups and classes != known.num_classes:  # as many groups, over the new classes
+        groups = min(len(groups), classes) or None
+    return {"head_groups": groups or None}
 
 
 def _pretrained_cfg(model: TResNet, known: WeightsInfo) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from tresnet.models.zoo import VARIANTS, default_pretrained_cfg
 
 HUB_FILENAME = "model.safetensors"
 # what the weights decide about their model, besides the number of classes
-_ARCHITECTURE = ("layers", "width_factor", "block_size", "in_chans", "head", "global_pool")
+_ARCHITECTURE = ("layers", "width_factor", "block_size", "in_chans", "global_pool")
+_HEAD = ("head", "head_groups", "head_channels")
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ def _make_info(
     return WeightsInfo(
         name=name,
         model=config.variant,
-        kwargs={key: getattr(config, key) for key in _ARCHITECTURE},
+        kwargs={key: getattr(config, key) for key in (*_ARCHITECTURE, *_HEAD)},
         num_classes=config.num_classes,
         input_size=cfg["input_size"],
         crop_pct=cfg["crop_pct"],

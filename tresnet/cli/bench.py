@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg, subcommand
 
+from tresnet.cli.bench_rewrites import BenchBranches, BenchConvs
 from tresnet.cli.output import format_table, progress, say
 
 if TYPE_CHECKING:
@@ -132,7 +133,12 @@ class BenchInfer(_Options):
 class Bench:
     """Measure images per second (p20, p50, p80) and peak memory, and write a record."""
 
-    task: Annotated[BenchTrain, subcommand("train")] | Annotated[BenchInfer, subcommand("infer")]
+    task: (
+        Annotated[BenchTrain, subcommand("train")]
+        | Annotated[BenchInfer, subcommand("infer")]
+        | Annotated[BenchBranches, subcommand("branches")]
+        | Annotated[BenchConvs, subcommand("convs")]
+    )
 
     def run(self, argv: list[str]) -> int:
         """Run the chosen measurement."""

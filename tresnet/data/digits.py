@@ -40,7 +40,7 @@ def write(root: str | Path) -> Path:
     if target.exists() or target.is_symlink():
         _require_intact(target)
         return target
-    images, labels = _load()
+    images, labels = load()
     target.parent.mkdir(parents=True, exist_ok=True)
     workspace = Path(tempfile.mkdtemp(prefix=".digits-", dir=target.parent))
     try:
@@ -87,7 +87,7 @@ def to_uint8(images: np.ndarray) -> np.ndarray:
     return ((images.astype(np.int64) * 255 + 8) // 16).astype(np.uint8)
 
 
-def _load() -> tuple[np.ndarray, np.ndarray]:
+def load() -> tuple[np.ndarray, np.ndarray]:
     """Return scikit-learn's digits: float images (1797, 8, 8) of 0..16 and labels (1797,)."""
     try:
         from sklearn.datasets import load_digits

@@ -30,18 +30,18 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class SizedDataset(Protocol):
-    """A map-style data set of (image tensor, label)."""
+    """A map-style data set of (image tensor, label, or a tensor of labels)."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> tuple[Any, int]: ...
+    def __getitem__(self, index: int, /) -> tuple[Any, Any]: ...
 
 
 @dataclass(frozen=True)
 class _Sample:
     """What a worker sends for one key: an image or None, and the files it failed to read."""
 
-    item: tuple[Any, int] | None
+    item: tuple[Any, Any] | None
     failures: tuple[BadImageError, ...] = ()
 
 
@@ -109,6 +109,8 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
 
 class Loader:
     """Iterates over (images (N, C, H, W), labels (N,) int64) of one epoch.
+
+    Where images have several labels these are (N, classes), float32.
 
     Unreadable images either stop the iteration or are left out and counted, as the data set's
     `skip_bad_images` says. In training another image takes the place, so that batches keep their

@@ -26,7 +26,11 @@ class ModelConfig:
     norm: Literal["abn", "batchnorm", "inplace_abn"] = "abn"
     """Implementation of batch norm + activation."""
     head: str | None = None
-    """Kind of classifier. None: that of the weights, else linear."""
+    """Kind of classifier: linear, group_attention, ml_decoder. None: the weights', else linear."""
+    head_groups: tuple[int, ...] | None = None
+    """Classes of each group of the head group_attention. None: 12 groups, classes spread evenly."""
+    head_channels: int | None = None
+    """Channels of each group of group_attention (None: 512) or of ml_decoder (None: 768)."""
     jit: bool = False
     """Use the scripted helper functions."""
     width_factor: float | None = None
@@ -48,9 +52,10 @@ class DataConfig:
     """Which images, and how they reach the model."""
 
     data: str | None = None
-    """Directory with train/CLASS/ and val/CLASS/ image folders, or `digits`."""
+    """Directory with train/CLASS/ and val/CLASS/ image folders, or with train.csv and val.csv where
+    images have several labels, or `digits` or `digits_multilabel`."""
     data_root: str = "data"
-    """Directory in which `digits` is written."""
+    """Directory in which the digits are written."""
     batch_size: int = 128
     """Images per process (per GPU) and forward pass."""
     eval_batch_size: int | None = None
@@ -112,6 +117,28 @@ class AugmentConfig:
     def mixes(self) -> bool:
         """Whether images and labels are mixed."""
         return self.mixup > 0 or self.cutmix > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class LabelConfig:
+    """One label an image, or any number of them, and the loss."""
+
+    loss: Literal["cross-entropy", "bce", "asymmetric"] = "cross-entropy"
+    """Cross-entropy is for one label an image; bce and asymmetric (arXiv 2009.14119) for any
+    number, listed in train.csv and val.csv or in COCO's JSON."""
+    gamma_neg: float = 4.0
+    """Asymmetric loss: how much easy negatives are discounted."""
+    gamma_pos: float = 1.0
+    """Asymmetric loss: how much easy positives are discounted."""
+    prob_margin: float = 0.05
+    """Asymmetric loss: negatives below this probability count nothing."""
+    threshold: float = 0.5
+    """Probability from which a label counts as predicted, for F1."""
+
+    @property
+    def multi(self) -> bool:
+        """Whether an image has any number of labels."""
+        return self.loss != "cross-entropy"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,6 +234,7 @@ class TrainConfig:
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     augment: AugmentConfig = dataclasses.field(default_factory=AugmentConfig)
+    labels: LabelConfig = dataclasses.field(default_factory=LabelConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     ema: EmaConfig = dataclasses.field(default_factory=EmaConfig)

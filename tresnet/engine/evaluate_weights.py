@@ -12,11 +12,13 @@ from tresnet.checkpoints.create import create
 from tresnet.checkpoints.manifest import describe
 from tresnet.checkpoints.save import atomic_write
 from tresnet.data import ImageDataset, create_loader, eval_transform, open_folder
+from tresnet.data.multilabel import MultiLabelDataset, open_multilabel
 from tresnet.engine import distributed, fields, images
-from tresnet.engine.config import ComputeConfig
+from tresnet.engine.config import ComputeConfig, LabelConfig
 from tresnet.engine.console import Console
 from tresnet.engine.distributed import Processes
-from tresnet.engine.evaluate import Metrics, evaluate
+from tresnet.engine.evaluate import Metrics
+from tresnet.engine.multilabel import MultiLabelMetrics, evaluate_labels
 from tresnet.engine.predictor import Predictor
 from tresnet.engine.resolve import class_map
 from tresnet.errors import ConfigError
@@ -28,11 +30,16 @@ class EvalConfig:
     """Evaluate weights on the images of a folder, or on the digits."""
 
     data: str
-    """Directory with val/CLASS/ image folders, or `digits`."""
+    """Directory with val/CLASS/ image folders or val.csv, or `digits` or `digits_multilabel`."""
     weights: str
     """A tag of `tresnet list`, or a file of weights."""
     model: str | None = None
     """Variant, where the weights do not say which they are."""
+    labels: Literal["single", "multi"] | None = None
+    """One label an image, in class folders, or any number, in SPLIT.csv or COCO's JSON. None: as
+    the weights were trained."""
+    threshold: float = 0.5
+    """Probability from which a label counts as predicted, for F1."""
     split: str = "val"
     """Sub-directory of the data."""
     data_root: str = "data"
@@ -123,17 +130,19 @@ def _resolve(config: EvalConfig) -> EvalConfig:
         "crop_pct": info.crop_pct,
         "crop_mode": info.crop_mode,
         "interpolation": info.interpolation,
+        "labels": info.user.get("labels", "single"),
     }
     missing = {name: value for name, value in known.items() if getattr(config, name) is None}
     return dataclasses.replace(config, **missing)
 
 
-def _open(config: EvalConfig, folder: Path) -> ImageDataset:
+def _open(config: EvalConfig, folder: Path) -> ImageDataset | MultiLabelDataset:
     assert config.input_size is not None, "filled in by _resolve"
     transform = images.testing(
         config.input_size, config.crop_mode, config.crop_pct, config.interpolation
     )
-    return open_folder(folder, config.split, eval_transform(transform), config.skip_bad_images)
+    opened = open_multilabel if config.labels == "multi" else open_folder
+    return opened(folder, config.split, eval_transform(transform), config.skip_bad_images)
 
 
 def _outputs(model: nn.Module) -> int:
@@ -145,11 +154,11 @@ def _outputs(model: nn.Module) -> int:
 def _measure(
     config: EvalConfig,
     model: nn.Module,
-    dataset: ImageDataset,
+    dataset: ImageDataset | MultiLabelDataset,
     mapping: list[int] | None,
     processes: Processes,
     console: Console,
-) -> Metrics:
+) -> Metrics | MultiLabelMetrics:
     loader = create_loader(
         dataset,
         config.batch_size,
@@ -161,31 +170,30 @@ def _measure(
     compute = ComputeConfig(config.device, config.amp, config.channels_last, config.compile)
     predictor = Predictor(model, compute, processes.device)
     try:
-        return evaluate(
-            predictor.predict,
-            loader,
-            processes,
-            to_device=predictor.to_device,
-            class_map=mapping,
-            console=console,
+        labels = LabelConfig("bce" if config.labels == "multi" else "cross-entropy")
+        labels = dataclasses.replace(labels, threshold=config.threshold)
+        return evaluate_labels(
+            labels, predictor, loader, processes, class_map=mapping, console=console
         )
     finally:
         loader.close()
 
 
-def _result(config: EvalConfig, metrics: Metrics, processes: Processes) -> dict[str, Any]:
+def _result(
+    config: EvalConfig, metrics: Metrics | MultiLabelMetrics, processes: Processes
+) -> dict[str, Any]:
     options = dataclasses.asdict(config)
     for name in ("output", "overwrite", "progress"):
         del options[name]
     return {**dataclasses.asdict(metrics), "processes": processes.world, "options": options}
 
 
-def _line(config: EvalConfig, metrics: Metrics, memory: MemorySnapshot) -> str:
+def _line(config: EvalConfig, metrics: Metrics | MultiLabelMetrics, memory: MemorySnapshot) -> str:
     rate = "" if metrics.images_per_s is None else f", {metrics.images_per_s:.0f} images/s"
     skipped = f", {metrics.skipped} unreadable left out" if metrics.skipped else ""
     return (
-        f"{config.weights} on {config.data}/{config.split}: top-1 {metrics.top1:.2f} %,"
-        f" top-5 {metrics.top5:.2f} %, loss {metrics.loss:.4f} on {metrics.images} images{skipped}"
+        f"{config.weights} on {config.data}/{config.split}: {metrics.summary()} on"
+        f" {metrics.images} images{skipped}"
         f"{rate}, memory: {memory.format()}"
     )
 

@@ -17,6 +17,8 @@ from tresnet.data import (
     open_folder,
     train_transform,
 )
+from tresnet.data import digits_multilabel as digits_multi
+from tresnet.data.multilabel import MultiLabelDataset, check_same_order, open_multilabel
 from tresnet.engine.config import AugmentConfig, TrainConfig
 from tresnet.engine.distributed import Processes
 
@@ -47,12 +49,13 @@ def locate(data: str, root: str, processes: Processes) -> Path:
         DataError: The digits' place holds something else.
         MissingDependencyError: The digits are not written and scikit-learn is not installed.
     """
-    if data != "digits":
+    written = {"digits": digits.write, digits_multi.NAME: digits_multi.write}
+    if data not in written:
         return Path(data)
     if processes.is_main:
-        digits.write(root)
+        written[data](root)
     processes.wait()
-    return Path(root) / "digits"
+    return Path(root) / data
 
 
 def open_images(config: TrainConfig, processes: Processes) -> Images:
@@ -65,19 +68,13 @@ def open_images(config: TrainConfig, processes: Processes) -> Images:
     assert data.data is not None, "checked by validate"
     assert data.input_size is not None, "filled in by resolve"
     folder = locate(data.data, data.data_root, processes)
-    train = open_folder(
-        folder,
-        "train",
-        train_transform(augmentation(config.augment, data.input_size, data.interpolation)),
-        data.skip_bad_images,
-    )
-    val = open_folder(
-        folder,
-        "val",
-        eval_transform(testing(data.input_size, data.crop_mode, data.crop_pct, data.interpolation)),
-        data.skip_bad_images,
-    )
+    changes = augmentation(config.augment, data.input_size, data.interpolation)
+    test = testing(data.input_size, data.crop_mode, data.crop_pct, data.interpolation)
+    opened = open_multilabel if config.labels.multi else open_folder
+    train = opened(folder, "train", train_transform(changes), data.skip_bad_images)
+    val = opened(folder, "val", eval_transform(test), data.skip_bad_images)
     check_same_classes(train, val)
+    check_same_order(train, val)
     shared = {
         "workers": data.workers,
         "seed": config.run.seed,
@@ -122,9 +119,11 @@ def testing(
     return EvalTransform(size, crop_mode or "center", crop_pct, interpolation or "bilinear")
 
 
-def fingerprint(dataset: ImageDataset, folder: Path) -> str:
-    """A hash of the files' places below `folder`, so of their order and classes."""
+def fingerprint(dataset: ImageDataset | MultiLabelDataset, folder: Path) -> str:
+    """A hash of the files' places below `folder`, so of their order, and of their classes."""
     digest = hashlib.sha256()
     for path in dataset.paths:
         digest.update(Path(path).relative_to(folder).as_posix().encode() + b"\n")
+    if isinstance(dataset, MultiLabelDataset):
+        digest.update(dataset.targets.numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -20,6 +20,8 @@ COLUMNS = (
     "val_loss",
     "val_top1",
     "val_top5",
+    "val_map",
+    "val_f1",
     "images_per_s",
     "allocated_mib",
     "reserved_mib",
@@ -33,7 +35,7 @@ COLUMNS = (
 class RunLog:
     """The table of a run: a row each for the phases initial and model, for each epoch, and final.
 
-    `step` counts updates of the weights, `accuracy` and `val_top*` are in percent, `images_per_s`
+    `step` counts updates of the weights, `accuracy`, `val_top*`, `val_map` and `val_f1` are in percent, `images_per_s`
     is over all processes. A cell that does not apply is empty in the CSV and null in the JSONL.
     """
 

@@ -20,15 +20,12 @@ class Losses:
             classes: Number of classes.
             rank: Each process mixes in its own way.
         """
-        from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
+        from timm.loss import SoftTargetCrossEntropy
 
         augment = config.augment
         self._mixing_epochs = config.schedule.epochs - augment.mix_off_epochs
-        self._plain: Callable[[Tensor, Tensor], Tensor] = (
-            LabelSmoothingCrossEntropy(augment.label_smoothing)
-            if augment.label_smoothing
-            else nn.CrossEntropyLoss()
-        )
+        self._multi = config.labels.multi
+        self._plain = _plain_loss(config)
         self._soft = SoftTargetCrossEntropy()
         self._mixer = None
         if augment.mixes:
@@ -45,6 +42,10 @@ class Losses:
         """Whether the batches of an epoch are mixed, so that they have no accuracy."""
         return self._mixer is not None and epoch < self._mixing_epochs
 
+    def has_accuracy(self, epoch: int) -> bool:
+        """Whether training batches have one right answer an image, to be right or wrong."""
+        return not self._multi and not self.mixes(epoch)
+
     def prepare(
         self, images: Tensor, labels: Tensor, epoch: int, step: int
     ) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]:
@@ -52,7 +53,7 @@ class Losses:
 
         Args:
             images: (N, 3, H, W); overwritten by mixing.
-            labels: (N,).
+            labels: (N,), or (N, classes) of 0 and 1 where an image may have several.
             epoch: From 0.
             step: Number of the batch in the whole run.
 
@@ -63,3 +64,17 @@ class Losses:
             return images, labels, self._plain
         images, soft = self._mixer(images, labels, step)
         return images, soft, self._soft
+
+
+def _plain_loss(config: TrainConfig) -> Callable[[Tensor, Tensor], Tensor]:
+    """The loss of batches that are not mixed."""
+    from timm.loss import AsymmetricLossMultiLabel, LabelSmoothingCrossEntropy
+
+    labels = config.labels
+    if labels.loss == "bce":
+        return nn.BCEWithLogitsLoss()
+    if labels.loss == "asymmetric":
+        return AsymmetricLossMultiLabel(labels.gamma_neg, labels.gamma_pos, labels.prob_margin)
+    if config.augment.label_smoothing:
+        return LabelSmoothingCrossEntropy(config.augment.label_smoothing)
+    return nn.CrossEntropyLoss()

@@ -10,6 +10,7 @@ from tresnet.engine.config import (
     ComputeConfig,
     DataConfig,
     EmaConfig,
+    LabelConfig,
     ModelConfig,
     OptimConfig,
     RunConfig,
@@ -85,10 +86,26 @@ def digits() -> TrainConfig:
     )
 
 
+def multilabel() -> TrainConfig:
+    """Which digits are on a canvas of one to four: any number of labels, on a CPU in 5 minutes."""
+    return TrainConfig(
+        recipe="multilabel",
+        model=ModelConfig(model="tresnet_t", block_size=2),
+        data=DataConfig(data="digits_multilabel", batch_size=64, input_size=40, workers=0),
+        augment=AugmentConfig(random_crop=False, hflip=0.0),
+        labels=LabelConfig(loss="asymmetric"),
+        optim=OptimConfig(opt="sgd", lr=0.1, momentum=0.9, weight_decay=5e-4),
+        schedule=ScheduleConfig(epochs=12, lr_schedule="one-cycle", warmup_fraction=0.2),
+        ema=EmaConfig(ema_decay=0.99),
+        run=RunConfig(log_interval=10),
+    )
+
+
 RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "paper": paper,
     "finetune": finetune,
     "digits": digits,
+    "multilabel": multilabel,
 }
 
 

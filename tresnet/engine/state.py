@@ -32,10 +32,11 @@ class Progress:
         loss_sum: Their losses.
         hits: Those of them that were classified correctly.
         elapsed_s: Seconds of training so far, evaluation and pauses included.
-        best_top1: Best validation accuracy in percent; -1 before the first evaluation.
+        best_score: Best validation accuracy, or mAP where images have several labels, in percent;
+            -1 before the first evaluation.
         best_loss: Its validation loss, which decides between equal accuracies.
         best_epoch: The epoch that had it, counted from 1.
-        last_top1: Validation accuracy of the last evaluation; -1 before the first.
+        last_score: The same of the last evaluation; -1 before the first.
     """
 
     epoch: int = 0
@@ -45,10 +46,10 @@ class Progress:
     loss_sum: float = 0.0
     hits: int = 0
     elapsed_s: float = 0.0
-    best_top1: float = -1.0
+    best_score: float = -1.0
     best_loss: float = math.inf
     best_epoch: int = 0
-    last_top1: float = -1.0
+    last_score: float = -1.0
 
     def next_epoch(self) -> None:
         """Turn to the beginning of the next epoch."""

@@ -41,9 +41,9 @@ class Tally:
             update: Number of the update it is for, to report a bad loss.
             loss: Its mean loss ().
             logits: (N, classes).
-            labels: (N,).
+            labels: (N,), or (N, classes) where an image may have several and none is the right one.
         """
-        hits = (logits.argmax(dim=1) == labels).sum()
+        hits = loss.new_zeros(()) if labels.dim() > 1 else (logits.argmax(1) == labels).sum()
         self._updates.append(update)
         self._images.append(len(labels))
         self._values.append(torch.stack([loss.double(), hits.double()]))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import datetime
-import math
 import signal
 import time
 from pathlib import Path
@@ -19,11 +18,12 @@ from tresnet.engine import distributed, rundir, state
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.console import Bar, Console
 from tresnet.engine.distributed import Processes
-from tresnet.engine.evaluate import Metrics, evaluate
+from tresnet.engine.evaluate import Metrics
 from tresnet.engine.images import Images, open_images
 from tresnet.engine.learner import Learner
 from tresnet.engine.logs import RunLog
 from tresnet.engine.losses import Losses
+from tresnet.engine.multilabel import MultiLabelMetrics, evaluate_labels
 from tresnet.engine.resolve import create_model, resolve
 from tresnet.engine.signals import StopRequest
 from tresnet.engine.state import BEST, LAST, Identity, Progress
@@ -42,14 +42,15 @@ class TrainResult:
         run_dir: Where it wrote.
         metrics: Of the best checkpoint, read back from its file; None if the run was stopped.
         best_epoch: The epoch it is from, counted from 1; 0 if there was no evaluation yet.
-        last_top1: Validation accuracy of the last evaluation, in percent; -1 if there was none.
+        last_score: Top-1 accuracy, or mAP where images have several labels, of the last
+            evaluation in percent; -1 if there was none.
         stopped_by: The signal that stopped the run early, or 0.
     """
 
     run_dir: Path
-    metrics: Metrics | None
+    metrics: Metrics | MultiLabelMetrics | None
     best_epoch: int
-    last_top1: float
+    last_score: float
     stopped_by: int = 0
 
 
@@ -151,8 +152,8 @@ class Trainer:
         metrics = None if stopped_by else self._finish_run()
         if stopped_by:
             self._say_stopped(stopped_by)
-        best_epoch, last_top1 = self.progress.best_epoch, self.progress.last_top1
-        return TrainResult(self.run_dir, metrics, best_epoch, last_top1, stopped_by)
+        best_epoch, last_score = self.progress.best_epoch, self.progress.last_score
+        return TrainResult(self.run_dir, metrics, best_epoch, last_score, stopped_by)
 
     def close(self) -> None:
         """Stop the processes that load images, and write out what the log holds back."""
@@ -247,7 +248,7 @@ class Trainer:
         rate = self.throughput.images_per_s()
         if rate is not None:
             figures["images_per_s"] = rate * self.processes.world
-        if not self.losses.mixes(progress.epoch):
+        if self.losses.has_accuracy(progress.epoch):
             figures["accuracy"] = 100 * look.hits / look.images
         at_interval = progress.update % self.config.run.log_interval == 0
         text = f"update {progress.update}  {_format(figures)}  {_short(self.memory.snapshot())}"
@@ -272,18 +273,14 @@ class Trainer:
         is_last = done == config.schedule.epochs
         metrics = self._evaluate() if is_last or done % config.run.eval_interval == 0 else None
         figures: dict[str, Any] = {"loss": progress.loss_sum / max(progress.images, 1)}
-        if not self.losses.mixes(progress.epoch):
+        if self.losses.has_accuracy(progress.epoch):
             figures["accuracy"] = 100 * progress.hits / max(progress.images, 1)
         figures |= {"lr": self.learner.lr, "images_per_s": rate or None}
         if metrics is not None:
-            progress.last_top1 = metrics.top1
-            figures |= {
-                "val_loss": metrics.loss,
-                "val_top1": metrics.top1,
-                "val_top5": metrics.top5,
-            }
-            if (metrics.top1, -metrics.loss) > (progress.best_top1, -progress.best_loss):
-                progress.best_top1, progress.best_loss = metrics.top1, metrics.loss
+            progress.last_score = metrics.score
+            figures |= metrics.figures()
+            if (metrics.score, -metrics.loss) > (progress.best_score, -progress.best_loss):
+                progress.best_score, progress.best_loss = metrics.score, metrics.loss
                 progress.best_epoch = done
                 self._save_best(metrics)
         progress.next_epoch()
@@ -293,17 +290,17 @@ class Trainer:
         )
         self._save_state()
 
-    def _evaluate(self) -> Metrics:
+    def _evaluate(self) -> Metrics | MultiLabelMetrics:
         self.processes.share_buffers(self.learner.averaged)
-        return evaluate(
-            self.learner.tested.predict,
+        return evaluate_labels(
+            self.config.labels,
+            self.learner.tested,
             self.images.val,
             self.processes,
-            to_device=self.learner.tested.to_device,
             console=self.console,
         )
 
-    def _save_best(self, metrics: Metrics) -> None:
+    def _save_best(self, metrics: Metrics | MultiLabelMetrics) -> None:
         if not self.processes.is_main:
             return
         path = self.run_dir / BEST
@@ -316,9 +313,7 @@ class Trainer:
                 "data": Path(data.data or "").name,
                 "recipe": self.config.recipe,
                 "epoch": self.progress.best_epoch,
-                "top1": metrics.top1,
-                "top5": metrics.top5,
-                "loss": metrics.loss if math.isfinite(metrics.loss) else None,
+                **metrics.saved(),
             },
         )
 
@@ -339,7 +334,7 @@ class Trainer:
             f"the last good checkpoint is {path}" if path.exists() else "there is no checkpoint yet"
         )
 
-    def _finish_run(self) -> Metrics:
+    def _finish_run(self) -> Metrics | MultiLabelMetrics:
         """Read the best checkpoint back from its file, evaluate it, and show the result."""
         averaged = self.learner.averaged
         if self.processes.is_main:
@@ -347,18 +342,11 @@ class Trainer:
         self.processes.share_state(averaged)
         metrics = self._evaluate()
         memory = self.memory.phase("final")
-        self._row(
-            "final",
-            memory,
-            val_loss=metrics.loss,
-            val_top1=metrics.top1,
-            val_top5=metrics.top5,
-            images_per_s=metrics.images_per_s,
-        )
+        self._row("final", memory, images_per_s=metrics.images_per_s, **metrics.figures())
         self.console.say(
-            f"result: top-1 {metrics.top1:.2f} %, top-5 {metrics.top5:.2f} %, loss"
-            f" {metrics.loss:.4f} on {metrics.images} images with {self.run_dir / BEST} (epoch"
-            f" {self.progress.best_epoch}; after the last epoch {self.progress.last_top1:.2f} %),"
+            f"result: {metrics.summary()} on {metrics.images} images with {self.run_dir / BEST}"
+            f" (epoch {self.progress.best_epoch}; after the last epoch"
+            f" {self.progress.last_score:.2f} %),"
             f" {self.progress.elapsed_s:.0f} s of training"
         )
         bad = {
@@ -396,6 +384,8 @@ _FORMATS = {
     "val_loss": "val loss {:.4f}",
     "val_top1": "top-1 {:.2f} %",
     "val_top5": "top-5 {:.2f} %",
+    "val_map": "mAP {:.2f} %",
+    "val_f1": "F1 {:.2f} %",
     "images_per_s": "{:.0f} images/s",
     "lr": "lr {:.3g}",
 }

@@ -20,6 +20,8 @@ _AT_LEAST_ONE = [
     "log_interval",
 ]
 _NOT_NEGATIVE = [
+    "gamma_neg",
+    "gamma_pos",
     "workers",
     "mixup",
     "cutmix",
@@ -29,8 +31,15 @@ _NOT_NEGATIVE = [
     "checkpoint_interval_s",
 ]
 _POSITIVE = ["lr", "clip_grad", "width_factor", "start_factor", "end_factor"]
-_SHARE = ["mix_prob", "warmup_fraction", "start_factor", "end_factor"]
-_BELOW_ONE = ["drop_rate", "drop_path_rate", "label_smoothing", "ema_decay", "momentum"]
+_SHARE = ["threshold", "mix_prob", "warmup_fraction", "start_factor", "end_factor"]
+_BELOW_ONE = [
+    "prob_margin",
+    "drop_rate",
+    "drop_path_rate",
+    "label_smoothing",
+    "ema_decay",
+    "momentum",
+]
 
 
 def validate(config: TrainConfig) -> None:
@@ -94,6 +103,11 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         yield (
             "--batch-size: mixup and cutmix pair images, expected an even number, got"
             f" {data.batch_size}"
+        )
+    if config.labels.multi and (augment.mixes or augment.label_smoothing):
+        yield (
+            f"--loss {config.labels.loss} takes labels as they are: expected no --mixup, --cutmix or"
+            " --label-smoothing"
         )
     if augment.mix_off_epochs > config.schedule.epochs:
         yield (

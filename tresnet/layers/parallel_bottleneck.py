@@ -1,11 +1,14 @@
 """Bottleneck branches side by side, run as one with grouped convolutions."""
 
+from collections import OrderedDict
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from tresnet.errors import InputError
 from tresnet.layers.grouped_conv import GroupedConv2d
-from tresnet.layers.norm import norm_class
+from tresnet.layers.norm import NormAct, norm_class
 
 
 class ParallelBottleneck(nn.Module):
@@ -51,21 +54,19 @@ class ParallelBottleneck(nn.Module):
             )
         self.groups, self.channels, self.shared_input = groups, channels, shared_input
         wide, middle = groups * channels, groups * (channels // reduction)
-        place = {"device": device, "dtype": dtype}
+        place: Any = {"device": device, "dtype": dtype}
         norms = norm_class(norm)
-        self.conv1 = GroupedConv2d(
-            channels if shared_input else wide,
-            middle,
-            1,
-            groups=1 if shared_input else groups,
-            bias=False,
-            **place,
-        )
-        self.bn1 = norms(middle, slope, **place)
-        self.conv2 = GroupedConv2d(middle, middle, 3, padding=1, groups=groups, bias=False, **place)
-        self.bn2 = norms(middle, slope, **place)
-        self.conv3 = GroupedConv2d(middle, wide, 1, groups=groups, bias=False, **place)
-        self.bn3 = norms(wide, None, **place)
+        grouped_from = 1 if shared_input else groups
+        self.conv1 = _conv(channels * grouped_from, middle, 1, grouped_from, norms, slope, place)
+        self.conv2 = _conv(middle, middle, 3, groups, norms, slope, place)
+        self.conv3 = _conv(middle, wide, 1, groups, norms, None, place)
+
+    @property
+    def last_norm(self) -> NormAct:
+        """The norm in front of the join."""
+        norm = self.conv3[1]
+        assert isinstance(norm, NormAct)
+        return norm
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, H, W), or (N, G C, H, W) if not shared, to (N, G C, H, W).
@@ -76,9 +77,7 @@ class ParallelBottleneck(nn.Module):
         expected = self.channels if self.shared_input else self.groups * self.channels
         if x.shape[1] != expected:
             raise InputError(f"expected {expected} channels, got {x.shape[1]}")
-        y = self.bn1(self.conv1(x))
-        y = self.bn2(self.conv2(y))
-        y = self.bn3(self.conv3(y))
+        y = self.conv3(self.conv2(self.conv1(x)))
         if self.shared_input:  # broadcast rather than repeat: no G copies of x
             y = (y.unflatten(1, (self.groups, self.channels)) + x.unsqueeze(1)).flatten(1, 2)
         else:
@@ -88,3 +87,25 @@ class ParallelBottleneck(nn.Module):
     def extra_repr(self) -> str:
         """Return the settings for `repr`."""
         return f"groups={self.groups}, channels={self.channels}, shared_input={self.shared_input}"
+
+
+def _conv(
+    in_channels: int,
+    out_channels: int,
+    kernel_size: int,
+    groups: int,
+    norm: type[NormAct],
+    slope: float | None,
+    place: dict[str, Any],
+) -> nn.Sequential:
+    """Convolution, norm, activation: the names of `ConvNormAct`, in groups."""
+    conv = GroupedConv2d(
+        in_channels,
+        out_channels,
+        kernel_size,
+        padding=kernel_size // 2,
+        groups=groups,
+        bias=False,
+        **place,
+    )
+    return nn.Sequential(OrderedDict(conv=conv, bn=norm(out_channels, slope, **place)))

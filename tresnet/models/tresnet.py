@@ -11,10 +11,18 @@ from torch import Tensor, nn
 from tresnet.errors import InputError
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
+from tresnet.layers.grouped_linear import GroupedLinear
 from tresnet.layers.norm import NormAct, frozen_running_stats
 from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.models.blocks import BasicBlock, BlockSettings, Bottleneck
-from tresnet.models.heads import LinearHead
+from tresnet.models.heads import (
+    HEADS,
+    Head,
+    HeadSettings,
+    build_head,
+    check_class_groups,
+    class_groups,
+)
 from tresnet.ops import recompute
 
 STAGES = ("layer1", "layer2", "layer3", "layer4")
@@ -35,8 +43,11 @@ class ModelConfig:
         num_classes: width of the classifier; 0 for none.
         norm: 'abn', 'batchnorm' or 'inplace_abn'.
         jit: run the helper functions as TorchScript.
-        head: kind of the head.
-        global_pool: pooling in front of the classifier.
+        head: 'linear', 'group_attention' or 'ml_decoder'.
+        head_groups: classes of each group, of 'group_attention'.
+        head_channels: channels of each group of 'group_attention' (None: 512), or width of the
+            decoder of 'ml_decoder' (None: 768).
+        global_pool: pooling in front of the linear head.
         drop_rate: dropout in front of the classifier.
         drop_path_rate: stochastic depth of the last block, rising linearly from 0 at the first.
         stem_slope: negative slope of the stem's leaky ReLU.
@@ -53,6 +64,8 @@ class ModelConfig:
     norm: str = "abn"
     jit: bool = False
     head: str = "linear"
+    head_groups: tuple[int, ...] = ()
+    head_channels: int | None = None
     global_pool: str = "avg"
     drop_rate: float = 0.0
     drop_path_rate: float = 0.0
@@ -75,8 +88,19 @@ class ModelConfig:
         for name in ("drop_rate", "drop_path_rate"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(f"expected {name} in [0, 1), got {getattr(self, name)}")
-        if self.head != "linear":
-            raise InputError(f"expected head 'linear', got {self.head!r}")
+        self._check_head()
+
+    def _check_head(self) -> None:
+        if self.head not in HEADS:
+            raise InputError(f"expected head out of {', '.join(HEADS)}, got {self.head!r}")
+        if self.head == "linear" and self.head_channels is not None:
+            raise InputError(
+                f"head_channels={self.head_channels} needs head='group_attention' or 'ml_decoder'"
+            )
+        if self.head_channels is not None and self.head_channels < 1:
+            raise InputError(f"expected head_channels of at least 1, got {self.head_channels}")
+        if self.head == "group_attention" and self.num_classes:
+            check_class_groups(self.head_groups, self.num_classes)
 
     @property
     def planes(self) -> int:
@@ -86,16 +110,18 @@ class ModelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values that JSON can hold."""
-        return {**asdict(self), "layers": list(self.layers)}
+        values = asdict(self)
+        return {**values, "layers": list(self.layers), "head_groups": list(self.head_groups)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
         """Return the configuration that `to_dict` wrote."""
-        return cls(**{**values, "layers": tuple(values["layers"])})
+        groups = tuple(values.get("head_groups", ()))
+        return cls(**{**values, "layers": tuple(values["layers"]), "head_groups": groups})
 
 
 class TResNet(nn.Module):
-    """Space-to-depth stem, two stages of basic blocks, two of bottlenecks, linear head.
+    """Space-to-depth stem, two stages of basic blocks, two of bottlenecks, head.
 
     Input: (N, in_chans, H, W) floating point in [0, 1], not normalised by mean and deviation; H and W
     divisible by the block size and at least 5 blocks. Output: logits (N, num_classes).
@@ -179,18 +205,19 @@ class TResNet(nn.Module):
             )
         return info
 
-    def _make_head(
-        self, device: torch.device | str | None, dtype: torch.dtype | None
-    ) -> LinearHead:
+    def _make_head(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Head:
         config = self.config
-        return LinearHead(
-            self.num_features,
-            config.num_classes,
+        settings = HeadSettings(
             config.global_pool,
             config.drop_rate,
             config.jit,
-            device,
-            dtype,
+            config.head_groups,
+            config.head_channels,
+            config.norm,
+            config.block_slope,
+        )
+        return build_head(
+            config.head, self.num_features, config.num_classes, settings, device, dtype
         )
 
     def _initialise(self) -> None:
@@ -330,15 +357,34 @@ class TResNet(nn.Module):
         """Return the linear layer, or the identity if there is none."""
         return self.head.fc
 
-    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the classifier by a freshly initialised one.
+    def reset_classifier(
+        self,
+        num_classes: int,
+        global_pool: str | None = None,
+        head_groups: int | Sequence[int] | None = None,
+    ) -> None:
+        """Replace the classifier by a freshly initialised one of the same kind.
 
         Args:
             num_classes: width of the new classifier; 0 for none.
             global_pool: pooling in front of it; None keeps the present one.
+            head_groups: classes of each group of 'group_attention', or how many groups; None keeps
+                their number, as far as there are classes, and spreads the classes evenly.
+
+        Raises:
+            InputError: the class counts do not add up, or the head has no groups or pool to set.
         """
-        pool = self.config.global_pool if global_pool is None else global_pool
-        self.config = replace(self.config, num_classes=num_classes, global_pool=pool)
+        config = self.config
+        if global_pool is not None and num_classes and config.head != "linear":
+            raise InputError(f"head {config.head!r} has a pool of its own, got {global_pool!r}")
+        if head_groups is None and config.head_groups and num_classes:
+            head_groups = min(len(config.head_groups), num_classes)
+        self.config = replace(
+            config,
+            num_classes=num_classes,
+            global_pool=config.global_pool if global_pool is None else global_pool,
+            head_groups=class_groups(config.head, num_classes, head_groups),
+        )
         self.num_classes = num_classes
         example = next(self.body.parameters())
         training = self.head.training
@@ -352,9 +398,9 @@ class TResNet(nn.Module):
             block: slope of every other activation.
         """
         self.config = replace(self.config, stem_slope=stem, block_slope=block)
-        for name, module in self.body.named_modules():
+        for name, module in self.named_modules():
             if isinstance(module, NormAct | FoldedConv) and module.slope is not None:
-                module.slope = stem if name.partition(".")[0] == "conv1" else block
+                module.slope = stem if name.startswith("body.conv1") else block
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Keep only the input of each block for backward and run the block again there."""
@@ -367,7 +413,10 @@ class TResNet(nn.Module):
 
     @property
     def head_hidden_size(self) -> int:
-        """Width of the pooled features."""
+        """Width of what `forward_head` returns with `pre_logits`."""
+        fc = self.head.fc
+        if isinstance(fc, GroupedLinear):
+            return fc.groups * fc.in_features
         return self.num_features
 
     def group_matcher(self, coarse: bool = False) -> dict[str, str]:

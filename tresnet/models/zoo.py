@@ -10,6 +10,7 @@ import torch
 
 from tresnet.errors import InputError
 from tresnet.models.features import FeatureExtractor
+from tresnet.models.heads import class_groups
 from tresnet.models.tresnet import ModelConfig, TResNet
 
 
@@ -76,6 +77,8 @@ def build(
     norm: str = "abn",
     jit: bool = False,
     head: str = "linear",
+    head_groups: int | Sequence[int] | None = None,
+    head_channels: int | None = None,
     global_pool: str = "avg",
     drop_rate: float = 0.0,
     drop_path_rate: float = 0.0,
@@ -95,7 +98,10 @@ def build(
         in_chans: channels of the image.
         norm: 'abn' (one saved buffer), 'batchnorm' or 'inplace_abn' (the package).
         jit: run the helper functions as TorchScript.
-        head: kind of the head.
+        head: 'linear', 'group_attention' or 'ml_decoder'.
+        head_groups: classes of each group of 'group_attention', or how many groups to spread the
+            classes over; None for 12.
+        head_channels: channels of each group, or width of the decoder; None for 512 and 768.
         global_pool: pooling in front of the classifier.
         drop_rate: dropout in front of the classifier.
         drop_path_rate: stochastic depth of the last block.
@@ -135,6 +141,8 @@ def build(
         norm=norm,
         jit=jit,
         head=head,
+        head_groups=class_groups(head, num_classes, head_groups),
+        head_channels=head_channels,
         global_pool=global_pool,
         drop_rate=drop_rate,
         drop_path_rate=drop_path_rate,

@@ -6,7 +6,7 @@ branches' own, concatenated along its first dimension; `split_tensor` takes it a
 
 import copy
 from collections.abc import Sequence
-from typing import Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -107,7 +107,7 @@ def merge_leaf(
     if isinstance(first, _NORMS):
         return _merge_norm(cast("Sequence[nn.BatchNorm2d]", leaves), name), "grouped", "grouped"
     if isinstance(first, SqueezeExcite):
-        merged = copy.deepcopy(first)
+        merged = skeleton(first)
         for part in ("fc1", "fc2"):
             convs = [cast(nn.Conv2d, getattr(leaf, part)) for leaf in leaves]
             setattr(merged, part, _merge_conv(convs, "grouped")[0])
@@ -152,13 +152,14 @@ def _merge_linear(layers: Sequence[nn.Linear], state: State) -> tuple[nn.Module,
 
 def _merge_norm(norms: Sequence[nn.BatchNorm2d], name: str) -> nn.Module:
     first = norms[0]
-    counts = {int(n.num_batches_tracked) for n in norms if n.num_batches_tracked is not None}
-    if first.momentum is None and len(counts) > 1:
-        raise InputError(
-            f"{name} averages its statistics over all batches (momentum=None), and the branches "
-            f"have seen different numbers of them: {sorted(counts)}"
-        )
-    merged = _filled(copy.deepcopy(first), norms)
+    if first.momentum is None and first.track_running_stats:
+        counts = {int(cast(Tensor, norm.num_batches_tracked)) for norm in norms}
+        if len(counts) > 1:
+            raise InputError(
+                f"{name} averages its statistics over all batches (momentum=None), and the "
+                f"branches have seen different numbers of them: {sorted(counts)}"
+            )
+    merged = _filled(skeleton(first), norms)
     merged.num_features = first.num_features * len(norms)
     return merged
 
@@ -174,6 +175,17 @@ def _filled(merged: M, leaves: Sequence[nn.Module]) -> M:
         values = [leaf.get_buffer(name) for leaf in leaves]
         _set(merged, name, torch.cat(values) if buffer.dim() else buffer.clone())
     return merged.train(first.training)
+
+
+def skeleton(module: M) -> M:
+    """Return a copy whose parameters and buffers have shapes but no values."""
+    empty: dict[int, Any] = {}
+    for parameter in module.parameters():
+        like = torch.empty_like(parameter, device="meta")
+        empty[id(parameter)] = nn.Parameter(like, requires_grad=parameter.requires_grad)
+    for buffer in module.buffers():
+        empty[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(module, empty)
 
 
 def _set(module: nn.Module, name: str, tensor: Tensor) -> None:

@@ -95,7 +95,7 @@ def _pad(model: TResNet, multiple: int) -> None:
         return -(-channels // multiple) * multiple
 
     before = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    for name, module in model.named_modules():
+    for name, module in model.body.named_modules(prefix="body"):
         if isinstance(module, ConvNormAct):
             conv = module.conv
             inputs, outputs = conv.in_channels, conv.out_channels
@@ -114,7 +114,7 @@ def _pad(model: TResNet, multiple: int) -> None:
 def _crop(model: TResNet) -> None:
     """Undo `_pad`."""
     shapes = model.unpadded_shapes
-    for name, module in model.named_modules():
+    for name, module in model.body.named_modules(prefix="body"):
         if isinstance(module, nn.Conv2d):
             outputs, inputs = shapes.get(f"{name}.weight", module.weight.shape)[:2]
             _resize_conv(module, inputs, outputs)

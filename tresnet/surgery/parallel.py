@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tresnet.errors import InputError
 from tresnet.layers.grouped_conv import GroupedConv2d, GroupedImpl
-from tresnet.surgery.merge_rules import split_tensor
+from tresnet.surgery.merge_rules import skeleton, split_tensor
 
 
 class ParallelBranches(nn.Module):
@@ -38,7 +38,7 @@ class ParallelBranches(nn.Module):
         for name, module in merged.named_modules():
             module.training = branches[0].get_submodule(name).training
         # in a list, so that they are no sub-modules
-        self._skeletons = [copy.deepcopy(branch).to("meta") for branch in branches]
+        self._skeletons = [skeleton(branch) for branch in branches]
 
     @property
     def groups(self) -> int:

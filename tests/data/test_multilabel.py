@@ -1,0 +1,167 @@
+"""Labels from CSV and COCO-style JSON, and the canvases of several digits."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from tresnet.data import create_loader, digits_multilabel
+from tresnet.data.multilabel import check_same_order, open_multilabel
+from tresnet.errors import DataError
+
+
+def write_images(folder: Path, names: list[str]) -> None:
+    for shade, name in enumerate(names):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (6, 5), 40 * shade).save(path)
+
+
+NAMES = ["train/a.png", "train/b.png", "train/sub/c.png"]
+COLUMNS = "image,cat,dog,red car\ntrain/a.png,1,0,1\ntrain/b.png,0,0,0\ntrain/sub/c.png,0,1,0\n"
+NAMED = "image,labels\ntrain/a.png,cat; red car\ntrain/b.png,\ntrain/sub/c.png,dog\n"
+COCO = {
+    "images": [{"id": 7, "file_name": "a.png"}, {"id": 3, "file_name": "b.png"}],
+    "categories": [{"id": 9, "name": "dog"}, {"id": 2, "name": "cat"}],
+    "annotations": [
+        {"image_id": 7, "category_id": 9},
+        {"image_id": 7, "category_id": 9},
+        {"image_id": 7, "category_id": 2},
+    ],
+}
+
+
+@pytest.mark.parametrize("text", [COLUMNS, NAMED, "\ufeff" + NAMED])
+def test_both_tables_say_the_same(tmp_path: Path, text: str):
+    write_images(tmp_path, NAMES)
+    (tmp_path / "train.csv").write_text(text, encoding="utf-8")
+    dataset = open_multilabel(tmp_path, "train")
+    assert dataset.classes == ["cat", "dog", "red car"]
+    assert dataset.targets.tolist() == [[1, 0, 1], [0, 0, 0], [0, 1, 0]]
+    assert [Path(path).name for path in dataset.paths] == ["a.png", "b.png", "c.png"]
+    image, labels = dataset[2]
+    assert image.mode == "RGB"
+    assert labels.dtype == torch.float32
+    assert labels.tolist() == [0, 1, 0]
+    assert dataset.describe() == {
+        "split": "train",
+        "images": 3,
+        "classes": ["cat", "dog", "red car"],
+        "images_per_class": [1, 1, 1],
+    }
+
+
+@pytest.mark.parametrize("place", ["train.json", "annotations/instances_train.json"])
+def test_cocos_categories_are_in_the_order_of_their_ids(tmp_path: Path, place: str):
+    write_images(tmp_path, ["train/a.png", "train/b.png"])
+    (tmp_path / place).parent.mkdir(exist_ok=True)
+    (tmp_path / place).write_text(json.dumps(COCO))
+    dataset = open_multilabel(tmp_path, "train")
+    assert dataset.classes == ["cat", "dog"]
+    assert dataset.targets.tolist() == [[1, 1], [0, 0]]
+
+
+def test_a_list_of_classes_fixes_their_order(tmp_path: Path):
+    write_images(tmp_path, NAMES)
+    (tmp_path / "train.csv").write_text(NAMED)
+    (tmp_path / "classes.txt").write_text("red car\nbird\ndog\ncat\n")
+    dataset = open_multilabel(tmp_path, "train")
+    assert dataset.classes == ["red car", "bird", "dog", "cat"]
+    assert dataset.targets[0].tolist() == [1, 0, 0, 1]
+
+
+def test_batches_hold_a_row_of_labels_an_image(tmp_path: Path):
+    write_images(tmp_path, NAMES)
+    (tmp_path / "train.csv").write_text(COLUMNS)
+    dataset = open_multilabel(tmp_path, "train", lambda image: torch.zeros(3, 5, 6))
+    images, labels = next(iter(create_loader(dataset, 3, training=False)))
+    assert images.shape == (3, 3, 5, 6)
+    assert labels.tolist() == [[1, 0, 1], [0, 0, 0], [0, 1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, r"one of train.csv, train.json, annotations/instances_train.json"),
+        ({"train.csv": ""}, "expected a header line"),
+        ({"train.csv": "image,labels\n"}, "lists none"),
+        ({"train.csv": "image,labels\ntrain/a.png,\n"}, "no image has any"),
+        ({"train.csv": "image,cat,cat\n"}, "expected every column once, got cat"),
+        ({"train.csv": "image,cat\ntrain/a.png,1,1\n"}, r"train.csv:2: expected 2 cells, got 3"),
+        ({"train.csv": "image,cat\ntrain/a.png,yes\n"}, "train.csv:2: expected 0 or 1.*'yes'"),
+        ({"train.csv": "image,cat\ntrain/x.png,1\n"}, "1 images that are not there.*x.png"),
+        ({"train.csv": "image,cat\n" + "train/a.png,1\n" * 2}, "every image once.*a.png twice"),
+        ({"train.csv": NAMED, "classes.txt": "cat\ndog\n"}, "not in .*classes.txt: red car"),
+        ({"train.csv": NAMED, "classes.txt": "cat\ndog\nred car\ncat"}, "every class once"),
+        ({"train.json": "{"}, "cannot read the labels in .*train.json"),
+        ({"train.json": json.dumps({"images": []})}, "'categories' is missing"),
+        (
+            {"train.json": json.dumps(COCO | {"annotations": [{"image_id": 1, "category_id": 2}]})},
+            "image 1 and category 2, which are not both listed",
+        ),
+        (
+            {
+                "train.json": json.dumps(
+                    COCO | {"categories": [{"id": i, "name": "x"} for i in (2, 9)]}
+                )
+            },
+            "different names for the categories",
+        ),
+    ],
+)
+def test_faulty_lists_are_refused(tmp_path: Path, files: dict[str, str], message: str):
+    write_images(tmp_path, NAMES)
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=message):
+        open_multilabel(tmp_path, "train")
+
+
+def test_splits_must_number_their_labels_alike(tmp_path: Path):
+    write_images(tmp_path, ["train/a.png", "val/a.png"])
+    (tmp_path / "train.csv").write_text("image,cat,dog\ntrain/a.png,1,0\n")
+    (tmp_path / "val.csv").write_text("image,dog,cat\nval/a.png,1,0\n")
+    train, val = (open_multilabel(tmp_path, split) for split in ("train", "val"))
+    with pytest.raises(DataError, match="same order in train and val, got cat, dog and dog, cat"):
+        check_same_order(train, val)
+    check_same_order(train, train)
+
+
+@pytest.fixture(scope="module")
+def canvases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("sklearn")
+    return digits_multilabel.write(tmp_path_factory.mktemp("data"))
+
+
+def test_the_canvases_are_the_same_everywhere_and_written_once(canvases: Path):
+    before = (canvases / "train.csv").stat().st_mtime_ns
+    assert digits_multilabel.write(canvases.parent) == canvases
+    assert (canvases / "train.csv").stat().st_mtime_ns == before
+    train, val = (open_multilabel(canvases, split) for split in ("train", "val"))
+    assert (len(train), len(val)) == (3000, 750)
+    assert train.classes == [str(digit) for digit in range(10)]
+    each = train.targets.sum(1)
+    assert (each.min(), each.max()) == (1, 4)
+    assert train[0][0].size == (40, 40)
+
+
+def test_a_canvas_shows_the_digits_it_is_labelled_with():
+    np = pytest.importorskip("numpy")
+    pixels = np.stack([np.full((8, 8), 10 + digit, dtype=np.uint8) for digit in range(10)])
+    labels = np.arange(10)
+    for seed in range(20):
+        image, marks = digits_multilabel.canvas(pixels, labels, np.array([2, 5, 7]), str(seed))
+        shown = set(np.unique(image).tolist()) - {0}
+        assert shown == {10 + digit for digit, mark in enumerate(marks) if mark}
+        assert shown <= {12, 15, 17}
+        assert (image > 0).sum() % 16**2 == 0, "digits do not overlap or leave the canvas"
+
+
+def test_other_content_is_left_alone(tmp_path: Path):
+    (tmp_path / "digits_multilabel").mkdir()
+    (tmp_path / "digits_multilabel" / "mine.txt").write_text("keep")
+    with pytest.raises(DataError, match="left alone"):
+        digits_multilabel.write(tmp_path)
+    assert (tmp_path / "digits_multilabel" / "mine.txt").read_text() == "keep"

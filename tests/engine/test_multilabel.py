@@ -1,0 +1,187 @@
+"""Several labels an image: metrics against scikit-learn's, training, evaluation, resuming."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tresnet.checkpoints.manifest import describe
+from tresnet.engine import config as configs
+from tresnet.engine.command import eval_main, train_main
+from tresnet.engine.config import LabelConfig, TrainConfig
+from tresnet.engine.losses import Losses
+from tresnet.engine.multilabel import average_precision, f1_scores
+from tresnet.engine.recipes import recipe
+from tresnet.engine.train import train
+from tresnet.engine.validate import validate
+from tresnet.errors import ConfigError
+
+metrics = pytest.importorskip("sklearn.metrics")
+
+
+@pytest.mark.parametrize("levels", [3, 10, 10_000])
+def test_average_precision_is_scikit_learns(levels: int):
+    generator = torch.Generator().manual_seed(levels)
+    for _ in range(20):
+        scores = torch.randint(levels, (57,), generator=generator) / levels
+        targets = (torch.rand(57, generator=generator) < 0.3).float()
+        targets[0] = 1
+        expected = metrics.average_precision_score(targets.numpy(), scores.numpy())
+        assert average_precision(scores, targets) == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_class_that_nobody_has_has_no_average_precision():
+    assert average_precision(torch.rand(5), torch.zeros(5)) is None
+    assert average_precision(torch.rand(5), torch.ones(5)) == 1
+
+
+def test_f1_is_scikit_learns():
+    generator = torch.Generator().manual_seed(0)
+    predicted, targets = (torch.rand(40, 6, generator=generator) < 0.3 for _ in range(2))
+    predicted[:, 0] = targets[:, 0] = False
+    pair = (targets.numpy(), predicted.numpy())
+    expected = [metrics.f1_score(*pair, average=a, zero_division=0) for a in ("micro", "macro")]
+    assert f1_scores(predicted, targets) == pytest.approx(expected, abs=1e-12)
+
+
+def test_losses_are_binary_cross_entropy_and_timms_asymmetric_loss():
+    from timm.loss import AsymmetricLossMultiLabel
+
+    logits, targets = torch.randn(4, 5), (torch.rand(4, 5) < 0.4).float()
+    found = {}
+    for name in ("bce", "asymmetric"):
+        config = TrainConfig(labels=LabelConfig(loss=name, gamma_neg=3, prob_margin=0.1))
+        losses = Losses(config, 5, 0)
+        assert not losses.has_accuracy(0)
+        _, same, criterion = losses.prepare(torch.zeros(4, 3, 2, 2), targets, 0, 0)
+        assert same is targets
+        found[name] = criterion(logits, targets)
+    expected = torch.nn.functional.binary_cross_entropy_with_logits(logits, targets)
+    torch.testing.assert_close(found["bce"], expected)
+    expected = AsymmetricLossMultiLabel(gamma_neg=3, gamma_pos=1, clip=0.1)(logits, targets)
+    torch.testing.assert_close(found["asymmetric"], expected)
+
+
+@pytest.fixture
+def shapes(tmp_path: Path) -> Path:
+    """Images with a bright left half, a bright top half, both or neither."""
+    root = tmp_path / "shapes"
+    generator = np.random.default_rng(0)
+    for split, count in (("train", 16), ("val", 9)):
+        (root / split).mkdir(parents=True)
+        lines = ["image,left,top"]
+        for index in range(count):
+            left, top = index % 2, index // 2 % 2
+            pixels = generator.integers(0, 60, (32, 32))
+            pixels[:, :16] += 120 * left
+            pixels[:16] += 60 * top
+            name = f"{split}/{index}.png"
+            Image.fromarray(pixels.astype(np.uint8)).save(root / name)
+            lines.append(f"{name},{left},{top}")
+        (root / f"{split}.csv").write_text("\n".join(lines) + "\n")
+    return root
+
+
+def small(shapes: Path, **changes: object) -> TrainConfig:
+    options = {
+        "data": str(shapes),
+        "runs": str(shapes.parent / "runs"),
+        "batch_size": 8,
+        "input_size": 32,
+        "layers": (1, 1, 1, 1),
+        "epochs": 2,
+        "lr": 0.05,
+        "progress": False,
+        "tensorboard": False,
+        "device": "cpu",
+    }
+    return configs.replace(recipe("multilabel"), **{**options, **changes})
+
+
+def test_a_run_logs_saves_and_is_evaluated(shapes: Path, capsys: pytest.CaptureFixture[str]):
+    options = [
+        "--recipe",
+        "multilabel",
+        "--data",
+        str(shapes),
+        "--batch-size",
+        "8",
+        "--epochs",
+        "2",
+    ]
+    options += ["--head", "group_attention", "--head-groups", "1", "1", "--head-channels", "8"]
+    options += ["--runs", str(shapes.parent / "runs"), "--name", "run", "--no-progress"]
+    assert train_main([*options, "--input-size", "32", "--layers", *"1111", "--device", "cpu"]) == 0
+    run = shapes.parent / "runs" / "run"
+    rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    assert {row["phase"] for row in rows} == {"initial", "model", "train", "final"}
+    assert all(0 <= row["val_map"] <= 100 for row in rows if row["phase"] in ("train", "final"))
+    assert all(row["val_top1"] is None and row["accuracy"] is None for row in rows)
+    info = describe(run / "best.safetensors")
+    assert (info.classes, info.user["labels"]) == (("left", "top"), "multi")
+    assert info.kwargs["head_groups"] == (1, 1)
+    output = shapes.parent / "result.json"
+    command = ["--data", str(shapes), "--weights", str(run / "best.safetensors"), "--workers", "0"]
+    assert eval_main([*command, "--device", "cpu", "--output", str(output)]) == 0
+    result = json.loads(output.read_text())
+    assert result["map"] == pytest.approx(info.user["map"], abs=1e-9)
+    assert result["images"] == 9
+    assert len(result["per_class_ap"]) == 2
+    assert "mAP" in capsys.readouterr().out
+
+
+def test_a_resumed_run_ends_like_one_in_one_piece(shapes: Path):
+    whole = train(small(shapes, name="whole"))
+    stopped = small(shapes, name="part")
+    import tresnet.engine.train as module
+
+    original = module.Trainer._poll
+    calls = []
+
+    def poll(self: module.Trainer) -> tuple[int, bool]:
+        calls.append(1)
+        return (15, False) if len(calls) == 1 else original(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module.Trainer, "_poll", poll)
+        part = train(stopped)
+    assert part.stopped_by == 15
+    resumed = train(stopped, resume=part.run_dir)
+    assert resumed.metrics is not None
+    assert whole.metrics is not None
+    assert resumed.metrics.figures() == whole.metrics.figures()
+
+
+def test_data_whose_labels_changed_are_not_resumed(shapes: Path):
+    config = small(shapes, name="run", epochs=1)
+    result = train(config)
+    table = (shapes / "train.csv").read_text().replace("0.png,0,0", "0.png,1,1")
+    (shapes / "train.csv").write_text(table)
+    with pytest.raises(ConfigError, match="training images are not the ones"):
+        train(config, resume=result.run_dir)
+
+
+def test_label_smoothing_and_mixing_are_for_one_label():
+    for change in ({"mixup": 0.2}, {"label_smoothing": 0.1}):
+        config = configs.replace(recipe("multilabel"), **change)
+        with pytest.raises(ConfigError, match="--loss asymmetric takes labels as they are"):
+            validate(config)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_recipe_reaches_95_percent(tmp_path: Path):
+    config = configs.replace(
+        recipe("multilabel"),
+        data_root=str(tmp_path),
+        runs=str(tmp_path / "runs"),
+        progress=False,
+        tensorboard=False,
+        device="cpu",
+    )
+    result = train(config)
+    assert result.metrics is not None
+    assert result.metrics.score >= 95

@@ -1,0 +1,205 @@
+"""Heads: what they compute, how they are reset, saved and loaded."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tresnet
+from tresnet.errors import CheckpointError, InputError
+from tresnet.layers.grouped_linear import GroupedLinear
+from tresnet.models.heads import class_groups
+from tresnet.models.tresnet import ModelConfig, TResNet
+from tresnet.surgery import split
+from tresnet.surgery.merge_parallel import merge_parallel
+
+HEADS: dict[str, dict[str, Any]] = {
+    "linear": {},
+    "group_attention": {"head_groups": (3, 1, 2), "head_channels": 16},
+    "ml_decoder": {"head_channels": 16},
+}
+
+
+def make(head: str, num_classes: int = 6, **options: Any) -> TResNet:
+    model = tresnet.create(
+        "tresnet_t", num_classes=num_classes, head=head, **{**HEADS[head], **options}
+    )
+    assert isinstance(model, TResNet)
+    return model
+
+
+def images(count: int = 2) -> torch.Tensor:
+    return torch.rand(count, 3, 32, 32)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_every_parameter_of_every_head_learns(head: str):
+    model = make(head)
+    model(images()).square().sum().backward()
+    silent = [
+        name
+        for name, parameter in model.head.named_parameters()
+        if parameter.requires_grad and parameter.grad is None
+    ]
+    assert silent == []
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
+def test_a_saved_model_loads_by_its_path_alone(head: str, suffix: str, tmp_path: Path):
+    model = make(head).eval()
+    path = tmp_path / f"model{suffix}"
+    tresnet.save_checkpoint(model, path)
+    loaded = tresnet.create(weights=path)
+    assert isinstance(loaded, TResNet)
+    assert loaded.config == model.config
+    x = images()
+    assert torch.equal(loaded.eval()(x), model(x))
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_reset_classifier_keeps_the_kind(head: str):
+    model = make(head).eval()
+    kind, x = type(model.head), images()
+    model.reset_classifier(9)
+    assert model(x).shape == (2, 9)
+    assert type(model.head) is kind
+    assert model.get_classifier() is model.head.fc
+    model.reset_classifier(0)
+    assert model(x).shape == (2, model.num_features)
+    assert isinstance(model.get_classifier(), nn.Identity)
+    model.reset_classifier(4)
+    assert model(x).shape == (2, 4)
+    assert type(model.head) is kind
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_pre_logits_have_the_width_announced(head: str):
+    model = make(head).eval()
+    features = model.forward_features(images())
+    pooled = model.forward_head(features, pre_logits=True)
+    assert pooled.shape == (2, model.head_hidden_size)
+
+
+def test_groups_are_kept_in_number_or_named_anew():
+    model = make("group_attention")
+    model.reset_classifier(8)
+    assert model.config.head_groups == (3, 3, 2)
+    model.reset_classifier(2)
+    assert model.config.head_groups == (1, 1)
+    model.reset_classifier(7, head_groups=(1, 6))
+    assert model.config.head_groups == (1, 6)
+    assert isinstance(model.head.fc, GroupedLinear)
+    assert model.head.fc.out_features == (1, 6)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_weights_go_into_a_model_of_other_classes(head: str, tmp_path: Path):
+    model, path = make(head), tmp_path / "model.safetensors"
+    tresnet.save_checkpoint(model, path)
+    other = tresnet.create(weights=path, num_classes=5, new_head=True)
+    assert isinstance(other, TResNet)
+    assert (other.config.head, other.num_classes) == (head, 5)
+    assert torch.equal(other.body.conv1.conv.weight, model.body.conv1.conv.weight)
+    if head == "group_attention":
+        assert other.config.head_groups == (2, 2, 1)
+
+
+def test_another_head_may_take_over_the_body(tmp_path: Path):
+    path = tmp_path / "model.safetensors"
+    tresnet.save_checkpoint(make("group_attention"), path)
+    model = tresnet.create(weights=path, head="linear", new_head=True)
+    assert model(images()).shape == (2, 6)
+    with pytest.raises(CheckpointError, match=r"does not fit.*head\.attention"):
+        tresnet.create(weights=path, head="linear")
+
+
+def test_timms_format_refuses_other_heads(tmp_path: Path):
+    with pytest.raises(CheckpointError, match="head='group_attention'"):
+        tresnet.save_checkpoint(make("group_attention"), tmp_path / "m.pth", format="timm")
+
+
+def test_group_attention_is_the_documents_loop_of_branches():
+    head = make("group_attention", drop_rate=0.0).double().eval().head
+    for module in head.modules():
+        if hasattr(module, "running_var"):
+            module.running_mean.normal_()
+            module.running_var.uniform_(0.5, 2)
+            nn.init.normal_(module.weight)
+    x = torch.randn(2, head.in_features, 3, 4, dtype=torch.float64)
+    reduced = head.reduce(x)
+    parts = []
+    for group, where in enumerate(head.fc.slices()):
+        state = {
+            name: tensor.chunk(3)[group] if tensor.dim() else tensor
+            for name, tensor in head.attention.state_dict().items()
+        }
+        branch = type(head.attention)(1, 16, dtype=torch.float64).eval()
+        branch.load_state_dict(state)
+        pooled = branch(reduced).amax((2, 3))
+        parts.append(pooled @ head.fc.weight[where].T + head.fc.bias[where])
+    torch.testing.assert_close(head(x), torch.cat(parts, 1), rtol=0, atol=1e-10)
+
+
+def test_classifiers_merge_and_split():
+    fcs = [nn.Linear(8, n) for n in (3, 1, 2)]
+    merged = merge_parallel(fcs)
+    x = torch.randn(4, 8)
+    torch.testing.assert_close(merged(x), torch.cat([fc(x) for fc in fcs], 1))
+    assert [fc.out_features for fc in split(merged)] == [3, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("classes", "groups", "expected"),
+    [
+        (26, None, (3, 3, *[2] * 10)),
+        (5, None, (1,) * 5),
+        (7, 3, (3, 2, 2)),
+        (6, (1, 2, 3), (1, 2, 3)),
+        (0, None, ()),
+    ],
+)
+def test_classes_are_spread_over_groups(classes: int, groups: Any, expected: tuple[int, ...]):
+    assert class_groups("group_attention", classes, groups) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"head": "fancy"}, "linear, group_attention, ml_decoder, got 'fancy'"),
+        ({"head": "group_attention", "head_groups": (2, 3)}, "add up to num_classes=6.*to 5"),
+        ({"head": "group_attention", "head_groups": (6, 0)}, "at least one class in each group"),
+        ({"head": "group_attention", "head_groups": 7}, "1 to 6 groups for 6 classes.*=7"),
+        ({"head": "group_attention", "head_channels": 7}, "channels divisible by reduction"),
+        ({"head": "group_attention", "head_channels": -2}, "head_channels of at least 1, got -2"),
+        ({"head_groups": 3}, "head_groups=3 needs head='group_attention', got 'linear'"),
+        ({"head_channels": 8}, "head_channels=8 needs head="),
+        ({"head": "ml_decoder", "head_channels": 12}, "8 heads, got 12"),
+    ],
+)
+def test_impossible_heads_are_refused(options: dict[str, Any], message: str):
+    with pytest.raises(InputError, match=message):
+        tresnet.create("tresnet_t", num_classes=6, **options)
+
+
+def test_a_pool_is_not_set_where_there_is_none():
+    with pytest.raises(InputError, match="pool of its own, got 'avg'"):
+        make("group_attention").reset_classifier(4, "avg")
+    with pytest.raises(InputError, match="add up to num_classes=4"):
+        make("group_attention").reset_classifier(4, head_groups=(1, 1))
+
+
+def test_old_configurations_without_head_settings_are_read():
+    values = make("linear").config.to_dict()
+    del values["head_groups"], values["head_channels"]
+    assert ModelConfig.from_dict(values).head_groups == ()
+
+
+def test_inplace_gammas_of_a_head_are_adapted(tmp_path: Path):
+    pytest.importorskip("inplace_abn")
+    path = tmp_path / "model.safetensors"
+    tresnet.save_checkpoint(make("group_attention"), path)  # its last norm starts at zero
+    model = tresnet.create(weights=path, norm="inplace_abn")
+    assert model.state_dict()["head.attention.conv3.bn.weight"].min() >= 1e-5

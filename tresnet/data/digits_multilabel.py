@@ -1,0 +1,128 @@
+"""A multi-label demo: one to four real handwritten digits on one canvas; which digits are there?
+
+The digits are those of `tresnet.data.digits`, each enlarged twice, in random places of a 2 x 2
+grid. Train canvases show digits of its train split only, val canvases of val. Every draw comes from
+Python's `random()`, whose values are the same on any machine and version.
+"""
+
+import hashlib
+import random
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from tresnet.data import digits
+from tresnet.data.multilabel import write_csv
+from tresnet.errors import DataError
+
+NAME = "digits_multilabel"
+COUNTS = {"train": 3000, "val": 750}
+CELL, DIGIT = 20, 16
+SIZE = 2 * CELL
+# SHA-256 over every file's place and content (pixels of images), see _digest.
+DIGEST = "798f1f00c11b27924c7f8644449000e3d2a8f6fd82e51133a7be47439b0f6fb6"
+
+
+def write(root: str | Path) -> Path:
+    """Write `<root>/digits_multilabel/{train,val}.csv` and their images unless they are there.
+
+    The folder appears whole or not at all. Each image is a grey PNG of 40 x 40 pixels.
+
+    Returns:
+        The folder, which `open_multilabel` takes as its root.
+
+    Raises:
+        DataError: something else is at that place (it is left alone).
+        MissingDependencyError: scikit-learn is not installed and the canvases are not written yet.
+    """
+    target = Path(root) / NAME
+    if target.exists() or target.is_symlink():
+        _require_intact(target)
+        return target
+    images, labels = digits.load()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    workspace = Path(tempfile.mkdtemp(prefix=f".{NAME}-", dir=target.parent))
+    try:
+        _write_splits(workspace / NAME, digits.to_uint8(images), labels)
+        _require_intact(workspace / NAME)
+        try:
+            (workspace / NAME).rename(target)
+        except OSError:
+            if not target.exists():
+                raise
+            _require_intact(target)  # another process was first
+    finally:
+        shutil.rmtree(workspace, ignore_errors=True)
+    return target
+
+
+def canvas(
+    pixels: np.ndarray, labels: np.ndarray, members: np.ndarray, seed: str
+) -> tuple[np.ndarray, list[int]]:
+    """Draw one canvas.
+
+    Args:
+        pixels: digits (N, 8, 8), uint8.
+        labels: (N,).
+        members: indices of the digits to choose from.
+        seed: any text; the same gives the same canvas.
+
+    Returns:
+        Grey image (40, 40), uint8, and 0 or 1 for each of the ten digits.
+    """
+    draw = random.Random(seed).random
+    image, marks = np.zeros((SIZE, SIZE), dtype=np.uint8), [0] * len(digits.CLASSES)
+    cells = sorted(range(4), key=lambda _: draw())[: 1 + int(4 * draw())]
+    for cell in cells:
+        index = members[int(len(members) * draw())]
+        free = CELL - DIGIT + 1
+        top = CELL * (cell // 2) + int(free * draw())
+        left = CELL * (cell % 2) + int(free * draw())
+        enlarged = pixels[index].repeat(2, axis=0).repeat(2, axis=1)
+        image[top : top + DIGIT, left : left + DIGIT] = enlarged
+        marks[int(labels[index])] = 1
+    return image, marks
+
+
+def _write_splits(folder: Path, pixels: np.ndarray, labels: np.ndarray) -> None:
+    from PIL import Image
+
+    held_out = digits.split_of(labels)
+    for split, count in COUNTS.items():
+        members = np.flatnonzero(held_out if split == "val" else ~held_out)
+        (folder / split).mkdir(parents=True)
+        table = {}
+        for number in range(count):
+            image, marks = canvas(pixels, labels, members, f"{split} {number}")
+            name = f"{split}/{number:04d}.png"
+            Image.fromarray(image).save(folder / name)
+            table[name] = marks
+        write_csv(folder / f"{split}.csv", digits.CLASSES, table)
+
+
+def _require_intact(target: Path) -> None:
+    if _digest(target) != DIGEST:
+        raise DataError(
+            f"expected the canvases as written by tresnet in {target}, but found other or damaged "
+            "content, which is left alone: move or delete that folder, or pass another root"
+        )
+
+
+def _digest(folder: Path) -> str | None:
+    """Hash every image's place and pixels and the tables' text; None if one cannot be read."""
+    from PIL import Image
+
+    digest = hashlib.sha256()
+    for path in sorted([*folder.rglob("*.png"), *folder.glob("*.csv")]):
+        digest.update(path.relative_to(folder).as_posix().encode())
+        try:
+            if path.suffix == ".csv":
+                digest.update(path.read_bytes())
+                continue
+            with Image.open(path) as image:
+                digest.update(image.tobytes())
+        except Exception:  # a decoder fed garbage raises anything
+            return None
+    return digest.hexdigest()

@@ -1,0 +1,262 @@
+"""Images with any number of labels each, listed in a CSV or a COCO-style JSON file."""
+
+import csv
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tresnet.data.folder import HasClasses, load_rgb
+from tresnet.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SEPARATOR = ";"
+CLASSES_FILE = "classes.txt"
+_SHOWN = 5
+
+Listing = list[tuple[str, set[str]]]  # each image's path below its folder, and its labels
+
+
+class MultiLabelDataset(torch.utils.data.Dataset[tuple[Any, torch.Tensor]]):
+    """One split: item i is (transformed image, labels (C,) float32 of 0 and 1).
+
+    Attributes:
+        split: "train" or "val".
+        classes: class names in label order.
+        paths: the image files in index order, as text.
+        targets: (N, C), uint8.
+        skip_bad_images: whether a loader leaves unreadable files out instead of stopping.
+    """
+
+    def __init__(
+        self,
+        split: str,
+        classes: list[str],
+        samples: Sequence[tuple[str, set[str]]],
+        transform: Callable[["Image"], Any] | None = None,
+        skip_bad_images: bool = False,
+    ) -> None:
+        self.split = split
+        self.classes = classes
+        self.paths = [path for path, _ in samples]
+        self.targets = torch.zeros(len(samples), len(classes), dtype=torch.uint8)
+        number = {name: index for index, name in enumerate(classes)}
+        for row, (_, labels) in enumerate(samples):
+            self.targets[row, [number[name] for name in sorted(labels)]] = 1
+        self.transform = transform
+        self.skip_bad_images = skip_bad_images
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Any, torch.Tensor]:
+        """Return (image, labels); without a transform the image is a PIL image in RGB.
+
+        Raises:
+            BadImageError: the file cannot be decoded, whatever `skip_bad_images` says.
+        """
+        image = load_rgb(self.paths[index])
+        labels = self.targets[index].float()
+        return (image if self.transform is None else self.transform(image)), labels
+
+    def describe(self) -> dict[str, Any]:
+        """Return split, class names and counts of images: plain values for a run's record."""
+        return {
+            "split": self.split,
+            "images": len(self),
+            "classes": list(self.classes),
+            "images_per_class": self.targets.sum(0, dtype=torch.int64).tolist(),
+        }
+
+
+def open_multilabel(
+    root: str | Path,
+    split: str,
+    transform: Callable[["Image"], Any] | None = None,
+    skip_bad_images: bool = False,
+) -> MultiLabelDataset:
+    """Open one split of a multi-label data set.
+
+    The labels are in `<root>/<split>.csv`, or in COCO's format in `<root>/<split>.json` or
+    `<root>/annotations/instances_<split>.json`. A CSV has image paths below `<root>` in its first
+    column, and either one column `labels` with names separated by semicolons, or a column of 0 and
+    1 for each class. In JSON, `file_name` is below `<root>/<split>`, as in COCO. A file
+    `<root>/classes.txt`, one name a line, fixes the classes and their order; without it they are the
+    columns, the categories by id, or the sorted names that occur.
+
+    Args:
+        root: folder of the data set.
+        split: "train" or "val".
+        transform: from a PIL image in RGB to what the model takes.
+        skip_bad_images: kept on the data set for the loader, which counts and leaves out.
+
+    Raises:
+        DataError: a file is missing, malformed or empty, or lists images that are not there.
+    """
+    root = Path(root)
+    source = _find(root, split)
+    if source.suffix == ".csv":
+        folder, (classes, listing) = root, read_csv(source)
+    else:
+        folder, (classes, listing) = root / split, read_coco(source)
+    if not listing:
+        raise DataError(f"expected images in {source}, but it lists none")
+    classes = _named_classes(root / CLASSES_FILE, classes, listing, source)
+    samples = [(str(folder / path), labels) for path, labels in listing]
+    _check_files([path for path, _ in samples], source)
+    return MultiLabelDataset(split, classes, samples, transform, skip_bad_images)
+
+
+def check_same_order(train: HasClasses, val: HasClasses) -> None:
+    """Require the same classes in the same order in both splits, so that labels mean the same.
+
+    Raises:
+        DataError: the order differs.
+    """
+    if train.classes != val.classes:
+        raise DataError(
+            f"expected the same classes in the same order in train and val, got "
+            f"{', '.join(train.classes[:_SHOWN])} and {', '.join(val.classes[:_SHOWN])}: list them "
+            f"in {CLASSES_FILE}"
+        )
+
+
+def _find(root: Path, split: str) -> Path:
+    places = [
+        root / f"{split}.csv",
+        root / f"{split}.json",
+        root / "annotations" / f"instances_{split}.json",
+    ]
+    for place in places:
+        if place.is_file():
+            return place
+    names = ", ".join(place.relative_to(root).as_posix() for place in places)
+    raise DataError(
+        f"expected labels in one of {names} below {root}, but none is there: check --data"
+    )
+
+
+def read_csv(path: Path) -> tuple[list[str], Listing]:
+    """Read images and labels; see `open_multilabel`.
+
+    Returns:
+        Class names (the columns, or the sorted names that occur) and the images.
+
+    Raises:
+        DataError: the file is not such a table; names the line.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            header, *rows = list(csv.reader(file)) or [[]]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"cannot read the labels in {path}: {error}") from error
+    if len(header) < 2:
+        raise DataError(
+            f"{path}: expected a header line 'image,labels' or 'image,CLASS,CLASS,...', got "
+            f"{','.join(header)!r}"
+        )
+    twice = sorted({name for name in header if header.count(name) > 1})
+    if twice:
+        raise DataError(f"{path}: expected every column once, got {', '.join(twice)} twice")
+    named = header[1:] == ["labels"]
+    listing: Listing = []
+    for line, row in enumerate(rows, start=2):
+        if len(row) != len(header):
+            raise DataError(f"{path}:{line}: expected {len(header)} cells, got {len(row)}")
+        labels = _names(row[1]) if named else _marked(header[1:], row[1:], path, line)
+        listing.append((row[0], labels))
+    found = sorted({name for _, labels in listing for name in labels})
+    return (found if named else header[1:]), listing
+
+
+def _names(cell: str) -> set[str]:
+    return {name.strip() for name in cell.split(SEPARATOR) if name.strip()}
+
+
+def _marked(classes: list[str], cells: list[str], path: Path, line: int) -> set[str]:
+    odd = next((cell for cell in cells if cell.strip() not in ("0", "1")), None)
+    if odd is not None:
+        raise DataError(f"{path}:{line}: expected 0 or 1 for each class, got {odd!r}")
+    return {name for name, cell in zip(classes, cells, strict=True) if cell.strip() == "1"}
+
+
+def read_coco(path: Path) -> tuple[list[str], Listing]:
+    """Read images and the categories of their annotations from COCO's format.
+
+    Returns:
+        Category names in the order of their ids, and the images in the order of the file.
+
+    Raises:
+        DataError: the file is not in that format; names what is missing.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        names = {entry["id"]: entry["name"] for entry in content["categories"]}
+        images = {entry["id"]: entry["file_name"] for entry in content["images"]}
+        pairs = [(entry["image_id"], entry["category_id"]) for entry in content["annotations"]]
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DataError(f"cannot read the labels in {path}: {error}") from error
+    except (KeyError, TypeError) as error:
+        raise DataError(
+            f"{path}: expected lists of images (id, file_name), categories (id, name) and "
+            f"annotations (image_id, category_id), but {error} is missing or of another kind"
+        ) from error
+    labels: dict[Any, set[str]] = {image: set() for image in images}
+    for image, category in pairs:
+        if image not in images or category not in names:
+            raise DataError(
+                f"{path}: an annotation names image {image!r} and category {category!r}, which are "
+                "not both listed"
+            )
+        labels[image].add(names[category])
+    ordered = [names[key] for key in sorted(names)]
+    if len(set(ordered)) < len(ordered):
+        raise DataError(f"{path}: expected different names for the categories, got {ordered}")
+    return ordered, [(images[key], labels[key]) for key in images]
+
+
+def _named_classes(path: Path, classes: list[str], listing: Listing, source: Path) -> list[str]:
+    """Return the classes of classes.txt if there is one."""
+    if path.is_file():
+        classes = [name for line in path.read_text("utf-8").splitlines() if (name := line.strip())]
+        unknown = sorted({name for _, labels in listing for name in labels} - set(classes))
+        if unknown:
+            raise DataError(
+                f"{source} has labels that are not in {path}: {', '.join(unknown[:_SHOWN])}"
+            )
+        if len(set(classes)) < len(classes):
+            raise DataError(f"{path}: expected every class once")
+    if not classes:
+        raise DataError(f"expected labels in {source}, but no image has any")
+    return classes
+
+
+def _check_files(paths: Sequence[str], source: Path) -> None:
+    if len(set(paths)) < len(paths):
+        seen: set[str] = set()
+        twice = next(path for path in paths if path in seen or seen.add(path))
+        raise DataError(f"{source}: expected every image once, got {twice} twice")
+    missing = [path for path in paths if not Path(path).is_file()]
+    if missing:
+        raise DataError(
+            f"{source} lists {len(missing)} images that are not there, such as "
+            f"{', '.join(missing[:_SHOWN])}"
+        )
+
+
+def write_csv(path: Path, classes: Sequence[str], images: Mapping[str, Sequence[int]]) -> None:
+    """Write a CSV with a column of 0 and 1 for each class.
+
+    Args:
+        path: the file.
+        classes: names of the columns.
+        images: path below the folder of the file, to 0 or 1 for each class.
+    """
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["image", *classes])
+        writer.writerows([name, *marks] for name, marks in images.items())
