@@ -11,10 +11,11 @@ import tresnet
 from tests.surgery.networks import NORMS, features, images, network
 from tresnet.errors import InputError
 from tresnet.layers.folded_conv import FoldedConv
-from tresnet.layers.norm import NormAct
+from tresnet.layers.grouped_conv import GroupedConv2d
+from tresnet.layers.norm import ABN, BatchNormAct, NormAct
 from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.models.features import FeatureExtractor
-from tresnet.surgery import fold, replace_conv
+from tresnet.surgery import fold, pad_channels, replace_conv, swap_norm
 
 # The package takes eps as float32, which moves gamma by up to 2.5e-13 of about 1.
 EXACT = {"abn": 1e-10, "batchnorm": 1e-10, "inplace_abn": 1e-9}
@@ -154,6 +155,22 @@ def test_a_feature_extractor_folds():
     folded = fold(extractor)
     torch.testing.assert_close(folded(x), extractor(x), rtol=1e-10, atol=1e-10)
     assert [y.shape[1] for y in folded(x)] == extractor.feature_info.channels()
+
+
+@pytest.mark.parametrize("rewrite", [fold, pad_channels, lambda m: swap_norm(m, "batchnorm")])
+def test_a_head_with_norms_of_its_own(rewrite):
+    model = network(head="group_attention", num_classes=5, head_groups=2, head_channels=8).double()
+    x = images(torch.double)
+    expected = model(x)
+    rewritten = rewrite(model)
+    torch.testing.assert_close(rewritten(x), expected, rtol=1e-9, atol=1e-10)
+    left = {type(m) for m in rewritten.modules() if isinstance(m, NormAct)}
+    assert left == {fold: set(), pad_channels: {ABN}}.get(rewrite, {BatchNormAct})
+    if rewrite is fold:
+        assert type(rewritten.head.attention.conv2[0].conv) is GroupedConv2d
+        rewritten.set_slopes(0.3, 0.2)
+        model.set_slopes(0.3, 0.2)
+        torch.testing.assert_close(rewritten(x), model(x), rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("affine", [True, False])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tresnet.errors import InputError
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
+from tresnet.layers.grouped_conv import GroupedConv2d
 from tresnet.layers.norm import NormAct
 from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.models.tresnet import TResNet
@@ -17,6 +18,7 @@ from tresnet.surgery.pad_channels import pad_channels
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 AnyNorm = NormAct | nn.BatchNorm2d
+_CONVS = (nn.Conv2d, GroupedConv2d)  # other subclasses may compute their weight
 
 
 def fold(
@@ -26,7 +28,7 @@ def fold(
 
     y = gamma (conv(x) - mean) / sqrt(var + eps) + beta becomes one convolution with bias, computed in
     float64 and rounded once. Besides TResNets, alone or inside another module, it folds a
-    `Conv2d` followed by a `BatchNorm2d` in any `nn.Sequential`. Nothing of the result asks for a
+    `Conv2d` followed by a `BatchNorm2d` or one of our norms in any `nn.Sequential`. Nothing of the result asks for a
     gradient, and it refuses training mode and checkpoints: load before, export after.
 
     Args:
@@ -68,12 +70,12 @@ def fold(
 
 
 def _pairs(parent: nn.Sequential) -> list[tuple[str, str]]:
-    """Return the names of each convolution and the batch norm right after it."""
+    """Return the names of each convolution and the norm right after it."""
     children = list(parent.named_children())
     return [
         (name, next_name)
         for (name, conv), (next_name, norm) in itertools.pairwise(children)
-        if type(conv) is nn.Conv2d and type(norm) is nn.BatchNorm2d
+        if type(conv) in _CONVS and (isinstance(norm, NormAct) or type(norm) is nn.BatchNorm2d)
     ]
 
 
@@ -85,7 +87,7 @@ def _check(model: nn.Module) -> None:
         dot = f"{prefix}." if prefix else ""
         if isinstance(module, ConvNormAct) and prefix:
             norms[dot + "bn"] = module.bn
-            if not isinstance(module.conv, nn.Conv2d):
+            if type(module.conv) not in _CONVS:
                 raise InputError(
                     f"expected plain convolutions, but {dot}conv is {type(module.conv).__name__}: "
                     "call tresnet.surgery.fuse first"
@@ -120,8 +122,11 @@ def _fold_pairs(parent: nn.Sequential) -> None:
     for name, next_name in _pairs(parent):
         conv, norm = parent.get_submodule(name), parent.get_submodule(next_name)
         assert isinstance(conv, nn.Conv2d)
-        assert isinstance(norm, nn.BatchNorm2d)
-        parent.register_module(name, fold_norm(conv, norm))
+        assert isinstance(norm, AnyNorm)
+        folded = fold_norm(conv, norm)
+        if isinstance(norm, NormAct):
+            folded = FoldedConv(folded, norm.slope, nn.Identity())
+        parent.register_module(name, folded)
         parent.register_module(next_name, nn.Identity())
 
 
@@ -162,7 +167,7 @@ def _convolution(conv: nn.Conv2d, weight: Tensor, bias: Tensor, **changes: objec
         for name in ("stride", "padding", "dilation", "groups", "padding_mode")
     }
     old = conv.weight
-    new = nn.Conv2d(
+    new = type(conv)(
         weight.shape[1] * conv.groups,
         weight.shape[0],
         (weight.shape[2], weight.shape[3]),
@@ -170,6 +175,8 @@ def _convolution(conv: nn.Conv2d, weight: Tensor, bias: Tensor, **changes: objec
         dtype=old.dtype,
         **{**settings, **changes},
     )
+    if isinstance(conv, GroupedConv2d):
+        new.use(conv.impl)  # pyright: ignore[reportCallIssue]
     layout = torch.contiguous_format if old.is_contiguous() else torch.channels_last
     new.weight = nn.Parameter(weight.to(old.dtype).contiguous(memory_format=layout))
     new.bias = nn.Parameter(bias.to(old.dtype))
