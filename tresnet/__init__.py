@@ -53,9 +53,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name from the module it lives in."""
+    """Load a public name from the module it lives in, or a room of public functions."""
     if name in _ROOMS:
-        return importlib.import_module(f"{__name__}.{name}")
+        return importlib.import_module(f"tresnet.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'tresnet' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

@@ -48,6 +48,34 @@ def test_models_side_by_side_on_the_cpu(measure):
     assert rows[0].parameters == 1_459_816
 
 
+def test_a_folded_model_is_what_is_timed():
+    device = torch.device("cpu")
+    plain, folded = (
+        steps.prepare(case(norm="batchnorm", fold=fold), False, device, seed=0)
+        for fold in (False, True)
+    )
+    torch.testing.assert_close(folded.run(), plain.run(), rtol=1e-3, atol=1e-5)
+    assert folded.parameters < plain.parameters  # one bias for gamma and beta
+    (row,) = bench_infer([case(fold=True, channels_last=True)], QUICK, log=quiet)
+    assert row.status == "ok"
+    assert row.to_dict()["fold"] is True
+
+
+def test_freezing_is_asked_of_the_compiler(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "compile", lambda model, **how: asked.append(how) or model)
+    for freeze in (False, True):
+        chosen = case(compile="max-autotune-no-cudagraphs", freeze=freeze)
+        steps.prepare(chosen, False, torch.device("cpu"), seed=0)
+    plain, frozen = asked
+    assert plain == {"mode": "max-autotune-no-cudagraphs", "dynamic": False}
+    assert frozen["options"] == {
+        "max_autotune": True,
+        "coordinate_descent_tuning": True,
+        "freezing": True,
+    }
+
+
 @pytest.mark.parametrize(
     ("measure", "changes", "cast"),
     [

@@ -63,6 +63,20 @@ def test_bad_values(changes, message):
         BenchCase(**{"model": "tresnet_t", **changes}).checked(training=True)
 
 
+@pytest.mark.parametrize(
+    ("model", "changes", "training", "message"),
+    [
+        ("tresnet_t", {"fold": True}, True, "fold=false in training, got true for tresnet_t"),
+        ("tresnet_t", {"freeze": True}, True, "freeze=false in training, got true"),
+        ("timm:resnet50", {"fold": True}, False, "fold=false for timm:resnet50, .* only ours"),
+        ("tresnet_t", {"freeze": True}, False, "a compile mode with freeze=true .*, got none"),
+    ],
+)
+def test_what_is_for_inference_only(model, changes, training, message):
+    with pytest.raises(InputError, match=message):
+        BenchCase(model, **changes).checked(training)
+
+
 def test_norm_of_a_peer_is_an_error():
     with pytest.raises(InputError, match="expected no norm for timm:resnet50, got 'abn'"):
         BenchCase("timm:resnet50", norm="abn").checked(training=True)
@@ -85,6 +99,7 @@ def test_a_model_may_have_its_own_settings():
         ("model=x", "with a key out of batch_size, .* got 'model=x'"),
         ("batch_size=many", "expected batch_size= a whole number, got 'many'"),
         ("channels_last=1", "expected channels_last=true or false, got '1'"),
+        ("fold=yes", "expected fold=true or false, got 'yes'"),
     ],
 )
 def test_bad_settings_of_a_model(option, message):
@@ -105,4 +120,13 @@ def test_label_names_what_differs():
     case = BenchCase("tresnet_t", 8, dtype="fp16", channels_last=True, compile="default")
     assert case.checked(training=True).label() == (
         "tresnet_t, batch 8, fp16, autocast, abn, channels_last, compile default"
+    )
+
+
+def test_label_names_a_folded_and_frozen_case():
+    case = parse_case(
+        "tresnet_t@fold=true,compile=default,freeze=true", BenchCase("", dtype="fp32")
+    )
+    assert case.checked(training=False).label() == (
+        "tresnet_t, batch 64, fp32, abn, folded, compile default freeze"
     )

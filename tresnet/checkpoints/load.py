@@ -9,6 +9,7 @@ from tresnet.checkpoints.fit import fit
 from tresnet.checkpoints.read import read_weights
 from tresnet.checkpoints.remap import Weights, to_ours
 from tresnet.errors import InputError
+from tresnet.layers.folded_conv import FoldedConv
 from tresnet.models.features import FeatureExtractor
 from tresnet.models.tresnet import TResNet
 
@@ -48,8 +49,17 @@ def model_tensors(model: TResNet) -> dict[str, Tensor]:
     """Return the parameters and persistent buffers themselves, by name.
 
     `state_dict` would do, but norm='inplace_abn' rewrites its weights when asked for one, and a
-    load that fails must leave every bit alone.
+    load that fails must leave every bit alone. Of a tensor that `surgery.pad_channels` has widened,
+    it is a view of the real part: files hold no padding.
+
+    Raises:
+        InputError: the model was folded by `surgery.fold`, so the tensors of files are not there.
     """
+    if any(isinstance(module, FoldedConv) for module in model.modules()):
+        raise InputError(
+            "expected a model with its norms, got one folded by tresnet.surgery.fold, which no "
+            "checkpoint fits: load into the model before folding it, and save that one"
+        )
     names = {}
     for prefix, module in model.named_modules():
         dot = f"{prefix}." if prefix else ""
@@ -58,6 +68,9 @@ def model_tensors(model: TResNet) -> dict[str, Tensor]:
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 names[dot + name] = buffer
+    for name, shape in model.unpadded_shapes.items():
+        if name in names:
+            names[name] = names[name][tuple(map(slice, shape))]
     return names
 
 

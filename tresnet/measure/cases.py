@@ -37,6 +37,9 @@ class BenchCase:
         channels_last: memory format of weights and input.
         compile: a mode of torch.compile, or `none` for eager.
         norm: our models' norm, None for `abn`; peers have no choice.
+        fold: our model folded by `tresnet.surgery.fold`; inference only.
+        freeze: compile the weights in as constants (Inductor's freezing, which packs them for the
+            device and fuses activations into convolutions); compiled inference only.
     """
 
     model: str
@@ -47,6 +50,8 @@ class BenchCase:
     channels_last: bool = False
     compile: str = "none"
     norm: str | None = None
+    fold: bool = False
+    freeze: bool = False
 
     def checked(self, training: bool) -> "BenchCase":
         """The case with `cast` and `norm` filled in; one of ours is sure to build and run.
@@ -60,6 +65,7 @@ class BenchCase:
         ours = split_name(self.model)[0] == "tresnet"
         if self.norm is not None and not ours:
             raise InputError(f"expected no norm for {self.model}, got {self.norm!r}: only ours has")
+        self._check_inference_only(training, ours)
         case = dataclasses.replace(
             self,
             cast=self._resolved_cast(training),
@@ -79,6 +85,15 @@ class BenchCase:
             _rehearse(case.model, case.norm, case.input_size)
         return case
 
+    def _check_inference_only(self, training: bool, ours: bool) -> None:
+        for field in ("fold", "freeze"):
+            if training and getattr(self, field):
+                raise InputError(f"expected {field}=false in training, got true for {self.model}")
+        if self.fold and not ours:
+            raise InputError(f"expected fold=false for {self.model}, got true: only ours folds")
+        if self.freeze and self.compile == "none":
+            raise InputError(f"expected a compile mode with freeze=true for {self.model}, got none")
+
     def _resolved_cast(self, training: bool) -> str | None:
         if self.cast is not None and self.cast not in CASTS:
             raise InputError(f"expected cast out of {', '.join(CASTS)}, got {self.cast!r}")
@@ -97,10 +112,12 @@ class BenchCase:
             parts.append(self.cast)
         if self.norm is not None:
             parts.append(self.norm)
+        if self.fold:
+            parts.append("folded")
         if self.channels_last:
             parts.append("channels_last")
         if self.compile != "none":
-            parts.append(f"compile {self.compile}")
+            parts.append(f"compile {self.compile}" + (" freeze" if self.freeze else ""))
         return ", ".join(parts)
 
 
@@ -155,8 +172,8 @@ def _parse_value(key: str, value: str) -> object:
         if not value.isdigit():
             raise InputError(f"expected {key}= a whole number, got {value!r}")
         return int(value)
-    if key == "channels_last":
+    if key in ("channels_last", "fold", "freeze"):
         if value not in ("true", "false"):
-            raise InputError(f"expected channels_last=true or false, got {value!r}")
+            raise InputError(f"expected {key}=true or false, got {value!r}")
         return value == "true"
     return value

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from tresnet.measure.cases import DTYPES, BenchCase
 from tresnet.measure.macs import count_parameters
 from tresnet.measure.named import build_named, default_input_size
+from tresnet.surgery.fold import fold
 
 OPTIMIZER = "SGD, learning rate 1e-3, momentum 0.9, weight decay 1e-4"
 _TORCHVISION_CLASSES = 1000
@@ -38,12 +39,15 @@ def prepare(case: BenchCase, training: bool, device: torch.device, seed: int) ->
     size = default_input_size(built) if case.input_size is None else case.input_size
     layout = torch.channels_last if case.channels_last else torch.contiguous_format
     dtype = DTYPES[case.dtype] if case.cast == "pure" else torch.float32
-    built = built.to(device=device, dtype=dtype).train(training)
+    built.train(training)
+    if case.fold:
+        built = fold(built)
+    built = built.to(device=device, dtype=dtype)
     model = built.to(memory_format=layout)  # pyright: ignore[reportCallIssue]
     images = torch.rand(case.batch_size, 3, size, size, device=device)
     images = images.to(dtype=dtype, memory_format=layout)
     parameters = count_parameters(model)
-    step_model = _compiled(model, case.compile)
+    step_model = _compiled(model, case)
     if training:
         run = _training_step(step_model, model, images, case, device)
     else:
@@ -51,14 +55,18 @@ def prepare(case: BenchCase, training: bool, device: torch.device, seed: int) ->
     return PreparedStep(run, parameters, size)
 
 
-def _compiled(model: nn.Module, mode: str) -> Callable[[Tensor], Tensor]:
+def _compiled(model: nn.Module, case: BenchCase) -> Callable[[Tensor], Tensor]:
     """The model, compiled for static shapes.
 
     dynamic=False, because a second batch size of a model would otherwise be compiled for any size.
     """
-    if mode == "none":
+    if case.compile == "none":
         return model
-    return torch.compile(model, mode=mode, dynamic=False)
+    if not case.freeze:
+        return torch.compile(model, mode=case.compile, dynamic=False)
+    # torch.compile takes a mode or options, not both
+    options = {**torch._inductor.list_mode_options(case.compile), "freezing": True}
+    return torch.compile(model, options=options, dynamic=False)
 
 
 def _training_step(

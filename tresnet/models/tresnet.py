@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tresnet.errors import InputError
 from tresnet.layers.conv_norm_act import ConvNormAct
+from tresnet.layers.folded_conv import FoldedConv
 from tresnet.layers.grouped_linear import GroupedLinear
 from tresnet.layers.norm import NormAct, frozen_running_stats
 from tresnet.layers.space_to_depth import SpaceToDepth
@@ -128,6 +129,7 @@ class TResNet(nn.Module):
 
     __jit_unused_properties__ = ("default_cfg", "head_hidden_size")
     pretrained_cfg: dict[str, Any]
+    unpadded_shapes: dict[str, Any]
 
     def __init__(
         self,
@@ -149,6 +151,7 @@ class TResNet(nn.Module):
         self.drop_rate = config.drop_rate
         self.grad_checkpointing = False
         self.pretrained_cfg = {}
+        self.unpadded_shapes = {}  # of the tensors that surgery.pad_channels has widened
         self.body = self._make_body(device, dtype)
         self.feature_info = self._feature_info()
         self.num_features: int = self.feature_info[-1]["num_chs"]
@@ -285,6 +288,9 @@ class TResNet(nn.Module):
             for stage in list(self.body)[:stages]:
                 x = self._run_stage(stage, x)
                 outputs.append(x)
+        if self.unpadded_shapes:
+            widths = [outputs[0].shape[1], *(stage["num_chs"] for stage in self.feature_info)]
+            outputs = [y[:, :width] for y, width in zip(outputs, widths, strict=False)]
         return outputs
 
     def forward_features(self, x: Tensor) -> Tensor:
@@ -393,8 +399,8 @@ class TResNet(nn.Module):
         """
         self.config = replace(self.config, stem_slope=stem, block_slope=block)
         for name, module in self.named_modules():
-            if isinstance(module, NormAct) and module.slope is not None:
-                module.slope = stem if name.startswith("body.conv1.") else block
+            if isinstance(module, NormAct | FoldedConv) and module.slope is not None:
+                module.slope = stem if name.startswith("body.conv1") else block
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Keep only the input of each block for backward and run the block again there."""

@@ -1,0 +1,35 @@
+"""Small models with every kind of part, whose tensors all have values of their own."""
+
+import pytest
+import torch
+
+from tests.checkpoints.small import trained
+from tresnet.models.zoo import build
+
+NORMS = ["abn", "batchnorm", "inplace_abn"]
+ODD_WIDTH = 0.3  # 19 channels, and 38, 76: not multiples of 8, as in L and XL
+
+
+def network(name="tresnet_t", norm="abn", **options):
+    """Build a model of 19 base channels in eval mode; version 2 rounds them to 16."""
+    if norm == "inplace_abn":
+        pytest.importorskip("inplace_abn", reason="the inplace-abn package is not installed")
+    options = {"width_factor": ODD_WIDTH, "num_classes": 7, "layers": (1, 2, 1, 2)} | options
+    model = trained(build(name, norm=norm, **options))
+    with torch.no_grad():
+        for module in model.modules():
+            if hasattr(module, "slope"):
+                module.weight.uniform_(0.5, 1.5)
+                if norm != "inplace_abn":
+                    module.weight[::3] *= -1  # gammas have either sign
+    if norm == "inplace_abn":
+        model.set_slopes(2**-7, 2**-10)  # the package takes them as float32
+    return model.eval()
+
+
+def images(dtype=torch.float32, batch=2, height=36, width=28):
+    return torch.rand(batch, 3, height, width, dtype=dtype)
+
+
+def features(model, x):
+    return model.forward_intermediates(x, intermediates_only=True)

@@ -1,0 +1,249 @@
+"""A folded model computes what the model did, is a module like others, and cannot be trained."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import tresnet
+from tests.surgery.networks import NORMS, features, images, network
+from tresnet.errors import InputError
+from tresnet.layers.folded_conv import FoldedConv
+from tresnet.layers.grouped_conv import GroupedConv2d
+from tresnet.layers.norm import ABN, BatchNormAct, NormAct
+from tresnet.layers.space_to_depth import SpaceToDepth
+from tresnet.models.features import FeatureExtractor
+from tresnet.surgery import fold, pad_channels, replace_conv, swap_norm
+
+# The package takes eps as float32, which moves gamma by up to 2.5e-13 of about 1.
+EXACT = {"abn": 1e-10, "batchnorm": 1e-10, "inplace_abn": 1e-9}
+
+
+def test_users_find_it_without_an_import_of_their_own():
+    assert tresnet.__getattr__("surgery").fold is fold
+    assert "surgery" in dir(tresnet)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("name", ["tresnet_t", "tresnet_v2_l"])
+@pytest.mark.parametrize("options", [{}, {"pad_to": 1}, {"pad_to": 32, "merge_stem": True}])
+def test_the_outputs_are_the_same(norm, name, options):
+    model = network(name, norm, block_size=4 if name == "tresnet_v2_l" else 2).double()
+    x = images(torch.double, height=40, width=44)
+    folded = fold(model, **options)
+    close = {"rtol": EXACT[norm], "atol": EXACT[norm]}
+    with torch.no_grad():
+        torch.testing.assert_close(folded(x), model(x), **close)
+        torch.testing.assert_close(features(folded, x), features(model, x), **close)
+        final = folded.forward_features(x)
+        torch.testing.assert_close(folded.forward_head(final), model(x), **close)
+    assert final.shape[1] == folded.num_features == model.num_features
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_fp32_rounds_no_worse_than_the_model_itself(norm):
+    model, x = network(norm=norm), images()
+    with torch.no_grad():
+        exact = copy.deepcopy(model).double()(x.double())
+        own, folded = model(x) - exact, fold(model)(x) - exact
+    assert folded.abs().max() <= 3 * own.abs().max() + 1e-6
+
+
+def test_in_place_abns_gamma_is_the_magnitude_plus_eps():
+    model = network(norm="inplace_abn").double()
+    stem = model.body.conv1
+    with torch.no_grad():
+        stem.bn.weight[:4] = torch.tensor([-0.7, -1e-5, 1e-5, 0.4])  # below eps: reflected
+        w = stem.bn.weight - stem.bn.eps
+        scale = (w.abs() + stem.bn.eps) / (stem.bn.running_var + stem.bn.eps).sqrt()
+        expected = stem.conv.weight * scale[:, None, None, None]
+    folded = fold(model, pad_to=1).body.conv1.conv.weight
+    torch.testing.assert_close(folded, expected, rtol=1e-14, atol=0)
+
+
+def test_what_is_left_is_convolutions_with_bias():
+    model = network()
+    folded = fold(model)
+    convs = [m for m in folded.body.modules() if isinstance(m, nn.Conv2d)]
+    assert not any(isinstance(m, NormAct) for m in folded.modules())
+    assert all(conv.bias is not None for conv in convs)
+    inputs = {conv.in_channels for conv in convs[1:]}
+    assert all(channels % 8 == 0 for channels in inputs | {conv.out_channels for conv in convs})
+    assert not folded.training
+    assert not any(p.requires_grad for p in folded.parameters())
+    assert folded.config == model.config
+    assert folded.pretrained_cfg == model.pretrained_cfg
+
+
+def test_the_model_itself_stays_unless_inplace():
+    model, x = network(), images()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    folded = fold(model)
+    assert list(model.state_dict()) == list(before)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(p.requires_grad for p in model.parameters())
+    assert fold(model, inplace=True) is model
+    assert any(isinstance(m, FoldedConv) for m in model.modules())
+    torch.testing.assert_close(model(x), folded(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("block_size", [2, 4])
+def test_the_merged_stem_is_one_strided_convolution(block_size):
+    model = network(block_size=block_size).double()
+    merged = fold(model, merge_stem=True)
+    conv = merged.body.conv1.conv
+    assert not any(isinstance(m, SpaceToDepth) for m in merged.modules())
+    assert conv.kernel_size == (3 * block_size,) * 2
+    assert (conv.stride, conv.padding) == ((block_size,) * 2, (block_size,) * 2)
+    x = images(torch.double, height=5 * block_size, width=7 * block_size)
+    torch.testing.assert_close(merged(x), model(x), rtol=1e-10, atol=1e-10)
+    with pytest.raises(InputError, match=f"divisible by {block_size}"):
+        merged(images(torch.double, height=5 * block_size + 1))
+
+
+def test_it_scripts_traces_copies_and_pickles():
+    folded, x = fold(network().double()), images(torch.double)
+    expected = folded(x)
+    for other in (
+        torch.jit.script(folded),
+        torch.jit.trace(folded, x),
+        copy.deepcopy(folded),
+        pickle.loads(pickle.dumps(folded)),
+        copy.deepcopy(folded).to(memory_format=torch.channels_last),
+    ):
+        torch.testing.assert_close(other(x), expected, rtol=1e-9, atol=1e-10)
+
+
+def test_it_exports():
+    folded, x = fold(network(), merge_stem=True), images()
+    program = torch.export.export(folded, (x,))
+    kinds = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert not [kind for kind in kinds if "norm" in kind]
+    torch.testing.assert_close(program.module()(x), folded(x))
+
+
+def test_it_compiles_as_one_graph():
+    folded, x = fold(network(norm="batchnorm")), images()
+    compiled = torch.compile(folded, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), folded(x))
+
+
+def test_its_input_can_ask_for_a_gradient():
+    model, x = network().double(), images(torch.double)
+    gradients = []
+    for which in (model, fold(model)):
+        leaf = x.clone().requires_grad_()
+        which(leaf).square().sum().backward()
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-10)
+
+
+def test_slopes_can_still_be_set():
+    model, x = network().double(), images(torch.double)
+    folded = fold(model)
+    for which in (model, folded):
+        which.set_slopes(0.3, 0.2)
+    assert folded.body.conv1.slope == 0.3
+    torch.testing.assert_close(folded(x), model(x), rtol=1e-10, atol=1e-10)
+
+
+def test_a_feature_extractor_folds():
+    extractor = FeatureExtractor(network(), (0, 2)).double().eval()
+    x = images(torch.double)
+    folded = fold(extractor)
+    torch.testing.assert_close(folded(x), extractor(x), rtol=1e-10, atol=1e-10)
+    assert [y.shape[1] for y in folded(x)] == extractor.feature_info.channels()
+
+
+@pytest.mark.parametrize("rewrite", [fold, pad_channels, lambda m: swap_norm(m, "batchnorm")])
+def test_a_head_with_norms_of_its_own(rewrite):
+    model = network(head="group_attention", num_classes=5, head_groups=2, head_channels=8).double()
+    x = images(torch.double)
+    expected = model(x)
+    rewritten = rewrite(model)
+    torch.testing.assert_close(rewritten(x), expected, rtol=1e-9, atol=1e-10)
+    left = {type(m) for m in rewritten.modules() if isinstance(m, NormAct)}
+    assert left == {fold: set(), pad_channels: {ABN}}.get(rewrite, {BatchNormAct})
+    if rewrite is fold:
+        assert type(rewritten.head.attention.conv2[0].conv) is GroupedConv2d
+        rewritten.set_slopes(0.3, 0.2)
+        model.set_slopes(0.3, 0.2)
+        torch.testing.assert_close(rewritten(x), model(x), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_other_modules_fold_their_sequential_pairs(affine):
+    model = nn.Sequential(
+        nn.Conv2d(3, 6, 3, stride=2, groups=3, padding=1, padding_mode="reflect"),
+        nn.BatchNorm2d(6, affine=affine),
+        nn.ReLU(),
+        nn.Conv2d(6, 4, 1, bias=False),
+        nn.BatchNorm2d(4),
+    ).double()
+    x = images(torch.double)
+    for _ in range(3):
+        model(x)
+    folded = fold(model.eval())
+    assert [type(child) for child in folded[::4]] == [nn.Conv2d, nn.Identity]
+    torch.testing.assert_close(folded(x), model(x), rtol=1e-10, atol=1e-10)
+
+
+def test_a_shared_block_stays_shared():
+    block = network().body.layer1[0].conv2
+    folded = fold(nn.Sequential(block, nn.Sequential(block)).eval())
+    assert isinstance(folded[0], FoldedConv)
+    assert folded[0] is folded[1][0]
+
+
+def test_training_mode_is_refused():
+    model = network().train()
+    with pytest.raises(InputError, match=r"eval mode, but body.conv1.bn is in training"):
+        fold(model, inplace=True)
+    assert not any(isinstance(m, FoldedConv) for m in model.modules())
+
+
+def test_the_folded_model_refuses_training():
+    folded, x = fold(network()), images()
+    before = folded(x)
+    with pytest.raises(InputError, match=r"folded for inference: train the model that was given"):
+        folded.train()
+    assert torch.equal(folded(x), before)
+    folded.eval()
+
+
+def test_checkpoints_belong_to_the_model_before_folding(tmp_path):
+    model = network()
+    path = tmp_path / "model.safetensors"
+    tresnet.save_checkpoint(model, path)
+    folded = fold(model)
+    with pytest.raises(InputError, match=r"one folded .*load into the model before folding it"):
+        tresnet.save_checkpoint(folded, tmp_path / "folded.safetensors")
+    with pytest.raises(InputError, match="one folded"):
+        tresnet.load_checkpoint(folded, path)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+
+
+def test_what_cannot_be_folded_is_named():
+    with pytest.raises(InputError, match="in Linear, found none"):
+        fold(nn.Linear(2, 2))
+    with pytest.raises(InputError, match="found none: it is folded already"):
+        fold(fold(network()))
+    with pytest.raises(InputError, match=r"fold first, then torch\.compile"):
+        fold(torch.compile(network()))
+    with pytest.raises(InputError, match=r"1 has none: its output depends on the batch"):
+        fold(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3, track_running_stats=False)).eval())
+    swapped = network(width_factor=0.25)
+    replace_conv(swapped)
+    with pytest.raises(InputError, match=r"is SubtractedConv: call tresnet\.surgery\.fuse first"):
+        fold(swapped)
+
+
+def test_overflow_in_half_precision_is_an_error():
+    model = network().half()
+    with torch.no_grad():
+        model.body.conv1.bn.weight.fill_(60000)
+        model.body.conv1.bn.running_var.fill_(1e-7)
+    with pytest.raises(InputError, match=r"beyond the range of torch\.float16: fold .* float32"):
+        fold(model)

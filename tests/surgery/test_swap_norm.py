@@ -1,0 +1,163 @@
+"""Exchanged norms: the same function, the same parameters, and gammas that in-place ABN lacks."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.checkpoints.small import same, snapshot
+from tests.surgery.networks import NORMS, features, images, network
+from tresnet.errors import InputError
+from tresnet.layers.norm import NORMS as CLASSES
+from tresnet.layers.norm import InplaceABN, NormAct
+from tresnet.models.features import FeatureExtractor
+from tresnet.models.zoo import build
+from tresnet.surgery import fold, pad_channels, swap_norm
+
+
+def positive(model):
+    """Make every gamma one that in-place ABN can represent."""
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, NormAct):
+                module.weight.abs_()
+    return model
+
+
+def norms(model):
+    return [module for module in model.modules() if isinstance(module, NormAct)]
+
+
+def step(model, x):
+    """Return output, gradients and statistics of a training step."""
+    model.zero_grad()
+    y = model(x)
+    y.square().mean().backward()
+    return y.detach(), [p.grad.clone() for p in model.parameters()], list(snapshot(model).values())
+
+
+@pytest.mark.parametrize("old", NORMS)
+@pytest.mark.parametrize("new", NORMS)
+def test_the_function_and_the_parameters_stay(old, new):
+    if "inplace_abn" in (old, new):
+        pytest.importorskip("inplace_abn", reason="the inplace-abn package is not installed")
+    model = positive(network(norm=old)).double()
+    model.set_slopes(2**-7, 2**-10)
+    x = images(torch.double)
+    with torch.no_grad():
+        before = features(model, x)
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    assert swap_norm(model, new) is model
+    assert {type(module) for module in norms(model)} == {CLASSES[new]}
+    assert model.config.norm == new
+    assert list(dict(model.named_parameters())) == list(parameters)
+    for name, parameter in model.named_parameters():
+        assert parameter is parameters[name], name
+    for name, buffer in model.named_buffers():
+        assert buffer is buffers[name], name
+    with torch.no_grad():
+        torch.testing.assert_close(features(model, x), before, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("new", ["batchnorm", "inplace_abn"])
+def test_training_goes_on_alike(new):
+    model = positive(network(norm="abn")).double().train()
+    model.set_slopes(2**-7, 2**-10)  # inplace-abn takes them as float32
+    other = copy.deepcopy(model)
+    if new == "inplace_abn":
+        pytest.importorskip("inplace_abn", reason="the inplace-abn package is not installed")
+    swap_norm(other, new)
+    assert all(module.training for module in norms(other))
+    x = images(torch.double)
+    torch.testing.assert_close(step(other, x), step(model, x), rtol=1e-6, atol=1e-8)
+
+
+def test_an_optimizer_made_before_goes_on():
+    model = network(norm="batchnorm").train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    swap_norm(model, "abn")
+    before = snapshot(model)
+    model(images()).square().mean().backward()
+    optimizer.step()
+    after = model.state_dict()
+    moved = [
+        name for name, _ in model.named_parameters() if not torch.equal(after[name], before[name])
+    ]
+    assert len(moved) == len(list(model.parameters()))
+
+
+def test_settings_go_along():
+    model = network()
+    model.set_slopes(0.3, 0.2)
+    model.body.conv1.bn.eps, model.body.conv1.bn.momentum = 1e-3, 0.4
+    model.body.conv1.bn.requires_grad_(False)
+    swap_norm(model, "batchnorm")
+    stem = model.body.conv1.bn
+    assert (stem.slope, stem.eps, stem.momentum) == (0.3, 1e-3, 0.4)
+    assert model.body.layer1[0].conv2.bn.slope is None
+    assert not stem.weight.requires_grad
+    assert not stem.training
+
+
+def test_a_reflected_gamma_is_what_it_stands_for():
+    model = network(norm="inplace_abn").double()
+    with torch.no_grad():
+        model.body.conv1.bn.weight[0] = -0.8  # w = -0.80001, so gamma = 0.80002
+    x = images(torch.double)
+    before = model(x)
+    swap_norm(model, "abn")
+    assert model.body.conv1.bn.weight[0].item() == pytest.approx(0.80002, abs=1e-12)
+    torch.testing.assert_close(model(x), before, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("gamma", [0.0, -0.5, 9e-6])
+def test_gammas_in_place_abn_lacks_are_named(gamma):
+    pytest.importorskip("inplace_abn", reason="the inplace-abn package is not installed")
+    model = positive(network())
+    with torch.no_grad():
+        model.body.layer2[1].conv2.bn.weight[3] = gamma
+    before = snapshot(model)
+    with pytest.raises(
+        InputError, match=r"body\.layer2\.1\.conv2\.bn \(1 of 38\): keep norm='abn'"
+    ):
+        swap_norm(model, "inplace_abn")
+    assert same(model.state_dict(), before)
+    assert not any(isinstance(module, InplaceABN) for module in norms(model))
+    assert model.config.norm == "abn"
+
+
+def test_a_fresh_model_says_how_many_more_layers():
+    pytest.importorskip("inplace_abn", reason="the inplace-abn package is not installed")
+    with pytest.raises(InputError, match=r"conv2\.bn \(16 of 16\).* and 4 more: keep"):
+        swap_norm(build("tresnet_t"), "inplace_abn")
+
+
+def test_padding_needs_no_gamma():
+    pytest.importorskip("inplace_abn", reason="the inplace-abn package is not installed")
+    model = positive(network()).double()
+    model.set_slopes(2**-7, 2**-10)
+    padded, x = pad_channels(model), images(torch.double)
+    expected = model(x)
+    for norm in ("inplace_abn", "batchnorm"):
+        torch.testing.assert_close(swap_norm(padded, norm)(x), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_feature_extractor_swaps_and_a_shared_norm_stays_shared():
+    extractor = FeatureExtractor(network(), (1, 2)).eval()
+    swap_norm(extractor, "batchnorm")
+    assert extractor.config.norm == extractor.model.config.norm == "batchnorm"
+    norm = NormAct(4)
+    pair = swap_norm(nn.Sequential(norm, norm), "abn")
+    assert pair[0] is pair[1]
+
+
+def test_what_cannot_be_swapped():
+    with pytest.raises(InputError, match="expected norm out of"):
+        swap_norm(network(), "layernorm")
+    with pytest.raises(InputError, match=r"expected norms of tresnet in Linear, found none"):
+        swap_norm(nn.Linear(2, 2), "abn")
+    with pytest.raises(InputError, match="found none"):
+        swap_norm(fold(network()), "abn")
+    with pytest.raises(InputError, match=r"swap first, then torch\.compile"):
+        swap_norm(torch.compile(network()), "abn")

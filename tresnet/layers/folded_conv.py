@@ -1,0 +1,48 @@
+"""Convolution and activation with the norm folded in, for inference."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tresnet.errors import InputError
+
+
+class FoldedConv(nn.Module):
+    """Convolution with bias, leaky ReLU, blur where there was one: a `ConvNormAct` in eval mode."""
+
+    def __init__(self, conv: nn.Conv2d, slope: float | None, aa: nn.Module) -> None:
+        """Keep the parts.
+
+        Args:
+            conv: holds the norm's scale in its weight and the norm's shift in its bias.
+            slope: negative slope of the leaky ReLU; None for no activation.
+            aa: what follows the activation: the blur, or an identity.
+        """
+        super().__init__()
+        self.conv = conv
+        self.slope = slope
+        self.aa = aa
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, in, H, W) to (N, out, H', W') in the dtype of `x`."""
+        y = self.conv(x)
+        if self.slope is not None:
+            y = F.leaky_relu_(y, self.slope)
+        return self.aa(y)
+
+    def train(self, mode: bool = True) -> "FoldedConv":
+        """Stay in eval mode.
+
+        Raises:
+            InputError: `mode` is True: there is no norm left to train.
+        """
+        if mode:
+            raise InputError(
+                "expected a model with its norms to train, got one folded for inference: train "
+                "the model that was given to tresnet.surgery.fold, then fold it again"
+            )
+        return super().train(mode)
+
+    def extra_repr(self) -> str:
+        """Return the settings for `repr`."""
+        return f"slope={self.slope}"

@@ -1,0 +1,206 @@
+"""Norms folded into the convolutions in front of them, for inference."""
+
+import copy
+import itertools
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from tresnet.errors import InputError
+from tresnet.layers.conv_norm_act import ConvNormAct
+from tresnet.layers.folded_conv import FoldedConv
+from tresnet.layers.grouped_conv import GroupedConv2d
+from tresnet.layers.norm import NormAct
+from tresnet.layers.space_to_depth import SpaceToDepth
+from tresnet.models.tresnet import TResNet
+from tresnet.surgery.pad_channels import pad_channels
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+AnyNorm = NormAct | nn.BatchNorm2d
+_CONVS = (nn.Conv2d, GroupedConv2d)  # other subclasses may compute their weight
+
+
+def fold(
+    model: ModuleT, pad_to: int = 8, *, merge_stem: bool = False, inplace: bool = False
+) -> ModuleT:
+    """Return `model` for inference: each norm folded into its convolution, the same outputs.
+
+    y = gamma (conv(x) - mean) / sqrt(var + eps) + beta becomes one convolution with bias, computed in
+    float64 and rounded once. Besides TResNets, alone or inside another module, it folds a
+    `Conv2d` followed by a `BatchNorm2d` or one of our norms in any `nn.Sequential`. Nothing of the result asks for a
+    gradient, and it refuses training mode and checkpoints: load before, export after.
+
+    Args:
+        model: in eval mode; unchanged unless `inplace`.
+        pad_to: zero-pad the channels of TResNets to multiples of this (see `pad_channels`); 1 for
+            no padding.
+        merge_stem: let one strided convolution (12x12, stride 4, for blocks of 4) do what
+            space-to-depth and the stem's 3x3 do; exact.
+        inplace: change `model` itself.
+
+    Returns:
+        The folded model, in eval mode.
+
+    Raises:
+        InputError: training mode, a norm without running statistics, a compiled model, nothing to
+            fold, or folded weights beyond the range of their dtype; `model` is then unchanged.
+    """
+    _check(model)
+    folded = copy.deepcopy(model)
+    networks = [module for module in folded.modules() if isinstance(module, TResNet)]
+    if pad_to != 1 and networks:
+        folded = pad_channels(folded, pad_to, inplace=True)
+    # a block that several parents share stays shared
+    new = {id(m): _folded(m) for m in folded.modules() if isinstance(m, ConvNormAct)}
+    for parent in list(folded.modules()):
+        for name, child in list(parent._modules.items()):
+            if id(child) in new:
+                parent.register_module(name, new[id(child)])
+        if isinstance(parent, nn.Sequential):
+            _fold_pairs(parent)
+    if merge_stem:
+        for network in networks:
+            _merge_stem(network)
+    folded.requires_grad_(False).eval()
+    if not inplace:
+        return folded
+    model.__dict__.update(folded.__dict__)
+    return model
+
+
+def _pairs(parent: nn.Sequential) -> list[tuple[str, str]]:
+    """Return the names of each convolution and the norm right after it."""
+    children = list(parent.named_children())
+    return [
+        (name, next_name)
+        for (name, conv), (next_name, norm) in itertools.pairwise(children)
+        if type(conv) in _CONVS and (isinstance(norm, NormAct) or type(norm) is nn.BatchNorm2d)
+    ]
+
+
+def _check(model: nn.Module) -> None:
+    if hasattr(model, "_orig_mod"):
+        raise InputError("expected a model, got a compiled one: fold first, then torch.compile")
+    norms: dict[str, AnyNorm] = {}
+    for prefix, module in model.named_modules():
+        dot = f"{prefix}." if prefix else ""
+        if isinstance(module, ConvNormAct) and prefix:
+            norms[dot + "bn"] = module.bn
+            if type(module.conv) not in _CONVS:
+                raise InputError(
+                    f"expected plain convolutions, but {dot}conv is {type(module.conv).__name__}: "
+                    "call tresnet.surgery.fuse first"
+                )
+        elif isinstance(module, nn.Sequential):
+            norms |= {dot + name: module.get_submodule(name) for _, name in _pairs(module)}  # pyright: ignore[reportAssignmentType]
+    if not norms:
+        again = any(isinstance(module, FoldedConv) for module in model.modules())
+        raise InputError(
+            f"expected convolutions followed by norms in {type(model).__name__}, found none"
+            + (": it is folded already" if again else "")
+        )
+    training = [name for name, norm in norms.items() if norm.training]
+    if training:
+        raise InputError(
+            f"expected a model in eval mode, but {training[0]} is in training mode, where a norm "
+            "depends on the batch: call model.eval() first"
+        )
+    bare = [name for name, norm in norms.items() if norm.running_mean is None]
+    if bare:
+        raise InputError(
+            f"expected norms with running statistics, but {bare[0]} has none: its output depends "
+            "on the batch and cannot be folded"
+        )
+
+
+def _folded(block: ConvNormAct) -> FoldedConv:
+    return FoldedConv(fold_norm(block.conv, block.bn), block.bn.slope, block.aa)
+
+
+def _fold_pairs(parent: nn.Sequential) -> None:
+    for name, next_name in _pairs(parent):
+        conv, norm = parent.get_submodule(name), parent.get_submodule(next_name)
+        assert isinstance(conv, nn.Conv2d)
+        assert isinstance(norm, AnyNorm)
+        folded = fold_norm(conv, norm)
+        if isinstance(norm, NormAct):
+            folded = FoldedConv(folded, norm.slope, nn.Identity())
+        parent.register_module(name, folded)
+        parent.register_module(next_name, nn.Identity())
+
+
+@torch.no_grad()
+def fold_norm(conv: nn.Conv2d, norm: AnyNorm) -> nn.Conv2d:
+    """Return the convolution that does what `conv` and `norm` (without its activation) do.
+
+    Args:
+        conv: any convolution with the norm's number of output channels.
+        norm: in eval mode, with running statistics.
+
+    Raises:
+        InputError: a folded weight is beyond the range of its dtype.
+    """
+    scale, shift = _affine(norm)
+    weight = conv.weight.double() * scale[:, None, None, None]
+    bias = shift if conv.bias is None else shift + conv.bias.double() * scale
+    return _convolution(conv, weight, bias)
+
+
+def _affine(norm: AnyNorm) -> tuple[Tensor, Tensor]:
+    """Return scale and shift (C,), float64, of a norm in eval mode."""
+    mean, var = norm.running_mean, norm.running_var
+    assert mean is not None
+    assert var is not None
+    gamma = norm._gamma() if isinstance(norm, NormAct) else norm.weight
+    scale = torch.rsqrt(var.double() + norm.eps)
+    if gamma is not None:
+        scale = gamma.double() * scale
+    shift = -mean.double() * scale
+    return scale, shift if norm.bias is None else shift + norm.bias.double()
+
+
+def _convolution(conv: nn.Conv2d, weight: Tensor, bias: Tensor, **changes: object) -> nn.Conv2d:
+    """Return a convolution like `conv` with other weights, and `changes` to its settings."""
+    settings = {
+        name: getattr(conv, name)
+        for name in ("stride", "padding", "dilation", "groups", "padding_mode")
+    }
+    old = conv.weight
+    new = type(conv)(
+        weight.shape[1] * conv.groups,
+        weight.shape[0],
+        (weight.shape[2], weight.shape[3]),
+        device="meta",
+        dtype=old.dtype,
+        **{**settings, **changes},
+    )
+    if isinstance(conv, GroupedConv2d):
+        new.use(conv.impl)  # pyright: ignore[reportCallIssue]
+    layout = torch.contiguous_format if old.is_contiguous() else torch.channels_last
+    new.weight = nn.Parameter(weight.to(old.dtype).contiguous(memory_format=layout))
+    new.bias = nn.Parameter(bias.to(old.dtype))
+    for values, exact in ((new.weight, weight), (new.bias, bias)):
+        if not values.is_meta and bool((exact.isfinite() & ~values.isfinite()).any()):
+            raise InputError(
+                f"folding gives weights beyond the range of {old.dtype}: fold the model in "
+                "float32, then convert it"
+            )
+    return new.eval()
+
+
+@torch.no_grad()
+def _merge_stem(model: TResNet) -> None:
+    """Make the stem one convolution on pixels instead of blocks of them."""
+    blocks, stem = model.body.get_submodule("s2d"), model.body.get_submodule("conv1")
+    assert isinstance(blocks, SpaceToDepth)
+    assert isinstance(stem, FoldedConv)
+    side, conv = blocks.block_size, stem.conv
+    out_channels, _, height, width = conv.weight.shape
+    # inputs are ordered (block row, block column, image channel)
+    weight = conv.weight.reshape(out_channels, side, side, -1, height, width)
+    weight = weight.permute(0, 3, 4, 1, 5, 2).reshape(out_channels, -1, height * side, width * side)
+    assert conv.bias is not None
+    border = side * (height // 2)
+    stem.conv = _convolution(conv, weight, conv.bias, stride=side, padding=border)
+    model.body.register_module("s2d", nn.Identity())

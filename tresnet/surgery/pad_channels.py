@@ -1,0 +1,153 @@
+"""Channels padded with zeros to widths that hardware likes, and back.
+
+L and XL have 76 and 83 channels and multiples of these; kernels for matrix units want multiples of 8.
+A padded channel is exactly zero everywhere, and so is every gradient of its parameters: its
+convolution's weights, gamma and beta are zero, and no weight that reads it differs from zero. SGD
+(momentum, weight decay) and AdamW keep zeros with zero gradients, so padding can be trained.
+"""
+
+import copy
+import re
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from tresnet.errors import InputError
+from tresnet.layers.conv_norm_act import ConvNormAct
+from tresnet.layers.folded_conv import FoldedConv
+from tresnet.layers.norm import InplaceABN, NormAct
+from tresnet.layers.squeeze_excite import SqueezeExcite
+from tresnet.models.tresnet import TResNet
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+# The image is given, and the last map's width is what the head and the users of features see.
+_GIVEN_INPUT = re.compile(r"body\.conv1|body\.layer4\.[1-9]\d*\.conv1")
+_GIVEN_OUTPUT = re.compile(r"body\.layer4\.\d+\.(conv3|downsample\.\d+)")
+
+
+def pad_channels(model: ModuleT, multiple: int = 8, *, inplace: bool = False) -> ModuleT:
+    """Zero-pad the widths inside a TResNet to multiples of `multiple`; the same function.
+
+    Outputs, intermediate features, gradients, training and checkpoints stay those of the unpadded
+    model (to rounding: kernels sum in another order). Feature maps are returned without their
+    padding, and the last map, in front of the head, is never padded. Make the optimizer afterwards,
+    on the result's parameters.
+
+    Args:
+        model: a TResNet, or a module around one; unchanged unless `inplace`.
+        multiple: what the widths shall be divisible by. A padded model is padded anew.
+        inplace: change `model` itself.
+
+    Returns:
+        The padded model, in the same mode.
+
+    Raises:
+        InputError: `multiple` is below 1, or there is no TResNet, or it is compiled or folded.
+    """
+    if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
+        raise InputError(f"expected a multiple of at least 1, got {multiple!r}")
+    model = _own_copy(model, inplace)
+    for network in _networks(model):
+        _crop(network)
+        _pad(network, multiple)
+    return model
+
+
+def unpad_channels(model: ModuleT, *, inplace: bool = False) -> ModuleT:
+    """Return the model that `pad_channels` was given, with the weights it has now.
+
+    Args:
+        model: a padded TResNet, or a module around one; unchanged unless `inplace`.
+        inplace: change `model` itself.
+
+    Raises:
+        InputError: there is no TResNet, it is compiled or folded, or it is not padded.
+    """
+    model = _own_copy(model, inplace)
+    networks = _networks(model)
+    if not any(network.unpadded_shapes for network in networks):
+        raise InputError("expected a model padded by pad_channels, got one without padding")
+    for network in networks:
+        _crop(network)
+    return model
+
+
+def _own_copy(model: ModuleT, inplace: bool) -> ModuleT:
+    _networks(model)
+    return model if inplace else copy.deepcopy(model)
+
+
+def _networks(model: nn.Module) -> list[TResNet]:
+    if hasattr(model, "_orig_mod"):
+        raise InputError("expected a model, got a compiled one: pad first, then torch.compile")
+    if any(isinstance(module, FoldedConv) for module in model.modules()):
+        raise InputError("expected a model with its norms, got a folded one: pad before folding")
+    networks = [module for module in model.modules() if isinstance(module, TResNet)]
+    if not networks:
+        raise InputError(f"expected a TResNet from tresnet.create, got {type(model).__name__}")
+    return networks
+
+
+def _pad(model: TResNet, multiple: int) -> None:
+    def wide(channels: int) -> int:
+        return -(-channels // multiple) * multiple
+
+    before = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for name, module in model.body.named_modules(prefix="body"):
+        if isinstance(module, ConvNormAct):
+            conv = module.conv
+            inputs, outputs = conv.in_channels, conv.out_channels
+            inputs = inputs if _GIVEN_INPUT.fullmatch(name) else wide(inputs)
+            outputs = outputs if _GIVEN_OUTPUT.fullmatch(name) else wide(outputs)
+            _resize_conv(conv, inputs, outputs)
+            _resize_norm(module.bn, outputs)
+        elif isinstance(module, SqueezeExcite):
+            reduced, channels = wide(module.fc1.out_channels), wide(module.fc1.in_channels)
+            _resize_conv(module.fc1, channels, reduced)
+            _resize_conv(module.fc2, reduced, channels)
+    after = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    model.unpadded_shapes = {name: before[name] for name in before if before[name] != after[name]}
+
+
+def _crop(model: TResNet) -> None:
+    """Undo `_pad`."""
+    shapes = model.unpadded_shapes
+    for name, module in model.body.named_modules(prefix="body"):
+        if isinstance(module, nn.Conv2d):
+            outputs, inputs = shapes.get(f"{name}.weight", module.weight.shape)[:2]
+            _resize_conv(module, inputs, outputs)
+        elif isinstance(module, NormAct):
+            _resize_norm(module, shapes.get(f"{name}.weight", module.weight.shape)[0])
+    model.unpadded_shapes = {}
+
+
+def _resize_conv(conv: nn.Conv2d, inputs: int, outputs: int) -> None:
+    conv.in_channels, conv.out_channels = inputs, outputs
+    conv.weight = _resized(conv.weight, (outputs, inputs, *conv.kernel_size))
+    if conv.bias is not None:
+        conv.bias = _resized(conv.bias, (outputs,))
+
+
+def _resize_norm(norm: NormAct, channels: int) -> None:
+    # gamma 0 is beyond in-place ABN, and indifferent where the input is zero
+    gamma = norm.eps if isinstance(norm, InplaceABN) else 0.0
+    norm.num_features = channels
+    norm.weight = _resized(norm.weight, (channels,), gamma)
+    norm.bias = _resized(norm.bias, (channels,))
+    norm.running_mean = _resized(norm.running_mean, (channels,))
+    norm.running_var = _resized(norm.running_var, (channels,), 1.0)
+
+
+@torch.no_grad()
+def _resized(old: Tensor, shape: tuple[int, ...], fill: float = 0.0) -> Tensor:
+    """Return `old` cropped to `shape` or padded by `fill`, in its memory format; itself if it fits."""
+    if old.shape == shape:
+        return old
+    layout = torch.contiguous_format if old.is_contiguous() else torch.channels_last
+    new = torch.full(shape, fill, dtype=old.dtype, device=old.device)
+    new = new.contiguous(memory_format=layout) if len(shape) == 4 else new
+    common = tuple(slice(min(a, b)) for a, b in zip(old.shape, shape, strict=True))
+    new[common] = old[common]
+    return nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new

@@ -1,0 +1,94 @@
+"""The norms of a model exchanged for another class of the same function."""
+
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from tresnet.errors import InputError
+from tresnet.layers.norm import InplaceABN, NormAct, norm_class
+from tresnet.models.features import FeatureExtractor
+from tresnet.models.tresnet import TResNet
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+_SHOWN = 5
+
+
+def swap_norm(model: ModuleT, norm: str) -> ModuleT:
+    """Make every norm of `model` one of the class `norm`, in place, with the same function.
+
+    Parameters and buffers stay the same objects, so that optimizers and averages stay valid. A model
+    that was compiled or scripted before keeps its old norms: swap first.
+
+    Args:
+        model: a TResNet, or any module with our norms inside.
+        norm: 'abn', 'batchnorm' or 'inplace_abn'. The last knows no gamma below its eps (1e-5);
+            the zero-initialised gammas of a fresh model are such.
+
+    Returns:
+        The model.
+
+    Raises:
+        InputError: an unknown norm, no norms in the model, or gammas that in-place ABN cannot
+            represent (the layers are named); the model is then unchanged.
+        MissingDependencyError: 'inplace_abn' without the package.
+    """
+    target = norm_class(norm)
+    if hasattr(model, "_orig_mod"):
+        raise InputError("expected a model, got a compiled one: swap first, then torch.compile")
+    old = {name: module for name, module in model.named_modules() if isinstance(module, NormAct)}
+    if not old:
+        raise InputError(f"expected norms of tresnet in {type(model).__name__}, found none")
+    if issubclass(target, InplaceABN):
+        _check_gammas(model, old)
+    new = {id(module): _counterpart(module, target) for module in old.values()}
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):  # a shared child once for each name
+            if child is not None and id(child) in new:
+                parent.register_module(name, new[id(child)])
+        if isinstance(parent, TResNet | FeatureExtractor):
+            parent.config = replace(parent.config, norm=norm)
+    return model
+
+
+def _check_gammas(model: nn.Module, norms: dict[str, NormAct]) -> None:
+    padded = _padded(model)
+    faults = []
+    for name, module in norms.items():
+        gamma = module._gamma()[: padded.get(id(module))]
+        count = 0 if gamma.is_meta else int((gamma < module.eps).sum())
+        if count:
+            faults.append(f"{name} ({count} of {len(gamma)})")
+    if faults:
+        more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+        raise InputError(
+            "expected gammas of at least eps (1e-5), the smallest that in-place ABN (|w| + eps) can "
+            f"represent; got smaller ones in {', '.join(faults[:_SHOWN])}{more}: keep norm='abn', or "
+            "build the model with norm='inplace_abn', which starts at eps where others start at 0"
+        )
+
+
+def _padded(model: nn.Module) -> dict[int, int]:
+    """Return the real number of channels of each norm that `pad_channels` has widened, by id."""
+    return {
+        id(network.get_submodule(name.removesuffix(".weight"))): shape[0]
+        for network in model.modules()
+        if isinstance(network, TResNet)
+        for name, shape in network.unpadded_shapes.items()
+        if name.endswith(".bn.weight")
+    }
+
+
+@torch.no_grad()
+def _counterpart(old: NormAct, target: type[NormAct]) -> NormAct:
+    new = target(old.num_features, old.slope, eps=old.eps, momentum=old.momentum, device="meta")
+    if isinstance(old, InplaceABN):
+        old.weight.copy_(old._gamma())  # what a weight below eps stands for
+    if isinstance(new, InplaceABN):
+        old.weight.clamp_(min=old.eps)  # padding alone is below, and its input is zero
+    for name, parameter in old.named_parameters(recurse=False):
+        new.register_parameter(name, parameter)  # pyright: ignore[reportArgumentType]
+    for name, buffer in old.named_buffers(recurse=False):
+        new.register_buffer(name, buffer)
+    return new.train(old.training)
