@@ -17,6 +17,7 @@ def read(directory):
 
 def test_the_columns_are_those_users_read():
     first = ["phase", "epoch", "step", "lr", "loss", "accuracy", "val_loss", "val_top1", "val_top5"]
+    first += ["val_map", "val_f1"]
     memory = [
         "allocated_mib",
         "reserved_mib",
