@@ -30,7 +30,7 @@ class RewriteRow:
         case: what it is.
         parameters: elements of all parameters.
         peak_mib: most live tensors at once in forward and backward.
-        macs: multiply-accumulates of one image's forward pass.
+        macs: multiply-accumulates of a forward pass, per image of the batch.
         step_p50_ms: median time of forward and backward; None if not timed.
         ratio_to_first: that of the first case over this one's; above 1 is faster.
         note: what else was found.
@@ -195,7 +195,7 @@ def _compare(
 def _counted(case: str, build: Build, shape: tuple[int, int, int, int]) -> RewriteRow:
     with without_computing():
         model = build()
-        parameters, macs = count_parameters(model), count_macs(model, (1, *shape[1:]))
+        parameters, macs = count_parameters(model), count_macs(model, shape) // shape[0]
     return RewriteRow(case, parameters, training_peak(build, shape) / 2**20, macs)
 
 
