@@ -90,7 +90,9 @@ def test_the_best_checkpoint_says_what_it_is_and_gives_its_figures_again(tiny):
 def test_between_equal_accuracies_the_lower_loss_is_best(tiny, monkeypatch):
     scripted = iter([(50, 0.5), (50, 0.4), (50, 0.6), (40, 0.1), (50, 0.4)])
     monkeypatch.setattr(
-        training, "evaluate", lambda *a, **k: Metrics(11, *reversed(next(scripted)), 100, None, 0)
+        training,
+        "evaluate_labels",
+        lambda *a, **k: Metrics(11, *reversed(next(scripted)), 100, None, 0),
     )
     result = train(tiny(epochs=4))
     assert result.best_epoch == 2
