@@ -45,7 +45,9 @@ def names(wheel: Path) -> set[str]:
 
 
 def test_wheel_holds_every_module_and_the_committed_weights(wheel: Path, tree: Path):
-    modules = {path.relative_to(tree).as_posix() for path in (tree / "tresnet").rglob("*.py")}
+    kinds = ("*.py", "*.html")
+    files = [path for kind in kinds for path in (tree / "tresnet").rglob(kind)]
+    modules = {path.relative_to(tree).as_posix() for path in files}
     weights = {f"tresnet/weights/{name}" for name in COMMITTED_WEIGHTS}
     assert len(modules) > 20
     assert {name for name in names(wheel) if ".dist-info/" not in name} == modules | weights

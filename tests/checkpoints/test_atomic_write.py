@@ -58,13 +58,17 @@ def test_a_block_that_writes_nothing_is_an_error(tmp_path):
     assert names(tmp_path) == []
 
 
+@pytest.mark.parametrize("library_mode", [None, 0o600])
 @pytest.mark.parametrize("umask", [0o022, 0o077])
-def test_permissions_follow_the_umask(tmp_path, umask):
+def test_permissions_follow_the_umask(tmp_path, umask, library_mode):
+    """Also where the library that writes keeps its files to their owner, as safetensors does."""
     path = tmp_path / "a.bin"
     before = os.umask(umask)
     try:
         with atomic_write(path) as temporary:
             temporary.write_bytes(b"x")
+            if library_mode is not None:
+                temporary.chmod(library_mode)
     finally:
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask

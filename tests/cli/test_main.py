@@ -128,3 +128,16 @@ def test_table_aligns_numbers_right_and_words_left():
 
 def test_table_without_rows():
     assert format_table(["a", "b"], []) == "a  b"
+
+
+def test_output_that_nobody_reads_is_no_crash(capsys, monkeypatch):
+    def gone(_):
+        raise BrokenPipeError
+
+    redirected = []
+    monkeypatch.setattr("tresnet.cli.list.say", gone)
+    monkeypatch.setattr("os.dup2", lambda *ends: redirected.append(ends))
+    monkeypatch.setattr("sys.stdout.fileno", lambda: 1, raising=False)
+    assert run(["list"]) == 141
+    assert [to for _, to in redirected] == [1]
+    assert capsys.readouterr().err == ""

@@ -1,8 +1,6 @@
 import io
 import sys
 
-import pytest
-
 from tresnet.engine.console import Console
 
 
@@ -11,8 +9,8 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.fixture
-def terminal(capsys, monkeypatch):
+def terminal(monkeypatch):
+    """Called within the test: pytest puts its own stderr back when the test begins."""
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
     return screen
@@ -26,11 +24,12 @@ def use(console):
     console.say("done")
 
 
-def test_on_a_terminal_there_is_a_bar_that_knows_what_was_done_before(terminal, capsys):
+def test_on_a_terminal_there_is_a_bar_that_knows_what_was_done_before(monkeypatch, capsys):
+    screen = terminal(monkeypatch)
     use(Console(is_main=True, progress=True))
-    assert "epoch 1/2:  50%" in terminal.getvalue()
-    assert "5/10" in terminal.getvalue()
-    assert "loss 0.4" in terminal.getvalue()
+    assert "epoch 1/2:  50%" in screen.getvalue()
+    assert "5/10" in screen.getvalue()
+    assert "loss 0.4" in screen.getvalue()
     assert capsys.readouterr().out == "done\n"
 
 
@@ -41,13 +40,15 @@ def test_without_a_terminal_there_are_lines_at_intervals(capsys):
     assert captured.err == ""
 
 
-def test_a_bar_that_is_not_wanted_is_replaced_by_lines(terminal, capsys):
+def test_a_bar_that_is_not_wanted_is_replaced_by_lines(monkeypatch, capsys):
+    screen = terminal(monkeypatch)
     use(Console(is_main=True, progress=False))
-    assert terminal.getvalue() == ""
+    assert screen.getvalue() == ""
     assert capsys.readouterr().out == "epoch 1/2  loss 0.4\ndone\n"
 
 
-def test_other_processes_are_silent(terminal, capsys):
+def test_other_processes_are_silent(monkeypatch, capsys):
+    screen = terminal(monkeypatch)
     use(Console(is_main=False, progress=True))
-    assert terminal.getvalue() == ""
+    assert screen.getvalue() == ""
     assert capsys.readouterr().out == ""

@@ -1,7 +1,9 @@
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,17 +18,17 @@ from tresnet.engine.train import train
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(Path(__file__).with_name("ddp_train.py"))
+LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 PLAIN = {"mixup": 0.0, "drop_rate": 0.0, "drop_path_rate": 0.0}
 
 
 def torchrun(*arguments):
     """Two processes on this machine's CPU."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [*launcher, *map(str, arguments)],
+        [*LAUNCHER, *map(str, arguments)],
         cwd=ROOT,
-        env=environment,
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         timeout=240,
@@ -105,3 +107,29 @@ def subprocess_run(*arguments):
         text=True,
         check=False,
     )
+
+
+@pytest.mark.slow
+def test_torchrun_stopped_from_outside_saves_although_it_signals_the_loaders_too(tiny, tmp_path):
+    # torchrun sends its signal to the whole process group of each of its processes
+    config = tiny(name="stopped", workers=1, epochs=1000)
+    run_dir = tmp_path / "runs" / "stopped"
+    with subprocess.Popen(
+        [*LAUNCHER, SCRIPT, str(saved(config, tmp_path))],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        deadline_s = time.monotonic() + 200
+        while not (run_dir / "last.pt").exists():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline_s
+            time.sleep(0.1)
+        before = state.load(run_dir / "last.pt")["progress"]["update"]
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=120)
+    assert "stopped by SIGTERM after update" in output, output
+    assert "DataLoader worker" not in output
+    assert state.load(run_dir / "last.pt")["progress"]["update"] >= before

@@ -16,8 +16,8 @@ def read(directory):
 
 
 def test_the_columns_are_those_users_read():
-    first = ["phase", "epoch", "step", "lr", "loss", "accuracy", "val_loss", "val_top1", "val_top5"]
-    first += ["val_map", "val_f1"]
+    progress = ["phase", "epoch", "step", "lr", "loss", "accuracy"]
+    tested = ["val_loss", "val_top1", "val_top5", "val_map", "val_f1"]
     memory = [
         "allocated_mib",
         "reserved_mib",
@@ -25,7 +25,7 @@ def test_the_columns_are_those_users_read():
         "device_used_mib",
         "rss_peak_mib",
     ]
-    assert list(COLUMNS) == [*first, "images_per_s", *memory, "elapsed_s"]
+    assert list(COLUMNS) == [*progress, *tested, "images_per_s", *memory, "elapsed_s"]
 
 
 def test_rows_are_written_twice_and_absent_values_are_empty(tmp_path):

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import secrets
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     Whatever fails in the block (a full disk, an exception, Ctrl-C) removes the temporary file and
     leaves the old `path` as it was. On success the data reach the disk before the name does, so a
     crash leaves the old file or the new one. The caller creates the temporary file itself, with
-    `open` or a library, so its permissions follow the umask. A symbolic link is written through.
+    `open` or a library; its permissions follow the umask, whatever the library gave it (safetensors
+    keeps its files to their owner). A symbolic link is written through.
 
     Args:
         path: the file to write; its directory must exist.
@@ -51,7 +53,9 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     # cut to stay within the 255 bytes that file systems allow for a name
     temporary = target.parent / f".{target.name[:48]}.{secrets.token_hex(8)}.tmp"
     try:
+        mode = _usual_mode(temporary)
         yield temporary
+        temporary.chmod(mode)
         _fsync(temporary)
         os.replace(temporary, target)
     except BaseException:
@@ -60,6 +64,14 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise
     with contextlib.suppress(OSError):  # some file systems cannot fsync a directory
         _fsync(target.parent)
+
+
+def _usual_mode(path: Path) -> int:
+    """Return the permissions that `open` gives a new file at `path`; the umask cannot be read."""
+    path.touch(exist_ok=False)
+    mode = stat.S_IMODE(path.stat().st_mode)
+    path.unlink()
+    return mode
 
 
 def _fsync(path: Path) -> None:

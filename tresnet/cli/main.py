@@ -1,5 +1,6 @@
 """Entry point of the `tresnet` command."""
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -14,6 +15,7 @@ from tresnet.cli.predict import Predict
 from tresnet.errors import TResNetError
 
 BAD_INPUT_EXIT_CODE = 2
+BROKEN_PIPE_EXIT_CODE = 141  # 128 + SIGPIPE
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells report it
 
 _DESCRIPTION = """TResNet image classifiers: models, weights, predictions and measurements.
@@ -28,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; None for this process's.
 
     Returns:
-        0; 1 if a part of the work failed (the rest is done); 2 for bad input; 130 on Ctrl-C.
+        0; 1 if a part of the work failed (the rest is done); 2 for bad input; 130 on Ctrl-C;
+        141 when nobody reads the output any more.
 
     Raises:
         SystemExit: after `--help` (0) or arguments that do not parse (2).
@@ -47,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         fail("interrupted")
         return INTERRUPTED_EXIT_CODE
+    except BrokenPipeError:  # the reader, `head` say, has gone: nothing is left to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE_EXIT_CODE
 
 
 def _parse(arguments: Sequence[str]) -> List | Info | Bench | Memory | Predict | Convert:

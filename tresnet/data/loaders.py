@@ -1,6 +1,7 @@
 """Batches whose order and augmentation follow from (seed, epoch), with any number of workers."""
 
 import logging
+import os
 import signal
 from collections.abc import Callable, Iterator, Sized
 from contextlib import nullcontext
@@ -248,7 +249,8 @@ def create_loader(
         dataset: images and labels, for instance from `open_folder`.
         batch_size: images in a batch on this rank.
         training: shuffle by epoch and seed the augmentation; else go in order.
-        workers: processes that decode; 0 decodes in this one. The batches are the same.
+        workers: processes that decode, at most one a core; 0 decodes in this one. The batches are
+            the same.
         seed: of the order and the augmentation; the same on all ranks.
         distributed: (rank, number of ranks).
         drop_last: leave out a last batch that is not full; None does so in training only.
@@ -281,6 +283,7 @@ def create_loader(
         )
     skip_bad_images = bool(getattr(dataset, "skip_bad_images", False))
     replace = training and skip_bad_images
+    workers = min(workers, usable_cores())  # more would only wait for each other
     start_workers = partial(
         DataLoader,
         _Samples(dataset, replace),
@@ -300,3 +303,10 @@ def _start_worker(worker: int) -> None:
     """Leave Ctrl-C to the main process, and drop its handlers, which a fork copies here."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
