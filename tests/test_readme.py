@@ -38,7 +38,7 @@ def commands(program: str) -> list[list[str]]:
 def test_python_blocks_run(tmp_path: Path):
     """In a process of its own: the plugin changes what timm builds."""
     code = blocks("python")
-    assert len(code) == 4
+    assert len(code) == 6
     result = subprocess.run(
         [sys.executable, "-W", "error", "-c", "\n".join(code)],
         cwd=tmp_path,
@@ -67,7 +67,7 @@ def test_eval_commands_parse():
 
 def test_tresnet_commands_parse():
     lines = commands("tresnet")
-    assert len(lines) == 3
+    assert len(lines) == 5
     for line in lines:
         assert dataclasses.is_dataclass(_parse(line)), line
 
