@@ -142,7 +142,7 @@ def test_fp16_resumes_with_its_loss_scale(tiny, monkeypatch):
     options = {"amp": "fp16", "ema_decay": 0.0, "opt": "adamw", "lr_schedule": "cosine"}
     whole = train(tiny(name="whole", **options)).run_dir
     with monkeypatch.context() as patch:
-        kill_after(patch, 5)
+        kill_after(patch, 9)  # the scale has been halved twice by then
         run_dir = train(tiny(name="stopped", **options)).run_dir
     train(tiny(name="stopped", **options), resume=run_dir)
     assert rows_of(run_dir) == rows_of(whole)
