@@ -303,6 +303,8 @@ def _start_worker(worker: int) -> None:
     """Leave Ctrl-C to the main process, and drop its handlers, which a fork copies here."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)  # out of the group that terminals and torchrun signal: the loop decides
 
 
 def usable_cores() -> int:
