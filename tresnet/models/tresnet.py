@@ -116,8 +116,8 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
         """Return the configuration that `to_dict` wrote."""
-        groups = tuple(values.get("head_groups", ()))
-        return cls(**{**values, "layers": tuple(values["layers"]), "head_groups": groups})
+        layers, groups = tuple(values["layers"]), tuple(values.get("head_groups", ()))
+        return cls(**{**values, "layers": layers, "head_groups": groups})
 
 
 class TResNet(nn.Module):
