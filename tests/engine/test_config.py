@@ -109,6 +109,8 @@ def test_a_fitting_configuration_passes():
         ({"workers": -1}, "--workers: expected 0 or more, got -1"),
         ({"lr": 0.0}, "--lr: expected more than 0, got 0.0"),
         ({"lr": float("nan")}, "--lr: expected more than 0, got nan"),
+        ({"lr": float("inf")}, "--lr: expected a finite number, got inf"),
+        ({"seed": 2**63}, "--seed: expected less than 9223372036854775808, got"),
         ({"clip_grad": -1.0}, "--clip-grad: expected more than 0, got -1.0"),
         ({"ema_decay": 1.0}, "--ema-decay: expected 0 or more and below 1, got 1.0"),
         ({"warmup_fraction": 1.5}, "--warmup-fraction: expected 0 to 1, got 1.5"),

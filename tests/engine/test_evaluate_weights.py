@@ -135,3 +135,12 @@ def test_classes_are_mapped_by_name(trained, found, expected):
 def test_where_names_are_unknown_the_number_of_classes_must_fit():
     with pytest.raises(ConfigError, match=r"the weights have 3 classes, the data 2 \(a, b\)"):
         class_map(None, 3, ["a", "b"])
+
+
+def test_weights_of_a_run_that_diverged_are_refused(config, tmp_path):
+    model = create(weights=config.weights)
+    with torch.no_grad():
+        model.head.fc.bias[0] = float("nan")
+    save_checkpoint(model, tmp_path / "bad.safetensors")
+    with pytest.raises(CheckpointError, match=r"no finite numbers, in head\.fc\.bias"):
+        run(dataclasses.replace(config, weights=str(tmp_path / "bad.safetensors")))

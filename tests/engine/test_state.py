@@ -105,6 +105,19 @@ def test_code_in_a_file_is_not_run(tmp_path):
     assert not mark.exists()
 
 
+def test_the_error_does_not_tell_how_to_run_the_code(tmp_path):
+    torch.save({"format": Bomb(str(tmp_path / "exploded"))}, tmp_path / "last.pt")
+    with pytest.raises(CheckpointError) as caught:
+        state.load(tmp_path / "last.pt")
+    assert "weights_only" not in str(caught.value)
+
+
+def test_a_state_that_is_not_whole_is_refused(tmp_path):
+    torch.save({"format": 1}, tmp_path / "last.pt")
+    with pytest.raises(CheckpointError, match="expected a whole training state"):
+        state.load(tmp_path / "last.pt")
+
+
 FULL_DISK = """
 import resource, sys
 from pathlib import Path

@@ -155,7 +155,7 @@ def test_checkpoints_come_within_an_epoch_too(tiny, monkeypatch):
     saved = []
     monkeypatch.setattr(state, "save", lambda *a: saved.append(a[2].update))
     train(tiny(checkpoint_interval_s=0.0, accumulate=2, epochs=1))
-    assert saved == [1, 2, 3, 3]
+    assert saved == [1, 2, 3, 3, 3]  # after each update, before and after the evaluation
 
 
 def test_a_finished_run_only_shows_its_result_again(tiny, capsys):
@@ -311,3 +311,18 @@ def test_every_option_of_the_model_reaches_it(tiny, monkeypatch):
     )
     assert (config.drop_rate, config.drop_path_rate, config.layers) == (0.2, 0.2, (1, 1, 1, 1))
     assert seen["updates"] == 4  # 6 batches in 2 updates, 2 epochs
+
+
+def test_an_evaluation_that_fails_does_not_lose_its_epoch(tiny, monkeypatch):
+    whole = train(tiny())
+
+    def failing(*_, **__):
+        raise DataError("none could be read")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "evaluate_labels", failing)
+        with pytest.raises(DataError, match="none could be read"):
+            train(config := tiny(name="broken"))
+    run_dir = whole.run_dir.with_name("broken")
+    assert state.load(run_dir / state.LAST)["progress"]["update"] == 6
+    assert_same_run(train(config, run_dir).run_dir, whole.run_dir)

@@ -140,6 +140,16 @@ def test_reset_classifier(images):
     assert model(images).dim() == 4
 
 
+def test_a_refused_reset_changes_nothing(images):
+    model = build("tresnet_t", num_classes=7)
+    for arguments in [(3, "zzz"), (-5,), (4, "")]:
+        with pytest.raises(InputError):
+            model.reset_classifier(*arguments)
+        assert model.num_classes == model.config.num_classes == 7
+        assert model.config.global_pool == "avg"
+        assert model(images).shape == (2, 7)
+
+
 def test_reset_classifier_keeps_dtype_and_mode():
     model = build("tresnet_t", dtype=torch.bfloat16, drop_rate=0.5).eval()
     model.reset_classifier(4)

@@ -126,6 +126,8 @@ def test_overrides():
         ({"block_size": 0}, "block_size of at least 1, got 0"),
         ({"layers": (1, 2, 3)}, r"four numbers of at least 1, got \(1, 2, 3\)"),
         ({"width_factor": 0.001}, "width_factor of at least 1/64"),
+        ({"width_factor": float("inf")}, "width_factor of at least 1/64, got inf"),
+        ({"width_factor": float("nan")}, "width_factor of at least 1/64, got nan"),
         ({"drop_rate": 1.0}, r"drop_rate in \[0, 1\), got 1.0"),
         ({"drop_path_rate": -0.1}, r"drop_path_rate in \[0, 1\), got -0.1"),
     ],

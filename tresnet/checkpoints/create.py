@@ -28,6 +28,7 @@ def create(
     head_channels: int | None = None,
     in_chans: int | None = None,
     num_classes: int | None = None,
+    global_pool: str | None = None,
     drop_rate: float = 0.0,
     drop_path_rate: float = 0.0,
     features_only: bool = False,
@@ -56,6 +57,8 @@ def create(
             of the decoder of 'ml_decoder' (768).
         in_chans: channels of the image; 3 without weights. Weights for others are adapted.
         num_classes: width of the classifier, 0 for none; 1000 without weights.
+        global_pool: pooling in front of the classifier: 'avg', 'max', 'avgmax' or ''; 'avg' without
+            weights.
         drop_rate: dropout in front of the classifier.
         drop_path_rate: stochastic depth of the last block.
         features_only: return feature maps instead of logits.
@@ -83,6 +86,7 @@ def create(
         "head_channels": head_channels,
         "in_chans": in_chans,
         "num_classes": num_classes,
+        "global_pool": global_pool,
         "width_factor": width_factor,
         "layers": layers,
         "block_size": block_size,

@@ -41,7 +41,7 @@ def write(root: str | Path) -> Path:
         _require_intact(target)
         return target
     images, labels = load()
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     workspace = Path(tempfile.mkdtemp(prefix=".digits-", dir=target.parent))
     try:
         _write_pngs(workspace / "digits", images, labels)
@@ -140,3 +140,17 @@ def _digest(folder: Path) -> str | None:
             return None
         digest.update(head.encode() + pixels)
     return digest.hexdigest()
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder and those above it.
+
+    Raises:
+        DataError: it cannot be created.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"expected a folder that can be written at {path}, got {error.strerror}: choose another"
+        ) from error

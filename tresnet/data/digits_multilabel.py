@@ -42,7 +42,7 @@ def write(root: str | Path) -> Path:
         _require_intact(target)
         return target
     images, labels = digits.load()
-    target.parent.mkdir(parents=True, exist_ok=True)
+    digits.make_folder(target.parent)
     workspace = Path(tempfile.mkdtemp(prefix=f".{NAME}-", dir=target.parent))
     try:
         _write_splits(workspace / NAME, digits.to_uint8(images), labels)

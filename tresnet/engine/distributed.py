@@ -134,5 +134,7 @@ def pick_device(name: str, local_rank: int, world: int) -> torch.device:
     if index >= found:
         raise ConfigError(
             f"--device: expected a GPU number below {found}, the GPUs found, got {index}"
+            if found
+            else f"--device: PyTorch finds no GPU here, got {name!r}: use --device cpu"
         )
     return torch.device("cuda", index)

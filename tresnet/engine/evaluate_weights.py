@@ -21,7 +21,7 @@ from tresnet.engine.evaluate import Metrics
 from tresnet.engine.multilabel import MultiLabelMetrics, evaluate_labels
 from tresnet.engine.predictor import Predictor
 from tresnet.engine.resolve import class_map
-from tresnet.errors import ConfigError
+from tresnet.errors import CheckpointError, ConfigError
 from tresnet.measure.memory import MemoryMeter, MemorySnapshot
 
 
@@ -97,6 +97,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
         dataset = _open(config, folder)
         info = describe(config.weights)
         model = create(config.model, weights=config.weights, norm=config.norm, jit=config.jit)
+        _check_finite(model, config.weights)
         mapping = class_map(info.classes, _outputs(model), dataset.classes)
         console = Console(processes.is_main, config.progress)
         metrics = _measure(config, model, dataset, mapping, processes, console)
@@ -204,3 +205,17 @@ def _write(path: Path, result: dict[str, Any]) -> None:
             temporary.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--output: cannot write {path}: {error}") from error
+
+
+def _check_finite(model: nn.Module, weights: str) -> None:
+    """Refuse weights of a run that diverged, whose figures would mean nothing."""
+    bad = [
+        name
+        for name, tensor in model.state_dict().items()
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all())
+    ]
+    if bad:
+        raise CheckpointError(
+            f"{weights} holds values that are no finite numbers, in {bad[0]} and {len(bad) - 1} other"
+            " tensors: evaluate an earlier checkpoint"
+        )

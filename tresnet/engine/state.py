@@ -110,11 +110,14 @@ def load(path: Path) -> dict[str, Any]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged pickles raise nearly anything
         raise CheckpointError(
-            f"cannot read {path}, which is damaged or was not written by this program:"
-            f" {_first_line(error)}"
+            f"cannot read {path}, which is damaged or was not written by this program"
+            f" ({type(error).__name__}): start a new run, --weights RUN_DIR/{BEST} from its best"
         ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"expected a training state of format {FORMAT} in {path}")
+    missing = {"identity", "progress", "generators", "model", "optimizer"} - content.keys()
+    if missing:
+        raise CheckpointError(f"expected a whole training state in {path}, without {missing}")
     return content
 
 

@@ -271,7 +271,10 @@ class Trainer:
         (rate,) = self.processes.sum(rate)
         done = progress.epoch + 1
         is_last = done == config.schedule.epochs
-        metrics = self._evaluate() if is_last or done % config.run.eval_interval == 0 else None
+        metrics = None
+        if is_last or done % config.run.eval_interval == 0:
+            self._save_state()  # should evaluation fail, the epoch is not lost
+            metrics = self._evaluate()
         figures: dict[str, Any] = {"loss": progress.loss_sum / max(progress.images, 1)}
         if self.losses.has_accuracy(progress.epoch):
             figures["accuracy"] = 100 * progress.hits / max(progress.images, 1)

@@ -1,6 +1,7 @@
 """Refuses configurations whose values are out of range or contradict each other."""
 
 import dataclasses
+import math
 import typing
 from collections.abc import Iterator
 
@@ -40,6 +41,7 @@ _BELOW_ONE = [
     "ema_decay",
     "momentum",
 ]
+SEED_LIMIT = 2**63
 
 
 def validate(config: TrainConfig) -> None:
@@ -76,8 +78,12 @@ def _range_problems(config: TrainConfig) -> Iterator[str]:
         (_POSITIVE, "more than 0", lambda value: value > 0),
         (_SHARE, "0 to 1", lambda value: 0 <= value <= 1),
         (_BELOW_ONE, "0 or more and below 1", lambda value: 0 <= value < 1),
+        (["seed"], f"less than {SEED_LIMIT}", lambda value: value < SEED_LIMIT),
         (["crop_pct"], "more than 0 and at most 1", lambda value: 0 < value <= 1),
     )
+    for name, value in values.items():
+        if isinstance(value, float) and math.isinf(value):
+            yield f"{fields.option(name)}: expected a finite number, got {value!r}"
     for names, expected, fits in rules:
         for name in names:
             # "not fits" and not its opposite, so that NaN is refused too

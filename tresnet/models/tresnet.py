@@ -1,5 +1,6 @@
 """TResNet (arXiv 2003.13630): stem, four stages, head, and the interface timm's users know."""
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -80,7 +81,7 @@ class ModelConfig:
         """
         if len(self.layers) != 4 or min(self.layers) < 1:
             raise InputError(f"expected layers as four numbers of at least 1, got {self.layers}")
-        if self.planes < 1:
+        if not math.isfinite(self.width_factor) or self.planes < 1:
             raise InputError(f"expected a width_factor of at least 1/64, got {self.width_factor}")
         for name in ("block_size", "in_chans"):
             if getattr(self, name) < 1:
@@ -155,7 +156,7 @@ class TResNet(nn.Module):
         self.body = self._make_body(device, dtype)
         self.feature_info = self._feature_info()
         self.num_features: int = self.feature_info[-1]["num_chs"]
-        self.head = self._make_head(device, dtype)
+        self.head = self._make_head(config, device, dtype)
         self._initialise()
 
     def _make_body(
@@ -205,8 +206,12 @@ class TResNet(nn.Module):
             )
         return info
 
-    def _make_head(self, device: torch.device | str | None, dtype: torch.dtype | None) -> Head:
-        config = self.config
+    def _make_head(
+        self,
+        config: ModelConfig,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> Head:
         settings = HeadSettings(
             config.global_pool,
             config.drop_rate,
@@ -379,16 +384,17 @@ class TResNet(nn.Module):
             raise InputError(f"head {config.head!r} has a pool of its own, got {global_pool!r}")
         if head_groups is None and config.head_groups and num_classes:
             head_groups = min(len(config.head_groups), num_classes)
-        self.config = replace(
+        config = replace(
             config,
             num_classes=num_classes,
             global_pool=config.global_pool if global_pool is None else global_pool,
             head_groups=class_groups(config.head, num_classes, head_groups),
         )
-        self.num_classes = num_classes
         example = next(self.body.parameters())
-        training = self.head.training
-        self.head = self._make_head(example.device, example.dtype).train(training)
+        head = self._make_head(config, example.device, example.dtype)
+        # only what could be built replaces what was there
+        self.head = head.train(self.head.training)
+        self.config, self.num_classes = config, num_classes
 
     def set_slopes(self, stem: float, block: float) -> None:
         """Set the negative slopes of the leaky ReLUs, a property of the weights.
