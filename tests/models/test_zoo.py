@@ -13,7 +13,7 @@ from tresnet.models.zoo import VARIANTS, build, list_models
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "zoo.json"
 
-# reference: FACTS of the paper's code and timm: parameters with 1000 classes, GFLOP at 224
+# Parameters with 1000 classes and GFLOP at 224, of the public code and timm
 PUBLISHED = {
     "tresnet_m": (31_389_032, 11.47),
     "tresnet_l": (55_989_256, 21.76),
