@@ -49,7 +49,7 @@ class Workspaces:
 
     @classmethod
     def load(cls, path: str | Path) -> "Workspaces":
-        """Read a table written by `tresnet memory workspaces`.
+        """Read a table measured on a GPU: JSON, {"workspaces": {convolution_key: bytes}}.
 
         Raises:
             InputError: the file is missing or is not such a table.
