@@ -120,8 +120,8 @@ def test_unsafe_reading_is_recognised(code: str, fault: str | None):
     assert (found is None) if fault is None else (found is not None and fault in found)
 
 
-# This machine's own folders, and package registries (written so that it does not match itself).
-HERE = [f"{folder}/" for folder in (ROOT.parent, Path.home()) if folder != Path("/")]
+# The checkout, the home folder, and package registries (written so that it does not match itself).
+HERE = [f"{folder}/" for folder in (ROOT, Path.home()) if folder != Path("/")]
 REGISTRY = r"https?://[\w.-]*(?:p[y]pi|h[o]sted|n[p]mjs|d[e]bian)"
 LOCAL = re.compile("|".join([REGISTRY, *map(re.escape, HERE)]))
 
