@@ -4,7 +4,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator, Sized
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -158,7 +158,9 @@ class Loader:
         """
         if self._loader is None:
             self._loader = self._start_workers()
-        for images, labels, failures, unfilled in self._loader:
+        with _termination_held():  # this may fork the workers
+            fetched = iter(self._loader)
+        for images, labels, failures, unfilled in fetched:
             try:
                 self._account(failures, unfilled)
             except DataError:
@@ -302,9 +304,25 @@ def create_loader(
 def _start_worker(worker: int) -> None:
     """Leave Ctrl-C to the main process, and drop its handlers, which a fork copies here."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # drops one that came while starting
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # out of the group that terminals and torchrun signal: the loop decides
+
+
+@contextmanager
+def _termination_held() -> Iterator[None]:
+    """Let SIGTERM wait: a worker that is just starting is still in the signalled group."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def usable_cores() -> int:
