@@ -4,7 +4,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator, Sized
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -158,9 +158,7 @@ class Loader:
         """
         if self._loader is None:
             self._loader = self._start_workers()
-        with _termination_held():  # this may fork the workers
-            fetched = iter(self._loader)
-        for images, labels, failures, unfilled in fetched:
+        for images, labels, failures, unfilled in _held_iter(self._loader):
             try:
                 self._account(failures, unfilled)
             except DataError:
@@ -312,15 +310,13 @@ def _start_worker(worker: int) -> None:
         os.setpgid(0, 0)  # out of the group that terminals and torchrun signal: the loop decides
 
 
-@contextmanager
-def _termination_held() -> Iterator[None]:
-    """Let SIGTERM wait: a worker that is just starting is still in the signalled group."""
+def _held_iter(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Start an iteration; SIGTERM waits, as a worker just forked is still in the signalled group."""
     if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
+        return iter(loader)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
-        yield
+        return iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
