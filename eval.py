@@ -1,8 +1,7 @@
 """Evaluates weights: reads the options, calls the engine."""
 
-import sys
-
 from tresnet.engine.command import eval_main
+from tresnet.engine.distributed import leave
 
 if __name__ == "__main__":
-    sys.exit(eval_main())
+    leave(eval_main())

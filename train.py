@@ -1,8 +1,7 @@
 """Trains a model: picks a recipe, applies the options, calls the engine."""
 
-import sys
-
 from tresnet.engine.command import train_main
+from tresnet.engine.distributed import leave
 
 if __name__ == "__main__":
-    sys.exit(train_main())
+    leave(train_main())

@@ -3,7 +3,6 @@
 import argparse
 import os
 import signal
-import sys
 from pathlib import Path
 
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 from tresnet.checkpoints.create import create
 from tresnet.engine import config as configs
 from tresnet.engine import resolve as resolving
+from tresnet.engine.distributed import leave
 from tresnet.engine.learner import Learner
 from tresnet.engine.train import train
 
@@ -66,4 +66,4 @@ if __name__ == "__main__":
     if options.kill:
         kill_at(*options.kill)
     result = train(configs.load(options.config), options.resume)
-    sys.exit(128 + result.stopped_by if result.stopped_by else 0)
+    leave(128 + result.stopped_by if result.stopped_by else 0)

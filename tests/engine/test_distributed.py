@@ -64,20 +64,11 @@ def test_two_processes_compute_what_one_does_with_the_double_batch(tiny, tmp_pat
             assert found[name] == pytest.approx(wanted[name], rel=1e-4), name
 
 
-def ended(done):
-    """Whether torchrun ended well, or a process died only after its work, in torch's own threads.
-
-    Seen once in three runs on Python 3.11: C++ ends a process that is leaving with this message.
-    What the run left is compared whole by the test.
-    """
-    return done.returncode == 0 or "terminate called without an active exception" in done.stderr
-
-
 @pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_and_the_run_goes_on_bit_for_bit(tiny, tmp_path):
     whole, stopped = (saved(tiny(name=name), tmp_path) for name in ("whole", "stopped"))
     done = torchrun(SCRIPT, whole)
-    assert ended(done), done.stderr
+    assert done.returncode == 0, done.stderr
     done = torchrun(SCRIPT, stopped, "--kill", 1, 4)
     assert done.returncode != 0
     assert "stopped by SIGTERM after update 4, saved" in done.stdout
@@ -85,7 +76,7 @@ def test_a_signal_to_one_process_stops_all_and_the_run_goes_on_bit_for_bit(tiny,
     run_dir = tmp_path / "runs" / "stopped"
     assert state.load(run_dir / "last.pt")["progress"]["update"] == 4
     done = torchrun(SCRIPT, stopped, "--resume", run_dir)
-    assert ended(done), done.stderr
+    assert done.returncode == 0, done.stderr
     assert_same_run(run_dir, tmp_path / "runs" / "whole")
 
 
