@@ -295,29 +295,37 @@ class TResNet(nn.Module):
         return stage((x.float() / 255).to(dtype))  # surgery.fold may have merged the stem
 
     @torch.jit.unused
-    def _run_parts(self, x: Tensor, stages: int) -> list[Tensor]:
-        """Return the outputs of the first `stages` parts of the body."""
+    def _run_parts(self, x: Tensor, wanted: list[int]) -> dict[int, Tensor]:
+        """Return the outputs of the `wanted` parts of the body, after running no part behind them.
+
+        No other output is held on to: backward can rebuild the stem's, and others.
+        """
         if not (torch.compiler.is_exporting() or torch.jit.is_tracing()):
             self.check_input(x)
         eager = not (torch.compiler.is_compiling() or torch.jit.is_tracing())
-        outputs = []
+        outputs = {}
         with recompute.scope(eager and self.config.norm == "abn" and torch.is_grad_enabled()):
-            for stage in list(self.body)[:stages]:
+            for index, stage in enumerate(list(self.body)[: max(wanted) + 1]):
                 if x.dtype == torch.uint8:
                     x = self._run_stem_on_bytes(stage, x)
                 else:
                     x = self._run_stage(stage, x)
-                outputs.append(x)
-        if self.unpadded_shapes:
-            widths = [outputs[0].shape[1], *(stage["num_chs"] for stage in self.feature_info)]
-            outputs = [y[:, :width] for y, width in zip(outputs, widths, strict=False)]
+                if index in wanted:
+                    outputs[index] = x[:, : self._width(index)] if self.unpadded_shapes else x
         return outputs
+
+    def _width(self, index: int) -> int:
+        """Channels that part `index` of the body puts out, where surgery has padded them."""
+        if index == 0:
+            return self.config.in_chans * self.config.block_size**2
+        return self.feature_info[index - 1]["num_chs"]
 
     def forward_features(self, x: Tensor) -> Tensor:
         """(N, in_chans, H, W) to (N, num_features, H / 8b, W / 8b), b the block size."""
         if torch.jit.is_scripting():
             return self.body(x)
-        return self._run_parts(x, 6)[-1]
+        last = len(self.body) - 1
+        return self._run_parts(x, [last])[last]
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Feature map to logits (N, num_classes), or to pooled features if `pre_logits`."""
@@ -356,9 +364,10 @@ class TResNet(nn.Module):
         if output_fmt != "NCHW":
             raise InputError(f"expected output_fmt 'NCHW', got {output_fmt!r}")
         taken = take_indices(indices, len(self.body) - 1)
-        outputs = self._run_parts(x, max(taken) + 2 if stop_early else len(self.body))
+        last = max(taken) + 1 if stop_early else len(self.body) - 1
+        outputs = self._run_parts(x, [*(index + 1 for index in taken), last])
         maps = [outputs[index + 1] for index in taken]
-        return maps if intermediates_only else (outputs[-1], maps)
+        return maps if intermediates_only else (outputs[last], maps)
 
     def prune_intermediate_layers(
         self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
@@ -439,6 +448,23 @@ class TResNet(nn.Module):
         for module in self.modules():
             if isinstance(module, ABN):
                 module.set_impl(impl)
+
+    def set_output_recompute(self, enable: bool = True) -> None:
+        """Rebuild the outputs of every second block in backward instead of keeping them.
+
+        For one more pass over such a block's output, the fused kernels of norm='abn' then keep about
+        a sixth less; other implementations keep what they keep.
+        """
+        last = self.body[-1]
+        for stage in list(self.body)[2:]:
+            blocks = [m for m in stage.modules() if isinstance(m, BasicBlock | Bottleneck)]
+            # Not two in a row, which would be a chain to rebuild, nor a first one, whose shortcut is
+            # rebuilt itself. No one asks for the last output of all again: it costs nothing.
+            dropped = (
+                {*range(len(blocks) - 1, 0, -2)} if stage is last else {*range(1, len(blocks), 2)}
+            )
+            for index, block in enumerate(blocks):
+                block.keep_output = not (enable and index in dropped)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Keep only the input of each block for backward and run the block again there."""
