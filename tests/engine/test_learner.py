@@ -126,11 +126,11 @@ def test_synchronised_norms_keep_names_values_and_function():
         for name, tensor in model.state_dict().items():
             if name.endswith(("bn.weight", "bn.bias", "running_mean")):
                 tensor.normal_()
-    other = synchronise(copy.deepcopy(model))
+    images, _ = batch()
+    other = synchronise(copy.deepcopy(model), images, compiles=False)
     assert not any(isinstance(m, NormAct) for m in other.modules())
     assert any(isinstance(m, SyncNormAct) for m in other.modules())
     assert other.state_dict().keys() == model.state_dict().keys()
-    images, _ = batch()
     for mode in (True, False):
         expected, found = model.train(mode)(images), other.train(mode)(images)
         torch.testing.assert_close(found, expected)

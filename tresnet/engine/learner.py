@@ -41,7 +41,8 @@ class Learner:
         self._device = processes.device
         model = place(model, config.compute, self._device)
         if config.compute.sync_bn:
-            model = synchronise(model)
+            example = next(model.parameters())
+            model = synchronise(model, example, config.compute.compile)
         if config.model.grad_checkpointing:
             model.set_grad_checkpointing(True)  # pyright: ignore[reportCallIssue]
         self.model = model

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tresnet.errors import InputError, MissingDependencyError
@@ -161,14 +162,20 @@ class ABN(NormAct):
 
     Attributes:
         impl: 'auto', 'reference', 'recompute' or 'triton', as in `tresnet.ops.abn.abn`.
-        group: process group whose statistics are shared; None for this process alone.
+        synchronised: take the statistics of a training batch over all processes; by the kernels only.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Create the parameters; see `NormAct`."""
         super().__init__(*args, **kwargs)
         self.impl: Impl = "auto"
-        self.group: Any = None
+        self.synchronised = False
+
+    def _group(self) -> Any:
+        """The process group that shares its statistics: a group itself could not be copied."""
+        if not (self.synchronised and self.training and dist.is_initialized()):
+            return None
+        return dist.group.WORLD if dist.get_world_size() > 1 else None
 
     def set_impl(self, impl: Impl) -> None:
         """Choose the implementation.
@@ -183,7 +190,7 @@ class ABN(NormAct):
         """Normalise and activate `x`: (N, C, H, W) to the same shape and dtype."""
         if torch.jit.is_scripting():
             return self._plain(x)
-        return self._run(x, self.impl, group=self.group)
+        return self._run(x, self.impl, group=self._group())
 
     def fuses(self, x: Any) -> bool:
         """Whether `forward_fused` runs on `x`: the kernels do, and no one watches this module."""
@@ -201,7 +208,7 @@ class ABN(NormAct):
         return self._run(
             x,
             self.impl,
-            group=self.group,
+            group=self._group(),
             blur=blur,
             se=se,
             shortcut=shortcut,

@@ -102,7 +102,7 @@ def abn(
         _check_tail(x, blur, shortcut)
         settings = Settings(*options, blur, group, keep_output)
         return fused_abn(x, weight, bias, statistics, shortcut, se, settings)
-    if group is not None:
+    if group is not None and training:
         raise InputError("synchronised statistics need impl='triton', which cannot run here")
     wanted = torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or bias.requires_grad
