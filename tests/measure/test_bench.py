@@ -76,6 +76,38 @@ def test_freezing_is_asked_of_the_compiler(monkeypatch):
     }
 
 
+def test_the_partitioner_is_told_while_it_compiles(monkeypatch):
+    from torch._functorch import config
+
+    told = []
+
+    def compiled(model, **how):
+        def run(images):
+            told.append(config.aggressive_recomputation)
+            return model(images)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    for partitioner in (None, "aggressive"):
+        chosen = case(compile="default", partitioner=partitioner)
+        step = steps.prepare(chosen, True, torch.device("cpu"), seed=0)
+        for _ in range(3):
+            step.run()
+    assert told == [False] * 3 + [True, True, False]
+    assert not config.aggressive_recomputation
+
+
+def test_the_implementation_reaches_the_model(monkeypatch):
+    calls = []
+    monkeypatch.setattr(steps, "set_impl", lambda model, impl: calls.append((model, impl)))
+    steps.prepare(case(), False, torch.device("cpu"), seed=0)
+    assert calls == []
+    steps.prepare(case(impl="reference"), False, torch.device("cpu"), seed=0)
+    ((model, impl),) = calls
+    assert (model.config.variant, impl) == ("tresnet_t", "reference")
+
+
 @pytest.mark.parametrize(
     ("measure", "changes", "cast"),
     [

@@ -130,3 +130,46 @@ def test_label_names_a_folded_and_frozen_case():
     assert case.checked(training=False).label() == (
         "tresnet_t, batch 64, fp32, abn, folded, compile default freeze"
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "training", "message"),
+    [
+        ("tresnet_t", {"impl": "fast"}, True, "expected impl out of auto, .* got 'fast'"),
+        ("timm:resnet50", {"impl": "auto"}, True, "expected no impl for timm:resnet50 .* 'auto'"),
+        (
+            "tresnet_t",
+            {"impl": "triton", "norm": "batchnorm"},
+            False,
+            "expected no impl for tresnet_t with norm batchnorm, got 'triton'",
+        ),
+        (
+            "tresnet_t",
+            {"partitioner": "x"},
+            True,
+            "expected partitioner out of aggressive, got 'x'",
+        ),
+        (
+            "tresnet_t",
+            {"partitioner": "aggressive"},
+            True,
+            "expected a compiled training step .*, got training with compile=none",
+        ),
+        (
+            "timm:resnet50",
+            {"partitioner": "aggressive", "compile": "default"},
+            False,
+            "expected a compiled training step .*, got inference with compile=default",
+        ),
+    ],
+)
+def test_what_implementations_and_partitioners_suit(model, changes, training, message):
+    with pytest.raises(InputError, match=message):
+        BenchCase(model, **changes).checked(training)
+
+
+def test_label_names_implementation_and_partitioner():
+    text = "tresnet_t@impl=reference,compile=default,partitioner=aggressive"
+    assert parse_case(text, BenchCase("", dtype="fp32")).label() == (
+        "tresnet_t, batch 64, fp32, impl reference, compile default, partitioner aggressive"
+    )

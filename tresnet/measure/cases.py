@@ -8,7 +8,13 @@ import torch
 
 from tresnet.errors import InputError
 from tresnet.measure.macs import without_computing
-from tresnet.measure.named import build_named, check_name, default_input_size, split_name
+from tresnet.measure.named import (
+    build_named,
+    check_name,
+    default_input_size,
+    set_impl,
+    split_name,
+)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CASTS = ("autocast", "pure")
@@ -20,6 +26,10 @@ COMPILE_MODES = (
     "max-autotune-no-cudagraphs",
 )
 NORMS = ("abn", "batchnorm", "inplace_abn")
+IMPLS = ("auto", "reference", "recompute", "triton")
+# What the compiler's partitioner is told while it divides a step into forward and backward:
+# settings of torch._functorch.config.
+PARTITIONERS = {"aggressive": {"aggressive_recomputation": True}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +50,10 @@ class BenchCase:
         fold: our model folded by `tresnet.surgery.fold`; inference only.
         freeze: compile the weights in as constants (Inductor's freezing, which packs them for the
             device and fuses activations into convolutions); compiled inference only.
+        impl: how our norm `abn` runs: auto, reference, recompute or triton; None leaves the model
+            as it was built.
+        partitioner: what a compiled training step recomputes in backward: `aggressive` recomputes
+            all but convolutions, matrix products and reductions; None is PyTorch's default.
     """
 
     model: str
@@ -52,6 +66,8 @@ class BenchCase:
     norm: str | None = None
     fold: bool = False
     freeze: bool = False
+    impl: str | None = None
+    partitioner: str | None = None
 
     def checked(self, training: bool) -> "BenchCase":
         """The case with `cast` and `norm` filled in; one of ours is sure to build and run.
@@ -74,16 +90,35 @@ class BenchCase:
         for field, value, choices in (
             ("dtype", case.dtype, tuple(DTYPES)),
             ("compile", case.compile, COMPILE_MODES),
-            ("norm", case.norm or "abn", NORMS),
+            ("norm", case.norm, NORMS),
+            ("impl", case.impl, IMPLS),
+            ("partitioner", case.partitioner, tuple(PARTITIONERS)),
         ):
-            if value not in choices:
+            if value is not None and value not in choices:
                 raise InputError(f"expected {field} out of {', '.join(choices)}, got {value!r}")
         for field, size in (("batch size", case.batch_size), ("input size", case.input_size)):
             if size is not None and size < 1:
                 raise InputError(f"expected {field} of at least 1, got {size}")
+        case._check_impl()
+        case._check_partitioner(training)
         if case.norm is not None:
-            _rehearse(case.model, case.norm, case.input_size)
+            _rehearse(case.model, case.norm, case.input_size, case.impl)
         return case
+
+    def _check_impl(self) -> None:
+        if self.impl is not None and self.norm != "abn":
+            raise InputError(
+                f"expected no impl for {self.model} with norm {self.norm}, got {self.impl!r}: "
+                "only our norm 'abn' has several"
+            )
+
+    def _check_partitioner(self, training: bool) -> None:
+        if self.partitioner is not None and (not training or self.compile == "none"):
+            raise InputError(
+                f"expected a compiled training step with partitioner={self.partitioner} for "
+                f"{self.model}, got {'training' if training else 'inference'} with "
+                f"compile={self.compile}"
+            )
 
     def _check_inference_only(self, training: bool, ours: bool) -> None:
         for field in ("fold", "freeze"):
@@ -112,20 +147,26 @@ class BenchCase:
             parts.append(self.cast)
         if self.norm is not None:
             parts.append(self.norm)
+        if self.impl is not None:
+            parts.append(f"impl {self.impl}")
         if self.fold:
             parts.append("folded")
         if self.channels_last:
             parts.append("channels_last")
         if self.compile != "none":
             parts.append(f"compile {self.compile}" + (" freeze" if self.freeze else ""))
+        if self.partitioner is not None:
+            parts.append(f"partitioner {self.partitioner}")
         return ", ".join(parts)
 
 
 @functools.cache
-def _rehearse(model: str, norm: str, input_size: int | None) -> None:
+def _rehearse(model: str, norm: str, input_size: int | None, impl: str | None) -> None:
     """Let one of our models complain before anything was measured, not after half an hour."""
     with without_computing():
         built = build_named(model, norm)
+        if impl is not None:
+            set_impl(built, impl)
         size = default_input_size(built) if input_size is None else input_size
         built.check_input(torch.empty(1, 3, size, size))  # pyright: ignore[reportCallIssue]
 

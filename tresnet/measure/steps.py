@@ -1,5 +1,6 @@
 """One training or inference step of a benchmark case on synthetic input."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 
@@ -7,13 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tresnet.measure.cases import DTYPES, BenchCase
+from tresnet.measure.cases import DTYPES, PARTITIONERS, BenchCase
 from tresnet.measure.macs import count_parameters
-from tresnet.measure.named import build_named, default_input_size
+from tresnet.measure.named import build_named, default_input_size, set_impl
 from tresnet.surgery.fold import fold
 
 OPTIMIZER = "SGD, learning rate 1e-3, momentum 0.9, weight decay 1e-4"
 _TORCHVISION_CLASSES = 1000
+# Steps during which the compiler may still compile: the first, and one more should it meet
+# something new (gradients that now exist, say).
+_COMPILING_STEPS = 2
 
 
 @dataclasses.dataclass
@@ -36,6 +40,8 @@ def prepare(case: BenchCase, training: bool, device: torch.device, seed: int) ->
     """
     torch.manual_seed(seed)
     built = build_named(case.model, case.norm)
+    if case.impl is not None:
+        set_impl(built, case.impl)
     size = default_input_size(built) if case.input_size is None else case.input_size
     layout = torch.channels_last if case.channels_last else torch.contiguous_format
     dtype = DTYPES[case.dtype] if case.cast == "pure" else torch.float32
@@ -99,7 +105,26 @@ def _training_step(
         scaler.update()
         return loss.detach()
 
-    return run
+    return run if case.partitioner is None else _partitioned(run, PARTITIONERS[case.partitioner])
+
+
+def _partitioned(run: Callable[[], Tensor], config: dict[str, bool]) -> Callable[[], Tensor]:
+    """`run` with `config` in force for as long as it may compile."""
+    steps = 0
+
+    def partitioned() -> Tensor:
+        nonlocal steps
+        steps += 1
+        with _functorch_config(config) if steps <= _COMPILING_STEPS else contextlib.nullcontext():
+            return run()
+
+    return partitioned
+
+
+def _functorch_config(config: dict[str, bool]) -> contextlib.AbstractContextManager[object]:
+    from torch._functorch import config as functorch_config
+
+    return functorch_config.patch(config)
 
 
 def _inference_step(
