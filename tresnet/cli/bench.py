@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg, subcommand
 
+from tresnet.cli.bench_report import BenchReport
 from tresnet.cli.bench_rewrites import BenchBranches, BenchConvs
 from tresnet.cli.output import format_table, progress, say
 
@@ -138,6 +139,7 @@ class Bench:
         | Annotated[BenchInfer, subcommand("infer")]
         | Annotated[BenchBranches, subcommand("branches")]
         | Annotated[BenchConvs, subcommand("convs")]
+        | Annotated[BenchReport, subcommand("report")]
     )
 
     def run(self, argv: list[str]) -> int:
