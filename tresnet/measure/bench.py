@@ -27,7 +27,7 @@ from tresnet import env
 from tresnet.errors import InputError, TResNetError
 from tresnet.measure.cases import BenchCase
 from tresnet.measure.clock import Clock, clock_for
-from tresnet.measure.memory import MemoryMeter, MemorySnapshot
+from tresnet.measure.memory import MemoryMeter, MemorySnapshot, is_out_of_memory
 from tresnet.measure.percentiles import speed_of
 from tresnet.measure.results import BenchRow, BenchSettings
 from tresnet.measure.steps import OPTIMIZER, PreparedStep, prepare
@@ -36,13 +36,6 @@ SETTLE_STEPS = 2
 # Cases of one architecture share code objects, and torch.compile stops compiling a code object at
 # its limit (8): every case must find room, or it would silently be timed in eager mode.
 _RECOMPILE_LIMIT = 256
-
-_OUT_OF_MEMORY_SIGNS = (
-    "out of memory",
-    "not enough memory",
-    "can't allocate memory",
-    "STATUS_ALLOC_FAILED",
-)
 
 
 def bench_train(
@@ -124,7 +117,7 @@ class _Bench:
         self._primed = MemorySnapshot()
 
     def run(self) -> list[BenchRow]:
-        with _bench_switches(self._device, self._compiling):
+        with bench_switches(self._device, self._compiling):
             self._primed = _prime(self._device)
             everything = range(len(self._rows))
             turns = [everything] if self._settings.interleave else [[index] for index in everything]
@@ -154,7 +147,7 @@ class _Bench:
         except TResNetError:
             raise
         except (RuntimeError, MemoryError) as error:
-            row.status = "out_of_memory" if _is_out_of_memory(error) else "failed"
+            row.status = "out_of_memory" if is_out_of_memory(error) else "failed"
             row.error = (str(error).strip() or type(error).__name__).splitlines()[0]
             self._log(f"{row.case.label()}: {row.status}: {row.error}")
         # Outside the handler: the exception would keep the step's tensors alive.
@@ -234,8 +227,8 @@ class _Bench:
 
 
 @contextlib.contextmanager
-def _bench_switches(device: torch.device, compiling: bool) -> Iterator[None]:
-    """Let cuDNN search for its fastest algorithms, and give every case room to compile."""
+def bench_switches(device: torch.device, compiling: bool) -> Iterator[None]:
+    """Inside, let cuDNN search for its fastest algorithms, and give every case room to compile."""
     searched = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = True
     try:
@@ -282,9 +275,3 @@ def _own_memory(
         reserved=own(after.reserved, before.reserved, primed.reserved),
         max_allocated=own(after.max_allocated, before.allocated, primed.allocated),
     )
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return any(sign in str(error) for sign in _OUT_OF_MEMORY_SIGNS)
