@@ -10,6 +10,7 @@ from tresnet.measure.bench import bench_infer, bench_train
 from tresnet.measure.cases import BenchCase
 from tresnet.measure.memory import MemorySnapshot
 from tresnet.measure.results import BenchRow, BenchSettings
+from tresnet.models import zoo
 
 QUICK = BenchSettings(warmup_steps=1, rounds=2, steps_per_round=1)
 GPU_COLUMNS = ("allocated_mib", "reserved_mib", "max_allocated_mib", "device_used_mib")
@@ -59,6 +60,34 @@ def test_a_folded_model_is_what_is_timed():
     (row,) = bench_infer([case(fold=True, channels_last=True)], QUICK, log=quiet)
     assert row.status == "ok"
     assert row.to_dict()["fold"] is True
+
+
+def test_a_padded_model_is_what_is_timed(monkeypatch):
+    def narrow(name, norm):
+        return zoo.build(name, norm=norm or "abn", width_factor=0.3)
+
+    monkeypatch.setattr(steps, "build_named", narrow)
+    plain, padded = (
+        steps.prepare(case(pad=pad), True, torch.device("cpu"), seed=0) for pad in (False, True)
+    )
+    assert padded.parameters > plain.parameters
+    torch.testing.assert_close(padded.run(), plain.run(), rtol=1e-4, atol=1e-5)
+
+
+def test_the_time_limit_ends_setting_up_and_rounds(recorded, monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: float(next(clock)))
+    settings = BenchSettings(warmup_steps=1, rounds=1000, steps_per_round=1, time_limit_s=60.0)
+    names = [f"model{number}" for number in range(40)]
+    rows = bench_infer([case(name) for name in names], settings, log=quiet)
+    done = [row for row in rows if row.status == "ok"]
+    late = [row for row in rows if row.status == "out_of_time"]
+    assert 0 < len(done) < len(rows) == len(done) + len(late)
+    assert rows[: len(done)] == done
+    assert all(row.speed is not None for row in done)
+    assert len(done[0].round_p50_images_per_s) < 1000
+    assert late[0].error == "not begun: the time limit of 60 s was near"
+    assert {name for name, *_ in recorded.calls} == set(names[: len(done)])
 
 
 def test_freezing_is_asked_of_the_compiler(monkeypatch):

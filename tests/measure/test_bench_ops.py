@@ -93,11 +93,20 @@ def test_one_contenders_failure_leaves_the_others(monkeypatch, error, status):
         ({"repeats": 0}, "expected repeats of at least 1, got 0"),
         ({"input_size": 48}, "expected input_size divisible by 32, got 48"),
         ({"input_size": 0}, "expected input_size divisible by 32, got 0"),
+        ({"time_limit_s": 0.0}, "expected a time limit above 0 s, got 0.0"),
     ],
 )
 def test_bad_settings(changes, message):
     with pytest.raises(InputError, match=message):
         OpsSettings(**changes)
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_after_the_time_limit_nothing_is_begun():
+    lines = []
+    limited = dataclasses.replace(QUICK, repeats=1, time_limit_s=1e-9)
+    assert bench_ops(["abn"], ["fp32"], limited, lines.append) == []
+    assert lines[0] == "abn, stage 1, fp32: not begun, the time limit has passed"
 
 
 def test_unknown_operation():

@@ -80,6 +80,20 @@ def test_memory_ends_the_search(monkeypatch):
     assert (row.status, row.largest_batch, row.limited_by) == ("ok", 4, "memory")
 
 
+def test_time_ends_the_search(monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr(largest_batch.time, "perf_counter", lambda: float(next(clock)))
+    (row,) = largest_batches([case()], settings(at_most=20, time_limit_s=2.0), str)
+    assert row.tries == [(2, True), (4, True)]
+    assert (row.status, row.largest_batch, row.limited_by) == ("ok", 4, "the time limit")
+    (row,) = largest_batches([case()], settings(time_limit_s=0.5), str)
+    assert (row.status, row.largest_batch, row.error) == (
+        "out_of_time",
+        None,
+        "the time limit had passed",
+    )
+
+
 def test_not_even_one_batch(monkeypatch):
     run_out_of_memory(monkeypatch, 0, RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"))
     (row,) = largest_batches([case()], settings(), str)
@@ -102,6 +116,7 @@ def test_other_failures_are_not_taken_for_the_edge(monkeypatch):
         ({"granularity": 0}, "expected granularity of at least 1, got 0"),
         ({"at_most": 1}, "expected at_most of at least 2, got 1"),
         ({"at_most": None}, "expected at_most on cpu, got none: only a GPU says when it is full"),
+        ({"time_limit_s": -1.0}, "expected a time limit above 0 s, got -1.0"),
         ({"memory_limit_gib": 0.0}, "expected a memory limit above 0 GiB, got 0.0"),
     ],
 )

@@ -38,6 +38,10 @@ class _Options(ModelOptions):
     """Finish and free each case before the next is built, instead of taking turns: for cases that
     do not fit on the device together. Ratios are then not reported."""
 
+    time_limit_s: float | None = None
+    """Begin no case after three quarters of this time, and end with what is measured by then; a case
+    that is being compiled is not interrupted."""
+
     def prepare(self) -> "BenchSettings":
         """The settings, checked, with a directory for the record."""
         from tresnet.measure.records import writable_directory
@@ -49,6 +53,7 @@ class _Options(ModelOptions):
             rounds=self.rounds,
             steps_per_round=self.steps,
             interleave=not self.sequential,
+            time_limit_s=self.time_limit_s,
         )
         writable_directory(self.output_dir)
         return settings

@@ -31,13 +31,21 @@ class BenchMaxBatch(ModelOptions):
     """Give PyTorch's allocator no more than this, so that a larger GPU stands for a smaller one; the
     CUDA context, about half a GiB, comes on top."""
 
+    time_limit_s: float | None = None
+    """Try no batch after this time, for each model; its answer is then the largest that ran."""
+
     def run(self, argv: list[str]) -> int:
         """Search, print the table and write the record."""
         from tresnet.measure.largest_batch import LargestSettings, largest_batches
         from tresnet.measure.records import writable_directory, write_record
 
         settings = LargestSettings(
-            self.resolved_device(), self.first, self.granularity, self.at_most, self.memory_gib
+            self.resolved_device(),
+            self.first,
+            self.granularity,
+            self.at_most,
+            self.memory_gib,
+            time_limit_s=self.time_limit_s,
         )
         writable_directory(self.output_dir)
         rows = largest_batches(self.cases((self.first,)), settings, log=progress)

@@ -35,6 +35,9 @@ class BenchOps:
     repeats: int = 20
     """Timed passes of each contender."""
 
+    time_limit_s: float | None = None
+    """Begin no operation after this time, and end with what is measured by then."""
+
     device: str | None = None
     """Such as cuda, cuda:1 or cpu; by default a GPU if there is one."""
 
@@ -49,7 +52,13 @@ class BenchOps:
         from tresnet.measure.records import writable_directory, write_record
 
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        settings = OpsSettings(device, self.batch_size, self.input_size, self.repeats)
+        settings = OpsSettings(
+            device,
+            self.batch_size,
+            self.input_size,
+            self.repeats,
+            time_limit_s=self.time_limit_s,
+        )
         writable_directory(self.output_dir)
         dtypes = self.dtype or (("bf16",) if device.startswith("cuda") else ("fp32",))
         rows = bench_ops(self.ops, dtypes, settings, log=progress)

@@ -33,6 +33,8 @@ from tresnet.measure.results import BenchRow, BenchSettings
 from tresnet.measure.steps import OPTIMIZER, PreparedStep, prepare
 
 SETTLE_STEPS = 2
+# Share of the time limit after which no case is begun: the rest is for the rounds.
+_SET_UP_SHARE = 0.75
 # Cases of one architecture share code objects, and torch.compile stops compiling a code object at
 # its limit (8): every case must find room, or it would silently be timed in eager mode.
 _RECOMPILE_LIMIT = 256
@@ -115,15 +117,23 @@ class _Bench:
         self._times_s: list[list[list[float]]] = [[] for _ in cases]
         self._steps: dict[int, PreparedStep] = {}
         self._primed = MemorySnapshot()
+        self._began_s = 0.0
 
     def run(self) -> list[BenchRow]:
+        self._began_s = time.perf_counter()
         with bench_switches(self._device, self._compiling):
             self._primed = _prime(self._device)
             everything = range(len(self._rows))
             turns = [everything] if self._settings.interleave else [[index] for index in everything]
             for turn in turns:
                 for index in turn:
-                    self._guarded(index, self._set_up)
+                    if self._past(_SET_UP_SHARE):
+                        self._rows[index].status = "out_of_time"
+                        self._rows[
+                            index
+                        ].error = f"not begun: the time limit of {self._settings.time_limit_s:g} s was near"
+                    else:
+                        self._guarded(index, self._set_up)
                 self._run_rounds(turn)
                 self._steps.clear()
                 self._tidy()
@@ -134,10 +144,18 @@ class _Bench:
 
     def _run_rounds(self, turn: Sequence[int]) -> None:
         for number in range(self._settings.rounds):
+            if number and self._past(1.0):
+                self._log(f"the time limit ends the measurement after {number} rounds")
+                break
             alive = [index for index in turn if index in self._steps]
             for index in alive if number % 2 == 0 else reversed(alive):
                 self._guarded(index, self._visit)
             self._log(f"round {number + 1} of {self._settings.rounds} done")
+
+    def _past(self, share: float) -> bool:
+        """Whether this share of the time limit has gone."""
+        limit_s = self._settings.time_limit_s
+        return limit_s is not None and time.perf_counter() - self._began_s > share * limit_s
 
     def _guarded(self, index: int, action: Callable[[int], None]) -> None:
         """Do `action`; a failure of PyTorch ends this case alone."""

@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,6 +55,7 @@ class OpsSettings:
         input_size: side of the image in pixels; the feature maps follow from it.
         repeats: timed passes over all buffers.
         seed: of the inputs.
+        time_limit_s: after it no operation is begun; None for no limit.
     """
 
     device: str = "cpu"
@@ -61,6 +63,7 @@ class OpsSettings:
     input_size: int = 224
     repeats: int = 20
     seed: int = 0
+    time_limit_s: float | None = None
 
     def __post_init__(self) -> None:
         """Check the numbers.
@@ -75,6 +78,8 @@ class OpsSettings:
             raise InputError(
                 f"expected input_size divisible by {_LEAST_SIZE}, got {self.input_size}"
             )
+        if self.time_limit_s is not None and self.time_limit_s <= 0:
+            raise InputError(f"expected a time limit above 0 s, got {self.time_limit_s}")
 
 
 @dataclasses.dataclass
@@ -137,9 +142,13 @@ def bench_ops(
         if name not in OPS:
             raise InputError(f"expected an operation out of {', '.join(OPS)}, got {name!r}")
     device = env.usable_device(settings.device)
-    rows = []
+    rows, began_s = [], time.perf_counter()
     for name, dtype in itertools.product(names or OPS, dtypes):
         for place in OPS[name].places:
+            limit_s = settings.time_limit_s
+            if limit_s is not None and time.perf_counter() - began_s > limit_s:
+                log(f"{name}, {place.name}, {dtype}: not begun, the time limit has passed")
+                continue
             found = _Case(name, place, dtype, device, settings).run()
             timed = sum(row.p50_us is not None for row in found)
             log(f"{name}, {place.name}, {dtype}: {timed} of {len(found)} timed")

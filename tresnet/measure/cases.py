@@ -54,6 +54,8 @@ class BenchCase:
             as it was built.
         partitioner: what a compiled training step recomputes in backward: `aggressive` recomputes
             all but convolutions, matrix products and reductions; None is PyTorch's default.
+        pad: our model's channels padded to multiples of 8 (`tresnet.surgery.pad_channels`), which
+            `fold` does anyway.
     """
 
     model: str
@@ -68,6 +70,7 @@ class BenchCase:
     freeze: bool = False
     impl: str | None = None
     partitioner: str | None = None
+    pad: bool = False
 
     def checked(self, training: bool) -> "BenchCase":
         """The case with `cast` and `norm` filled in; one of ours is sure to build and run.
@@ -81,7 +84,7 @@ class BenchCase:
         ours = split_name(self.model)[0] == "tresnet"
         if self.norm is not None and not ours:
             raise InputError(f"expected no norm for {self.model}, got {self.norm!r}: only ours has")
-        self._check_inference_only(training, ours)
+        self._check_rewrites(training, ours)
         case = dataclasses.replace(
             self,
             cast=self._resolved_cast(training),
@@ -120,12 +123,15 @@ class BenchCase:
                 f"compile={self.compile}"
             )
 
-    def _check_inference_only(self, training: bool, ours: bool) -> None:
+    def _check_rewrites(self, training: bool, ours: bool) -> None:
         for field in ("fold", "freeze"):
             if training and getattr(self, field):
                 raise InputError(f"expected {field}=false in training, got true for {self.model}")
-        if self.fold and not ours:
-            raise InputError(f"expected fold=false for {self.model}, got true: only ours folds")
+        for field in ("fold", "pad"):
+            if getattr(self, field) and not ours:
+                raise InputError(
+                    f"expected {field}=false for {self.model}, got true: only ours can"
+                )
         if self.freeze and self.compile == "none":
             raise InputError(f"expected a compile mode with freeze=true for {self.model}, got none")
 
@@ -151,6 +157,8 @@ class BenchCase:
             parts.append(f"impl {self.impl}")
         if self.fold:
             parts.append("folded")
+        if self.pad:
+            parts.append("padded")
         if self.channels_last:
             parts.append("channels_last")
         if self.compile != "none":
@@ -213,7 +221,7 @@ def _parse_value(key: str, value: str) -> object:
         if not value.isdigit():
             raise InputError(f"expected {key}= a whole number, got {value!r}")
         return int(value)
-    if key in ("channels_last", "fold", "freeze"):
+    if key in ("channels_last", "fold", "freeze", "pad"):
         if value not in ("true", "false"):
             raise InputError(f"expected {key}=true or false, got {value!r}")
         return value == "true"

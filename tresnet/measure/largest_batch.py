@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +34,7 @@ class LargestSettings:
         at_most: larger batches are not tried; None for no bound.
         memory_limit_gib: of PyTorch's allocator (the CUDA context comes on top); None for all.
         seed: of weights and input.
+        time_limit_s: for each case; after it no batch is tried. None for no limit.
     """
 
     device: str = "cuda"
@@ -41,6 +43,7 @@ class LargestSettings:
     at_most: int | None = None
     memory_limit_gib: float | None = None
     seed: int = 0
+    time_limit_s: float | None = None
 
     def __post_init__(self) -> None:
         """Check the numbers.
@@ -59,6 +62,8 @@ class LargestSettings:
             raise InputError(f"expected at_most of at least {self.first}, got {self.at_most}")
         if self.memory_limit_gib is not None and self.memory_limit_gib <= 0:
             raise InputError(f"expected a memory limit above 0 GiB, got {self.memory_limit_gib}")
+        if self.time_limit_s is not None and self.time_limit_s <= 0:
+            raise InputError(f"expected a time limit above 0 s, got {self.time_limit_s}")
         if self.at_most is None and not self.device.startswith("cuda"):
             raise InputError(
                 f"expected at_most on {self.device}, got none: only a GPU says when it is full"
@@ -71,10 +76,11 @@ class LargestRow:
 
     Attributes:
         case: with every default resolved; its batch is the first one tried.
-        status: `ok`, `out_of_memory` (not even one batch of the granularity fits) or `failed`.
+        status: `ok`, `out_of_memory` (not even one batch of the granularity fits), `out_of_time`
+            (none was tried) or `failed`.
         error: first line of what went wrong.
         largest_batch: the largest that ran.
-        limited_by: `memory`, or the bound that was given.
+        limited_by: `memory`, or the bound or the time limit that was given.
         memory_limit_mib: what the allocator was allowed, or the device's memory.
         max_allocated_mib: peak at the largest batch.
         tries: each batch tried, and whether it ran.
@@ -142,17 +148,28 @@ class _Search:
         self._row, self._settings, self._device = row, settings, device
         self._limit_bytes, self._log = limit_bytes, log
         self._peaks: dict[int, int] = {}
+        limit_s = settings.time_limit_s
+        self._deadline_s = None if limit_s is None else time.perf_counter() + limit_s
 
     def run(self) -> None:
         row, grain = self._row, self._settings.granularity
-        largest = find_edge(self._fits, self._foreseen, self._settings.first, grain, self._bound())
+        try:
+            largest = find_edge(
+                self._fits, self._foreseen, self._settings.first, grain, self._bound()
+            )
+            ended_by = f"at most {largest}" if largest == self._bound() else "memory"
+        except TimeoutError:
+            largest = max((batch for batch, fits in row.tries if fits), default=0)
+            ended_by = "the time limit"
         if row.status == "failed":
             return
         if not largest:
             row.status, row.error = "out_of_memory", f"not even a batch of {grain} fits"
+            if not row.tries:
+                row.status, row.error = "out_of_time", "the time limit had passed"
             return
         row.largest_batch, row.max_allocated_mib = largest, to_mib(self._peaks.get(largest))
-        row.limited_by = f"at most {largest}" if largest == self._bound() else "memory"
+        row.limited_by = ended_by
 
     def _bound(self) -> int | None:
         at_most, grain = self._settings.at_most, self._settings.granularity
@@ -171,6 +188,8 @@ class _Search:
         row = self._row
         if row.status == "failed":
             return False
+        if self._deadline_s is not None and time.perf_counter() > self._deadline_s:
+            raise TimeoutError
         meter = MemoryMeter(self._device)
         fits, failure, input_size = True, None, row.case.input_size
         meter.reset_peak()

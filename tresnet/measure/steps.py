@@ -12,6 +12,7 @@ from tresnet.measure.cases import DTYPES, PARTITIONERS, BenchCase
 from tresnet.measure.macs import count_parameters
 from tresnet.measure.named import build_named, default_input_size, set_impl
 from tresnet.surgery.fold import fold
+from tresnet.surgery.pad_channels import pad_channels
 
 OPTIMIZER = "SGD, learning rate 1e-3, momentum 0.9, weight decay 1e-4"
 _TORCHVISION_CLASSES = 1000
@@ -46,6 +47,8 @@ def prepare(case: BenchCase, training: bool, device: torch.device, seed: int) ->
     layout = torch.channels_last if case.channels_last else torch.contiguous_format
     dtype = DTYPES[case.dtype] if case.cast == "pure" else torch.float32
     built.train(training)
+    if case.pad:
+        built = pad_channels(built, inplace=True)
     if case.fold:
         built = fold(built)
     built = built.to(device=device, dtype=dtype)
