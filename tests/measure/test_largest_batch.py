@@ -10,7 +10,7 @@ from tresnet.measure.read_records import COLUMNS
 
 @pytest.mark.parametrize("edge", [0, 15, 16, 47, 64, 100, 128, 500, 1000, 1023, 1024, 1300, 9999])
 @pytest.mark.parametrize("guess", [None, -1000, 100, 960, 1024, 1100, 4000])
-@pytest.mark.parametrize("at_most", [None, 64, 1008])
+@pytest.mark.parametrize("at_most", [None, 64, 128, 1008])
 def test_the_edge_is_found(edge, guess, at_most):
     tried = []
 

@@ -239,7 +239,7 @@ def find_edge(
     for batch in (first, 2 * first):
         if batch < edge.failing and batch > edge.fitting:
             edge.attempt(batch)
-    if edge.fitting == 2 * first:
+    if edge.fitting == 2 * first < bound:
         guess = foreseen() or 2 * edge.fitting
         candidate = min(max(guess // grain * grain, edge.fitting + grain), bound)
         stride = max(int(candidate * _STRIDE) // grain * grain, grain)
