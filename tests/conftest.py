@@ -1,9 +1,14 @@
 """What every test gets: a fixed seed, few threads, and the skips that a machine's lacks demand."""
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    # Triton decides at its import whether its kernels are interpreted, so that a CPU runs them.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 WEIGHTS = Path(__file__).resolve().parents[1] / "weights"
 MAX_THREADS = 4  # the tests' tensors are small: more threads cost more than they bring

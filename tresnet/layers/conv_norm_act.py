@@ -1,10 +1,15 @@
 """Convolution, norm and activation, with or without anti-aliased downsampling."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from tresnet.layers.blur_pool import BlurPool2d
-from tresnet.layers.norm import norm_class
+from tresnet.layers.global_pool import GlobalPool2d
+from tresnet.layers.norm import ABN, norm_class, watched
+from tresnet.layers.squeeze_excite import SqueezeExcite
 
 
 class ConvNormAct(nn.Module):
@@ -51,4 +56,54 @@ class ConvNormAct(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, in, H, W) to (N, out, H, W), or to half the height and width, rounded up."""
-        return self.aa(self.bn(self.conv(x)))
+        if torch.jit.is_scripting() or not self.fuses(x):
+            return self.aa(self.bn(self.conv(x)))
+        return self.forward_fused(x)
+
+    @torch.jit.unused
+    def fuses(self, x: Any, se: nn.Module | None = None) -> bool:
+        """Whether `forward_fused` runs on `x` and bypasses nothing that a hook or change waits for.
+
+        Args:
+            x: (N, in, H, W).
+            se: the squeeze and excitation to fuse; None or an identity for none.
+        """
+        if not (isinstance(self.bn, ABN) and self.bn.fuses(x)) or watched(self.aa):
+            return False
+        if not isinstance(self.aa, BlurPool2d | nn.Identity):
+            return False
+        return se is None or (not watched(se) and _is_standard(se))
+
+    @torch.jit.unused
+    def forward_fused(
+        self,
+        x: Tensor,
+        se: nn.Module | None = None,
+        shortcut: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
+        """Run the layer and what follows it in a block, after the convolution in fused kernels.
+
+        Args:
+            x: (N, in, H, W).
+            se: applied after the blur.
+            shortcut: computes what is added in front of a ReLU; None for neither.
+        """
+        assert isinstance(self.bn, ABN)
+        y = self.conv(x)
+        blur = isinstance(self.aa, BlurPool2d)
+        weights = se.weights() if isinstance(se, SqueezeExcite) else None
+        if shortcut is None:
+            return self.bn.forward_fused(y, blur, weights)
+        added = shortcut()
+        if blur or added.dtype != y.dtype:
+            return torch.relu_(self.bn.forward_fused(y, blur, weights) + added)
+        return self.bn.forward_fused(y, blur, weights, added)
+
+
+def _is_standard(se: nn.Module) -> bool:
+    """Whether a module is our squeeze and excitation, its parts unchanged and unwatched; or none."""
+    if isinstance(se, nn.Identity):
+        return True
+    return type(se) is SqueezeExcite and not any(
+        watched(part) or type(part) not in (GlobalPool2d, nn.Conv2d) for part in se.children()
+    )

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from tresnet.errors import InputError, MissingDependencyError
-from tresnet.ops.abn import Impl, abn, reference
+from tresnet.ops.abn import IMPLS, Impl, SEWeights, abn, reference
+from tresnet.ops.dispatch import check_impl, runs_kernels
 
 
 class _Frozen(threading.local):
@@ -32,6 +33,16 @@ def frozen_running_stats() -> Iterator[None]:
         yield
     finally:
         _frozen.value = before
+
+
+def watched(module: nn.Module) -> bool:
+    """Whether hooks wait for `module` to be called, so that it must not be bypassed."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
 
 
 class NormAct(nn.Module):
@@ -107,7 +118,7 @@ class NormAct(nn.Module):
             self.slope,
         )
 
-    def _run(self, x: Tensor, impl: Impl) -> Tensor:
+    def _run(self, x: Tensor, impl: Impl, **tail: Any) -> Tensor:
         mean, var = self._statistics()
         return abn(
             x,
@@ -120,6 +131,7 @@ class NormAct(nn.Module):
             eps=self.eps,
             slope=self.slope,
             impl=impl,
+            **tail,
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -138,13 +150,52 @@ class BatchNormAct(NormAct):
 
 
 class ABN(NormAct):
-    """BN and leaky ReLU as one operation that saves one buffer for backward (`tresnet.ops.abn`)."""
+    """BN and leaky ReLU as one operation that saves one buffer for backward (`tresnet.ops.abn`).
+
+    Attributes:
+        impl: 'auto', 'reference', 'recompute' or 'triton', as in `tresnet.ops.abn.abn`.
+        group: process group whose statistics are shared; None for this process alone.
+    """
+
+    impl: Impl
+    group: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Create the parameters; see `NormAct`."""
+        super().__init__(*args, **kwargs)
+        self.impl = "auto"
+        self.group = None
+
+    def set_impl(self, impl: Impl) -> None:
+        """Choose the implementation.
+
+        Raises:
+            InputError: there is no such implementation.
+        """
+        check_impl("set_impl", impl, IMPLS)
+        self.impl = impl
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise and activate `x`: (N, C, H, W) to the same shape and dtype."""
         if torch.jit.is_scripting():
             return self._plain(x)
-        return self._run(x, "auto")
+        return self._run(x, self.impl, group=self.group)
+
+    @torch.jit.unused
+    def fuses(self, x: Any) -> bool:
+        """Whether `forward_fused` runs on `x`: the kernels do, and no one watches this module."""
+        return isinstance(x, Tensor) and not watched(self) and runs_kernels(x, self.impl)
+
+    @torch.jit.unused
+    def forward_fused(
+        self,
+        x: Tensor,
+        blur: bool = False,
+        se: SEWeights | None = None,
+        shortcut: Tensor | None = None,
+    ) -> Tensor:
+        """Normalise, activate, and blur, excite and join where asked for, in the fewest passes."""
+        return self._run(x, self.impl, group=self.group, blur=blur, se=se, shortcut=shortcut)
 
 
 class InplaceABN(NormAct):

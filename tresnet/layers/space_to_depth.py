@@ -27,6 +27,11 @@ class SpaceToDepth(nn.Module):
             return reference.space_to_depth(x, self.block_size)
         return op.space_to_depth(x, self.block_size, jit=self.jit)
 
+    @torch.jit.unused
+    def from_bytes(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rearrange uint8 images into `dtype`, divided by 255, in channels_last memory."""
+        return op.stem_input(x, self.block_size, dtype)
+
     def extra_repr(self) -> str:
         """Return the settings for `repr`."""
         return f"block_size={self.block_size}, jit={self.jit}"

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from tresnet.layers.global_pool import GlobalPool2d
 from tresnet.ops import recompute
+from tresnet.ops.abn import SEWeights
 
 
 def _scale(x: Tensor, gate: Tensor) -> Tensor:
@@ -35,6 +36,14 @@ class SqueezeExcite(nn.Module):
         self.pool = GlobalPool2d(jit=jit)
         self.fc1 = nn.Conv2d(channels, reduced, 1, device=device, dtype=dtype)
         self.fc2 = nn.Conv2d(reduced, channels, 1, device=device, dtype=dtype)
+
+    @torch.jit.unused
+    def weights(self) -> SEWeights:
+        """The two convolutions as linear layers."""
+        fc1, fc2 = self.fc1, self.fc2
+        assert fc1.bias is not None
+        assert fc2.bias is not None
+        return SEWeights(fc1.weight.flatten(1), fc1.bias, fc2.weight.flatten(1), fc2.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Scale each channel of `x` (N, C, H, W) by a gate computed from all its pixels."""

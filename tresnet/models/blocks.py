@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tresnet.layers.conv_norm_act import ConvNormAct
-from tresnet.layers.norm import NormAct
+from tresnet.layers.norm import NormAct, watched
 from tresnet.layers.squeeze_excite import SqueezeExcite
 from tresnet.ops import recompute
 
@@ -78,6 +78,13 @@ def shortcut(
     return nn.Sequential(*layers)
 
 
+def joins(layer: nn.Module, drop_path: nn.Module | None, x: Tensor, se: nn.Module | None) -> bool:
+    """Whether `layer` runs fused with what follows it: an SE, and the join behind a drop path."""
+    if drop_path is not None and drop_path.training and not isinstance(drop_path, nn.Identity):
+        return False
+    return isinstance(layer, ConvNormAct) and not watched(layer) and layer.fuses(x, se)
+
+
 class BasicBlock(nn.Module):
     """3x3, ABN, (blur), 3x3, ABN without activation, SE, add, ReLU."""
 
@@ -117,8 +124,18 @@ class BasicBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, H, W) to (N, planes, H / stride, W / stride)."""
-        y = self.se(self.conv2(self.conv1(x)))
-        return torch.relu_(self.drop_path(y) + self.downsample(x))
+        if torch.jit.is_scripting() or not self._joins(x):
+            y = self.se(self.conv2(self.conv1(x)))
+            return torch.relu_(self.drop_path(y) + self.downsample(x))
+        return self._forward_fused(x)
+
+    @torch.jit.unused
+    def _joins(self, x: Tensor) -> bool:
+        return joins(self.conv2, self.drop_path, x, self.se)
+
+    @torch.jit.unused
+    def _forward_fused(self, x: Tensor) -> Tensor:
+        return self.conv2.forward_fused(self.conv1(x), self.se, lambda: self.downsample(x))
 
 
 class Bottleneck(nn.Module):
@@ -162,5 +179,17 @@ class Bottleneck(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, H, W) to (N, 4 planes, H / stride, W / stride)."""
-        y = self.conv3(self.se(self.conv2(self.conv1(x))))
-        return torch.relu_(self.drop_path(y) + self.downsample(x))
+        if torch.jit.is_scripting() or not self._joins(x):
+            y = self.conv3(self.se(self.conv2(self.conv1(x))))
+            return torch.relu_(self.drop_path(y) + self.downsample(x))
+        return self._forward_fused(x)
+
+    @torch.jit.unused
+    def _joins(self, x: Tensor) -> bool:
+        excites = joins(self.conv2, None, x, self.se)
+        return excites and joins(self.conv3, self.drop_path, x, None)
+
+    @torch.jit.unused
+    def _forward_fused(self, x: Tensor) -> Tensor:
+        y = self.conv2.forward_fused(self.conv1(x), self.se)
+        return self.conv3.forward_fused(y, None, lambda: self.downsample(x))

@@ -13,7 +13,7 @@ from tresnet.errors import InputError
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.layers.grouped_linear import GroupedLinear
-from tresnet.layers.norm import NormAct, frozen_running_stats
+from tresnet.layers.norm import ABN, NormAct, frozen_running_stats
 from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.models.blocks import BasicBlock, BlockSettings, Bottleneck
 from tresnet.models.heads import (
@@ -25,6 +25,8 @@ from tresnet.models.heads import (
     class_groups,
 )
 from tresnet.ops import recompute
+from tresnet.ops.abn import IMPLS, Impl
+from tresnet.ops.dispatch import check_impl
 
 STAGES = ("layer1", "layer2", "layer3", "layer4")
 STEM_SLOPE, BLOCK_SLOPE = 1e-2, 1e-3
@@ -124,8 +126,8 @@ class ModelConfig:
 class TResNet(nn.Module):
     """Space-to-depth stem, two stages of basic blocks, two of bottlenecks, head.
 
-    Input: (N, in_chans, H, W) floating point in [0, 1], not normalised by mean and deviation; H and W
-    divisible by the block size and at least 5 blocks. Output: logits (N, num_classes).
+    Input: (N, in_chans, H, W) floating point in [0, 1], not normalised by mean and deviation, or uint8,
+    which is divided by 255 (channels_last is fastest on a GPU); H and W divisible by the block size and at least 5 blocks. Output: logits (N, num_classes).
     """
 
     __jit_unused_properties__ = ("default_cfg", "head_hidden_size")
@@ -249,10 +251,10 @@ class TResNet(nn.Module):
                 f"expected {channels} channels, got {x.shape[1]} in shape {tuple(x.shape)}: "
                 f"convert the images, or build the model with in_chans={x.shape[1]}"
             )
-        if not x.is_floating_point():
+        if not x.is_floating_point() and x.dtype != torch.uint8:
             raise InputError(
-                f"expected floating-point images in [0, 1], got {x.dtype}: "
-                "convert with x.float() / 255"
+                f"expected floating-point images in [0, 1], or uint8 images, got {x.dtype}: "
+                "convert with x.float() / 255, or x.to(torch.uint8)"
             )
         h, w = x.shape[-2:]
         if h % block or w % block:
@@ -283,6 +285,16 @@ class TResNet(nn.Module):
         return x
 
     @torch.jit.unused
+    def _run_stem_on_bytes(self, stage: nn.Module, x: Tensor) -> Tensor:
+        """Run the first part of the body on uint8 images, in the dtype its convolution computes in."""
+        dtype = next(self.body.parameters()).dtype
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+        if isinstance(stage, SpaceToDepth):
+            return stage.from_bytes(x, dtype)
+        return stage((x.float() / 255).to(dtype))  # surgery.fold may have merged the stem
+
+    @torch.jit.unused
     def _run_parts(self, x: Tensor, stages: int) -> list[Tensor]:
         """Return the outputs of the first `stages` parts of the body."""
         if not (torch.compiler.is_exporting() or torch.jit.is_tracing()):
@@ -291,7 +303,10 @@ class TResNet(nn.Module):
         outputs = []
         with recompute.scope(eager and self.config.norm == "abn" and torch.is_grad_enabled()):
             for stage in list(self.body)[:stages]:
-                x = self._run_stage(stage, x)
+                if x.dtype == torch.uint8:
+                    x = self._run_stem_on_bytes(stage, x)
+                else:
+                    x = self._run_stage(stage, x)
                 outputs.append(x)
         if self.unpadded_shapes:
             widths = [outputs[0].shape[1], *(stage["num_chs"] for stage in self.feature_info)]
@@ -407,6 +422,23 @@ class TResNet(nn.Module):
         for name, module in self.named_modules():
             if isinstance(module, NormAct | FoldedConv) and module.slope is not None:
                 module.slope = stem if name.startswith("body.conv1") else block
+
+    def set_impl(self, impl: Impl) -> None:
+        """Choose how the norms with norm='abn', and what is fused with them, are computed.
+
+        Args:
+            impl: 'auto' (kernels on a GPU, plain operators under `torch.compile`), 'triton',
+                'recompute' or 'reference'; see `tresnet.ops.abn.abn`.
+
+        Raises:
+            InputError: there is no such implementation, or the model has another norm.
+        """
+        if self.config.norm != "abn":
+            raise InputError(f"set_impl needs a model with norm='abn', got {self.config.norm!r}")
+        check_impl("set_impl", impl, IMPLS)
+        for module in self.modules():
+            if isinstance(module, ABN):
+                module.set_impl(impl)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Keep only the input of each block for backward and run the block again there."""

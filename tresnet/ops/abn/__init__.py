@@ -1,6 +1,6 @@
-"""Activated batch normalisation: BN and leaky ReLU as one operation with one saved buffer."""
+"""Activated batch normalisation, and what follows it in a block, as one operation."""
 
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,8 +9,26 @@ from tresnet.errors import InputError
 from tresnet.ops import recompute
 from tresnet.ops.abn import reference
 from tresnet.ops.abn.autograd import ActivatedBatchNorm
+from tresnet.ops.dispatch import check_impl, runs_kernels
 
-Impl = Literal["auto", "reference", "recompute"]
+Impl = Literal["auto", "reference", "recompute", "triton"]
+IMPLS = ("auto", "reference", "recompute", "triton")
+
+
+class SEWeights(NamedTuple):
+    """The two layers of a squeeze and excitation, as linear layers.
+
+    Attributes:
+        fc1_weight: (R, C).
+        fc1_bias: (R,).
+        fc2_weight: (C, R).
+        fc2_bias: (C,).
+    """
+
+    fc1_weight: Tensor
+    fc1_bias: Tensor
+    fc2_weight: Tensor
+    fc2_bias: Tensor
 
 
 def abn(
@@ -24,9 +42,16 @@ def abn(
     momentum: float = 0.1,
     eps: float = 1e-5,
     slope: float | None = 1e-2,
+    blur: bool = False,
+    se: SEWeights | None = None,
+    shortcut: Tensor | None = None,
+    group: Any = None,
     impl: Impl = "auto",
 ) -> Tensor:
-    """Normalise each channel, scale, shift and apply a leaky ReLU.
+    """Normalise each channel, scale, shift, apply a leaky ReLU; then blur, excite and join.
+
+    y = act(weight * (x - mean) / sqrt(var + eps) + bias), and where asked for
+    y = blur(y), y = y * gate(mean of y over pixels), y = relu(y + shortcut), in this order.
 
     Args:
         x: (N, C, ...), floating point.
@@ -38,22 +63,28 @@ def abn(
         momentum: weight of the batch in the running statistics.
         eps: added to the variance.
         slope: negative slope of the leaky ReLU; None leaves the activation out.
+        blur: blur and keep every second pixel, as `blur_pool`; x is then (N, C, H, W).
+        se: squeeze, two layers, sigmoid, scale; computed in float32.
+        shortcut: added before a ReLU; shape and dtype of what it is added to.
+        group: process group over which the statistics are synchronised; None for this process
+            alone. "triton" only.
         impl: "reference" is plain PyTorch; "recompute" saves `x` alone for backward and offers its
-            output for recomputation; "auto" takes "recompute" in eager mode when a gradient is
-            needed, and plain operators under `torch.compile`, export and tracing.
+            output for recomputation; "triton" does so too, by fused kernels with float32 statistics
+            (float32, bfloat16, float16); "auto" takes "triton" on a GPU that has it, "recompute"
+            elsewhere when a gradient is needed, and plain operators under `torch.compile`, export
+            and tracing. With blur, se or shortcut it takes "triton" or "reference".
 
     Returns:
-        (N, C, ...) in the dtype of `x`.
+        (N, C, ...), or (N, C, ceil(H / 2), ceil(W / 2)) with `blur`, in the dtype of `x`.
 
     Raises:
         InputError: `x` does not fit the parameters, a training batch has one value per channel, or
-            `impl` is unknown.
+            `impl` is unknown or cannot run here.
     """
     tracing = torch.jit.is_tracing()
     if not tracing and (x.dim() < 2 or x.shape[1] != weight.shape[0]):
         raise InputError(f"abn expected (N, {weight.shape[0]}, ...), got {tuple(x.shape)}")
-    if impl not in ("auto", "reference", "recompute"):
-        raise InputError(f"abn expected impl 'auto', 'reference' or 'recompute', got {impl!r}")
+    check_impl("abn", impl, IMPLS)
     plain = torch.compiler.is_compiling() or tracing
     if training and not plain and x.numel() == x.shape[1]:
         raise InputError(
@@ -62,14 +93,43 @@ def abn(
         )
     statistics = (running_mean, running_var)
     options = (training, momentum, eps, slope)
+    if runs_kernels(x, impl):
+        from tresnet.ops.abn.fused import Settings, fused_abn
+
+        _check_tail(x, blur, shortcut)
+        settings = Settings(*options, blur, group)
+        return fused_abn(x, weight, bias, statistics, shortcut, se, settings)
+    if group is not None:
+        raise InputError("synchronised statistics need impl='triton', which cannot run here")
     wanted = torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or bias.requires_grad
     )
-    if impl == "reference" or (impl == "auto" and (plain or not wanted)):
-        return reference.abn(x, weight, bias, *statistics, *options)
+    tail = blur or se is not None or shortcut is not None
+    if impl == "recompute" and tail:
+        raise InputError("impl='recompute' does not blur, excite or join: expected 'triton'")
+    if impl == "reference" or tail or (impl == "auto" and (plain or not wanted)):
+        y = reference.abn(x, weight, bias, *statistics, *options)
+        return reference.tail(y, blur, se, shortcut)
     y, scale, shift = ActivatedBatchNorm.apply(x, weight, bias, *statistics, *options)  # pyright: ignore[reportGeneralTypeIssues]
     recompute.offer(y, lambda a, b, c: reference.affine(a, b, c, slope), x, scale, shift)
     return y
 
 
-__all__ = ["abn"]
+def _check_tail(x: Tensor, blur: bool, shortcut: Tensor | None) -> None:
+    if blur and (x.dim() != 4 or min(x.shape[-2:]) < 2):
+        raise InputError(
+            f"blur expected (N, C, H, W) with H and W at least 2, got {tuple(x.shape)}: "
+            "use larger images"
+        )
+    if shortcut is None:
+        return
+    if blur:
+        raise InputError("expected a shortcut or a blur, got both: no block has both")
+    if shortcut.shape != x.shape or shortcut.dtype != x.dtype:
+        raise InputError(
+            f"expected a shortcut of {tuple(x.shape)} in {x.dtype}, "
+            f"got {tuple(shortcut.shape)} in {shortcut.dtype}"
+        )
+
+
+__all__ = ["IMPLS", "Impl", "SEWeights", "abn"]

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tresnet.ops.blur_pool.reference import blur_pool
+
 
 def abn(
     x: Tensor,
@@ -62,3 +64,31 @@ def affine(x: Tensor, scale: Tensor, shift: Tensor, slope: float | None) -> Tens
     if slope is None:
         return y
     return F.leaky_relu_(y, slope)
+
+
+def tail(
+    y: Tensor,
+    blur: bool,
+    se: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+    shortcut: Tensor | None,
+) -> Tensor:
+    """Blur, squeeze and excite, and join, each where asked for (paper sections 2.1, 2.4, 2.5).
+
+    Args:
+        y: (N, C, H, W), floating point.
+        blur: blur and keep every second pixel.
+        se: weight (R, C) and bias of the layer that reduces, weight (C, R) and bias of the one that
+            expands.
+        shortcut: added before a ReLU.
+
+    Returns:
+        (N, C, H, W) or (N, C, ceil(H / 2), ceil(W / 2)).
+    """
+    if blur:
+        y = blur_pool(y)
+    if se is not None:
+        hidden = torch.relu(F.linear(y.mean((2, 3)), se[0], se[1]))
+        y = y * torch.sigmoid(F.linear(hidden, se[2], se[3]))[:, :, None, None]
+    if shortcut is not None:
+        y = torch.relu(y + shortcut)
+    return y

@@ -8,7 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tresnet.ops.autocast import autocast_off
-from tresnet.ops.blur_pool.reference import binomial_filter, blur_pool
+from tresnet.ops.blur_pool.reference import binomial_filter
+
+Blur = Callable[[Tensor], Tensor]
+Transpose = Callable[[Tensor, int, int], Tensor]
 
 
 def transposed_blur_pool(grad: Tensor, height: int, width: int) -> Tensor:
@@ -42,31 +45,34 @@ def memory_format_of(x: Tensor) -> torch.memory_format:
 
 
 class BlurPool(torch.autograd.Function):
-    """The blur with its transpose as gradient."""
+    """The blur with its transpose as gradient; each a function of one implementation."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, blur: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, blur: Blur, transpose: Transpose) -> Tensor:
         """Blur `x` by `blur`: (N, C, H, W) to (N, C, ceil(H / 2), ceil(W / 2))."""
-        ctx.size = x.shape[2:]
+        ctx.size, ctx.functions = x.shape[2:], (blur, transpose)
         with autocast_off(x.device.type):
             return blur(x)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, None, None]:
         """Apply the transpose."""
-        return TransposedBlurPool.apply(grad_outputs[0], *ctx.size), None  # pyright: ignore[reportReturnType]
+        return TransposedBlurPool.apply(grad_outputs[0], *ctx.size, *ctx.functions), None, None
 
 
 class TransposedBlurPool(torch.autograd.Function):
     """The transpose of the blur, itself differentiable, so that second derivatives work."""
 
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, height: int, width: int) -> Tensor:
+    def forward(
+        ctx: Any, grad: Tensor, height: int, width: int, blur: Blur, transpose: Transpose
+    ) -> Tensor:
         """Apply the transpose: (N, C, ceil(H / 2), ceil(W / 2)) to (N, C, H, W)."""
+        ctx.functions = (blur, transpose)
         with autocast_off(grad.device.type):
-            return transposed_blur_pool(grad, height, width)
+            return transpose(grad, height, width)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:
         """Apply the blur."""
-        return BlurPool.apply(grad_outputs[0], blur_pool), None, None  # pyright: ignore[reportReturnType]
+        return BlurPool.apply(grad_outputs[0], *ctx.functions), None, None, None, None

@@ -1,5 +1,6 @@
 """Space-to-depth in plain PyTorch."""
 
+import torch
 from torch import Tensor
 
 
@@ -26,3 +27,19 @@ def space_to_depth(x: Tensor, block_size: int) -> Tensor:
         return blocks.reshape(n, rows, columns, block_size * block_size * c).permute(0, 3, 1, 2)
     blocks = blocks.permute(0, 2, 4, 5, 1, 3)
     return blocks.reshape(n, block_size * block_size * c, rows, columns)
+
+
+def stem_input(x: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
+    """Turn images of bytes into what the stem's convolution reads.
+
+    Args:
+        x: (N, C, H, W), uint8; H and W divisible by `block_size`.
+        block_size: side of the square block.
+        dtype: floating-point type of the result.
+
+    Returns:
+        (N, block_size**2 * C, H / block_size, W / block_size), the values over 255, in
+        channels_last memory.
+    """
+    y = space_to_depth(x.contiguous(memory_format=torch.channels_last), block_size)
+    return (y.float() / 255).to(dtype).contiguous(memory_format=torch.channels_last)

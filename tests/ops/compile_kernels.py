@@ -1,0 +1,171 @@
+"""Compile the kernels as `tresnet.ops.abn.launch` would launch them, for GPUs this machine lacks.
+
+A script, because Triton decides at its import whether it interprets: prints one JSON object a line,
+with the kernel, its case and the registers, stack and local memory (bytes) its threads use.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "0"
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where it is not set
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tresnet.ops.abn import kernels, launch
+from tresnet.ops.blur_pool import kernels as blur_kernels
+from tresnet.ops.blur_pool import library as blur_library
+from tresnet.ops.space_to_depth import kernels as stem_kernels
+from tresnet.ops.space_to_depth import library as stem_library
+
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.uint8: "*u8",
+}
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+class Recorder:
+    """Stands in for the kernels' module and keeps the arguments of each launch."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self.module, name)
+
+        class Grid:
+            def __getitem__(_, grid: Any) -> Any:  # noqa: N805
+                return lambda *args, **options: self.launches.append((function, args, options))
+
+        return Grid()
+
+
+def source_of(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> ASTSource:
+    """The specialisation Triton's launcher would choose for these arguments."""
+    names = function.arg_names
+    values = {**dict(zip(names, args, strict=False)), **options}
+    signature, constants, attributes = {}, {}, {}
+    for index, name in enumerate(names):
+        value = values[name]
+        if (name.isupper() and name in options) or (isinstance(value, int) and value == 1):
+            signature[name], constants[(index,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = POINTERS[value.dtype]
+            if value.storage_offset() * value.element_size() % 16 == 0:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, int):
+            signature[name] = "i32"
+            if value % 16 == 0:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32"
+    return ASTSource(function, signature, constants, attributes)
+
+
+def resources(compiled: Any) -> dict[str, int]:
+    """Registers, stack and local bytes of a thread, read off the machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        text = subprocess.run(
+            [CUOBJDUMP, "--dump-resource-usage", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    fields = dict(part.split(":") for part in text.split() if part.count(":") == 1)
+    return {key.lower(): int(fields[key]) for key in ("REG", "STACK", "LOCAL")}
+
+
+def launches(dtype: torch.dtype, layout: torch.memory_format, channels: int) -> list[Any]:
+    """Every kernel in every combination of its switches that a model uses."""
+    recorder = Recorder(kernels)
+    launch._kernels = lambda: recorder  # pyright: ignore[reportAttributeAccessIssue]
+    x = torch.empty(8, channels, 28, 28, dtype=dtype, device="meta").to(memory_format=layout)
+    half = torch.empty(8, channels, 14, 14, dtype=dtype, device="meta").to(memory_format=layout)
+    vector = torch.empty(channels, device="meta")
+    stats = torch.empty(4, channels, device="meta")
+    gate = torch.empty(8, channels, device="meta")
+    launch.statistics(x, vector, (vector, vector), 0.1, 1e-5, False)
+    for blur in (False, True):
+        launch.squeeze(x, stats, vector, 1e-3, blur)
+    for slope, blur, se, join in (
+        (1e-3, False, False, False),
+        (1e-3, True, False, False),
+        (1e-3, False, True, False),
+        (1e-3, True, True, False),
+        (None, False, False, False),
+        (None, False, True, True),
+        (None, False, False, True),
+    ):
+        gates, out = gate if se else None, x if join else None
+        grad = half if blur else x
+        launch.apply(x, stats, vector, gates, out, slope, blur)
+        partial, _ = launch.grad_sums(grad, x, out, stats, vector, slope, blur, se)
+        launch.merge_grad_sums(partial, gates, gates, stats, 8 * 28 * 28, True)
+        launch.grad_apply(grad, x, stats, vector, gates, gates, stats[2:], slope, blur)
+    return recorder.launches
+
+
+def blur_launches(dtype: torch.dtype) -> list[Any]:
+    """The blur and its transpose, channels last and first, wide and odd."""
+    recorder = Recorder(blur_kernels)
+    blur_library._kernels = lambda: recorder  # pyright: ignore[reportAttributeAccessIssue]
+    for layout in (torch.channels_last, torch.contiguous_format):
+        for channels in (64, 83):
+            x = torch.empty(8, channels, 28, 28, dtype=dtype, device="meta")
+            y = blur_library.blur_pool._init_fn(x.to(memory_format=layout))
+            blur_library.transposed_blur_pool._init_fn(y, 28, 28)
+    return recorder.launches
+
+
+def stem_launches(dtype: torch.dtype) -> list[Any]:
+    """The stem's kernel on bytes, channels last and first."""
+    recorder = Recorder(stem_kernels)
+    stem_library._kernels = lambda: recorder  # pyright: ignore[reportAttributeAccessIssue]
+    images = torch.empty(8, 3, 224, 224, dtype=torch.uint8, device="meta")
+    for layout in (torch.channels_last, torch.contiguous_format):
+        stem_library.stem_input._init_fn(images.to(memory_format=layout), 4, dtype)
+    return recorder.launches
+
+
+def main(capabilities: list[int], dtypes: list[str]) -> None:
+    """Compile every case for each capability (80, 90) and print its resources."""
+    warnings.simplefilter("error")
+    seen = set()
+    for capability in capabilities:
+        for name in dtypes:
+            dtype = getattr(torch, name)
+            cases = stem_launches(dtype) + blur_launches(dtype)
+            for layout in (torch.channels_last, torch.contiguous_format):
+                for channels in (64, 83):
+                    cases += launches(dtype, layout, channels)
+            for function, args, options in cases:
+                source = source_of(function, args, options)
+                if (capability, source.hash()) in seen:
+                    continue
+                seen.add((capability, source.hash()))
+                target = GPUTarget("cuda", capability, 32)
+                compiled = triton.compile(
+                    source, target=target, options={"num_warps": options["num_warps"]}
+                )
+                switches = {k: v for k, v in options.items() if k != "num_warps"}
+                row = {"kernel": function.__name__, "dtype": name, "sm": capability, **switches}
+                sys.stdout.write(json.dumps({**row, **resources(compiled)}) + "\n")
+
+
+if __name__ == "__main__":
+    main([int(value) for value in sys.argv[1].split(",")], sys.argv[2].split(","))

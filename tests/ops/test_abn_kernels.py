@@ -1,0 +1,279 @@
+"""The fused kernels against plain PyTorch in fp64: outputs, gradients, running statistics."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from tests.ops.kernels import DEVICE, LAYOUTS, poisoned_memory  # noqa: F401
+from tresnet.errors import InputError
+from tresnet.ops import recompute, tiles
+from tresnet.ops.abn import SEWeights, abn, library
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What follows the normalisation."""
+
+    slope: float | None = 1e-3
+    blur: bool = False
+    se: bool = False
+    join: bool = False
+
+
+CHAINS = {
+    "abn": Chain(1e-2),
+    "identity": Chain(None),
+    "blur": Chain(blur=True),
+    "se": Chain(se=True),
+    "blur_se": Chain(blur=True, se=True),
+    "se_join": Chain(None, se=True, join=True),
+    "join": Chain(None, join=True),
+}
+SHAPES = {
+    "odd": (3, 5, 7, 4),
+    "width_of_xl": (1, 83, 9, 11),
+    "smallest_blur": (2, 3, 2, 2),
+    "even": (2, 16, 6, 8),
+}
+
+
+def tensors(shape, chain, layout, dtype=torch.float32, gamma=1.0):
+    """Inputs on the kernels' device: activations off centre, gammas of both signs, one zero."""
+    channels, reduced = shape[1], 5
+    x = (torch.randn(shape) * 2 + 3).to(dtype).to(memory_format=LAYOUTS[layout])
+    weight, bias = torch.randn(2, channels) * torch.tensor([[gamma], [1.0]])
+    weight[0] = 0
+    parts = {"x": x, "weight": weight, "bias": bias}
+    if chain.se:
+        sizes = {"fc1": (reduced, channels), "fc1_bias": (reduced,)}
+        sizes |= {"fc2": (channels, reduced), "fc2_bias": (channels,)}
+        parts |= {name: torch.randn(size) / 2 for name, size in sizes.items()}
+    if chain.join:
+        parts["shortcut"] = torch.randn(shape).to(dtype).to(memory_format=LAYOUTS[layout])
+    return {name: part.to(DEVICE) for name, part in parts.items()}
+
+
+def run(parts, chain, impl, training=True, dtype=None):
+    """Return the output, all gradients, and the running statistics afterwards."""
+    parts = {name: (p if dtype is None else p.to(dtype)) for name, p in parts.items()}
+    leaves = {name: part.detach().clone().requires_grad_() for name, part in parts.items()}
+    generator = torch.Generator().manual_seed(1)
+    channels, kind = leaves["x"].shape[1], leaves["weight"].dtype
+    mean = torch.randn(channels, generator=generator).to(DEVICE, kind)
+    var = torch.rand(channels, generator=generator).to(DEVICE, kind) + 0.5
+    y = abn(
+        leaves["x"],
+        leaves["weight"],
+        leaves["bias"],
+        mean,
+        var,
+        training=training,
+        slope=chain.slope,
+        blur=chain.blur,
+        se=SEWeights(*list(leaves.values())[3:7]) if chain.se else None,
+        shortcut=leaves.get("shortcut"),
+        impl=impl,
+    )
+    grad = torch.randn(y.shape, generator=generator).bfloat16()  # the same value in every dtype
+    grad = grad.to(DEVICE, parts["x"].dtype)
+    grads = torch.autograd.grad(y, list(leaves.values()), grad)
+    names = ["y", *(f"grad of {name}" for name in leaves), "running mean", "running var"]
+    return dict(zip(names, [y.detach(), *grads, mean, var], strict=True))
+
+
+def assert_equal(ours, exact, tolerance=1e-5):
+    for name, value in exact.items():
+        scale = value.abs().max().item() + 1e-9
+        error = (ours[name].double() - value).abs().max().item() / scale
+        assert error <= tolerance, f"{name} is off by {error:.1e} of its largest value"
+        assert not ours[name].isnan().any(), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_equals_plain_pytorch_in_fp64(shape, chain, layout):
+    parts = tensors(shape, chain, layout)
+    exact = run(parts, chain, "reference", dtype=torch.float64)
+    ours = run(parts, chain, "triton")
+    assert_equal(ours, exact)
+    expected = parts["x"].is_contiguous(), parts["x"].is_contiguous(memory_format=LAYOUTS[layout])
+    format_ = LAYOUTS[layout] if expected[1] else torch.contiguous_format
+    assert ours["y"].is_contiguous(memory_format=format_)
+    assert ours["grad of x"].stride() == parts["x"].stride()
+
+
+@pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
+def test_eval_mode_uses_the_running_statistics(chain):
+    parts = tensors((2, 6, 5, 4), chain, "nhwc")
+    exact = run(parts, chain, "reference", training=False, dtype=torch.float64)
+    assert_equal(run(parts, chain, "triton", training=False), exact)
+
+
+@pytest.mark.parametrize("shape", [(16, 12), (3, 4, 5), (2, 3, 2, 3, 2)], ids=["2d", "3d", "5d"])
+def test_other_dimensions(shape):
+    parts = tensors(shape, CHAINS["abn"], "nchw")
+    exact = run(parts, CHAINS["abn"], "reference", dtype=torch.float64)
+    assert_equal(run(parts, CHAINS["abn"], "triton"), exact)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_reductions_in_many_chunks(layout, monkeypatch):
+    """Small tiles: several chunks a sample, several tiles a chunk, the last of each not full."""
+    monkeypatch.setattr(tiles, "TILE", 32)
+    monkeypatch.setattr(tiles, "BLUR_TILE", 32)
+    monkeypatch.setattr(tiles, "PROGRAMS", 12)
+    for name in ("abn", "blur_se", "se_join"):
+        parts = tensors((2, 5, 9, 7), CHAINS[name], layout)
+        exact = run(parts, CHAINS[name], "reference", dtype=torch.float64)
+        assert_equal(run(parts, CHAINS[name], "triton"), exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("gamma", [1.0, 1e-6], ids=["gamma_1", "gamma_near_zero"])
+@pytest.mark.parametrize(
+    "chain",
+    [Chain(1e-6), Chain(1e-6, blur=True), Chain(1e-3, se=True), Chain(None, se=True, join=True)],
+    ids=["slope_1e-6", "slope_1e-6_blur", "se", "se_join"],
+)
+def test_rounds_once_in_16_bits(chain, gamma, dtype):
+    """The 16-bit results are off from fp64 as a float32 computation rounded once is, the rest less.
+
+    What eager PyTorch loses in 16 bits is more: it rounds after every operation.
+    """
+    parts = tensors((4, 16, 9, 7), chain, "nhwc", dtype, gamma)
+    exact = run(parts, chain, "reference", dtype=torch.float64)
+    ours = run(parts, chain, "triton")
+    for name, value in exact.items():
+        kind = ours[name].dtype
+        assert kind == (dtype if name in ("y", "grad of x", "grad of shortcut") else torch.float32)
+        # A unit in the last place of the largest value is eps times it or less: half of it is lost
+        # by rounding, all of it by the interpreter, which truncates to bfloat16, and some by sums.
+        units = 32 if kind == torch.float32 else 1.02 if DEVICE == "cpu" else 0.51
+        info = torch.finfo(kind)
+        allowed = info.eps * (units * value.abs().max() + info.smallest_normal)
+        assert (ours[name].double() - value).abs().max() <= allowed, name
+
+
+def test_large_mean_does_not_cancel():
+    """Variance 1 about a mean of 1000: the sum of squares in float32 would lose it."""
+    x = (torch.randn(8, 4, 6, 6) + 1000).to(DEVICE)
+    stats, _ = library.bn_statistics(
+        x, torch.ones(4, device=DEVICE), *torch.zeros(2, 4, device=DEVICE), 0.1, 1e-5, False, False
+    )
+    exact = x.double().var((0, 2, 3), unbiased=False)
+    assert ((stats[3].double() - exact) / exact).abs().max() < 1e-5
+
+
+def test_takes_views_and_expanded_gradients():
+    whole = torch.randn(2, 8, 6, 10, device=DEVICE)
+    x = whole[:, :, ::2, 1:9].clone().as_strided((2, 8, 3, 8), (192, 1, 64, 8)).requires_grad_()
+    weight, bias = torch.randn(2, 8, device=DEVICE)
+    results = []
+    for impl, dtype in (("triton", torch.float32), ("reference", torch.float64)):
+        leaf = x.detach().to(dtype).requires_grad_()
+        view = leaf[:, 2:6]  # channels_last strides with a hole
+        y = abn(
+            view,
+            weight[:4].to(dtype),
+            bias[:4].to(dtype),
+            torch.zeros(4, device=DEVICE, dtype=dtype),
+            torch.ones(4, device=DEVICE, dtype=dtype),
+            training=True,
+            impl=impl,
+        )
+        (y * torch.arange(8.0, device=DEVICE)).mean().backward()
+        results.append(leaf.grad)
+    torch.testing.assert_close(results[0].double(), results[1], rtol=1e-4, atol=1e-6)
+
+
+def test_nan_stays_nan():
+    x = torch.randn(2, 3, 4, 4, device=DEVICE)
+    x[0, 1, 2, 2] = float("nan")
+    ones, zeros = torch.ones(3, device=DEVICE), torch.zeros(3, device=DEVICE)
+    y = abn(x, ones, zeros, zeros.clone(), ones.clone(), training=True, slope=None, shortcut=x, impl="triton")  # fmt: skip
+    assert y[:, 1].isnan().all()
+    assert not y[:, 0].isnan().any()
+
+
+@pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
+def test_keeps_one_buffer_and_rebuilds_the_output(chain):
+    """Within a scope nothing of full size is kept but x, and the output where there is a join."""
+    parts = tensors((2, 16, 8, 8), chain, "nhwc")
+    leaves = {name: part.requires_grad_() for name, part in parts.items()}
+    kept = {}
+
+    def keep(tensor):
+        if tensor.numel() >= parts["x"].numel() // 4:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    running = torch.zeros(16, device=DEVICE), torch.ones(16, device=DEVICE)
+    with recompute.scope():
+        x = leaves["x"] * 1
+        before = recompute._active.scope
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            y = abn(
+                x, leaves["weight"], leaves["bias"], *running, training=True, slope=chain.slope,
+                blur=chain.blur, se=SEWeights(*list(leaves.values())[3:7]) if chain.se else None,
+                shortcut=leaves.get("shortcut"), impl="triton",
+            )  # fmt: skip
+        rebuild = before.find(y)
+    expected = {x.untyped_storage().data_ptr()}
+    if chain.join:
+        expected.add(y.untyped_storage().data_ptr())
+        assert rebuild is None
+    else:
+        assert torch.equal(rebuild(), y)
+    assert set(kept) == expected
+
+
+def test_cannot_run_is_an_error_that_says_why(monkeypatch):
+    parts = tensors((2, 4, 6, 6), CHAINS["abn"], "nchw")
+    wide = {name: part.double() for name, part in parts.items()}
+    with pytest.raises(InputError, match=r"float32, bfloat16 and float16, got torch.float64"):
+        run(wide, CHAINS["abn"], "triton")
+    parts = {name: part.cpu() for name, part in parts.items()}
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(
+        InputError, match="needs a tensor on a GPU, got one on cpu: use impl='auto'"
+    ):
+        abn(*parts.values(), torch.zeros(4), torch.ones(4), training=True, impl="triton")
+
+
+def test_wrong_shortcuts_and_blurs_are_errors():
+    parts = tensors((2, 4, 6, 6), CHAINS["abn"], "nchw")
+    running = torch.zeros(4, device=DEVICE), torch.ones(4, device=DEVICE)
+
+    def call(**options):
+        abn(*parts.values(), *running, training=True, impl="triton", **options)
+
+    with pytest.raises(InputError, match=r"shortcut of \(2, 4, 6, 6\) .* got \(2, 4, 3, 3\)"):
+        call(shortcut=parts["x"][:, :, ::2, ::2])
+    with pytest.raises(InputError, match="a shortcut or a blur, got both"):
+        call(shortcut=parts["x"], blur=True)
+    parts["x"] = parts["x"][:, :, :1]
+    with pytest.raises(InputError, match="H and W at least 2"):
+        call(blur=True)
+
+
+def test_operators_keep_their_promises():
+    """Schemas, fake results and mutation of each operator, as PyTorch checks them."""
+    x = torch.randn(2, 6, 5, 4, device=DEVICE).to(memory_format=torch.channels_last)
+    vector, stats = torch.randn(6, device=DEVICE), torch.rand(4, 6, device=DEVICE)
+    gate, half = torch.rand(2, 6, device=DEVICE), torch.randn(2, 6, 3, 2, device=DEVICE)
+    half = half.to(memory_format=torch.channels_last)
+    partial, _ = library.bn_grad_sums(half, x, None, stats, vector, 0.1, True, True)
+    calls = [
+        (library.bn_statistics, (x, vector, vector.clone(), vector.abs(), 0.1, 1e-5, True, True)),
+        (library.bn_squeeze, (x, stats, vector, 0.1, True)),
+        (library.bn_apply, (x, stats, vector, gate, None, 0.1, True)),
+        (library.bn_apply, (x, stats, vector, gate, x.clone(), None, False)),
+        (library.bn_grad_sums, (half, x, None, stats, vector, 0.1, True, True)),
+        (library.bn_grad_sums, (x.clone(), x, x.clone(), stats, vector, None, False, False)),
+        (library.bn_merge_grad_sums, (partial, gate, gate, stats, 40, True)),
+        (library.bn_grad_apply, (half, x, stats, vector, gate, gate, stats, 0.1, True)),
+    ]
+    for operator, arguments in calls:
+        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))

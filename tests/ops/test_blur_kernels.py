@@ -1,0 +1,91 @@
+"""The blur's kernels and the stem's against the plain operations."""
+
+import pytest
+import torch
+
+from tests.ops.kernels import DEVICE, LAYOUTS, poisoned_memory  # noqa: F401
+from tresnet.errors import InputError
+from tresnet.ops.blur_pool import blur_pool, library
+from tresnet.ops.blur_pool.cases import CASES
+from tresnet.ops.space_to_depth import library as stem_library
+from tresnet.ops.space_to_depth import stem_input
+
+SMALL = {name: shape for name, shape in CASES.items() if name != "stage_2"}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", SMALL.values(), ids=SMALL)
+def test_blur_equals_the_definition_in_fp64(shape, layout):
+    x = torch.randn(shape).to(DEVICE).to(memory_format=LAYOUTS[layout]).requires_grad_()
+    exact = x.detach().double().requires_grad_()
+    y, expected = blur_pool(x, impl="triton"), blur_pool(exact, impl="reference")
+    torch.testing.assert_close(y.double(), expected, rtol=1e-6, atol=1e-6)
+    assert y.is_contiguous(memory_format=LAYOUTS[layout])
+    grad = torch.randn(expected.shape, device=DEVICE)
+    (ours,) = torch.autograd.grad(y, x, grad, create_graph=True)
+    (theirs,) = torch.autograd.grad(expected, exact, grad.double())
+    torch.testing.assert_close(ours.double(), theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_blur_has_a_second_derivative():
+    x = torch.randn(1, 2, 5, 4, device=DEVICE)
+    grad = torch.randn(1, 2, 3, 2, device=DEVICE, requires_grad=True)
+    y = blur_pool(x.requires_grad_(), impl="triton")
+    (first,) = torch.autograd.grad(y, x, grad, create_graph=True)
+    direction = torch.randn_like(first)
+    (second,) = torch.autograd.grad(first, grad, direction)
+    torch.testing.assert_close(second, blur_pool(direction, impl="reference"))
+
+
+def test_unknown_impl_is_an_error():
+    with pytest.raises(InputError, match="'auto', 'reference' or 'triton', got 'recompute'"):
+        blur_pool(torch.randn(1, 1, 4, 4), impl="recompute")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("channels", "block"), [(3, 4), (1, 2), (5, 3)])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_stem_reads_every_byte(layout, channels, block, dtype):
+    images = torch.randint(256, (3, channels, 4 * block, 5 * block), dtype=torch.uint8)
+    images = images.to(DEVICE).to(memory_format=LAYOUTS[layout])
+    y = stem_input(images, block, dtype, impl="triton")
+    expected = stem_input(images, block, dtype, impl="reference")
+    assert y.dtype == dtype
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    if dtype == torch.bfloat16 and DEVICE == "cpu":  # the interpreter truncates to bfloat16
+        torch.testing.assert_close(y, expected, rtol=torch.finfo(dtype).eps, atol=0)
+    else:
+        assert torch.equal(y, expected)
+    for row in range(block):
+        for column in range(block):
+            first = (row * block + column) * channels
+            pixels = images[:, :, row::block, column::block].float() / 255
+            torch.testing.assert_close(
+                expected[:, first : first + channels], pixels.to(dtype), rtol=0, atol=0
+            )
+
+
+def test_stem_reads_a_crop_without_a_copy():
+    images = torch.randint(256, (2, 3, 20, 24), dtype=torch.uint8, device=DEVICE)
+    crop = images[:, :, 2:18, 4:20]
+    ours = stem_input(crop, 4, torch.float32, impl="triton")
+    assert torch.equal(ours, stem_input(crop.contiguous(), 4, torch.float32, impl="reference"))
+
+
+def test_stem_errors():
+    images = torch.zeros(2, 3, 16, 18, dtype=torch.uint8)
+    with pytest.raises(InputError, match=r"divisible by 4, got \(16, 18\): pad or resize"):
+        stem_input(images, 4, torch.float32)
+    with pytest.raises(InputError, match=r"expected uint8 images, got torch\.float32"):
+        stem_input(images.float(), 4, torch.float32)
+
+
+def test_operators_keep_their_promises():
+    x = torch.randn(2, 5, 6, 7, device=DEVICE)
+    images = torch.randint(256, (2, 3, 8, 12), dtype=torch.uint8, device=DEVICE)
+    checks = ("test_schema", "test_faketensor")
+    for layout in LAYOUTS.values():
+        y = x.to(memory_format=layout)
+        torch.library.opcheck(library.blur_pool, (y,), test_utils=checks)
+        torch.library.opcheck(library.transposed_blur_pool, (y, 11, 14), test_utils=checks)
+    torch.library.opcheck(stem_library.stem_input, (images, 4, torch.float32), test_utils=checks)

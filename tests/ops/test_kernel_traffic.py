@@ -1,0 +1,142 @@
+"""What the kernels cost: bytes moved, counted in the interpreter, and registers, off machine code."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ops.kernels import DEVICE
+from tresnet.ops.abn import library
+from tresnet.ops.blur_pool import library as blur_library
+from tresnet.ops.space_to_depth import library as stem_library
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPE = (2, 32, 24, 24)
+
+
+class Traffic:
+    """Addresses a kernel touched: each access, and each byte once."""
+
+    def __init__(self) -> None:
+        self.accesses: dict[str, list[tuple[np.ndarray, int]]] = {"read": [], "write": []}
+
+    def add(self, kind: str, pointers, mask) -> None:
+        addresses = np.asarray(pointers.data)[np.asarray(mask.data, dtype=bool)].reshape(-1)
+        size = pointers.get_element_ty().primitive_bitwidth // 8
+        self.accesses[kind].append((addresses, size))
+
+    def moved(self, kind: str) -> int:
+        """Bytes that memory must deliver or take at least once."""
+        by_size: dict[int, list[np.ndarray]] = {}
+        for addresses, size in self.accesses[kind]:
+            by_size.setdefault(size, []).append(addresses)
+        return sum(size * np.unique(np.concatenate(a)).size for size, a in by_size.items())
+
+    def accessed(self, kind: str) -> int:
+        """Bytes the kernel asks for, caches included."""
+        return sum(addresses.size * size for addresses, size in self.accesses[kind])
+
+
+@contextmanager
+def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    traffic = Traffic()
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+    def counted_load(self, pointers, mask, *rest, **options):
+        traffic.add("read", pointers, mask)
+        return load(self, pointers, mask, *rest, **options)
+
+    def counted_store(self, pointers, value, mask, *rest, **options):
+        traffic.add("write", pointers, mask)
+        return store(self, pointers, value, mask, *rest, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(InterpreterBuilder, "create_masked_load", counted_load)
+        patch.setattr(InterpreterBuilder, "create_masked_store", counted_store)
+        yield traffic
+
+
+def operations():
+    """Each operator on a batch, the bytes of full size it must read and write, and reads a byte.
+
+    A blurred pixel is read from nine, a quarter of them new; its gradient goes back to nine. Memory
+    delivers each byte once, caches the rest.
+    """
+    x = torch.randn(SHAPE).to(memory_format=torch.channels_last)
+    n, c, h, w = SHAPE
+    vector, stats = torch.randn(c), torch.rand(4, c)
+    gate = torch.rand(n, c)
+    half = torch.randn(n, c, h // 2, w // 2).to(memory_format=torch.channels_last)
+    big, small = x.numel() * 4, half.numel() * 4
+    images = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
+    images = images.to(memory_format=torch.channels_last)
+    bn = library
+    return {
+        "statistics": (
+            lambda: bn.bn_statistics(x, vector, vector.clone(), vector.abs(), 0.1, 1e-5, False, True),
+            big, 0, 1.0,
+        ),
+        "apply": (lambda: bn.bn_apply(x, stats, vector, None, None, 0.1, False), big, big, 1.0),
+        "apply_blur": (lambda: bn.bn_apply(x, stats, vector, None, None, 0.1, True), big, small, 2.25),
+        "apply_join": (lambda: bn.bn_apply(x, stats, vector, gate, x + 1, None, False), 2 * big, big, 1.0),
+        "squeeze": (lambda: bn.bn_squeeze(x, stats, vector, 0.1, True), big, 0, 1.0),
+        "grad_sums": (lambda: bn.bn_grad_sums(x + 1, x, None, stats, vector, 0.1, False, False), 2 * big, 0, 1.0),
+        "grad_sums_join": (
+            lambda: bn.bn_grad_sums(x + 1, x, x + 2, stats, vector, None, False, True), 3 * big, big, 1.0,
+        ),
+        "grad_sums_blur": (
+            lambda: bn.bn_grad_sums(half, x, None, stats, vector, 0.1, True, False), big + small, 0, 2.6,
+        ),
+        "grad_apply": (
+            lambda: bn.bn_grad_apply(x + 1, x, stats, vector, None, None, stats, 0.1, False), 2 * big, big, 1.0,
+        ),
+        "grad_apply_blur": (
+            lambda: bn.bn_grad_apply(half, x, stats, vector, gate, gate, stats, 0.1, True), big + small, big, 2.6,
+        ),
+        "blur": (lambda: blur_library.blur_pool(x), big, small, 2.25),
+        "transposed_blur": (lambda: blur_library.transposed_blur_pool(half, h, w), small, big, 9.0),
+        "stem": (
+            lambda: stem_library.stem_input(images, 4, torch.float32),
+            images.numel(), 4 * images.numel(), 1.0,
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="bytes are counted in the interpreter, on a CPU")
+@pytest.mark.parametrize("name", operations())
+def test_moves_no_more_than_the_ideal_bytes(name, monkeypatch):
+    run, read, written, accesses = operations()[name]
+    with counting(monkeypatch) as traffic:
+        run()
+    for kind, ideal in (("read", read), ("write", written)):
+        # What is not of full size (vectors, partial sums) may come on top, up to a twentieth.
+        allowed = 0.05 * max(read, written)
+        assert ideal <= traffic.moved(kind) <= ideal + allowed
+        repeated = accesses if kind == "read" else 1.0
+        assert traffic.accessed(kind) <= 1.05 * repeated * ideal + 3 * allowed
+
+
+def compiled(capability: int, dtypes: str) -> list[dict]:
+    command = [sys.executable, "-m", "tests.ops.compile_kernels", str(capability), dtypes]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("capability", "dtypes"), [(80, "float16,float32"), (90, "bfloat16")], ids=["sm80", "sm90"]
+)
+def test_no_kernel_spills_registers(capability, dtypes):
+    rows = compiled(capability, dtypes)
+    assert len({row["kernel"] for row in rows}) == 10
+    assert [row for row in rows if row["stack"] or row["local"]] == []
+    assert max(row["reg"] for row in rows) < 255

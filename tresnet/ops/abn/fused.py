@@ -1,0 +1,231 @@
+"""BN, activation, blur, SE and join by the kernels: one saved buffer and the fewest passes.
+
+Forward reads the convolution's output twice (statistics, apply), three times with an SE after an
+activation. Backward reads it twice: one pass sums what BN, SE and the ReLU of the join need, one
+writes the gradient. Saved are the convolution's output, per-channel and per-sample vectors, and the
+block's output where there is a join, which the next convolution keeps anyway.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tresnet.ops import recompute, tiles
+from tresnet.ops.abn import library
+from tresnet.ops.autocast import autocast_off
+
+
+class Settings(NamedTuple):
+    """What is not a tensor."""
+
+    training: bool
+    momentum: float
+    eps: float
+    slope: float | None
+    blur: bool
+    group: Any
+
+
+def _synchronised(
+    stats: Tensor, x: Tensor, weight: Tensor, settings: Settings
+) -> tuple[Tensor, Tensor]:
+    """The statistics over all processes, (4, C), and the number of values per channel, on device."""
+    count = x.numel() // x.shape[1]
+    own = torch.cat((stats[0], stats[3], stats.new_full((1,), count)))
+    world = dist.get_world_size(settings.group)
+    gathered = own.new_empty(world, own.numel())
+    dist.all_gather_into_tensor(gathered.view(-1), own, group=settings.group)
+    means, variances = gathered[:, :-1].unflatten(1, (2, -1)).unbind(1)
+    counts = gathered[:, -1:]
+    total = counts.sum()
+    mean = (means * counts).sum(0) / total
+    var = ((variances + (means - mean) ** 2) * counts).sum(0) / total
+    invstd = torch.rsqrt(var + settings.eps)
+    return torch.stack((mean, weight.float() * invstd, invstd, var)), total
+
+
+def _statistics(
+    x: Tensor, weight: Tensor, running: tuple[Tensor, Tensor], per_sample: bool, settings: Settings
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Statistics to normalise by (4, C), the samples' means, and the count where it is not ours."""
+    mean, var = running
+    if not settings.training:
+        invstd = torch.rsqrt(var.float() + settings.eps)
+        stats = torch.stack((mean.float(), weight.float() * invstd, invstd, var.float()))
+        return stats, stats, None
+    alone = settings.group is None
+    stats, means = library.bn_statistics(
+        x, weight, mean, var, settings.momentum, settings.eps, per_sample, alone
+    )
+    if alone:
+        return stats, means, None
+    stats, total = _synchronised(stats, x, weight, settings)
+    mean.lerp_(stats[0].to(mean.dtype), settings.momentum)
+    var.lerp_((stats[3] * (total / (total - 1))).to(var.dtype), settings.momentum)
+    return stats, means, total
+
+
+class FusedABN(torch.autograd.Function):
+    """BN + leaky ReLU, then blur, SE scale and residual join where asked for."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        running_mean: Tensor,
+        running_var: Tensor,
+        shortcut: Tensor | None,
+        fc1_weight: Tensor | None,
+        fc1_bias: Tensor | None,
+        fc2_weight: Tensor | None,
+        fc2_bias: Tensor | None,
+        training: bool,
+        momentum: float,
+        eps: float,
+        slope: float | None,
+        blur: bool,
+        group: Any,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the output, the statistics (4, C) and the gate (N, C) that produce it from `x`."""
+        settings = Settings(training, momentum, eps, slope, blur, group)
+        x = tiles.dense(x)
+        linear_squeeze = training and slope is None and not blur and fc1_weight is not None
+        stats, means, total = _statistics(
+            x, weight, (running_mean, running_var), linear_squeeze, settings
+        )
+        gate = squeezed = hidden = None
+        if fc1_weight is not None and fc2_weight is not None:
+            if linear_squeeze:  # the mean of a linear function: no pass over x
+                squeezed = (means - stats[0]) * stats[1] + bias.float()
+            else:
+                squeezed = library.bn_squeeze(x, stats, bias, slope, blur)
+            hidden = torch.relu(F.linear(squeezed, fc1_weight.float(), _float(fc1_bias)))
+            gate = torch.sigmoid(F.linear(hidden, fc2_weight.float(), _float(fc2_bias)))
+        out = library.bn_apply(
+            x,
+            stats,
+            bias,
+            gate,
+            None if shortcut is None else tiles.dense(shortcut, x),
+            slope,
+            blur,
+        )
+        ctx.save_for_backward(
+            x, weight, bias, stats, total, fc1_weight, fc2_weight, squeezed, hidden, gate,
+            None if shortcut is None else out,
+        )  # fmt: skip
+        ctx.settings = settings
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(stats, *(() if gate is None else (gate,)))
+        return out, stats, gate
+
+    @staticmethod
+    @once_differentiable  # pyright: ignore[reportArgumentType]
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: Tensor | None, *_: Any
+    ) -> tuple[Any, ...]:
+        """Return the gradients; arXiv 1502.03167, section 3, with SE's in the same sums."""
+        if grad is None:
+            return (None,) * 16
+        settings: Settings = ctx.settings
+        x, weight, bias, stats, total, fc1, fc2, squeezed, hidden, gate, out = ctx.saved_tensors
+        grad = tiles.dense(grad.to(x.dtype), x)
+        partial, masked = library.bn_grad_sums(
+            grad, x, out, stats, bias, settings.slope, settings.blur, gate is not None
+        )
+        spread, fc_grads = None, (None,) * 4
+        if gate is not None:
+            pixels = grad[0, 0].numel()
+            spread, fc_grads = _excite_backward(
+                partial, stats, bias, gate, squeezed, hidden, fc1, fc2, pixels
+            )
+        count = x.numel() // x.shape[1]
+        merged = library.bn_merge_grad_sums(partial, gate, spread, stats, count, settings.training)
+        if total is not None:
+            merged = _synchronised_factors(merged, stats, total, settings.group)
+        source = grad if out is None else masked
+        grad_x = library.bn_grad_apply(
+            source, x, stats, bias, gate, spread, merged, settings.slope, settings.blur
+        )
+        return (
+            grad_x, merged[0].to(weight.dtype), merged[1].to(bias.dtype), None, None,
+            None if out is None else masked, *fc_grads, *(None,) * 6,
+        )  # fmt: skip
+
+
+def _float(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.float()
+
+
+def _excite_backward(
+    partial: Tensor,
+    stats: Tensor,
+    bias: Tensor,
+    gate: Tensor,
+    squeezed: Tensor,
+    hidden: Tensor,
+    fc1: Tensor,
+    fc2: Tensor,
+    pixels: int,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Gradient of the squeeze over the number of pixels, (N, C), and of the two layers.
+
+    The gate's gradient is the sum of g * act(z), and act(z) = m * ((x - mean) * scale + bias): the
+    sums BN needs give it without another pass.
+    """
+    sums = partial.view(gate.shape[0], -1, 4, gate.shape[1]).sum(1)
+    grad_gate = sums[:, 1] * stats[1] + sums[:, 0] * bias.float()
+    grad_logit = grad_gate * gate * (1 - gate)
+    grad_hidden = (grad_logit @ fc2.float()) * (hidden > 0)
+    grads = (
+        (grad_hidden.t() @ squeezed).to(fc1.dtype),
+        grad_hidden.sum(0).to(fc1.dtype),
+        (grad_logit.t() @ hidden).to(fc2.dtype),
+        grad_logit.sum(0).to(fc2.dtype),
+    )
+    return (grad_hidden @ fc1.float()) / pixels, grads
+
+
+def _synchronised_factors(merged: Tensor, stats: Tensor, total: Tensor, group: Any) -> Tensor:
+    """`merged` with the factors of the gradient of x from the sums over all processes.
+
+    The gradients of weight and bias stay this process's: data-parallel training averages them.
+    """
+    sums = merged[:2].clone()
+    dist.all_reduce(sums, group=group)
+    scale, invstd = stats[1], stats[2]
+    factors = -sums / total * torch.stack((scale * invstd, scale))
+    return torch.cat((merged[:2], factors))
+
+
+def fused_abn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    running: tuple[Tensor, Tensor],
+    shortcut: Tensor | None,
+    se: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+    settings: Settings,
+) -> Tensor:
+    """Run the kernels, and offer an output that can be rebuilt for recomputation."""
+    with autocast_off(x.device.type):
+        y, stats, gate = FusedABN.apply(  # pyright: ignore[reportGeneralTypeIssues]
+            x, weight, bias, *running, shortcut, *(se or (None,) * 4), *settings
+        )
+    if shortcut is None:
+        gates = () if gate is None else (gate,)
+
+        def rebuild(x: Tensor, stats: Tensor, bias: Tensor, *gate: Tensor) -> Tensor:
+            scale = gate[0] if gate else None
+            return library.bn_apply(
+                tiles.dense(x), stats, bias, scale, None, settings.slope, settings.blur
+            )
+
+        recompute.offer(y, rebuild, x, stats, bias, *gates)
+    return y

@@ -1,0 +1,345 @@
+"""Triton kernels of the activated batch norm and of what follows it: blur, SE scale, join.
+
+All of them see a batch as (n, p, c): sample, pixel, channel, with one stride each, so that the same
+kernel reads channels_last (stride of c is 1) and contiguous (stride of p is 1) memory along its
+contiguous direction. A tile lies within one sample; channels_last batches whose samples need not be
+told apart are passed as one sample of N * P pixels. Everything is computed in float32.
+
+Notation: x the convolution's output, z = (x - mean) * scale + bias, a = act(z), b = blur(a),
+s = gate * b, out = relu(s + shortcut). Without blur b is a, and so on.
+"""
+
+import triton
+import triton.language as tl
+
+from tresnet.ops.blur_pool.kernels import reflect, share_of, unblur
+
+
+@triton.jit
+def _act(z, slope, HAS_ACT: tl.constexpr):
+    if HAS_ACT:
+        z = tl.where(z > 0, z, z * slope)
+    return z
+
+
+@triton.jit
+def _slope_at(z, slope, HAS_ACT: tl.constexpr):
+    """Derivative of the activation; act(z) is z times this."""
+    m = tl.full(z.shape, 1.0, tl.float32)
+    if HAS_ACT:
+        m = tl.where(z > 0, m, slope)
+    return m
+
+
+@triton.jit
+def _sizes(g, G, P, splits, chunk):
+    """How many pixels each group g covers."""
+    return tl.where(g < G, tl.minimum(chunk, P - (g % splits) * chunk), 0).to(tl.float32)
+
+
+@triton.jit
+def moments(
+    x, partial, P, C, xn, xp, xc, splits, chunk, BP: tl.constexpr, BC: tl.constexpr
+):  # fmt: skip
+    """Mean and sum of squared deviations of each channel over one chunk of one sample.
+
+    Sums are taken about the chunk's first pixel: squares of large means would cancel.
+    partial: (N * splits, 2, C).
+    """
+    group = tl.program_id(0)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    known = c < C
+    start = (group % splits) * chunk
+    count = tl.minimum(chunk, P - start)
+    x += (group // splits).to(tl.int64) * xn + start.to(tl.int64) * xp
+    pivot = tl.load(x + c * xc, mask=known, other=0.0).to(tl.float32)
+    rows = tl.arange(0, BP)
+    total = tl.zeros((BP, BC), tl.float32)
+    squares = tl.zeros((BP, BC), tl.float32)
+    for begin in range(0, count, BP):
+        p = begin + rows
+        mask = (p < count)[:, None] & known[None, :]
+        value = tl.load(x + p[:, None] * xp + c[None, :] * xc, mask=mask, other=0.0)
+        delta = tl.where(mask, value.to(tl.float32) - pivot[None, :], 0.0)
+        total += delta
+        squares += delta * delta
+    delta = tl.sum(total, 0) / count
+    deviations = tl.sum(squares, 0) - delta * delta * count
+    partial += group * 2 * C + c
+    tl.store(partial, pivot + delta, mask=known)
+    tl.store(partial + C, tl.maximum(deviations, 0.0), mask=known)
+
+
+@triton.jit
+def merge_moments(
+    partial, weight, running_mean, running_var, out, G, C, P, splits, chunk, momentum, eps,
+    UPDATE: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Merge the groups' moments (Chan et al.) into out: (4, C), mean, scale, invstd, var."""
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    known = c < C
+    groups = tl.arange(0, BG)
+    sums = tl.zeros((BG, BC), tl.float32)
+    sizes = tl.zeros((BG,), tl.float32)
+    for begin in range(0, G, BG):
+        g = begin + groups
+        n = _sizes(g, G, P, splits, chunk)
+        mask = (g < G)[:, None] & known[None, :]
+        mean_g = tl.load(partial + g[:, None] * 2 * C + c[None, :], mask=mask, other=0.0)
+        sums += mean_g * n[:, None]
+        sizes += n
+    count = tl.sum(sizes, 0)
+    mean = tl.sum(sums, 0) / count
+    sums = tl.zeros((BG, BC), tl.float32)
+    for begin in range(0, G, BG):
+        g = begin + groups
+        n = _sizes(g, G, P, splits, chunk)
+        mask = (g < G)[:, None] & known[None, :]
+        mean_g = tl.load(partial + g[:, None] * 2 * C + c[None, :], mask=mask, other=0.0)
+        rest_g = tl.load(partial + (g[:, None] * 2 + 1) * C + c[None, :], mask=mask, other=0.0)
+        delta = mean_g - mean[None, :]
+        sums += rest_g + tl.where(mask, delta * delta * n[:, None], 0.0)
+    deviations = tl.sum(sums, 0)
+    var = deviations / count
+    invstd = 1.0 / tl.sqrt(var + eps)
+    gamma = tl.load(weight + c, mask=known, other=0.0).to(tl.float32)
+    tl.store(out + c, mean, mask=known)
+    tl.store(out + C + c, gamma * invstd, mask=known)
+    tl.store(out + 2 * C + c, invstd, mask=known)
+    tl.store(out + 3 * C + c, var, mask=known)
+    if UPDATE:
+        old = tl.load(running_mean + c, mask=known, other=0.0).to(tl.float32)
+        tl.store(running_mean + c, old + momentum * (mean - old), mask=known)
+        old = tl.load(running_var + c, mask=known, other=0.0).to(tl.float32)
+        unbiased = deviations / (count - 1.0)
+        tl.store(running_var + c, old + momentum * (unbiased - old), mask=known)
+
+
+@triton.jit
+def squeeze(
+    x, mean, scale, bias, partial, P, C, H, W, HO, WO, xn, xp, xc, splits, chunk, slope,
+    HAS_ACT: tl.constexpr, BLUR: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Sum of b over the pixels of one chunk of one sample; partial: (N * splits, C)."""
+    group = tl.program_id(0)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    known = c < C
+    start = (group % splits) * chunk
+    count = tl.minimum(chunk, P - start)
+    x += (group // splits).to(tl.int64) * xn + start.to(tl.int64) * xp
+    mu = tl.load(mean + c, mask=known, other=0.0)[None, :]
+    k = tl.load(scale + c, mask=known, other=0.0)[None, :]
+    beta = tl.load(bias + c, mask=known, other=0.0).to(tl.float32)[None, :]
+    rows = tl.arange(0, BP)
+    total = tl.zeros((BP, BC), tl.float32)
+    for begin in range(0, count, BP):
+        p = begin + rows
+        mask = (p < count)[:, None] & known[None, :]
+        value = tl.load(x + p[:, None] * xp + c[None, :] * xc, mask=mask, other=0.0)
+        a = _act((value.to(tl.float32) - mu) * k + beta, slope, HAS_ACT)
+        if BLUR:
+            a = a * share_of(start + p, H, W, HO, WO)[:, None]
+        total += tl.where(mask, a, 0.0)
+    tl.store(partial + group * C + c, tl.sum(total, 0), mask=known)
+
+
+@triton.jit
+def apply(
+    x, mean, scale, bias, gate, shortcut, out, P, C, H, W, WO, xn, xp, xc, on, op, oc,
+    splits, chunk, slope,
+    HAS_ACT: tl.constexpr, BLUR: tl.constexpr, HAS_GATE: tl.constexpr, JOIN: tl.constexpr,
+    BP: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one sample of out, from one read of x; P counts the pixels of out."""
+    group = tl.program_id(0)
+    n = (group // splits).to(tl.int64)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    known = c < C
+    start = (group % splits) * chunk
+    count = tl.minimum(chunk, P - start)
+    mu = tl.load(mean + c, mask=known, other=0.0)[None, :]
+    k = tl.load(scale + c, mask=known, other=0.0)[None, :]
+    beta = tl.load(bias + c, mask=known, other=0.0).to(tl.float32)[None, :]
+    if HAS_GATE:
+        factor = tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
+    rows = tl.arange(0, BP)
+    column = c[None, :] * xc
+    first = n * on + start.to(tl.int64) * op
+    x += n * xn
+    if not BLUR:
+        x += start.to(tl.int64) * xp
+    for begin in range(0, count, BP):
+        p = begin + rows
+        mask = (p < count)[:, None] & known[None, :]
+        if BLUR:
+            y = tl.zeros((BP, BC), tl.float32)
+            for i in tl.static_range(3):
+                h = reflect(2 * ((start + p) // WO) - 1 + i, H)
+                for j in tl.static_range(3):
+                    w = reflect(2 * ((start + p) % WO) - 1 + j, W)
+                    value = tl.load(x + (h * W + w)[:, None] * xp + column, mask=mask, other=0.0)
+                    a = _act((value.to(tl.float32) - mu) * k + beta, slope, HAS_ACT)
+                    y += a * (0.0625 * (1 + i * (2 - i)) * (1 + j * (2 - j)))
+        else:
+            value = tl.load(x + p[:, None] * xp + column, mask=mask, other=0.0)
+            y = _act((value.to(tl.float32) - mu) * k + beta, slope, HAS_ACT)
+        if HAS_GATE:
+            y = y * factor
+        offsets = first + p[:, None] * op + c[None, :] * oc
+        if JOIN:
+            y += tl.load(shortcut + offsets, mask=mask, other=0.0).to(tl.float32)
+            y = tl.where(y < 0, 0.0, y)  # NaN stays
+        tl.store(out + offsets, y.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def grad_sums(
+    grad, x, out, mean, scale, bias, masked, partial, P, C, H, W, HO, WO,
+    xn, xp, xc, gn, gp, gc, splits, chunk, slope,
+    HAS_ACT: tl.constexpr, BLUR: tl.constexpr, HAS_GATE: tl.constexpr, JOIN: tl.constexpr,
+    BP: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Sums over one chunk of one sample that BN's and SE's backward need, in one pass.
+
+    With m = act'(z), g the gradient of s brought back through the blur and w = 1 brought back
+    likewise: partial (N * splits, 2 or 4, C) holds the sums of m g, m g (x - mean), and with
+    HAS_GATE of m w, m w (x - mean). With JOIN the gradient is first masked by the ReLU and written
+    to masked, for the second pass and the shortcut.
+    """
+    group = tl.program_id(0)
+    n = (group // splits).to(tl.int64)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    known = c < C
+    start = (group % splits) * chunk
+    count = tl.minimum(chunk, P - start)
+    mu = tl.load(mean + c, mask=known, other=0.0)[None, :]
+    k = tl.load(scale + c, mask=known, other=0.0)[None, :]
+    beta = tl.load(bias + c, mask=known, other=0.0).to(tl.float32)[None, :]
+    rows = tl.arange(0, BP)
+    s1 = tl.zeros((BP, BC), tl.float32)
+    s2 = tl.zeros((BP, BC), tl.float32)
+    s3 = tl.zeros((BP, BC), tl.float32)
+    s4 = tl.zeros((BP, BC), tl.float32)
+    first = n * xn + start.to(tl.int64) * xp
+    for begin in range(0, count, BP):
+        p = begin + rows
+        mask = (p < count)[:, None] & known[None, :]
+        offsets = first + p[:, None] * xp + c[None, :] * xc
+        value = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
+        delta = tl.where(mask, value - mu, 0.0)
+        if BLUR:
+            g = unblur(grad + n * gn, start + p, c, mask, gp, gc, H, W, HO, WO)
+        else:
+            g = tl.load(grad + offsets, mask=mask, other=0.0).to(tl.float32)
+        if JOIN:
+            g = tl.where(tl.load(out + offsets, mask=mask, other=0.0) > 0, g, 0.0)
+            tl.store(masked + offsets, g.to(masked.dtype.element_ty), mask=mask)
+        m = _slope_at(delta * k + beta, slope, HAS_ACT)
+        s1 += m * g
+        s2 += m * g * delta
+        if HAS_GATE:
+            w = tl.where(mask, m, 0.0)
+            if BLUR:
+                w = w * share_of(start + p, H, W, HO, WO)[:, None]
+            s3 += w
+            s4 += w * delta
+    kinds: tl.constexpr = 4 if HAS_GATE else 2
+    partial += group * kinds * C + c
+    tl.store(partial, tl.sum(s1, 0), mask=known)
+    tl.store(partial + C, tl.sum(s2, 0), mask=known)
+    if HAS_GATE:
+        tl.store(partial + 2 * C, tl.sum(s3, 0), mask=known)
+        tl.store(partial + 3 * C, tl.sum(s4, 0), mask=known)
+
+
+@triton.jit
+def merge_grad_sums(
+    partial, gate, spread, stats, out, G, C, splits, count,
+    HAS_GATE: tl.constexpr, TRAINING: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Merge the sums of all groups into out (4, C): gradients of weight and bias, k1, k0.
+
+    The gradient of x is scale * g + k1 * (x - mean) + k0. stats: (4, C) as `merge_moments` writes
+    it; spread (N, C): the gradient of the squeeze over the number of squeezed pixels.
+    """
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    known = c < C
+    groups = tl.arange(0, BG)
+    s1 = tl.zeros((BG, BC), tl.float32)
+    s2 = tl.zeros((BG, BC), tl.float32)
+    kinds: tl.constexpr = 4 if HAS_GATE else 2
+    for begin in range(0, G, BG):
+        g = begin + groups
+        mask = (g < G)[:, None] & known[None, :]
+        offsets = g[:, None] * kinds * C + c[None, :]
+        a1 = tl.load(partial + offsets, mask=mask, other=0.0)
+        a2 = tl.load(partial + offsets + C, mask=mask, other=0.0)
+        if HAS_GATE:
+            sample = (g // splits)[:, None] * C + c[None, :]
+            factor = tl.load(gate + sample, mask=mask, other=0.0)
+            term = tl.load(spread + sample, mask=mask, other=0.0)
+            a3 = tl.load(partial + offsets + 2 * C, mask=mask, other=0.0)
+            a4 = tl.load(partial + offsets + 3 * C, mask=mask, other=0.0)
+            a1 = a1 * factor + a3 * term
+            a2 = a2 * factor + a4 * term
+        s1 += a1
+        s2 += a2
+    grad_bias = tl.sum(s1, 0)
+    invstd = tl.load(stats + 2 * C + c, mask=known, other=0.0)
+    grad_weight = tl.sum(s2, 0) * invstd
+    tl.store(out + c, grad_weight, mask=known)
+    tl.store(out + C + c, grad_bias, mask=known)
+    if TRAINING:
+        scale = tl.load(stats + C + c, mask=known, other=0.0)
+        tl.store(out + 2 * C + c, -scale * invstd * grad_weight / count, mask=known)
+        tl.store(out + 3 * C + c, -scale * grad_bias / count, mask=known)
+    else:
+        zero = tl.zeros((BC,), tl.float32)
+        tl.store(out + 2 * C + c, zero, mask=known)
+        tl.store(out + 3 * C + c, zero, mask=known)
+
+
+@triton.jit
+def grad_apply(
+    grad, x, mean, scale, bias, gate, spread, factors, grad_x, P, C, H, W, HO, WO,
+    xn, xp, xc, gn, gp, gc, splits, chunk, slope,
+    HAS_ACT: tl.constexpr, BLUR: tl.constexpr, HAS_GATE: tl.constexpr,
+    BP: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one sample of the gradient of x: scale * g + k1 * (x - mean) + k0.
+
+    factors: (2, C), k1 and k0 of `merge_grad_sums`.
+    """
+    group = tl.program_id(0)
+    n = (group // splits).to(tl.int64)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    known = c < C
+    start = (group % splits) * chunk
+    count = tl.minimum(chunk, P - start)
+    mu = tl.load(mean + c, mask=known, other=0.0)[None, :]
+    k = tl.load(scale + c, mask=known, other=0.0)[None, :]
+    beta = tl.load(bias + c, mask=known, other=0.0).to(tl.float32)[None, :]
+    k1 = tl.load(factors + c, mask=known, other=0.0)[None, :]
+    k0 = tl.load(factors + C + c, mask=known, other=0.0)[None, :]
+    if HAS_GATE:
+        factor = tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
+        term = tl.load(spread + n * C + c, mask=known, other=0.0)[None, :]
+    rows = tl.arange(0, BP)
+    first = n * xn + start.to(tl.int64) * xp
+    for begin in range(0, count, BP):
+        p = begin + rows
+        mask = (p < count)[:, None] & known[None, :]
+        offsets = first + p[:, None] * xp + c[None, :] * xc
+        delta = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32) - mu
+        if BLUR:
+            g = unblur(grad + n * gn, start + p, c, mask, gp, gc, H, W, HO, WO)
+        else:
+            g = tl.load(grad + offsets, mask=mask, other=0.0).to(tl.float32)
+        if HAS_GATE:
+            share = term
+            if BLUR:
+                share = term * share_of(start + p, H, W, HO, WO)[:, None]
+            g = g * factor + share
+        g = g * _slope_at(delta * k + beta, slope, HAS_ACT)
+        result = g * k + delta * k1 + k0
+        tl.store(grad_x + offsets, result.to(grad_x.dtype.element_ty), mask=mask)

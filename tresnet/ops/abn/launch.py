@@ -1,0 +1,175 @@
+"""Launches of the kernels: tensors in, tensors out."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tresnet.ops.tiles import MOST_TILES, WARPS, blurred, geometry, memory_format, plan
+
+MERGE_GROUPS, MERGE_CHANNELS, MERGE_WARPS = 256, 16, 8
+
+
+@functools.cache
+def _kernels() -> Any:
+    from tresnet.ops.abn import kernels
+
+    return kernels
+
+
+def _image(x: Tensor, blur: bool) -> tuple[int, int, int, int]:
+    """H, W, H_out, W_out of the blur; ones where there is none."""
+    return (x.shape[-2], x.shape[-1], *blurred(x.shape)) if blur else (1, 1, 1, 1)
+
+
+def statistics(
+    x: Tensor,
+    weight: Tensor,
+    running: tuple[Tensor, Tensor] | None,
+    momentum: float,
+    eps: float,
+    per_sample: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Batch statistics: stats (4, C) as `merge_moments` writes them, means (N, C) if `per_sample`."""
+    shape = geometry(x, whole_batch=not per_sample)
+    cut = plan(shape)
+    groups = shape.n * cut.splits
+    partial = x.new_empty(groups, 2, shape.c, dtype=torch.float32)
+    stats = x.new_empty(4, shape.c, dtype=torch.float32)
+    columns = -(-shape.c // cut.bc)
+    _kernels().moments[(groups, columns)](
+        x, partial, shape.p, shape.c, *shape.strides, cut.splits, cut.chunk,
+        BP=cut.bp, BC=cut.bc, num_warps=WARPS,
+    )  # fmt: skip
+    mean, var = running or (stats, stats)
+    _kernels().merge_moments[(-(-shape.c // MERGE_CHANNELS),)](
+        partial, weight, mean, var, stats, groups, shape.c, shape.p, cut.splits, cut.chunk,
+        momentum, eps, UPDATE=running is not None,
+        BG=MERGE_GROUPS, BC=MERGE_CHANNELS, num_warps=MERGE_WARPS,
+    )  # fmt: skip
+    if not per_sample:
+        return stats, None
+    means = partial.view(shape.n, cut.splits, 2, shape.c)[:, :, 0]
+    if cut.splits == 1:
+        return stats, means[:, 0]
+    sizes = torch.full((cut.splits, 1), cut.chunk / shape.p, device=x.device)
+    sizes[-1] = 1 - cut.chunk * (cut.splits - 1) / shape.p
+    return stats, (means * sizes).sum(1)
+
+
+def squeeze(x: Tensor, stats: Tensor, bias: Tensor, slope: float | None, blur: bool) -> Tensor:
+    """Mean over the pixels of each sample after activation and blur: (N, C), float32."""
+    shape = geometry(x, whole_batch=False)
+    cut = plan(shape, blur)
+    partial = x.new_empty(shape.n * cut.splits, shape.c, dtype=torch.float32)
+    sizes = _image(x, blur)
+    _kernels().squeeze[(shape.n * cut.splits, -(-shape.c // cut.bc))](
+        x, stats, stats[1], bias, partial, shape.p, shape.c, *sizes, *shape.strides,
+        cut.splits, cut.chunk, slope or 0.0, HAS_ACT=slope is not None, BLUR=blur,
+        BP=cut.bp, BC=cut.bc, num_warps=WARPS,
+    )  # fmt: skip
+    pixels = sizes[2] * sizes[3] if blur else shape.p
+    return partial.view(shape.n, cut.splits, shape.c).sum(1) / pixels
+
+
+def apply(
+    x: Tensor,
+    stats: Tensor,
+    bias: Tensor,
+    gate: Tensor | None,
+    shortcut: Tensor | None,
+    slope: float | None,
+    blur: bool,
+) -> Tensor:
+    """relu(gate * blur(act((x - mean) * scale + bias)) + shortcut), each part where asked for."""
+    size = (*x.shape[:2], *blurred(x.shape)) if blur else x.shape
+    out = torch.empty(size, dtype=x.dtype, device=x.device, memory_format=memory_format(x))
+    whole = not blur and gate is None
+    source, shape = geometry(x, whole), geometry(out, whole)
+    cut = plan(shape, blur, most_tiles=MOST_TILES)
+    height, width, _, width_out = _image(x, blur)
+    _kernels().apply[(shape.n * cut.splits, -(-shape.c // cut.bc))](
+        x, stats, stats[1], bias, _or(gate, x), _or(shortcut, x), out, shape.p, shape.c,
+        height, width, width_out, *source.strides, *shape.strides,
+        cut.splits, cut.chunk, slope or 0.0,
+        HAS_ACT=slope is not None, BLUR=blur, HAS_GATE=gate is not None, JOIN=shortcut is not None,
+        BP=cut.bp, BC=cut.bc, num_warps=WARPS,
+    )  # fmt: skip
+    return out
+
+
+def grad_sums(
+    grad: Tensor,
+    x: Tensor,
+    out: Tensor | None,
+    stats: Tensor,
+    bias: Tensor,
+    slope: float | None,
+    blur: bool,
+    gated: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The sums of backward's first pass, (groups, 2 or 4, C), and with `out` the masked gradient."""
+    shape = geometry(x, whole_batch=not (blur or gated))
+    cut = plan(shape, blur)
+    groups = shape.n * cut.splits
+    partial = x.new_empty(groups, 4 if gated else 2, shape.c, dtype=torch.float32)
+    masked = None if out is None else torch.empty_like(x)
+    _kernels().grad_sums[(groups, -(-shape.c // cut.bc))](
+        grad, x, _or(out, x), stats, stats[1], bias, _or(masked, x), partial, shape.p, shape.c,
+        *_image(x, blur), *shape.strides, *geometry(grad, whole_batch=False).strides,
+        cut.splits, cut.chunk, slope or 0.0, HAS_ACT=slope is not None, BLUR=blur,
+        HAS_GATE=gated, JOIN=out is not None, BP=cut.bp, BC=cut.bc, num_warps=WARPS,
+    )  # fmt: skip
+    return partial, masked
+
+
+def merge_grad_sums(
+    partial: Tensor,
+    gate: Tensor | None,
+    spread: Tensor | None,
+    stats: Tensor,
+    count: int,
+    training: bool,
+) -> Tensor:
+    """Gradients of weight and bias, k1 and k0, as (4, C): see the kernel."""
+    groups, _, channels = partial.shape
+    out = stats.new_empty(4, channels)
+    splits = 1 if gate is None else groups // gate.shape[0]
+    _kernels().merge_grad_sums[(-(-channels // MERGE_CHANNELS),)](
+        partial, _or(gate, stats), _or(spread, stats), stats, out, groups, channels, splits,
+        float(count), HAS_GATE=gate is not None, TRAINING=training,
+        BG=MERGE_GROUPS // 4 if gate is not None else MERGE_GROUPS, BC=MERGE_CHANNELS,
+        num_warps=MERGE_WARPS,
+    )  # fmt: skip
+    return out
+
+
+def grad_apply(
+    grad: Tensor,
+    x: Tensor,
+    stats: Tensor,
+    bias: Tensor,
+    gate: Tensor | None,
+    spread: Tensor | None,
+    factors: Tensor,
+    slope: float | None,
+    blur: bool,
+) -> Tensor:
+    """Gradient of x; factors (2, C): k1 and k0 of `merge_grad_sums`."""
+    grad_x = torch.empty_like(x)
+    shape = geometry(x, whole_batch=not blur and gate is None)
+    cut = plan(shape, blur, most_tiles=MOST_TILES)
+    _kernels().grad_apply[(shape.n * cut.splits, -(-shape.c // cut.bc))](
+        grad, x, stats, stats[1], bias, _or(gate, x), _or(spread, x), factors, grad_x,
+        shape.p, shape.c, *_image(x, blur), *shape.strides,
+        *geometry(grad, whole_batch=False).strides, cut.splits, cut.chunk, slope or 0.0,
+        HAS_ACT=slope is not None, BLUR=blur, HAS_GATE=gate is not None,
+        BP=cut.bp, BC=cut.bc, num_warps=WARPS,
+    )  # fmt: skip
+    return grad_x
+
+
+def _or(x: Tensor | None, other: Tensor) -> Tensor:
+    """`x`, or a tensor to fill a kernel's argument that it does not read."""
+    return other if x is None else x

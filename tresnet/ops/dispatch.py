@@ -1,0 +1,66 @@
+"""Which implementation of an operation runs."""
+
+import functools
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from tresnet.errors import InputError
+from tresnet.ops.tiles import interpreted
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+LEAST_CAPABILITY = (8, 0)
+
+
+def check_impl(operation: str, impl: str, known: tuple[str, ...]) -> None:
+    """Raise `InputError` if `impl` is not one of `known`."""
+    if impl not in known:
+        names = ", ".join(map(repr, known[:-1]))
+        raise InputError(f"{operation} expected impl {names} or {known[-1]!r}, got {impl!r}")
+
+
+def runs_kernels(x: Tensor, impl: str) -> bool:
+    """Whether an operation runs its Triton kernels on `x`.
+
+    "auto" takes them on a GPU that has them in eager mode; under `torch.compile`, export and tracing
+    the compiler fuses plain operators. "triton" takes them always; other names never.
+
+    Raises:
+        InputError: `impl` is "triton" and they cannot run; the message says why.
+    """
+    if impl == "auto":
+        quiet = not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+        return quiet and x.is_cuda and _obstacle(x) is None
+    if impl != "triton" or torch.compiler.is_exporting() or torch.jit.is_tracing():
+        return False
+    obstacle = _obstacle(x)
+    if obstacle is not None:
+        raise InputError(f"impl='triton' {obstacle}: use impl='auto'")
+    return True
+
+
+def _obstacle(x: Tensor) -> str | None:
+    """Why the kernels cannot run on `x`, None if they can."""
+    if x.dtype not in KERNEL_DTYPES:
+        return f"computes float32, bfloat16 and float16, got {x.dtype}"
+    if not _has_triton():
+        return "needs the triton package, which is not installed"
+    if not x.is_cuda:
+        return None if interpreted() else f"needs a tensor on a GPU, got one on {x.device}"
+    if torch.version.hip is None and _capability(x.device.index or 0) < LEAST_CAPABILITY:
+        return "needs a GPU of compute capability 8.0 or later"
+    return None
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _capability(index: int) -> tuple[int, int]:
+    """The device's; that of the least capable GPU supported where there is none (fake tensors)."""
+    if not torch.cuda.is_available():
+        return LEAST_CAPABILITY
+    return torch.cuda.get_device_capability(index)

@@ -1,0 +1,39 @@
+"""The stem's kernel as an operator of PyTorch."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK = 1024
+
+
+@functools.cache
+def _kernels() -> Any:
+    from tresnet.ops.space_to_depth import kernels
+
+    return kernels
+
+
+def _empty(x: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
+    n, c, h, w = x.shape
+    size = (n, h // block_size, w // block_size, block_size * block_size * c)
+    return torch.empty(size, dtype=dtype, device=x.device).permute(0, 3, 1, 2)
+
+
+@torch.library.custom_op("tresnet::stem_input", mutates_args=())
+def stem_input(x: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
+    """Bytes (N, C, H, W) of any strides to (N, b*b*C, H/b, W/b) in [0, 1], channels_last."""
+    out = _empty(x, block_size, dtype)
+    rows = out.shape[2]
+    width = out.shape[1] * out.shape[3]
+    _kernels().stem_input[(x.shape[0] * rows, -(-width // BLOCK))](
+        x, out, width, x.shape[1], *x.stride(), rows, BLOCK=BLOCK, B=block_size, num_warps=4
+    )
+    return out
+
+
+@stem_input.register_fake
+def _(x: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
+    return _empty(x, block_size, dtype)
