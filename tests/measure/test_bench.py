@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from tresnet.errors import InputError, MissingDependencyError
+from tresnet.layers.norm import ABN
 from tresnet.measure import bench, steps
 from tresnet.measure.bench import bench_infer, bench_train
 from tresnet.measure.cases import BenchCase
@@ -127,14 +128,13 @@ def test_the_partitioner_is_told_while_it_compiles(monkeypatch):
     assert not config.aggressive_recomputation
 
 
-def test_the_implementation_reaches_the_model(monkeypatch):
-    calls = []
-    monkeypatch.setattr(steps, "set_impl", lambda model, impl: calls.append((model, impl)))
-    steps.prepare(case(), False, torch.device("cpu"), seed=0)
-    assert calls == []
-    steps.prepare(case(impl="reference"), False, torch.device("cpu"), seed=0)
-    ((model, impl),) = calls
-    assert (model.config.variant, impl) == ("tresnet_t", "reference")
+@pytest.mark.parametrize("impl", [None, "reference"])
+def test_the_implementation_reaches_the_model(monkeypatch, impl):
+    models, build = [], steps.build_named
+    monkeypatch.setattr(steps, "build_named", lambda *a: models.append(build(*a)) or models[-1])
+    steps.prepare(case(impl=impl), False, torch.device("cpu"), seed=0)
+    found = {module.impl for module in models[0].modules() if isinstance(module, ABN)}
+    assert found == {impl or "auto"}
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,13 @@ from tresnet.layers.squeeze_excite import SqueezeExcite
 from tresnet.measure.macs import without_computing
 from tresnet.measure.ops_table import OPS, SLOPE, Place
 from tresnet.models.zoo import build
+from tresnet.ops.tiles import interpreted
 
 CPU = torch.device("cpu")
 
 
 def inputs_of(name, shape=(3, 8, 6, 6), se=0, dtype=torch.float32):
+    torch.manual_seed(0)
     return OPS[name].make(shape, Place("test", shape[1], 1, se), dtype, CPU)
 
 
@@ -65,18 +67,26 @@ def test_references_are_the_layers(name, se):
     assert y.is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("name", [name for name, op in OPS.items() if "recompute" in op.impls])
-def test_ours_computes_the_same(name):
-    inputs = inputs_of(name, se=4 if name != "abn_blur" else 0)
-    op = OPS[name]
+@pytest.mark.parametrize(
+    ("name", "impl"), [(name, impl) for name in OPS for impl in OPS[name].impls]
+)
+def test_ours_computes_the_same(name, impl):
+    shape = (2, 3, 8, 8) if name == "stem" else (3, 8, 6, 6)
+    op, (inputs, others) = OPS[name], (inputs_of(name, shape, se=4) for _ in range(2))
+    if impl == "triton" and not interpreted():
+        pytest.skip("without Triton's interpreter the kernels need a GPU")
     wanted = inputs.differentiated()
-    assert len(wanted) == len(inputs.maps) + 2 + (4 if len(inputs.vectors) > 5 else 0)
     expected = op.reference(*inputs.maps, *inputs.vectors)
-    found = op.ours("recompute")(*inputs.maps, *inputs.vectors)
+    found = op.ours(impl)(*others.maps, *others.vectors)
     torch.testing.assert_close(found, expected)
+    for ours, theirs in zip(others.vectors, inputs.vectors, strict=True):
+        torch.testing.assert_close(ours, theirs)  # running statistics
+    assert len(wanted) == {"stem": 0, "blur": 1, "abn_se": 7, "abn_join": 8}.get(name, 3)
+    if not wanted:
+        return
     grad = torch.randn_like(expected)
-    gradients = (torch.autograd.grad(y, wanted, grad) for y in (found, expected))
-    for ours, theirs in zip(*gradients, strict=True):
+    gradients = torch.autograd.grad(found, others.differentiated(), grad)
+    for ours, theirs in zip(gradients, torch.autograd.grad(expected, wanted, grad), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 

@@ -12,9 +12,9 @@ from tresnet.measure.named import (
     build_named,
     check_name,
     default_input_size,
-    set_impl,
     split_name,
 )
+from tresnet.ops.abn import IMPLS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CASTS = ("autocast", "pure")
@@ -26,7 +26,6 @@ COMPILE_MODES = (
     "max-autotune-no-cudagraphs",
 )
 NORMS = ("abn", "batchnorm", "inplace_abn")
-IMPLS = ("auto", "reference", "recompute", "triton")
 # What the compiler's partitioner is told while it divides a step into forward and backward:
 # settings of torch._functorch.config.
 PARTITIONERS = {"aggressive": {"aggressive_recomputation": True}}
@@ -174,7 +173,7 @@ def _rehearse(model: str, norm: str, input_size: int | None, impl: str | None) -
     with without_computing():
         built = build_named(model, norm)
         if impl is not None:
-            set_impl(built, impl)
+            built.set_impl(impl)  # pyright: ignore[reportCallIssue]
         size = default_input_size(built) if input_size is None else input_size
         built.check_input(torch.empty(1, 3, size, size))  # pyright: ignore[reportCallIssue]
 

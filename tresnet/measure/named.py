@@ -68,17 +68,6 @@ def build_named(name: str, norm: str | None = None, device: str | None = None) -
         return torchvision.models.get_model(model, weights=None)
 
 
-def set_impl(model: nn.Module, impl: str) -> None:
-    """Choose how the norm `abn` of one of our models runs.
-
-    Raises:
-        InputError: `impl` is impossible here, or the model has one way only.
-    """
-    if not hasattr(model, "set_impl"):
-        raise InputError(f"expected no impl, got {impl!r}: the models of this version have one way")
-    model.set_impl(impl)  # pyright: ignore[reportCallIssue]
-
-
 def default_input_size(model: nn.Module) -> int:
     """Side of the square input a model is made for: its `pretrained_cfg`'s, else 224."""
     config = getattr(model, "pretrained_cfg", None)

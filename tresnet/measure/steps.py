@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from tresnet.measure.cases import DTYPES, PARTITIONERS, BenchCase
 from tresnet.measure.macs import count_parameters
-from tresnet.measure.named import build_named, default_input_size, set_impl
+from tresnet.measure.named import build_named, default_input_size
 from tresnet.surgery.fold import fold
 from tresnet.surgery.pad_channels import pad_channels
 
@@ -42,7 +42,7 @@ def prepare(case: BenchCase, training: bool, device: torch.device, seed: int) ->
     torch.manual_seed(seed)
     built = build_named(case.model, case.norm)
     if case.impl is not None:
-        set_impl(built, case.impl)
+        built.set_impl(case.impl)  # pyright: ignore[reportCallIssue]
     size = default_input_size(built) if case.input_size is None else case.input_size
     layout = torch.channels_last if case.channels_last else torch.contiguous_format
     dtype = DTYPES[case.dtype] if case.cast == "pure" else torch.float32
