@@ -86,9 +86,16 @@ def test_memory_by_batch(tmp_path):
         step_row("timm:tresnet_m", 1.0, batch_size=128, max_allocated_mib=1000.0),
         step_row("torchvision:resnet50", None, batch_size=128),
     ]
-    header, *lines = cells(memory_table(record_of(tmp_path, "bench_train", rows)))
-    assert header[2:] == ["batch 64", "batch 128", "tresnet_m ÷ it"]
-    assert [line[2:] for line in lines] == [["300", "600", "1.00"], ["500", "1,000", "0.60"]]
+    rows.append(step_row("timm:resnet50", 1.0, batch_size=32, max_allocated_mib=200.0))
+    table = memory_table(record_of(tmp_path, "bench_train", rows))
+    assert table.startswith("**Peak MiB of a training step** (in brackets tresnet_m ÷ it):")
+    header, *lines = cells(table)
+    assert header[2:] == ["batch 32", "batch 64", "batch 128"]
+    assert [line[2:] for line in lines] == [
+        ["-", "300 (1.00)", "600 (1.00)"],
+        ["-", "500 (0.60)", "1,000 (0.60)"],
+        ["200", "-", "-"],
+    ]
     assert memory_table(record_of(tmp_path, "bench_train", rows[:1])) == ""
 
 

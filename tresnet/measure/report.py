@@ -148,17 +148,19 @@ def memory_table(record: Record) -> str:
     if max(map(len, cases.values()), default=0) < 2:
         return ""
     (first_name, _), first = next(iter(cases.items()))
-    header = ["model", "settings", *(f"batch {n}" for n in batches), f"{first_name} ÷ it"]
-    lines = []
-    for (name, settings), peaks in cases.items():
-        common = max(set(first) & set(peaks), default=None)
-        ratio = None if common is None else first[common] / peaks[common]
-        cells = [_number(peaks.get(batch)) for batch in batches]
-        lines.append([name, settings, *cells, _number(ratio, 2)])
-    title = (
-        f"**{_peak_title(record)} of a training step** (the ratio at the largest batch of both):"
-    )
+    header = ["model", "settings", *(f"batch {batch}" for batch in batches)]
+    lines = [
+        [name, settings, *(_beside(peaks.get(batch), first.get(batch)) for batch in batches)]
+        for (name, settings), peaks in cases.items()
+    ]
+    title = f"**{_peak_title(record)} of a training step** (in brackets {first_name} ÷ it):"
     return "\n\n".join([title, _table(header, lines)])
+
+
+def _beside(value: float | None, first: float | None) -> str:
+    """A value, and the first case's over it."""
+    ratio = "" if value is None or first is None else f" ({first / value:.2f})"
+    return _number(value) + ratio
 
 
 def largest_table(record: Record) -> str:
