@@ -128,6 +128,28 @@ def test_the_partitioner_is_told_while_it_compiles(monkeypatch):
     assert not config.aggressive_recomputation
 
 
+@pytest.mark.slow
+def test_the_aggressive_partitioner_saves_less(monkeypatch):
+    compiler, saved = torch.compile, []
+
+    def partitioned_only(model, **how):
+        torch.compiler.reset()  # both cases compile the same code
+        return compiler(model, backend="aot_eager_decomp_partition", dynamic=False)
+
+    def bytes_saved(partitioner):
+        chosen = case(compile="default", partitioner=partitioner)
+        step = steps.prepare(chosen, True, torch.device("cpu"), seed=0)
+        step.run()
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+            step.run()
+        return sum(x.numel() * x.element_size() for x in saved if not isinstance(x, nn.Parameter))
+
+    monkeypatch.setattr(torch, "compile", partitioned_only)
+    default, aggressive = bytes_saved(None), bytes_saved("aggressive")
+    assert 0 < aggressive < 0.8 * default
+
+
 @pytest.mark.parametrize("impl", [None, "reference"])
 def test_the_implementation_reaches_the_model(monkeypatch, impl):
     models, build = [], steps.build_named

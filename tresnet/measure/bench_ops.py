@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tresnet import env
 from tresnet.errors import InputError, TResNetError
+from tresnet.measure.bench import bench_switches
 from tresnet.measure.cases import DTYPES
 from tresnet.measure.held_clock import Calls, HeldClock
 from tresnet.measure.memory import is_out_of_memory
@@ -41,6 +42,7 @@ METHOD = {
     "order": "every repeat visits every contender, forwards and backwards in turn",
     "clock": "CUDA events around all buffers, queued behind a waiting kernel; on a CPU "
     "time.perf_counter",
+    "cudnn_benchmark": True,
     "p50": "median over the repeats of the mean over the buffers",
 }
 
@@ -142,8 +144,19 @@ def bench_ops(
         if name not in OPS:
             raise InputError(f"expected an operation out of {', '.join(OPS)}, got {name!r}")
     device = env.usable_device(settings.device)
+    with bench_switches(device, compiling=True):
+        return _measured(names or tuple(OPS), dtypes, device, settings, log)
+
+
+def _measured(
+    names: Sequence[str],
+    dtypes: Sequence[str],
+    device: torch.device,
+    settings: OpsSettings,
+    log: Callable[[str], object],
+) -> list[OpRow]:
     rows, began_s = [], time.perf_counter()
-    for name, dtype in itertools.product(names or OPS, dtypes):
+    for name, dtype in itertools.product(names, dtypes):
         for place in OPS[name].places:
             limit_s = settings.time_limit_s
             if limit_s is not None and time.perf_counter() - began_s > limit_s:
