@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     from tresnet.checkpoints.manifest import list_weights
     from tresnet.checkpoints.save import save_checkpoint
     from tresnet.errors import TResNetError
-    from tresnet.models.tresnet import ModelConfig, TResNet
+    from tresnet.models.config import ModelConfig
+    from tresnet.models.tresnet import TResNet
     from tresnet.models.zoo import list_models
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "ModelConfig": "tresnet.models.tresnet",
+    "ModelConfig": "tresnet.models.config",
     "TResNet": "tresnet.models.tresnet",
     "TResNetError": "tresnet.errors",
     "create": "tresnet.checkpoints.create",

@@ -10,8 +10,9 @@ from torch import nn
 import tresnet
 from tresnet.errors import CheckpointError, InputError
 from tresnet.layers.grouped_linear import GroupedLinear
+from tresnet.models.config import ModelConfig
 from tresnet.models.heads import class_groups
-from tresnet.models.tresnet import ModelConfig, TResNet
+from tresnet.models.tresnet import TResNet
 from tresnet.surgery import split
 from tresnet.surgery.merge_parallel import merge_parallel
 

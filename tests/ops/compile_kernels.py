@@ -114,7 +114,9 @@ def launches(dtype: torch.dtype, layout: torch.memory_format, channels: int) -> 
         gates, out = gate if se else None, x if join else None
         grad = half if blur else x
         launch.apply(x, stats, vector, gates, out, slope, blur)
-        partial, _ = launch.grad_sums(grad, x, out, stats, vector, slope, blur, se)
+        if join:
+            launch.grad_sums(grad, x, None, out, gates, stats, vector, slope, blur)
+        partial, _ = launch.grad_sums(grad, x, out, None, gates, stats, vector, slope, blur)
         launch.merge_grad_sums(partial, gates, gates, stats, 8 * 28 * 28, True)
         launch.grad_apply(grad, x, stats, vector, gates, gates, stats[2:], slope, blur)
     return recorder.launches

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tresnet.ops import tiles
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # interpreted on a CPU
 LAYOUTS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
 
@@ -21,3 +23,11 @@ def poisoned_memory() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
+@pytest.fixture(autouse=True)
+def large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few programs with large tiles: the interpreter's time goes by the number of operations."""
+    if DEVICE == "cpu":
+        for name, value in (("TILE", 1 << 16), ("BLUR_TILE", 1 << 16), ("PROGRAMS", 1)):
+            monkeypatch.setattr(tiles, name, value)

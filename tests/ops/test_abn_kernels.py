@@ -264,14 +264,14 @@ def test_operators_keep_their_promises():
     vector, stats = torch.randn(6, device=DEVICE), torch.rand(4, 6, device=DEVICE)
     gate, half = torch.rand(2, 6, device=DEVICE), torch.randn(2, 6, 3, 2, device=DEVICE)
     half = half.to(memory_format=torch.channels_last)
-    partial, _ = library.bn_grad_sums(half, x, None, stats, vector, 0.1, True, True)
+    partial, _ = library.bn_grad_sums(half, x, None, None, gate, stats, vector, 0.1, True)
     calls = [
         (library.bn_statistics, (x, vector, vector.clone(), vector.abs(), 0.1, 1e-5, True, True)),
         (library.bn_squeeze, (x, stats, vector, 0.1, True)),
         (library.bn_apply, (x, stats, vector, gate, None, 0.1, True)),
         (library.bn_apply, (x, stats, vector, gate, x.clone(), None, False)),
-        (library.bn_grad_sums, (half, x, None, stats, vector, 0.1, True, True)),
-        (library.bn_grad_sums, (x.clone(), x, x.clone(), stats, vector, None, False, False)),
+        (library.bn_grad_sums, (half, x, None, None, gate, stats, vector, 0.1, True)),
+        (library.bn_grad_sums, (x.clone(), x, x.clone(), None, None, stats, vector, None, False)),
         (library.bn_merge_grad_sums, (partial, gate, gate, stats, 40, True)),
         (library.bn_grad_apply, (half, x, stats, vector, gate, gate, stats, 0.1, True)),
     ]

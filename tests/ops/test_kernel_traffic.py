@@ -88,12 +88,12 @@ def operations():
         "apply_blur": (lambda: bn.bn_apply(x, stats, vector, None, None, 0.1, True), big, small, 2.25),
         "apply_join": (lambda: bn.bn_apply(x, stats, vector, gate, x + 1, None, False), 2 * big, big, 1.0),
         "squeeze": (lambda: bn.bn_squeeze(x, stats, vector, 0.1, True), big, 0, 1.0),
-        "grad_sums": (lambda: bn.bn_grad_sums(x + 1, x, None, stats, vector, 0.1, False, False), 2 * big, 0, 1.0),
+        "grad_sums": (lambda: bn.bn_grad_sums(x + 1, x, None, None, None, stats, vector, 0.1, False), 2 * big, 0, 1.0),
         "grad_sums_join": (
-            lambda: bn.bn_grad_sums(x + 1, x, x + 2, stats, vector, None, False, True), 3 * big, big, 1.0,
+            lambda: bn.bn_grad_sums(x + 1, x, x + 2, None, gate, stats, vector, None, False), 3 * big, big, 1.0,
         ),
         "grad_sums_blur": (
-            lambda: bn.bn_grad_sums(half, x, None, stats, vector, 0.1, True, False), big + small, 0, 2.6,
+            lambda: bn.bn_grad_sums(half, x, None, None, None, stats, vector, 0.1, True), big + small, 0, 2.6,
         ),
         "grad_apply": (
             lambda: bn.bn_grad_apply(x + 1, x, stats, vector, None, None, stats, 0.1, False), 2 * big, big, 1.0,

@@ -17,7 +17,7 @@ from tresnet.checkpoints.table import (
     weights_dir,
 )
 from tresnet.errors import CheckpointError
-from tresnet.models.tresnet import ModelConfig
+from tresnet.models.config import ModelConfig
 from tresnet.models.zoo import VARIANTS, default_pretrained_cfg
 
 HUB_FILENAME = "model.safetensors"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tresnet.checkpoints.read import WeightsFile
 from tresnet.errors import CheckpointError
-from tresnet.models.tresnet import BLOCK_SLOPE, STEM_SLOPE, ModelConfig
+from tresnet.models.config import BLOCK_SLOPE, STEM_SLOPE, ModelConfig
 from tresnet.models.zoo import VARIANTS
 
 INPLACE_ABN_EPS = 1e-5

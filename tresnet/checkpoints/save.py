@@ -17,7 +17,8 @@ from tresnet import env
 from tresnet.checkpoints.load import bare_model, model_tensors
 from tresnet.checkpoints.read import FORMAT_VERSION, METADATA_KEY
 from tresnet.errors import CheckpointError, InputError
-from tresnet.models.tresnet import BLOCK_SLOPE, STAGES, STEM_SLOPE, TResNet
+from tresnet.models.config import BLOCK_SLOPE, STEM_SLOPE
+from tresnet.models.tresnet import STAGES, TResNet
 
 FORMATS = ("tresnet", "timm")
 SUFFIXES = (".safetensors", ".pth", ".pt")

@@ -56,11 +56,14 @@ class ConvNormAct(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, in, H, W) to (N, out, H, W), or to half the height and width, rounded up."""
-        if torch.jit.is_scripting() or not self.fuses(x):
+        if torch.jit.is_scripting():
             return self.aa(self.bn(self.conv(x)))
-        return self.forward_fused(x)
+        return self._forward_eager(x)
 
     @torch.jit.unused
+    def _forward_eager(self, x: Tensor) -> Tensor:
+        return self.forward_fused(x) if self.fuses(x) else self.aa(self.bn(self.conv(x)))
+
     def fuses(self, x: Any, se: nn.Module | None = None) -> bool:
         """Whether `forward_fused` runs on `x` and bypasses nothing that a hook or change waits for.
 
@@ -74,12 +77,12 @@ class ConvNormAct(nn.Module):
             return False
         return se is None or (not watched(se) and _is_standard(se))
 
-    @torch.jit.unused
     def forward_fused(
         self,
         x: Tensor,
         se: nn.Module | None = None,
         shortcut: Callable[[], Tensor] | None = None,
+        keep_output: bool = True,
     ) -> Tensor:
         """Run the layer and what follows it in a block, after the convolution in fused kernels.
 
@@ -87,6 +90,7 @@ class ConvNormAct(nn.Module):
             x: (N, in, H, W).
             se: applied after the blur.
             shortcut: computes what is added in front of a ReLU; None for neither.
+            keep_output: False lets backward rebuild the output of the ReLU.
         """
         assert isinstance(self.bn, ABN)
         y = self.conv(x)
@@ -97,7 +101,7 @@ class ConvNormAct(nn.Module):
         added = shortcut()
         if blur or added.dtype != y.dtype:
             return torch.relu_(self.bn.forward_fused(y, blur, weights) + added)
-        return self.bn.forward_fused(y, blur, weights, added)
+        return self.bn.forward_fused(y, blur, weights, added, keep_output)
 
 
 def _is_standard(se: nn.Module) -> bool:

@@ -36,12 +36,19 @@ def frozen_running_stats() -> Iterator[None]:
 
 
 def watched(module: nn.Module) -> bool:
-    """Whether hooks wait for `module` to be called, so that it must not be bypassed."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
+    """Whether hooks wait for `module` to be called, so that fused operations must not bypass it.
+
+    A hook with the attribute `bypassable` set to True does not mind.
+    """
+    return any(
+        not getattr(hook, "bypassable", False)
+        for hooks in (
+            module._forward_pre_hooks,
+            module._forward_hooks,
+            module._backward_pre_hooks,
+            module._backward_hooks,
+        )
+        for hook in hooks.values()
     )
 
 
@@ -157,14 +164,11 @@ class ABN(NormAct):
         group: process group whose statistics are shared; None for this process alone.
     """
 
-    impl: Impl
-    group: Any
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Create the parameters; see `NormAct`."""
         super().__init__(*args, **kwargs)
-        self.impl = "auto"
-        self.group = None
+        self.impl: Impl = "auto"
+        self.group: Any = None
 
     def set_impl(self, impl: Impl) -> None:
         """Choose the implementation.
@@ -181,21 +185,28 @@ class ABN(NormAct):
             return self._plain(x)
         return self._run(x, self.impl, group=self.group)
 
-    @torch.jit.unused
     def fuses(self, x: Any) -> bool:
         """Whether `forward_fused` runs on `x`: the kernels do, and no one watches this module."""
         return isinstance(x, Tensor) and not watched(self) and runs_kernels(x, self.impl)
 
-    @torch.jit.unused
     def forward_fused(
         self,
         x: Tensor,
         blur: bool = False,
         se: SEWeights | None = None,
         shortcut: Tensor | None = None,
+        keep_output: bool = True,
     ) -> Tensor:
         """Normalise, activate, and blur, excite and join where asked for, in the fewest passes."""
-        return self._run(x, self.impl, group=self.group, blur=blur, se=se, shortcut=shortcut)
+        return self._run(
+            x,
+            self.impl,
+            group=self.group,
+            blur=blur,
+            se=se,
+            shortcut=shortcut,
+            keep_output=keep_output,
+        )
 
 
 class InplaceABN(NormAct):

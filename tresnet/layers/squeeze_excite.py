@@ -37,7 +37,6 @@ class SqueezeExcite(nn.Module):
         self.fc1 = nn.Conv2d(channels, reduced, 1, device=device, dtype=dtype)
         self.fc2 = nn.Conv2d(reduced, channels, 1, device=device, dtype=dtype)
 
-    @torch.jit.unused
     def weights(self) -> SEWeights:
         """The two convolutions as linear layers."""
         fc1, fc2 = self.fc1, self.fc2

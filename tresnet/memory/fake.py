@@ -111,12 +111,24 @@ def fake_autocast(device_type: str, dtype: torch.dtype | None) -> Iterator[None]
 def follow_modules(
     model: nn.Module, enter: Callable[[str], None], leave: Callable[[], None]
 ) -> None:
-    """Call `enter(name)` and `leave()` around every submodule's forward, of a private copy."""
+    """Call `enter(name)` and `leave()` around every submodule's forward, of a private copy.
+
+    Our layers stay fused, as they are without hooks: what runs in one operation counts for the module
+    that runs it.
+    """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             continue
-        module.register_forward_pre_hook(lambda m, x, name=name: enter(name))
-        module.register_forward_hook(lambda m, x, y: leave(), always_call=True)
+
+        def before(_module: nn.Module, _args: object, name: str = name) -> None:
+            enter(name)
+
+        def after(_module: nn.Module, _args: object, _output: object) -> None:
+            leave()
+
+        before.bypassable = after.bypassable = True  # pyright: ignore[reportFunctionMemberAccess]
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after, always_call=True)
 
 
 def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:

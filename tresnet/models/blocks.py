@@ -116,6 +116,7 @@ class BasicBlock(nn.Module):
         self.conv2 = settings.conv(planes, planes, 3, act=False)
         self.se = settings.se(planes, planes // 4) if use_se else nn.Identity()
         self.drop_path = drop_path(drop_path_rate)
+        self.keep_output = True  # for backward; the fused kernels can rebuild it
 
     @property
     def last_norm(self) -> NormAct:
@@ -124,18 +125,20 @@ class BasicBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, H, W) to (N, planes, H / stride, W / stride)."""
-        if torch.jit.is_scripting() or not self._joins(x):
-            y = self.se(self.conv2(self.conv1(x)))
-            return torch.relu_(self.drop_path(y) + self.downsample(x))
-        return self._forward_fused(x)
+        if torch.jit.is_scripting():
+            return self._forward_plain(x)
+        return self._forward_eager(x)
+
+    def _forward_plain(self, x: Tensor) -> Tensor:
+        y = self.se(self.conv2(self.conv1(x)))
+        return torch.relu_(self.drop_path(y) + self.downsample(x))
 
     @torch.jit.unused
-    def _joins(self, x: Tensor) -> bool:
-        return joins(self.conv2, self.drop_path, x, self.se)
-
-    @torch.jit.unused
-    def _forward_fused(self, x: Tensor) -> Tensor:
-        return self.conv2.forward_fused(self.conv1(x), self.se, lambda: self.downsample(x))
+    def _forward_eager(self, x: Tensor) -> Tensor:
+        if not joins(self.conv2, self.drop_path, x, self.se):
+            return self._forward_plain(x)
+        y = self.conv1(x)
+        return self.conv2.forward_fused(y, self.se, lambda: self.downsample(x), self.keep_output)
 
 
 class Bottleneck(nn.Module):
@@ -171,6 +174,7 @@ class Bottleneck(nn.Module):
         self.se = settings.se(planes, out_channels // 8) if use_se else nn.Identity()
         self.conv3 = settings.conv(planes, out_channels, 1, act=False)
         self.drop_path = drop_path(drop_path_rate)
+        self.keep_output = True  # for backward; the fused kernels can rebuild it
 
     @property
     def last_norm(self) -> NormAct:
@@ -179,17 +183,18 @@ class Bottleneck(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, H, W) to (N, 4 planes, H / stride, W / stride)."""
-        if torch.jit.is_scripting() or not self._joins(x):
-            y = self.conv3(self.se(self.conv2(self.conv1(x))))
-            return torch.relu_(self.drop_path(y) + self.downsample(x))
-        return self._forward_fused(x)
+        if torch.jit.is_scripting():
+            return self._forward_plain(x)
+        return self._forward_eager(x)
+
+    def _forward_plain(self, x: Tensor) -> Tensor:
+        y = self.conv3(self.se(self.conv2(self.conv1(x))))
+        return torch.relu_(self.drop_path(y) + self.downsample(x))
 
     @torch.jit.unused
-    def _joins(self, x: Tensor) -> bool:
+    def _forward_eager(self, x: Tensor) -> Tensor:
         excites = joins(self.conv2, None, x, self.se)
-        return excites and joins(self.conv3, self.drop_path, x, None)
-
-    @torch.jit.unused
-    def _forward_fused(self, x: Tensor) -> Tensor:
+        if not (excites and joins(self.conv3, self.drop_path, x, None)):
+            return self._forward_plain(x)
         y = self.conv2.forward_fused(self.conv1(x), self.se)
-        return self.conv3.forward_fused(y, None, lambda: self.downsample(x))
+        return self.conv3.forward_fused(y, None, lambda: self.downsample(x), self.keep_output)

@@ -1,9 +1,8 @@
 """TResNet (arXiv 2003.13630): stem, four stages, head, and the interface timm's users know."""
 
-import math
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,111 +15,13 @@ from tresnet.layers.grouped_linear import GroupedLinear
 from tresnet.layers.norm import ABN, NormAct, frozen_running_stats
 from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.models.blocks import BasicBlock, BlockSettings, Bottleneck
-from tresnet.models.heads import (
-    HEADS,
-    Head,
-    HeadSettings,
-    build_head,
-    check_class_groups,
-    class_groups,
-)
+from tresnet.models.config import ModelConfig
+from tresnet.models.heads import Head, HeadSettings, build_head, class_groups
 from tresnet.ops import recompute
 from tresnet.ops.abn import IMPLS, Impl
 from tresnet.ops.dispatch import check_impl
 
 STAGES = ("layer1", "layer2", "layer3", "layer4")
-STEM_SLOPE, BLOCK_SLOPE = 1e-2, 1e-3
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Everything that determines a model's parameters and its function.
-
-    Attributes:
-        variant: name in the table of variants.
-        layers: blocks in each of the four stages.
-        width_factor: channels of the first stage over 64.
-        bottlenecks: bottleneck blocks in the first two stages too (version 2).
-        block_size: side of the space-to-depth block of the stem.
-        in_chans: channels of the image.
-        num_classes: width of the classifier; 0 for none.
-        norm: 'abn', 'batchnorm' or 'inplace_abn'.
-        jit: run the helper functions as TorchScript.
-        head: 'linear', 'group_attention' or 'ml_decoder'.
-        head_groups: classes of each group, of 'group_attention'.
-        head_channels: channels of each group of 'group_attention' (None: 512), or width of the
-            decoder of 'ml_decoder' (None: 768).
-        global_pool: pooling in front of the linear head.
-        drop_rate: dropout in front of the classifier.
-        drop_path_rate: stochastic depth of the last block, rising linearly from 0 at the first.
-        stem_slope: negative slope of the stem's leaky ReLU.
-        block_slope: negative slope of the blocks' leaky ReLUs.
-    """
-
-    variant: str
-    layers: tuple[int, int, int, int]
-    width_factor: float = 1.0
-    bottlenecks: bool = False
-    block_size: int = 4
-    in_chans: int = 3
-    num_classes: int = 1000
-    norm: str = "abn"
-    jit: bool = False
-    head: str = "linear"
-    head_groups: tuple[int, ...] = ()
-    head_channels: int | None = None
-    global_pool: str = "avg"
-    drop_rate: float = 0.0
-    drop_path_rate: float = 0.0
-    stem_slope: float = STEM_SLOPE
-    block_slope: float = BLOCK_SLOPE
-
-    def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            InputError: a value is out of range.
-        """
-        if len(self.layers) != 4 or min(self.layers) < 1:
-            raise InputError(f"expected layers as four numbers of at least 1, got {self.layers}")
-        if not math.isfinite(self.width_factor) or self.planes < 1:
-            raise InputError(f"expected a width_factor of at least 1/64, got {self.width_factor}")
-        for name in ("block_size", "in_chans"):
-            if getattr(self, name) < 1:
-                raise InputError(f"expected {name} of at least 1, got {getattr(self, name)}")
-        for name in ("drop_rate", "drop_path_rate"):
-            if not 0 <= getattr(self, name) < 1:
-                raise InputError(f"expected {name} in [0, 1), got {getattr(self, name)}")
-        self._check_head()
-
-    def _check_head(self) -> None:
-        if self.head not in HEADS:
-            raise InputError(f"expected head out of {', '.join(HEADS)}, got {self.head!r}")
-        if self.head == "linear" and self.head_channels is not None:
-            raise InputError(
-                f"head_channels={self.head_channels} needs head='group_attention' or 'ml_decoder'"
-            )
-        if self.head_channels is not None and self.head_channels < 1:
-            raise InputError(f"expected head_channels of at least 1, got {self.head_channels}")
-        if self.head == "group_attention" and self.num_classes:
-            check_class_groups(self.head_groups, self.num_classes)
-
-    @property
-    def planes(self) -> int:
-        """Channels of the stem; version 2 rounds to a multiple of 8."""
-        planes = int(64 * self.width_factor)
-        return (planes + 4) // 8 * 8 if self.bottlenecks else planes
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values that JSON can hold."""
-        values = asdict(self)
-        return {**values, "layers": list(self.layers), "head_groups": list(self.head_groups)}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
-        """Return the configuration that `to_dict` wrote."""
-        layers, groups = tuple(values["layers"]), tuple(values.get("head_groups", ()))
-        return cls(**{**values, "layers": layers, "head_groups": groups})
 
 
 class TResNet(nn.Module):
@@ -295,29 +196,37 @@ class TResNet(nn.Module):
         return stage((x.float() / 255).to(dtype))  # surgery.fold may have merged the stem
 
     @torch.jit.unused
-    def _run_parts(self, x: Tensor, stages: int) -> list[Tensor]:
-        """Return the outputs of the first `stages` parts of the body."""
+    def _run_parts(self, x: Tensor, wanted: list[int]) -> dict[int, Tensor]:
+        """Return the outputs of the `wanted` parts of the body, after running no part behind them.
+
+        No other output is held on to: backward can rebuild the stem's, and others.
+        """
         if not (torch.compiler.is_exporting() or torch.jit.is_tracing()):
             self.check_input(x)
         eager = not (torch.compiler.is_compiling() or torch.jit.is_tracing())
-        outputs = []
+        outputs = {}
         with recompute.scope(eager and self.config.norm == "abn" and torch.is_grad_enabled()):
-            for stage in list(self.body)[:stages]:
+            for index, stage in enumerate(list(self.body)[: max(wanted) + 1]):
                 if x.dtype == torch.uint8:
                     x = self._run_stem_on_bytes(stage, x)
                 else:
                     x = self._run_stage(stage, x)
-                outputs.append(x)
-        if self.unpadded_shapes:
-            widths = [outputs[0].shape[1], *(stage["num_chs"] for stage in self.feature_info)]
-            outputs = [y[:, :width] for y, width in zip(outputs, widths, strict=False)]
+                if index in wanted:
+                    outputs[index] = x[:, : self._width(index)] if self.unpadded_shapes else x
         return outputs
+
+    def _width(self, index: int) -> int:
+        """Channels that part `index` of the body puts out, where surgery has padded them."""
+        if index == 0:
+            return self.config.in_chans * self.config.block_size**2
+        return self.feature_info[index - 1]["num_chs"]
 
     def forward_features(self, x: Tensor) -> Tensor:
         """(N, in_chans, H, W) to (N, num_features, H / 8b, W / 8b), b the block size."""
         if torch.jit.is_scripting():
             return self.body(x)
-        return self._run_parts(x, 6)[-1]
+        last = len(self.body) - 1
+        return self._run_parts(x, [last])[last]
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Feature map to logits (N, num_classes), or to pooled features if `pre_logits`."""
@@ -356,9 +265,10 @@ class TResNet(nn.Module):
         if output_fmt != "NCHW":
             raise InputError(f"expected output_fmt 'NCHW', got {output_fmt!r}")
         taken = take_indices(indices, len(self.body) - 1)
-        outputs = self._run_parts(x, max(taken) + 2 if stop_early else len(self.body))
+        last = max(taken) + 1 if stop_early else len(self.body) - 1
+        outputs = self._run_parts(x, [*(index + 1 for index in taken), last])
         maps = [outputs[index + 1] for index in taken]
-        return maps if intermediates_only else (outputs[-1], maps)
+        return maps if intermediates_only else (outputs[last], maps)
 
     def prune_intermediate_layers(
         self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
@@ -439,6 +349,23 @@ class TResNet(nn.Module):
         for module in self.modules():
             if isinstance(module, ABN):
                 module.set_impl(impl)
+
+    def set_output_recompute(self, enable: bool = True) -> None:
+        """Rebuild the outputs of every second block in backward instead of keeping them.
+
+        For one more pass over such a block's output, the fused kernels of norm='abn' then keep about
+        a sixth less; other implementations keep what they keep.
+        """
+        last = self.body[-1]
+        for stage in list(self.body)[2:]:
+            blocks = [m for m in stage.modules() if isinstance(m, BasicBlock | Bottleneck)]
+            # Not two in a row, which would be a chain to rebuild, nor a first one, whose shortcut is
+            # rebuilt itself. No one asks for the last output of all again: it costs nothing.
+            dropped = (
+                {*range(len(blocks) - 1, 0, -2)} if stage is last else {*range(1, len(blocks), 2)}
+            )
+            for index, block in enumerate(blocks):
+                block.keep_output = not (enable and index in dropped)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Keep only the input of each block for backward and run the block again there."""

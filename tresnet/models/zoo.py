@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from tresnet.errors import InputError
+from tresnet.models.config import ModelConfig
 from tresnet.models.features import FeatureExtractor
 from tresnet.models.heads import class_groups
-from tresnet.models.tresnet import ModelConfig, TResNet
+from tresnet.models.tresnet import TResNet
 
 
 @dataclass(frozen=True)

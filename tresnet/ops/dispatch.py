@@ -44,11 +44,18 @@ def _obstacle(x: Tensor) -> str | None:
     """Why the kernels cannot run on `x`, None if they can."""
     if x.dtype not in KERNEL_DTYPES:
         return f"computes float32, bfloat16 and float16, got {x.dtype}"
+    return _lacking(str(x.device))
+
+
+@torch.compiler.assume_constant_result
+def _lacking(name: str) -> str | None:
+    """What is missing on a device for the kernels to run there."""
+    device = torch.device(name)
     if not _has_triton():
         return "needs the triton package, which is not installed"
-    if not x.is_cuda:
-        return None if interpreted() else f"needs a tensor on a GPU, got one on {x.device}"
-    if torch.version.hip is None and _capability(x.device.index or 0) < LEAST_CAPABILITY:
+    if device.type != "cuda":
+        return None if interpreted() else f"needs a tensor on a GPU, got one on {device}"
+    if torch.version.hip is None and _capability(device.index or 0) < LEAST_CAPABILITY:
         return "needs a GPU of compute capability 8.0 or later"
     return None
 

@@ -46,6 +46,7 @@ def abn(
     se: SEWeights | None = None,
     shortcut: Tensor | None = None,
     group: Any = None,
+    keep_output: bool = True,
     impl: Impl = "auto",
 ) -> Tensor:
     """Normalise each channel, scale, shift, apply a leaky ReLU; then blur, excite and join.
@@ -68,6 +69,8 @@ def abn(
         shortcut: added before a ReLU; shape and dtype of what it is added to.
         group: process group over which the statistics are synchronised; None for this process
             alone. "triton" only.
+        keep_output: False offers the output of a join for recomputation too, so that only `x` and
+            `shortcut` are kept; "triton" only.
         impl: "reference" is plain PyTorch; "recompute" saves `x` alone for backward and offers its
             output for recomputation; "triton" does so too, by fused kernels with float32 statistics
             (float32, bfloat16, float16); "auto" takes "triton" on a GPU that has it, "recompute"
@@ -97,7 +100,7 @@ def abn(
         from tresnet.ops.abn.fused import Settings, fused_abn
 
         _check_tail(x, blur, shortcut)
-        settings = Settings(*options, blur, group)
+        settings = Settings(*options, blur, group, keep_output)
         return fused_abn(x, weight, bias, statistics, shortcut, se, settings)
     if group is not None:
         raise InputError("synchronised statistics need impl='triton', which cannot run here")

@@ -28,6 +28,7 @@ class Settings(NamedTuple):
     slope: float | None
     blur: bool
     group: Any
+    keep_output: bool = True
 
 
 def _synchronised(
@@ -91,9 +92,10 @@ class FusedABN(torch.autograd.Function):
         slope: float | None,
         blur: bool,
         group: Any,
+        keep_output: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the output, the statistics (4, C) and the gate (N, C) that produce it from `x`."""
-        settings = Settings(training, momentum, eps, slope, blur, group)
+        settings = Settings(training, momentum, eps, slope, blur, group, keep_output)
         x = tiles.dense(x)
         linear_squeeze = training and slope is None and not blur and fc1_weight is not None
         stats, means, total = _statistics(
@@ -107,19 +109,15 @@ class FusedABN(torch.autograd.Function):
                 squeezed = library.bn_squeeze(x, stats, bias, slope, blur)
             hidden = torch.relu(F.linear(squeezed, fc1_weight.float(), _float(fc1_bias)))
             gate = torch.sigmoid(F.linear(hidden, fc2_weight.float(), _float(fc2_bias)))
-        out = library.bn_apply(
-            x,
-            stats,
-            bias,
-            gate,
-            None if shortcut is None else tiles.dense(shortcut, x),
-            slope,
-            blur,
-        )
+        if shortcut is not None:
+            shortcut = tiles.dense(shortcut, x)
+        out = library.bn_apply(x, stats, bias, gate, shortcut, slope, blur)
+        joined = shortcut is not None
         ctx.save_for_backward(
             x, weight, bias, stats, total, fc1_weight, fc2_weight, squeezed, hidden, gate,
-            None if shortcut is None else out,
+            out if joined and keep_output else None, None if keep_output else shortcut,
         )  # fmt: skip
+        ctx.joined = joined
         ctx.settings = settings
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(stats, *(() if gate is None else (gate,)))
@@ -132,12 +130,14 @@ class FusedABN(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         """Return the gradients; arXiv 1502.03167, section 3, with SE's in the same sums."""
         if grad is None:
-            return (None,) * 16
+            return (None,) * 17
         settings: Settings = ctx.settings
-        x, weight, bias, stats, total, fc1, fc2, squeezed, hidden, gate, out = ctx.saved_tensors
+        x, weight, bias, stats, total, fc1, fc2, squeezed, hidden, gate, out, shortcut = (
+            ctx.saved_tensors
+        )
         grad = tiles.dense(grad.to(x.dtype), x)
         partial, masked = library.bn_grad_sums(
-            grad, x, out, stats, bias, settings.slope, settings.blur, gate is not None
+            grad, x, out, shortcut, gate, stats, bias, settings.slope, settings.blur
         )
         spread, fc_grads = None, (None,) * 4
         if gate is not None:
@@ -149,13 +149,13 @@ class FusedABN(torch.autograd.Function):
         merged = library.bn_merge_grad_sums(partial, gate, spread, stats, count, settings.training)
         if total is not None:
             merged = _synchronised_factors(merged, stats, total, settings.group)
-        source = grad if out is None else masked
+        source = masked if ctx.joined else grad
         grad_x = library.bn_grad_apply(
             source, x, stats, bias, gate, spread, merged, settings.slope, settings.blur
         )
         return (
             grad_x, merged[0].to(weight.dtype), merged[1].to(bias.dtype), None, None,
-            None if out is None else masked, *fc_grads, *(None,) * 6,
+            masked if ctx.joined else None, *fc_grads, *(None,) * 7,
         )  # fmt: skip
 
 
@@ -218,14 +218,16 @@ def fused_abn(
         y, stats, gate = FusedABN.apply(  # pyright: ignore[reportGeneralTypeIssues]
             x, weight, bias, *running, shortcut, *(se or (None,) * 4), *settings
         )
-    if shortcut is None:
-        gates = () if gate is None else (gate,)
+    if shortcut is not None and settings.keep_output:
+        return y
+    gated = gate is not None
+    factors = [part for part in (gate, shortcut) if part is not None]
 
-        def rebuild(x: Tensor, stats: Tensor, bias: Tensor, *gate: Tensor) -> Tensor:
-            scale = gate[0] if gate else None
-            return library.bn_apply(
-                tiles.dense(x), stats, bias, scale, None, settings.slope, settings.blur
-            )
+    def rebuild(x: Tensor, stats: Tensor, bias: Tensor, *factors: Tensor) -> Tensor:
+        x, left = tiles.dense(x), list(factors)
+        scale = left.pop(0) if gated else None
+        added = tiles.dense(left[0], x) if left else None
+        return library.bn_apply(x, stats, bias, scale, added, settings.slope, settings.blur)
 
-        recompute.offer(y, rebuild, x, stats, bias, *gates)
+    recompute.offer(y, rebuild, x, stats, bias, *factors)
     return y

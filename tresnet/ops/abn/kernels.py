@@ -194,7 +194,7 @@ def apply(
 
 @triton.jit
 def grad_sums(
-    grad, x, out, mean, scale, bias, masked, partial, P, C, H, W, HO, WO,
+    grad, x, joined, gate, mean, scale, bias, masked, partial, P, C, H, W, HO, WO,
     xn, xp, xc, gn, gp, gc, splits, chunk, slope,
     HAS_ACT: tl.constexpr, BLUR: tl.constexpr, HAS_GATE: tl.constexpr, JOIN: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr,
@@ -204,7 +204,8 @@ def grad_sums(
     With m = act'(z), g the gradient of s brought back through the blur and w = 1 brought back
     likewise: partial (N * splits, 2 or 4, C) holds the sums of m g, m g (x - mean), and with
     HAS_GATE of m w, m w (x - mean). With JOIN the gradient is first masked by the ReLU and written
-    to masked, for the second pass and the shortcut.
+    to masked, for the second pass and the shortcut: JOIN 1 reads the ReLU's output from joined,
+    JOIN 2 computes its sign from the shortcut there.
     """
     group = tl.program_id(0)
     n = (group // splits).to(tl.int64)
@@ -232,7 +233,13 @@ def grad_sums(
         else:
             g = tl.load(grad + offsets, mask=mask, other=0.0).to(tl.float32)
         if JOIN:
-            g = tl.where(tl.load(out + offsets, mask=mask, other=0.0) > 0, g, 0.0)
+            y = tl.load(joined + offsets, mask=mask, other=0.0).to(tl.float32)
+            if JOIN == 2:
+                s = delta * k + beta
+                if HAS_GATE:
+                    s = s * tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
+                y += s
+            g = tl.where(y > 0, g, 0.0)
             tl.store(masked + offsets, g.to(masked.dtype.element_ty), mask=mask)
         m = _slope_at(delta * k + beta, slope, HAS_ACT)
         s1 += m * g

@@ -103,23 +103,30 @@ def grad_sums(
     grad: Tensor,
     x: Tensor,
     out: Tensor | None,
+    shortcut: Tensor | None,
+    gate: Tensor | None,
     stats: Tensor,
     bias: Tensor,
     slope: float | None,
     blur: bool,
-    gated: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The sums of backward's first pass, (groups, 2 or 4, C), and with `out` the masked gradient."""
-    shape = geometry(x, whole_batch=not (blur or gated))
+    """The sums of backward's first pass, (groups, 2 or 4, C), and of a join the masked gradient.
+
+    A join gives `out`, or `shortcut` where its output was not kept.
+    """
+    shape = geometry(x, whole_batch=not blur and gate is None)
     cut = plan(shape, blur)
     groups = shape.n * cut.splits
-    partial = x.new_empty(groups, 4 if gated else 2, shape.c, dtype=torch.float32)
-    masked = None if out is None else torch.empty_like(x)
+    partial = x.new_empty(groups, 2 if gate is None else 4, shape.c, dtype=torch.float32)
+    joined = shortcut if out is None else out
+    masked = None if joined is None else torch.empty_like(x)
     _kernels().grad_sums[(groups, -(-shape.c // cut.bc))](
-        grad, x, _or(out, x), stats, stats[1], bias, _or(masked, x), partial, shape.p, shape.c,
-        *_image(x, blur), *shape.strides, *geometry(grad, whole_batch=False).strides,
-        cut.splits, cut.chunk, slope or 0.0, HAS_ACT=slope is not None, BLUR=blur,
-        HAS_GATE=gated, JOIN=out is not None, BP=cut.bp, BC=cut.bc, num_warps=WARPS,
+        grad, x, _or(joined, x), _or(gate, stats), stats, stats[1], bias, _or(masked, x), partial,
+        shape.p, shape.c, *_image(x, blur), *shape.strides,
+        *geometry(grad, whole_batch=False).strides, cut.splits, cut.chunk, slope or 0.0,
+        HAS_ACT=slope is not None, BLUR=blur, HAS_GATE=gate is not None,
+        JOIN=0 if joined is None else 2 if out is None else 1,
+        BP=cut.bp, BC=cut.bc, num_warps=WARPS,
     )  # fmt: skip
     return partial, masked
 

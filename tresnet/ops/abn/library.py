@@ -104,14 +104,15 @@ def bn_grad_sums(
     grad: Tensor,
     x: Tensor,
     out: Tensor | None,
+    shortcut: Tensor | None,
+    gate: Tensor | None,
     stats: Tensor,
     bias: Tensor,
     slope: float | None,
     blur: bool,
-    gated: bool,
 ) -> tuple[Tensor, Tensor]:
-    """First pass of backward: (groups, 2 or 4, C) float32; with `out`, the ReLU's masked gradient."""
-    partial, masked = launch.grad_sums(grad, x, out, stats, bias, slope, blur, gated)
+    """First pass of backward: (groups, 2 or 4, C) float32, and of a join the masked gradient."""
+    partial, masked = launch.grad_sums(grad, x, out, shortcut, gate, stats, bias, slope, blur)
     return partial, _nothing(x) if masked is None else masked
 
 
@@ -120,16 +121,18 @@ def _(
     grad: Tensor,
     x: Tensor,
     out: Tensor | None,
+    shortcut: Tensor | None,
+    gate: Tensor | None,
     stats: Tensor,
     bias: Tensor,
     slope: float | None,
     blur: bool,
-    gated: bool,
 ) -> tuple[Tensor, Tensor]:
-    shape = tiles.geometry(x, whole_batch=not (blur or gated))
+    shape = tiles.geometry(x, whole_batch=not blur and gate is None)
     groups = shape.n * tiles.plan(shape, blur).splits
-    partial = x.new_empty(groups, 4 if gated else 2, shape.c, dtype=torch.float32)
-    return partial, _nothing(x) if out is None else torch.empty_like(x)
+    partial = x.new_empty(groups, 2 if gate is None else 4, shape.c, dtype=torch.float32)
+    joins = out is not None or shortcut is not None
+    return partial, torch.empty_like(x) if joins else _nothing(x)
 
 
 @torch.library.custom_op("tresnet::bn_merge_grad_sums", mutates_args=())

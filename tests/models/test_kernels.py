@@ -1,0 +1,171 @@
+"""Whole models on the fused kernels: equal to the plain operators, and out of the way of hooks."""
+
+import pytest
+import torch
+from torch import nn
+
+import tresnet
+from tests.live_storages import live_after
+from tests.ops.kernels import DEVICE, LAYOUTS, large_tiles, poisoned_memory  # noqa: F401
+from tresnet.errors import InputError
+from tresnet.ops.abn import library
+
+
+def make(impl="triton", **options):
+    """One block of each kind and stage, no norm at zero."""
+    torch.manual_seed(0)
+    model = tresnet.create(
+        "tresnet_t", num_classes=5, layers=(1, 1, 1, 1), width_factor=0.125, **options
+    )
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            nn.init.uniform_(parameter, -1, 1)
+    model.set_impl(impl)
+    return model.to(DEVICE)
+
+
+def step(model, x):
+    """Return logits, gradients by name and running statistics of one training step."""
+    y = model(x)
+    y.square().sum().backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    return {"logits": y.detach(), **grads, **dict(model.named_buffers())}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("options", [{}, {"drop_path_rate": 0.2}], ids=["", "drop_path"])
+def test_a_training_step_equals_the_plain_one(layout, options):
+    x = torch.rand(2, 3, 32, 32, device=DEVICE).to(memory_format=LAYOUTS[layout])
+    results = []
+    for impl in ("triton", "reference"):
+        model = make(impl, **options).to(memory_format=LAYOUTS[layout])
+        torch.manual_seed(1)  # of the drop path
+        results.append(step(model, x))
+    for name, expected in results[1].items():
+        difference = (results[0][name] - expected).float().norm()
+        assert difference <= 1e-4 * expected.float().norm(), name
+
+
+@pytest.mark.slow
+def test_checkpointing_changes_nothing():
+    x = torch.rand(2, 3, 32, 32, device=DEVICE)
+    plain, checkpointed = make(), make()
+    checkpointed.set_grad_checkpointing()
+    expected = step(plain, x)
+    for name, value in step(checkpointed, x).items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_inference_equals_the_plain_one_and_takes_bytes():
+    images = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8, device=DEVICE)
+    model = make().eval()
+    with torch.inference_mode():
+        ours = model(images)
+        model.set_impl("reference")
+        torch.testing.assert_close(ours, model(images.float() / 255), rtol=1e-4, atol=1e-5)
+        with torch.autocast(DEVICE, torch.bfloat16):
+            assert model(images).dtype == torch.bfloat16
+
+
+def test_a_folded_model_takes_bytes():
+    images = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
+    for stem in (False, True):
+        model = tresnet.surgery.fold(make("auto").cpu().eval(), merge_stem=stem)
+        torch.testing.assert_close(model(images), model(images.float() / 255))
+
+
+def calls(monkeypatch):
+    """The names of the operators that ran."""
+    names = []
+    for name in ("bn_statistics", "bn_apply"):
+        operator = getattr(library, name)
+
+        def counted(*args, operator=operator, name=name):
+            names.append(name)
+            return operator(*args)
+
+        monkeypatch.setattr(library, name, counted)
+    return names
+
+
+def test_hooks_are_called_and_see_what_they_always_saw():
+    x = torch.rand(2, 16, 8, 8, device=DEVICE)
+    watched = ("conv1.bn", "conv2.aa", "conv2.bn", "se", "se.fc1", "conv2", "conv3", "conv1")
+    seen = {}
+    for impl in ("triton", "reference"):
+        block = make(impl).body.layer3[0]
+        for name in watched:
+            block.get_submodule(name).register_forward_hook(
+                lambda m, i, o, key=(impl, name): seen.update({key: o.detach()})
+            )
+        block(x)
+    for name in watched:
+        torch.testing.assert_close(
+            seen["triton", name], seen["reference", name], rtol=1e-3, atol=1e-4
+        )
+
+
+def test_one_statistics_pass_and_one_apply_a_norm(monkeypatch):
+    model = make()
+    names = calls(monkeypatch)
+    model(torch.rand(2, 3, 32, 32, device=DEVICE))
+    norms = sum(type(m).__name__ == "ABN" for m in model.modules())
+    assert names.count("bn_statistics") == names.count("bn_apply") == norms
+
+
+def test_changed_parts_are_not_bypassed():
+    x = torch.rand(2, 8, 8, 8, device=DEVICE)
+    block = make().body.layer1[0]
+    before = block(x)
+    block.se.fc1 = nn.Sequential(block.se.fc1, nn.Hardtanh(0, 1e-3))
+    assert not torch.allclose(before, block(x))
+
+
+def test_set_impl_errors():
+    with pytest.raises(InputError, match=r"expected impl 'auto', .* got 'cuda'"):
+        make().set_impl("cuda")
+    with pytest.raises(InputError, match="norm='abn', got 'batchnorm'"):
+        tresnet.create("tresnet_t", norm="batchnorm").set_impl("triton")
+
+
+@pytest.mark.slow
+def test_compiles_in_one_graph():
+    x = torch.rand(2, 3, 32, 32, device=DEVICE)
+    eager = step(make(), x)
+    model = make()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    y = compiled(x)
+    y.square().sum().backward()
+    torch.testing.assert_close(y, eager["logits"])
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, eager[name], rtol=1e-4, atol=1e-5)
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(buffer, eager[name])
+
+
+def test_exports_as_plain_operators():
+    x = torch.rand(2, 3, 32, 32, device=DEVICE)
+    model = make().eval()
+    program = torch.export.export(model, (x,))
+    targets = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert not [target for target in targets if target.startswith("tresnet")]
+    torch.testing.assert_close(program.module()(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_rebuilding_outputs_changes_no_gradient_and_keeps_less():
+    x = torch.rand(2, 3, 32, 32, device=DEVICE)
+    results, kept = [], []
+    for enable in (False, True):
+        torch.manual_seed(0)
+        model = tresnet.create(
+            "tresnet_t", num_classes=5, layers=(1, 3, 2, 3), width_factor=0.125
+        ).to(DEVICE)
+        model.set_impl("triton")
+        model.set_output_recompute(enable)
+        ignored = [*model.parameters(), *model.buffers(), x]
+        kept.append(sum(size for _, size in live_after(lambda model=model: model(x), ignored)))
+        model(x).square().sum().backward()
+        results.append({name: p.grad for name, p in model.named_parameters()})
+    for name, expected in results[0].items():
+        torch.testing.assert_close(results[1][name], expected, msg=name)
+    assert kept[1] < kept[0]
