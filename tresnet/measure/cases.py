@@ -55,6 +55,8 @@ class BenchCase:
             all but convolutions, matrix products and reductions; None is PyTorch's default.
         pad: our model's channels padded to multiples of 8 (`tresnet.surgery.pad_channels`), which
             `fold` does anyway.
+        output_recompute: our fused kernels rebuild every second block's output in backward
+            (`TResNet.set_output_recompute`); training with norm `abn` only.
     """
 
     model: str
@@ -70,6 +72,7 @@ class BenchCase:
     impl: str | None = None
     partitioner: str | None = None
     pad: bool = False
+    output_recompute: bool = False
 
     def checked(self, training: bool) -> "BenchCase":
         """The case with `cast` and `norm` filled in; one of ours is sure to build and run.
@@ -123,6 +126,11 @@ class BenchCase:
             )
 
     def _check_rewrites(self, training: bool, ours: bool) -> None:
+        if self.output_recompute and not (training and ours and self.norm in (None, "abn")):
+            raise InputError(
+                f"expected output_recompute=false for {self.model}, got true: only the norm 'abn' "
+                "of ours can, in training"
+            )
         for field in ("fold", "freeze"):
             if training and getattr(self, field):
                 raise InputError(f"expected {field}=false in training, got true for {self.model}")
@@ -154,6 +162,8 @@ class BenchCase:
             parts.append(self.norm)
         if self.impl is not None:
             parts.append(f"impl {self.impl}")
+        if self.output_recompute:
+            parts.append("outputs recomputed")
         if self.fold:
             parts.append("folded")
         if self.pad:
@@ -220,7 +230,7 @@ def _parse_value(key: str, value: str) -> object:
         if not value.isdigit():
             raise InputError(f"expected {key}= a whole number, got {value!r}")
         return int(value)
-    if key in ("channels_last", "fold", "freeze", "pad"):
+    if key in ("channels_last", "fold", "freeze", "pad", "output_recompute"):
         if value not in ("true", "false"):
             raise InputError(f"expected {key}=true or false, got {value!r}")
         return value == "true"

@@ -46,6 +46,8 @@ def prepare(case: BenchCase, training: bool, device: torch.device, seed: int) ->
     size = default_input_size(built) if case.input_size is None else case.input_size
     layout = torch.channels_last if case.channels_last else torch.contiguous_format
     dtype = DTYPES[case.dtype] if case.cast == "pure" else torch.float32
+    if case.output_recompute:
+        built.set_output_recompute()  # pyright: ignore[reportCallIssue]
     built.train(training)
     if case.pad:
         built = pad_channels(built, inplace=True)
