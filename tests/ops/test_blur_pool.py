@@ -30,6 +30,18 @@ def test_equals_timm_forward_and_backward(shape, layout, jit):
     torch.testing.assert_close(ours.grad, theirs.grad)
 
 
+@pytest.mark.parametrize("shape", CASES.values(), ids=CASES)
+def test_compiled_form_equals_timm(shape):
+    x = torch.randn(shape, dtype=torch.float64)
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y, expected = torch.compile(blur_pool, backend="aot_eager")(ours), timm_blur(theirs)
+    torch.testing.assert_close(y, expected)
+    grad = torch.randn_like(expected)
+    y.backward(grad)
+    expected.backward(grad)
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_error_is_that_of_one_rounding(dtype):
     x = torch.randn(2, 5, 9, 8).to(dtype)
