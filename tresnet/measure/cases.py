@@ -14,6 +14,7 @@ from tresnet.measure.named import (
     default_input_size,
     split_name,
 )
+from tresnet.models.compiled import TRAINING_PARTITIONER
 from tresnet.ops.abn import IMPLS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -26,9 +27,8 @@ COMPILE_MODES = (
     "max-autotune-no-cudagraphs",
 )
 NORMS = ("abn", "batchnorm", "inplace_abn")
-# What the compiler's partitioner is told while it divides a step into forward and backward:
-# settings of torch._functorch.config.
-PARTITIONERS = {"aggressive": {"aggressive_recomputation": True}}
+# What the compiler's partitioner is told while it divides a step into forward and backward.
+PARTITIONERS = {"aggressive": TRAINING_PARTITIONER}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +51,8 @@ class BenchCase:
             device and fuses activations into convolutions); compiled inference only.
         impl: how our norm `abn` runs: auto, reference, recompute or triton; None leaves the model
             as it was built.
-        partitioner: what a compiled training step recomputes in backward: `aggressive` recomputes
-            all but convolutions, matrix products and reductions; None is PyTorch's default.
+        partitioner: what a compiled training step recomputes in backward: `aggressive` is
+            what `tresnet.models.compiled.compile_model` does; None is PyTorch's default.
         pad: our model's channels padded to multiples of 8 (`tresnet.surgery.pad_channels`), which
             `fold` does anyway.
         output_recompute: our fused kernels rebuild every second block's output in backward

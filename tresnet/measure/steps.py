@@ -1,6 +1,5 @@
 """One training or inference step of a benchmark case on synthetic input."""
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 
@@ -11,14 +10,12 @@ from torch.nn import functional as F
 from tresnet.measure.cases import DTYPES, PARTITIONERS, BenchCase
 from tresnet.measure.macs import count_parameters
 from tresnet.measure.named import build_named, default_input_size
+from tresnet.models.compiled import CompiledModel, partitioner
 from tresnet.surgery.fold import fold
 from tresnet.surgery.pad_channels import pad_channels
 
 OPTIMIZER = "SGD, learning rate 1e-3, momentum 0.9, weight decay 1e-4"
 _TORCHVISION_CLASSES = 1000
-# Steps during which the compiler may still compile: the first, and one more should it meet
-# something new (gradients that now exist, say).
-_COMPILING_STEPS = 2
 
 
 @dataclasses.dataclass
@@ -74,7 +71,10 @@ def _compiled(model: nn.Module, case: BenchCase) -> Callable[[Tensor], Tensor]:
     if case.compile == "none":
         return model
     if not case.freeze:
-        return torch.compile(model, mode=case.compile, dynamic=False)
+        function = torch.compile(model, mode=case.compile, dynamic=False)
+        if case.partitioner is None:
+            return function
+        return CompiledModel(function, partitioner(PARTITIONERS[case.partitioner]))
     # torch.compile takes a mode or options, not both
     options = {**torch._inductor.list_mode_options(case.compile), "freezing": True}
     return torch.compile(model, options=options, dynamic=False)
@@ -110,26 +110,7 @@ def _training_step(
         scaler.update()
         return loss.detach()
 
-    return run if case.partitioner is None else _partitioned(run, PARTITIONERS[case.partitioner])
-
-
-def _partitioned(run: Callable[[], Tensor], config: dict[str, bool]) -> Callable[[], Tensor]:
-    """`run` with `config` in force for as long as it may compile."""
-    steps = 0
-
-    def partitioned() -> Tensor:
-        nonlocal steps
-        steps += 1
-        with _functorch_config(config) if steps <= _COMPILING_STEPS else contextlib.nullcontext():
-            return run()
-
-    return partitioned
-
-
-def _functorch_config(config: dict[str, bool]) -> contextlib.AbstractContextManager[object]:
-    from torch._functorch import config as functorch_config
-
-    return functorch_config.patch(config)
+    return run
 
 
 def _inference_step(
