@@ -12,6 +12,7 @@ from pathlib import Path
 import tyro
 
 from tresnet.checkpoints.manifest import entries
+from tresnet.cli.bench_report import _around_report
 from tresnet.cli.main import _parse
 from tresnet.engine.command import parse_train
 from tresnet.engine.evaluate_weights import EvalConfig
@@ -67,9 +68,15 @@ def test_eval_commands_parse():
 
 def test_tresnet_commands_parse():
     lines = commands("tresnet")
-    assert len(lines) == 5
+    assert len(lines) == 8
     for line in lines:
         assert dataclasses.is_dataclass(_parse(line)), line
+
+
+def test_report_finds_its_place():
+    before, after = _around_report(ROOT / "README.md")
+    assert "### Benchmarks on a GPU" in before
+    assert after.startswith("\n\n## ")
 
 
 def rows(*header: str) -> list[list[str]]:

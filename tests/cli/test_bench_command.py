@@ -1,10 +1,12 @@
 import json
 
 import pytest
+import torch
 
 from tresnet.cli import bench as command
 from tresnet.cli.main import main as run
 from tresnet.measure import bench
+from tresnet.measure.read_records import read_records
 
 SHORT = ["--batch-size", "2", "--input-size", "32", "--rounds", "2", "--steps", "1"]
 SHORT += ["--warmup-steps", "1", "--device", "cpu"]
@@ -93,6 +95,62 @@ def test_directory_is_checked_before_the_work(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     assert run(["bench", "infer", "tresnet_t", "--output-dir", str(tmp_path / "file")]) == 2
     assert "expected a directory that records can be written to" in capsys.readouterr().err
+
+
+def test_max_batch_prints_a_table_and_writes_a_record(tmp_path, capsys):
+    arguments = ["bench", "max-batch", "tresnet_t", "timm:test_resnet@channels_last=true"]
+    arguments += ["--input-size", "32", "--first", "2", "--granularity", "2", "--at-most", "4"]
+    assert run([*arguments, "--device", "cpu", "--output-dir", str(tmp_path)]) == 0
+    printed = capsys.readouterr()
+    ours, theirs = printed.out.splitlines()[1:]
+    assert ours.split() == [
+        "tresnet_t,",
+        "batch",
+        "4,",
+        "fp32,",
+        "abn",
+        "4",
+        "at",
+        "most",
+        "4",
+        "-",
+        "ok",
+    ]
+    assert theirs.startswith("timm:test_resnet, batch 4, fp32, channels_last ")
+    assert "tresnet_t, batch 2, fp32, abn: fits" in printed.err
+    (record,) = read_records(tmp_path)
+    assert record.what == "bench_max_batch"
+    assert [row["largest_batch"] for row in record.rows] == [4, 4]
+    assert record.rows[0]["tries"] == [[2, True], [4, True]]
+
+
+def test_ops_print_a_table_and_write_a_record(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **how: function)  # seconds each
+    arguments = ["bench", "ops", "abn_se", "--batch-size", "2", "--input-size", "32"]
+    arguments += ["--repeats", "1", "--device", "cpu", "--output-dir", str(tmp_path)]
+    assert run(arguments) == 0
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    contenders = ["copy", "eager", "inductor", "recompute", "triton"]
+    assert len(lines) == 1 + 2 * len(contenders)
+    assert lines[0].split()[-5:] == ["p50", "us", "GB/s", "x", "copy"]
+    assert lines[5].split()[-4:] == ["triton", "left_out", "-", "-"]
+    assert "triton, abn_se: " in printed.err
+    (record,) = read_records(tmp_path)
+    assert [row["contender"] for row in record.rows] == 2 * contenders
+    assert record.settings["method"]["copy"].startswith("clone of half the ideal bytes")
+
+
+def test_bad_input_of_max_batch_and_ops(tmp_path, capsys):
+    def error(*arguments):
+        assert run(["bench", *arguments, "--device", "cpu", "--output-dir", str(tmp_path)]) == 2
+        return capsys.readouterr().err.splitlines()[-1]
+
+    assert "expected at_most on cpu, got none" in error("max-batch", "tresnet_t")
+    assert "at least one model" in error("max-batch", "--at-most", "64")
+    assert "expected an operation out of abn" in error("ops", "conv")
+    assert "divisible by 32, got 100" in error("ops", "--input-size", "100")
+    assert records(tmp_path) == []
 
 
 @pytest.mark.gpu

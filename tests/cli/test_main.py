@@ -30,7 +30,10 @@ def test_help_names_every_command(capsys):
     [
         (["list", "--help"], ["PATTERN"]),
         (["info", "--help"], ["MODEL", "--input-size", "--num-classes"]),
-        (["bench", "--help"], ["train", "infer"]),
+        (["bench", "--help"], ["train", "infer", "max-batch", "ops", "report"]),
+        (["bench", "max-batch", "--help"], ["MODEL", "--granularity", "--memory-gib"]),
+        (["bench", "ops", "--help"], ["[OP ...]", "--repeats", "--time-limit-s"]),
+        (["bench", "report", "--help"], ["--into", "--pictures", "--picture-format {svg,png}"]),
         (["bench", "train", "--help"], ["MODEL", "--batch-size", "--dtype", "--compile", "--norm"]),
         (["bench", "infer", "--help"], ["--cast {pure,autocast}", "--sequential"]),
         (["predict", "--help"], ["IMAGE", "--weights", "--topk"]),
@@ -48,7 +51,7 @@ def test_help_of_a_command(arguments, words, capsys):
     ("arguments", "message"),
     [
         (["lst"], "Unrecognized options: lst"),
-        (["bench"], "Expected one of {train, infer, branches, convs}"),
+        (["bench"], "Expected one of {train, infer, max-batch, ops, branches, convs, report}"),
         (["bench", "train", "tresnet_t", "--dtype", "fp8"], "invalid choice 'fp8'"),
         (["bench", "train", "tresnet_t", "--batch-size", "many"], "many"),
         (["predict", "image.png"], "--weights"),

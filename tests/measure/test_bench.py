@@ -5,11 +5,13 @@ import torch
 from torch import nn
 
 from tresnet.errors import InputError, MissingDependencyError
+from tresnet.layers.norm import ABN
 from tresnet.measure import bench, steps
 from tresnet.measure.bench import bench_infer, bench_train
 from tresnet.measure.cases import BenchCase
 from tresnet.measure.memory import MemorySnapshot
 from tresnet.measure.results import BenchRow, BenchSettings
+from tresnet.models import zoo
 
 QUICK = BenchSettings(warmup_steps=1, rounds=2, steps_per_round=1)
 GPU_COLUMNS = ("allocated_mib", "reserved_mib", "max_allocated_mib", "device_used_mib")
@@ -61,6 +63,34 @@ def test_a_folded_model_is_what_is_timed():
     assert row.to_dict()["fold"] is True
 
 
+def test_a_padded_model_is_what_is_timed(monkeypatch):
+    def narrow(name, norm):
+        return zoo.build(name, norm=norm or "abn", width_factor=0.3)
+
+    monkeypatch.setattr(steps, "build_named", narrow)
+    plain, padded = (
+        steps.prepare(case(pad=pad), True, torch.device("cpu"), seed=0) for pad in (False, True)
+    )
+    assert padded.parameters > plain.parameters
+    torch.testing.assert_close(padded.run(), plain.run(), rtol=1e-4, atol=1e-5)
+
+
+def test_the_time_limit_ends_setting_up_and_rounds(recorded, monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: float(next(clock)))
+    settings = BenchSettings(warmup_steps=1, rounds=1000, steps_per_round=1, time_limit_s=60.0)
+    names = [f"model{number}" for number in range(40)]
+    rows = bench_infer([case(name) for name in names], settings, log=quiet)
+    done = [row for row in rows if row.status == "ok"]
+    late = [row for row in rows if row.status == "out_of_time"]
+    assert 0 < len(done) < len(rows) == len(done) + len(late)
+    assert rows[: len(done)] == done
+    assert all(row.speed is not None for row in done)
+    assert len(done[0].round_p50_images_per_s) < 1000
+    assert late[0].error == "not begun: the time limit of 60 s was near"
+    assert {name for name, *_ in recorded.calls} == set(names[: len(done)])
+
+
 def test_freezing_is_asked_of_the_compiler(monkeypatch):
     asked = []
     monkeypatch.setattr(torch, "compile", lambda model, **how: asked.append(how) or model)
@@ -74,6 +104,72 @@ def test_freezing_is_asked_of_the_compiler(monkeypatch):
         "coordinate_descent_tuning": True,
         "freezing": True,
     }
+
+
+def test_the_partitioner_is_told_while_it_compiles(monkeypatch):
+    from torch._functorch import config
+
+    told = []
+
+    def compiled(model, **how):
+        def run(images):
+            told.append(config.aggressive_recomputation)
+            return model(images)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    for partitioner in (None, "aggressive"):
+        chosen = case(compile="default", partitioner=partitioner)
+        step = steps.prepare(chosen, True, torch.device("cpu"), seed=0)
+        for _ in range(3):
+            step.run()
+    assert told == [False] * 3 + [True] * 3
+    assert not config.aggressive_recomputation
+
+
+def test_recomputed_outputs_reach_the_model(monkeypatch):
+    models, build = [], steps.build_named
+    monkeypatch.setattr(steps, "build_named", lambda *a: models.append(build(*a)) or models[-1])
+    for recompute in (False, True):
+        steps.prepare(case(output_recompute=recompute), True, torch.device("cpu"), seed=0)
+    kept, dropped = (
+        [block.keep_output for block in model.modules() if hasattr(block, "keep_output")]
+        for model in models
+    )
+    assert all(kept)
+    assert not all(dropped)
+
+
+@pytest.mark.slow
+def test_the_aggressive_partitioner_saves_less(monkeypatch):
+    compiler, saved = torch.compile, []
+
+    def partitioned_only(model, **how):
+        torch.compiler.reset()  # both cases compile the same code
+        return compiler(model, backend="aot_eager_decomp_partition", dynamic=False)
+
+    def bytes_saved(partitioner):
+        chosen = case(compile="default", partitioner=partitioner)
+        step = steps.prepare(chosen, True, torch.device("cpu"), seed=0)
+        step.run()
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+            step.run()
+        return sum(x.numel() * x.element_size() for x in saved if not isinstance(x, nn.Parameter))
+
+    monkeypatch.setattr(torch, "compile", partitioned_only)
+    default, aggressive = bytes_saved(None), bytes_saved("aggressive")
+    assert 0 < aggressive < 0.8 * default
+
+
+@pytest.mark.parametrize("impl", [None, "reference"])
+def test_the_implementation_reaches_the_model(monkeypatch, impl):
+    models, build = [], steps.build_named
+    monkeypatch.setattr(steps, "build_named", lambda *a: models.append(build(*a)) or models[-1])
+    steps.prepare(case(impl=impl), False, torch.device("cpu"), seed=0)
+    found = {module.impl for module in models[0].modules() if isinstance(module, ABN)}
+    assert found == {impl or "auto"}
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,15 @@ def test_bad_values(changes, message):
         ("tresnet_t", {"fold": True}, True, "fold=false in training, got true for tresnet_t"),
         ("tresnet_t", {"freeze": True}, True, "freeze=false in training, got true"),
         ("timm:resnet50", {"fold": True}, False, "fold=false for timm:resnet50, .* only ours"),
+        ("timm:resnet50", {"output_recompute": True}, True, "output_recompute=false for timm:"),
+        ("tresnet_t", {"output_recompute": True}, False, "only the norm 'abn' of ours can, in tr"),
+        (
+            "tresnet_t",
+            {"output_recompute": True, "norm": "batchnorm"},
+            True,
+            "output_recompute=false for tresnet_t, got true",
+        ),
+        ("timm:resnet50", {"pad": True}, True, "pad=false for timm:resnet50, .* only ours"),
         ("tresnet_t", {"freeze": True}, False, "a compile mode with freeze=true .*, got none"),
     ],
 )
@@ -129,4 +138,47 @@ def test_label_names_a_folded_and_frozen_case():
     )
     assert case.checked(training=False).label() == (
         "tresnet_t, batch 64, fp32, abn, folded, compile default freeze"
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "training", "message"),
+    [
+        ("tresnet_t", {"impl": "fast"}, True, "expected impl out of auto, .* got 'fast'"),
+        ("timm:resnet50", {"impl": "auto"}, True, "expected no impl for timm:resnet50 .* 'auto'"),
+        (
+            "tresnet_t",
+            {"impl": "triton", "norm": "batchnorm"},
+            False,
+            "expected no impl for tresnet_t with norm batchnorm, got 'triton'",
+        ),
+        (
+            "tresnet_t",
+            {"partitioner": "x"},
+            True,
+            "expected partitioner out of aggressive, got 'x'",
+        ),
+        (
+            "tresnet_t",
+            {"partitioner": "aggressive"},
+            True,
+            "expected a compiled training step .*, got training with compile=none",
+        ),
+        (
+            "timm:resnet50",
+            {"partitioner": "aggressive", "compile": "default"},
+            False,
+            "expected a compiled training step .*, got inference with compile=default",
+        ),
+    ],
+)
+def test_what_implementations_and_partitioners_suit(model, changes, training, message):
+    with pytest.raises(InputError, match=message):
+        BenchCase(model, **changes).checked(training)
+
+
+def test_label_names_implementation_and_partitioner():
+    text = "tresnet_t@impl=reference,output_recompute=true,pad=true,compile=default,partitioner=aggressive"
+    assert parse_case(text, BenchCase("", dtype="fp32")).label() == (
+        "tresnet_t, batch 64, fp32, impl reference, outputs recomputed, padded, compile default, partitioner aggressive"
     )

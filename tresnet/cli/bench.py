@@ -5,46 +5,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from tyro.conf import Positional, arg, subcommand
+from tyro.conf import subcommand
 
+from tresnet.cli.bench_max_batch import BenchMaxBatch
+from tresnet.cli.bench_ops import BenchOps
+from tresnet.cli.bench_options import ModelOptions
+from tresnet.cli.bench_report import BenchReport
 from tresnet.cli.bench_rewrites import BenchBranches, BenchConvs
 from tresnet.cli.output import format_table, progress, say
 
 if TYPE_CHECKING:
-    from tresnet.measure.cases import BenchCase
     from tresnet.measure.results import BenchRow, BenchSettings
 
 PARTLY_FAILED_EXIT_CODE = 1
 
 
 @dataclasses.dataclass(frozen=True)
-class _Options:
-    models: Annotated[Positional[tuple[str, ...]], arg(metavar="MODEL [MODEL ...]")]
-    """Ours (tresnet_m), timm:NAME or torchvision:NAME. A model may have its own settings:
-    tresnet_m@norm=inplace_abn,dtype=fp16 or timm:resnet50@compile=default,channels_last=true."""
-
+class _Options(ModelOptions):
     batch_size: tuple[int, ...] = (64,)
     """Images a step; several give one case each."""
-
-    input_size: int | None = None
-    """Side of the square image in pixels; by default each model's own."""
-
-    dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """By default bf16 on a GPU and fp32 on a CPU. fp16 training uses a gradient scaler."""
-
-    channels_last: bool = False
-    """Store images and weights channels last."""
-
-    compile: Literal[
-        "none", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
-    ] = "none"
-    """Mode of torch.compile; none is eager."""
-
-    norm: Literal["abn", "batchnorm", "inplace_abn"] = "abn"
-    """Norm of our models; others have their own."""
-
-    device: str | None = None
-    """Such as cuda, cuda:1 or cpu; by default a GPU if there is one."""
 
     warmup_steps: int = 10
     """Untimed steps of each case, compilation included."""
@@ -59,30 +38,9 @@ class _Options:
     """Finish and free each case before the next is built, instead of taking turns: for cases that
     do not fit on the device together. Ratios are then not reported."""
 
-    output_dir: Path = Path("benchmarks/records")
-    """Where the record is written; an existing record is never overwritten."""
-
-    def resolved_device(self) -> str:
-        """What was asked for, else a GPU, else the CPU."""
-        import torch
-
-        return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
-
-    def cases(self, cast: str | None) -> "list[BenchCase]":
-        """Every model at every batch size."""
-        from tresnet.measure.cases import BenchCase, parse_cases
-
-        on_gpu = self.resolved_device().startswith("cuda")
-        defaults = BenchCase(
-            model="",
-            input_size=self.input_size,
-            dtype=self.dtype or ("bf16" if on_gpu else "fp32"),
-            cast=cast,
-            channels_last=self.channels_last,
-            compile=self.compile,
-            norm=self.norm,
-        )
-        return parse_cases(self.models, defaults, self.batch_size)
+    time_limit_s: float | None = None
+    """Begin no case after three quarters of this time, and end with what is measured by then; a case
+    that is being compiled is not interrupted."""
 
     def prepare(self) -> "BenchSettings":
         """The settings, checked, with a directory for the record."""
@@ -95,6 +53,7 @@ class _Options:
             rounds=self.rounds,
             steps_per_round=self.steps,
             interleave=not self.sequential,
+            time_limit_s=self.time_limit_s,
         )
         writable_directory(self.output_dir)
         return settings
@@ -109,7 +68,7 @@ class BenchTrain(_Options):
         from tresnet.measure.bench import bench_train
 
         settings = self.prepare()
-        rows = bench_train(self.cases(cast=None), settings, log=progress)
+        rows = bench_train(self.cases(self.batch_size), settings, log=progress)
         return _report("bench_train", rows, settings, self.output_dir, argv)
 
 
@@ -125,7 +84,7 @@ class BenchInfer(_Options):
         from tresnet.measure.bench import bench_infer
 
         settings = self.prepare()
-        rows = bench_infer(self.cases(cast=self.cast), settings, log=progress)
+        rows = bench_infer(self.cases(self.batch_size, self.cast), settings, log=progress)
         return _report("bench_infer", rows, settings, self.output_dir, argv)
 
 
@@ -136,8 +95,11 @@ class Bench:
     task: (
         Annotated[BenchTrain, subcommand("train")]
         | Annotated[BenchInfer, subcommand("infer")]
+        | Annotated[BenchMaxBatch, subcommand("max-batch")]
+        | Annotated[BenchOps, subcommand("ops")]
         | Annotated[BenchBranches, subcommand("branches")]
         | Annotated[BenchConvs, subcommand("convs")]
+        | Annotated[BenchReport, subcommand("report")]
     )
 
     def run(self, argv: list[str]) -> int:

@@ -27,22 +27,17 @@ from tresnet import env
 from tresnet.errors import InputError, TResNetError
 from tresnet.measure.cases import BenchCase
 from tresnet.measure.clock import Clock, clock_for
-from tresnet.measure.memory import MemoryMeter, MemorySnapshot
+from tresnet.measure.memory import MemoryMeter, MemorySnapshot, is_out_of_memory
 from tresnet.measure.percentiles import speed_of
 from tresnet.measure.results import BenchRow, BenchSettings
 from tresnet.measure.steps import OPTIMIZER, PreparedStep, prepare
 
 SETTLE_STEPS = 2
+# Share of the time limit after which no case is begun: the rest is for the rounds.
+_SET_UP_SHARE = 0.75
 # Cases of one architecture share code objects, and torch.compile stops compiling a code object at
 # its limit (8): every case must find room, or it would silently be timed in eager mode.
 _RECOMPILE_LIMIT = 256
-
-_OUT_OF_MEMORY_SIGNS = (
-    "out of memory",
-    "not enough memory",
-    "can't allocate memory",
-    "STATUS_ALLOC_FAILED",
-)
 
 
 def bench_train(
@@ -122,15 +117,23 @@ class _Bench:
         self._times_s: list[list[list[float]]] = [[] for _ in cases]
         self._steps: dict[int, PreparedStep] = {}
         self._primed = MemorySnapshot()
+        self._began_s = 0.0
 
     def run(self) -> list[BenchRow]:
-        with _bench_switches(self._device, self._compiling):
+        self._began_s = time.perf_counter()
+        with bench_switches(self._device, self._compiling):
             self._primed = _prime(self._device)
             everything = range(len(self._rows))
             turns = [everything] if self._settings.interleave else [[index] for index in everything]
             for turn in turns:
                 for index in turn:
-                    self._guarded(index, self._set_up)
+                    if self._past(_SET_UP_SHARE):
+                        self._rows[index].status = "out_of_time"
+                        self._rows[
+                            index
+                        ].error = f"not begun: the time limit of {self._settings.time_limit_s:g} s was near"
+                    else:
+                        self._guarded(index, self._set_up)
                 self._run_rounds(turn)
                 self._steps.clear()
                 self._tidy()
@@ -141,10 +144,18 @@ class _Bench:
 
     def _run_rounds(self, turn: Sequence[int]) -> None:
         for number in range(self._settings.rounds):
+            if number and self._past(1.0):
+                self._log(f"the time limit ends the measurement after {number} rounds")
+                break
             alive = [index for index in turn if index in self._steps]
             for index in alive if number % 2 == 0 else reversed(alive):
                 self._guarded(index, self._visit)
             self._log(f"round {number + 1} of {self._settings.rounds} done")
+
+    def _past(self, share: float) -> bool:
+        """Whether this share of the time limit has gone."""
+        limit_s = self._settings.time_limit_s
+        return limit_s is not None and time.perf_counter() - self._began_s > share * limit_s
 
     def _guarded(self, index: int, action: Callable[[int], None]) -> None:
         """Do `action`; a failure of PyTorch ends this case alone."""
@@ -154,7 +165,7 @@ class _Bench:
         except TResNetError:
             raise
         except (RuntimeError, MemoryError) as error:
-            row.status = "out_of_memory" if _is_out_of_memory(error) else "failed"
+            row.status = "out_of_memory" if is_out_of_memory(error) else "failed"
             row.error = (str(error).strip() or type(error).__name__).splitlines()[0]
             self._log(f"{row.case.label()}: {row.status}: {row.error}")
         # Outside the handler: the exception would keep the step's tensors alive.
@@ -234,8 +245,8 @@ class _Bench:
 
 
 @contextlib.contextmanager
-def _bench_switches(device: torch.device, compiling: bool) -> Iterator[None]:
-    """Let cuDNN search for its fastest algorithms, and give every case room to compile."""
+def bench_switches(device: torch.device, compiling: bool) -> Iterator[None]:
+    """Inside, let cuDNN search for its fastest algorithms, and give every case room to compile."""
     searched = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = True
     try:
@@ -282,9 +293,3 @@ def _own_memory(
         reserved=own(after.reserved, before.reserved, primed.reserved),
         max_allocated=own(after.max_allocated, before.allocated, primed.allocated),
     )
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return any(sign in str(error) for sign in _OUT_OF_MEMORY_SIGNS)

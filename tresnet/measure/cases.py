@@ -8,7 +8,14 @@ import torch
 
 from tresnet.errors import InputError
 from tresnet.measure.macs import without_computing
-from tresnet.measure.named import build_named, check_name, default_input_size, split_name
+from tresnet.measure.named import (
+    build_named,
+    check_name,
+    default_input_size,
+    split_name,
+)
+from tresnet.models.compiled import TRAINING_PARTITIONER
+from tresnet.ops.abn import IMPLS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CASTS = ("autocast", "pure")
@@ -20,6 +27,8 @@ COMPILE_MODES = (
     "max-autotune-no-cudagraphs",
 )
 NORMS = ("abn", "batchnorm", "inplace_abn")
+# What the compiler's partitioner is told while it divides a step into forward and backward.
+PARTITIONERS = {"aggressive": TRAINING_PARTITIONER}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +49,14 @@ class BenchCase:
         fold: our model folded by `tresnet.surgery.fold`; inference only.
         freeze: compile the weights in as constants (Inductor's freezing, which packs them for the
             device and fuses activations into convolutions); compiled inference only.
+        impl: how our norm `abn` runs: auto, reference, recompute or triton; None leaves the model
+            as it was built.
+        partitioner: what a compiled training step recomputes in backward: `aggressive` is
+            what `tresnet.models.compiled.compile_model` does; None is PyTorch's default.
+        pad: our model's channels padded to multiples of 8 (`tresnet.surgery.pad_channels`), which
+            `fold` does anyway.
+        output_recompute: our fused kernels rebuild every second block's output in backward
+            (`TResNet.set_output_recompute`); training with norm `abn` only.
     """
 
     model: str
@@ -52,6 +69,10 @@ class BenchCase:
     norm: str | None = None
     fold: bool = False
     freeze: bool = False
+    impl: str | None = None
+    partitioner: str | None = None
+    pad: bool = False
+    output_recompute: bool = False
 
     def checked(self, training: bool) -> "BenchCase":
         """The case with `cast` and `norm` filled in; one of ours is sure to build and run.
@@ -65,7 +86,7 @@ class BenchCase:
         ours = split_name(self.model)[0] == "tresnet"
         if self.norm is not None and not ours:
             raise InputError(f"expected no norm for {self.model}, got {self.norm!r}: only ours has")
-        self._check_inference_only(training, ours)
+        self._check_rewrites(training, ours)
         case = dataclasses.replace(
             self,
             cast=self._resolved_cast(training),
@@ -74,23 +95,50 @@ class BenchCase:
         for field, value, choices in (
             ("dtype", case.dtype, tuple(DTYPES)),
             ("compile", case.compile, COMPILE_MODES),
-            ("norm", case.norm or "abn", NORMS),
+            ("norm", case.norm, NORMS),
+            ("impl", case.impl, IMPLS),
+            ("partitioner", case.partitioner, tuple(PARTITIONERS)),
         ):
-            if value not in choices:
+            if value is not None and value not in choices:
                 raise InputError(f"expected {field} out of {', '.join(choices)}, got {value!r}")
         for field, size in (("batch size", case.batch_size), ("input size", case.input_size)):
             if size is not None and size < 1:
                 raise InputError(f"expected {field} of at least 1, got {size}")
+        case._check_impl()
+        case._check_partitioner(training)
         if case.norm is not None:
-            _rehearse(case.model, case.norm, case.input_size)
+            _rehearse(case.model, case.norm, case.input_size, case.impl)
         return case
 
-    def _check_inference_only(self, training: bool, ours: bool) -> None:
+    def _check_impl(self) -> None:
+        if self.impl is not None and self.norm != "abn":
+            raise InputError(
+                f"expected no impl for {self.model} with norm {self.norm}, got {self.impl!r}: "
+                "only our norm 'abn' has several"
+            )
+
+    def _check_partitioner(self, training: bool) -> None:
+        if self.partitioner is not None and (not training or self.compile == "none"):
+            raise InputError(
+                f"expected a compiled training step with partitioner={self.partitioner} for "
+                f"{self.model}, got {'training' if training else 'inference'} with "
+                f"compile={self.compile}"
+            )
+
+    def _check_rewrites(self, training: bool, ours: bool) -> None:
+        if self.output_recompute and not (training and ours and self.norm in (None, "abn")):
+            raise InputError(
+                f"expected output_recompute=false for {self.model}, got true: only the norm 'abn' "
+                "of ours can, in training"
+            )
         for field in ("fold", "freeze"):
             if training and getattr(self, field):
                 raise InputError(f"expected {field}=false in training, got true for {self.model}")
-        if self.fold and not ours:
-            raise InputError(f"expected fold=false for {self.model}, got true: only ours folds")
+        for field in ("fold", "pad"):
+            if getattr(self, field) and not ours:
+                raise InputError(
+                    f"expected {field}=false for {self.model}, got true: only ours can"
+                )
         if self.freeze and self.compile == "none":
             raise InputError(f"expected a compile mode with freeze=true for {self.model}, got none")
 
@@ -112,20 +160,30 @@ class BenchCase:
             parts.append(self.cast)
         if self.norm is not None:
             parts.append(self.norm)
+        if self.impl is not None:
+            parts.append(f"impl {self.impl}")
+        if self.output_recompute:
+            parts.append("outputs recomputed")
         if self.fold:
             parts.append("folded")
+        if self.pad:
+            parts.append("padded")
         if self.channels_last:
             parts.append("channels_last")
         if self.compile != "none":
             parts.append(f"compile {self.compile}" + (" freeze" if self.freeze else ""))
+        if self.partitioner is not None:
+            parts.append(f"partitioner {self.partitioner}")
         return ", ".join(parts)
 
 
 @functools.cache
-def _rehearse(model: str, norm: str, input_size: int | None) -> None:
+def _rehearse(model: str, norm: str, input_size: int | None, impl: str | None) -> None:
     """Let one of our models complain before anything was measured, not after half an hour."""
     with without_computing():
         built = build_named(model, norm)
+        if impl is not None:
+            built.set_impl(impl)  # pyright: ignore[reportCallIssue]
         size = default_input_size(built) if input_size is None else input_size
         built.check_input(torch.empty(1, 3, size, size))  # pyright: ignore[reportCallIssue]
 
@@ -172,7 +230,7 @@ def _parse_value(key: str, value: str) -> object:
         if not value.isdigit():
             raise InputError(f"expected {key}= a whole number, got {value!r}")
         return int(value)
-    if key in ("channels_last", "fold", "freeze"):
+    if key in ("channels_last", "fold", "freeze", "pad", "output_recompute"):
         if value not in ("true", "false"):
             raise InputError(f"expected {key}=true or false, got {value!r}")
         return value == "true"

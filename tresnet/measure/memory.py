@@ -16,6 +16,12 @@ from tresnet import env
 from tresnet.errors import InputError
 
 PHASES = ("initial", "model", "train", "final")
+_OUT_OF_MEMORY_SIGNS = (
+    "out of memory",
+    "not enough memory",
+    "can't allocate memory",
+    "STATUS_ALLOC_FAILED",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +143,13 @@ class MemoryMeter:
         self.phases[name] = snapshot
         self._log(f"memory, {name}: {snapshot.format()}")
         return snapshot
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether PyTorch, a library under it or Python failed for want of memory."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return any(sign in str(error) for sign in _OUT_OF_MEMORY_SIGNS)
 
 
 def to_mib(count_bytes: int | None) -> float | None:

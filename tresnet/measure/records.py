@@ -15,6 +15,9 @@ from tresnet import env
 from tresnet.checkpoints.save import atomic_write
 from tresnet.errors import InputError
 
+# Of the keys and their meaning; `tresnet.measure.read_records` refuses what it does not know.
+FORMAT = 1
+
 
 def write_record(
     directory: str | os.PathLike[str],
@@ -48,6 +51,7 @@ def write_record(
     """
     environment = env.describe(device)
     content = {
+        "format": FORMAT,
         "what": what,
         "command": public_command(sys.argv if argv is None else argv),
         "environment": environment,

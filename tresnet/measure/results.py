@@ -21,6 +21,8 @@ class BenchSettings:
         interleave: visit every case in every round; else finish and free a case before the next
             is built (for cases that do not fit on the device together, CUDA graphs above all).
         seed: of weights and input.
+        time_limit_s: after three quarters of it no case is begun, after all of it no round but the
+            first; what was measured by then is the result. None for no limit.
     """
 
     device: str = "cpu"
@@ -29,12 +31,15 @@ class BenchSettings:
     steps_per_round: int = 10
     interleave: bool = True
     seed: int = 0
+    time_limit_s: float | None = None
 
     def __post_init__(self) -> None:
-        """Raise `InputError` for counts below what can be measured."""
+        """Raise `InputError` for what nothing can be measured with."""
         for name, least in (("warmup_steps", 1), ("rounds", 1), ("steps_per_round", 1)):
             if getattr(self, name) < least:
                 raise InputError(f"expected {name} of at least {least}, got {getattr(self, name)}")
+        if self.time_limit_s is not None and self.time_limit_s <= 0:
+            raise InputError(f"expected a time limit above 0 s, got {self.time_limit_s}")
 
 
 @dataclasses.dataclass
@@ -43,8 +48,8 @@ class BenchRow:
 
     Attributes:
         case: with every default resolved.
-        status: `ok`, `out_of_memory`, `failed` or `not_finite` (the loss or output was; timed all
-            the same). Without figures they are None.
+        status: `ok`, `out_of_memory`, `out_of_time` (not begun before the limit), `failed` or
+            `not_finite` (the loss or output was; timed all the same). Without figures they are None.
         error: first line of what went wrong.
         speed: percentiles over the timed steps of all rounds.
         ratio_to_first: median over the rounds of this case's p50 images/s over the first timed

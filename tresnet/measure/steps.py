@@ -7,10 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tresnet.measure.cases import DTYPES, BenchCase
+from tresnet.measure.cases import DTYPES, PARTITIONERS, BenchCase
 from tresnet.measure.macs import count_parameters
 from tresnet.measure.named import build_named, default_input_size
+from tresnet.models.compiled import CompiledModel, partitioner
 from tresnet.surgery.fold import fold
+from tresnet.surgery.pad_channels import pad_channels
 
 OPTIMIZER = "SGD, learning rate 1e-3, momentum 0.9, weight decay 1e-4"
 _TORCHVISION_CLASSES = 1000
@@ -36,10 +38,16 @@ def prepare(case: BenchCase, training: bool, device: torch.device, seed: int) ->
     """
     torch.manual_seed(seed)
     built = build_named(case.model, case.norm)
+    if case.impl is not None:
+        built.set_impl(case.impl)  # pyright: ignore[reportCallIssue]
     size = default_input_size(built) if case.input_size is None else case.input_size
     layout = torch.channels_last if case.channels_last else torch.contiguous_format
     dtype = DTYPES[case.dtype] if case.cast == "pure" else torch.float32
+    if case.output_recompute:
+        built.set_output_recompute()  # pyright: ignore[reportCallIssue]
     built.train(training)
+    if case.pad:
+        built = pad_channels(built, inplace=True)
     if case.fold:
         built = fold(built)
     built = built.to(device=device, dtype=dtype)
@@ -63,7 +71,10 @@ def _compiled(model: nn.Module, case: BenchCase) -> Callable[[Tensor], Tensor]:
     if case.compile == "none":
         return model
     if not case.freeze:
-        return torch.compile(model, mode=case.compile, dynamic=False)
+        function = torch.compile(model, mode=case.compile, dynamic=False)
+        if case.partitioner is None:
+            return function
+        return CompiledModel(function, partitioner(PARTITIONERS[case.partitioner]))
     # torch.compile takes a mode or options, not both
     options = {**torch._inductor.list_mode_options(case.compile), "freezing": True}
     return torch.compile(model, options=options, dynamic=False)
