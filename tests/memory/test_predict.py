@@ -149,6 +149,20 @@ def test_checkpointing_keeps_less():
     assert runs == [Phase.FORWARD, Phase.BACKWARD]
 
 
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+def test_checkpointing_recomputes_in_mixed_precision(amp):
+    """torch.utils.checkpoint enters autocast of its own, which must stay on without a GPU."""
+    full, less = (small(amp=amp, checkpointing=on) for on in (False, True))
+    assert less.by_category[Category.ACTIVATIONS] < full.by_category[Category.ACTIVATIONS]
+    casts = [
+        o.phase
+        for o in less.trace.operations
+        if o.name == "aten._to_copy" and o.module == "body.layer4.0.conv1.conv" and o.step == 2
+    ]
+    assert Phase.FORWARD in casts
+    assert Phase.BACKWARD in casts
+
+
 @pytest.mark.parametrize("norm", ["abn", "batchnorm"])
 @pytest.mark.parametrize("amp", [None, "bf16", "fp16"])
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -295,6 +309,7 @@ def test_wrong_input_shape_is_explained():
         ("timm:resnet_q", "timm has no model 'resnet_q'"),
         ("torchvision:resnet_q", "torchvision has no model 'resnet_q'"),
         ("keras:resnet50", "expected a name such as 'tresnet_m'"),
+        ("tresnet_m@norm=abn", "expected a model's name alone.*'tresnet_m' and 'norm=abn' apart"),
         (3, "expected a model's name, a torch.nn.Module or a function"),
         (nn.Identity(), "expected a model with parameters to train"),
         (nn.Sequential(nn.LazyLinear(3)), "uninitialised one in Sequential"),

@@ -125,7 +125,12 @@ class MemoryPredict(StepOptions, GpuOptions):
     def run(self, argv: list[str]) -> int:
         """Print the prediction; write what else was asked for."""
         from tresnet.memory import predict
+        from tresnet.memory.page import check_page, write_page
+        from tresnet.memory.plot import check_plot, plot
 
+        for path, check in ((self.plot, check_plot), (self.page, check_page)):
+            if path is not None:
+                check(path)
         prediction = predict(
             self.model,
             batch_size=self.batch_size,
@@ -136,12 +141,8 @@ class MemoryPredict(StepOptions, GpuOptions):
         )
         say(json.dumps(_as_json(prediction)) if self.json else str(prediction))
         if self.plot is not None:
-            from tresnet.memory.plot import plot
-
             progress(f"picture: {plot(prediction, self.plot)}")
         if self.page is not None:
-            from tresnet.memory.page import write_page
-
             progress(f"page: {write_page(prediction, self.page)}")
         return 0
 
