@@ -73,12 +73,13 @@ def in_order_of_to(model: nn.Module) -> Iterator[tuple[torch.Tensor, bool]]:
 
 @contextlib.contextmanager
 def fake_cuda(mode: FakeTensorMode) -> Iterator[None]:
-    """Run fakes of CUDA tensors as a GPU would: its attention, its autocast, its optimizers."""
+    """Run fakes of CUDA tensors as a GPU would: attention, autocast, convolutions, optimizers."""
     fast_path = torch.backends.mha.get_fastpath_enabled()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mode)
         stack.enter_context(cuda_attention())
         stack.enter_context(_autocast_stays_on())
+        stack.enter_context(_cudnn_takes_bfloat16())
         # The fast path of nn.MultiheadAttention is one operation whose inside cannot be seen.
         torch.backends.mha.set_fastpath_enabled(False)
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast_path)
@@ -102,6 +103,38 @@ def _autocast_stays_on() -> Iterator[None]:
     finally:
         for name, (module, _) in answers.items():
             setattr(module, name, before[name])
+
+
+@contextlib.contextmanager
+def _cudnn_takes_bfloat16() -> Iterator[None]:
+    """Give bfloat16 convolutions to cuDNN, as GPUs since Ampere do, and so their layout.
+
+    With no GPU to ask, PyTorch takes a kernel of its own, whose output is never channels last.
+    """
+    real = torch._C._select_conv_backend
+
+    def select(*args: Any, **kwargs: Any) -> Any:
+        return real(
+            *map(_bfloat16_as_float16, args),
+            **{name: _bfloat16_as_float16(value) for name, value in kwargs.items()},
+        )
+
+    torch._C._select_conv_backend = select  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch._C._select_conv_backend = real
+
+
+def _bfloat16_as_float16(value: Any) -> Any:
+    if not isinstance(value, FakeTensor) or value.dtype is not torch.bfloat16:
+        return value
+    if value.device.type != "cuda":
+        return value
+    with value.fake_mode:
+        return torch.empty_strided(
+            value.shape, value.stride(), dtype=torch.float16, device=value.device
+        )
 
 
 @contextlib.contextmanager
