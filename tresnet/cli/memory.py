@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import Positional, arg, subcommand
 
 from tresnet.cli.memory_compare import MemoryCompare
+from tresnet.cli.memory_max_batch import MemoryMaxBatch
 from tresnet.cli.memory_options import (
     PARTLY_FAILED_EXIT_CODE,
     GpuOptions,
@@ -15,6 +16,7 @@ from tresnet.cli.memory_options import (
     StepOptions,
     cell,
 )
+from tresnet.cli.memory_workspaces import MemoryWorkspaces
 from tresnet.cli.output import format_table, progress, say
 
 if TYPE_CHECKING:
@@ -69,30 +71,6 @@ class MemoryPredict(StepOptions, GpuOptions):
 
 
 @dataclasses.dataclass(frozen=True)
-class MemoryMaxBatch(StepOptions, GpuOptions):
-    """Find the largest batch that fits, without a GPU."""
-
-    model: Annotated[Positional[str], arg(metavar="MODEL")] = "tresnet_m"
-    """Ours (tresnet_m), timm:NAME or torchvision:NAME."""
-
-    def run(self, argv: list[str]) -> int:
-        """Print what fits, what may, and what does not."""
-        from tresnet.memory import max_batch
-
-        say(
-            str(
-                max_batch(
-                    self.model,
-                    model_options=self.model_options(self.model),
-                    **self.step(),
-                    **self.keywords(),
-                )
-            )
-        )
-        return 0
-
-
-@dataclasses.dataclass(frozen=True)
 class MemoryMeasure(Measured):
     """Measure memory by phase, each case in a fresh process."""
 
@@ -122,6 +100,7 @@ class Memory:
         | Annotated[MemoryMeasure, subcommand("measure")]
         | Annotated[MemoryMaxBatch, subcommand("max-batch")]
         | Annotated[MemoryCompare, subcommand("compare")]
+        | Annotated[MemoryWorkspaces, subcommand("workspaces")]
     )
 
     def run(self, argv: list[str]) -> int:

@@ -1,13 +1,25 @@
 """`tresnet memory compare`: predictions beside measurements and beside what other tools say."""
 
 import dataclasses
+import time
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from tresnet.cli.memory_case import MemoryCase
-from tresnet.cli.memory_options import PARTLY_FAILED_EXIT_CODE, Measured, cell
+from tresnet.cli.memory_matrix import (
+    compare_matrix,
+    label,
+    matrix_cases,
+    mean_error_percent,
+    misses,
+)
+from tresnet.cli.memory_options import PARTLY_FAILED_EXIT_CODE, Measured, cell, load_table
 from tresnet.cli.output import format_table, say
-from tresnet.errors import TResNetError
+from tresnet.errors import InputError, TResNetError
+
+if TYPE_CHECKING:
+    from tresnet.memory import Workspaces
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,6 +29,16 @@ class MemoryCompare(Measured):
     no_measuring: bool = False
     """Predict only; for subjects, compare with what the study measured."""
 
+    matrix: bool = False
+    """Compare our predictions alone, over all our models (or those named) and peers in training and
+    inference, fp32 and bf16, SGD with momentum and AdamW; needs a GPU."""
+
+    workspaces: Path | None = None
+    """A table of cuDNN workspaces measured on this GPU, for the predictions."""
+
+    time_limit_s: float = 540
+    """With --matrix, seconds after which no further case is begun; what was measured is written."""
+
     def measured_on(self) -> str | None:
         """The device of the record; None where nothing is measured."""
         return None if self.no_measuring else super().measured_on()
@@ -24,6 +46,8 @@ class MemoryCompare(Measured):
     def run(self, argv: list[str]) -> int:
         """Print one line a model and tool, and write a record."""
         self.measured_on()
+        if self.matrix:
+            return self._run_matrix(argv)
         rows = [row for case in self.cases() if case.name != "tensor" for row in self._rows(case)]
         say(
             format_table(
@@ -34,10 +58,46 @@ class MemoryCompare(Measured):
         self.write("memory_compare", rows, argv)
         return PARTLY_FAILED_EXIT_CODE if any(row["error"] for row in rows) else 0
 
+    def _run_matrix(self, argv: list[str]) -> int:
+        """Every case of the matrix, ours alone."""
+        if self.no_measuring:
+            raise InputError(
+                "--matrix compares with measurements: expected it without --no-measuring"
+            )
+        from tresnet.measure.records import writable_directory
+
+        cases = matrix_cases(self.models, self.device)
+        writable_directory(self.output_dir)
+        rows = compare_matrix(
+            cases, self._until(time.monotonic() + self.time_limit_s), load_table(self.workspaces)
+        )
+        table = None if self.workspaces is None else self.workspaces.name
+        self.write("memory_matrix", rows, argv, {"workspaces": table})
+        say(
+            format_table(
+                ["case", "step", "MiB", "predicted", "error %", "reserved", "predicted", "error %"],
+                [_matrix_line(case, row) for case, row in zip(cases, rows, strict=True)],
+            )
+        )
+        mean, found = mean_error_percent(rows), misses(rows)
+        say("nothing to compare with" if mean is None else f"mean error {mean:.2f} %")
+        for line in found:
+            say(line)
+        failed = any(row["error"] for row in rows)
+        return PARTLY_FAILED_EXIT_CODE if failed or found else 0
+
+    def _until(self, end_s: float) -> Callable[[MemoryCase], dict[str, Any]]:
+        def measured(case: MemoryCase) -> dict[str, Any]:
+            if time.monotonic() > end_s:
+                return {"error": "no time was left"}
+            return self.measured(case)
+
+        return measured
+
     def _rows(self, case: MemoryCase) -> list[dict[str, Any]]:
         truth = self._truth(case)
         rows = [_row(case.name, truth["by"], truth, truth)]
-        for by, tool in _tools(case).items():
+        for by, tool in _tools(case, load_table(self.workspaces)).items():
             rows.append(_row(case.name, by, _timed(tool), truth))
         return rows
 
@@ -60,7 +120,9 @@ class MemoryCompare(Measured):
         }
 
 
-def _tools(case: MemoryCase) -> dict[str, Callable[[], dict[str, float]]]:
+def _tools(
+    case: MemoryCase, workspaces: "Workspaces | None"
+) -> dict[str, Callable[[], dict[str, float]]]:
     """Every tool as a function that gives the peak, and reserved where it knows."""
     from tresnet.memory import predict
     from tresnet.memory.models import find_model
@@ -74,7 +136,7 @@ def _tools(case: MemoryCase) -> dict[str, Callable[[], dict[str, float]]]:
     step = {**(subject.step if subject else {}), **case.step}
 
     def ours() -> dict[str, float]:
-        predicted = predict(source, model_options=case.model_options, **step)
+        predicted = predict(source, model_options=case.model_options, workspaces=workspaces, **step)
         return {"peak_mib": predicted.allocated.mib, "reserved_mib": predicted.reserved.mib}
 
     def by_formula() -> dict[str, float]:
@@ -92,9 +154,21 @@ def _tools(case: MemoryCase) -> dict[str, Callable[[], dict[str, float]]]:
     return {"predicted": ours, "formula": by_formula, **rivals}
 
 
-def _timed(tool: Callable[[], dict[str, float]]) -> dict[str, Any]:
-    import time
+def _matrix_line(case: MemoryCase, row: dict[str, Any]) -> list[str]:
+    measured, predicted = row["measured"] or {}, row["predicted"]
+    cells = [
+        cell(value)
+        for what in ("allocated", "reserved")
+        for value in (
+            measured.get(f"{what}_mib"),
+            predicted[f"{what}_mib"],
+            row[f"{what}_error_percent"],
+        )
+    ]
+    return [case.name, label(case), *cells]
 
+
+def _timed(tool: Callable[[], dict[str, float]]) -> dict[str, Any]:
     began = time.perf_counter()
     try:
         result: dict[str, Any] = {**tool(), "error": None}

@@ -89,13 +89,8 @@ class GpuOptions:
         return {
             "gpu_memory": self.gpu_memory,
             "device": self.gpu,
-            "workspaces": self._table(),
+            "workspaces": load_table(self.workspaces),
         }
-
-    def _table(self) -> "Workspaces | None":
-        from tresnet.memory import Workspaces
-
-        return None if self.workspaces is None else Workspaces.load(self.workspaces)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,13 +132,7 @@ class Measured(StepOptions):
         Raises:
             InputError: it is a GPU and there is none.
         """
-        import torch
-
-        if self.device.startswith("cuda") and not torch.cuda.is_available():
-            raise InputError(
-                f"expected a GPU for --device {self.device}, found none: measure on a machine with "
-                "one, or check that the command runs with --device cpu"
-            )
+        require_gpu(self.device)
         return self.device
 
     def measured(self, case: MemoryCase) -> dict[str, Any]:
@@ -154,21 +143,45 @@ class Measured(StepOptions):
             fail(f"{case.name}: {result['error']}")
         return result
 
-    def write(self, what: str, rows: list[dict[str, Any]], argv: list[str]) -> None:
-        """Write the record."""
+    def write(
+        self,
+        what: str,
+        rows: list[dict[str, Any]],
+        argv: list[str],
+        settings: dict[str, Any] | None = None,
+    ) -> None:
+        """Write the record; its settings are by default those of the step."""
         from tresnet.measure.records import write_record
 
         path = write_record(
             self.output_dir,
             what,
             device=self.measured_on(),
-            settings={**self.step(), "batch_size": self.batch_size},
+            settings=settings or {**self.step(), "batch_size": self.batch_size},
             rows=rows,
             warmup_steps=0,
             runs=1,
             argv=["tresnet", *argv],
         )
         progress(f"record: {path}")
+
+
+def load_table(path: Path | None) -> "Workspaces | None":
+    """A table of workspaces; None for none."""
+    from tresnet.memory import Workspaces
+
+    return None if path is None else Workspaces.load(path)
+
+
+def require_gpu(device: str) -> None:
+    """Raise `InputError` if the device is a GPU and there is none."""
+    import torch
+
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise InputError(
+            f"expected a GPU for --device {device}, found none: measure on a machine with one, or "
+            "check that the command runs with --device cpu"
+        )
 
 
 def cell(value: float | None) -> str:

@@ -82,9 +82,14 @@ def present_device(index: int = 0, *, free_only: bool = False) -> Device:
             beside it, what of it is there already is left out twice: on the safe side.
     """
     properties = torch.cuda.get_device_properties(index)
-    hopper = (properties.major, properties.minor) == (9, 0)
-    workspace = _CUBLAS_WORKSPACE_HOPPER_BYTES if hopper else _CUBLAS_WORKSPACE_BYTES
-    capacity = properties.total_memory
+    capacity_bytes = properties.total_memory
     if free_only:
-        capacity = torch.cuda.mem_get_info(index)[0] + torch.cuda.memory_reserved(index)
-    return Device(properties.name, capacity, workspace)
+        capacity_bytes = torch.cuda.mem_get_info(index)[0] + torch.cuda.memory_reserved(index)
+    return describe_device(properties.name, capacity_bytes, (properties.major, properties.minor))
+
+
+def describe_device(name: str, capacity_bytes: int, capability: tuple[int, int]) -> Device:
+    """A GPU by its memory and its compute capability, which decides cuBLAS's workspace."""
+    hopper = capability == (9, 0)
+    workspace = _CUBLAS_WORKSPACE_HOPPER_BYTES if hopper else _CUBLAS_WORKSPACE_BYTES
+    return Device(name, capacity_bytes, workspace)
