@@ -50,7 +50,7 @@ def test_all_predictions_hold():
 # -- the check itself, on a record that is made up ----------------------------------------------
 
 GPU = {"type": "cuda", "name": "Fake", "memory_mib": 80 * 1024.0, "compute_capability": "9.0"}
-CASES = matrix_cases(["tresnet_t"])[:3]
+CASES = matrix_cases(["tresnet_t"])[1:3]  # training with AdamW, inference
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,8 @@ def test_exact_measurements_pass(truth, tmp_path):
 def test_measurements_that_differ_are_found(truth, tmp_path):
     (a, reserved), *others = truth
     write(tmp_path, [(a * 1.06, reserved), *others])
-    (found,) = check(tmp_path, None)
+    mean, found = check(tmp_path, None)
+    assert "mean error 2.83 %" in mean
     assert "tresnet_t" in found
     assert "allocated off by -5.66 %" in found
 
@@ -109,9 +110,9 @@ def test_a_table_of_workspaces_beside_the_record_is_used(truth, tmp_path):
 
 
 def test_cases_that_were_not_measured_do_not_count(truth, tmp_path):
-    write(tmp_path, [*truth[:2], None])
+    write(tmp_path, [truth[0], None])
     assert check(tmp_path, None) == []
-    write(tmp_path, [None, None, None])
+    write(tmp_path, [None, None])
     with pytest.raises(AssertionError, match="the records hold no measurement"):
         check(tmp_path, None)
 
