@@ -137,6 +137,12 @@ def test_resuming_with_auto_keeps_the_batch_of_the_run(tiny, small_gpu):
     assert configs.load(again.run_dir / "config.json").data.batch_size == 4
 
 
+def test_a_dry_run_of_a_resumed_run_shows_its_batch(tiny, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(configs.to_json(tiny(batch_size=4)))
+    assert train_main(["--resume", str(tmp_path), "--batch-size", "auto", "--dry-run"]) == 0
+    assert configs.from_json(capsys.readouterr().out).data.batch_size == 4
+
+
 def test_the_process_with_the_least_memory_decides(tiny, small_gpu):
     class Two(Processes):
         def max(self, *values):

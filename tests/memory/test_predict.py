@@ -347,6 +347,23 @@ def test_an_op_without_fake_kernel_is_named():
             predict(Opaque(3, 3, 1), batch_size=2, input_size=8)
 
 
+def test_the_in_place_package_is_named():
+    """Its kernels are no operators of PyTorch, so they ask fakes for their data."""
+    pytest.importorskip("inplace_abn")
+    with pytest.raises(InputError, match="such as norm='inplace_abn' by norm='abn'"):
+        small(model_options={"norm": "inplace_abn"})
+
+
+def test_an_optimizer_that_fails_is_named():
+    class Asking(torch.optim.SGD):
+        def step(self, closure=None):
+            raise RuntimeError("no driver")
+
+    message = r"the optimizer asking failed on fakes after .*RuntimeError: no driver"
+    with pytest.raises(InputError, match=message):
+        small(optimizer=Asking)
+
+
 def test_uncopyable_model_is_explained():
     model = nn.Linear(2, 2)
     model.lock = (n for n in range(3))

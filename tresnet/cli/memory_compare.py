@@ -90,7 +90,7 @@ class MemoryCompare(Measured):
         def measured(case: MemoryCase) -> dict[str, Any]:
             if time.monotonic() > end_s:
                 return {"error": "no time was left"}
-            return self.measured(case)
+            return self.measured(case, label(case))
 
         return measured
 

@@ -135,9 +135,9 @@ class Measured(StepOptions):
         require_gpu(self.device)
         return self.device
 
-    def measured(self, case: MemoryCase) -> dict[str, Any]:
+    def measured(self, case: MemoryCase, step: str = "") -> dict[str, Any]:
         """The case's phases from a fresh process; a failure is reported and kept."""
-        progress(f"measuring {case.name}")
+        progress(f"measuring {case.name} {step}".rstrip())
         result = measure_in_new_process(case, self.timeout_s)
         if "error" in result:
             fail(f"{case.name}: {result['error']}")

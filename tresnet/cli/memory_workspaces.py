@@ -94,8 +94,10 @@ class MemoryWorkspaces:
     def _steps(self) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
         """Each model with its options and its training step; inference has no other convolutions."""
         if self.matrix:
-            steps = [(c.name, c.model_options, c.step) for c in matrix_cases(self.models)]
-            return [s for s in steps if s[2]["train"]]
+            training = [c for c in matrix_cases(self.models) if c.step["train"]]
+            # the optimizer does not matter to convolutions
+            distinct = {(c.name, c.step["amp"]): c for c in training}
+            return [(c.name, c.model_options, c.step) for c in distinct.values()]
         if not self.models:
             raise InputError("expected models whose convolutions to measure, or --matrix; got none")
         return [

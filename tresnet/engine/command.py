@@ -73,9 +73,10 @@ def _train(arguments: Sequence[str]) -> int:
     command = parse_train(arguments)
     if command.dry_run:
         validate(command.config)
-        config = batch_size.foresee(
-            resolve(command.config), lambda line: sys.stderr.write(f"{line}\n")
-        )
+        config = resolve(command.config)
+        if command.resume is not None:
+            config = configs.resumed(configs.load(command.resume / rundir.CONFIG), config)
+        config = batch_size.foresee(config, lambda line: sys.stderr.write(f"{line}\n"))
         sys.stdout.write(configs.to_json(config))
         return 0
     result = train(command.config, command.resume)

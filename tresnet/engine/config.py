@@ -346,6 +346,13 @@ def replace(config: TrainConfig, **changes: object) -> TrainConfig:
     return config
 
 
+def resumed(saved: TrainConfig, wanted: TrainConfig) -> TrainConfig:
+    """The configuration of a resumed run: `--batch-size auto` is what it was when the run began."""
+    if wanted.data.batch_size != AUTO:
+        return wanted
+    return replace(wanted, batch_size=saved.data.batch_size)
+
+
 def check_resumable(saved: TrainConfig, wanted: TrainConfig) -> None:
     """Refuse to resume a run with a configuration that would compute something else.
 

@@ -16,7 +16,7 @@ from tresnet.checkpoints.save import save_checkpoint
 from tresnet.data.seeding import mix_seed
 from tresnet.engine import batch_size, distributed, rundir, state
 from tresnet.engine import config as configs
-from tresnet.engine.config import AUTO, TrainConfig
+from tresnet.engine.config import TrainConfig
 from tresnet.engine.console import Bar, Console
 from tresnet.engine.distributed import Processes
 from tresnet.engine.evaluate import Metrics
@@ -74,8 +74,7 @@ def train(config: TrainConfig, resume: Path | None = None) -> TrainResult:
     content = None
     if resume is not None:
         saved = configs.load(resume / rundir.CONFIG)
-        if config.data.batch_size == AUTO:  # what it was resolved to when the run began
-            config = configs.replace(config, batch_size=saved.data.batch_size)
+        config = configs.resumed(saved, config)
         configs.check_resumable(saved, config)
         content = state.load(resume / LAST)
     with StopRequest() as stop, distributed.join(config.compute.device) as processes:
