@@ -34,6 +34,7 @@ BARE = Device("bare", cublas_workspace_bytes=0)
 # On which some, not all, of the 26 images of the tests' data fit if they have 40 pixels a side.
 SMALL = Device("small", 29 * MIB, 0, context_low_bytes=0, context_bytes=0, context_high_bytes=0)
 SIDE, FITTING = 40, 21
+LARGE = dataclasses.replace(SMALL, capacity_bytes=60 * MIB)
 
 
 @pytest.fixture
@@ -310,6 +311,25 @@ def test_the_command_prints_it_as_an_error(tiny, monkeypatch, capsys, tmp_path):
     assert "there is no checkpoint yet" in message
     assert "what would fit cannot be predicted" in message  # this is a CPU
     assert "try --batch-size 2 --accumulate 2" in message
+
+
+def test_another_error_does_not_hide_that_memory_is_full(tiny, monkeypatch):
+    def broken(config, device):
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(batch_size, "gpu_of", broken)
+    full = torch.OutOfMemoryError("CUDA out of memory.")
+    text = batch_size.explain_full_memory(full, tiny(), ["a", "b"], ALONE, "no checkpoint")
+    assert text.startswith("the GPU's memory is full with --batch-size 4: CUDA out of memory.")
+    assert "what would fit cannot be predicted: CUDA error: unspecified launch failure" in text
+
+
+def test_a_batch_that_should_have_fitted_is_halved(tiny, monkeypatch):
+    monkeypatch.setattr(batch_size, "gpu_of", lambda config, device: LARGE)
+    full = torch.OutOfMemoryError("CUDA out of memory.")
+    text = batch_size.explain_full_memory(full, tiny(), ["a", "b"], ALONE, "no checkpoint")
+    assert "yet these did not: look for other processes on the GPU" in text
+    assert "try --batch-size 2 --accumulate 2, which keeps 4 images per update" in text
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ def _fitting(
     try:
         gpu = gpu_of(config, processes.device)
         fitting = largest(config, classes, gpu, processes.world).batch_size
-    except TResNetError as error:
+    except (TResNetError, RuntimeError) as error:  # the driver's too: they must not hide the first
         return None, f"what would fit cannot be predicted: {error}"
     said = f"predicted to fit on this {gpu.name}: {fitting} images at most"
     if fitting >= config.data.resolved_batch_size:
