@@ -144,15 +144,20 @@ def test_a_dry_run_of_a_resumed_run_shows_its_batch(tiny, tmp_path, capsys):
     assert configs.from_json(capsys.readouterr().out).data.batch_size == 4
 
 
-def test_the_process_with_the_least_memory_decides(tiny, small_gpu):
+def test_the_process_with_the_least_memory_decides(tiny, small_gpu, monkeypatch):
+    monkeypatch.setattr(batch_size, "_find", lambda *args: (16, "of 21"))
+
     class Two(Processes):
         def max(self, *values):
             return [max(value, -8) for value in values]  # the other process has room for 8
 
-    config = resolve(tiny(batch_size="auto", input_size=SIDE))
-    alone = batch_size.resolve(config, ALONE, lambda line: None)
-    among = batch_size.resolve(config, Two(0, 2, CPU), lambda line: None)
+    config = resolve(tiny(batch_size="auto"))
+    said = []
+    alone = batch_size.resolve(config, ALONE, said.append)
+    among = batch_size.resolve(config, Two(0, 2, CPU), said.append)
     assert (alone.data.batch_size, among.data.batch_size) == (16, 8)
+    assert said[0] == "--batch-size auto: 16, of 21"
+    assert said[1].startswith("--batch-size auto: 8, as the process with the least memory has room")
 
 
 def test_a_number_is_left_alone(tiny):

@@ -38,8 +38,12 @@ def resolve(config: TrainConfig, processes: Processes, say: Callable[[str], obje
     """
     if config.data.batch_size != AUTO:
         return config
-    found = _find(config, gpu_of(config, processes.device), processes.world, say)
-    return configs.replace(config, batch_size=int(-processes.max(-found)[0]))
+    found, why = _find(config, gpu_of(config, processes.device), processes.world)
+    least = int(-processes.max(-found)[0])
+    if least < found:
+        why = f"as the process with the least memory has room for no more; here {found}, {why}"
+    say(f"--batch-size auto: {least}, {why}")
+    return configs.replace(config, batch_size=least)
 
 
 def foresee(config: TrainConfig, say: Callable[[str], object]) -> TrainConfig:
@@ -59,7 +63,9 @@ def foresee(config: TrainConfig, say: Callable[[str], object]) -> TrainConfig:
         from tresnet.memory import find_device
 
         gpu = find_device(gpu_memory=config.compute.gpu_memory)
-    return configs.replace(config, batch_size=_find(config, gpu, world, say))
+    found, why = _find(config, gpu, world)
+    say(f"--batch-size auto: {found}, {why}")
+    return configs.replace(config, batch_size=found)
 
 
 def gpu_of(config: TrainConfig, device: torch.device) -> "Device":
@@ -124,7 +130,8 @@ def round_down(batch_size: int, *, pairs: bool) -> int:
     return batch_size - batch_size % 2 if pairs else batch_size
 
 
-def _find(config: TrainConfig, gpu: "Device", world: int, say: Callable[[str], object]) -> int:
+def _find(config: TrainConfig, gpu: "Device", world: int) -> tuple[int, str]:
+    """The number, and where it is from."""
     from tresnet.memory.sizes import mib
 
     classes = images.class_names(config)
@@ -143,11 +150,10 @@ def _find(config: TrainConfig, gpu: "Device", world: int, say: Callable[[str], o
             f" {mib(gpu.context_high_bytes)} are kept for the CUDA context: free some memory or"
             f" give a number (it cannot fit from {answer.no_from} on)"
         )
-    say(
-        f"--batch-size auto: {batch_size}, of {answer.batch_size} that are sure to fit into"
-        f" {memory} (from {answer.no_from} on they cannot)"
+    return batch_size, (
+        f"of {answer.batch_size} that are sure to fit into {memory} (from {answer.no_from} on they"
+        " cannot)"
     )
-    return batch_size
 
 
 def explain_full_memory(
