@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from tresnet.cli.memory import MemoryCompare, MemoryMaxBatch, MemoryMeasure, MemoryPredict
+from tresnet.cli.memory import MemoryMaxBatch, MemoryMeasure, MemoryPredict
 from tresnet.cli.memory_case import MemoryCase, measure, measure_in_new_process
+from tresnet.cli.memory_compare import MemoryCompare
 from tresnet.errors import InputError
 
 STEP = {"batch_size": 2, "input_size": 32}

@@ -88,6 +88,7 @@ def test_resuming_may_change_what_does_not_alter_the_result():
         "progress": False,
         "tensorboard": False,
         "eval_batch_size": 3,
+        "gpu_memory": "24GiB",
         "checkpoint_interval_s": 1.0,
         "eval_interval": 2,
         "data": "moved",

@@ -96,3 +96,37 @@ def test_names_cannot_end_the_data_early(prediction, tmp_path):
     odd = dataclasses.replace(prediction, model="</script><b>x")
     text = write_page(odd, tmp_path / "memory.html").read_text("utf-8")
     assert "</script><b>" not in text
+
+
+def test_places_are_checked_before_a_prediction_is_made(tmp_path, monkeypatch):
+    from tresnet.cli.memory import MemoryPredict
+
+    def no_work(*args, **kwargs):
+        raise AssertionError("predicted before the path was checked")
+
+    monkeypatch.setattr("tresnet.memory.predict", no_work)
+    (tmp_path / "folder.html").mkdir()
+    with pytest.raises(InputError, match="expected a file to write, got the folder"):
+        MemoryPredict(page=tmp_path / "folder.html").run([])
+    with pytest.raises(InputError, match=r"expected a path ending in .png"):
+        MemoryPredict(plot=tmp_path / "memory.doc").run([])
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(InputError, match="expected a folder that can be written to"):
+        MemoryPredict(page=tmp_path / "memory.html").run([])
+
+
+@pytest.mark.parametrize("draw", [plot, write_page], ids=["plot", "page"])
+def test_a_failed_picture_leaves_the_old_one(prediction, tmp_path, draw, monkeypatch):
+    if draw is plot:
+        pytest.importorskip("matplotlib")
+    path = tmp_path / ("memory.png" if draw is plot else "memory.html")
+    path.write_text("old")
+
+    def full_disk(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full_disk)
+    with pytest.raises(InputError, match=r"cannot write .*No space left"):
+        draw(prediction, path)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]

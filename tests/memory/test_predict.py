@@ -149,6 +149,19 @@ def test_checkpointing_keeps_less():
     assert runs == [Phase.FORWARD, Phase.BACKWARD]
 
 
+def test_checkpointing_recomputes_in_mixed_precision():
+    """torch.utils.checkpoint enters autocast of its own, which must stay on without a GPU."""
+    full, less = (small(amp="bf16", checkpointing=on) for on in (False, True))
+    assert less.by_category[Category.ACTIVATIONS] < full.by_category[Category.ACTIVATIONS]
+    casts = [
+        o.phase
+        for o in less.trace.operations
+        if o.name == "aten._to_copy" and o.module == "body.layer4.0.conv1.conv" and o.step == 2
+    ]
+    assert Phase.FORWARD in casts
+    assert Phase.BACKWARD in casts
+
+
 @pytest.mark.parametrize("norm", ["abn", "batchnorm"])
 @pytest.mark.parametrize("amp", [None, "bf16", "fp16"])
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -295,6 +308,7 @@ def test_wrong_input_shape_is_explained():
         ("timm:resnet_q", "timm has no model 'resnet_q'"),
         ("torchvision:resnet_q", "torchvision has no model 'resnet_q'"),
         ("keras:resnet50", "expected a name such as 'tresnet_m'"),
+        ("tresnet_m@norm=abn", "expected a model's name alone.*'tresnet_m' and 'norm=abn' apart"),
         (3, "expected a model's name, a torch.nn.Module or a function"),
         (nn.Identity(), "expected a model with parameters to train"),
         (nn.Sequential(nn.LazyLinear(3)), "uninitialised one in Sequential"),
@@ -331,6 +345,23 @@ def test_an_op_without_fake_kernel_is_named():
             InputError, match=r"tresnet_tests.opaque cannot be faked.*register_fake"
         ):
             predict(Opaque(3, 3, 1), batch_size=2, input_size=8)
+
+
+def test_the_in_place_package_is_named():
+    """Its kernels are no operators of PyTorch, so they ask fakes for their data."""
+    pytest.importorskip("inplace_abn")
+    with pytest.raises(InputError, match="such as norm='inplace_abn' by norm='abn'"):
+        small(model_options={"norm": "inplace_abn"})
+
+
+def test_an_optimizer_that_fails_is_named():
+    class Asking(torch.optim.SGD):
+        def step(self, closure=None):
+            raise RuntimeError("no driver")
+
+    message = r"the optimizer asking failed on fakes after .*RuntimeError: no driver"
+    with pytest.raises(InputError, match=message):
+        small(optimizer=Asking)
 
 
 def test_uncopyable_model_is_explained():

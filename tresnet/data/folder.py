@@ -117,7 +117,7 @@ def open_folder(
     from torchvision.datasets import ImageFolder
 
     folder = Path(root) / split
-    classes = _class_folders(Path(root), folder)
+    classes = class_folders(Path(root), folder)
     try:
         listing = ImageFolder(folder, allow_empty=True)
     except OSError as error:
@@ -203,7 +203,7 @@ def _strict_decoding() -> Iterator[None]:
         ImageFile.LOAD_TRUNCATED_IMAGES = lenient
 
 
-def _class_folders(root: Path, folder: Path) -> list[str]:
+def class_folders(root: Path, folder: Path) -> list[str]:
     """Return the names of the class folders in `folder`, a split of `root`, or say what is wrong."""
     layout = f"expected images as {folder}/<class>/<image>"
     if not root.is_dir():

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
+from tresnet.engine import batch_size, evaluate_weights, rundir
 from tresnet.engine import config as configs
-from tresnet.engine import evaluate_weights, rundir
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.evaluate_weights import EvalConfig
 from tresnet.engine.recipes import recipe
@@ -73,7 +73,11 @@ def _train(arguments: Sequence[str]) -> int:
     command = parse_train(arguments)
     if command.dry_run:
         validate(command.config)
-        sys.stdout.write(configs.to_json(resolve(command.config)))
+        config = resolve(command.config)
+        if command.resume is not None:
+            config = configs.resumed(configs.load(command.resume / rundir.CONFIG), config)
+        config = batch_size.foresee(config, lambda line: sys.stderr.write(f"{line}\n"))
+        sys.stdout.write(configs.to_json(config))
         return 0
     result = train(command.config, command.resume)
     return 128 + result.stopped_by if result.stopped_by else 0

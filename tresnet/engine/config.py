@@ -12,6 +12,9 @@ from typing import Any, Literal
 from tresnet.engine import fields
 from tresnet.errors import ConfigError
 
+# What `batch_size` says where the memory is to decide.
+AUTO = "auto"
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -56,8 +59,8 @@ class DataConfig:
     images have several labels, or `digits` or `digits_multilabel`."""
     data_root: str = "data"
     """Directory in which the digits are written."""
-    batch_size: int = 128
-    """Images per process (per GPU) and forward pass."""
+    batch_size: int | Literal["auto"] = 128
+    """Images per process (per GPU) and forward pass. auto: as many as are sure to fit the GPU."""
     eval_batch_size: int | None = None
     """Images per process and forward pass in evaluation. None: as in training."""
     input_size: int | None = None
@@ -72,6 +75,12 @@ class DataConfig:
     """Processes that load images, per training process. 0: the training process itself."""
     skip_bad_images: bool = False
     """Count unreadable images and go on, instead of stopping."""
+
+    @property
+    def resolved_batch_size(self) -> int:
+        """`batch_size` of a resolved configuration, in which it is a number."""
+        assert isinstance(self.batch_size, int), "filled in by batch_size.resolve"
+        return self.batch_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,6 +210,8 @@ class ComputeConfig:
     """Compile the model with torch.compile."""
     sync_bn: bool = False
     """Batch norm over the images of all GPUs."""
+    gpu_memory: str | None = None
+    """Memory that --batch-size auto may count on, such as 24GiB. None: what is free on the GPU."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,6 +264,7 @@ FREE_AT_RESUME = frozenset(
         "data",
         "data_root",
         "eval_batch_size",
+        "gpu_memory",
         "workers",
         "eval_interval",
         "checkpoint_interval_s",
@@ -332,6 +344,13 @@ def replace(config: TrainConfig, **changes: object) -> TrainConfig:
             part = dataclasses.replace(getattr(config, group), **{name: value})
             config = dataclasses.replace(config, **{group: part})
     return config
+
+
+def resumed(saved: TrainConfig, wanted: TrainConfig) -> TrainConfig:
+    """The configuration of a resumed run: `--batch-size auto` is what it was when the run began."""
+    if wanted.data.batch_size != AUTO:
+        return wanted
+    return replace(wanted, batch_size=saved.data.batch_size)
 
 
 def check_resumable(saved: TrainConfig, wanted: TrainConfig) -> None:

@@ -62,7 +62,8 @@ def coerce(value: object, hint: object, what: str) -> Any:
 def describe(hint: object) -> str:
     """A type hint in words a user reads, such as `int or None` or `one of off, bf16, fp16`."""
     if typing.get_origin(hint) is Literal:
-        return "one of " + ", ".join(str(choice) for choice in typing.get_args(hint))
+        choices = ", ".join(str(choice) for choice in typing.get_args(hint))
+        return f"one of {choices}" if len(typing.get_args(hint)) > 1 else choices
     if typing.get_origin(hint) in _UNIONS:
         return " or ".join(describe(part) for part in typing.get_args(hint))
     if hint is types.NoneType:

@@ -18,9 +18,12 @@ from tresnet.data import (
     train_transform,
 )
 from tresnet.data import digits_multilabel as digits_multi
+from tresnet.data.folder import class_folders
 from tresnet.data.multilabel import MultiLabelDataset, check_same_order, open_multilabel
 from tresnet.engine.config import AugmentConfig, TrainConfig
 from tresnet.engine.distributed import Processes
+
+_WRITTEN = {"digits": digits.write, digits_multi.NAME: digits_multi.write}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,13 +52,27 @@ def locate(data: str, root: str, processes: Processes) -> Path:
         DataError: The digits' place holds something else.
         MissingDependencyError: The digits are not written and scikit-learn is not installed.
     """
-    written = {"digits": digits.write, digits_multi.NAME: digits_multi.write}
-    if data not in written:
+    if data not in _WRITTEN:
         return Path(data)
     if processes.is_main:
-        written[data](root)
+        _WRITTEN[data](root)
     processes.wait()
     return Path(root) / data
+
+
+def class_names(config: TrainConfig) -> list[str]:
+    """The classes that `open_images` will find; no image is looked for and nothing is written.
+
+    Raises:
+        DataError: The folder or the file with the labels is missing.
+    """
+    data = config.data.data
+    assert data is not None, "checked by validate"
+    if data in _WRITTEN:
+        return list(digits.CLASSES)
+    if config.labels.multi:
+        return open_multilabel(data, "train").classes
+    return class_folders(Path(data), Path(data) / "train")
 
 
 def open_images(config: TrainConfig, processes: Processes) -> Images:
@@ -82,8 +99,10 @@ def open_images(config: TrainConfig, processes: Processes) -> Images:
         "pin_memory": processes.device.type == "cuda",
     }
     return Images(
-        create_loader(train, data.batch_size, training=True, **shared),
-        create_loader(val, data.eval_batch_size or data.batch_size, training=False, **shared),
+        create_loader(train, data.resolved_batch_size, training=True, **shared),
+        create_loader(
+            val, data.eval_batch_size or data.resolved_batch_size, training=False, **shared
+        ),
         train.classes,
         (len(train), len(val)),
         fingerprint(train, folder),

@@ -47,7 +47,7 @@ class Learner:
             model.set_grad_checkpointing(True)  # pyright: ignore[reportCallIssue]
         self.model = model
         self.ema = _average(model, config)
-        global_batch = config.data.batch_size * config.optim.accumulate * processes.world
+        global_batch = config.data.resolved_batch_size * config.optim.accumulate * processes.world
         self.optimizer = optim.create_optimizer(model, config.optim, global_batch)
         self.schedule = optim.create_schedule(self.optimizer, config.schedule, updates)
         self.scaler = torch.GradScaler(self._device.type, enabled=config.compute.amp == "fp16")

@@ -25,7 +25,7 @@ class Losses:
         augment = config.augment
         self._mixing_epochs = config.schedule.epochs - augment.mix_off_epochs
         self._multi = config.labels.multi
-        self._plain = _plain_loss(config)
+        self._plain = plain_loss(config)
         self._soft = SoftTargetCrossEntropy()
         self._mixer = None
         if augment.mixes:
@@ -66,7 +66,7 @@ class Losses:
         return images, soft, self._soft
 
 
-def _plain_loss(config: TrainConfig) -> Callable[[Tensor, Tensor], Tensor]:
+def plain_loss(config: TrainConfig) -> Callable[[Tensor, Tensor], Tensor]:
     """The loss of batches that are not mixed."""
     from timm.loss import AsymmetricLossMultiLabel, LabelSmoothingCrossEntropy
 

@@ -1,6 +1,8 @@
 """The optimizer, its parameter groups, and the learning rate over time."""
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,12 +13,13 @@ from tresnet.errors import ConfigError
 
 
 def create_optimizer(
-    model: nn.Module, config: OptimConfig, global_batch: int
+    model: nn.Module | Sequence[dict[str, Any]], config: OptimConfig, global_batch: int
 ) -> torch.optim.Optimizer:
     """Build timm's optimizer of that name, with weight decay on convolution and linear weights alone.
 
     Args:
-        model: The model; `model.no_weight_decay()` names further parameters without decay.
+        model: The model; `model.no_weight_decay()` names further parameters without decay. Or
+            parameter groups, which say their decay themselves.
         config: The optimizer's options.
         global_batch: Images per update over all processes, for `lr_batch`.
 

@@ -7,14 +7,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tresnet import env
 from tresnet.checkpoints.load import load_checkpoint
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.data.seeding import mix_seed
+from tresnet.engine import batch_size, distributed, rundir, state
 from tresnet.engine import config as configs
-from tresnet.engine import distributed, rundir, state
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.console import Bar, Console
 from tresnet.engine.distributed import Processes
@@ -65,15 +66,19 @@ def train(config: TrainConfig, resume: Path | None = None) -> TrainResult:
         ConfigError: The configuration does not fit, or differs from the resumed run's.
         DataError: The data set is incomplete or holds files that are not images.
         CheckpointError: Weights or a state cannot be read or written.
-        TrainingError: The loss is no longer finite, or the log cannot be written.
+        TrainingError: The loss is no longer finite, the GPU's memory is full, or the log cannot be
+            written.
     """
     validate(config)
     config = resolve(config)
     content = None
     if resume is not None:
-        configs.check_resumable(configs.load(resume / rundir.CONFIG), config)
+        saved = configs.load(resume / rundir.CONFIG)
+        config = configs.resumed(saved, config)
+        configs.check_resumable(saved, config)
         content = state.load(resume / LAST)
     with StopRequest() as stop, distributed.join(config.compute.device) as processes:
+        config = batch_size.resolve(config, processes, Console(processes.is_main, False).say)
         memory = MemoryMeter(processes.device)
         memory.phase("initial")
         images = open_images(config, processes)
@@ -89,6 +94,11 @@ def train(config: TrainConfig, resume: Path | None = None) -> TrainResult:
             trainer.restore(content)
         try:
             return trainer.run()
+        except torch.OutOfMemoryError as error:
+            message = batch_size.explain_full_memory(
+                error, config, images.classes, processes, trainer.last_good()
+            )
+            raise TrainingError(message) from error
         finally:
             trainer.close()
 
@@ -164,7 +174,7 @@ class Trainer:
 
     def _open_log(self) -> None:
         config, progress = self.config, self.progress
-        per_update = config.data.batch_size * config.optim.accumulate
+        per_update = config.data.resolved_batch_size * config.optim.accumulate
         self.console.say(
             f"{config.model.model} on {config.data.data}: {self.images.counts[0]} images to train,"
             f" {self.images.counts[1]} to validate, {len(self.images.classes)} classes;"
@@ -235,7 +245,7 @@ class Trainer:
         if look.first_bad is not None:
             raise TrainingError(
                 f"the loss is no finite number at update {look.first_bad}, in epoch"
-                f" {progress.epoch + 1}: {self._last_good()}. Try a lower --lr, --clip-grad, or"
+                f" {progress.epoch + 1}: {self.last_good()}. Try a lower --lr, --clip-grad, or"
                 " --amp bf16 in place of fp16"
             )
         if look.images == 0:
@@ -325,13 +335,14 @@ class Trainer:
         if not self.learner.is_finite():
             raise TrainingError(
                 f"the weights are no finite numbers after update {self.progress.update}:"
-                f" {self._last_good()}. Try a lower --lr or --clip-grad"
+                f" {self.last_good()}. Try a lower --lr or --clip-grad"
             )
         self.progress.elapsed_s = time.monotonic() - self._started_s
         state.save(self.run_dir / LAST, self.learner, self.progress, self.identity, self.processes)
         self._saved_s = time.monotonic()
 
-    def _last_good(self) -> str:
+    def last_good(self) -> str:
+        """Where the last checkpoint is, in words."""
         path = self.run_dir / LAST
         return (
             f"the last good checkpoint is {path}" if path.exists() else "there is no checkpoint yet"

@@ -6,8 +6,8 @@ import typing
 from collections.abc import Iterator
 
 from tresnet.engine import fields, images
-from tresnet.engine.config import TrainConfig, flatten
-from tresnet.errors import ConfigError
+from tresnet.engine.config import AUTO, TrainConfig, flatten
+from tresnet.errors import ConfigError, InputError
 
 _AT_LEAST_ONE = [
     "batch_size",
@@ -71,7 +71,8 @@ def _type_problems(config: TrainConfig) -> Iterator[str]:
 
 
 def _range_problems(config: TrainConfig) -> Iterator[str]:
-    values = {name: value for name, value in flatten(config).items() if value is not None}
+    given = flatten(config).items()
+    values = {name: value for name, value in given if value is not None and value != AUTO}
     rules = (
         (_AT_LEAST_ONE, "at least 1", lambda value: value >= 1),
         (_NOT_NEGATIVE, "0 or more", lambda value: value >= 0),
@@ -93,6 +94,13 @@ def _range_problems(config: TrainConfig) -> Iterator[str]:
         images.augmentation(config.augment, config.data.input_size or 224)
     except ConfigError as error:
         yield str(error)
+    if "gpu_memory" in values:
+        from tresnet.memory.sizes import parse_size
+
+        try:
+            parse_size(values["gpu_memory"])
+        except InputError as error:
+            yield f"--gpu-memory: {error}"
 
 
 def _contradictions(config: TrainConfig) -> Iterator[str]:
@@ -105,7 +113,13 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         yield "--new-head replaces the head of --weights, but no weights are given"
     if config.recipe == "finetune" and model.weights is None:
         yield "--weights: the recipe finetune needs weights to start from: a tag or a file"
-    if augment.mixes and data.batch_size % 2:
+    for name, on in {"--compile": compute.compile, "--jit": model.jit}.items():
+        if on and data.batch_size == AUTO:
+            yield (
+                f"--batch-size auto: what a model keeps in memory cannot be predicted with {name},"
+                " expected a number"
+            )
+    if augment.mixes and data.batch_size != AUTO and data.batch_size % 2:
         yield (
             "--batch-size: mixup and cutmix pair images, expected an even number, got"
             f" {data.batch_size}"

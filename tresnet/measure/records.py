@@ -63,15 +63,35 @@ def write_record(
     text = json.dumps(content, indent=1, allow_nan=False) + "\n"
     try:
         path = _reserve(writable_directory(directory), _stem(what, environment["device"]))
-        try:
-            with atomic_write(path) as temporary:
-                temporary.write_text(text, encoding="utf-8")
-        except BaseException:
-            path.unlink(missing_ok=True)  # the empty file that held the name
-            raise
+        _fill(path, text)
     except OSError as error:
         raise _unwritable(directory, error) from error
     return path
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write a file that is not there yet, whole or not at all.
+
+    Raises:
+        InputError: it is there, or cannot be written.
+    """
+    try:
+        path.touch(exist_ok=False)
+        _fill(path, text)
+    except FileExistsError as error:
+        raise InputError(f"expected a new file to write, but {path} exists: remove it") from error
+    except OSError as error:
+        raise _unwritable(path.parent, error) from error
+
+
+def _fill(path: Path, text: str) -> None:
+    """Write the file whose empty predecessor holds its name; remove that if it fails."""
+    try:
+        with atomic_write(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def writable_directory(directory: str | os.PathLike[str]) -> Path:

@@ -1,6 +1,6 @@
 """GPU memory predicted before the run, explained and compared."""
 
-from tresnet.memory.device import Device, find_device, list_devices
+from tresnet.memory.device import Device, describe_device, find_device, list_devices, present_device
 from tresnet.memory.events import Category, Phase
 from tresnet.memory.fit import Fits, MaxBatch, max_batch
 from tresnet.memory.predict import predict
@@ -16,8 +16,10 @@ __all__ = [
     "Phase",
     "Prediction",
     "Workspaces",
+    "describe_device",
     "find_device",
     "list_devices",
     "max_batch",
     "predict",
+    "present_device",
 ]

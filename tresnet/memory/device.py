@@ -59,7 +59,7 @@ def find_device(name: str | Device | None = None, gpu_memory: str | int | None =
     if isinstance(name, Device):
         device = name
     elif name is None:
-        device = _present() if torch.cuda.is_available() else GENERIC
+        device = present_device() if torch.cuda.is_available() else GENERIC
     elif name.lower() in _KNOWN:
         device = _KNOWN[name.lower()]
     else:
@@ -72,8 +72,24 @@ def find_device(name: str | Device | None = None, gpu_memory: str | int | None =
     return replace(device, capacity_bytes=parse_size(gpu_memory))
 
 
-def _present() -> Device:
-    properties = torch.cuda.get_device_properties(0)
-    hopper = (properties.major, properties.minor) == (9, 0)
+def present_device(index: int = 0, *, free_only: bool = False) -> Device:
+    """A GPU of this machine.
+
+    Args:
+        index: its number.
+        free_only: leave out what is taken, by other processes and by the contexts that are there;
+            what this process's allocator holds counts as free. As the context is stated in full
+            beside it, what of it is there already is left out twice: on the safe side.
+    """
+    properties = torch.cuda.get_device_properties(index)
+    capacity_bytes = properties.total_memory
+    if free_only:
+        capacity_bytes = torch.cuda.mem_get_info(index)[0] + torch.cuda.memory_reserved(index)
+    return describe_device(properties.name, capacity_bytes, (properties.major, properties.minor))
+
+
+def describe_device(name: str, capacity_bytes: int, capability: tuple[int, int]) -> Device:
+    """A GPU by its memory and its compute capability, which decides cuBLAS's workspace."""
+    hopper = capability == (9, 0)
     workspace = _CUBLAS_WORKSPACE_HOPPER_BYTES if hopper else _CUBLAS_WORKSPACE_BYTES
-    return Device(properties.name, properties.total_memory, workspace)
+    return Device(name, capacity_bytes, workspace)

@@ -2,8 +2,8 @@
 
 import contextlib
 import copy
-import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -73,20 +73,68 @@ def in_order_of_to(model: nn.Module) -> Iterator[tuple[torch.Tensor, bool]]:
 
 @contextlib.contextmanager
 def fake_cuda(mode: FakeTensorMode) -> Iterator[None]:
-    """Run fakes of CUDA tensors as a GPU would: its attention kernels, its foreach optimizers."""
+    """Run fakes of CUDA tensors as a GPU would: attention, autocast, convolutions, optimizers."""
     fast_path = torch.backends.mha.get_fastpath_enabled()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mode)
         stack.enter_context(cuda_attention())
-        stack.enter_context(warnings.catch_warnings())
-        # Models that turn autocast off inside hear that there is no GPU; it is off, as they want.
-        warnings.filterwarnings("ignore", message=".*CUDA is not available.*")
+        stack.enter_context(_autocast_stays_on())
+        stack.enter_context(_cudnn_takes_bfloat16())
         # The fast path of nn.MultiheadAttention is one operation whose inside cannot be seen.
         torch.backends.mha.set_fastpath_enabled(False)
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast_path)
         _foreach_supported_types.append(FakeTensor)
         stack.callback(_foreach_supported_types.remove, FakeTensor)
         yield
+
+
+@contextlib.contextmanager
+def _autocast_stays_on() -> Iterator[None]:
+    """Let `torch.autocast("cuda")`, which models and checkpointing enter, work without a GPU."""
+    answers: dict[str, tuple[Any, Callable[..., bool]]] = {
+        "amp_definitely_not_available": (torch.cuda.amp.common, lambda: False),
+        "is_bf16_supported": (torch.cuda, lambda including_emulation=True: True),
+    }
+    before = {name: getattr(module, name) for name, (module, _) in answers.items()}
+    for name, (module, answer) in answers.items():
+        setattr(module, name, answer)
+    try:
+        yield
+    finally:
+        for name, (module, _) in answers.items():
+            setattr(module, name, before[name])
+
+
+@contextlib.contextmanager
+def _cudnn_takes_bfloat16() -> Iterator[None]:
+    """Give bfloat16 convolutions to cuDNN, as GPUs since Ampere do, and so their layout.
+
+    With no GPU to ask, PyTorch takes a kernel of its own, whose output is never channels last.
+    """
+    real = torch._C._select_conv_backend
+
+    def select(*args: Any, **kwargs: Any) -> Any:
+        return real(
+            *map(_bfloat16_as_float16, args),
+            **{name: _bfloat16_as_float16(value) for name, value in kwargs.items()},
+        )
+
+    torch._C._select_conv_backend = select  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch._C._select_conv_backend = real
+
+
+def _bfloat16_as_float16(value: Any) -> Any:
+    if not isinstance(value, FakeTensor) or value.dtype is not torch.bfloat16:
+        return value
+    if value.device.type != "cuda":
+        return value
+    with value.fake_mode:
+        return torch.empty_strided(
+            value.shape, value.stride(), dtype=torch.float16, device=value.device
+        )
 
 
 @contextlib.contextmanager

@@ -94,6 +94,12 @@ def _channels(model: nn.Module, usual: tuple[int, ...]) -> int:
 
 
 def _build(name: str, options: dict[str, object]) -> nn.Module:
+    bare, at, given = name.partition("@")
+    if at:
+        raise InputError(
+            f"expected a model's name alone, got {name!r}: give the name as {bare!r} and {given!r} "
+            "apart, as an option of the command (--norm abn) or in model_options"
+        )
     family, _, rest = name.rpartition(":")
     builders = {"timm": _timm, "torchvision": _torchvision, "": _ours, "tresnet": _ours}
     if family not in builders or not rest:

@@ -6,7 +6,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from tresnet.errors import InputError
+from tresnet.memory.output import check_path, writing
 from tresnet.memory.palette import COLORS
 from tresnet.memory.result import Estimate, Prediction
 from tresnet.memory.sizes import MIB
@@ -14,24 +14,31 @@ from tresnet.memory.timeline import STACK, Point, module_rows, phases, timeline
 
 _DATA = "/*DATA*/"
 _TITLE = "<!--TITLE-->"
+_SUFFIXES = (".html", ".htm")
+
+
+def check_page(path: str | Path) -> Path:
+    """Whether `write_page` can write there, asked before a prediction is made.
+
+    Raises:
+        InputError: the name does not end in .html, or the folder is not there or not writable.
+    """
+    return check_path(path, _SUFFIXES)
 
 
 def write_page(prediction: Prediction, path: str | Path) -> Path:
     """Write the page; it needs nothing from anywhere else.
 
     Raises:
-        InputError: the folder is not there, or the name does not end in .html.
+        InputError: as for `check_page`, or the file cannot be written.
     """
-    path = Path(path)
-    if path.suffix.lower() not in (".html", ".htm"):
-        raise InputError(f"expected a path ending in .html, got {path.name!r}")
-    if not path.parent.is_dir():
-        raise InputError(f"expected an existing folder, got {path.parent}: create it first")
+    path = check_page(path)
     template = resources.files("tresnet.memory").joinpath("page.html").read_text("utf-8")
     # Inside a script element only "</" and "<!--" could end the data early.
     data = json.dumps(page_data(prediction), separators=(",", ":")).replace("<", "\\u003c")
     title = html.escape(f"GPU memory of {prediction.model}")
-    path.write_text(template.replace(_TITLE, title).replace(_DATA, data), encoding="utf-8")
+    with writing(path) as temporary:
+        temporary.write_text(template.replace(_TITLE, title).replace(_DATA, data), encoding="utf-8")
     return path
 
 

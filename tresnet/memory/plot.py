@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tresnet.errors import InputError, MissingDependencyError
+from tresnet.errors import MissingDependencyError
+from tresnet.memory.output import check_path, writing
 from tresnet.memory.palette import COLORS
 from tresnet.memory.result import Prediction
 from tresnet.memory.sizes import MIB
@@ -18,6 +19,23 @@ _DPI = 150
 _HEADROOM = 1.3
 
 
+def check_plot(path: str | Path) -> Path:
+    """Whether `plot` can draw there, asked before a prediction is made.
+
+    Raises:
+        InputError: another suffix, or a folder that is not there or not writable.
+        MissingDependencyError: matplotlib is not installed.
+    """
+    path = check_path(path, _SUFFIXES)
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise MissingDependencyError(
+            "pictures need matplotlib: pip install 'tresnet[plot]'"
+        ) from error
+    return path
+
+
 def plot(prediction: Prediction, path: str | Path) -> Path:
     """Draw the last step: allocated by category, reserved, the phases and the peak.
 
@@ -26,26 +44,22 @@ def plot(prediction: Prediction, path: str | Path) -> Path:
         path: where to, ending in .png, .svg or .pdf.
 
     Raises:
-        InputError: another suffix, or a folder that is not there.
+        InputError: as for `check_plot`, or the file cannot be written.
         MissingDependencyError: matplotlib is not installed.
     """
-    path = Path(path)
-    if path.suffix.lower() not in _SUFFIXES:
-        raise InputError(f"expected a path ending in {', '.join(_SUFFIXES)}, got {path.name!r}")
-    if not path.parent.is_dir():
-        raise InputError(f"expected an existing folder, got {path.parent}: create it first")
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependencyError(
-            "pictures need matplotlib: pip install 'tresnet[plot]'"
-        ) from error
+    path = check_plot(path)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     # A figure of its own: pyplot would keep it and may look for a screen.
     figure = Figure(figsize=(11, 5.5), layout="constrained")
     FigureCanvasAgg(figure)
     _draw(figure.subplots(), prediction)
-    figure.savefig(path, dpi=_DPI, metadata={"Date": None} if path.suffix == ".svg" else None)
+    kind = path.suffix.lower().removeprefix(".")
+    with writing(path) as temporary:
+        figure.savefig(
+            temporary, format=kind, dpi=_DPI, metadata={"Date": None} if kind == "svg" else None
+        )
     return path
 
 

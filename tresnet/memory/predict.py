@@ -14,7 +14,7 @@ from torch._subclasses import fake_tensor as fakes
 from tresnet.errors import InputError, TResNetError
 from tresnet.memory.allocator import SMALL_SEGMENT_BYTES
 from tresnet.memory.device import Device, find_device
-from tresnet.memory.events import Category, Trace
+from tresnet.memory.events import Category, Phase, Trace
 from tresnet.memory.formula import formula
 from tresnet.memory.machine import FakeMachine
 from tresnet.memory.models import ModelLike, find_model
@@ -241,6 +241,17 @@ def _explained(error: Exception, trace: Trace, plan: Plan) -> InputError:
         return InputError(
             f"{operation.name}{where} cannot be faked ({_first_line(error)}): give it a fake "
             "kernel with torch.library.register_fake, or replace it for the prediction"
+        )
+    if "data is not allocated" in str(error):
+        return InputError(
+            f"something after {operation.name}{where} reads a tensor's data outside of PyTorch's "
+            f"operators ({_first_line(error)}): replace it for the prediction, such as "
+            "norm='inplace_abn' by norm='abn'"
+        )
+    if operation.phase is Phase.OPTIMIZER:
+        return InputError(
+            f"the optimizer {plan.optimizer_name} failed on fakes after {operation.name} "
+            f"({type(error).__name__}: {_first_line(error)}): predict with another one"
         )
     shape = "x".join(map(str, plan.input_shape))
     return InputError(

@@ -24,6 +24,7 @@ HIGH_LIMIT_BYTES = GIB
 
 _FORWARD = aten.convolution.default
 _BACKWARD = aten.convolution_backward.default
+CONVOLUTIONS = (_FORWARD, _BACKWARD)
 _FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward.default
 _FLASH_TILE = 128
 _FLASH_HEAD_TILE = 32
@@ -72,7 +73,7 @@ class Workspaces:
         outputs: list[torch.Tensor],
     ) -> Workspace | None:
         """What `func` borrows for these arguments; None for nothing."""
-        if func is _FORWARD or func is _BACKWARD:
+        if func in CONVOLUTIONS:
             return self._convolution(func, args, outputs)
         if func is _FLASH_BACKWARD:
             n_bytes = _flash_backward_bytes(args[1])

@@ -1,0 +1,362 @@
+"""`--batch-size auto`, and what a run says when the GPU's memory is full."""
+
+import dataclasses
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.runs import rows_of
+from tresnet.engine import batch_size, train
+from tresnet.engine import config as configs
+from tresnet.engine.command import train_main
+from tresnet.engine.distributed import Processes
+from tresnet.engine.learner import Learner
+from tresnet.engine.losses import Losses
+from tresnet.engine.optim import peak_lr
+from tresnet.engine.recipes import recipe
+from tresnet.engine.resolve import create_model, resolve
+from tresnet.engine.validate import validate
+from tresnet.errors import ConfigError, DataError, TrainingError
+from tresnet.measure.live import LivePeak
+from tresnet.memory import Device, Fits, Workspaces, present_device
+from tresnet.memory.fit import fits
+from tresnet.memory.plan import make_plan
+from tresnet.memory.predict import record
+from tresnet.memory.replay import held_at_peak_bytes
+from tresnet.memory.sizes import GIB, MIB
+
+CPU = torch.device("cpu")
+ALONE = Processes(0, 1, CPU)
+CLASSES = [str(digit) for digit in range(10)]
+BARE = Device("bare", cublas_workspace_bytes=0)
+# On which some, not all, of the 26 images of the tests' data fit if they have 40 pixels a side.
+SMALL = Device("small", 29 * MIB, 0, context_low_bytes=0, context_bytes=0, context_high_bytes=0)
+SIDE, FITTING = 40, 21
+LARGE = dataclasses.replace(SMALL, capacity_bytes=60 * MIB)
+
+
+@pytest.fixture
+def small_gpu(monkeypatch):
+    """The CPU passes for a GPU of 29 MiB."""
+    monkeypatch.setattr(batch_size, "gpu_of", lambda config, device: SMALL)
+
+
+# -- the step that is predicted is the one that is run -----------------------------------------
+
+
+def held_by_learner(config):
+    """Bytes of live tensors at the peak of two updates, on the CPU and for real."""
+    peak = LivePeak()
+    with peak:
+        learner = Learner(create_model(config, CLASSES), config, ALONE, 10)
+        losses = Losses(config, len(CLASSES), 0)
+        batch, size = config.data.resolved_batch_size, config.data.input_size
+        passes = config.optim.accumulate
+        for step in range(2 * passes):
+            labels = torch.randint(10, (batch,))
+            if config.labels.multi:
+                labels = torch.randint(2, (batch, 10)).float()
+            x, labels = learner.tested.to_device(torch.rand(batch, 3, size, size), labels)
+            x, targets, criterion = losses.prepare(x, labels, 0, step)
+            is_last = step % passes == passes - 1
+            kept = learner.backward(x, targets, criterion, passes, is_last)
+            del x, labels, targets
+            if is_last:
+                learner.update(step // passes + 1)
+        del kept
+    return peak.peak_bytes
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"amp": "bf16", "channels_last": False},
+        {"grad_checkpointing": True, "amp": "bf16"},
+        {"accumulate": 2, "clip_grad": 1.0},
+        {"opt": "adamw", "ema_decay": 0.0},
+        {"opt": "lamb", "mixup": 0.2},
+        {"norm": "batchnorm", "loss": "asymmetric", "label_smoothing": 0.0},
+    ],
+    ids=str,
+)
+def test_the_predicted_step_is_the_learners(changes):
+    config = resolve(
+        configs.replace(recipe("digits"), batch_size=32, layers=(1, 1, 1, 1), **changes)
+    )
+    model = create_model(config, CLASSES)
+    plan = make_plan(model, batch_size=32, **batch_size.step_of(config, len(CLASSES), 1))
+    trace = record(model, plan, BARE, Workspaces(), device_type="cpu")
+    # Buffers are rounded up to 512 B, which is 0.3 to 0.6 % here.
+    ratio = held_at_peak_bytes(trace) / held_by_learner(config)
+    assert 1 <= ratio < 1.01
+
+
+def test_processes_among_others_have_buckets(tiny):
+    config = resolve(tiny())
+    alone, among = (batch_size.step_of(config, 3, world) for world in (1, 8))
+    assert (alone["ddp"], among["ddp"], among["ddp_bucket_view"]) == (False, True, True)
+
+
+# -- auto --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fitting", "pairs", "expected"),
+    [(0, False, 0), (1, True, 0), (7, False, 7), (7, True, 6), (8, True, 8), (1081, False, 1080)],
+)
+def test_batches_are_rounded_down(fitting, pairs, expected):
+    assert batch_size.round_down(fitting, pairs=pairs) == expected
+
+
+def test_a_run_takes_the_largest_batch_that_is_sure_to_fit(tiny, small_gpu, capsys):
+    config = tiny(batch_size="auto", input_size=SIDE, epochs=1, lr=0.02, lr_batch=4)
+    run_dir = train.train(config).run_dir
+    saved = configs.load(run_dir / "config.json")
+    batch = saved.data.resolved_batch_size
+    answers = {}
+    model = create_model(saved, ["a", "b", "c"])
+    for n in (batch, batch + 8):
+        plan = make_plan(model, batch_size=n, **batch_size.step_of(saved, 3, 1))
+        answers[n] = fits(record(model, plan, SMALL, Workspaces()), SMALL)
+    assert answers[batch] is Fits.YES
+    assert answers[batch + 8] is not Fits.YES
+    assert batch == FITTING - FITTING % 8
+    out = capsys.readouterr().out
+    assert f"--batch-size auto: {batch}, of " in out
+    assert f"{batch} images per update" in out
+    assert rows_of(run_dir)[0]["step"] == 26 // batch
+    assert peak_lr(saved.optim, batch) == pytest.approx(0.02 * batch / 4)
+
+
+def test_resuming_with_auto_keeps_the_batch_of_the_run(tiny, small_gpu):
+    first = train.train(tiny(batch_size=4, epochs=1))
+    again = train.train(tiny(batch_size="auto", epochs=1), first.run_dir)
+    assert again.run_dir == first.run_dir
+    assert configs.load(again.run_dir / "config.json").data.batch_size == 4
+
+
+def test_a_dry_run_of_a_resumed_run_shows_its_batch(tiny, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(configs.to_json(tiny(batch_size=4)))
+    assert train_main(["--resume", str(tmp_path), "--batch-size", "auto", "--dry-run"]) == 0
+    assert configs.from_json(capsys.readouterr().out).data.batch_size == 4
+
+
+def test_the_process_with_the_least_memory_decides(tiny, small_gpu, monkeypatch):
+    monkeypatch.setattr(batch_size, "_find", lambda *args: (16, "of 21"))
+
+    class Two(Processes):
+        def max(self, *values):
+            return [max(value, -8) for value in values]  # the other process has room for 8
+
+    config = resolve(tiny(batch_size="auto"))
+    said = []
+    alone = batch_size.resolve(config, ALONE, said.append)
+    among = batch_size.resolve(config, Two(0, 2, CPU), said.append)
+    assert (alone.data.batch_size, among.data.batch_size) == (16, 8)
+    assert said[0] == "--batch-size auto: 16, of 21"
+    assert said[1].startswith("--batch-size auto: 8, as the process with the least memory has room")
+
+
+def test_a_number_is_left_alone(tiny):
+    config = tiny(batch_size=6)
+    assert batch_size.resolve(config, ALONE, pytest.fail) is config
+    assert batch_size.foresee(config, pytest.fail) is config
+
+
+def test_on_a_cpu_it_is_refused(tiny):
+    with pytest.raises(ConfigError, match="expected a GPU whose memory decides, got device cpu"):
+        train.train(tiny(batch_size="auto"))
+    with pytest.raises(ConfigError, match="expected a GPU"):
+        batch_size.foresee(resolve(tiny(batch_size="auto", gpu_memory="24GiB")), pytest.fail)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"compile": True}, "cannot be predicted with --compile, expected a number"),
+        ({"jit": True}, "cannot be predicted with --jit, expected a number"),
+        ({"gpu_memory": "8 gigs"}, "--gpu-memory: expected a size such as '80GiB'"),
+        ({"batch_size": "most"}, "--batch-size: expected int or auto, got 'most'"),
+    ],
+)
+def test_what_cannot_be_is_refused_at_once(changes, message, tiny):
+    with pytest.raises(ConfigError) as error:
+        validate(tiny(**{"batch_size": "auto", **changes}))
+    assert message in str(error.value)
+
+
+def test_too_little_memory_is_told(tiny, monkeypatch):
+    none = dataclasses.replace(SMALL, context_high_bytes=29 * MIB)
+    monkeypatch.setattr(batch_size, "gpu_of", lambda config, device: none)
+    with pytest.raises(ConfigError, match=r"not even one image is sure to fit into 29.0 MiB of sm"):
+        batch_size.resolve(resolve(tiny(batch_size="auto")), ALONE, pytest.fail)
+
+
+def test_the_json_of_a_configuration_may_say_auto(tiny):
+    config = tiny(batch_size="auto")
+    assert configs.from_json(configs.to_json(config)) == config
+    with pytest.raises(AssertionError, match=r"filled in by batch_size.resolve"):
+        _ = config.data.resolved_batch_size
+
+
+# -- dry runs ----------------------------------------------------------------------------------
+
+
+def dry_run(capsys, *arguments):
+    options = ["--recipe", "digits", "--dry-run", "--batch-size", "auto", *arguments]
+    code = train_main(options)
+    return code, capsys.readouterr()
+
+
+def test_a_dry_run_foresees_the_batch_without_a_gpu(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    little = ["--width-factor", "0.125", "--layers", "1", "1", "1", "1"]
+    code, printed = dry_run(capsys, "--gpu-memory", "2GiB", *little)
+    config = configs.from_json(printed.out)
+    batch = config.data.resolved_batch_size
+    assert (code, batch % 8) == (0, 0)
+    assert f"--batch-size auto: {batch}, of " in printed.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_says_why_it_cannot(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    code, printed = dry_run(capsys)
+    assert (code, printed.out) == (2, "")
+    assert "error: --batch-size auto: expected a GPU whose memory decides" in printed.err
+    assert "--dry-run --gpu-memory 24GiB" in printed.err
+    code, printed = dry_run(capsys, "--gpu-memory", "8GiB", "--data", str(tmp_path / "none"))
+    assert code == 2
+    assert "is not a folder: check --data" in printed.err
+
+
+def test_classes_are_found_without_opening_the_images(tiny, data):
+    assert batch_size.images.class_names(tiny()) == ["blue", "green", "red"]
+    assert batch_size.images.class_names(recipe("digits")) == CLASSES
+    with pytest.raises(DataError, match="there is no folder 'train'"):
+        batch_size.images.class_names(tiny(data=str(data / "train")))
+
+
+# -- the GPU's memory --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """A GPU of 80 GiB of which 70 are free, and 2 held by this process's allocator."""
+    properties = types.SimpleNamespace(name="Fake", major=9, minor=0, total_memory=80 * GIB)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: properties)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda index: (70 * GIB, 80 * GIB))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda index: 2 * GIB)
+
+
+def test_what_is_taken_is_left_out(fake_gpu):
+    whole, free = present_device(1), present_device(1, free_only=True)
+    assert (whole.capacity_bytes, free.capacity_bytes) == (80 * GIB, 72 * GIB)
+    assert free.cublas_workspace_bytes == 32 * MIB  # it is a Hopper
+
+
+@pytest.mark.parametrize(("allowed", "expected"), [(None, 72), ("24GiB", 24), ("79GiB", 72)])
+def test_memory_may_be_limited_but_not_invented(fake_gpu, tiny, allowed, expected):
+    gpu = batch_size.gpu_of(tiny(gpu_memory=allowed), torch.device("cuda", 1))
+    assert gpu.capacity_bytes == expected * GIB
+
+
+# -- full memory -------------------------------------------------------------------------------
+
+
+def full_at(monkeypatch, number):
+    """The pass of that number finds the memory full."""
+    original, passes = Learner.backward, []
+
+    def backward(self, *args):
+        passes.append(1)
+        if len(passes) == number:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return original(self, *args)
+
+    monkeypatch.setattr(Learner, "backward", backward)
+
+
+def test_full_memory_ends_the_run_with_what_would_fit(tiny, small_gpu, monkeypatch):
+    full_at(monkeypatch, 2)
+    config = tiny(batch_size=24, input_size=SIDE, epochs=3)
+    with pytest.raises(TrainingError) as error:
+        train.train(config)
+    lines = str(error.value).splitlines()
+    run_dir = f"{config.run.runs}/run"
+    assert lines == [
+        "the GPU's memory is full with --batch-size 24: CUDA out of memory. Tried to allocate"
+        " 2.00 GiB.",
+        f"  the last good checkpoint is {run_dir}/last.pt",
+        f"  predicted to fit on this small: {FITTING} images at most",
+        "  try --batch-size 12 --accumulate 2, which keeps 24 images per update; or --amp bf16;"
+        " or --grad-checkpointing; or a smaller --input-size or --model",
+    ]
+    monkeypatch.undo()
+    result = train.train(config, Path(run_dir))
+    assert (result.run_dir, result.stopped_by) == (Path(run_dir), 0)
+
+
+def test_the_command_prints_it_as_an_error(tiny, monkeypatch, capsys, tmp_path):
+    full_at(monkeypatch, 1)
+    path = tmp_path / "started"
+    path.mkdir()
+    (path / "config.json").write_text(configs.to_json(tiny()))
+    config = configs.load(path / "config.json")
+    monkeypatch.setattr(
+        "tresnet.engine.command.parse_train",
+        lambda arguments: types.SimpleNamespace(config=config, resume=None, dry_run=False),
+    )
+    assert train_main([]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: the GPU's memory is full with --batch-size 4: CUDA out of")
+    assert "there is no checkpoint yet" in message
+    assert "what would fit cannot be predicted" in message  # this is a CPU
+    assert "try --batch-size 2 --accumulate 2" in message
+
+
+def test_another_error_does_not_hide_that_memory_is_full(tiny, monkeypatch):
+    def broken(config, device):
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(batch_size, "gpu_of", broken)
+    full = torch.OutOfMemoryError("CUDA out of memory.")
+    text = batch_size.explain_full_memory(full, tiny(), ["a", "b"], ALONE, "no checkpoint")
+    assert text.startswith("the GPU's memory is full with --batch-size 4: CUDA out of memory.")
+    assert "what would fit cannot be predicted: CUDA error: unspecified launch failure" in text
+
+
+def test_a_batch_that_should_have_fitted_is_halved(tiny, monkeypatch):
+    monkeypatch.setattr(batch_size, "gpu_of", lambda config, device: LARGE)
+    full = torch.OutOfMemoryError("CUDA out of memory.")
+    text = batch_size.explain_full_memory(full, tiny(), ["a", "b"], ALONE, "no checkpoint")
+    assert "yet these did not: look for other processes on the GPU" in text
+    assert "try --batch-size 2 --accumulate 2, which keeps 4 images per update" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "fitting", "expected"),
+    [
+        (
+            {"batch_size": 512, "accumulate": 3},
+            200,
+            "--batch-size 128 --accumulate 12, which keeps",
+        ),
+        ({"batch_size": 500}, 251, "--batch-size 250 --accumulate 2"),
+        ({"batch_size": 502}, 200, "--batch-size 200"),
+        ({"batch_size": 10, "mixup": 0.2}, 5, "--batch-size 4"),
+        ({"batch_size": 64}, 64, "--batch-size 32 --accumulate 2"),
+        ({"batch_size": 64}, None, "--batch-size 32 --accumulate 2"),
+        ({"batch_size": 64}, 0, "--amp bf16"),
+        ({"batch_size": 64, "norm": "batchnorm", "amp": "fp16"}, 0, "--norm abn"),
+        ({"batch_size": 64, "amp": "bf16"}, 0, "--grad-checkpointing"),
+        ({"amp": "bf16", "grad_checkpointing": True}, 0, "a smaller --input-size or --model"),
+    ],
+)
+def test_ways_out_name_the_options(tiny, changes, fitting, expected):
+    ways = list(batch_size._ways_out(tiny(**{"mixup": 0.0, **changes}), fitting))
+    assert ways[0].startswith(expected)
+    assert ways[-1] == "a smaller --input-size or --model"

@@ -1,0 +1,261 @@
+"""The batch size: the largest that is sure to fit the GPU, and what to do where one did not fit."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from tresnet.engine import config as configs
+from tresnet.engine import images, optim
+from tresnet.engine.config import AUTO, TrainConfig
+from tresnet.engine.distributed import Processes, pick_device
+from tresnet.engine.losses import plain_loss
+from tresnet.engine.resolve import create_model
+from tresnet.errors import ConfigError, InputError, TResNetError
+
+if TYPE_CHECKING:
+    from tresnet.memory import Device, MaxBatch
+
+# Kernels for 16-bit types are fastest where the batch is a multiple of this.
+_MULTIPLE = 8
+
+
+def resolve(config: TrainConfig, processes: Processes, say: Callable[[str], object]) -> TrainConfig:
+    """The configuration with a number for `--batch-size auto`: the same on every process.
+
+    Args:
+        config: A configuration that is resolved but for the batch size.
+        processes: This process's place; the one with the least memory decides.
+        say: Called with one line that tells the number and where it is from.
+
+    Raises:
+        ConfigError: There is no GPU, not even a small batch is sure to fit, or the memory of this
+            run cannot be predicted.
+        DataError: The data set has no classes.
+    """
+    if config.data.batch_size != AUTO:
+        return config
+    found, why = _find(config, gpu_of(config, processes.device), processes.world)
+    least = int(-processes.max(-found)[0])
+    if least < found:
+        why = f"as the process with the least memory has room for no more; here {found}, {why}"
+    say(f"--batch-size auto: {least}, {why}")
+    return configs.replace(config, batch_size=least)
+
+
+def foresee(config: TrainConfig, say: Callable[[str], object]) -> TrainConfig:
+    """What `resolve` would give, in a dry run: a GPU need not be there where its memory is said.
+
+    Raises:
+        ConfigError: As for `resolve`.
+        DataError: The data set has no classes.
+    """
+    if config.data.batch_size != AUTO:
+        return config
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if config.compute.gpu_memory is None or config.compute.device == "cpu":
+        device = pick_device(config.compute.device, int(os.environ.get("LOCAL_RANK", "0")), world)
+        gpu = gpu_of(config, device)
+    else:
+        from tresnet.memory import find_device
+
+        gpu = find_device(gpu_memory=config.compute.gpu_memory)
+    found, why = _find(config, gpu, world)
+    say(f"--batch-size auto: {found}, {why}")
+    return configs.replace(config, batch_size=found)
+
+
+def gpu_of(config: TrainConfig, device: torch.device) -> "Device":
+    """The GPU of this process with what is free on it, or what the configuration allows of that.
+
+    Raises:
+        ConfigError: The device is no GPU.
+    """
+    from tresnet.memory import present_device
+    from tresnet.memory.sizes import parse_size
+
+    if device.type != "cuda":
+        raise ConfigError(
+            f"--batch-size auto: expected a GPU whose memory decides, got device {device}: give a"
+            " number (or, to see what a GPU would take, --dry-run --gpu-memory 24GiB)"
+        )
+    gpu = present_device(device.index or 0, free_only=True)
+    allowed = config.compute.gpu_memory
+    if allowed is None or gpu.capacity_bytes is None:
+        return gpu
+    return dataclasses.replace(gpu, capacity_bytes=min(gpu.capacity_bytes, parse_size(allowed)))
+
+
+def largest(config: TrainConfig, classes: Sequence[str], gpu: "Device", world: int) -> "MaxBatch":
+    """The predictor's answer for the run as it is configured.
+
+    Raises:
+        InputError: A model or an optimizer that cannot be predicted.
+    """
+    from tresnet.memory import max_batch
+
+    model = create_model(config, classes)
+    return max_batch(model, device=gpu, **step_of(config, len(classes), world))
+
+
+def step_of(config: TrainConfig, classes: int, world: int) -> dict[str, Any]:
+    """A training step of a resolved configuration as the arguments of `tresnet.memory.predict`.
+
+    Synchronised batch norm is predicted as the plain one: what it saves differs by a few vectors.
+    """
+    size, mixes = config.data.input_size, config.augment.mixes
+    assert size is not None, "filled in by resolve"
+    return {
+        "input_size": (3, size, size),
+        "amp": None if config.compute.amp == "off" else config.compute.amp,
+        "optimizer": _optimizer(config),
+        "loss": _loss(config),
+        "target_size": (classes,) if mixes or config.labels.multi else None,
+        "channels_last": config.compute.channels_last,
+        "accumulation_steps": config.optim.accumulate,
+        "checkpointing": config.model.grad_checkpointing,
+        "ema": config.ema.ema_decay > 0,
+        "ddp": world > 1,
+        "ddp_bucket_view": True,
+    }
+
+
+def round_down(batch_size: int, *, pairs: bool) -> int:
+    """The largest multiple of 8, or below 8 an even number where images are mixed in pairs."""
+    if batch_size >= _MULTIPLE:
+        return batch_size - batch_size % _MULTIPLE
+    return batch_size - batch_size % 2 if pairs else batch_size
+
+
+def _find(config: TrainConfig, gpu: "Device", world: int) -> tuple[int, str]:
+    """The number, and where it is from."""
+    from tresnet.memory.sizes import mib
+
+    classes = images.class_names(config)
+    try:
+        answer = largest(config, classes, gpu, world)
+    except InputError as error:
+        raise ConfigError(
+            f"--batch-size auto: the memory of this run cannot be predicted, so give a number:"
+            f" {error}"
+        ) from error
+    batch_size = round_down(answer.batch_size, pairs=config.augment.mixes)
+    memory = f"{mib(gpu.capacity_bytes or 0)} of {gpu.name}"
+    if batch_size == 0:
+        raise ConfigError(
+            f"--batch-size auto: not even one image is sure to fit into {memory}, of which"
+            f" {mib(gpu.context_high_bytes)} are kept for the CUDA context: free some memory or"
+            f" give a number (it cannot fit from {answer.no_from} on)"
+        )
+    return batch_size, (
+        f"of {answer.batch_size} that are sure to fit into {memory} (from {answer.no_from} on they"
+        " cannot)"
+    )
+
+
+def explain_full_memory(
+    error: torch.OutOfMemoryError,
+    config: TrainConfig,
+    classes: Sequence[str],
+    processes: Processes,
+    last: str,
+) -> str:
+    """What to say when the GPU's memory was full: what would fit, and the options to pass.
+
+    Args:
+        error: What PyTorch said.
+        config: A resolved configuration.
+        classes: The data set's.
+        processes: This process's place.
+        last: Where the last checkpoint is.
+    """
+    fitting, said = _fitting(config, classes, processes)
+    ways = "; or ".join(_ways_out(config, fitting))
+    lines = [
+        f"the GPU's memory is full with --batch-size {config.data.batch_size}: {error}",
+        last,
+        said,
+        f"try {ways}",
+    ]
+    return "\n  ".join(lines)
+
+
+def _fitting(
+    config: TrainConfig, classes: Sequence[str], processes: Processes
+) -> tuple[int | None, str]:
+    """How many images are predicted to fit, if that can be said, and a sentence about it."""
+    if config.compute.compile or config.model.jit:
+        return None, "what a compiled or scripted model keeps in memory cannot be predicted"
+    try:
+        gpu = gpu_of(config, processes.device)
+        fitting = largest(config, classes, gpu, processes.world).batch_size
+    except (TResNetError, RuntimeError) as error:  # the driver's too: they must not hide the first
+        return None, f"what would fit cannot be predicted: {error}"
+    said = f"predicted to fit on this {gpu.name}: {fitting} images at most"
+    if fitting >= config.data.resolved_batch_size:
+        said += ", yet these did not: look for other processes on the GPU"
+    return fitting, said
+
+
+def _ways_out(config: TrainConfig, fitting: int | None) -> Iterator[str]:
+    """Options that help, the smaller batch first."""
+    tried, accumulate = config.data.resolved_batch_size, config.optim.accumulate
+    pairs = config.augment.mixes
+    limit = tried // 2 if fitting is None or fitting >= tried else fitting
+    parts = _parts(tried, limit, pairs=pairs)
+    if parts is not None:
+        yield (
+            f"--batch-size {tried // parts} --accumulate {accumulate * parts}, which keeps"
+            f" {tried * accumulate} images per update"
+        )
+    elif round_down(limit, pairs=pairs):
+        yield f"--batch-size {round_down(limit, pairs=pairs)}"
+    if config.compute.amp == "off":
+        yield "--amp bf16"
+    if config.model.norm != "abn" and not config.compute.sync_bn:
+        yield "--norm abn"
+    if not config.model.grad_checkpointing:
+        yield "--grad-checkpointing"
+    if (config.data.eval_batch_size or 0) > tried:
+        yield "a smaller --eval-batch-size"
+    yield "a smaller --input-size or --model"
+
+
+def _parts(tried: int, limit: int, *, pairs: bool) -> int | None:
+    """Into how many equal batches to cut one so that each is within the limit, but not far below."""
+    for parts in range(2, tried + 1):
+        size = tried // parts
+        if 2 * size < limit:
+            return None
+        if tried % parts == 0 and size <= limit and not (pairs and size % 2):
+            return parts
+    return None
+
+
+def _optimizer(config: TrainConfig) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+    """Makes the run's optimizer, with its two groups, of any parameters."""
+
+    def build(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        groups: dict[bool, list[nn.Parameter]] = {False: [], True: []}
+        for parameter in parameters:
+            groups[parameter.ndim > 1].append(parameter)
+        decays = {False: 0.0, True: config.optim.weight_decay}
+        listed = [
+            {"params": group, "weight_decay": decays[decayed]}
+            for decayed, group in groups.items()
+            if group
+        ]
+        return optim.create_optimizer(listed, config.optim, global_batch=1)
+
+    return build
+
+
+def _loss(config: TrainConfig) -> Callable[[Tensor, Tensor], Tensor]:
+    """The run's loss of float32 logits; mixed batches have soft targets."""
+    from timm.loss import SoftTargetCrossEntropy
+
+    loss = SoftTargetCrossEntropy() if config.augment.mixes else plain_loss(config)
+    return lambda logits, target: loss(logits.float(), target)

@@ -1,0 +1,171 @@
+"""The convolutions of a step, taken from its trace and run one by one to see what cuDNN borrows.
+
+The result is the table that `tresnet.memory.workspaces.Workspaces` reads: bytes by convolution.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from tresnet.errors import InputError
+from tresnet.memory.device import GENERIC
+from tresnet.memory.plan import Plan
+from tresnet.memory.predict import record
+from tresnet.memory.workspaces import CONVOLUTIONS, Workspace, Workspaces, convolution_key
+
+# The first run of a shape may search among kernels, the second is like all later ones.
+_RUNS = 2
+
+Meter = Callable[["Convolution"], int]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor's form, without its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def make(self, device: torch.device | str) -> torch.Tensor:
+        """A tensor of this form, filled with zeros."""
+        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+        return made.zero_()
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """One convolution, forward or backward, with operands in place of tensors."""
+
+    key: str
+    func: Any
+    arguments: tuple
+
+    def prepare(self, device: torch.device | str) -> Callable[[], Any]:
+        """Make the tensors; the function returned runs the convolution on them."""
+        made = [a.make(device) if isinstance(a, Operand) else a for a in self.arguments]
+
+        def run() -> Any:
+            with torch.no_grad():
+                return self.func(*made)
+
+        return run
+
+
+def collect(model: nn.Module, plan: Plan) -> dict[str, Convolution]:
+    """The distinct convolutions of one step, by the key that `Workspaces` looks them up with.
+
+    Raises:
+        InputError: as for `tresnet.memory.predict.record`.
+    """
+    collector = _Collector()
+    record(model, plan, GENERIC, collector, steps=1)
+    return collector.found
+
+
+@dataclass(frozen=True)
+class _Collector(Workspaces):
+    """Keeps the convolutions it is asked about, and says that they borrow nothing."""
+
+    found: dict[str, Convolution] = field(default_factory=dict)
+
+    def of(
+        self, func: Any, args: tuple, kwargs: dict, outputs: list[torch.Tensor]
+    ) -> Workspace | None:
+        """Keep a convolution; nothing is borrowed."""
+        if func in CONVOLUTIONS:
+            key = convolution_key(func, args)
+            if key not in self.found:
+                self.found[key] = Convolution(key, func, tuple(_formless(a) for a in args))
+        return None
+
+
+def _formless(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return Operand(tuple(argument.shape), argument.stride(), argument.dtype)
+    return argument
+
+
+def measure_all(
+    convolutions: Iterable[Convolution], meter: Meter, more_time: Callable[[], bool]
+) -> tuple[dict[str, int], dict[str, str]]:
+    """Bytes borrowed by each convolution, and why others have none.
+
+    Args:
+        convolutions: what to run.
+        meter: runs one and says what it borrowed.
+        more_time: whether to go on; asked before each.
+    """
+    table: dict[str, int] = {}
+    unmeasured: dict[str, str] = {}
+    for convolution in convolutions:
+        if not more_time():
+            unmeasured[convolution.key] = "no time was left"
+            continue
+        try:
+            table[convolution.key] = meter(convolution)
+        except RuntimeError as error:  # out of memory, or no kernel for it
+            unmeasured[convolution.key] = str(error).strip().splitlines()[0]
+    return table, unmeasured
+
+
+def cuda_meter(device: torch.device, *, benchmark: bool) -> Meter:
+    """A meter that runs convolutions on a GPU and reads the caching allocator's peak.
+
+    Args:
+        device: the GPU.
+        benchmark: let cuDNN try its kernels, as `torch.backends.cudnn.benchmark` does; what the
+            search borrows counts.
+
+    Raises:
+        InputError: the device is no GPU, or there is none.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():
+        got = f"got device {device}" if device.type != "cuda" else "found none"
+        raise InputError(
+            f"expected a GPU to measure cuDNN's workspaces on, {got}: run this on a machine with "
+            "one, then predictions anywhere can use the table"
+        )
+
+    def meter(convolution: Convolution) -> int:
+        torch.cuda.empty_cache()
+        run = convolution.prepare(device)
+        with _cudnn_benchmark(benchmark):
+            return max(_borrowed_bytes(run, device) for _ in range(_RUNS))
+
+    return meter
+
+
+def _borrowed_bytes(run: Callable[[], Any], device: torch.device) -> int:
+    """The peak during a run beyond what is held after it, its outputs included."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    outputs = run()
+    torch.cuda.synchronize(device)
+    held = torch.cuda.memory_allocated(device)
+    del outputs
+    return torch.cuda.max_memory_allocated(device) - held
+
+
+@contextlib.contextmanager
+def _cudnn_benchmark(on: bool) -> Iterator[None]:
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = on
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+def summarise(table: Mapping[str, int]) -> str:
+    """How many convolutions borrow, and which the most."""
+    borrowing = [key for key, n_bytes in table.items() if n_bytes]
+    line = f"{len(table)} convolutions measured, {len(borrowing)} borrow memory"
+    if not borrowing:
+        return line
+    most = max(borrowing, key=lambda key: table[key])
+    return f"{line}, at most {table[most] / 2**20:.1f} MiB: {most}"
