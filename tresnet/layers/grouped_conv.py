@@ -58,7 +58,7 @@ class GroupedConv2d(nn.Conv2d):
             n, self.groups, -1, h * w
         )
         y = y.reshape(n, -1, h, w)
-        return y if self.bias is None else y + self.bias[:, None, None]
+        return y if self.bias is None else y + self.bias[:, None, None].to(y.dtype)
 
     def _one_by_one(self, x: Tensor) -> Tensor:
         biases = [None] * self.groups if self.bias is None else self.bias.chunk(self.groups)

@@ -85,7 +85,7 @@ class GroupedLinear(nn.Module):
             weight = nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
             y = torch.einsum("ngc,goc->ngo", x, weight)
             y = torch.cat([y[:, g, :count] for g, count in enumerate(self.out_features)], dim=1)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def slices(self) -> list[slice]:
         """Return where each group's outputs lie."""
