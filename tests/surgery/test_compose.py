@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tresnet.errors import InputError
+from tresnet.layers.grouped_conv import GroupedConv2d
 from tresnet.layers.subtracted_conv import SubtractedConv
 from tresnet.surgery.compose import compose, compose_cat, compose_sum
 
@@ -39,6 +40,16 @@ class Joined(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([branch(x) for branch in self.branches], 1)
+
+
+class Residual(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+def hooked(module: nn.Module) -> nn.Module:
+    module.register_forward_hook(lambda module, inputs, y: 2 * y)
+    return module
 
 
 @pytest.mark.parametrize(("ka", "kb"), list(itertools.product((1, 2, 3), (1, 3))))
@@ -75,6 +86,18 @@ def test_three_in_a_row_with_nested_sequentials_and_rectangles():
     chain = nn.Sequential(nn.Sequential(a, nn.Identity()), b)
     same(compose(chain, c), nn.Sequential(chain, c))
     assert compose(chain, c).kernel_size == (3, 3)
+
+
+def test_a_convolution_that_comes_twice_counts_twice():
+    a, b = conv(4, 4, 3), conv(4, 2, 1)
+    chain = nn.Sequential(a, a)
+    same(compose(chain, b), nn.Sequential(chain, b))
+
+
+def test_our_grouped_convolution_is_one_too():
+    a, b = conv(4, 6, 1), GroupedConv2d(6, 4, 3, groups=2, dtype=torch.float64)
+    b.use("loop")
+    same(compose(a, b), nn.Sequential(a, b))
 
 
 def test_a_smaller_common_grid_is_used():
@@ -189,6 +212,21 @@ def test_the_result_has_the_first_parts_dtype_and_trainability():
             "branch 0.*'reflect'.*zeros around every",
         ),
         (lambda: compose(conv(4, 6, 2, padding="same"), conv(6, 2, 1)), "part 0.* pads one side"),
+        (lambda: compose(Residual(conv(4, 4, 1)), conv(4, 2, 1)), "part 0 is Residual"),
+        (
+            lambda: compose(conv(4, 6, 1), hooked(conv(6, 2, 1))),
+            r"part 1 .Conv2d. has forward hooks",
+        ),
+        (
+            lambda: compose(nn.Conv2d(4, 6, 1, dtype=torch.complex64), conv(6, 2, 1)),
+            "part 0.*complex weights",
+        ),
+        (lambda: compose(conv(4, 6, 1), conv(6, 2, 1, device="meta")), "part 0.*on cpu.*on meta"),
+        (lambda: compose_sum(conv(4, 6, 1), conv(4, 6, 1, device="meta")), "branch 1.*on meta"),
+        (
+            lambda: compose(*(conv(4, 4, 1, device="meta"), conv(4, 4, 3, 1, 1, device="meta"))),
+            "would give its bias",
+        ),
     ],
 )
 def test_bad_input_names_the_part(call: object, message: str):
