@@ -127,6 +127,17 @@ def test_autocast_computes_in_16_bits_and_learns_in_32(mode: str):
     torch.testing.assert_close(y.float(), exact, rtol=0, atol=4 * 2**-8)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_types_are_those_of_a_plain_convolution(mode: str):
+    conv, x = SubtractedConv(3, 4, 3, mode=mode), torch.randn(1, 3, 5, 5)
+    for enabled in (True, False):  # in training as in evaluation
+        with torch.set_grad_enabled(enabled), pytest.raises(InputError, match="got torch"):
+            conv(x.bfloat16())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert conv.double()(x.double()).dtype == torch.float64
+        assert nn.Conv2d(3, 4, 3, dtype=torch.float64)(x.double()).dtype == torch.float64
+
+
 @pytest.mark.parametrize("kernel", [1, 3])
 def test_to_conv_is_one_plain_convolution(kernel: int):
     conv = SubtractedConv(5, 6, kernel, 2).requires_grad_(False).eval()
