@@ -178,6 +178,12 @@ def test_an_unknown_mode_or_a_wrong_input_is_refused():
         SubtractedConv(3, 4, 3)(torch.zeros(1, 4, 5, 5))
 
 
+@pytest.mark.parametrize(("kernel", "stride"), [(1, 2), (3, 1), (3, 2)])
+def test_scripts(kernel: int, stride: int):
+    conv, x = SubtractedConv(3, 4, kernel, stride), torch.randn(2, 3, 6, 7)
+    torch.testing.assert_close(torch.jit.script(conv)(x), conv(x))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_compiles_whole(mode: str):

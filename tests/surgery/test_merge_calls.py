@@ -139,10 +139,12 @@ def test_linear_layers_want_features_in_dimension_1():
         merged(torch.zeros(2, 4, 5))
 
 
-def test_a_merged_module_can_be_pickled():
-    merged = merge_parallel([GroupHead(C, classes) for classes in (2, 3, 1)]).eval()
-    x = torch.randn(2, C, 4, 4)
+@pytest.mark.parametrize("first", [nn.Identity, lambda: nn.BatchNorm2d(C)])
+def test_a_merged_module_can_be_pickled_and_scripted(first: Callable[[], nn.Module]):
+    branches = [nn.Sequential(first(), GroupHead(C, classes)) for classes in (2, 3, 1)]
+    merged, x = merge_parallel(branches).eval(), torch.randn(2, C, 4, 4)
     assert torch.equal(pickle.loads(pickle.dumps(merged))(x), merged(x))
+    torch.testing.assert_close(torch.jit.script(merged)(x), merged(x))
 
 
 def test_16_bits_stay_16_bits():

@@ -155,7 +155,7 @@ def _keeps_channels(index: Any) -> bool:
 
 def spread(x: Tensor, groups: int) -> Tensor:
     """Repeat the channels: (N, C, ...) to (N, groups * C, ...)."""
-    return x.repeat(1, groups, *[1] * (x.dim() - 2))
+    return torch.cat([x] * groups, dim=1)
 
 
 def join(
@@ -163,7 +163,8 @@ def join(
 ) -> Tensor:
     """Join two tensors elementwise as each branch does, without repeating what branches share.
 
-    Without conditions on tensors: a merged module is traced again when it is unpickled.
+    Plain enough for TorchScript, and without conditions on tensors: a merged module is traced again
+    when it is unpickled.
 
     Args:
         operation: 'add', 'sub', 'mul' or 'div'.
@@ -173,8 +174,12 @@ def join(
         a_is_shared: whether all branches have the same `a`.
         b_is_shared: whether all branches have the same `b`.
     """
-    a, b = (
-        x.unsqueeze(1) if shared else x.unflatten(1, (groups, -1))
-        for x, shared in ((a, a_is_shared), (b, b_is_shared))
-    )
-    return getattr(torch, operation)(a, b).flatten(1, 2)
+    a = a.unsqueeze(1) if a_is_shared else a.unflatten(1, [groups, -1])
+    b = b.unsqueeze(1) if b_is_shared else b.unflatten(1, [groups, -1])
+    if operation == "add":
+        y = a + b
+    elif operation == "sub":
+        y = a - b
+    else:
+        y = a * b if operation == "mul" else a / b
+    return y.flatten(1, 2)

@@ -52,4 +52,5 @@ def geometry(kernel_size: int, stride: int) -> tuple[int, int, int]:
 def composed(x: Tensor, point: Tensor, depth: Tensor, low: Tensor, stride: int) -> Tensor:
     """Return what `branches` does, by one convolution."""
     weight = compose(point, depth, low)
-    return F.conv2d(x, weight, None, *geometry(depth.shape[-1], stride))
+    step, padding, dilation = geometry(depth.shape[-1], stride)
+    return F.conv2d(x, weight, None, step, padding, dilation)
