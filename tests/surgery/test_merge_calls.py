@@ -48,7 +48,7 @@ STEPS: dict[str, Step] = {
 }
 
 
-def same(branches: list[nn.Module], training: bool) -> None:
+def assert_same(branches: list[nn.Module], training: bool) -> None:
     branches = [branch.double().train(training) for branch in branches]
     merged = merge_parallel(branches)
     x = torch.randn(2, C, 5, 6, dtype=torch.float64, requires_grad=True)
@@ -61,7 +61,7 @@ def same(branches: list[nn.Module], training: bool) -> None:
 
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_that_keep_branches_apart(name: str):
-    same([Steps(STEPS[name]) for _ in range(G)], training=True)
+    assert_same([Steps(STEPS[name]) for _ in range(G)], training=True)
 
 
 @pytest.mark.parametrize(
@@ -113,14 +113,14 @@ def torchvision_block(kind: str) -> nn.Module:
     ],
 )
 def test_blocks_of_others(make: Callable[[str], nn.Module], kind: str, training: bool):
-    same([make(kind) for _ in range(G)], training)
+    assert_same([make(kind) for _ in range(G)], training)
 
 
 def test_drop_path_is_drawn_for_each_branch_and_off_in_evaluation():
     blocks = [BasicBlock(C, C, 1, False, 0.5, BlockSettings("batchnorm")) for _ in range(G)]
     for block in blocks:
         nn.init.ones_(block.conv2.bn.weight)
-    same(blocks, training=False)
+    assert_same(blocks, training=False)
     merged = merge_parallel(blocks)
     drop = merged.merged.drop_path
     assert isinstance(drop, BranchDropPath)
