@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import tresnet
 from tresnet.errors import InputError
 from tresnet.layers.subtracted_conv import SubtractedConv
 from tresnet.surgery.fuse import fuse
@@ -69,6 +70,14 @@ def test_shapes_stay_and_unsuitable_ones_are_left_alone():
     assert model[3][0].mode == "recompute"
     assert type(model[3][1]) is nn.Conv2d
     assert model(x).shape == shape
+
+
+@pytest.mark.parametrize("mode", ["branches", "composed", "recompute"])
+def test_the_memory_of_every_mode_can_be_predicted(mode: str):
+    model = nn.Sequential(small(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    replace_conv(model, which="all", mode=mode)
+    prediction = tresnet.memory.predict(model, batch_size=2, input_size=16)
+    assert prediction.end_allocated_bytes > 0
 
 
 def test_a_function_may_choose():
