@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import tresnet
 from tresnet.errors import InputError
 from tresnet.layers.subtracted_conv import SubtractedConv
 from tresnet.ops.subtracted_conv import MODES
@@ -147,6 +148,11 @@ def test_to_conv_is_one_plain_convolution(kernel: int):
     assert not plain.weight.requires_grad
     assert not plain.training
     torch.testing.assert_close(plain(x), conv(x))
+
+
+def test_the_layers_are_public():
+    assert tresnet.layers.SubtractedConv is SubtractedConv
+    assert set(tresnet.layers.__all__) >= {"GroupedLinear", "ParallelBottleneck"}
 
 
 def test_parameters_have_the_documents_names():
