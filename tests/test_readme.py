@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import tyro
 
 from tresnet.checkpoints.manifest import entries
@@ -16,6 +17,7 @@ from tresnet.cli.bench_report import _around_report
 from tresnet.cli.main import _parse
 from tresnet.engine.command import parse_train
 from tresnet.engine.evaluate_weights import EvalConfig
+from tresnet.measure.rewrites import RewriteSettings, compare_branches, compare_convs
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -107,3 +109,18 @@ def test_accuracy_table_is_the_manifests():
         if entry.accuracy_source and "results-imagenet.csv" in entry.accuracy_source
     }
     assert quoted == manifest
+
+
+@pytest.mark.slow
+def test_tables_of_rewrites_hold_what_the_benchmarks_count():
+    settings = RewriteSettings(16, 224, rounds=0)
+    counted = [
+        [row.case, f"{row.parameters:,}", f"{row.peak_mib:.1f}", f"{row.macs / 1e9:.3f}"]
+        for row in compare_convs(settings)
+    ]
+    assert [row[:4] for row in rows("ResNet50", "parameters")] == counted
+    loop, merged = compare_branches(RewriteSettings(16, 14, rounds=0))
+    text = " ".join(README.split())
+    assert f"need {loop.peak_mib:.1f} MiB for a training step" in text
+    assert f"in a loop and {merged.peak_mib:.1f} MiB merged" in text
+    assert {f"{row.macs / 1e9:.3f}" for row in (loop, merged)} == {"2.004"}

@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tresnet import memory, surgery
+    from tresnet import layers, memory, surgery
     from tresnet.checkpoints.create import create
     from tresnet.checkpoints.load import load_checkpoint
     from tresnet.checkpoints.manifest import list_weights
@@ -36,7 +36,7 @@ _HOMES = {
     "load_checkpoint": "tresnet.checkpoints.load",
     "save_checkpoint": "tresnet.checkpoints.save",
 }
-_ROOMS = ("memory", "surgery")
+_ROOMS = ("layers", "memory", "surgery")
 
 __all__ = [
     "ModelConfig",
@@ -44,6 +44,7 @@ __all__ = [
     "TResNetError",
     "__version__",
     "create",
+    "layers",
     "list_models",
     "list_weights",
     "load_checkpoint",

@@ -33,7 +33,20 @@ COCO = {
 }
 
 
-@pytest.mark.parametrize("text", [COLUMNS, NAMED, "\ufeff" + NAMED])
+QUOTED = NAMED.replace("cat; red car", '"cat;\nred car"')
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        COLUMNS,
+        COLUMNS.replace(",", ", ").replace("\n", "\r\n"),
+        COLUMNS.replace("\n", "\n\n"),
+        NAMED,
+        QUOTED,
+        "\ufeff" + NAMED,
+    ],
+)
 def test_both_tables_say_the_same(tmp_path: Path, text: str):
     write_images(tmp_path, NAMES)
     (tmp_path / "train.csv").write_text(text, encoding="utf-8")
@@ -66,10 +79,16 @@ def test_cocos_categories_are_in_the_order_of_their_ids(tmp_path: Path, place: s
 def test_a_list_of_classes_fixes_their_order(tmp_path: Path):
     write_images(tmp_path, NAMES)
     (tmp_path / "train.csv").write_text(NAMED)
-    (tmp_path / "classes.txt").write_text("red car\nbird\ndog\ncat\n")
+    (tmp_path / "classes.txt").write_text("\ufeffred car\nbird\ndog\ncat\n", encoding="utf-8")
     dataset = open_multilabel(tmp_path, "train")
     assert dataset.classes == ["red car", "bird", "dog", "cat"]
     assert dataset.targets[0].tolist() == [1, 0, 0, 1]
+
+
+def test_cocos_files_may_begin_with_a_byte_order_mark(tmp_path: Path):
+    write_images(tmp_path, ["train/a.png", "train/b.png"])
+    (tmp_path / "train.json").write_text("\ufeff" + json.dumps(COCO), encoding="utf-8")
+    assert len(open_multilabel(tmp_path, "train")) == 2
 
 
 def test_batches_hold_a_row_of_labels_an_image(tmp_path: Path):
@@ -93,10 +112,46 @@ def test_batches_hold_a_row_of_labels_an_image(tmp_path: Path):
         ({"train.csv": "image,cat\ntrain/a.png,yes\n"}, "train.csv:2: expected 0 or 1.*'yes'"),
         ({"train.csv": "image,cat\ntrain/x.png,1\n"}, "1 images that are not there.*x.png"),
         ({"train.csv": "image,cat\n" + "train/a.png,1\n" * 2}, "every image once.*a.png twice"),
+        ({"train.csv": "image,cat,\ntrain/a.png,1,0\n"}, "expected a header line"),
+        ({"train.csv": 'image,labels\n"train/a.png,cat\n'}, "cannot read the labels in.*end of"),
+        ({"train.csv": "image,Labels\ntrain/a.png,cat\n"}, "one column, 'labels' in the header"),
+        ({"train.csv": 'image,cat\n"train/a\n.png",1\nx,1,1\n'}, r"train.csv:4: expected 2 cells"),
+        ({"train.csv": "image,cat\n/images/a.png,1\n"}, "paths below .*, got /images/a.png"),
         ({"train.csv": NAMED, "classes.txt": "cat\ndog\n"}, "not in .*classes.txt: red car"),
         ({"train.csv": NAMED, "classes.txt": "cat\ndog\nred car\ncat"}, "every class once"),
         ({"train.json": "{"}, "cannot read the labels in .*train.json"),
         ({"train.json": json.dumps({"images": []})}, "'categories' is missing"),
+        ({"train.json": "[1]"}, "'categories' is missing or no list"),
+        (
+            {"train.json": json.dumps(COCO | {"annotations": None})},
+            "'annotations' is missing or no",
+        ),
+        (
+            {"train.json": json.dumps(COCO | {"annotations": [{"image_id": 7}]})},
+            r"a number or a text as category_id in annotations\[0\], got None",
+        ),
+        (
+            {"train.json": json.dumps(COCO | {"images": [{"id": 1, "file_name": 5}]})},
+            r"a text as file_name in images\[0\], got 5",
+        ),
+        (
+            {"train.json": json.dumps(COCO | {"images": COCO["images"] + COCO["images"][:1]})},
+            "every id once, got image 7 twice",
+        ),
+        (
+            {"train.json": json.dumps(COCO | {"categories": COCO["categories"][:1] * 2})},
+            "every id once, got category 9 twice",
+        ),
+        (
+            {
+                "train.json": json.dumps(
+                    COCO
+                    | {"categories": [{"id": i, "name": str(i)} for i in (2, "b")]}
+                    | {"annotations": []}
+                )
+            },
+            "numbers or texts as ids of categories, got both",
+        ),
         (
             {"train.json": json.dumps(COCO | {"annotations": [{"image_id": 1, "category_id": 2}]})},
             "image 1 and category 2, which are not both listed",
@@ -127,6 +182,17 @@ def test_splits_must_number_their_labels_alike(tmp_path: Path):
     with pytest.raises(DataError, match="same order in train and val, got cat, dog and dog, cat"):
         check_same_order(train, val)
     check_same_order(train, train)
+    (tmp_path / "val.csv").write_text("image,labels\nval/a.png,bird;cat\n")
+    with pytest.raises(DataError, match=r"only in train: dog; only in val: bird: list all .*txt"):
+        check_same_order(train, open_multilabel(tmp_path, "val"))
+
+
+def test_a_list_of_classes_in_another_encoding_is_refused(tmp_path: Path):
+    write_images(tmp_path, NAMES)
+    (tmp_path / "train.csv").write_text(NAMED)
+    (tmp_path / "classes.txt").write_bytes("é".encode("latin-1"))
+    with pytest.raises(DataError, match=r"cannot read the classes in .*classes.txt"):
+        open_multilabel(tmp_path, "train")
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import tresnet
 from tresnet.errors import InputError
 from tresnet.layers.subtracted_conv import SubtractedConv
 from tresnet.ops.subtracted_conv import MODES
@@ -127,6 +128,17 @@ def test_autocast_computes_in_16_bits_and_learns_in_32(mode: str):
     torch.testing.assert_close(y.float(), exact, rtol=0, atol=4 * 2**-8)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_types_are_those_of_a_plain_convolution(mode: str):
+    conv, x = SubtractedConv(3, 4, 3, mode=mode), torch.randn(1, 3, 5, 5)
+    for enabled in (True, False):  # in training as in evaluation
+        with torch.set_grad_enabled(enabled), pytest.raises(InputError, match="got torch"):
+            conv(x.bfloat16())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert conv.double()(x.double()).dtype == torch.float64
+        assert nn.Conv2d(3, 4, 3, dtype=torch.float64)(x.double()).dtype == torch.float64
+
+
 @pytest.mark.parametrize("kernel", [1, 3])
 def test_to_conv_is_one_plain_convolution(kernel: int):
     conv = SubtractedConv(5, 6, kernel, 2).requires_grad_(False).eval()
@@ -136,6 +148,11 @@ def test_to_conv_is_one_plain_convolution(kernel: int):
     assert not plain.weight.requires_grad
     assert not plain.training
     torch.testing.assert_close(plain(x), conv(x))
+
+
+def test_the_layers_are_public():
+    assert tresnet.layers.SubtractedConv is SubtractedConv
+    assert set(tresnet.layers.__all__) >= {"GroupedLinear", "ParallelBottleneck"}
 
 
 def test_parameters_have_the_documents_names():
@@ -165,6 +182,12 @@ def test_an_unknown_mode_or_a_wrong_input_is_refused():
         SubtractedConv(3, 4, 3, mode="fast")
     with pytest.raises(InputError, match=r"expected \(N, 3, H, W\), got \(1, 4, 5, 5\)"):
         SubtractedConv(3, 4, 3)(torch.zeros(1, 4, 5, 5))
+
+
+@pytest.mark.parametrize(("kernel", "stride"), [(1, 2), (3, 1), (3, 2)])
+def test_scripts(kernel: int, stride: int):
+    conv, x = SubtractedConv(3, 4, kernel, stride), torch.randn(2, 3, 6, 7)
+    torch.testing.assert_close(torch.jit.script(conv)(x), conv(x))
 
 
 @pytest.mark.slow

@@ -54,6 +54,11 @@ def test_the_command_prints_a_table_and_writes_a_record(
         (lambda: RewriteSettings(rounds=-1), "rounds of at least 0, got -1"),
         (lambda: compare_branches(RewriteSettings(), 0, 8), "groups of at least 1"),
         (lambda: compare_branches(RewriteSettings(), 2, 7), "even channels, got 2 and 7"),
+        (lambda: compare_branches(RewriteSettings(device="tpu", rounds=0)), "got 'tpu'"),
+        (
+            lambda: compare_branches(RewriteSettings(1, 1, rounds=0), 2, 4),
+            r"loop cannot train on an input of \(1, 4, 1, 1\)",
+        ),
     ],
 )
 def test_impossible_settings_are_refused(call: object, message: str):

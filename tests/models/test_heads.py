@@ -1,5 +1,6 @@
 """Heads: what they compute, how they are reset, saved and loaded."""
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -178,11 +179,46 @@ def test_classes_are_spread_over_groups(classes: int, groups: Any, expected: tup
         ({"head_groups": 3}, "head_groups=3 needs head='group_attention', got 'linear'"),
         ({"head_channels": 8}, "head_channels=8 needs head="),
         ({"head": "ml_decoder", "head_channels": 12}, "8 heads, got 12"),
+        ({"head": "ml_decoder", "drop_rate": 0.1}, "dropout of its own.*got 0.1"),
+        ({"head": "ml_decoder", "global_pool": "max"}, "pool of its own.*got 'max'"),
+        ({"head": "group_attention", "global_pool": "max"}, "pool of its own.*got 'max'"),
+        ({"head": "group_attention", "head_groups": (1.5, 4.5)}, "at least one class in each"),
+        ({"head": "ml_decoder", "num_classes": -1}, "num_classes of 0 or more, got -1"),
+        ({"head": "group_attention", "num_classes": -1}, "num_classes of 0 or more, got -1"),
     ],
 )
 def test_impossible_heads_are_refused(options: dict[str, Any], message: str):
     with pytest.raises(InputError, match=message):
-        tresnet.create("tresnet_t", num_classes=6, **options)
+        tresnet.create("tresnet_t", **{"num_classes": 6, **options})
+
+
+@pytest.mark.parametrize("head", ["group_attention", "ml_decoder"])
+def test_no_pool_between_two_classifiers_is_no_pool_of_the_second(head: str, tmp_path: Path):
+    model = make(head)
+    model.reset_classifier(0, "")
+    model.reset_classifier(5)
+    tresnet.save_checkpoint(model, tmp_path / "model.safetensors")
+    assert tresnet.create(weights=tmp_path / "model.safetensors").num_classes == 5
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_exported_models_take_any_number_of_images(head: str):
+    model = make(head).eval()
+    sizes = ({0: torch.export.Dim("images", min=1, max=64)},)
+    exported = torch.export.export(model, (images(),), dynamic_shapes=sizes).module()
+    x = images(5)
+    torch.testing.assert_close(exported(x), model(x))
+
+
+@pytest.mark.parametrize("norm", ["abn", "batchnorm"])
+@pytest.mark.parametrize("head", ["group_attention", "ml_decoder"])
+def test_whole_models_script_and_are_saved(head: str, norm: str):
+    model = make(head, norm=norm).eval()
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.script(model), file)
+    file.seek(0)
+    x = images(3)
+    torch.testing.assert_close(torch.jit.load(file)(x), model(x))
 
 
 def test_a_pool_is_not_set_where_there_is_none():

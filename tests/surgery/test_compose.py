@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tresnet.errors import InputError
+from tresnet.layers.grouped_conv import GroupedConv2d
 from tresnet.layers.subtracted_conv import SubtractedConv
 from tresnet.surgery.compose import compose, compose_cat, compose_sum
 
@@ -17,7 +18,7 @@ def conv(*args: int, **options: object) -> nn.Conv2d:
     return nn.Conv2d(*args, dtype=torch.float64, **options)
 
 
-def same(found: nn.Module, expected: nn.Module) -> None:
+def assert_same(found: nn.Module, expected: nn.Module) -> None:
     for size in SIZES:
         x = torch.randn(2, 4, *size, dtype=torch.float64)
         torch.testing.assert_close(found(x), expected(x), rtol=0, atol=1e-10)
@@ -41,6 +42,16 @@ class Joined(nn.Module):
         return torch.cat([branch(x) for branch in self.branches], 1)
 
 
+class Residual(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+def hooked(module: nn.Module) -> nn.Module:
+    module.register_forward_hook(lambda module, inputs, y: 2 * y)
+    return module
+
+
 @pytest.mark.parametrize(("ka", "kb"), list(itertools.product((1, 2, 3), (1, 3))))
 def test_a_second_without_padding_composes_exactly(ka: int, kb: int):
     for sa, sb, pa, da, db, bias in itertools.product(
@@ -48,7 +59,7 @@ def test_a_second_without_padding_composes_exactly(ka: int, kb: int):
     ):
         a = conv(4, 6, ka, sa, pa, da, bias=bool(bias))
         b = conv(6, 3, kb, sb, 0, db, bias=not bias)
-        same(compose(a, b), nn.Sequential(a, b))
+        assert_same(compose(a, b), nn.Sequential(a, b))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +69,7 @@ def test_full_padding_of_the_first_makes_padding_of_the_second_exact(ka: int, sa
     for kb, sb, db, pb in itertools.product((1, 3), (1, 2), (1, 2), (1, 2)):
         a = conv(4, 6, ka, sa, da * (ka - 1), da, bias=False)
         b = conv(6, 3, kb, sb, pb, db)
-        same(compose(a, b), nn.Sequential(a, b))
+        assert_same(compose(a, b), nn.Sequential(a, b))
 
 
 @pytest.mark.parametrize(("ga", "gb"), [(1, 2), (2, 1), (2, 2), (4, 2), (2, 4), (4, 4)])
@@ -66,15 +77,27 @@ def test_groups_are_kept_as_far_as_both_have_them(ga: int, gb: int):
     a, b = conv(4, 8, 3, groups=ga), conv(8, 12, 3, groups=gb)
     whole = compose(a, b)
     assert whole.groups == min(ga, gb)
-    same(whole, nn.Sequential(a, b))
+    assert_same(whole, nn.Sequential(a, b))
 
 
 def test_three_in_a_row_with_nested_sequentials_and_rectangles():
     a, b = conv(4, 5, (1, 3), padding=(0, 2), bias=False), conv(5, 3, (3, 1), (2, 1), (0, 1))
     c = conv(3, 2, 1)
     chain = nn.Sequential(nn.Sequential(a, nn.Identity()), b)
-    same(compose(chain, c), nn.Sequential(chain, c))
+    assert_same(compose(chain, c), nn.Sequential(chain, c))
     assert compose(chain, c).kernel_size == (3, 3)
+
+
+def test_a_convolution_that_comes_twice_counts_twice():
+    a, b = conv(4, 4, 3), conv(4, 2, 1)
+    chain = nn.Sequential(a, a)
+    assert_same(compose(chain, b), nn.Sequential(chain, b))
+
+
+def test_our_grouped_convolution_is_one_too():
+    a, b = conv(4, 6, 1), GroupedConv2d(6, 4, 3, groups=2, dtype=torch.float64)
+    b.use("loop")
+    assert_same(compose(a, b), nn.Sequential(a, b))
 
 
 def test_a_smaller_common_grid_is_used():
@@ -115,7 +138,7 @@ def test_without_the_refusal_the_border_would_differ():
 
 def test_other_padding_modes_of_the_first_survive_an_unpadded_second():
     a, b = conv(4, 6, 3, padding=1, padding_mode="circular"), conv(6, 3, 3)
-    same(compose(a, b), nn.Sequential(a, b))
+    assert_same(compose(a, b), nn.Sequential(a, b))
 
 
 def test_a_sum_is_one_convolution():
@@ -127,21 +150,21 @@ def test_a_sum_is_one_convolution():
         nn.Identity(),
     ]
     factors = [1.0, -1.0, 0.5, 2.0, 3.0]
-    same(compose_sum(*branches, coefficients=factors), Added(branches, factors))
-    same(compose_sum(*branches[:2]), Added(branches[:2], [1.0, 1.0]))
+    assert_same(compose_sum(*branches, coefficients=factors), Added(branches, factors))
+    assert_same(compose_sum(*branches[:2]), Added(branches[:2], [1.0, 1.0]))
 
 
 def test_a_sum_keeps_common_groups_and_a_coarse_grid():
     branches = [conv(4, 8, 3, padding=2, dilation=2, groups=4), conv(4, 8, 1, groups=2)]
     whole = compose_sum(*branches)
     assert (whole.groups, whole.kernel_size, whole.dilation) == (2, (3, 3), (2, 2))
-    same(whole, Added(branches, [1.0, 1.0]))
+    assert_same(whole, Added(branches, [1.0, 1.0]))
 
 
 def test_a_concatenation_is_one_convolution():
     branches = [conv(4, 3, 3, 2, 1), conv(4, 4, 1, 2, groups=2), conv(4, 2, 5, 2, 2, bias=False)]
     whole = compose_cat(*branches)
-    same(whole, Joined(*branches))
+    assert_same(whole, Joined(*branches))
     assert whole.bias is not None
     assert not whole.bias[-2:].any()
     assert compose_cat(branches[2], branches[2]).bias is None
@@ -152,12 +175,12 @@ def test_the_documents_module_follows_from_the_general_rules(stride: int):
     module = SubtractedConv(4, 6, 3, stride, dtype=torch.float64)
     p, d, low = module.point_wise, module.depth_wise, module.low_pass
     upper = compose_sum(nn.Sequential(p, d), p, coefficients=(1, -1))
-    same(compose_cat(upper, nn.Sequential(p, low)), module)
+    assert_same(compose_cat(upper, nn.Sequential(p, low)), module)
     torch.testing.assert_close(
         compose_cat(upper, nn.Sequential(p, low)).weight, module.to_conv().weight
     )
     last = conv(6, 2, 1)
-    same(compose(module, last), nn.Sequential(module, last))
+    assert_same(compose(module, last), nn.Sequential(module, last))
 
 
 def test_the_result_has_the_first_parts_dtype_and_trainability():
@@ -189,6 +212,21 @@ def test_the_result_has_the_first_parts_dtype_and_trainability():
             "branch 0.*'reflect'.*zeros around every",
         ),
         (lambda: compose(conv(4, 6, 2, padding="same"), conv(6, 2, 1)), "part 0.* pads one side"),
+        (lambda: compose(Residual(conv(4, 4, 1)), conv(4, 2, 1)), "part 0 is Residual"),
+        (
+            lambda: compose(conv(4, 6, 1), hooked(conv(6, 2, 1))),
+            r"part 1 .Conv2d. has forward hooks",
+        ),
+        (
+            lambda: compose(nn.Conv2d(4, 6, 1, dtype=torch.complex64), conv(6, 2, 1)),
+            "part 0.*complex weights",
+        ),
+        (lambda: compose(conv(4, 6, 1), conv(6, 2, 1, device="meta")), "part 0.*on cpu.*on meta"),
+        (lambda: compose_sum(conv(4, 6, 1), conv(4, 6, 1, device="meta")), "branch 1.*on meta"),
+        (
+            lambda: compose(*(conv(4, 4, 1, device="meta"), conv(4, 4, 3, 1, 1, device="meta"))),
+            "would give its bias",
+        ),
     ],
 )
 def test_bad_input_names_the_part(call: object, message: str):

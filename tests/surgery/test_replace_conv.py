@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import tresnet
 from tresnet.errors import InputError
 from tresnet.layers.subtracted_conv import SubtractedConv
 from tresnet.surgery.fuse import fuse
@@ -71,6 +72,14 @@ def test_shapes_stay_and_unsuitable_ones_are_left_alone():
     assert model(x).shape == shape
 
 
+@pytest.mark.parametrize("mode", ["branches", "composed", "recompute"])
+def test_the_memory_of_every_mode_can_be_predicted(mode: str):
+    model = nn.Sequential(small(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    replace_conv(model, which="all", mode=mode)
+    prediction = tresnet.memory.predict(model, batch_size=2, input_size=16)
+    assert prediction.end_allocated_bytes > 0
+
+
 def test_a_function_may_choose():
     model = small()
     assert replace_conv(model, which=lambda name, conv: conv.stride == (2, 2)) == ["0"]
@@ -95,6 +104,28 @@ def test_a_shared_convolution_is_fused_once():
     assert type(model[0]) is nn.Conv2d
 
 
+def test_a_shared_convolution_is_swapped_once_in_all_its_places():
+    conv = nn.Conv2d(4, 4, 3, padding=1, bias=False)
+    model = nn.Sequential(conv, nn.ReLU(), nn.Sequential(conv))
+    assert replace_conv(model, which="all") == ["0", "2.0"]
+    assert model[0] is model[2][0]
+
+
+def test_what_was_swapped_before_is_left_alone():
+    model = small()
+    replace_conv(model, which="spatial")
+    before = [module for module in model.modules() if isinstance(module, SubtractedConv)]
+    model[3].append(nn.Conv2d(4, 4, 1, bias=False))
+    assert replace_conv(model, which="all") == ["3.2"]
+    assert all(type(module.point_wise) is nn.Conv2d for module in before)
+    assert model(torch.randn(2, 3, 9, 11)).shape == (2, 4, 5, 6)
+
+
+def test_a_1x1_needs_no_padding_whatever_it_is_called():
+    model = nn.Sequential(nn.Conv2d(4, 4, 1, padding="valid", bias=False))
+    assert replace_conv(model, which="all") == ["0"]
+
+
 def test_a_lone_module_is_returned_as_a_convolution():
     assert type(fuse(SubtractedConv(3, 4, 3))) is nn.Conv2d
 
@@ -108,6 +139,8 @@ def test_a_lone_module_is_returned_as_a_convolution():
         (nn.Sequential(nn.Conv2d(3, 5, 1, bias=False)), {}, "channels is odd"),
         (nn.Sequential(nn.Conv2d(4, 4, 1, groups=2, bias=False)), {}, "it has groups"),
         (nn.Sequential(nn.Conv2d(3, 9 * 8, 1, bias=False)), {}, "none of the others"),
+        (nn.Conv2d(4, 4, 1, bias=False), {"which": "all"}, "a lone Conv2d: wrap it"),
+        (nn.Sequential(nn.LazyConv2d(4, 1, bias=False)), {}, "0: it is lazy and has never run"),
         (small(), {"which": "most"}, "smaller, spatial, all, or a function, got 'most'"),
         (small(), {"mode": "most"}, "branches, composed, recompute, got 'most'"),
     ],

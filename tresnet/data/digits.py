@@ -8,6 +8,7 @@ data name no writers, so both splits may hold digits of one hand.
 import hashlib
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -41,24 +42,40 @@ def write(root: str | Path) -> Path:
         _require_intact(target)
         return target
     images, labels = load()
-    make_folder(target.parent)
-    workspace = Path(tempfile.mkdtemp(prefix=".digits-", dir=target.parent))
-    try:
-        _write_pngs(workspace / "digits", images, labels)
-        if _digest(workspace / "digits") != DIGEST:
+
+    def fill(folder: Path) -> None:
+        _write_pngs(folder, images, labels)
+        if _digest(folder) != DIGEST:
             raise DataError(
                 f"expected the {IMAGES} digits of scikit-learn 1.5 or later, but the installed "
                 "version ships other data: pip install 'tresnet[demo]'"
             )
+
+    place(target, fill, _require_intact)
+    return target
+
+
+def place(target: Path, fill: Callable[[Path], None], check: Callable[[Path], None]) -> None:
+    """Let a folder appear whole or not at all: written beside its place, then renamed.
+
+    Args:
+        target: its place.
+        fill: writes the folder it is given, which is not there yet.
+        check: raises DataError unless the folder it is given is as `fill` writes it; called if
+            another process was first.
+    """
+    _make_folder(target.parent)
+    workspace = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        fill(workspace / target.name)
         try:
-            (workspace / "digits").rename(target)
+            (workspace / target.name).rename(target)
         except OSError:
             if not target.exists():
                 raise
-            _require_intact(target)  # another process was first
+            check(target)
     finally:
         shutil.rmtree(workspace, ignore_errors=True)
-    return target
 
 
 def split_of(labels: np.ndarray) -> np.ndarray:
@@ -142,7 +159,7 @@ def _digest(folder: Path) -> str | None:
     return digest.hexdigest()
 
 
-def make_folder(path: Path) -> None:
+def _make_folder(path: Path) -> None:
     """Create a folder and those above it.
 
     Raises:

@@ -7,8 +7,6 @@ Python's `random()`, whose values are the same on any machine and version.
 
 import hashlib
 import random
-import shutil
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -42,19 +40,12 @@ def write(root: str | Path) -> Path:
         _require_intact(target)
         return target
     images, labels = digits.load()
-    digits.make_folder(target.parent)
-    workspace = Path(tempfile.mkdtemp(prefix=f".{NAME}-", dir=target.parent))
-    try:
-        _write_splits(workspace / NAME, digits.to_uint8(images), labels)
-        _require_intact(workspace / NAME)
-        try:
-            (workspace / NAME).rename(target)
-        except OSError:
-            if not target.exists():
-                raise
-            _require_intact(target)  # another process was first
-    finally:
-        shutil.rmtree(workspace, ignore_errors=True)
+
+    def fill(folder: Path) -> None:
+        _write_splits(folder, digits.to_uint8(images), labels)
+        _require_intact(folder)
+
+    digits.place(target, fill, _require_intact)
     return target
 
 

@@ -139,19 +139,22 @@ def check_same_classes(train: HasClasses, val: HasClasses) -> None:
     Raises:
         DataError: names the classes that are in one split only.
     """
-    only_train = sorted(set(train.classes) - set(val.classes))
-    only_val = sorted(set(val.classes) - set(train.classes))
-    if not only_train and not only_val:
-        return
-    parts = [
-        f"only in {split}: {_shorten(names)}"
+    differing = only_in_one(train, val)
+    if differing:
+        raise DataError(
+            f"expected the same class folders in train and val, but found {differing}. Add the "
+            "missing folders or delete the others: labels number the folders in order"
+        )
+
+
+def only_in_one(train: HasClasses, val: HasClasses) -> str:
+    """Name the classes that are in one split only, for a message; nothing if there are none."""
+    only_train = set(train.classes) - set(val.classes)
+    only_val = set(val.classes) - set(train.classes)
+    return "; ".join(
+        f"only in {split}: {_shorten(sorted(names))}"
         for split, names in (("train", only_train), ("val", only_val))
         if names
-    ]
-    raise DataError(
-        "expected the same class folders in train and val, but found "
-        + "; ".join(parts)
-        + ". Add the missing folders or delete the others: labels number the folders in order"
     )
 
 

@@ -2,13 +2,14 @@
 
 import csv
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tresnet.data.folder import HasClasses, load_rgb
+from tresnet.data.folder import HasClasses, load_rgb, only_in_one
 from tresnet.errors import DataError
 
 if TYPE_CHECKING:
@@ -106,6 +107,9 @@ def open_multilabel(
     if not listing:
         raise DataError(f"expected images in {source}, but it lists none")
     classes = _named_classes(root / CLASSES_FILE, classes, listing, source)
+    absolute = next((path for path, _ in listing if Path(path).is_absolute()), None)
+    if absolute is not None:
+        raise DataError(f"{source}: expected paths below {folder}, got {absolute}")
     samples = [(str(folder / path), labels) for path, labels in listing]
     _check_files([path for path, _ in samples], source)
     return MultiLabelDataset(split, classes, samples, transform, skip_bad_images)
@@ -115,8 +119,14 @@ def check_same_order(train: HasClasses, val: HasClasses) -> None:
     """Require the same classes in the same order in both splits, so that labels mean the same.
 
     Raises:
-        DataError: the order differs.
+        DataError: classes are in one split only, or the order differs.
     """
+    differing = only_in_one(train, val)
+    if differing:
+        raise DataError(
+            f"expected the same classes in train and val, but found {differing}: list all of them "
+            f"in {CLASSES_FILE}"
+        )
     if train.classes != val.classes:
         raise DataError(
             f"expected the same classes in the same order in train and val, got "
@@ -151,26 +161,34 @@ def read_csv(path: Path) -> tuple[list[str], Listing]:
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            header, *rows = list(csv.reader(file)) or [[]]
+            reader = csv.reader(file, strict=True)
+            rows = [(reader.line_num, row) for row in reader if row]  # blank lines are none
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"cannot read the labels in {path}: {error}") from error
-    if len(header) < 2:
+    columns = _columns(rows[0][1] if rows else [], path)
+    named = columns == ["labels"]
+    listing: Listing = []
+    for line, row in rows[1:]:
+        if len(row) != len(columns) + 1:
+            raise DataError(f"{path}:{line}: expected {len(columns) + 1} cells, got {len(row)}")
+        labels = _names(row[1]) if named else _marked(columns, row[1:], path, line)
+        listing.append((row[0], labels))
+    found = sorted({name for _, labels in listing for name in labels})
+    return (found if named else columns), listing
+
+
+def _columns(header: list[str], path: Path) -> list[str]:
+    """Return the names in the header line after the first, which is that of the images."""
+    names = [name.strip() for name in header]
+    if len(names) < 2 or not all(names[1:]):
         raise DataError(
             f"{path}: expected a header line 'image,labels' or 'image,CLASS,CLASS,...', got "
             f"{','.join(header)!r}"
         )
-    twice = sorted({name for name in header if header.count(name) > 1})
+    twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise DataError(f"{path}: expected every column once, got {', '.join(twice)} twice")
-    named = header[1:] == ["labels"]
-    listing: Listing = []
-    for line, row in enumerate(rows, start=2):
-        if len(row) != len(header):
-            raise DataError(f"{path}:{line}: expected {len(header)} cells, got {len(row)}")
-        labels = _names(row[1]) if named else _marked(header[1:], row[1:], path, line)
-        listing.append((row[0], labels))
-    found = sorted({name for _, labels in listing for name in labels})
-    return (found if named else header[1:]), listing
+    return names[1:]
 
 
 def _names(cell: str) -> set[str]:
@@ -180,7 +198,10 @@ def _names(cell: str) -> set[str]:
 def _marked(classes: list[str], cells: list[str], path: Path, line: int) -> set[str]:
     odd = next((cell for cell in cells if cell.strip() not in ("0", "1")), None)
     if odd is not None:
-        raise DataError(f"{path}:{line}: expected 0 or 1 for each class, got {odd!r}")
+        raise DataError(
+            f"{path}:{line}: expected 0 or 1 for each class, got {odd!r}: names of classes go into "
+            "one column, 'labels' in the header"
+        )
     return {name for name, cell in zip(classes, cells, strict=True) if cell.strip() == "1"}
 
 
@@ -194,17 +215,14 @@ def read_coco(path: Path) -> tuple[list[str], Listing]:
         DataError: the file is not in that format; names what is missing.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        names = {entry["id"]: entry["name"] for entry in content["categories"]}
-        images = {entry["id"]: entry["file_name"] for entry in content["images"]}
-        pairs = [(entry["image_id"], entry["category_id"]) for entry in content["annotations"]]
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise DataError(f"cannot read the labels in {path}: {error}") from error
-    except (KeyError, TypeError) as error:
-        raise DataError(
-            f"{path}: expected lists of images (id, file_name), categories (id, name) and "
-            f"annotations (image_id, category_id), but {error} is missing or of another kind"
-        ) from error
+    names = _by_id(
+        _entries(content, "categories", {"id": _ID, "name": str}, path), "category", path
+    )
+    images = _by_id(_entries(content, "images", {"id": _ID, "file_name": str}, path), "image", path)
+    pairs = _entries(content, "annotations", {"image_id": _ID, "category_id": _ID}, path)
     labels: dict[Any, set[str]] = {image: set() for image in images}
     for image, category in pairs:
         if image not in images or category not in names:
@@ -213,16 +231,54 @@ def read_coco(path: Path) -> tuple[list[str], Listing]:
                 "not both listed"
             )
         labels[image].add(names[category])
+    if len({type(key) for key in names}) > 1:
+        raise DataError(f"{path}: expected numbers or texts as ids of categories, got both")
     ordered = [names[key] for key in sorted(names)]
     if len(set(ordered)) < len(ordered):
         raise DataError(f"{path}: expected different names for the categories, got {ordered}")
     return ordered, [(images[key], labels[key]) for key in images]
 
 
+_ID = (int, str)
+
+
+def _entries(content: Any, key: str, kinds: dict[str, Any], path: Path) -> list[tuple[Any, Any]]:
+    """Return two values of each entry of a list in a JSON file."""
+    entries = content.get(key) if isinstance(content, dict) else None
+    if not isinstance(entries, list):
+        raise DataError(
+            f"{path}: expected lists of images (id, file_name), categories (id, name) and "
+            f"annotations (image_id, category_id), but {key!r} is missing or no list"
+        )
+    pairs = []
+    for number, entry in enumerate(entries):
+        values = [entry.get(name) if isinstance(entry, dict) else None for name in kinds]
+        for (name, kind), value in zip(kinds.items(), values, strict=True):
+            if not isinstance(value, kind):
+                expected = "a text" if kind is str else "a number or a text"
+                raise DataError(
+                    f"{path}: expected {expected} as {name} in {key}[{number}], got {value!r}"
+                )
+        pairs.append((values[0], values[1]))
+    return pairs
+
+
+def _by_id(pairs: Sequence[tuple[Any, str]], what: str, path: Path) -> dict[Any, str]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise DataError(f"{path}: expected every id once, got {what} {twice!r} twice")
+    return found
+
+
 def _named_classes(path: Path, classes: list[str], listing: Listing, source: Path) -> list[str]:
     """Return the classes of classes.txt if there is one."""
     if path.is_file():
-        classes = [name for line in path.read_text("utf-8").splitlines() if (name := line.strip())]
+        try:
+            lines = path.read_text("utf-8-sig").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"cannot read the classes in {path}: {error}") from error
+        classes = [name for line in lines if (name := line.strip())]
         unknown = sorted({name for _, labels in listing for name in labels} - set(classes))
         if unknown:
             raise DataError(

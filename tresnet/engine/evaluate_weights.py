@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from tresnet.checkpoints.create import create
 from tresnet.checkpoints.manifest import describe
 from tresnet.checkpoints.save import atomic_write
 from tresnet.data import ImageDataset, create_loader, eval_transform, open_folder
-from tresnet.data.multilabel import MultiLabelDataset, open_multilabel
+from tresnet.data.multilabel import CLASSES_FILE, MultiLabelDataset, open_multilabel
 from tresnet.engine import distributed, fields, images
 from tresnet.engine.config import ComputeConfig, LabelConfig
 from tresnet.engine.console import Console
@@ -98,7 +99,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
         info = describe(config.weights)
         model = create(config.model, weights=config.weights, norm=config.norm, jit=config.jit)
         _check_finite(model, config.weights)
-        mapping = class_map(info.classes, _outputs(model), dataset.classes)
+        mapping = _class_map(info.classes, _outputs(model), dataset)
         console = Console(processes.is_main, config.progress)
         metrics = _measure(config, model, dataset, mapping, processes, console)
         used = memory.snapshot()
@@ -116,6 +117,8 @@ def _resolve(config: EvalConfig) -> EvalConfig:
         value = getattr(config, name)
         if value is not None and value < 1:
             raise ConfigError(f"{fields.option(name)}: expected at least 1, got {value}")
+    if not 0 <= config.threshold <= 1:
+        raise ConfigError(f"--threshold: expected 0 to 1, got {config.threshold}")
     if config.workers < 0:
         raise ConfigError(f"--workers: expected 0 or more, got {config.workers}")
     if config.output is not None and config.output.exists() and not config.overwrite:
@@ -144,6 +147,20 @@ def _open(config: EvalConfig, folder: Path) -> ImageDataset | MultiLabelDataset:
     )
     opened = open_multilabel if config.labels == "multi" else open_folder
     return opened(folder, config.split, eval_transform(transform), config.skip_bad_images)
+
+
+def _class_map(
+    trained: Sequence[str] | None, outputs: int, dataset: ImageDataset | MultiLabelDataset
+) -> list[int] | None:
+    try:
+        return class_map(trained, outputs, dataset.classes)
+    except ConfigError as error:
+        if isinstance(dataset, MultiLabelDataset):
+            raise ConfigError(
+                f"{error}. Where labels are names, a class that no image has is known from "
+                f"{CLASSES_FILE} alone: list all classes there"
+            ) from error
+        raise
 
 
 def _outputs(model: nn.Module) -> int:

@@ -87,11 +87,13 @@ def open_images(config: TrainConfig, processes: Processes) -> Images:
     folder = locate(data.data, data.data_root, processes)
     changes = augmentation(config.augment, data.input_size, data.interpolation)
     test = testing(data.input_size, data.crop_mode, data.crop_pct, data.interpolation)
-    opened = open_multilabel if config.labels.multi else open_folder
+    multi = config.labels.multi
+    opened, check = (
+        (open_multilabel, check_same_order) if multi else (open_folder, check_same_classes)
+    )
     train = opened(folder, "train", train_transform(changes), data.skip_bad_images)
     val = opened(folder, "val", eval_transform(test), data.skip_bad_images)
-    check_same_classes(train, val)
-    check_same_order(train, val)
+    check(train, val)
     shared = {
         "workers": data.workers,
         "seed": config.run.seed,

@@ -46,6 +46,8 @@ class GroupedConv2d(nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """(N, in, H, W) to (N, out, H', W')."""
+        if torch.jit.is_scripting():
+            return self._conv_forward(input, self.weight, self.bias)
         if self.impl == "matmul":
             return self._product(input)
         if self.impl == "loop":
@@ -58,7 +60,7 @@ class GroupedConv2d(nn.Conv2d):
             n, self.groups, -1, h * w
         )
         y = y.reshape(n, -1, h, w)
-        return y if self.bias is None else y + self.bias[:, None, None]
+        return y if self.bias is None else y + self.bias[:, None, None].to(y.dtype)
 
     def _one_by_one(self, x: Tensor) -> Tensor:
         biases = [None] * self.groups if self.bias is None else self.bias.chunk(self.groups)

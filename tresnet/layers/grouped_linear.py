@@ -6,6 +6,7 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from tresnet.errors import InputError
 
@@ -69,6 +70,8 @@ class GroupedLinear(nn.Module):
         Raises:
             InputError: the input has other groups or features.
         """
+        if torch.jit.is_scripting():
+            return self._one_by_one(x)
         groups, features = self.groups, self.in_features
         if tuple(x.shape[1:]) not in ((groups * features,), (groups, features)):
             raise InputError(
@@ -76,7 +79,7 @@ class GroupedLinear(nn.Module):
                 f"{tuple(x.shape)}"
             )
         longest = max(self.out_features)
-        x = x.reshape(len(x), groups, features)
+        x = x.reshape(x.shape[0], groups, features)
         if min(self.out_features) == longest:
             weight = self.weight.view(groups, longest, features)
             y = torch.einsum("ngc,goc->ngo", x, weight).flatten(1)
@@ -85,7 +88,18 @@ class GroupedLinear(nn.Module):
             weight = nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
             y = torch.einsum("ngc,goc->ngo", x, weight)
             y = torch.cat([y[:, g, :count] for g, count in enumerate(self.out_features)], dim=1)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def _one_by_one(self, x: Tensor) -> Tensor:
+        """What TorchScript can compile."""
+        x = x.reshape(x.shape[0], -1, self.in_features)
+        outputs: list[Tensor] = []
+        begin = 0
+        for group, count in enumerate(self.out_features):
+            outputs.append(functional.linear(x[:, group], self.weight[begin : begin + count]))
+            begin += count
+        y = torch.cat(outputs, dim=1)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def slices(self) -> list[slice]:
         """Return where each group's outputs lie."""

@@ -19,6 +19,8 @@ class ParallelBottleneck(nn.Module):
     accumulates a pixel: 2 G C^2 / r + 9 G C^2 / r^2.
     """
 
+    __jit_unused_properties__ = ("last_norm",)
+
     def __init__(
         self,
         groups: int,
@@ -74,15 +76,20 @@ class ParallelBottleneck(nn.Module):
         Raises:
             InputError: the input has other channels.
         """
-        expected = self.channels if self.shared_input else self.groups * self.channels
-        if x.shape[1] != expected:
-            raise InputError(f"expected {expected} channels, got {x.shape[1]}")
+        if not torch.jit.is_scripting():
+            self._check(x)
         y = self.conv3(self.conv2(self.conv1(x)))
         if self.shared_input:  # broadcast rather than repeat: no G copies of x
-            y = (y.unflatten(1, (self.groups, self.channels)) + x.unsqueeze(1)).flatten(1, 2)
+            y = (y.unflatten(1, [self.groups, self.channels]) + x.unsqueeze(1)).flatten(1, 2)
         else:
             y = y + x
         return torch.relu_(y)
+
+    @torch.jit.unused
+    def _check(self, x: Tensor) -> None:
+        expected = self.channels if self.shared_input else self.groups * self.channels
+        if x.shape[1] != expected:
+            raise InputError(f"expected {expected} channels, got {x.shape[1]}")
 
     def extra_repr(self) -> str:
         """Return the settings for `repr`."""

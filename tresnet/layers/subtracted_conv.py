@@ -60,8 +60,10 @@ class SubtractedConv(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, in, H, W) to (N, out, ceil(H / stride), ceil(W / stride))."""
-        factors = (self.point_wise.weight, self.depth_wise.weight, self.low_pass.weight)
-        return op.subtracted_conv(x, *factors, self.stride, mode=self.mode)
+        point, depth, low = self.point_wise.weight, self.depth_wise.weight, self.low_pass.weight
+        if torch.jit.is_scripting():
+            return reference.composed(x, point, depth, low, self.stride)
+        return op.subtracted_conv(x, point, depth, low, self.stride, mode=self.mode)
 
     @torch.no_grad()
     def to_conv(self) -> nn.Conv2d:

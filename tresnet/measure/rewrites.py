@@ -171,10 +171,10 @@ def compare_branches(
 def _compare(
     builds: dict[str, Build], shape: tuple[int, int, int, int], settings: RewriteSettings
 ) -> list[RewriteRow]:
+    device = env.usable_device(settings.device)
     rows = [_counted(case, build, shape) for case, build in builds.items()]
     if not settings.rounds:
         return rows
-    device = env.usable_device(settings.device)
     models = {case: build().to(device) for case, build in builds.items()}
     x = torch.rand(shape, device=device)
     ways = pick_fastest(models[_PICKED], x, 2) if _PICKED in models else {}
@@ -193,10 +193,14 @@ def _compare(
 
 
 def _counted(case: str, build: Build, shape: tuple[int, int, int, int]) -> RewriteRow:
-    with without_computing():
-        model = build()
-        parameters, macs = count_parameters(model), count_macs(model, shape) // shape[0]
-    return RewriteRow(case, parameters, training_peak(build, shape) / 2**20, macs)
+    try:
+        with without_computing():
+            model = build()
+            parameters, macs = count_parameters(model), count_macs(model, shape) // shape[0]
+        peak_bytes = training_peak(build, shape)
+    except (RuntimeError, ValueError) as error:
+        raise InputError(f"{case} cannot train on an input of {shape}: {error}") from error
+    return RewriteRow(case, parameters, peak_bytes / 2**20, macs)
 
 
 def _time(models: Sequence[nn.Module], x: Tensor, settings: RewriteSettings) -> list[list[float]]:

@@ -29,7 +29,7 @@ class ModelConfig:
         head_channels: channels of each group of 'group_attention' (None: 512), or width of the
             decoder of 'ml_decoder' (None: 768).
         global_pool: pooling in front of the linear head.
-        drop_rate: dropout in front of the classifier.
+        drop_rate: dropout in front of the classifier; 'ml_decoder' has its own.
         drop_path_rate: stochastic depth of the last block, rising linearly from 0 at the first.
         stem_slope: negative slope of the stem's leaky ReLU.
         block_slope: negative slope of the blocks' leaky ReLUs.
@@ -66,6 +66,8 @@ class ModelConfig:
         for name in ("block_size", "in_chans"):
             if getattr(self, name) < 1:
                 raise InputError(f"expected {name} of at least 1, got {getattr(self, name)}")
+        if self.num_classes < 0:
+            raise InputError(f"expected num_classes of 0 or more, got {self.num_classes}")
         for name in ("drop_rate", "drop_path_rate"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(f"expected {name} in [0, 1), got {getattr(self, name)}")
@@ -80,8 +82,20 @@ class ModelConfig:
             )
         if self.head_channels is not None and self.head_channels < 1:
             raise InputError(f"expected head_channels of at least 1, got {self.head_channels}")
-        if self.head == "group_attention" and self.num_classes:
+        if self.head == "linear" or not self.num_classes:
+            return
+        if self.global_pool != "avg":
+            raise InputError(
+                f"head={self.head!r} has a pool of its own: expected global_pool='avg' (the "
+                f"default), got {self.global_pool!r}"
+            )
+        if self.head == "group_attention":
             check_class_groups(self.head_groups, self.num_classes)
+        elif self.drop_rate:
+            raise InputError(
+                f"head='ml_decoder' has dropout of its own: expected drop_rate=0, got "
+                f"{self.drop_rate}"
+            )
 
     @property
     def planes(self) -> int:

@@ -139,11 +139,15 @@ class GroupAttentionHead(nn.Module):
 
     def forward(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """(N, C, H, W) to (N, num_classes), or to (N, groups * channels) if `pre_logits`."""
-        eager = not (torch.compiler.is_compiling() or torch.jit.is_tracing())
-        with recompute.scope(eager and self.norm == "abn" and torch.is_grad_enabled()):
-            x = self.attention(self.reduce(x))
+        x = self.attention(self.reduce(x)) if torch.jit.is_scripting() else self._attend(x)
         x = self.drop(self.global_pool(x))
         return x if pre_logits else self.fc(x)
+
+    @torch.jit.unused
+    def _attend(self, x: Tensor) -> Tensor:
+        eager = not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+        with recompute.scope(eager and self.norm == "abn" and torch.is_grad_enabled()):
+            return self.attention(self.reduce(x))
 
 
 class _DecoderLayers(nn.Module):
@@ -258,7 +262,7 @@ def class_groups(
         if groups:
             raise InputError(f"head_groups={groups} needs head='group_attention', got {kind!r}")
         return ()
-    if num_classes == 0:
+    if num_classes <= 0:  # below 0 is refused with the rest of the configuration
         return ()
     if groups is None or isinstance(groups, int):
         count = min(DEFAULT_GROUPS, num_classes) if groups is None else groups
@@ -278,9 +282,9 @@ def check_class_groups(counts: Sequence[int], num_classes: int) -> None:
     """Check that the classes of the groups add up to all.
 
     Raises:
-        InputError: they do not, or a group has none.
+        InputError: they do not, or a group has none or part of one.
     """
-    if any(count < 1 for count in counts):
+    if not all(isinstance(count, int) and count >= 1 for count in counts):
         raise InputError(f"expected at least one class in each group, got head_groups={counts}")
     if sum(counts) != num_classes:
         raise InputError(

@@ -307,7 +307,9 @@ class TResNet(nn.Module):
         config = self.config
         if global_pool is not None and num_classes and config.head != "linear":
             raise InputError(f"head {config.head!r} has a pool of its own, got {global_pool!r}")
-        if head_groups is None and config.head_groups and num_classes:
+        if num_classes and config.head != "linear":
+            global_pool = "avg"  # also where there was no pool, between two classifiers
+        if head_groups is None and config.head_groups and num_classes > 0:
             head_groups = min(len(config.head_groups), num_classes)
         config = replace(
             config,

@@ -1,10 +1,12 @@
 """Linear convolutions after or beside one another as one, where that is exact."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from tresnet.errors import InputError
+from tresnet.layers.grouped_conv import GroupedConv2d
 from tresnet.layers.subtracted_conv import SubtractedConv
 from tresnet.surgery import linear_conv
 from tresnet.surgery.linear_conv import LinearConv
@@ -101,19 +103,25 @@ def _parallel(branches: Sequence[nn.Module]) -> list[LinearConv]:
     ]
 
 
-def _chain(module: nn.Module, name: str) -> list[LinearConv]:
+def _chain(module: Any, name: str) -> list[LinearConv]:
     """Return the convolutions of a part in order; none for an identity."""
+    if isinstance(module, nn.Module) and (module._forward_hooks or module._forward_pre_hooks):
+        raise InputError(
+            f"{name} ({type(module).__name__}) has forward hooks, which may change what it "
+            "computes: remove them first"
+        )
     if isinstance(module, nn.Identity):
         return []
-    if isinstance(module, nn.Sequential):
+    if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+        # not named_children, which names a convolution that comes twice once only
         return [
             conv
-            for child_name, child in module.named_children()
+            for child_name, child in module._modules.items()
             for conv in _chain(child, f"{name}.{child_name}")
         ]
     if isinstance(module, SubtractedConv):
         module = module.to_conv()
-    if type(module) is not nn.Conv2d:
+    if not isinstance(module, nn.Conv2d) or type(module) not in (nn.Conv2d, GroupedConv2d):
         raise InputError(
             f"expected linear convolutions (nn.Conv2d, SubtractedConv or nn.Sequential of them), "
             f"but {name} is {type(module).__name__}"

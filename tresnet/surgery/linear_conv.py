@@ -83,8 +83,11 @@ def from_module(conv: nn.Conv2d, name: str) -> LinearConv:
     """Read a module.
 
     Raises:
-        InputError: padding='same' of an even kernel, which is not the same on both sides.
+        InputError: padding='same' of an even kernel, which is not the same on both sides, or complex
+            weights.
     """
+    if conv.weight.is_complex():
+        raise InputError(f"{name} has complex weights: expected real ones, got {conv.weight.dtype}")
     kernel, dilation = cast(Pair, conv.kernel_size), cast(Pair, conv.dilation)
     return LinearConv(
         name,
@@ -177,7 +180,16 @@ def after(first: LinearConv, second: LinearConv) -> LinearConv:
     )
 
 
+def _check_device(first: LinearConv, second: LinearConv) -> None:
+    if first.weight.device != second.weight.device:
+        raise InputError(
+            f"{first.name} is on {first.weight.device}, {second.name} on {second.weight.device}: "
+            "expected all on one device"
+        )
+
+
 def _check_meeting(first: LinearConv, second: LinearConv) -> None:
+    _check_device(first, second)
     if first.out_channels != second.in_channels:
         raise InputError(
             f"{first.name} gives {first.out_channels} channels, but {second.name} takes "
@@ -198,7 +210,7 @@ def _check_border(first: LinearConv, second: LinearConv) -> None:
                 f"{both}, and {conv.name} has padding_mode={conv.padding_mode!r}: only zeros around "
                 "both compose exactly"
             )
-    if first.bias is not None and bool(first.bias.any()):
+    if first.bias is not None and (first.bias.is_meta or bool(first.bias.any())):
         raise InputError(
             f"{both}, where {first.name} on its own would give its bias: not exact at the border. "
             "Remove that bias, or the padding of the second"
@@ -256,10 +268,12 @@ def aligned(convs: Sequence[LinearConv]) -> list[LinearConv]:
     """Return convolutions of one input on one kernel grid: equal size, padding and dilation.
 
     Raises:
-        InputError: they take other channels or strides, or their outputs differ in size.
+        InputError: they take other channels or strides, their outputs differ in size, or they are
+            on different devices.
     """
     first = convs[0]
     for conv in convs[1:]:
+        _check_device(first, conv)
         for what in ("in_channels", "stride", "growth"):
             mine, other = getattr(first, what), getattr(conv, what)
             if mine != other:

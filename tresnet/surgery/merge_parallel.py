@@ -1,12 +1,14 @@
 """Branches of equal structure as one module whose convolutions and norms run in groups."""
 
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 
 from torch import fx, nn
 
 from tresnet.errors import InputError
 from tresnet.surgery import merge_calls
-from tresnet.surgery.merge_rules import State, is_leaf, merge_leaf, signature
+from tresnet.surgery.merge_checks import check_equal, find_leaves
+from tresnet.surgery.merge_rules import State, is_leaf, merge_leaf
 from tresnet.surgery.parallel import ParallelBranches
 
 
@@ -17,7 +19,9 @@ def merge_parallel(branches: Iterable[nn.Module], *, shared_input: bool = True) 
     and in training mode; `split` gives the branches back. Branches may consist of convolutions,
     batch norms (plain or with activation), linear layers (which may differ in their number of
     outputs), pools, activations, squeeze and excite, `nn.Sequential` and blocks of ours or others
-    that add, subtract or multiply intermediate results. Dropout drops as often, but other values.
+    (torchvision's, timm's) that add, subtract, multiply or divide intermediate results. Dropout and
+    drop path drop as often, but other values. Of numbers of batches that differ between branches,
+    the first is kept.
 
     Args:
         branches: G modules of equal structure, each of one tensor argument.
@@ -30,9 +34,14 @@ def merge_parallel(branches: Iterable[nn.Module], *, shared_input: bool = True) 
     Raises:
         InputError: the branches differ in structure, or hold something that has no rule; names it.
     """
+    if not isinstance(branches, Iterable):
+        raise InputError(f"expected a list of branches to merge, got {type(branches).__name__}")
     modules = list(branches)
     if not modules:
         raise InputError("expected at least one branch to merge, got none")
+    for index, module in enumerate(modules):
+        if not isinstance(module, nn.Module):
+            raise InputError(f"expected modules to merge, but branch {index} is {module!r}")
     if any(is_leaf(module) for module in modules):
         chains = [_wrapped(module) for module in modules]
         merged = ParallelBranches(_build(chains, shared_input), chains, shared_input)
@@ -49,7 +58,7 @@ def _wrapped(leaf: nn.Module) -> nn.Sequential:
 
 def _build(modules: Sequence[nn.Module], shared_input: bool) -> fx.GraphModule:
     graphs = [_trace(module, index) for index, module in enumerate(modules)]
-    _check_equal(modules, graphs)
+    check_equal(modules, graphs)
     return _Merger(modules, graphs[0], shared_input).run()
 
 
@@ -60,73 +69,31 @@ class _Tracer(fx.Tracer):
 
 
 def _trace(module: nn.Module, index: int) -> fx.Graph:
+    """Return the steps of a branch, which must be the same in training and in evaluation."""
+    what = f"branch {index} ({type(module).__name__})"
+    training = {inner: inner.training for inner in module.modules()}
+    graphs = []
     try:
-        return _Tracer().trace(module)
+        for mode in (True, False):
+            for inner in training:  # not train(), which people override
+                inner.training = mode
+            graphs.append(_Tracer().trace(module))
     except Exception as error:  # whatever the branch's own code raises on symbolic values
         raise InputError(
-            f"branch {index} ({type(module).__name__}) cannot be traced: {error}. Expected a "
-            "forward whose steps do not depend on values or sizes"
+            f"{what} cannot be traced: {error}. Expected a forward whose steps do not depend on "
+            "values or sizes"
         ) from error
-
-
-def _check_equal(modules: Sequence[nn.Module], graphs: Sequence[fx.Graph]) -> None:
-    first = _leaves(modules[0])
-    for index, module in enumerate(modules[1:], start=1):
-        leaves = _leaves(module)
-        if list(leaves) != list(first):
-            odd = sorted(set(leaves) ^ set(first)) or list(leaves)
-            raise InputError(f"branch {index} has other layers than branch 0: {', '.join(odd[:5])}")
-        for name, leaf in leaves.items():
-            mine, other = signature(first[name]), signature(leaf)
-            if mine != other or type(leaf) is not type(first[name]):
-                raise InputError(
-                    f"{name} differs: {mine} in branch 0, {other} in branch {index}; expected "
-                    "branches of equal structure"
-                )
-            _check_flags(name, first[name], leaf, index)
-        if str(graphs[index]) != str(graphs[0]):
+    finally:
+        for inner, was in training.items():
+            inner.training = was
+    for steps in zip_longest(*(graph.nodes for graph in graphs)):
+        trained, evaluated = (None if step is None else step.format_node() for step in steps)
+        if trained != evaluated:
             raise InputError(
-                f"branch {index} connects its layers otherwise than branch 0: expected branches of "
-                "equal structure"
+                f"{what} takes other steps in training than in evaluation, from {steps[0]} and "
+                f"{steps[1]} on: expected layers that know the difference, such as nn.Dropout"
             )
-
-
-def _check_flags(name: str, first: nn.Module, leaf: nn.Module, index: int) -> None:
-    if first.training != leaf.training:
-        raise InputError(
-            f"{name} is in training mode in one of branch 0 and branch {index} only: call train() "
-            "or eval() on all branches"
-        )
-    for key, parameter in first.named_parameters():
-        other = leaf.get_parameter(key)
-        for what in ("requires_grad", "dtype", "device"):
-            if getattr(parameter, what) != getattr(other, what):
-                raise InputError(
-                    f"{name}.{key} differs in {what}: {getattr(parameter, what)} in branch 0, "
-                    f"{getattr(other, what)} in branch {index}"
-                )
-
-
-def _leaves(module: nn.Module) -> dict[str, nn.Module]:
-    leaves: dict[str, nn.Module] = {}
-
-    def collect(current: nn.Module, prefix: str) -> None:
-        tensors = (current.named_parameters, current.named_buffers)
-        own = [key for named in tensors for key, _ in named(recurse=False)]
-        if own:
-            raise InputError(
-                f"{prefix or 'the branch'} ({type(current).__name__}) holds {own[0]} itself: "
-                "expected parameters and buffers in layers alone"
-            )
-        for key, child in current.named_children():
-            name = f"{prefix}.{key}" if prefix else key
-            if is_leaf(child):
-                leaves[name] = child
-            else:
-                collect(child, name)
-
-    collect(module, "")
-    return leaves
+    return graphs[0]
 
 
 class _Merger:
@@ -164,7 +131,7 @@ class _Merger:
                     "buffers in layers alone"
                 )
             handlers[node.op](node)
-        for name, leaf in _leaves(self._modules[0]).items():
+        for name, leaf in find_leaves(self._modules[0]).items():
             if name not in self._root and any(True for _ in leaf.parameters()):
                 raise InputError(f"{name} has parameters but is never used: remove it first")
         self._graph.lint()
@@ -218,13 +185,14 @@ class _Merger:
         if merge_calls.is_size(node) or not tensors:
             self._put(node, self._copied(node), None)
             return
+        merge_calls.check_sizes(node, self._states)
         if merge_calls.is_binary(node):
             self._join(node, tensors)
             return
         if len(tensors) > 1:
             raise InputError(
-                f"the branches join several tensors in {node.name}: expected sums, differences or "
-                "products of two"
+                f"the branches join several tensors in {node.name}: expected sums, differences, "
+                "products or quotients of two"
             )
         state = self._state(tensors[0])
         merge_calls.check_unary(node, state)
@@ -235,21 +203,21 @@ class _Merger:
 
     def _join(self, node: fx.Node, tensors: list[fx.Node]) -> None:
         operation = merge_calls.binary(node)
-        states = {self._state(tensor) for tensor in tensors}
+        states = [self._state(tensor) for tensor in tensors]
         if node.kwargs:
             raise InputError(f"{node.name} has options {dict(node.kwargs)}: expected two operands")
-        if len(states) == 1:
+        if len(states) == 1 or states in (["shared"] * 2, ["ragged"] * 2):
             arguments = fx.map_arg(node.args, lambda old: self._nodes[old])
-            self._put(node, self._graph.call_function(operation, arguments), states.pop())  # pyright: ignore[reportArgumentType]
+            self._put(node, self._graph.call_function(operation, arguments), states[0])  # pyright: ignore[reportArgumentType]
             return
         if "ragged" in states:
             raise InputError(
                 f"{node.name} joins outputs of different numbers for each branch with others"
             )
-        a, b = (self._nodes[tensor] for tensor in tensors)
-        a_is_shared = self._state(tensors[0]) == "shared"
-        arguments = (operation.__name__, a, b, len(self._modules), a_is_shared)
-        joined = self._graph.call_function(merge_calls.join_shared, arguments)
+        operands = [self._nodes[tensor] for tensor in tensors]
+        shared = [state == "shared" for state in states]
+        arguments = (operation.__name__, *operands, len(self._modules), *shared)
+        joined = self._graph.call_function(merge_calls.join, arguments)
         self._put(node, joined, "grouped")
 
     def _output(self, node: fx.Node) -> None:

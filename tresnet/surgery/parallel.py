@@ -21,6 +21,8 @@ class ParallelBranches(nn.Module):
     after another along its first dimension.
     """
 
+    __jit_unused_properties__ = ("groups",)
+
     def __init__(
         self, merged: nn.Module, branches: Sequence[nn.Module], shared_input: bool
     ) -> None:

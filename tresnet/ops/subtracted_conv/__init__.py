@@ -42,7 +42,8 @@ def subtracted_conv(
         (N, 2 h, ceil(H / stride), ceil(W / stride)); under autocast in its dtype.
 
     Raises:
-        InputError: an unknown mode, or an input that is not (N, C, H, W).
+        InputError: an unknown mode, or an input that is not (N, C, H, W) or of another type than
+            the weights.
     """
     if mode not in MODES:
         raise InputError(f"expected mode out of {', '.join(MODES)}, got {mode!r}")
@@ -51,11 +52,13 @@ def subtracted_conv(
             f"subtracted_conv expected (N, {point.shape[1]}, H, W), got {tuple(x.shape)}"
         )
     plain = torch.compiler.is_compiling() or torch.jit.is_tracing() or not torch.is_grad_enabled()
+    if x.dtype != point.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise InputError(f"subtracted_conv expected {point.dtype} as its weights, got {x.dtype}")
     if mode == "branches" or (plain and mode == "recompute"):
         return reference.branches(x, point, depth, low, stride)
     if plain:
         return reference.composed(x, point, depth, low, stride)
-    if torch.is_autocast_enabled(x.device.type):
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:  # as convolutions do
         x = x.to(torch.get_autocast_dtype(x.device.type))
     function = Composed if mode == "composed" else Recomputed
     with torch.autocast(x.device.type, enabled=False):

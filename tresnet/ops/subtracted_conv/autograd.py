@@ -52,19 +52,32 @@ class Composed(torch.autograd.Function):
         """Return the gradients of the input and the three factors."""
         x, *factors = ctx.saved_tensors
         needed = any(ctx.needs_input_grad[1:4])
-        with torch.enable_grad():
-            leaves = [factor.detach().requires_grad_() for factor in factors]
-            weight = reference.compose(*leaves)
+        kernel = reference.compose(*factors).to(x.dtype)
         stride, padding, dilation = reference.geometry(factors[1].shape[-1], ctx.stride)
-        kernel = weight.detach().to(x.dtype)
         needs = (ctx.needs_input_grad[0], needed)
         grad_x, grad_weight = _gradients(
             grad, x, kernel, needs, stride=stride, padding=padding, dilation=dilation
         )
         if not needed:
             return grad_x, None, None, None, None
-        grads = torch.autograd.grad(weight, leaves, grad_weight.to(weight.dtype))
-        return grad_x, *grads, None
+        return grad_x, *_of_factors(grad_weight.to(factors[0].dtype), *factors), None
+
+
+def _of_factors(
+    grad: Tensor, point: Tensor, depth: Tensor, low: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of the factors from that of `reference.compose(point, depth, low)`.
+
+    Written out, because a backward within a backward cannot run on the fake tensors of
+    `tresnet.memory`.
+    """
+    upper, lower = grad.chunk(2)
+    p = point[:, :, 0, 0]
+    grad_depth = torch.einsum("miuv,mi->muv", upper, p)[:, None]
+    grad_low = torch.einsum("oiuv,mi->omuv", lower, p)
+    grad_point = torch.einsum("miuv,muv->mi", upper, reference.high_pass(depth)[:, 0])
+    grad_point += torch.einsum("oiuv,omuv->mi", lower, low)
+    return grad_point[..., None, None], grad_depth, grad_low
 
 
 class Recomputed(torch.autograd.Function):

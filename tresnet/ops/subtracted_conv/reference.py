@@ -31,12 +31,17 @@ def compose(point: Tensor, depth: Tensor, low: Tensor) -> Tensor:
     (D - 1) P and L P, where 1 is the kernel that is one in its centre: P mixes channels alone, so
     each tap of the product is the product of that tap with P.
     """
+    upper = high_pass(depth) * point
+    lower = torch.einsum("omuv,mi->oiuv", low, point[:, :, 0, 0])
+    return torch.cat((upper, lower), dim=0)
+
+
+def high_pass(depth: Tensor) -> Tensor:
+    """Return D - 1, (h, 1, k, k)."""
     centre = depth.shape[-1] // 2
     impulse = torch.zeros_like(depth[:1])
     impulse[..., centre, centre] = 1
-    upper = (depth - impulse) * point
-    lower = torch.einsum("omuv,mi->oiuv", low, point[:, :, 0, 0])
-    return torch.cat((upper, lower), dim=0)
+    return depth - impulse
 
 
 def geometry(kernel_size: int, stride: int) -> tuple[int, int, int]:
@@ -52,4 +57,5 @@ def geometry(kernel_size: int, stride: int) -> tuple[int, int, int]:
 def composed(x: Tensor, point: Tensor, depth: Tensor, low: Tensor, stride: int) -> Tensor:
     """Return what `branches` does, by one convolution."""
     weight = compose(point, depth, low)
-    return F.conv2d(x, weight, None, *geometry(depth.shape[-1], stride))
+    step, padding, dilation = geometry(depth.shape[-1], stride)
+    return F.conv2d(x, weight, None, step, padding, dilation)
