@@ -10,10 +10,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class _Births(TorchDispatchMode):
+class Births(TorchDispatchMode):
+    """Notes every storage made within it."""
+
     def __init__(self) -> None:
         super().__init__()
         self.seen: dict[int, tuple[StorageWeakRef, torch.Size, int]] = {}
+
+    def alive(self) -> int:
+        """Bytes of the 4-D storages made so far that are still alive."""
+        gc.collect()
+        return sum(
+            size for ref, shape, size in self.seen.values() if not ref.expired() and len(shape) == 4
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -33,7 +42,7 @@ def live_after(function: Callable[[], Any], ignore: Any) -> list[tuple[torch.Siz
         ignore: tensors (parameters, inputs) whose storages do not count.
     """
     known = {t.untyped_storage()._cdata for t in tree_leaves(list(ignore))}
-    with _Births() as births:
+    with Births() as births:
         result = function()
     gc.collect()
     alive = [

@@ -126,7 +126,10 @@ def test_a_fitting_configuration_passes():
         ({"recipe": "finetune"}, "--weights: the recipe finetune needs weights"),
         ({"mixup": 0.2, "batch_size": 3}, "--batch-size: mixup and cutmix pair images"),
         ({"mix_off_epochs": 301}, "--mix-off-epochs: expected at most the 300 epochs"),
-        ({"sync_bn": True}, "--sync-bn: only --norm batchnorm can be synchronised"),
+        (
+            {"sync_bn": True, "norm": "inplace_abn"},
+            "--sync-bn: only --norm abn and batchnorm can be synchronised",
+        ),
         (
             {"sync_bn": True, "norm": "batchnorm", "device": "cpu"},
             "--sync-bn: PyTorch synchronises batch norm on GPUs only",

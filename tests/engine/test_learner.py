@@ -140,7 +140,7 @@ def test_synchronised_norms_keep_names_values_and_function():
 
 def test_a_compiled_model_learns_the_same(tiny, monkeypatch):
     compiler = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda module: compiler(module, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", lambda module, **_: compiler(module, backend="aot_eager"))
     eager, compiled = (
         learner_of(tiny(**PLAIN, compile=compile), NormFree()) for compile in (False, True)
     )

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.live_storages import live_after
+from tests.live_storages import Births, live_after
 from tresnet.errors import InputError, MissingDependencyError
 from tresnet.models.zoo import build
 
@@ -324,3 +324,17 @@ def test_gpu_inplace_abn_refuses_bfloat16(images):
         InputError, match="no bfloat16 kernels for CUDA: use float16, or norm='abn'"
     ):
         model(images.cuda().to(torch.bfloat16))
+
+
+def test_checkpointing_holds_on_to_less_while_it_runs():
+    """Within forward, not only after it: offers of checkpointed blocks would keep their insides."""
+    alive = {}
+    for enable in (False, True):
+        model = make(layers=(2, 2, 2, 2))
+        model.set_grad_checkpointing(enable)
+        with Births() as births:
+            model.body.layer4[-1].register_forward_pre_hook(
+                lambda *_, births=births, enable=enable: alive.update({enable: births.alive()})
+            )
+            model(torch.rand(4, 3, 64, 64))
+    assert alive[True] < 0.6 * alive[False]

@@ -277,3 +277,19 @@ def test_operators_keep_their_promises():
     ]
     for operator, arguments in calls:
         torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_backward_inside_autocast_computes_in_float32():
+    parts = tensors((2, 16, 6, 5), CHAINS["se"], "nhwc")
+    expected = run(parts, CHAINS["se"], "triton")
+    with torch.autocast(DEVICE, torch.bfloat16):
+        ours = run(parts, CHAINS["se"], "triton")
+    for name, value in expected.items():
+        assert torch.equal(ours[name], value), name
+
+
+def test_an_empty_batch_takes_the_plain_path():
+    parts = tensors((2, 4, 6, 6), CHAINS["abn"], "nchw")
+    running = torch.zeros(4, device=DEVICE), torch.ones(4, device=DEVICE)
+    y = abn(parts["x"][:0], parts["weight"], parts["bias"], *running, training=False, impl="triton")
+    assert y.shape == (0, 4, 6, 6)

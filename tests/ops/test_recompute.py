@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tresnet.ops import recompute
+from tresnet.ops.blur_pool import blur_pool
 
 
 class Doubler:
@@ -150,3 +151,14 @@ def test_threads_do_not_share_a_scope(doubler, x):
         thread.join()
     gradient(results[0], x)
     assert doubler.rebuilt == 0
+
+
+def test_an_input_of_a_rebuilt_tensor_changed_in_place_is_an_error():
+    x = torch.randn(1, 2, 6, 6, requires_grad=True)
+    weight = torch.randn(3, 2, 3, 3, requires_grad=True)
+    with recompute.scope():
+        source = x * 2
+        y = F.conv2d(blur_pool(source), weight)
+    source.relu_()
+    with pytest.raises(RuntimeError, match="modified in place after the forward pass"):
+        y.sum().backward()

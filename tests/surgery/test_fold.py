@@ -125,7 +125,7 @@ def test_it_exports():
 
 
 def test_it_compiles_as_one_graph():
-    folded, x = fold(network(norm="batchnorm")), images()
+    folded, x = fold(network(norm="batchnorm")).double(), images(torch.double)
     compiled = torch.compile(folded, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), folded(x))
 

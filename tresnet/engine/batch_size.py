@@ -215,7 +215,7 @@ def _ways_out(config: TrainConfig, fitting: int | None) -> Iterator[str]:
         yield f"--batch-size {round_down(limit, pairs=pairs)}"
     if config.compute.amp == "off":
         yield "--amp bf16"
-    if config.model.norm != "abn" and not config.compute.sync_bn:
+    if config.model.norm != "abn":
         yield "--norm abn"
     if not config.model.grad_checkpointing:
         yield "--grad-checkpointing"

@@ -52,7 +52,7 @@ class Learner:
         self.schedule = optim.create_schedule(self.optimizer, config.schedule, updates)
         self.scaler = torch.GradScaler(self._device.type, enabled=config.compute.amp == "fp16")
         self._wrapped = _distribute(model, processes)
-        self._forward = compiled(self._wrapped, config.compute)
+        self._forward = compiled(self._wrapped, config.compute, training=True)
         self.tested = Predictor(self.averaged, config.compute, self._device)
 
     @property

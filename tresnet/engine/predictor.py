@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tresnet.engine.config import ComputeConfig
+from tresnet.models.compiled import compile_model
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -25,7 +26,7 @@ class Predictor:
         self._model = place(model, compute, device)
         self._compute = compute
         self._device = device
-        self._forward = compiled(self._model, compute)
+        self._forward = compiled(self._model, compute, training=False)
 
     def to_device(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """A batch on the device, in the configured layout."""
@@ -60,6 +61,8 @@ def memory_format(compute: ComputeConfig) -> torch.memory_format:
     return torch.channels_last if compute.channels_last else torch.contiguous_format
 
 
-def compiled(model: nn.Module, compute: ComputeConfig) -> Callable[[Tensor], Tensor]:
+def compiled(
+    model: nn.Module, compute: ComputeConfig, training: bool
+) -> Callable[[Tensor], Tensor]:
     """The model as a function, compiled if so configured."""
-    return torch.compile(model) if compute.compile else model
+    return compile_model(model, training=training) if compute.compile else model

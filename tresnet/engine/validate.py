@@ -134,7 +134,7 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
             f"--mix-off-epochs: expected at most the {config.schedule.epochs} epochs of --epochs,"
             f" got {augment.mix_off_epochs}"
         )
-    if compute.sync_bn and model.norm != "batchnorm":
-        yield f"--sync-bn: only --norm batchnorm can be synchronised, got --norm {model.norm}"
+    if compute.sync_bn and model.norm == "inplace_abn":
+        yield "--sync-bn: only --norm abn and batchnorm can be synchronised, got --norm inplace_abn"
     if compute.sync_bn and compute.device == "cpu":
         yield "--sync-bn: PyTorch synchronises batch norm on GPUs only, got --device cpu"

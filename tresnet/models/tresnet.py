@@ -204,8 +204,10 @@ class TResNet(nn.Module):
         if not (torch.compiler.is_exporting() or torch.jit.is_tracing()):
             self.check_input(x)
         eager = not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+        # A checkpointed block keeps its input alone: offers would hold on to more until the end.
+        offers = eager and self.config.norm == "abn" and not self.grad_checkpointing
         outputs = {}
-        with recompute.scope(eager and self.config.norm == "abn" and torch.is_grad_enabled()):
+        with recompute.scope(offers and torch.is_grad_enabled()):
             for index, stage in enumerate(list(self.body)[: max(wanted) + 1]):
                 if x.dtype == torch.uint8:
                     x = self._run_stem_on_bytes(stage, x)

@@ -2,6 +2,8 @@
 
 import functools
 import importlib.util
+import os
+import shutil
 
 import torch
 from torch import Tensor
@@ -24,11 +26,14 @@ def runs_kernels(x: Tensor, impl: str) -> bool:
     """Whether an operation runs its Triton kernels on `x`.
 
     "auto" takes them on a GPU that has them in eager mode; under `torch.compile`, export and tracing
-    the compiler fuses plain operators. "triton" takes them always; other names never.
+    the compiler fuses plain operators. "triton" takes them always; other names never, nor does an
+    empty batch.
 
     Raises:
         InputError: `impl` is "triton" and they cannot run; the message says why.
     """
+    if not torch.jit.is_tracing() and x.numel() == 0:
+        return False
     if impl == "auto":
         quiet = not (torch.compiler.is_compiling() or torch.jit.is_tracing())
         return quiet and x.is_cuda and _obstacle(x) is None
@@ -55,6 +60,8 @@ def _lacking(name: str) -> str | None:
         return "needs the triton package, which is not installed"
     if device.type != "cuda":
         return None if interpreted() else f"needs a tensor on a GPU, got one on {device}"
+    if torch.cuda.is_available() and not _has_compiler():
+        return "needs a C compiler for Triton's launcher (gcc or clang, or the variable CC)"
     if torch.version.hip is None and _capability(device.index or 0) < LEAST_CAPABILITY:
         return "needs a GPU of compute capability 8.0 or later"
     return None
@@ -63,6 +70,11 @@ def _lacking(name: str) -> str | None:
 @functools.cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _has_compiler() -> bool:
+    return bool(os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"))
 
 
 @functools.cache

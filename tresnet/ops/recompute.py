@@ -9,8 +9,8 @@ convolution. The idea is in-place ABN's (arXiv 1712.02616, section 3) with the r
 buffers exchanged: nothing is inverted, so any slope, any gamma (zero too) and any dtype give exactly
 the gradients of plain batch normalisation.
 
-Outside a scope, and inside activation checkpointing (whose own hooks come first), offers are ignored
-and autograd keeps what it always keeps.
+Outside a scope offers are ignored and autograd keeps what it always keeps. Activation checkpointing
+runs without one: its own hooks come first, and offers would hold on to what it lets go.
 """
 
 import atexit
@@ -152,5 +152,5 @@ def offer(y: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> None:
 
 
 def _constant(x: Tensor) -> Rebuild:
-    kept = x.detach()
-    return lambda: kept
+    kept = _Kept(x.detach(), x._version)
+    return lambda: _unpack(kept)

@@ -7,7 +7,8 @@ of a large GPU several times over.
 """
 
 import os
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +40,11 @@ class Plan(NamedTuple):
 def interpreted() -> bool:
     """Whether Triton was told to interpret its kernels, so that they run on a CPU."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def device_of(x: Tensor) -> AbstractContextManager[Any]:
+    """Make the device of `x` the current one: Triton launches on that, whatever its arguments."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def memory_format(x: Tensor) -> torch.memory_format:

@@ -131,32 +131,37 @@ class FusedABN(torch.autograd.Function):
         """Return the gradients; arXiv 1502.03167, section 3, with SE's in the same sums."""
         if grad is None:
             return (None,) * 17
-        settings: Settings = ctx.settings
-        x, weight, bias, stats, total, fc1, fc2, squeezed, hidden, gate, out, shortcut = (
-            ctx.saved_tensors
+        with autocast_off(grad.device.type):
+            return _backward(ctx, grad)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    settings: Settings = ctx.settings
+    x, weight, bias, stats, total, fc1, fc2, squeezed, hidden, gate, out, shortcut = (
+        ctx.saved_tensors
+    )
+    grad = tiles.dense(grad.to(x.dtype), x)
+    partial, masked = library.bn_grad_sums(
+        grad, x, out, shortcut, gate, stats, bias, settings.slope, settings.blur
+    )
+    spread, fc_grads = None, (None,) * 4
+    if gate is not None:
+        pixels = grad[0, 0].numel()
+        spread, fc_grads = _excite_backward(
+            partial, stats, bias, gate, squeezed, hidden, fc1, fc2, pixels
         )
-        grad = tiles.dense(grad.to(x.dtype), x)
-        partial, masked = library.bn_grad_sums(
-            grad, x, out, shortcut, gate, stats, bias, settings.slope, settings.blur
-        )
-        spread, fc_grads = None, (None,) * 4
-        if gate is not None:
-            pixels = grad[0, 0].numel()
-            spread, fc_grads = _excite_backward(
-                partial, stats, bias, gate, squeezed, hidden, fc1, fc2, pixels
-            )
-        count = x.numel() // x.shape[1]
-        merged = library.bn_merge_grad_sums(partial, gate, spread, stats, count, settings.training)
-        if total is not None:
-            merged = _synchronised_factors(merged, stats, total, settings.group)
-        source = masked if ctx.joined else grad
-        grad_x = library.bn_grad_apply(
-            source, x, stats, bias, gate, spread, merged, settings.slope, settings.blur
-        )
-        return (
-            grad_x, merged[0].to(weight.dtype), merged[1].to(bias.dtype), None, None,
-            masked if ctx.joined else None, *fc_grads, *(None,) * 7,
-        )  # fmt: skip
+    count = x.numel() // x.shape[1]
+    merged = library.bn_merge_grad_sums(partial, gate, spread, stats, count, settings.training)
+    if total is not None:
+        merged = _synchronised_factors(merged, stats, total, settings.group)
+    source = masked if ctx.joined else grad
+    grad_x = library.bn_grad_apply(
+        source, x, stats, bias, gate, spread, merged, settings.slope, settings.blur
+    )
+    return (
+        grad_x, merged[0].to(weight.dtype), merged[1].to(bias.dtype), None, None,
+        masked if ctx.joined else None, *fc_grads, *(None,) * 7,
+    )  # fmt: skip
 
 
 def _float(x: Tensor | None) -> Tensor | None:

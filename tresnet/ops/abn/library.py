@@ -41,7 +41,8 @@ def bn_statistics(
         (4, C) float32: mean, gamma * invstd, invstd, biased variance; and (N, C) or nothing.
     """
     running = (running_mean, running_var) if update else None
-    stats, means = launch.statistics(x, weight, running, momentum, eps, per_sample)
+    with tiles.device_of(x):
+        stats, means = launch.statistics(x, weight, running, momentum, eps, per_sample)
     return stats, _nothing(x) if means is None else means.contiguous()
 
 
@@ -63,7 +64,8 @@ def _(
 @torch.library.custom_op("tresnet::bn_squeeze", mutates_args=())
 def bn_squeeze(x: Tensor, stats: Tensor, bias: Tensor, slope: float | None, blur: bool) -> Tensor:
     """Mean over the pixels of each sample after BN, activation and blur: (N, C) float32."""
-    return launch.squeeze(x, stats, bias, slope, blur)
+    with tiles.device_of(x):
+        return launch.squeeze(x, stats, bias, slope, blur)
 
 
 @bn_squeeze.register_fake
@@ -82,7 +84,8 @@ def bn_apply(
     blur: bool,
 ) -> Tensor:
     """relu(gate * blur(act((x - mean) * scale + bias)) + shortcut), each part where asked for."""
-    return launch.apply(x, stats, bias, gate, shortcut, slope, blur)
+    with tiles.device_of(x):
+        return launch.apply(x, stats, bias, gate, shortcut, slope, blur)
 
 
 @bn_apply.register_fake
@@ -112,7 +115,8 @@ def bn_grad_sums(
     blur: bool,
 ) -> tuple[Tensor, Tensor]:
     """First pass of backward: (groups, 2 or 4, C) float32, and of a join the masked gradient."""
-    partial, masked = launch.grad_sums(grad, x, out, shortcut, gate, stats, bias, slope, blur)
+    with tiles.device_of(x):
+        partial, masked = launch.grad_sums(grad, x, out, shortcut, gate, stats, bias, slope, blur)
     return partial, _nothing(x) if masked is None else masked
 
 
@@ -145,7 +149,8 @@ def bn_merge_grad_sums(
     training: bool,
 ) -> Tensor:
     """Gradients of weight and bias, then the factors of x - mean and of 1: (4, C) float32."""
-    return launch.merge_grad_sums(partial, gate, spread, stats, count, training)
+    with tiles.device_of(stats):
+        return launch.merge_grad_sums(partial, gate, spread, stats, count, training)
 
 
 @bn_merge_grad_sums.register_fake
@@ -173,7 +178,8 @@ def bn_grad_apply(
     blur: bool,
 ) -> Tensor:
     """Second pass of backward: the gradient of `x`, in its dtype and memory format."""
-    return launch.grad_apply(grad, x, stats, bias, gate, spread, merged[2:], slope, blur)
+    with tiles.device_of(x):
+        return launch.grad_apply(grad, x, stats, bias, gate, spread, merged[2:], slope, blur)
 
 
 @bn_grad_apply.register_fake

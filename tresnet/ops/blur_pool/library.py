@@ -6,7 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tresnet.ops.tiles import MOST_TILES, WARPS, blurred, dense, geometry, memory_format, plan
+from tresnet.ops.tiles import (
+    MOST_TILES,
+    WARPS,
+    blurred,
+    dense,
+    device_of,
+    geometry,
+    memory_format,
+    plan,
+)
 
 
 @functools.cache
@@ -28,7 +37,8 @@ def blur_pool(x: Tensor) -> Tensor:
     out = _empty(x, *blurred(x.shape))
     source, shape = geometry(x, whole_batch=False), geometry(out, whole_batch=False)
     cut = plan(shape, blur=True, most_tiles=MOST_TILES)
-    _kernels().blur[(shape.n * cut.splits, -(-shape.c // cut.bc))](
+    with device_of(x):
+        _kernels().blur[(shape.n * cut.splits, -(-shape.c // cut.bc))](
         x, out, shape.p, shape.c, x.shape[2], x.shape[3], out.shape[3], *source.strides,
         *shape.strides, cut.splits, cut.chunk, BP=cut.bp, BC=cut.bc, num_warps=WARPS,
     )  # fmt: skip
@@ -47,7 +57,8 @@ def transposed_blur_pool(grad: Tensor, height: int, width: int) -> Tensor:
     out = _empty(grad, height, width)
     source, shape = geometry(grad, whole_batch=False), geometry(out, whole_batch=False)
     cut = plan(shape, blur=True, most_tiles=MOST_TILES)
-    _kernels().transposed_blur[(shape.n * cut.splits, -(-shape.c // cut.bc))](
+    with device_of(grad):
+        _kernels().transposed_blur[(shape.n * cut.splits, -(-shape.c // cut.bc))](
         grad, out, shape.p, shape.c, height, width, *grad.shape[2:], *source.strides,
         *shape.strides, cut.splits, cut.chunk, BP=cut.bp, BC=cut.bc, num_warps=WARPS,
     )  # fmt: skip

@@ -6,7 +6,8 @@ import triton.language as tl
 
 @triton.jit
 def stem_input(
-    x, out, WIDTH, C, xn, xc, xh, xw, rows, BLOCK: tl.constexpr, B: tl.constexpr
+    x, out, xn, xc, xh, xw, rows,
+    WIDTH: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """One stretch of one row of blocks: out[n, i, j, (r, q, c)] = x[n, c, i B + r, j B + q] / 255.
 

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tresnet.ops.tiles import device_of
+
 BLOCK = 1024
 
 
@@ -28,9 +30,11 @@ def stem_input(x: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
     out = _empty(x, block_size, dtype)
     rows = out.shape[2]
     width = out.shape[1] * out.shape[3]
-    _kernels().stem_input[(x.shape[0] * rows, -(-width // BLOCK))](
-        x, out, width, x.shape[1], *x.stride(), rows, BLOCK=BLOCK, B=block_size, num_warps=4
-    )
+    with device_of(x):
+        _kernels().stem_input[(x.shape[0] * rows, -(-width // BLOCK))](
+            x, out, *x.stride(), rows, WIDTH=width, C=x.shape[1], BLOCK=BLOCK, B=block_size,
+            num_warps=4,
+        )  # fmt: skip
     return out
 
 
