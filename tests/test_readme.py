@@ -41,7 +41,7 @@ def commands(program: str) -> list[list[str]]:
 def test_python_blocks_run(tmp_path: Path):
     """In a process of its own: the plugin changes what timm builds."""
     code = blocks("python")
-    assert len(code) == 6
+    assert len(code) == 7
     result = subprocess.run(
         [sys.executable, "-W", "error", "-c", "\n".join(code)],
         cwd=tmp_path,
