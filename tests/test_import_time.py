@@ -74,3 +74,9 @@ def test_construction_never_touches_cuda(code: str):
 def test_touching_cuda_is_noticed():
     code = f"{NO_CUDA}\ntry:\n    torch.zeros(1, device='cuda')\nexcept AssertionError as e:\n    print(e)"
     assert "CUDA was touched" in run(code)
+
+
+def test_construction_leaves_the_compiler_unloaded():
+    """Loading torch._dynamo takes as long as loading the rest of PyTorch."""
+    code = "import sys, tresnet; tresnet.create('tresnet_t'); print('torch._dynamo' in sys.modules)"
+    assert run(code).strip() == "False"

@@ -49,13 +49,12 @@ def _obstacle(x: Tensor) -> str | None:
     """Why the kernels cannot run on `x`, None if they can."""
     if x.dtype not in KERNEL_DTYPES:
         return f"computes float32, bfloat16 and float16, got {x.dtype}"
-    return _lacking(str(x.device))
+    # The compiler cannot look at the machine; what is missing shows when the kernels are launched.
+    return None if torch.compiler.is_compiling() else _lacking(x.device)
 
 
-@torch.compiler.assume_constant_result
-def _lacking(name: str) -> str | None:
+def _lacking(device: torch.device) -> str | None:
     """What is missing on a device for the kernels to run there."""
-    device = torch.device(name)
     if not _has_triton():
         return "needs the triton package, which is not installed"
     if device.type != "cuda":
