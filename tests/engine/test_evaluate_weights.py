@@ -74,7 +74,7 @@ def test_precision_layout_and_implementation_hardly_change_the_loss(config, chan
 
 def test_a_compiled_model_gives_the_same_loss(config, monkeypatch):
     compiler = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda module: compiler(module, backend="eager"))
+    monkeypatch.setattr(torch, "compile", lambda module, **_: compiler(module, backend="eager"))
     compiled = run(dataclasses.replace(config, compile=True))
     assert compiled["loss"] == pytest.approx(run(config)["loss"], rel=1e-4)
 
