@@ -67,6 +67,28 @@ def test_inference_equals_the_plain_one_and_takes_bytes():
             assert model(images).dtype == torch.bfloat16
 
 
+def test_the_choice_reaches_blurs_and_the_stem(monkeypatch):
+    from tresnet.ops.blur_pool import library as blur_library
+    from tresnet.ops.space_to_depth import library as stem_library
+
+    names = []
+    for module, name in ((blur_library, "blur_pool"), (stem_library, "stem_input")):
+        kernel = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *a, kernel=kernel, name=name: names.append(name) or kernel(*a)
+        )
+    model = make().eval()
+    for module in model.modules():  # someone watches: each runs by itself
+        module.register_forward_hook(lambda *_: None)
+    images = torch.zeros(1, 3, 32, 32, dtype=torch.uint8, device=DEVICE)
+    model(images)
+    assert set(names) == {"blur_pool", "stem_input"}
+    names.clear()
+    model.set_impl("reference")
+    model(images)
+    assert names == []
+
+
 def test_a_folded_model_takes_bytes():
     images = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
     for stem in (False, True):

@@ -1,11 +1,13 @@
 """Compile the kernels as `tresnet.ops.abn.launch` would launch them, for GPUs this machine lacks.
 
 A script, because Triton decides at its import whether it interprets: prints one JSON object a line,
-with the kernel, its case and the registers, stack and local memory (bytes) its threads use.
+with the kernel, its case and the registers, stack and local memory (bytes) its threads use, and the
+narrowest of its accesses to memory (bytes).
 """
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -33,6 +35,8 @@ POINTERS = {
     torch.float16: "*fp16",
     torch.uint8: "*u8",
 }
+# Widths of tresnet_m, l and xl; in contiguous memory the width does not matter.
+CHANNELS = {torch.channels_last: (64, 76, 83), torch.contiguous_format: (83,)}
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
@@ -90,6 +94,12 @@ def resources(compiled: Any) -> dict[str, int]:
     return {key.lower(): int(fields[key]) for key in ("REG", "STACK", "LOCAL")}
 
 
+def narrowest(compiled: Any) -> int:
+    """Bytes of the narrowest load or store of global memory."""
+    accesses = re.findall(r"(?:ld|st)\.global(?:\.v(\d))?\.[bfsu](\d+)", compiled.asm["ptx"])
+    return min(int(count or 1) * int(bits) // 8 for count, bits in accesses)
+
+
 def launches(dtype: torch.dtype, layout: torch.memory_format, channels: int) -> list[Any]:
     """Every kernel in every combination of its switches that a model uses."""
     recorder = Recorder(kernels)
@@ -126,8 +136,8 @@ def blur_launches(dtype: torch.dtype) -> list[Any]:
     """The blur and its transpose, channels last and first, wide and odd."""
     recorder = Recorder(blur_kernels)
     blur_library._kernels = lambda: recorder  # pyright: ignore[reportAttributeAccessIssue]
-    for layout in (torch.channels_last, torch.contiguous_format):
-        for channels in (64, 83):
+    for layout, widths in CHANNELS.items():
+        for channels in widths:
             x = torch.empty(8, channels, 28, 28, dtype=dtype, device="meta")
             y = blur_library.blur_pool._init_fn(x.to(memory_format=layout))
             blur_library.transposed_blur_pool._init_fn(y, 28, 28)
@@ -152,8 +162,8 @@ def main(capabilities: list[int], dtypes: list[str]) -> None:
         for name in dtypes:
             dtype = getattr(torch, name)
             cases = stem_launches(dtype) + blur_launches(dtype)
-            for layout in (torch.channels_last, torch.contiguous_format):
-                for channels in (64, 83):
+            for layout, widths in CHANNELS.items():
+                for channels in widths:
                     cases += launches(dtype, layout, channels)
             for function, args, options in cases:
                 source = source_of(function, args, options)
@@ -166,7 +176,8 @@ def main(capabilities: list[int], dtypes: list[str]) -> None:
                 )
                 switches = {k: v for k, v in options.items() if k != "num_warps"}
                 row = {"kernel": function.__name__, "dtype": name, "sm": capability, **switches}
-                sys.stdout.write(json.dumps({**row, **resources(compiled)}) + "\n")
+                row |= {**resources(compiled), "narrowest": narrowest(compiled)}
+                sys.stdout.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":

@@ -267,6 +267,7 @@ def test_operators_keep_their_promises():
     partial, _ = library.bn_grad_sums(half, x, None, None, gate, stats, vector, 0.1, True)
     calls = [
         (library.bn_statistics, (x, vector, vector.clone(), vector.abs(), 0.1, 1e-5, True, True)),
+        (library.bn_running_statistics, (vector, vector, vector.abs(), 1e-5)),
         (library.bn_squeeze, (x, stats, vector, 0.1, True)),
         (library.bn_apply, (x, stats, vector, gate, None, 0.1, True)),
         (library.bn_apply, (x, stats, vector, gate, x.clone(), None, False)),
@@ -286,6 +287,18 @@ def test_backward_inside_autocast_computes_in_float32():
         ours = run(parts, CHAINS["se"], "triton")
     for name, value in expected.items():
         assert torch.equal(ours[name], value), name
+
+
+def test_no_gradient_is_computed_for_an_input_that_wants_none(monkeypatch):
+    parts = tensors((2, 4, 6, 6), CHAINS["abn"], "nhwc")
+    monkeypatch.setattr(library, "bn_grad_apply", None)
+    leaves = {name: parts[name].clone().requires_grad_(name != "x") for name in parts}
+    running = torch.zeros(4, device=DEVICE), torch.ones(4, device=DEVICE)
+    y = abn(*leaves.values(), *running, training=True, slope=1e-2, impl="triton")
+    y.sum().backward()
+    exact = torch.where(y > 0, 1.0, 1e-2).sum((0, 2, 3))
+    assert leaves["x"].grad is None
+    torch.testing.assert_close(leaves["bias"].grad, exact)
 
 
 def test_an_empty_batch_takes_the_plain_path():

@@ -140,3 +140,11 @@ def test_no_kernel_spills_registers(capability, dtypes):
     assert len({row["kernel"] for row in rows}) == 10
     assert [row for row in rows if row["stack"] or row["local"]] == []
     assert max(row["reg"] for row in rows) < 255
+    # Single 16-bit values are moved only where the width or the image leaves no choice. The pivots
+    # of `moments` lie a whole image apart.
+    single = {
+        (row["AC"], row["AP"])
+        for row in rows
+        if row["narrowest"] == 2 and row["kernel"] != "moments"
+    }
+    assert single == {(1, 1)}

@@ -18,12 +18,13 @@ class BlurPool2d(nn.Module):
         """
         super().__init__()
         self.jit = jit
+        self.impl = "auto"  # or "reference" or "triton", as in `tresnet.ops.blur_pool.blur_pool`
 
     def forward(self, x: Tensor) -> Tensor:
         """Blur and downsample `x`."""
         if torch.jit.is_scripting():
             return reference.blur_pool(x)
-        return op.blur_pool(x, jit=self.jit)
+        return op.blur_pool(x, jit=self.jit, impl=self.impl)
 
     def extra_repr(self) -> str:
         """Return the settings for `repr`."""

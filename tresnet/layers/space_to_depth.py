@@ -20,6 +20,7 @@ class SpaceToDepth(nn.Module):
         super().__init__()
         self.block_size = block_size
         self.jit = jit
+        self.impl = "auto"  # of `from_bytes`, as in `tresnet.ops.space_to_depth.stem_input`
 
     def forward(self, x: Tensor) -> Tensor:
         """Rearrange `x`, keeping its memory format."""
@@ -30,7 +31,7 @@ class SpaceToDepth(nn.Module):
     @torch.jit.unused
     def from_bytes(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Rearrange uint8 images into `dtype`, divided by 255, in channels_last memory."""
-        return op.stem_input(x, self.block_size, dtype)
+        return op.stem_input(x, self.block_size, dtype, impl=self.impl)
 
     def extra_repr(self) -> str:
         """Return the settings for `repr`."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tresnet.errors import InputError
+from tresnet.layers.blur_pool import BlurPool2d
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.layers.grouped_linear import GroupedLinear
@@ -338,7 +339,7 @@ class TResNet(nn.Module):
                 module.slope = stem if name.startswith("body.conv1") else block
 
     def set_impl(self, impl: Impl) -> None:
-        """Choose how the norms with norm='abn', and what is fused with them, are computed.
+        """Choose how the norms with norm='abn', the blurs and the stem's input are computed.
 
         Args:
             impl: 'auto' (kernels on a GPU, plain operators under `torch.compile`), 'triton',
@@ -353,6 +354,8 @@ class TResNet(nn.Module):
         for module in self.modules():
             if isinstance(module, ABN):
                 module.set_impl(impl)
+            elif isinstance(module, BlurPool2d | SpaceToDepth):
+                module.impl = "reference" if impl == "recompute" else impl
 
     def set_output_recompute(self, enable: bool = True) -> None:
         """Rebuild the outputs of every second block in backward instead of keeping them.

@@ -4,6 +4,8 @@ import functools
 import importlib.util
 import os
 import shutil
+import threading
+import warnings
 
 import torch
 from torch import Tensor
@@ -63,6 +65,8 @@ def _lacking(device: torch.device) -> str | None:
         return "needs a C compiler for Triton's launcher (gcc or clang, or the variable CC)"
     if torch.version.hip is None and _capability(device.index or 0) < LEAST_CAPABILITY:
         return "needs a GPU of compute capability 8.0 or later"
+    if torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing():
+        return _launch_failure(device.index or 0)
     return None
 
 
@@ -74,6 +78,30 @@ def _has_triton() -> bool:
 @functools.cache
 def _has_compiler() -> bool:
     return bool(os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"))
+
+
+@functools.cache
+def _launch_failure(index: int) -> str | None:
+    """Why a first launch fails on a GPU, None if it works: a missing header shows only then."""
+    failures: list[str] = []
+
+    def launch() -> None:
+        from tresnet.ops.blur_pool import library
+
+        try:
+            library.blur_pool(torch.zeros(1, 1, 2, 2, device=f"cuda:{index}"))
+        except Exception as error:  # whatever the compiler, the linker or the driver says
+            text = str(error).strip() or "no message"
+            failures.append(f"{type(error).__name__}: {text.splitlines()[-1]}")
+
+    thread = threading.Thread(target=launch)  # where no fake tensors or other modes are in force
+    thread.start()
+    thread.join()
+    if not failures:
+        return None
+    reason = f"cannot launch Triton kernels on cuda:{index} ({failures[0]})"
+    warnings.warn(f"tresnet {reason}; impl='auto' runs plain PyTorch there", stacklevel=2)
+    return reason
 
 
 @functools.cache

@@ -3,9 +3,11 @@
 A batch is (n, p, c): sample, pixel, channel, with one stride each, so that one kernel reads
 channels_last and contiguous memory along its contiguous direction. Tiles give each of 128 threads 16
 values, 8 where there is a blur; reductions are cut into enough programs to fill the multiprocessors
-of a large GPU several times over.
+of a large GPU several times over. Programs are numbered with the channels first: those that share
+sectors of memory, because a row's bytes are no multiple of 32, run next to each other.
 """
 
+import math
 import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -17,24 +19,35 @@ TILE, BLUR_TILE = 2048, 1024  # the blur's index arithmetic would spill at 2048
 WARPS = 4
 PROGRAMS = 1024
 MOST_TILES = 4  # of one program that writes: enough to share the loads of the channels' factors
+WIDEST_LOAD = 16  # bytes
 
 
 class Geometry(NamedTuple):
-    """A tensor as (samples, pixels, channels) with a stride each, in elements."""
+    """A tensor as (samples, pixels, channels) with a stride each, in elements of `itemsize` bytes."""
 
     n: int
     p: int
     c: int
     strides: tuple[int, int, int]
+    itemsize: int
 
 
 class Plan(NamedTuple):
-    """How a reduction is cut: chunks of `chunk` pixels, `splits` a sample; tiles of bp x bc."""
+    """How a tensor is cut, and what the kernels are launched with.
+
+    Attributes:
+        splits: chunks of a sample.
+        chunk: pixels of a chunk.
+        programs: one for each chunk of each sample and each tile's width of channels.
+        options: of every launch. BP and BC, pixels and channels of a tile; AP and AC, what the
+            numbers of pixels and of channels are known to be divisible by, which lets a thread load
+            as many values at once: Triton itself sees only whether an argument is divisible by 16.
+    """
 
     splits: int
     chunk: int
-    bp: int
-    bc: int
+    programs: int
+    options: dict[str, int]
 
 
 def interpreted() -> bool:
@@ -69,10 +82,10 @@ def geometry(x: Tensor, whole_batch: bool) -> Geometry:
     n, c = x.shape[:2]
     p = x.numel() // (n * c)
     if p > 1 and memory_format(x) is torch.contiguous_format:
-        return Geometry(n, p, c, (c * p, 1, p))
+        return Geometry(n, p, c, (c * p, 1, p), x.itemsize)
     if whole_batch:
-        return Geometry(1, n * p, c, (0, c, 1))
-    return Geometry(n, p, c, (p * c, c, 1))
+        return Geometry(1, n * p, c, (0, c, 1), x.itemsize)
+    return Geometry(n, p, c, (p * c, c, 1), x.itemsize)
 
 
 def _power(value: int, most: int) -> int:
@@ -85,6 +98,9 @@ def tile(shape: Geometry, blur: bool = False) -> tuple[int, int]:
     values = BLUR_TILE if blur else TILE
     if shape.strides[2] == 1:
         bc = _power(shape.c, 64)
+        columns = -(-shape.c // bc)
+        if shape.c < 0.8 * columns * bc and -(-shape.c // 32) < 2 * columns:
+            bc = 32  # more than a fifth of the wider tiles' threads would have no channel
         return _power(shape.p, values // bc), bc
     bp = _power(shape.p, values)
     return bp, _power(shape.c, values // bp)
@@ -104,7 +120,18 @@ def plan(shape: Geometry, blur: bool = False, most_tiles: int | None = None) -> 
     wanted = max(-(-PROGRAMS // (shape.n * columns)), 1)
     tiles = -(-shape.p // (wanted * bp))
     chunk = min(tiles, most_tiles or tiles) * bp
-    return Plan(-(-shape.p // chunk), chunk, bp, bc)
+    splits = -(-shape.p // chunk)
+    widest = WIDEST_LOAD // shape.itemsize
+    along_c = shape.strides[2] == 1
+    options = {
+        "BP": bp,
+        "BC": bc,
+        # the blur's pixels are no neighbours in memory
+        "AP": 1 if along_c or blur else math.gcd(shape.p, widest),
+        "AC": math.gcd(shape.c, widest) if along_c else 1,
+        "num_warps": WARPS,
+    }
+    return Plan(splits, chunk, shape.n * splits * columns, options)
 
 
 def blurred(size: tuple[int, ...] | torch.Size) -> tuple[int, int]:

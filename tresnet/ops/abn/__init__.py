@@ -67,8 +67,8 @@ def abn(
         blur: blur and keep every second pixel, as `blur_pool`; x is then (N, C, H, W).
         se: squeeze, two layers, sigmoid, scale; computed in float32.
         shortcut: added before a ReLU; shape and dtype of what it is added to.
-        group: process group over which the statistics are synchronised; None for this process
-            alone. "triton" only.
+        group: process group over which the statistics are synchronised, of which one process may
+            have a single value per channel; None for this process alone. "triton" only.
         keep_output: False offers the output of a join for recomputation too, so that only `x` and
             `shortcut` are kept; "triton" only.
         impl: "reference" is plain PyTorch; "recompute" saves `x` alone for backward and offers its
@@ -89,7 +89,7 @@ def abn(
         raise InputError(f"abn expected (N, {weight.shape[0]}, ...), got {tuple(x.shape)}")
     check_impl("abn", impl, IMPLS)
     plain = torch.compiler.is_compiling() or tracing
-    if training and not plain and x.numel() == x.shape[1]:
+    if training and not plain and group is None and x.numel() == x.shape[1]:
         raise InputError(
             f"batch statistics need more than one value per channel, got {tuple(x.shape)}: "
             "use a larger batch or image, or call model.eval()"

@@ -51,13 +51,11 @@ def _synchronised(
 
 def _statistics(
     x: Tensor, weight: Tensor, running: tuple[Tensor, Tensor], per_sample: bool, settings: Settings
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Statistics to normalise by (4, C), the samples' means, and the count where it is not ours."""
     mean, var = running
     if not settings.training:
-        invstd = torch.rsqrt(var.float() + settings.eps)
-        stats = torch.stack((mean.float(), weight.float() * invstd, invstd, var.float()))
-        return stats, stats, None
+        return library.bn_running_statistics(weight, mean, var, settings.eps), None, None
     alone = settings.group is None
     stats, means = library.bn_statistics(
         x, weight, mean, var, settings.momentum, settings.eps, per_sample, alone
@@ -103,7 +101,9 @@ class FusedABN(torch.autograd.Function):
         )
         gate = squeezed = hidden = None
         if fc1_weight is not None and fc2_weight is not None:
-            if linear_squeeze:  # the mean of a linear function: no pass over x
+            if (
+                linear_squeeze and means is not None
+            ):  # the mean of a linear function: no pass over x
                 squeezed = (means - stats[0]) * stats[1] + bias.float()
             else:
                 squeezed = library.bn_squeeze(x, stats, bias, slope, blur)
@@ -154,10 +154,12 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     merged = library.bn_merge_grad_sums(partial, gate, spread, stats, count, settings.training)
     if total is not None:
         merged = _synchronised_factors(merged, stats, total, settings.group)
-    source = masked if ctx.joined else grad
-    grad_x = library.bn_grad_apply(
-        source, x, stats, bias, gate, spread, merged, settings.slope, settings.blur
-    )
+    grad_x = None
+    if ctx.needs_input_grad[0]:
+        source = masked if ctx.joined else grad
+        grad_x = library.bn_grad_apply(
+            source, x, stats, bias, gate, spread, merged, settings.slope, settings.blur
+        )
     return (
         grad_x, merged[0].to(weight.dtype), merged[1].to(bias.dtype), None, None,
         masked if ctx.joined else None, *fc_grads, *(None,) * 7,

@@ -3,7 +3,8 @@
 All of them see a batch as (n, p, c): sample, pixel, channel, with one stride each, so that the same
 kernel reads channels_last (stride of c is 1) and contiguous (stride of p is 1) memory along its
 contiguous direction. A tile lies within one sample; channels_last batches whose samples need not be
-told apart are passed as one sample of N * P pixels. Everything is computed in float32.
+told apart are passed as one sample of N * P pixels. AP and AC divide the numbers of pixels and of
+channels (`tresnet.ops.tiles.Plan`). Everything is computed in float32.
 
 Notation: x the convolution's output, z = (x - mean) * scale + bias, a = act(z), b = blur(a),
 s = gate * b, out = relu(s + shortcut). Without blur b is a, and so on.
@@ -12,7 +13,7 @@ s = gate * b, out = relu(s + shortcut). Without blur b is a, and so on.
 import triton
 import triton.language as tl
 
-from tresnet.ops.blur_pool.kernels import reflect, share_of, unblur
+from tresnet.ops.blur_pool.kernels import aligned, place, reflect, share_of, strides, unblur
 
 
 @triton.jit
@@ -39,19 +40,18 @@ def _sizes(g, G, P, splits, chunk):
 
 @triton.jit
 def moments(
-    x, partial, P, C, xn, xp, xc, splits, chunk, BP: tl.constexpr, BC: tl.constexpr
+    x, partial, P, C, xn, xp, xc, splits, chunk,
+    BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
     """Mean and sum of squared deviations of each channel over one chunk of one sample.
 
     Sums are taken about the chunk's first pixel: squares of large means would cancel.
     partial: (N * splits, 2, C).
     """
-    group = tl.program_id(0)
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
-    known = c < C
-    start = (group % splits) * chunk
-    count = tl.minimum(chunk, P - start)
-    x += (group // splits).to(tl.int64) * xn + start.to(tl.int64) * xp
+    P = aligned(P, AP)
+    xn, xp, xc = strides(xn, xp, xc, AP, AC)
+    group, n, start, count, c, known = place(P, C, splits, chunk, BC, AC)
+    x += n * xn + start.to(tl.int64) * xp
     pivot = tl.load(x + c * xc, mask=known, other=0.0).to(tl.float32)
     rows = tl.arange(0, BP)
     total = tl.zeros((BP, BC), tl.float32)
@@ -116,17 +116,31 @@ def merge_moments(
 
 
 @triton.jit
+def running_moments(weight, running_mean, running_var, out, C, eps, BC: tl.constexpr):
+    """What normalises by the running statistics, as `merge_moments` writes it: out (4, C)."""
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    known = c < C
+    var = tl.load(running_var + c, mask=known, other=1.0).to(tl.float32)
+    invstd = 1.0 / tl.sqrt(var + eps)
+    gamma = tl.load(weight + c, mask=known, other=0.0).to(tl.float32)
+    mean = tl.load(running_mean + c, mask=known, other=0.0).to(tl.float32)
+    tl.store(out + c, mean, mask=known)
+    tl.store(out + C + c, gamma * invstd, mask=known)
+    tl.store(out + 2 * C + c, invstd, mask=known)
+    tl.store(out + 3 * C + c, var, mask=known)
+
+
+@triton.jit
 def squeeze(
     x, mean, scale, bias, partial, P, C, H, W, HO, WO, xn, xp, xc, splits, chunk, slope,
-    HAS_ACT: tl.constexpr, BLUR: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
+    HAS_ACT: tl.constexpr, BLUR: tl.constexpr,
+    BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
     """Sum of b over the pixels of one chunk of one sample; partial: (N * splits, C)."""
-    group = tl.program_id(0)
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
-    known = c < C
-    start = (group % splits) * chunk
-    count = tl.minimum(chunk, P - start)
-    x += (group // splits).to(tl.int64) * xn + start.to(tl.int64) * xp
+    P = aligned(P, AP)
+    xn, xp, xc = strides(xn, xp, xc, AP, AC)
+    group, n, start, count, c, known = place(P, C, splits, chunk, BC, AC)
+    x += n * xn + start.to(tl.int64) * xp
     mu = tl.load(mean + c, mask=known, other=0.0)[None, :]
     k = tl.load(scale + c, mask=known, other=0.0)[None, :]
     beta = tl.load(bias + c, mask=known, other=0.0).to(tl.float32)[None, :]
@@ -148,15 +162,13 @@ def apply(
     x, mean, scale, bias, gate, shortcut, out, P, C, H, W, WO, xn, xp, xc, on, op, oc,
     splits, chunk, slope,
     HAS_ACT: tl.constexpr, BLUR: tl.constexpr, HAS_GATE: tl.constexpr, JOIN: tl.constexpr,
-    BP: tl.constexpr, BC: tl.constexpr,
+    BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one sample of out, from one read of x; P counts the pixels of out."""
-    group = tl.program_id(0)
-    n = (group // splits).to(tl.int64)
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
-    known = c < C
-    start = (group % splits) * chunk
-    count = tl.minimum(chunk, P - start)
+    P = aligned(P, AP)
+    xn, xp, xc = strides(xn, xp, xc, AP, AC)
+    on, op, oc = strides(on, op, oc, AP, AC)
+    _group, n, start, count, c, known = place(P, C, splits, chunk, BC, AC)
     mu = tl.load(mean + c, mask=known, other=0.0)[None, :]
     k = tl.load(scale + c, mask=known, other=0.0)[None, :]
     beta = tl.load(bias + c, mask=known, other=0.0).to(tl.float32)[None, :]
@@ -197,7 +209,7 @@ def grad_sums(
     grad, x, joined, gate, mean, scale, bias, masked, partial, P, C, H, W, HO, WO,
     xn, xp, xc, gn, gp, gc, splits, chunk, slope,
     HAS_ACT: tl.constexpr, BLUR: tl.constexpr, HAS_GATE: tl.constexpr, JOIN: tl.constexpr,
-    BP: tl.constexpr, BC: tl.constexpr,
+    BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
     """Sums over one chunk of one sample that BN's and SE's backward need, in one pass.
 
@@ -207,12 +219,10 @@ def grad_sums(
     to masked, for the second pass and the shortcut: JOIN 1 reads the ReLU's output from joined,
     JOIN 2 computes its sign from the shortcut there.
     """
-    group = tl.program_id(0)
-    n = (group // splits).to(tl.int64)
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
-    known = c < C
-    start = (group % splits) * chunk
-    count = tl.minimum(chunk, P - start)
+    P = aligned(P, AP)
+    xn, xp, xc = strides(xn, xp, xc, AP, AC)
+    gn, gp, gc = strides(gn, gp, gc, AP, AC)
+    group, n, start, count, c, known = place(P, C, splits, chunk, BC, AC)
     mu = tl.load(mean + c, mask=known, other=0.0)[None, :]
     k = tl.load(scale + c, mask=known, other=0.0)[None, :]
     beta = tl.load(bias + c, mask=known, other=0.0).to(tl.float32)[None, :]
@@ -311,18 +321,16 @@ def grad_apply(
     grad, x, mean, scale, bias, gate, spread, factors, grad_x, P, C, H, W, HO, WO,
     xn, xp, xc, gn, gp, gc, splits, chunk, slope,
     HAS_ACT: tl.constexpr, BLUR: tl.constexpr, HAS_GATE: tl.constexpr,
-    BP: tl.constexpr, BC: tl.constexpr,
+    BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one sample of the gradient of x: scale * g + k1 * (x - mean) + k0.
 
     factors: (2, C), k1 and k0 of `merge_grad_sums`.
     """
-    group = tl.program_id(0)
-    n = (group // splits).to(tl.int64)
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
-    known = c < C
-    start = (group % splits) * chunk
-    count = tl.minimum(chunk, P - start)
+    P = aligned(P, AP)
+    xn, xp, xc = strides(xn, xp, xc, AP, AC)
+    gn, gp, gc = strides(gn, gp, gc, AP, AC)
+    _group, n, start, count, c, known = place(P, C, splits, chunk, BC, AC)
     mu = tl.load(mean + c, mask=known, other=0.0)[None, :]
     k = tl.load(scale + c, mask=known, other=0.0)[None, :]
     beta = tl.load(bias + c, mask=known, other=0.0).to(tl.float32)[None, :]

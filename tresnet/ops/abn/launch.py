@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tresnet.ops.tiles import MOST_TILES, WARPS, blurred, geometry, memory_format, plan
 
+RUNNING_CHANNELS = 256
 MERGE_GROUPS, MERGE_CHANNELS, MERGE_WARPS = 256, 16, 8
 
 
@@ -37,10 +38,9 @@ def statistics(
     groups = shape.n * cut.splits
     partial = x.new_empty(groups, 2, shape.c, dtype=torch.float32)
     stats = x.new_empty(4, shape.c, dtype=torch.float32)
-    columns = -(-shape.c // cut.bc)
-    _kernels().moments[(groups, columns)](
+    _kernels().moments[(cut.programs,)](
         x, partial, shape.p, shape.c, *shape.strides, cut.splits, cut.chunk,
-        BP=cut.bp, BC=cut.bc, num_warps=WARPS,
+        **cut.options,
     )  # fmt: skip
     mean, var = running or (stats, stats)
     _kernels().merge_moments[(-(-shape.c // MERGE_CHANNELS),)](
@@ -58,16 +58,26 @@ def statistics(
     return stats, (means * sizes).sum(1)
 
 
+def running_statistics(weight: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
+    """What normalises by the running statistics: stats (4, C) as `statistics` returns them."""
+    channels = weight.shape[0]
+    stats = weight.new_empty(4, channels, dtype=torch.float32)
+    _kernels().running_moments[(-(-channels // RUNNING_CHANNELS),)](
+        weight, mean, var, stats, channels, eps, BC=RUNNING_CHANNELS, num_warps=WARPS,
+    )  # fmt: skip
+    return stats
+
+
 def squeeze(x: Tensor, stats: Tensor, bias: Tensor, slope: float | None, blur: bool) -> Tensor:
     """Mean over the pixels of each sample after activation and blur: (N, C), float32."""
     shape = geometry(x, whole_batch=False)
     cut = plan(shape, blur)
     partial = x.new_empty(shape.n * cut.splits, shape.c, dtype=torch.float32)
     sizes = _image(x, blur)
-    _kernels().squeeze[(shape.n * cut.splits, -(-shape.c // cut.bc))](
+    _kernels().squeeze[(cut.programs,)](
         x, stats, stats[1], bias, partial, shape.p, shape.c, *sizes, *shape.strides,
         cut.splits, cut.chunk, slope or 0.0, HAS_ACT=slope is not None, BLUR=blur,
-        BP=cut.bp, BC=cut.bc, num_warps=WARPS,
+        **cut.options,
     )  # fmt: skip
     pixels = sizes[2] * sizes[3] if blur else shape.p
     return partial.view(shape.n, cut.splits, shape.c).sum(1) / pixels
@@ -89,12 +99,12 @@ def apply(
     source, shape = geometry(x, whole), geometry(out, whole)
     cut = plan(shape, blur, most_tiles=MOST_TILES)
     height, width, _, width_out = _image(x, blur)
-    _kernels().apply[(shape.n * cut.splits, -(-shape.c // cut.bc))](
+    _kernels().apply[(cut.programs,)](
         x, stats, stats[1], bias, _or(gate, x), _or(shortcut, x), out, shape.p, shape.c,
         height, width, width_out, *source.strides, *shape.strides,
         cut.splits, cut.chunk, slope or 0.0,
         HAS_ACT=slope is not None, BLUR=blur, HAS_GATE=gate is not None, JOIN=shortcut is not None,
-        BP=cut.bp, BC=cut.bc, num_warps=WARPS,
+        **cut.options,
     )  # fmt: skip
     return out
 
@@ -120,13 +130,13 @@ def grad_sums(
     partial = x.new_empty(groups, 2 if gate is None else 4, shape.c, dtype=torch.float32)
     joined = shortcut if out is None else out
     masked = None if joined is None else torch.empty_like(x)
-    _kernels().grad_sums[(groups, -(-shape.c // cut.bc))](
+    _kernels().grad_sums[(cut.programs,)](
         grad, x, _or(joined, x), _or(gate, stats), stats, stats[1], bias, _or(masked, x), partial,
         shape.p, shape.c, *_image(x, blur), *shape.strides,
         *geometry(grad, whole_batch=False).strides, cut.splits, cut.chunk, slope or 0.0,
         HAS_ACT=slope is not None, BLUR=blur, HAS_GATE=gate is not None,
         JOIN=0 if joined is None else 2 if out is None else 1,
-        BP=cut.bp, BC=cut.bc, num_warps=WARPS,
+        **cut.options,
     )  # fmt: skip
     return partial, masked
 
@@ -167,12 +177,12 @@ def grad_apply(
     grad_x = torch.empty_like(x)
     shape = geometry(x, whole_batch=not blur and gate is None)
     cut = plan(shape, blur, most_tiles=MOST_TILES)
-    _kernels().grad_apply[(shape.n * cut.splits, -(-shape.c // cut.bc))](
+    _kernels().grad_apply[(cut.programs,)](
         grad, x, stats, stats[1], bias, _or(gate, x), _or(spread, x), factors, grad_x,
         shape.p, shape.c, *_image(x, blur), *shape.strides,
         *geometry(grad, whole_batch=False).strides, cut.splits, cut.chunk, slope or 0.0,
         HAS_ACT=slope is not None, BLUR=blur, HAS_GATE=gate is not None,
-        BP=cut.bp, BC=cut.bc, num_warps=WARPS,
+        **cut.options,
     )  # fmt: skip
     return grad_x
 

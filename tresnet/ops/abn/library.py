@@ -61,6 +61,18 @@ def _(
     return stats, x.new_empty(x.shape[:2], dtype=torch.float32) if per_sample else _nothing(x)
 
 
+@torch.library.custom_op("tresnet::bn_running_statistics", mutates_args=())
+def bn_running_statistics(weight: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
+    """(4, C) float32 from the running statistics: mean, gamma * invstd, invstd, variance."""
+    with tiles.device_of(weight):
+        return launch.running_statistics(weight, mean, var, eps)
+
+
+@bn_running_statistics.register_fake
+def _(weight: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
+    return weight.new_empty(4, weight.shape[0], dtype=torch.float32)
+
+
 @torch.library.custom_op("tresnet::bn_squeeze", mutates_args=())
 def bn_squeeze(x: Tensor, stats: Tensor, bias: Tensor, slope: float | None, blur: bool) -> Tensor:
     """Mean over the pixels of each sample after BN, activation and blur: (N, C) float32."""

@@ -1,7 +1,5 @@
 """Anti-aliased downsampling: 3x3 binomial blur with stride 2."""
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
@@ -12,10 +10,8 @@ from tresnet.ops.blur_pool.autograd import BlurPool, transposed_blur_pool
 from tresnet.ops.dispatch import check_impl, runs_kernels
 from tresnet.ops.scripted import scripted_if
 
-Impl = Literal["auto", "reference", "triton"]
 
-
-def blur_pool(x: Tensor, *, jit: bool = False, impl: Impl = "auto") -> Tensor:
+def blur_pool(x: Tensor, *, jit: bool = False, impl: str = "auto") -> Tensor:
     """Blur with the 3x3 binomial filter (reflected border) and keep every second pixel.
 
     Eager calls save nothing for backward. Under `torch.compile`, export and tracing the operation is
@@ -56,4 +52,4 @@ def blur_pool(x: Tensor, *, jit: bool = False, impl: Impl = "auto") -> Tensor:
     return y
 
 
-__all__ = ["Impl", "blur_pool"]
+__all__ = ["blur_pool"]

@@ -1,4 +1,4 @@
-"""Triton kernels of the blur and its transpose, and the parts of them that others fuse.
+"""Triton kernels of the blur and its transpose, and the parts of them that others share.
 
 A row of `size` pixels gives `size_out` blurred ones, each the weighted mean, by 1, 2, 1, of the pixel
 at twice its place and its two neighbours; beyond the border the row is reflected.
@@ -6,6 +6,32 @@ at twice its place and its two neighbours; beyond the border the row is reflecte
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def aligned(value, BY: tl.constexpr):
+    """`value`, a multiple of BY, such that the compiler sees it and loads BY values at once."""
+    return value // BY * BY
+
+
+@triton.jit
+def strides(n, p, c, AP: tl.constexpr, AC: tl.constexpr):
+    """The strides of samples, pixels and channels; the multiples they are, as `aligned`."""
+    return aligned(n, AP * AC), aligned(p, AC), aligned(c, AP)
+
+
+@triton.jit
+def place(P, C, splits, chunk, BC: tl.constexpr, AC: tl.constexpr):
+    """What this program covers: its group, the sample, first pixel and number of pixels of it.
+
+    Then its channels, and which of them exist.
+    """
+    columns = tl.cdiv(C, BC)
+    group = tl.program_id(0) // columns
+    start = (group % splits) * chunk
+    c = (tl.program_id(0) % columns) * BC + tl.arange(0, BC)
+    known = c < aligned(C, AC)
+    return group, (group // splits).to(tl.int64), start, tl.minimum(chunk, P - start), c, known
 
 
 @triton.jit
@@ -57,20 +83,20 @@ def unblur(grad, p, c, mask, gp, gc, H, W, HO, WO):
 
 @triton.jit
 def blur(
-    x, out, P, C, H, W, WO, xn, xp, xc, on, op, oc, splits, chunk, BP: tl.constexpr, BC: tl.constexpr
+    x, out, P, C, H, W, WO, xn, xp, xc, on, op, oc, splits, chunk,
+    BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one sample of the blurred image; P counts the pixels of out."""
-    group = tl.program_id(0)
-    n = (group // splits).to(tl.int64)
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
-    start = (group % splits) * chunk
-    count = tl.minimum(chunk, P - start)
+    P = aligned(P, AP)
+    xn, xp, xc = strides(xn, xp, xc, AP, AC)
+    on, op, oc = strides(on, op, oc, AP, AC)
+    _group, n, start, count, c, known = place(P, C, splits, chunk, BC, AC)
     rows = tl.arange(0, BP)
     x += n * xn
     out += n * on + start.to(tl.int64) * op
     for begin in range(0, count, BP):
         p = begin + rows
-        mask = (p < count)[:, None] & (c < C)[None, :]
+        mask = (p < count)[:, None] & known[None, :]
         y = tl.zeros((BP, BC), tl.float32)
         for i in tl.static_range(3):
             h = reflect(2 * ((start + p) // WO) - 1 + i, H)
@@ -85,19 +111,18 @@ def blur(
 @triton.jit
 def transposed_blur(
     grad, out, P, C, H, W, HO, WO, gn, gp, gc, on, op, oc, splits, chunk,
-    BP: tl.constexpr, BC: tl.constexpr,
+    BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one sample of the transposed blur; P = H * W counts the pixels of out."""
-    group = tl.program_id(0)
-    n = (group // splits).to(tl.int64)
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
-    start = (group % splits) * chunk
-    count = tl.minimum(chunk, P - start)
+    P = aligned(P, AP)
+    gn, gp, gc = strides(gn, gp, gc, AP, AC)
+    on, op, oc = strides(on, op, oc, AP, AC)
+    _group, n, start, count, c, known = place(P, C, splits, chunk, BC, AC)
     rows = tl.arange(0, BP)
     out += n * on + start.to(tl.int64) * op
     for begin in range(0, count, BP):
         p = begin + rows
-        mask = (p < count)[:, None] & (c < C)[None, :]
+        mask = (p < count)[:, None] & known[None, :]
         y = unblur(grad + n * gn, start + p, c, mask, gp, gc, H, W, HO, WO)
         offsets = p[:, None] * op + c[None, :] * oc
         tl.store(out + offsets, y.to(out.dtype.element_ty), mask=mask)

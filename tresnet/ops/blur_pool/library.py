@@ -8,7 +8,6 @@ from torch import Tensor
 
 from tresnet.ops.tiles import (
     MOST_TILES,
-    WARPS,
     blurred,
     dense,
     device_of,
@@ -38,9 +37,9 @@ def blur_pool(x: Tensor) -> Tensor:
     source, shape = geometry(x, whole_batch=False), geometry(out, whole_batch=False)
     cut = plan(shape, blur=True, most_tiles=MOST_TILES)
     with device_of(x):
-        _kernels().blur[(shape.n * cut.splits, -(-shape.c // cut.bc))](
+        _kernels().blur[(cut.programs,)](
         x, out, shape.p, shape.c, x.shape[2], x.shape[3], out.shape[3], *source.strides,
-        *shape.strides, cut.splits, cut.chunk, BP=cut.bp, BC=cut.bc, num_warps=WARPS,
+        *shape.strides, cut.splits, cut.chunk, **cut.options,
     )  # fmt: skip
     return out
 
@@ -58,9 +57,9 @@ def transposed_blur_pool(grad: Tensor, height: int, width: int) -> Tensor:
     source, shape = geometry(grad, whole_batch=False), geometry(out, whole_batch=False)
     cut = plan(shape, blur=True, most_tiles=MOST_TILES)
     with device_of(grad):
-        _kernels().transposed_blur[(shape.n * cut.splits, -(-shape.c // cut.bc))](
+        _kernels().transposed_blur[(cut.programs,)](
         grad, out, shape.p, shape.c, height, width, *grad.shape[2:], *source.strides,
-        *shape.strides, cut.splits, cut.chunk, BP=cut.bp, BC=cut.bc, num_warps=WARPS,
+        *shape.strides, cut.splits, cut.chunk, **cut.options,
     )  # fmt: skip
     return out
 

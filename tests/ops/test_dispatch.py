@@ -1,0 +1,32 @@
+"""Which implementation runs where the machine lacks something."""
+
+import pytest
+import torch
+
+from tests.ops.kernels import DEVICE
+from tresnet.ops import dispatch
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="needs a machine on which a launch fails")
+def test_a_launch_that_fails_is_an_obstacle_said_once(monkeypatch):
+    """A GPU that is there by all accounts, and on which nothing can be launched."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(dispatch, "_capability", lambda index: (9, 0))
+    dispatch._launch_failure.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="impl='auto' runs plain PyTorch there"):
+            reason = dispatch._lacking(torch.device("cuda", 0))
+        assert reason is not None
+        assert reason.startswith("cannot launch Triton kernels on cuda:0 (")
+        assert dispatch._lacking(torch.device("cuda", 0)) == reason
+    finally:
+        dispatch._launch_failure.cache_clear()
+
+
+def test_no_launch_is_tried_while_a_graph_is_captured(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(dispatch, "_capability", lambda index: (9, 0))
+    monkeypatch.setattr(dispatch, "_launch_failure", lambda index: "tried")
+    assert dispatch._lacking(torch.device("cuda", 0)) is None
