@@ -3,6 +3,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from triton.runtime.errors import OutOfResources
 
 from tresnet.errors import InputError, MissingDependencyError
 from tresnet.layers.norm import ABN
@@ -275,6 +276,7 @@ def test_modes_and_dtypes_reach_the_model(recorded):
         (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "out_of_memory"),
         (MemoryError(), "out_of_memory"),
         (RuntimeError("no kernel for this dtype\nsecond line"), "failed"),
+        (OutOfResources(99, 64, "registers"), "failed"),
     ],
 )
 @pytest.mark.parametrize("after", [0, 6], ids=["warm-up", "timing"])

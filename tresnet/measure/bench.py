@@ -27,7 +27,7 @@ from tresnet import env
 from tresnet.errors import InputError, TResNetError
 from tresnet.measure.cases import BenchCase
 from tresnet.measure.clock import Clock, clock_for
-from tresnet.measure.memory import MemoryMeter, MemorySnapshot, is_out_of_memory
+from tresnet.measure.memory import MemoryMeter, MemorySnapshot, is_library_failure, is_out_of_memory
 from tresnet.measure.percentiles import speed_of
 from tresnet.measure.results import BenchRow, BenchSettings
 from tresnet.measure.steps import OPTIMIZER, PreparedStep, prepare
@@ -55,8 +55,8 @@ def bench_train(
         log: called with a line of progress; by default this module's logger, level info.
 
     Returns:
-        One row a case, in the order of `cases`. Running out of memory or an error of PyTorch in
-        one of them is noted in its row and the others go on.
+        One row a case, in the order of `cases`. Running out of memory or an error of PyTorch or
+        Triton in one of them is noted in its row and the others go on.
 
     Raises:
         InputError: no cases, or one that cannot be run at all; nothing has run then.
@@ -158,13 +158,15 @@ class _Bench:
         return limit_s is not None and time.perf_counter() - self._began_s > share * limit_s
 
     def _guarded(self, index: int, action: Callable[[int], None]) -> None:
-        """Do `action`; a failure of PyTorch ends this case alone."""
+        """Do `action`; a failure of a library ends this case alone."""
         row = self._rows[index]
         try:
             action(index)
         except TResNetError:
             raise
-        except (RuntimeError, MemoryError) as error:
+        except Exception as error:
+            if not is_library_failure(error):
+                raise
             row.status = "out_of_memory" if is_out_of_memory(error) else "failed"
             row.error = (str(error).strip() or type(error).__name__).splitlines()[0]
             self._log(f"{row.case.label()}: {row.status}: {row.error}")

@@ -21,7 +21,7 @@ from tresnet.errors import InputError, TResNetError
 from tresnet.measure.bench import bench_switches
 from tresnet.measure.cases import DTYPES
 from tresnet.measure.held_clock import Calls, HeldClock
-from tresnet.measure.memory import is_out_of_memory
+from tresnet.measure.memory import is_library_failure, is_out_of_memory
 from tresnet.measure.ops_table import BLOCK_SIZE, OPS, Function, Inputs, Op, Place
 
 DIRECTIONS = ("forward", "backward")
@@ -260,7 +260,9 @@ class _Case:
             return action(contender, *arguments)
         except TResNetError as error:
             status, note = "left_out", str(error)
-        except (RuntimeError, MemoryError) as error:
+        except Exception as error:
+            if not is_library_failure(error):
+                raise
             status, note = "out_of_memory" if is_out_of_memory(error) else "failed", str(error)
         for row in self._rows:
             if row.contender == contender:

@@ -13,7 +13,7 @@ from tresnet import env
 from tresnet.errors import InputError
 from tresnet.measure.bench import bench_switches
 from tresnet.measure.cases import BenchCase
-from tresnet.measure.memory import MemoryMeter, is_out_of_memory, to_mib
+from tresnet.measure.memory import MemoryMeter, is_library_failure, is_out_of_memory, to_mib
 from tresnet.measure.steps import prepare
 
 # The first step has no optimizer state yet: memory is at its peak in the second.
@@ -199,7 +199,9 @@ class _Search:
             input_size = step.input_size
             for _ in range(_STEPS):
                 float(step.run())
-        except (RuntimeError, MemoryError) as error:
+        except Exception as error:
+            if not is_library_failure(error):
+                raise
             fits = False
             if not is_out_of_memory(error):
                 failure = (str(error).strip() or type(error).__name__).splitlines()[0]

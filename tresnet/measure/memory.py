@@ -152,6 +152,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(sign in str(error) for sign in _OUT_OF_MEMORY_SIGNS)
 
 
+def is_library_failure(error: Exception) -> bool:
+    """Whether PyTorch, Triton or a library under them failed, not a program that uses them wrongly."""
+    if isinstance(error, RuntimeError | MemoryError):
+        return True
+    # a kernel that does not compile, or wants more registers or shared memory than there are
+    return any(kind.__module__.split(".")[0] == "triton" for kind in type(error).__mro__)
+
+
 def to_mib(count_bytes: int | None) -> float | None:
     """Bytes to MiB (2**20 bytes); None stays None."""
     return None if count_bytes is None else count_bytes / env.MIB

@@ -16,6 +16,8 @@ from tresnet.ops.tiles import interpreted
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_CAPABILITY = (8, 0)
 
+_ready: set[int] = set()  # GPUs on which a kernel has run: every operation asks
+
 
 def check_impl(operation: str, impl: str, known: tuple[str, ...]) -> None:
     """Raise `InputError` if `impl` is not one of `known`."""
@@ -57,6 +59,8 @@ def _obstacle(x: Tensor) -> str | None:
 
 def _lacking(device: torch.device) -> str | None:
     """What is missing on a device for the kernels to run there."""
+    if device.type == "cuda" and device.index in _ready:
+        return None
     if not _has_triton():
         return "needs the triton package, which is not installed"
     if device.type != "cuda":
@@ -98,6 +102,7 @@ def _launch_failure(index: int) -> str | None:
     thread.start()
     thread.join()
     if not failures:
+        _ready.add(index)
         return None
     reason = f"cannot launch Triton kernels on cuda:{index} ({failures[0]})"
     warnings.warn(f"tresnet {reason}; impl='auto' runs plain PyTorch there", stacklevel=2)
