@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,23 @@ import torch
 from tresnet.ops import tiles
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # interpreted on a CPU
+
+
+def _accept_scalars_of_one_dimension() -> None:
+    """Let Triton 3.6, of torch 2.11, loop in its interpreter with a NumPy that is newer than it."""
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patched
+
+
+if DEVICE == "cpu":
+    _accept_scalars_of_one_dimension()
 LAYOUTS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
 
 
