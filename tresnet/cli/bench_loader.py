@@ -114,7 +114,7 @@ class BenchLoader:
             settings={
                 **dataclasses.asdict(settings),
                 "split": self.split,
-                "data": made_up if self.data is None else self.data.name,
+                "data": made_up if self.data is None else self.data.resolve().name,
                 "method": {
                     "order": "every round visits every loader, forwards and backwards in turn",
                     "timed": "from the last warm-up batch to the last batch of an epoch",
