@@ -35,6 +35,16 @@ def test_floats_are_those_of_the_transform_to_the_bit():
         assert torch.equal(Feed(compute, CPU, keep_bytes=True)(every, labels)[0], every)
 
 
+@pytest.mark.gpu
+def test_a_gpu_makes_the_same_floats():
+    every = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).expand(2, 3, 16, 16)
+    for channels_last in (False, True):
+        feed = Feed(
+            ComputeConfig(channels_last=channels_last), torch.device("cuda"), keep_bytes=False
+        )
+        assert torch.equal(feed(every, torch.arange(2))[0].cpu(), every.float().div(255))
+
+
 @pytest.mark.parametrize(
     ("changes", "trained", "tested"),
     [
