@@ -20,6 +20,16 @@ def test_predict_prints_the_three_numbers(capsys):
         assert name in out
 
 
+def test_predict_counts_bytes_as_bytes(capsys):
+    mib = {}
+    for fed in ("float", "uint8"):
+        MemoryPredict(model="tresnet_t", channels_last=True, input=fed, json=True).run([])
+        result = json.loads(capsys.readouterr().out)
+        mib[fed] = result["allocated"]["mib"]
+        assert ("uint8 input" in result["step"]) == (fed == "uint8")
+    assert mib["uint8"] < mib["float"]
+
+
 def test_predict_prints_json(capsys):
     MemoryPredict(model="tresnet_t", batch_size=4, infer=True, json=True).run([])
     result = json.loads(capsys.readouterr().out)
@@ -44,7 +54,7 @@ def test_max_batch_prints_an_answer(capsys):
 @pytest.mark.parametrize("name", ["tensor", "tresnet_t"])
 def test_cases_run_on_a_cpu(name, monkeypatch):
     monkeypatch.setattr("tresnet.memory.subjects.TENSOR_BYTES", 4096)
-    phases = measure(MemoryCase(name, dict(STEP), device="cpu", steps=1))
+    phases = measure(MemoryCase(name, {**STEP, "input_dtype": "uint8"}, device="cpu", steps=1))
     expected = ["initial", "define", "delete", "release"]
     assert list(phases) == (
         expected if name == "tensor" else ["initial", "model", "train", "final"]

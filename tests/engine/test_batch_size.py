@@ -58,7 +58,9 @@ def held_by_learner(config):
             labels = torch.randint(10, (batch,))
             if config.labels.multi:
                 labels = torch.randint(2, (batch, 10)).float()
-            x, labels = learner.tested.to_device(torch.rand(batch, 3, size, size), labels)
+            images = torch.randint(256, (batch, 3, size, size), dtype=torch.uint8)
+            x, labels = learner.feed(images, labels)
+            del images
             x, targets, criterion = losses.prepare(x, labels, 0, step)
             is_last = step % passes == passes - 1
             kept = learner.backward(x, targets, criterion, passes, is_last)

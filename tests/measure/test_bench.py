@@ -76,6 +76,41 @@ def test_a_padded_model_is_what_is_timed(monkeypatch):
     torch.testing.assert_close(padded.run(), plain.run(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("model", "changes", "reads"),
+    [
+        ("tresnet_t", {"channels_last": True}, torch.uint8),
+        ("tresnet_t", {"channels_last": True, "dtype": "bf16", "cast": "pure"}, torch.uint8),
+        ("tresnet_t", {}, torch.float32),
+        ("timm:test_resnet", {"channels_last": True}, torch.float32),
+        ("timm:test_resnet", {"dtype": "bf16", "cast": "pure"}, torch.bfloat16),
+        ("timm:test_resnet", {"dtype": "bf16", "cast": "autocast"}, torch.float32),
+    ],
+)
+def test_bytes_are_fed_to_ours_and_divided_for_others(monkeypatch, model, changes, reads):
+    models, seen, build = [], [], steps.build_named
+    monkeypatch.setattr(steps, "build_named", lambda *a: models.append(build(*a)) or models[-1])
+    chosen = case(model, input="uint8", **changes)
+    step = steps.prepare(chosen, False, torch.device("cpu"), seed=0)
+    models[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    logits, (images,) = step.run(), seen
+    assert images.dtype == reads
+    layout = torch.channels_last if chosen.channels_last else torch.contiguous_format
+    assert images.is_contiguous(memory_format=layout)
+    values = images.double() * (1 if reads == torch.uint8 else 255)
+    tolerance = 0.5 if reads == torch.bfloat16 else 1e-4  # half of the last of 8 bits
+    torch.testing.assert_close(values, values.round(), rtol=0, atol=tolerance)
+    assert values.max().round() == 255
+    if reads == torch.uint8:
+        floats = (images.float() / 255).to(logits.dtype)
+        torch.testing.assert_close(logits, models[0](floats), rtol=1e-2, atol=1e-3)
+
+
+def test_bytes_are_fed_to_training(recorded):
+    (row,) = bench_train([case("a", input="uint8")], QUICK, log=quiet)
+    assert (row.status, row.to_dict()["input"]) == ("ok", "uint8")
+
+
 def test_the_time_limit_ends_setting_up_and_rounds(recorded, monkeypatch):
     clock = iter(range(1000))
     monkeypatch.setattr(bench.time, "perf_counter", lambda: float(next(clock)))

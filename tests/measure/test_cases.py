@@ -54,6 +54,7 @@ def test_defaults_are_resolved_and_said():
         ({"cast": "pure"}, "expected cast autocast in training, got 'pure'"),
         ({"compile": "fast"}, "expected compile out of none, default, .* got 'fast'"),
         ({"norm": "group"}, "expected norm out of abn, batchnorm, inplace_abn, got 'group'"),
+        ({"input": "int8"}, "expected input out of float, uint8, got 'int8'"),
         ({"batch_size": 0}, "expected batch size of at least 1, got 0"),
         ({"input_size": -32}, "expected input size of at least 1, got -32"),
     ],
@@ -130,6 +131,11 @@ def test_label_names_what_differs():
     assert case.checked(training=True).label() == (
         "tresnet_t, batch 8, fp16, autocast, abn, channels_last, compile default"
     )
+
+
+def test_label_names_the_input():
+    case = parse_case("timm:resnet50@input=uint8", BenchCase("", dtype="fp32"))
+    assert case.checked(training=True).label() == "timm:resnet50, batch 64, fp32, uint8 input"
 
 
 def test_label_names_a_folded_and_frozen_case():

@@ -50,6 +50,13 @@ def test_each_contender_at_its_best(tmp_path):
     assert "out of memory: CUDA out of memory" in table
 
 
+def test_a_model_fed_bytes_is_a_contender_of_its_own(tmp_path):
+    rows = [step_row("tresnet_m", 100.0), step_row("tresnet_m", 120.0, input="uint8")]
+    lines = cells(speed_table(record_of(tmp_path, "bench_train", rows)))[1:]
+    assert [line[0] for line in lines] == ["tresnet_m", "tresnet_m on uint8"]
+    assert "uint8 input" in lines[1][1]
+
+
 def test_ratios_are_of_the_same_rounds_where_cases_took_turns(tmp_path):
     rows = [
         step_row("tresnet_m", 100.0, round_p50_images_per_s=[100.0, 50.0, 100.0]),

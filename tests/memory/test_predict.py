@@ -89,6 +89,15 @@ def test_inference_holds_no_gradients():
     assert at_most(prediction, Category.ACTIVATION_GRADIENTS) == 0
 
 
+def test_a_batch_of_bytes_takes_a_quarter():
+    labels, pixels = 4 * 8, 4 * 3 * 32 * 32
+    for dtype, n_bytes in (("float32", 4), (torch.uint8, 1)):
+        prediction = small(input_dtype=dtype, channels_last=True)
+        assert at_most(prediction, Category.INPUT) == n_bytes * pixels + labels
+        assert ("uint8 input" in str(prediction)) == (n_bytes == 1)
+    assert small(method="formula", input_dtype="uint8").by_category[Category.INPUT] == pixels
+
+
 def test_ema_copies_parameters_and_buffers():
     model = find_model("tresnet_t")[1]
     state = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
@@ -277,6 +286,7 @@ class Unfakeable(nn.Conv2d):
         ({"input_size": -1}, "expected an input size of positive whole numbers"),
         ({"input_size": (0, 32)}, "expected an input size of positive whole numbers"),
         ({"accumulation_steps": 0}, "expected accumulation_steps"),
+        ({"input_dtype": "int8"}, "expected input_dtype 'float32' or 'uint8', got 'int8'"),
         ({"amp": "fp8"}, "expected amp to be None, 'bf16' or 'fp16', got 'fp8'"),
         ({"optimizer": "sgdd"}, "expected an optimizer out of adadelta.*got 'sgdd'"),
         ({"optimizer": 3}, "expected an optimizer by name"),

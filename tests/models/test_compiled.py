@@ -44,6 +44,14 @@ def test_training_equals_eager_and_keeps_less(monkeypatch, caplog):
     assert less < 0.8 * kept(compile_model(make(), training=True), x)
 
 
+def test_bytes_are_computed_as_the_floats_they_stand_for():
+    images = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8)
+    model = make().to(memory_format=torch.channels_last).eval()
+    with torch.inference_mode():
+        y = compile_model(model, training=False)(images)
+        torch.testing.assert_close(y, model(images.float() / 255), rtol=1e-4, atol=1e-5)
+
+
 def test_inference_equals_eager_with_frozen_weights():
     x = torch.rand(2, 3, 32, 32)
     model = tresnet.surgery.fold(make().eval())

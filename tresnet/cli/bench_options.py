@@ -34,6 +34,10 @@ class ModelOptions:
     ] = "none"
     """Mode of torch.compile; none is eager."""
 
+    input: Literal["float", "uint8"] = "float"
+    """What a step is fed: floats in [0, 1], or bytes. Our channels-last stem reads bytes as they are;
+    others divide by 255 within the step."""
+
     norm: Literal["abn", "batchnorm", "inplace_abn"] = "abn"
     """Norm of our models; others have their own."""
 
@@ -62,5 +66,6 @@ class ModelOptions:
             channels_last=self.channels_last,
             compile=self.compile,
             norm=self.norm,
+            input=self.input,
         )
         return parse_cases(self.models, defaults, batch_sizes)

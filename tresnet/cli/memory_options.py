@@ -24,6 +24,9 @@ class StepOptions:
     input_size: tuple[int, ...] = ()
     """Side of the square, or height and width, or channels and all sides; by default the model's."""
 
+    input: Literal["float", "uint8"] = "float"
+    """What the model is fed: fp32, or bytes, as train.py feeds a channels-last model without mixup."""
+
     infer: bool = False
     """Inference instead of training."""
 
@@ -56,6 +59,7 @@ class StepOptions:
         size = self.input_size
         return {
             "input_size": None if not size else size[0] if len(size) == 1 else size,
+            "input_dtype": "uint8" if self.input == "uint8" else "float32",
             "train": not self.infer,
             "amp": None if self.amp == "fp32" else self.amp,
             "optimizer": self.optimizer,

@@ -107,9 +107,11 @@ def step_of(config: TrainConfig, classes: int, world: int) -> dict[str, Any]:
     Synchronised batch norm is predicted as the plain one: what it saves differs by a few vectors.
     """
     size, mixes = config.data.input_size, config.augment.mixes
+    keeps_bytes = config.compute.channels_last and not mixes  # see `tresnet.engine.feed`
     assert size is not None, "filled in by resolve"
     return {
         "input_size": (3, size, size),
+        "input_dtype": torch.uint8 if keeps_bytes else torch.float32,
         "amp": None if config.compute.amp == "off" else config.compute.amp,
         "optimizer": _optimizer(config),
         "loss": _loss(config),

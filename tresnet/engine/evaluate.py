@@ -85,7 +85,7 @@ def evaluate(
     """Run a model over a split (a collective).
 
     Args:
-        predict: From images (N, 3, H, W) on the device to logits (N, classes) in float32.
+        predict: From a batch as `to_device` gives it to logits (N, classes) in float32.
         loader: This process's share, in evaluation mode.
         processes: This process's place.
         to_device: Moves images and labels to the device.
@@ -118,7 +118,7 @@ def run_over(
     """Run a model over a split and hand each batch's logits and labels to `take` (a collective).
 
     Args:
-        predict: From images (N, 3, H, W) on the device to logits (N, classes) in float32.
+        predict: From a batch as `to_device` gives it to logits (N, classes) in float32.
         loader: This process's share, in evaluation mode.
         processes: This process's place.
         to_device: Moves images and labels to the device.

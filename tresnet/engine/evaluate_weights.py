@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from tresnet import env
@@ -146,7 +147,12 @@ def _open(config: EvalConfig, folder: Path) -> ImageDataset | MultiLabelDataset:
         config.input_size, config.crop_mode, config.crop_pct, config.interpolation
     )
     opened = open_multilabel if config.labels == "multi" else open_folder
-    return opened(folder, config.split, eval_transform(transform), config.skip_bad_images)
+    return opened(
+        folder,
+        config.split,
+        eval_transform(transform, dtype=torch.uint8),
+        config.skip_bad_images,
+    )
 
 
 def _class_map(

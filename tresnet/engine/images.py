@@ -5,6 +5,8 @@ import hashlib
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from tresnet.data import (
     EvalTransform,
     ImageDataset,
@@ -91,8 +93,10 @@ def open_images(config: TrainConfig, processes: Processes) -> Images:
     opened, check = (
         (open_multilabel, check_same_order) if multi else (open_folder, check_same_classes)
     )
-    train = opened(folder, "train", train_transform(changes), data.skip_bad_images)
-    val = opened(folder, "val", eval_transform(test), data.skip_bad_images)
+    train = opened(
+        folder, "train", train_transform(changes, dtype=torch.uint8), data.skip_bad_images
+    )
+    val = opened(folder, "val", eval_transform(test, dtype=torch.uint8), data.skip_bad_images)
     check(train, val)
     shared = {
         "workers": data.workers,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tresnet.engine import optim
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.distributed import Processes
+from tresnet.engine.feed import Feed, reads_bytes
 from tresnet.engine.predictor import Predictor, autocast, compiled, place
 from tresnet.engine.sync_norm import synchronise
 
@@ -23,6 +24,7 @@ class Learner:
         optimizer: With one group without weight decay (biases, norms) and one with.
         schedule: Steps once per update.
         scaler: Scales the loss in fp16; does nothing otherwise.
+        feed: Moves a loader's batch to the device, as `backward` wants it.
         tested: Evaluates the average, or the model where there is none.
     """
 
@@ -53,6 +55,8 @@ class Learner:
         self.scaler = torch.GradScaler(self._device.type, enabled=config.compute.amp == "fp16")
         self._wrapped = _distribute(model, processes)
         self._forward = compiled(self._wrapped, config.compute, training=True)
+        keep_bytes = reads_bytes(model, config.compute) and not config.augment.mixes
+        self.feed = Feed(config.compute, self._device, keep_bytes=keep_bytes)
         self.tested = Predictor(self.averaged, config.compute, self._device)
 
     @property
@@ -76,7 +80,7 @@ class Learner:
         """One forward and backward pass of an update that is the mean over `passes` of them.
 
         Args:
-            images: (N, 3, H, W) on the device.
+            images: (N, 3, H, W) on the device, floats in [0, 1] or bytes.
             targets: Labels (N,) or label distributions (N, classes).
             criterion: From float32 logits and targets to the mean loss.
             passes: Passes of this update.

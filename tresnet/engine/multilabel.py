@@ -83,7 +83,7 @@ def evaluate_multilabel(
     """Run a model over a split whose images have any number of labels (a collective).
 
     Args:
-        predict: From images (N, 3, H, W) on the device to logits (N, classes) in float32.
+        predict: From a batch as `to_device` gives it to logits (N, classes) in float32.
         loader: This process's share, in evaluation mode; labels (N, classes) of 0 and 1.
         processes: This process's place.
         to_device: Moves images and labels to the device.

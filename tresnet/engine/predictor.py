@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tresnet.engine.config import ComputeConfig
+from tresnet.engine.feed import Feed, memory_format, reads_bytes
 from tresnet.models.compiled import compile_model
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -26,17 +27,15 @@ class Predictor:
         self._model = place(model, compute, device)
         self._compute = compute
         self._device = device
+        self._feed = Feed(compute, device, keep_bytes=reads_bytes(model, compute))
         self._forward = compiled(self._model, compute, training=False)
 
     def to_device(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """A batch on the device, in the configured layout."""
-        return (
-            images.to(self._device, non_blocking=True, memory_format=memory_format(self._compute)),
-            labels.to(self._device, non_blocking=True),
-        )
+        """A loader's batch on the device, as `predict` wants it."""
+        return self._feed(images, labels)
 
     def predict(self, images: Tensor) -> Tensor:
-        """Logits (N, classes) in float32 of images (N, 3, H, W) on the device."""
+        """Logits (N, classes) in float32 of images (N, 3, H, W) from `to_device`."""
         self._model.eval()
         with torch.inference_mode(), autocast(self._compute, self._device):
             return self._forward(images).float()
@@ -54,11 +53,6 @@ def autocast(
     if compute.amp == "off":
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=DTYPES[compute.amp])
-
-
-def memory_format(compute: ComputeConfig) -> torch.memory_format:
-    """The layout of images and weights."""
-    return torch.channels_last if compute.channels_last else torch.contiguous_format
 
 
 def compiled(

@@ -227,7 +227,7 @@ class Trainer:
         first = batch - batch % accumulate
         passes = min(accumulate, batches - first)
         is_last = batch == first + passes - 1
-        images, labels = self.learner.tested.to_device(images, labels)
+        images, labels = self.learner.feed(images, labels)
         step = progress.epoch * batches + batch
         images, targets, criterion = self.losses.prepare(images, labels, progress.epoch, step)
         loss, logits = self.learner.backward(images, targets, criterion, passes, is_last)

@@ -78,7 +78,8 @@ def method_of(what: str) -> dict[str, Any]:
     """How `bench_train` or `bench_infer` measured, in words and switches, for its record."""
     training = what == "bench_train"
     return {
-        "input": "one synthetic batch, already on the device",
+        "input": "one synthetic batch, already on the device; of bytes where input is uint8, which our "
+        "channels_last stem reads, and others divide by 255 within the step",
         "step": "forward, cross entropy, backward, update" if training else "forward, eval mode",
         "optimizer": OPTIMIZER if training else None,
         "order": "every round visits every case, forwards and backwards in turn; case after case "

@@ -19,6 +19,7 @@ from tresnet.ops.abn import IMPLS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CASTS = ("autocast", "pure")
+INPUTS = ("float", "uint8")
 COMPILE_MODES = (
     "none",
     "default",
@@ -57,6 +58,9 @@ class BenchCase:
             `fold` does anyway.
         output_recompute: our fused kernels rebuild every second block's output in backward
             (`TResNet.set_output_recompute`); training with norm `abn` only.
+        input: `float` images in [0, 1], or `uint8` ones, as a loader of bytes feeds them. Bytes go into
+            our stem as they are where the case is channels_last; else, and for peers, dividing by
+            255 is the first thing in the step (and compiled with it).
     """
 
     model: str
@@ -73,6 +77,7 @@ class BenchCase:
     partitioner: str | None = None
     pad: bool = False
     output_recompute: bool = False
+    input: str = "float"
 
     def checked(self, training: bool) -> "BenchCase":
         """The case with `cast` and `norm` filled in; one of ours is sure to build and run.
@@ -98,6 +103,7 @@ class BenchCase:
             ("norm", case.norm, NORMS),
             ("impl", case.impl, IMPLS),
             ("partitioner", case.partitioner, tuple(PARTITIONERS)),
+            ("input", case.input, INPUTS),
         ):
             if value is not None and value not in choices:
                 raise InputError(f"expected {field} out of {', '.join(choices)}, got {value!r}")
@@ -156,6 +162,8 @@ class BenchCase:
     def label(self) -> str:
         """The case in one short line, for progress and tables."""
         parts = [self.model, f"batch {self.batch_size}", self.dtype]
+        if self.input != "float":
+            parts.append(f"{self.input} input")
         if self.cast is not None:
             parts.append(self.cast)
         if self.norm is not None:

@@ -61,8 +61,12 @@ def section_markdown(section: Section, pictures: Sequence[str] = ()) -> str:
 
 
 def contender(row: Row) -> str:
-    """Who a row speaks for: a model, and the package its norm comes from if that is another's."""
-    return f"{row['model']} with inplace-abn" if row["norm"] == "inplace_abn" else row["model"]
+    """Who a row speaks for: a model, the package its norm comes from if that is another's, its input.
+
+    A step that begins with bytes does more than one that begins with floats.
+    """
+    name = f"{row['model']} with inplace-abn" if row["norm"] == "inplace_abn" else row["model"]
+    return f"{name} on uint8" if row.get("input") == "uint8" else name
 
 
 def settings_of(row: Row) -> str:

@@ -9,13 +9,27 @@ from torch.nn import functional as F
 
 from tresnet.measure.cases import DTYPES, PARTITIONERS, BenchCase
 from tresnet.measure.macs import count_parameters
-from tresnet.measure.named import build_named, default_input_size
+from tresnet.measure.named import build_named, default_input_size, split_name
 from tresnet.models.compiled import CompiledModel, partitioner
 from tresnet.surgery.fold import fold
 from tresnet.surgery.pad_channels import pad_channels
 
 OPTIMIZER = "SGD, learning rate 1e-3, momentum 0.9, weight decay 1e-4"
 _TORCHVISION_CLASSES = 1000
+
+
+class ScaledBytes(nn.Module):
+    """A model that takes floats, fed bytes: one pass makes floats in [0, 1] of them, in their layout."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Keep the model and the type its images have."""
+        super().__init__()
+        self.model = model
+        self.dtype = dtype
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(N, 3, H, W), uint8."""
+        return self.model(torch.div(images, 255, out=torch.empty_like(images, dtype=self.dtype)))
 
 
 @dataclasses.dataclass
@@ -41,7 +55,6 @@ def prepare(case: BenchCase, training: bool, device: torch.device, seed: int) ->
     if case.impl is not None:
         built.set_impl(case.impl)  # pyright: ignore[reportCallIssue]
     size = default_input_size(built) if case.input_size is None else case.input_size
-    layout = torch.channels_last if case.channels_last else torch.contiguous_format
     dtype = DTYPES[case.dtype] if case.cast == "pure" else torch.float32
     if case.output_recompute:
         built.set_output_recompute()  # pyright: ignore[reportCallIssue]
@@ -51,16 +64,33 @@ def prepare(case: BenchCase, training: bool, device: torch.device, seed: int) ->
     if case.fold:
         built = fold(built)
     built = built.to(device=device, dtype=dtype)
-    model = built.to(memory_format=layout)  # pyright: ignore[reportCallIssue]
-    images = torch.rand(case.batch_size, 3, size, size, device=device)
-    images = images.to(dtype=dtype, memory_format=layout)
+    model = built.to(memory_format=_layout(case))  # pyright: ignore[reportCallIssue]
     parameters = count_parameters(model)
-    step_model = _compiled(model, case)
+    images, fed = _input(model, case, size, device, dtype)
+    step_model = _compiled(fed, case)
     if training:
         run = _training_step(step_model, model, images, case, device)
     else:
         run = _inference_step(step_model, images, case, device)
     return PreparedStep(run, parameters, size)
+
+
+def _layout(case: BenchCase) -> torch.memory_format:
+    return torch.channels_last if case.channels_last else torch.contiguous_format
+
+
+def _input(
+    model: nn.Module, case: BenchCase, size: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, nn.Module]:
+    """The batch, and the model with what it takes to be fed it."""
+    shape = (case.batch_size, 3, size, size)
+    if case.input == "float":
+        images = torch.rand(shape, device=device)
+        return images.to(dtype=dtype, memory_format=_layout(case)), model
+    images = torch.randint(256, shape, dtype=torch.uint8, device=device)
+    takes_bytes = case.channels_last and split_name(case.model)[0] == "tresnet"
+    fed = model if takes_bytes else ScaledBytes(model, dtype)
+    return images.contiguous(memory_format=_layout(case)), fed
 
 
 def _compiled(model: nn.Module, case: BenchCase) -> Callable[[Tensor], Tensor]:

@@ -29,7 +29,7 @@ _MEMORYLESS = (
 )  # fmt: skip
 # nn.MultiheadAttention hides its layers; the document counts its output five times.
 _ATTENTION_OUTPUTS = 5
-_ITEM_BYTES = 4
+_ITEM_BYTES = 4  # of float32: weights and outputs
 _MOMENTS = {"sgd": 0, "sgd_momentum": 1, "adagrad": 1, "rmsprop": 1}
 _ADAM_MOMENTS = 2
 
@@ -72,7 +72,7 @@ def formula(model: nn.Module, plan: Plan) -> Formula:
         )
     outputs, weights = _count(model, plan)
     return Formula(
-        data_bytes=prod(plan.input_shape) * _ITEM_BYTES,
+        data_bytes=prod(plan.input_shape) * plan.input_dtype.itemsize,
         weight_bytes=weights * _ITEM_BYTES,
         output_bytes=outputs * _ITEM_BYTES,
         mixed_precision=1.0 if plan.amp is None else 0.5,
@@ -112,7 +112,7 @@ def _count(model: nn.Module, plan: Plan) -> tuple[int, int]:
         if not list(module.children()) or isinstance(module, nn.MultiheadAttention):
             module.register_forward_hook(counter(module))
     with mode, torch.no_grad():
-        copied(torch.empty(plan.input_shape))
+        copied(torch.empty(plan.input_shape, dtype=plan.input_dtype))
     # The model's own output comes on top of its last layer's.
     total = sum(prod(shape) for shape in outputs) + prod(calls[-1][1:])
     return total, sum(weights)

@@ -30,8 +30,9 @@ class Plan:
     """One training step or one inference.
 
     `input_size` and `target_size` lack the batch; `target_size` None stands for one class index
-    an image. `checkpointing` names the submodules whose activations are recomputed, or is True
-    for the model's own `set_grad_checkpointing`.
+    an image. `input_dtype` is float32, or uint8 for a model that takes bytes. `checkpointing` names
+    the submodules whose activations are recomputed, or is True for the model's own
+    `set_grad_checkpointing`.
     """
 
     batch_size: int
@@ -41,6 +42,7 @@ class Plan:
     optimizer_name: str
     optimizer: OptimizerFactory
     loss: Loss
+    input_dtype: torch.dtype = torch.float32
     target_size: tuple[int, ...] | None = None
     channels_last: bool = False
     accumulation_steps: int = 1
@@ -61,6 +63,8 @@ class Plan:
         precision = "fp32" if self.amp is None else f"{str(self.amp).split('.')[1]} autocast"
         size = "x".join(map(str, self.input_size))
         parts = ["train" if self.train else "inference", f"batch {self.batch_size} of {size}"]
+        if self.input_dtype is torch.uint8:
+            parts.append("uint8 input")
         parts.append(precision)
         if self.train:
             parts.append(self.optimizer_name)
@@ -78,6 +82,7 @@ def make_plan(
     *,
     batch_size: int,
     input_size: int | tuple[int, ...] | None = None,
+    input_dtype: str | torch.dtype = torch.float32,
     amp: str | torch.dtype | None = None,
     optimizer: str | type[torch.optim.Optimizer] | OptimizerFactory = "sgd",
     optimizer_options: Mapping[str, object] | None = None,
@@ -106,6 +111,7 @@ def make_plan(
     return Plan(
         batch_size=batch_size,
         input_size=find_input_size(model, input_size),
+        input_dtype=_input_dtype(input_dtype),
         train=train,
         amp=_amp_dtype(amp),
         optimizer_name=name,
@@ -145,6 +151,13 @@ def _one_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def _positive(name: str, value: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InputError(f"expected {name} to be a whole number from 1 on, got {value!r}")
+
+
+def _input_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    for known in (torch.float32, torch.uint8):
+        if dtype in (known, str(known).removeprefix("torch.")):
+            return known
+    raise InputError(f"expected input_dtype 'float32' or 'uint8', got {dtype!r}")
 
 
 def _amp_dtype(amp: str | torch.dtype | None) -> torch.dtype | None:

@@ -63,8 +63,8 @@ def predict(
         model_options: keyword arguments for a model given by name.
         method: `trace`; or `formula` for the sum over layers that people use, which knows neither
             reserved nor a band: `tresnet.memory.formula`.
-        **step: what the step is; see `tresnet.memory.plan.make_plan`: input_size, amp, optimizer,
-            optimizer_options, train, loss, target_size, channels_last, accumulation_steps,
+        **step: what the step is; see `tresnet.memory.plan.make_plan`: input_size, input_dtype, amp,
+            optimizer, optimizer_options, train, loss, target_size, channels_last, accumulation_steps,
             checkpointing, ema, ddp, ddp_bucket_mib, ddp_bucket_view, zero_grad_to_none.
 
     Raises:

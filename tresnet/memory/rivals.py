@@ -34,7 +34,7 @@ def torchinfo_bytes(model: nn.Module, plan: Plan) -> int:
         raise MissingDependencyError(
             "torchinfo is compared with where it is installed: pip install torchinfo"
         ) from error
-    x = torch.empty(plan.input_shape, device="meta")
+    x = torch.empty(plan.input_shape, dtype=plan.input_dtype, device="meta")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         info = summary(meta_copy(model), input_data=x, verbose=0, device="meta", mode="eval")
@@ -50,7 +50,7 @@ def mem_tracker_bytes(model: nn.Module, plan: Plan) -> int:
     copied = fake_copy(model, mode, device, channels_last=plan.channels_last)
     with mode, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        x = torch.empty(plan.input_shape)
+        x = torch.empty(plan.input_shape, dtype=plan.input_dtype)
         target = torch.empty((plan.batch_size, *(plan.target_size or ())))
         y = target if plan.target_size else target.to(torch.int64)
         tracker = MemTracker()

@@ -135,7 +135,7 @@ def start(model: nn.Module, plan: Plan, machine: Machine) -> Training | Inferenc
 
 
 def make_batch(plan: Plan, machine: Machine) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images (N, C, H, W) in fp32, and one class index or a float target each."""
+    """Images (N, C, H, W), and one class index or a float target each."""
     with machine.during(Phase.INPUT):
         x = _image(plan, machine)
         if plan.target_size is None:
@@ -144,7 +144,7 @@ def make_batch(plan: Plan, machine: Machine) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _image(plan: Plan, machine: Machine) -> torch.Tensor:
-    return machine.empty(plan.input_shape, torch.float32, channels_last=plan.channels_last)
+    return machine.empty(plan.input_shape, plan.input_dtype, channels_last=plan.channels_last)
 
 
 def apply_checkpointing(model: nn.Module, what: bool | tuple[str, ...]) -> None:

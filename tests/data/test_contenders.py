@@ -1,0 +1,74 @@
+"""The loaders that are compared give the same pictures; only their form differs."""
+
+from multiprocessing import active_children
+
+import pytest
+import torch
+from PIL import Image
+
+from tresnet.data import contenders
+from tresnet.data.contenders import TimmLoader, our_loader, write_jpegs
+
+# timm leaves it to the garbage collector to close image files.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+
+# 5 files to 6 images of an epoch: one comes round again.
+SHARED = {"length": 6, "batch_size": 3, "size": 32, "workers": 0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("jpegs")
+    for split in ("train", "val"):
+        write_jpegs(root, split, count=5)
+    return root
+
+
+def contending(folder, split):
+    return [
+        our_loader(folder, split, torch.uint8, **SHARED),
+        our_loader(folder, split, torch.float32, **SHARED),
+        TimmLoader(folder, split, **SHARED),
+    ]
+
+
+def test_made_up_pictures_are_of_a_photographs_size(folder):
+    files = sorted((folder / "val").rglob("*.jpg"))
+    assert len(files) == 5
+    for file in files:
+        assert 60_000 < file.stat().st_size < 160_000
+        with Image.open(file) as image:
+            assert (image.size, image.mode) == (contenders.JPEG_SIZE, "RGB")
+
+
+def test_all_evaluate_the_same_pictures(folder):
+    as_bytes, as_floats, timms = (list(loader) for loader in contending(folder, "val"))
+    assert len(as_bytes) == len(as_floats) == len(timms) == 2
+    for (x, labels), (y, same), (z, theirs) in zip(as_bytes, as_floats, timms, strict=True):
+        assert (x.dtype, y.dtype, z.dtype) == (torch.uint8, torch.float32, torch.float32)
+        assert torch.equal(x.float() / 255, y)
+        assert torch.equal(z, y)
+        assert torch.equal(labels, same)
+        assert torch.equal(labels, theirs)
+    first, last = as_bytes[0][0][0], as_bytes[1][0][2]
+    assert torch.equal(first, last)
+
+
+def test_all_crop_at_random_in_training(folder):
+    for loader in contending(folder, "train"):
+        batches = [images for images, _ in loader]
+        assert [batch.shape for batch in batches] == [(3, 3, 32, 32)] * 2
+        assert len({int(image.float().sum() * 100) for batch in batches for image in batch}) == 6
+
+
+def test_workers_end_with_their_loader(folder):
+    shared = {**SHARED, "workers": 1}
+    before = set(active_children())
+    for loader in (
+        our_loader(folder, "val", torch.uint8, **shared),
+        TimmLoader(folder, "val", **shared),
+    ):
+        assert len(list(loader)) == 2
+        assert len(set(active_children()) - before) == 1
+        loader.close()
+        assert set(active_children()) == before

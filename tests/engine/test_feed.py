@@ -1,0 +1,109 @@
+"""Loaders give bytes; what is computed is what floats from the loader gave."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.engine.runs import assert_same_run
+from tresnet.data import eval_transform, train_transform
+from tresnet.engine import config as configs
+from tresnet.engine import images as run_images
+from tresnet.engine.config import ComputeConfig
+from tresnet.engine.distributed import Processes
+from tresnet.engine.feed import Feed, reads_bytes
+from tresnet.engine.learner import Learner
+from tresnet.engine.resolve import create_model, resolve
+from tresnet.engine.train import train
+
+CPU = torch.device("cpu")
+ALONE = Processes(0, 1, CPU)
+LAST = {"channels_last": True}
+
+
+def test_floats_are_those_of_the_transform_to_the_bit():
+    every = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).expand(2, 3, 16, 16)
+    expected = every.float().div(255)
+    for channels_last in (False, True):
+        compute = ComputeConfig(channels_last=channels_last)
+        labels = torch.arange(2)
+        found, same = Feed(compute, CPU, keep_bytes=False)(every, labels)
+        layout = torch.channels_last if channels_last else torch.contiguous_format
+        assert found.dtype == torch.float32
+        assert found.is_contiguous(memory_format=layout)
+        assert torch.equal(found, expected)
+        assert torch.equal(same, labels)
+        assert torch.equal(Feed(compute, CPU, keep_bytes=True)(every, labels)[0], every)
+
+
+@pytest.mark.gpu
+def test_a_gpu_makes_the_same_floats():
+    every = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).expand(2, 3, 16, 16)
+    for channels_last in (False, True):
+        feed = Feed(
+            ComputeConfig(channels_last=channels_last), torch.device("cuda"), keep_bytes=False
+        )
+        assert torch.equal(feed(every, torch.arange(2))[0].cpu(), every.float().div(255))
+
+
+@pytest.mark.parametrize(
+    ("changes", "trained", "tested"),
+    [
+        ({"mixup": 0.0, **LAST}, torch.uint8, torch.uint8),
+        ({"mixup": 0.2, **LAST}, torch.float32, torch.uint8),
+        ({"mixup": 0.0, "cutmix": 1.0, **LAST}, torch.float32, torch.uint8),
+        ({"mixup": 0.0}, torch.float32, torch.float32),
+    ],
+    ids=str,
+)
+def test_bytes_reach_the_model_where_nothing_needs_floats(tiny, changes, trained, tested):
+    config = resolve(tiny(**changes))
+    loaded = run_images.open_images(config, ALONE)
+    learner = Learner(create_model(config, loaded.classes), config, ALONE, 6)
+    for loader, feed, dtype in (
+        (loaded.train, learner.feed, trained),
+        (loaded.val, learner.tested.to_device, tested),
+    ):
+        images, labels = next(iter(loader))
+        assert images.dtype == torch.uint8
+        assert images.nbytes == 4 * 3 * 12 * 12
+        assert feed(images, labels)[0].dtype == dtype
+
+
+def test_other_models_get_floats():
+    compute = ComputeConfig(channels_last=True)
+    assert not reads_bytes(nn.Conv2d(3, 8, 3), compute)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mixup": 0.0, "amp": "bf16", "cutout_prob": 0.5, **LAST},
+        {"mixup": 0.0, "grad_checkpointing": True, "eval_batch_size": 3, **LAST},
+        {"mixup": 0.2, "mix_off_epochs": 1, **LAST},
+        {"mixup": 0.2, "amp": "bf16"},
+    ],
+    ids=str,
+)
+def test_a_run_on_bytes_is_the_run_on_floats_to_the_bit(tiny, monkeypatch, changes):
+    config = tiny(name="bytes", affine_degrees=20.0, **changes)
+    found = train(config).run_dir
+    monkeypatch.setattr(run_images, "train_transform", lambda cfg, dtype: train_transform(cfg))
+    monkeypatch.setattr(run_images, "eval_transform", lambda cfg, dtype: eval_transform(cfg))
+    assert_same_run(found, train(configs.replace(config, name="floats")).run_dir)
+
+
+def test_a_compiled_stem_reads_bytes_in_one_graph(tiny):
+    """The last batch of an evaluation is smaller: sizes must be free to vary."""
+    model = create_model(resolve(tiny(mixup=0.0, **LAST)), ["a", "b", "c"])
+    model = model.to(memory_format=torch.channels_last).eval()
+
+    def stem(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model.forward_intermediates(x, [0], stop_early=True, intermediates_only=True)[0]
+
+    compiled = torch.compile(stem, backend="aot_eager", fullgraph=True)
+    images = torch.randint(256, (4, 3, 20, 20), dtype=torch.uint8)
+    for n in (4, 3, 2):
+        found, expected = compiled(images[:n]), stem(images[:n].float() / 255)
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found, expected)

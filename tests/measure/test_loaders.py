@@ -1,0 +1,70 @@
+"""Loaders in turns, on a clock that the loaders themselves move."""
+
+import pytest
+import torch
+
+from tresnet.errors import InputError
+from tresnet.measure import loaders
+from tresnet.measure.loaders import LoaderSettings, compare_loaders
+
+SETTINGS = LoaderSettings(batch_size=2, input_size=4, workers=0, rounds=3, batches=4)
+
+
+class Clock:
+    """Tells the time of `now`."""
+
+    now = 0.0
+
+    def mark(self):
+        return Clock.now
+
+    def seconds(self, begin, end):
+        return end - begin
+
+
+class Epoch:
+    """Takes 100 s to a warm-up batch, then so many seconds a batch; slower by the visit."""
+
+    def __init__(self, name, seconds, visits, dtype=torch.float32, batches=8):
+        self.name, self.seconds, self.visits = name, seconds, visits
+        self.images = torch.zeros(2, 3, 4, 4, dtype=dtype)
+        self.batches = batches
+
+    def __iter__(self):
+        self.visits.append(self.name)
+        slower = self.visits.count(self.name)
+        for number in range(self.batches):
+            Clock.now += 100 if number < 4 else self.seconds * slower
+            yield self.images, None
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    monkeypatch.setattr(loaders, "HostClock", Clock)
+
+
+def test_rounds_visit_every_loader_and_time_no_warm_up():
+    visits, lines = [], []
+    cases = {"a": Epoch("a", 0.25, visits, torch.uint8), "b": Epoch("b", 0.5, visits)}
+    ours, theirs = compare_loaders(cases, SETTINGS, log=lines.append)
+    assert visits == ["a", "b", "b", "a", "a", "b"]
+    assert ours.round_images_per_s == [8.0, 4.0, 8 / 3]
+    assert (ours.p50_images_per_s, theirs.p50_images_per_s) == (4.0, 2.0)
+    assert (ours.ratio_to_first, theirs.ratio_to_first) == (1.0, 0.5)
+    assert (ours.dtype, ours.batch_bytes) == ("uint8", 2 * 3 * 4 * 4)
+    assert (theirs.dtype, theirs.batch_bytes) == ("float32", 4 * 2 * 3 * 4 * 4)
+    assert len(lines) == 3
+
+
+@pytest.mark.parametrize("batches", [0, 7])
+def test_an_epoch_that_is_too_short_is_no_measurement(batches):
+    with pytest.raises(InputError, match=f"an epoch of 8 batches of 2 images, got {batches}"):
+        compare_loaders({"a": Epoch("a", 1.0, [], batches=batches)}, SETTINGS)
+
+
+def test_settings_are_checked():
+    assert SETTINGS.epoch_images == 16
+    with pytest.raises(InputError, match="expected warmup_batches of at least 1, got 0"):
+        LoaderSettings(warmup_batches=0)
+    with pytest.raises(InputError, match="expected workers of at least 0, got -1"):
+        LoaderSettings(workers=-1)

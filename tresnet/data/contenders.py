@@ -1,0 +1,139 @@
+"""The loaders that `tresnet bench loader` compares, and images to load where there are none."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from tresnet.data.folder import open_folder
+from tresnet.data.loaders import Loader, create_loader, usable_cores
+from tresnet.data.transforms import EvalTransform, TrainAugment, eval_transform, train_transform
+
+Split = Literal["train", "val"]
+# The most common size of ImageNet's images.
+JPEG_SIZE = (500, 375)
+JPEGS = 64
+
+
+class Repeated(torch.utils.data.Dataset[tuple[Any, Any]]):
+    """A data set as long as wanted: its items over and over, or the first of them."""
+
+    def __init__(self, dataset: Any, length: int) -> None:
+        """Keep the data set.
+
+        Args:
+            dataset: of (image, label), with an attribute `transform`.
+            length: how many items this one has.
+        """
+        self._dataset = dataset
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        """The item, or one that comes round again."""
+        return self._dataset[index % len(self._dataset)]
+
+    @property
+    def transform(self) -> Any:
+        """The data set's, which timm's `create_loader` sets."""
+        return self._dataset.transform
+
+    @transform.setter
+    def transform(self, transform: Any) -> None:
+        self._dataset.transform = transform
+
+
+class TimmLoader:
+    """timm's loader without its prefetcher: random crop and mirror image, or resize and center crop.
+
+    Its API has no way to leave the normalisation out: it is by mean 0 and deviation 1.
+    """
+
+    def __init__(
+        self, root: Path, split: Split, length: int, batch_size: int, size: int, workers: int
+    ) -> None:
+        """Open the folder; the workers start with the first iteration.
+
+        Args:
+            root: folder that holds the splits.
+            split: which one; `train` is augmented.
+            length: images of an epoch.
+            batch_size: images in a batch.
+            size: height and width in pixels.
+            workers: processes that load, at most one a core.
+        """
+        from timm.data import create_dataset
+        from timm.data import create_loader as create
+
+        training = split == "train"
+        dataset = create_dataset("", root=str(root), split=split, is_training=training)
+        self._loader: Any = create(
+            Repeated(dataset, length),  # type: ignore[arg-type]
+            size,
+            batch_size,
+            is_training=training,
+            color_jitter=None,  # type: ignore[arg-type]  timm's way to leave it out
+            interpolation="bilinear",
+            mean=(0.0, 0.0, 0.0),
+            std=(1.0, 1.0, 1.0),
+            num_workers=min(workers, usable_cores()),
+            crop_pct=0.875,
+            device=torch.device("cpu"),
+            use_prefetcher=False,
+        )
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        yield from self._loader
+
+    def close(self) -> None:
+        """Stop the workers; it cannot be iterated again."""
+        self._loader = None
+
+
+def our_loader(
+    root: Path,
+    split: Split,
+    dtype: torch.dtype,
+    *,
+    length: int,
+    batch_size: int,
+    size: int,
+    workers: int,
+) -> Loader:
+    """Ours with the transforms of `TimmLoader`, giving bytes or floats.
+
+    Raises:
+        DataError: there are no images at `root`/`split`.
+    """
+    training = split == "train"
+    if training:
+        plain = TrainAugment(size=size, auto_augment=None, cutout_prob=0.0)
+        transform = train_transform(plain, dtype=dtype)
+    else:
+        transform = eval_transform(EvalTransform(size=size), dtype=dtype)
+    dataset = Repeated(open_folder(root, split, transform), length)
+    return create_loader(dataset, batch_size, training=training, workers=workers)
+
+
+def write_jpegs(root: Path, split: Split, count: int = JPEGS) -> None:
+    """Write made-up pictures, `root`/`split`/{a,b}/N.jpg: colours that flow, with grain.
+
+    Each is `JPEG_SIZE` and about as large a file as one of ImageNet, so that it takes as long to
+    decode.
+    """
+    from PIL import Image
+
+    draw = np.random.default_rng(0)
+    width, height = JPEG_SIZE
+    for number in range(count):
+        folder = root / split / "ab"[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        coarse = Image.fromarray(draw.integers(0, 256, (24, 32, 3), dtype=np.uint8))
+        flowing = np.asarray(coarse.resize(JPEG_SIZE, Image.Resampling.BICUBIC), dtype=np.float32)
+        grain = draw.standard_normal((height, width, 1), dtype=np.float32) * 12
+        pixels = (flowing + grain).clip(0, 255).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number:03d}.jpg", quality=90)

@@ -1,0 +1,61 @@
+"""A batch on its way from the loader to the model: bytes, and floats where something needs them."""
+
+import torch
+from torch import Tensor, nn
+
+from tresnet.engine.config import ComputeConfig
+from tresnet.models.tresnet import TResNet
+
+
+class Feed:
+    """Moves batches to the device in the form that is computed with there.
+
+    Loaders give bytes: a quarter of floats in workers, in page-locked memory and on the way to the
+    device.
+    """
+
+    def __init__(self, compute: ComputeConfig, device: torch.device, *, keep_bytes: bool) -> None:
+        """Keep the settings.
+
+        Args:
+            compute: The layout of images.
+            device: Where to compute.
+            keep_bytes: Leave bytes as they are, for a stem that reads them (`reads_bytes`); else
+                they become floats in [0, 1], on the device.
+        """
+        self._layout = memory_format(compute)
+        self._device = device
+        self._keep_bytes = keep_bytes
+        # On the device, as GPUs multiply by the inverse of a number, which rounds a second time.
+        self._largest = torch.tensor(255.0, device=device)
+
+    def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Move a batch.
+
+        Args:
+            images: (N, 3, H, W), bytes, or floats in [0, 1].
+            labels: (N,) or (N, classes).
+
+        Returns:
+            Both on the device: bytes in the layout they came in, floats in the configured one.
+        """
+        labels = labels.to(self._device, non_blocking=True)
+        if images.dtype != torch.uint8:
+            return images.to(self._device, non_blocking=True, memory_format=self._layout), labels
+        images = images.to(self._device, non_blocking=True)
+        return images if self._keep_bytes else self._to_floats(images), labels
+
+    def _to_floats(self, images: Tensor) -> Tensor:
+        """Bytes to what torchvision's conversion gives, to the bit, in one pass on a GPU."""
+        floats = torch.empty(images.shape, device=self._device, memory_format=self._layout)
+        return torch.div(images, self._largest, out=floats)
+
+
+def reads_bytes(model: nn.Module, compute: ComputeConfig) -> bool:
+    """Whether a model is best given bytes: its stem turns them into channels-last floats itself."""
+    return compute.channels_last and isinstance(model, TResNet)
+
+
+def memory_format(compute: ComputeConfig) -> torch.memory_format:
+    """The layout of images and weights."""
+    return torch.channels_last if compute.channels_last else torch.contiguous_format
