@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import subcommand
 
+from tresnet.cli.bench_inversion import BenchInversion
 from tresnet.cli.bench_max_batch import BenchMaxBatch
 from tresnet.cli.bench_ops import BenchOps
 from tresnet.cli.bench_options import ModelOptions
@@ -97,6 +98,7 @@ class Bench:
         | Annotated[BenchInfer, subcommand("infer")]
         | Annotated[BenchMaxBatch, subcommand("max-batch")]
         | Annotated[BenchOps, subcommand("ops")]
+        | Annotated[BenchInversion, subcommand("inversion")]
         | Annotated[BenchBranches, subcommand("branches")]
         | Annotated[BenchConvs, subcommand("convs")]
         | Annotated[BenchReport, subcommand("report")]
