@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tresnet.cli.output import format_table, progress, say
+from tresnet.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,6 +70,7 @@ class BenchInversion:
 
         from tresnet import env
         from tresnet.measure.bench_ops import OpsSettings
+        from tresnet.measure.inversion_time import check_stages
         from tresnet.measure.records import writable_directory, write_record
         from tresnet.models.zoo import find_variant
 
@@ -78,6 +80,11 @@ class BenchInversion:
             name, self.batch_size, self.input_size, self.repeats, time_limit_s=self.time_limit_s
         )
         find_variant(self.model)
+        check_stages(self.stages)
+        if self.memory_batch_size < 1:
+            raise InputError(
+                f"expected memory_batch_size of at least 1, got {self.memory_batch_size}"
+            )
         writable_directory(self.output_dir)
         rows = self._measured(device, settings)
         path = write_record(

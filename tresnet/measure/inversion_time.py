@@ -48,6 +48,14 @@ def contenders(dtype: str, device: torch.device) -> tuple[str, ...]:
     return (*names, "inplace_abn")
 
 
+def check_stages(stages: Sequence[int]) -> None:
+    """Raise `InputError` if a model has no such stage."""
+    most = len(OPS["abn"].places)
+    for stage in stages:
+        if not 1 <= stage <= most:
+            raise InputError(f"expected stages from 1 to {most}, got {stage}")
+
+
 def measure_times(
     dtypes: Sequence[str],
     stages: Sequence[int],
@@ -66,10 +74,8 @@ def measure_times(
         device: where.
         log: called with a line of progress.
     """
+    check_stages(stages)
     places = OPS["abn"].places
-    for stage in stages:
-        if not 1 <= stage <= len(places):
-            raise InputError(f"expected stages from 1 to {len(places)}, got {stage}")
     rows, began_s = [], time.perf_counter()
     with bench_switches(device, compiling=True):
         for stage, layout, dtype in itertools.product(stages, layouts, dtypes):
