@@ -118,11 +118,12 @@ def measure_errors(
         weight = torch.full((shape[1],), gamma, device=device)
         for variant, (norm, factor) in _variants(slope, weight, device).items():
             exact = [one.double() for one in (*maps, factor, beta * signs)]
-            truth = _computed(_ours("reference", slope), *exact)
-            found = _computed(norm, *maps, weight, beta * signs)
-            errors = map(tensor_error, found, truth)
-            named = dict(zip(TENSORS, errors, strict=True))
-            rows.append(ErrorRow(variant, dtype, slope, gamma, beta, named))
+            truth = _computed(_ours("reference", slope), exact)
+            found = _computed(norm, [*maps, weight, beta * signs])
+            errors: dict[str, TensorError] = {
+                name: tensor_error(*pair) for name, *pair in zip(TENSORS, found, truth, strict=True)
+            }
+            rows.append(ErrorRow(variant, dtype, slope, gamma, beta, errors))
     return rows
 
 
@@ -139,8 +140,9 @@ def _variants(
     }
 
 
-def _computed(norm: Norm, x: Tensor, grad: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
-    """Output and gradients, by the names in `TENSORS`."""
+def _computed(norm: Norm, values: Sequence[Tensor]) -> list[Tensor]:
+    """Output and gradients in the order of `TENSORS`, from x, the incoming gradient, weight and bias."""
+    x, grad, weight, bias = values
     inputs = [one.clone().requires_grad_() for one in (x, weight, bias)]
     running = torch.zeros_like(weight), torch.ones_like(weight)
     y = norm(*inputs, *running)

@@ -144,7 +144,11 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
-        return x.new_empty(0).set_(other.detach())  # no view: those refuse to be overwritten
+        alias = torch.empty(0, dtype=x.dtype, device=x.device)
+        # Of the storage, for a view would refuse to be overwritten.
+        return alias.set_(
+            other.untyped_storage(), other.storage_offset(), other.shape, other.stride()
+        )
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
