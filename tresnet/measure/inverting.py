@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tresnet.layers.norm import ABN
+from tresnet.ops.abn.autograd import normalise
 
 _backward = torch.ops.aten.native_batch_norm_backward.default
 _leaky_backward = torch.ops.aten.leaky_relu_backward.default
@@ -55,9 +56,8 @@ class InvertingBatchNorm(torch.autograd.Function):
                 without a compiler more passes.
         """
         factor = weight.abs() + eps if gamma == "published" else weight
-        y, _, invstd = torch.native_batch_norm(
-            x, factor, bias, running_mean, running_var, True, momentum, eps
-        )
+        running = running_mean, running_var
+        y, _, invstd = normalise(x, factor, bias, running, momentum, eps)
         if slope is not None:
             F.leaky_relu_(y, slope)
         ctx.save_for_backward(y, weight, factor, bias, invstd)
