@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tyro
@@ -109,6 +110,74 @@ def test_accuracy_table_is_the_manifests():
         if entry.accuracy_source and "results-imagenet.csv" in entry.accuracy_source
     }
     assert quoted == manifest
+
+
+INVERSION = ROOT / "benchmarks" / "records" / "bench_inversion_cpu_torch2.15.0_2026-11-21.json"
+INVERTING = ("inverting", "inverting_plain")
+
+
+def inversion(part: str) -> list[dict[str, Any]]:
+    """Rows of the record behind the comparison of abn with inverting."""
+    return [row for row in json.loads(INVERSION.read_text())["rows"] if row["part"] == part]
+
+
+def worst_error(variant: str, dtype: str, slope: float, gamma: float, tensor: str) -> float:
+    """Over the betas."""
+    case = {"variant": variant, "dtype": dtype, "slope": slope, "gamma": gamma}
+    found = [row["errors"][tensor] for row in inversion("error") if case.items() <= row.items()]
+    lost = any(error["not_finite"] for error in found)
+    return float("inf") if lost else max(error["max"] for error in found)
+
+
+def test_errors_of_inverting_are_the_records():
+    columns = [("bf16", 1e-3, "grad_weight"), ("bf16", 1e-3, "grad_x"), ("fp16", 1e-6, "grad_x")]
+    quoted = rows("gamma", "gamma's gradient, bf16, slope 1e-3: `abn`")
+    assert [row[0] for row in quoted] == ["1", "0.1", "0.01", "0.001", "1e-06", "0"]
+    for gamma, *cells in quoted:
+        expected = []
+        for dtype, slope, tensor in columns:
+            case = (dtype, slope, float(gamma), tensor)
+            theirs = min(worst_error(variant, *case) for variant in INVERTING)
+            expected += [f"{worst_error('recompute', *case):.1e}", f"{theirs:.1e}"]
+        assert cells == expected, gamma
+    by_variant: dict[str, list[Any]] = {}
+    for row in inversion("error"):
+        by_variant.setdefault(row["variant"], []).append(row["errors"])
+    assert len(by_variant["recompute"]) == 144
+    assert by_variant["recompute"] == by_variant["batchnorm"]
+
+
+def test_memory_and_time_of_inverting_are_the_records():
+    text = " ".join(README.split())
+    kept = {
+        row["case"]: f"{row['kept_mib_per_image']:.1f}"
+        for row in inversion("memory")
+        if row["network"] == "tresnet_m"
+    }
+    assert f"plain PyTorch keeps {kept['batchnorm']} MiB an image" in text
+    assert (
+        f"the inplace-abn package {kept['inplace_abn']}, inverting {kept['inverting']} if" in text
+    )
+    assert f"as in ours, and `abn` {kept['abn']}." in text
+    contenders = {
+        "`abn`, eager": "recompute",
+        "`abn`, eager, activation rewritten": "recompute+rebuild",
+        "inverting, eager": "inverting",
+        "inverting in 16 bits, eager": "inverting_narrow",
+        "`abn`, compiled": "recompute_compiled",
+        "`abn`, compiled, activation rewritten": "recompute_compiled+rebuild",
+        "inverting, compiled": "inverting_compiled",
+    }
+    times: dict[tuple[str, str], float] = {}
+    for row in inversion("time"):
+        if row["place"] == "stage 1" and row["p50_us"] is not None:
+            key = (row["contender"], row["dtype"])
+            times[key] = times.get(key, 0.0) + row["p50_us"] / 1e3
+    quoted = rows("ms", "fp32", "bf16")
+    assert [row[0] for row in quoted] == list(contenders)
+    for name, *cells in quoted:
+        found = [times.get((contenders[name], dtype)) for dtype in ("fp32", "bf16")]
+        assert cells == ["" if time is None else f"{time:.1f}" for time in found], name
 
 
 @pytest.mark.slow

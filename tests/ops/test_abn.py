@@ -146,3 +146,23 @@ def test_one_value_per_channel_is_an_error():
 def test_unknown_impl_is_an_error():
     with pytest.raises(InputError, match="'reference', 'recompute' or 'triton', got 'fast'"):
         abn(torch.randn(2, 4), *parameters(4, torch.float32), training=True, impl="fast")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decomposed_by_the_compiler_loses_no_more(dtype):
+    """Inductor's own decomposition of batch norm rounds the statistics to 16 bits on a CPU."""
+    x, grad = torch.randn(2, 8, 16, 9, 7).add_(0.3).to(dtype)
+    values = (x, *parameters(16, torch.float32), grad, True, 1e-3)
+    wide = [v.double() if isinstance(v, torch.Tensor) else v for v in values]
+
+    def forward(*inputs):
+        return abn(*inputs, training=True, slope=1e-3, impl="recompute")
+
+    compiled = torch.compile(forward, fullgraph=True, backend="aot_eager_decomp_partition")
+    inputs = [v.clone().requires_grad_(i < 3) for i, v in enumerate(values[:5])]
+    y = compiled(*inputs)
+    y.backward(grad)
+    found = [y.detach(), *(one.grad for one in inputs[:3]), *inputs[3:]]
+    for ours, eager, exact in zip(found, run(*values, "recompute"), truth(*wide), strict=True):
+        allowed = (eager.double() - exact).abs().max()
+        assert (ours.double() - exact).abs().max() <= 2 * allowed + 1e-5

@@ -231,7 +231,7 @@ class InplaceABN(NormAct):
             MissingDependencyError: the inplace-abn package is not installed.
         """
         super().__init__(*args, **kwargs)
-        _inplace_abn()
+        inplace_abn_function()
         self.register_state_dict_pre_hook(_reflect)
 
     def zero_init(self) -> None:
@@ -258,7 +258,7 @@ class InplaceABN(NormAct):
                 "inplace-abn has no bfloat16 kernels for CUDA: use float16, or norm='abn'"
             )
         mean, var = self._statistics()
-        return _inplace_abn()(
+        return inplace_abn_function()(
             x,
             self.weight - self.eps,
             self.bias,
@@ -272,7 +272,12 @@ class InplaceABN(NormAct):
         )
 
 
-def _inplace_abn() -> Any:
+def inplace_abn_function() -> Any:
+    """Return the function of the inplace-abn package.
+
+    Raises:
+        MissingDependencyError: it is not installed.
+    """
     try:
         from inplace_abn.functions import inplace_abn  # pyright: ignore[reportMissingImports]
     except ImportError as error:

@@ -162,20 +162,33 @@ def _measured(
             if limit_s is not None and time.perf_counter() - began_s > limit_s:
                 log(f"{name}, {place.name}, {dtype}: not begun, the time limit has passed")
                 continue
-            found = _Case(name, place, dtype, device, settings).run()
+            found = measure_place(OPS[name], name, place, dtype, device, settings)
             timed = sum(row.p50_us is not None for row in found)
             log(f"{name}, {place.name}, {dtype}: {timed} of {len(found)} timed")
             rows += found
     return rows
 
 
+def measure_place(
+    op: Op, name: str, place: Place, dtype: str, device: torch.device, settings: OpsSettings
+) -> list[OpRow]:
+    """Measure one operation at one place in one dtype; call it inside `bench_switches`."""
+    return _Case(op, name, place, dtype, device, settings).run()
+
+
 class _Case:
     """One operation at one place in one dtype."""
 
     def __init__(
-        self, name: str, place: Place, dtype: str, device: torch.device, settings: OpsSettings
+        self,
+        op: Op,
+        name: str,
+        place: Place,
+        dtype: str,
+        device: torch.device,
+        settings: OpsSettings,
     ) -> None:
-        self._op: Op = OPS[name]
+        self._op = op
         self._device, self._settings = device, settings
         self._clock = HeldClock(device)
         side = settings.input_size // place.reduction
@@ -185,7 +198,7 @@ class _Case:
         with torch.no_grad():
             y = self._op.reference(*self._inputs.maps, *self._inputs.vectors)
         grad = torch.randn(y.shape, device=device)
-        self._grad = grad.to(y.dtype, memory_format=torch.channels_last)
+        self._grad = grad.to(y.dtype, memory_format=_layout(self._inputs.maps[0]))
         x_bytes, y_bytes = _size(self._inputs.maps[0]), _size(y)
         ideal = self._op.ideal_bytes(x_bytes, y_bytes)
         self._buffers = _buffers_of(device, x_bytes + y_bytes)
@@ -226,7 +239,7 @@ class _Case:
             function = self._op.reference
         elif contender == "inductor":
             function = torch.compile(self._op.reference, fullgraph=True, dynamic=False)
-        elif contender == "triton" and self._device.type != "cuda":
+        elif contender.startswith("triton") and self._device.type != "cuda":
             raise InputError("the kernels need a GPU: interpreted, their time says nothing")
         else:
             function = self._op.ours(contender)
@@ -331,6 +344,12 @@ def _converted(inputs: Inputs, dtype: torch.dtype) -> Inputs:
         return made.requires_grad_(one.requires_grad)
 
     return Inputs(tuple(map(convert, inputs.maps)), tuple(map(convert, inputs.vectors)))
+
+
+def _layout(x: Tensor) -> torch.memory_format:
+    """That of the table's inputs, unless these were made contiguous."""
+    plain = x.is_contiguous() and not x.is_contiguous(memory_format=torch.channels_last)
+    return torch.contiguous_format if plain else torch.channels_last
 
 
 def _relative_error(found: Sequence[Tensor], truth: Sequence[Tensor]) -> float:

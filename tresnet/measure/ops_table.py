@@ -16,7 +16,7 @@ from torch import Tensor
 
 BLOCK_SIZE = 4
 SLOPE = 1e-3
-_MOMENTUM, _EPS = 0.1, 1e-5
+MOMENTUM, EPS = 0.1, 1e-5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +195,7 @@ def _reference_abn(
     *,
     slope: float | None = SLOPE,
 ) -> Tensor:
-    y = F.batch_norm(x, mean, var, weight, bias, True, _MOMENTUM, _EPS)
+    y = F.batch_norm(x, mean, var, weight, bias, True, MOMENTUM, EPS)
     return y if slope is None else F.leaky_relu_(y, slope)
 
 
@@ -239,7 +239,7 @@ def _our_abn(impl: Any, slope: float | None = SLOPE) -> Function:
 
     def function(x: Tensor, *vectors: Tensor, **tail: Any) -> Tensor:
         return abn(
-            x, *vectors, training=True, momentum=_MOMENTUM, eps=_EPS, slope=slope, impl=impl, **tail
+            x, *vectors, training=True, momentum=MOMENTUM, eps=EPS, slope=slope, impl=impl, **tail
         )
 
     return function
