@@ -245,7 +245,7 @@ def grad_sums(
         if JOIN:
             y = tl.load(joined + offsets, mask=mask, other=0.0).to(tl.float32)
             if JOIN == 2:
-                s = delta * k + beta
+                s = _act(delta * k + beta, slope, HAS_ACT)
                 if HAS_GATE:
                     s = s * tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
                 y += s
