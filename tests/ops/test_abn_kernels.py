@@ -253,6 +253,18 @@ def test_nan_stays_nan():
     assert not y[:, 0].isnan().any()
 
 
+@pytest.mark.parametrize("keep_output", [True, False])
+def test_the_gradient_where_a_join_gave_nan_passes(keep_output):
+    """As through PyTorch's ReLU: a zero there would hide from a GradScaler what went wrong."""
+    parts = tensors((2, 4, 3, 3), CHAINS["join"], "nhwc")
+    parts["shortcut"][0, 1, 2, 2] = float("nan")
+    options = {"training": False, "keep_output": keep_output}
+    ours = run(parts, CHAINS["join"], "triton", **options)["grad of shortcut"]
+    exact = run(parts, CHAINS["join"], "reference", **options)["grad of shortcut"]
+    assert exact[0, 1, 2, 2] != 0
+    torch.testing.assert_close(ours, exact, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
 def test_keeps_one_buffer_and_rebuilds_the_output(chain):
     """Within a scope nothing of full size is kept but x, and the output where there is a join."""

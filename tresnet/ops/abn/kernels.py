@@ -249,7 +249,7 @@ def grad_sums(
                 if HAS_GATE:
                     s = s * tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
                 y += s
-            g = tl.where(y > 0, g, 0.0)
+            g = tl.where(y <= 0, 0.0, g)  # NaN's gradient passes, as a ReLU's does
             tl.store(masked + offsets, g.to(masked.dtype.element_ty), mask=mask)
         m = _slope_at(delta * k + beta, slope, HAS_ACT)
         s1 += m * g
