@@ -143,6 +143,43 @@ def test_changed_parts_are_not_bypassed():
     assert not torch.allclose(before, block(x))
 
 
+def replaced_forward(module):
+    forward = module.forward
+    module.forward = lambda x: forward(x) * 0.5
+
+
+def subclassed(module):
+    kind = type(module)
+    forward = {"forward": lambda self, x: kind.forward(self, x) * 0.5}
+    module.__class__ = type("Halved", (kind,), forward)
+
+
+@pytest.mark.parametrize("change", [replaced_forward, subclassed])
+@pytest.mark.parametrize("name", ["conv1.bn", "conv2", "conv2.aa", "conv3.bn", "conv3", "se"])
+def test_a_forward_of_another_s_making_is_not_bypassed(name, change):
+    x = torch.rand(2, 16, 8, 8, device=DEVICE)
+    outputs = []
+    for impl in ("triton", "reference"):
+        block = make(impl).body.layer3[0].eval()
+        change(block.get_submodule(name))
+        outputs.append(block(x))
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
+
+
+def test_hooks_of_every_module_are_called():
+    seen = {"triton": [], "reference": []}
+    for impl, names in seen.items():
+        block = make(impl).body.layer3[0].eval()
+        handle = torch.nn.modules.module.register_module_forward_hook(
+            lambda module, *_, names=names: names.append(type(module).__name__)
+        )
+        try:
+            block(torch.rand(2, 16, 8, 8, device=DEVICE))
+        finally:
+            handle.remove()
+    assert seen["triton"] == seen["reference"]
+
+
 def test_set_impl_errors():
     with pytest.raises(InputError, match=r"expected impl 'auto', .* got 'cuda'"):
         make().set_impl("cuda")

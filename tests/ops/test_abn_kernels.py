@@ -54,7 +54,7 @@ def tensors(shape, chain, layout, dtype=torch.float32, gamma=1.0):
     return {name: part.to(DEVICE) for name, part in parts.items()}
 
 
-def run(parts, chain, impl, training=True, dtype=None):
+def run(parts, chain, impl, training=True, dtype=None, keep_output=True):
     """Return the output, all gradients, and the running statistics afterwards."""
     parts = {name: (p if dtype is None else p.to(dtype)) for name, p in parts.items()}
     leaves = {name: part.detach().clone().requires_grad_() for name, part in parts.items()}
@@ -73,6 +73,7 @@ def run(parts, chain, impl, training=True, dtype=None):
         blur=chain.blur,
         se=SEWeights(*list(leaves.values())[3:7]) if chain.se else None,
         shortcut=leaves.get("shortcut"),
+        keep_output=keep_output,
         impl=impl,
     )
     grad = torch.randn(y.shape, generator=generator).bfloat16()  # the same value in every dtype
@@ -102,6 +103,61 @@ def test_equals_plain_pytorch_in_fp64(shape, chain, layout):
     format_ = LAYOUTS[layout] if expected[1] else torch.contiguous_format
     assert ours["y"].is_contiguous(memory_format=format_)
     assert ours["grad of x"].stride() == parts["x"].stride()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_blur_to_a_single_pixel(layout):
+    parts = tensors((3, 4, 2, 2), CHAINS["blur_se"], layout)
+    exact = run(parts, CHAINS["blur_se"], "reference", dtype=torch.float64)
+    assert_equal(run(parts, CHAINS["blur_se"], "triton"), exact)
+
+
+@pytest.mark.parametrize("se", [False, True], ids=["plain", "se"])
+def test_a_join_after_an_activation_whose_output_is_not_kept(se):
+    """Backward computes the sign of the sum again, from the activation as forward had it."""
+    chain = Chain(0.3, se=se, join=True)
+    parts = tensors((3, 6, 5, 4), chain, "nhwc")
+    exact = run(parts, chain, "reference", dtype=torch.float64)
+    assert_equal(run(parts, chain, "triton", keep_output=False), exact)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_parameters_and_statistics_that_are_not_side_by_side(training):
+    """Columns of a matrix: read, and the running statistics written, by their strides."""
+    x = torch.randn(3, 4, 5, 4, device=DEVICE) + 1
+    values = torch.rand(4, 4).to(DEVICE) + 0.5
+    results = []
+    for impl, dtype in (("triton", torch.float32), ("reference", torch.float64)):
+        columns = values.to(dtype, copy=True).requires_grad_()
+        running = values.to(dtype, copy=True)
+        y = abn(
+            x.to(dtype), columns[:, 0], columns[:, 1], running[:, 2], running[:, 3],
+            training=training, slope=1e-2, impl=impl,
+        )  # fmt: skip
+        (y**2).mean().backward()
+        results.append((y, columns.grad, running))
+    for ours, exact in zip(*results, strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["bias", "running_mean", "running_var", "fc2_weight", "fc2_bias"])
+def test_a_vector_of_the_wrong_length_is_an_error(name):
+    """A kernel would read, and write, what lies behind it in memory."""
+    vectors = {
+        "weight": torch.ones(4),
+        "bias": torch.ones(4),
+        "running_mean": torch.ones(4),
+        "running_var": torch.ones(4),
+        "fc1_weight": torch.ones(2, 4),
+        "fc1_bias": torch.ones(2),
+        "fc2_weight": torch.ones(4, 2),
+        "fc2_bias": torch.ones(4),
+    }
+    vectors[name] = vectors[name][:3]
+    *first, a, b, c, d = (vector.to(DEVICE) for vector in vectors.values())
+    x = torch.randn(2, 4, 3, 3, device=DEVICE)
+    with pytest.raises(InputError, match=r"of 4 channels, .* got one of shape \(3"):
+        abn(x, *first, training=True, se=SEWeights(a, b, c, d), impl="triton")
 
 
 @pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
@@ -195,6 +251,18 @@ def test_nan_stays_nan():
     y = abn(x, ones, zeros, zeros.clone(), ones.clone(), training=True, slope=None, shortcut=x, impl="triton")  # fmt: skip
     assert y[:, 1].isnan().all()
     assert not y[:, 0].isnan().any()
+
+
+@pytest.mark.parametrize("keep_output", [True, False])
+def test_the_gradient_where_a_join_gave_nan_passes(keep_output):
+    """As through PyTorch's ReLU: a zero there would hide from a GradScaler what went wrong."""
+    parts = tensors((2, 4, 3, 3), CHAINS["join"], "nhwc")
+    parts["shortcut"][0, 1, 2, 2] = float("nan")
+    options = {"training": False, "keep_output": keep_output}
+    ours = run(parts, CHAINS["join"], "triton", **options)["grad of shortcut"]
+    exact = run(parts, CHAINS["join"], "reference", **options)["grad of shortcut"]
+    assert exact[0, 1, 2, 2] != 0
+    torch.testing.assert_close(ours, exact, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)

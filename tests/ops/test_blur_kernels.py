@@ -27,6 +27,13 @@ def test_blur_equals_the_definition_in_fp64(shape, layout):
     torch.testing.assert_close(ours.double(), theirs, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_blur_to_a_single_pixel(layout):
+    """What is written has its channels side by side in either layout, what is read has not."""
+    x = torch.randn(2, 8, 2, 2, device=DEVICE).to(memory_format=LAYOUTS[layout])
+    torch.testing.assert_close(blur_pool(x, impl="triton"), x.mean((2, 3), keepdim=True))
+
+
 def test_blur_has_a_second_derivative():
     x = torch.randn(1, 2, 5, 4, device=DEVICE)
     grad = torch.randn(1, 2, 3, 2, device=DEVICE, requires_grad=True)

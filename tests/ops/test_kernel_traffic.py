@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.ops.kernels import DEVICE
+from tresnet.ops import tiles
 from tresnet.ops.abn import library
 from tresnet.ops.blur_pool import library as blur_library
 from tresnet.ops.space_to_depth import library as stem_library
@@ -148,3 +149,9 @@ def test_no_kernel_spills_registers(capability, dtypes):
         if row["narrowest"] == 2 and row["kernel"] != "moments"
     }
     assert single == {(1, 1)}
+
+
+@pytest.mark.parametrize(("channels", "width"), [(3, 4), (12, 16), (64, 64), (76, 32), (83, 32)])
+def test_a_tile_is_no_wider_than_the_channels_need(channels, width):
+    shape = tiles.Geometry(1, 4096, channels, (0, channels, 1), 2)
+    assert tiles.tile(shape) == (tiles.TILE // width, width)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tresnet.layers.blur_pool import BlurPool2d
 from tresnet.layers.global_pool import GlobalPool2d
-from tresnet.layers.norm import ABN, norm_class, watched
+from tresnet.layers.norm import ABN, norm_class, runs_as, watched
 from tresnet.layers.squeeze_excite import SqueezeExcite
 
 
@@ -73,7 +73,7 @@ class ConvNormAct(nn.Module):
         """
         if not (isinstance(self.bn, ABN) and self.bn.fuses(x)) or watched(self.aa):
             return False
-        if not isinstance(self.aa, BlurPool2d | nn.Identity):
+        if not (runs_as(self.aa, BlurPool2d) or runs_as(self.aa, nn.Identity)):
             return False
         return se is None or (not watched(se) and _is_standard(se))
 

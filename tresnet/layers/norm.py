@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules import module as every_module
 
 from tresnet.errors import InputError, MissingDependencyError
 from tresnet.ops.abn import IMPLS, Impl, SEWeights, abn, reference
@@ -39,18 +40,28 @@ def frozen_running_stats() -> Iterator[None]:
 def watched(module: nn.Module) -> bool:
     """Whether hooks wait for `module` to be called, so that fused operations must not bypass it.
 
+    They are its own and those of every module; a `forward` put in the place of its own counts as one.
     A hook with the attribute `bypassable` set to True does not mind.
     """
-    return any(
+    return "forward" in module.__dict__ or any(
         not getattr(hook, "bypassable", False)
         for hooks in (
             module._forward_pre_hooks,
             module._forward_hooks,
             module._backward_pre_hooks,
             module._backward_hooks,
+            every_module._global_forward_pre_hooks,
+            every_module._global_forward_hooks,
+            every_module._global_backward_pre_hooks,
+            every_module._global_backward_hooks,
         )
         for hook in hooks.values()
     )
+
+
+def runs_as(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether `module` is of a kind, and of no class below it that computes something else."""
+    return isinstance(module, kind) and type(module).forward is kind.forward
 
 
 class NormAct(nn.Module):
@@ -194,7 +205,8 @@ class ABN(NormAct):
 
     def fuses(self, x: Any) -> bool:
         """Whether `forward_fused` runs on `x`: the kernels do, and no one watches this module."""
-        return isinstance(x, Tensor) and not watched(self) and runs_kernels(x, self.impl)
+        fusible = isinstance(x, Tensor) and runs_as(self, ABN) and not watched(self)
+        return fusible and runs_kernels(x, self.impl)
 
     def forward_fused(
         self,

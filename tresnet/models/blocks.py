@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tresnet.layers.conv_norm_act import ConvNormAct
-from tresnet.layers.norm import NormAct, watched
+from tresnet.layers.norm import NormAct, runs_as, watched
 from tresnet.layers.squeeze_excite import SqueezeExcite
 from tresnet.ops import recompute
 
@@ -82,7 +82,9 @@ def joins(layer: nn.Module, drop_path: nn.Module | None, x: Tensor, se: nn.Modul
     """Whether `layer` runs fused with what follows it: an SE, and the join behind a drop path."""
     if drop_path is not None and drop_path.training and not isinstance(drop_path, nn.Identity):
         return False
-    return isinstance(layer, ConvNormAct) and not watched(layer) and layer.fuses(x, se)
+    if not isinstance(layer, ConvNormAct) or not runs_as(layer, ConvNormAct):
+        return False
+    return not watched(layer) and layer.fuses(x, se)
 
 
 class BasicBlock(nn.Module):

@@ -99,14 +99,19 @@ def tile(shape: Geometry, blur: bool = False) -> tuple[int, int]:
     if shape.strides[2] == 1:
         bc = _power(shape.c, 64)
         columns = -(-shape.c // bc)
-        if shape.c < 0.8 * columns * bc and -(-shape.c // 32) < 2 * columns:
+        if bc > 32 and shape.c < 0.8 * columns * bc and -(-shape.c // 32) < 2 * columns:
             bc = 32  # more than a fifth of the wider tiles' threads would have no channel
         return _power(shape.p, values // bc), bc
     bp = _power(shape.p, values)
     return bp, _power(shape.c, values // bp)
 
 
-def plan(shape: Geometry, blur: bool = False, most_tiles: int | None = None) -> Plan:
+def plan(
+    shape: Geometry,
+    blur: bool = False,
+    most_tiles: int | None = None,
+    source: Geometry | None = None,
+) -> Plan:
     """Cut the pixels of each sample into chunks, one a program.
 
     Args:
@@ -114,6 +119,8 @@ def plan(shape: Geometry, blur: bool = False, most_tiles: int | None = None) -> 
         blur: the kernel has the blur's index arithmetic.
         most_tiles: of a chunk; None for a reduction, whose chunks leave partial sums and are as
             long as `PROGRAMS` allows.
+        source: what is read, if not of this shape: its channels may be apart where those of a single
+            pixel, written, are not.
     """
     bp, bc = tile(shape, blur)
     columns = -(-shape.c // bc)
@@ -122,7 +129,7 @@ def plan(shape: Geometry, blur: bool = False, most_tiles: int | None = None) -> 
     chunk = min(tiles, most_tiles or tiles) * bp
     splits = -(-shape.p // chunk)
     widest = WIDEST_LOAD // shape.itemsize
-    along_c = shape.strides[2] == 1
+    along_c = shape.strides[2] == (source or shape).strides[2] == 1
     options = {
         "BP": bp,
         "BC": bc,

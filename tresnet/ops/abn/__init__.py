@@ -99,6 +99,7 @@ def abn(
     if runs_kernels(x, impl):
         from tresnet.ops.abn.fused import Settings, fused_abn
 
+        _check_vectors(x, bias, *statistics, *(se[2:] if se else ()))
         _check_tail(x, blur, shortcut)
         settings = Settings(*options, blur, group, keep_output)
         return fused_abn(x, weight, bias, statistics, shortcut, se, settings)
@@ -116,6 +117,16 @@ def abn(
     y, scale, shift = ActivatedBatchNorm.apply(x, weight, bias, *statistics, *options)  # pyright: ignore[reportGeneralTypeIssues]
     recompute.offer(y, lambda a, b, c: reference.affine(a, b, c, slope), x, scale, shift)
     return y
+
+
+def _check_vectors(x: Tensor, *vectors: Tensor) -> None:
+    """Raise `InputError` where a kernel would read or write beyond the end of a vector."""
+    for vector in vectors:
+        if vector.shape[:1] != x.shape[1:2]:
+            raise InputError(
+                f"expected parameters and statistics of {x.shape[1]} channels, as {tuple(x.shape)} "
+                f"has, got one of shape {tuple(vector.shape)}"
+            )
 
 
 def _check_tail(x: Tensor, blur: bool, shortcut: Tensor | None) -> None:

@@ -245,11 +245,11 @@ def grad_sums(
         if JOIN:
             y = tl.load(joined + offsets, mask=mask, other=0.0).to(tl.float32)
             if JOIN == 2:
-                s = delta * k + beta
+                s = _act(delta * k + beta, slope, HAS_ACT)
                 if HAS_GATE:
                     s = s * tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
                 y += s
-            g = tl.where(y > 0, g, 0.0)
+            g = tl.where(y <= 0, 0.0, g)  # NaN's gradient passes, as a ReLU's does
             tl.store(masked + offsets, g.to(masked.dtype.element_ty), mask=mask)
         m = _slope_at(delta * k + beta, slope, HAS_ACT)
         s1 += m * g

@@ -42,12 +42,15 @@ def statistics(
         x, partial, shape.p, shape.c, *shape.strides, cut.splits, cut.chunk,
         **cut.options,
     )  # fmt: skip
-    mean, var = running or (stats, stats)
+    mean, var = (part.contiguous() for part in running or (stats, stats))
     _kernels().merge_moments[(-(-shape.c // MERGE_CHANNELS),)](
-        partial, weight, mean, var, stats, groups, shape.c, shape.p, cut.splits, cut.chunk,
-        momentum, eps, UPDATE=running is not None,
+        partial, weight.contiguous(), mean, var, stats, groups, shape.c, shape.p,
+        cut.splits, cut.chunk, momentum, eps, UPDATE=running is not None,
         BG=MERGE_GROUPS, BC=MERGE_CHANNELS, num_warps=MERGE_WARPS,
     )  # fmt: skip
+    for part, updated in zip(running or (), (mean, var), strict=False):
+        if part is not updated:  # a view with strides, of which the kernel updated a copy
+            part.copy_(updated)
     if not per_sample:
         return stats, None
     means = partial.view(shape.n, cut.splits, 2, shape.c)[:, :, 0]
@@ -63,7 +66,8 @@ def running_statistics(weight: Tensor, mean: Tensor, var: Tensor, eps: float) ->
     channels = weight.shape[0]
     stats = weight.new_empty(4, channels, dtype=torch.float32)
     _kernels().running_moments[(-(-channels // RUNNING_CHANNELS),)](
-        weight, mean, var, stats, channels, eps, BC=RUNNING_CHANNELS, num_warps=WARPS,
+        weight.contiguous(), mean.contiguous(), var.contiguous(), stats, channels, eps,
+        BC=RUNNING_CHANNELS, num_warps=WARPS,
     )  # fmt: skip
     return stats
 
@@ -75,7 +79,7 @@ def squeeze(x: Tensor, stats: Tensor, bias: Tensor, slope: float | None, blur: b
     partial = x.new_empty(shape.n * cut.splits, shape.c, dtype=torch.float32)
     sizes = _image(x, blur)
     _kernels().squeeze[(cut.programs,)](
-        x, stats, stats[1], bias, partial, shape.p, shape.c, *sizes, *shape.strides,
+        x, stats, stats[1], bias.contiguous(), partial, shape.p, shape.c, *sizes, *shape.strides,
         cut.splits, cut.chunk, slope or 0.0, HAS_ACT=slope is not None, BLUR=blur,
         **cut.options,
     )  # fmt: skip
@@ -97,11 +101,11 @@ def apply(
     out = torch.empty(size, dtype=x.dtype, device=x.device, memory_format=memory_format(x))
     whole = not blur and gate is None
     source, shape = geometry(x, whole), geometry(out, whole)
-    cut = plan(shape, blur, most_tiles=MOST_TILES)
+    cut = plan(shape, blur, most_tiles=MOST_TILES, source=source)
     height, width, _, width_out = _image(x, blur)
     _kernels().apply[(cut.programs,)](
-        x, stats, stats[1], bias, _or(gate, x), _or(shortcut, x), out, shape.p, shape.c,
-        height, width, width_out, *source.strides, *shape.strides,
+        x, stats, stats[1], bias.contiguous(), _or(gate, x), _or(shortcut, x), out,
+        shape.p, shape.c, height, width, width_out, *source.strides, *shape.strides,
         cut.splits, cut.chunk, slope or 0.0,
         HAS_ACT=slope is not None, BLUR=blur, HAS_GATE=gate is not None, JOIN=shortcut is not None,
         **cut.options,
@@ -131,8 +135,8 @@ def grad_sums(
     joined = shortcut if out is None else out
     masked = None if joined is None else torch.empty_like(x)
     _kernels().grad_sums[(cut.programs,)](
-        grad, x, _or(joined, x), _or(gate, stats), stats, stats[1], bias, _or(masked, x), partial,
-        shape.p, shape.c, *_image(x, blur), *shape.strides,
+        grad, x, _or(joined, x), _or(gate, stats), stats, stats[1], bias.contiguous(),
+        _or(masked, x), partial, shape.p, shape.c, *_image(x, blur), *shape.strides,
         *geometry(grad, whole_batch=False).strides, cut.splits, cut.chunk, slope or 0.0,
         HAS_ACT=slope is not None, BLUR=blur, HAS_GATE=gate is not None,
         JOIN=0 if joined is None else 2 if out is None else 1,
@@ -178,8 +182,8 @@ def grad_apply(
     shape = geometry(x, whole_batch=not blur and gate is None)
     cut = plan(shape, blur, most_tiles=MOST_TILES)
     _kernels().grad_apply[(cut.programs,)](
-        grad, x, stats, stats[1], bias, _or(gate, x), _or(spread, x), factors, grad_x,
-        shape.p, shape.c, *_image(x, blur), *shape.strides,
+        grad, x, stats, stats[1], bias.contiguous(), _or(gate, x), _or(spread, x), factors,
+        grad_x, shape.p, shape.c, *_image(x, blur), *shape.strides,
         *geometry(grad, whole_batch=False).strides, cut.splits, cut.chunk, slope or 0.0,
         HAS_ACT=slope is not None, BLUR=blur, HAS_GATE=gate is not None,
         **cut.options,

@@ -35,7 +35,7 @@ def blur_pool(x: Tensor) -> Tensor:
     x = dense(x)
     out = _empty(x, *blurred(x.shape))
     source, shape = geometry(x, whole_batch=False), geometry(out, whole_batch=False)
-    cut = plan(shape, blur=True, most_tiles=MOST_TILES)
+    cut = plan(shape, blur=True, most_tiles=MOST_TILES, source=source)
     with device_of(x):
         _kernels().blur[(cut.programs,)](
         x, out, shape.p, shape.c, x.shape[2], x.shape[3], out.shape[3], *source.strides,
