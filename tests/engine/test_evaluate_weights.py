@@ -79,6 +79,27 @@ def test_a_compiled_model_gives_the_same_loss(config, monkeypatch):
     assert compiled["loss"] == pytest.approx(run(config)["loss"], rel=1e-4)
 
 
+def test_a_model_is_compiled_once_and_says_how_long_that_took(config, monkeypatch, capsys):
+    """The last batch is smaller: alone it would be compiled for another size."""
+    shapes = []
+
+    def compile_(module, **_):
+        return lambda x: shapes.append((x.shape, x.stride())) or module(x)
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    for channels_last in (False, True):
+        shapes.clear()
+        options = {"batch_size": 3, "channels_last": channels_last}
+        plain = run(dataclasses.replace(config, **options))
+        compiled = run(dataclasses.replace(config, **options, compile=True))
+        assert compiled["images"] % 3
+        assert len(shapes) > 1
+        assert len(set(shapes)) == 1
+        assert compiled["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+        assert compiled["top1"] == plain["top1"]
+    assert capsys.readouterr().out.count("compiled in ") == 2
+
+
 def test_an_existing_output_is_replaced_only_if_asked_to(config, tmp_path):
     output = tmp_path / "result.json"
     output.write_text("precious")

@@ -113,6 +113,16 @@ def test_gradient_checkpointing_is_switched_on(tiny):
     assert learner_of(tiny(grad_checkpointing=True)).model.grad_checkpointing is True
 
 
+def test_how_long_compiling_took_is_said(tiny, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda module, **_: module)
+    said = []
+    learner = Learner(NormFree(), tiny(**PLAIN, compile=True), ALONE, 6, said.append)
+    for _ in range(2):
+        step(learner, *batch())
+    assert len(said) == 1
+    assert said[0].startswith("compiled in ")
+
+
 def test_bad_weights_are_seen(tiny):
     learner = learner_of(tiny())
     assert learner.is_finite()

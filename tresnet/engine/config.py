@@ -48,6 +48,9 @@ class ModelConfig:
     """Stochastic depth of the last block; earlier blocks get less."""
     grad_checkpointing: bool = False
     """Compute activations a second time in backward, to save memory."""
+    output_recompute: bool = False
+    """Rebuild the output of every second block in backward, to save memory at less cost. With the
+    fused kernels of norm abn, so on a GPU and without --compile."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -192,7 +192,7 @@ def _measure(
         pin_memory=processes.device.type == "cuda",
     )
     compute = ComputeConfig(config.device, config.amp, config.channels_last, config.compile)
-    predictor = Predictor(model, compute, processes.device)
+    predictor = Predictor(model, compute, processes.device, console.say)
     try:
         labels = LabelConfig("bce" if config.labels == "multi" else "cross-entropy")
         labels = dataclasses.replace(labels, threshold=config.threshold)

@@ -29,7 +29,12 @@ class Learner:
     """
 
     def __init__(
-        self, model: nn.Module, config: TrainConfig, processes: Processes, updates: int
+        self,
+        model: nn.Module,
+        config: TrainConfig,
+        processes: Processes,
+        updates: int,
+        say: Callable[[str], object] | None = None,
     ) -> None:
         """Move the model to its device and build the rest around it.
 
@@ -38,6 +43,7 @@ class Learner:
             config: A resolved configuration.
             processes: This process's place.
             updates: How many updates the whole run has.
+            say: Told how long compiling took; None for the log.
         """
         self._config = config
         self._device = processes.device
@@ -54,10 +60,10 @@ class Learner:
         self.schedule = optim.create_schedule(self.optimizer, config.schedule, updates)
         self.scaler = torch.GradScaler(self._device.type, enabled=config.compute.amp == "fp16")
         self._wrapped = _distribute(model, processes)
-        self._forward = compiled(self._wrapped, config.compute, training=True)
+        self._forward = compiled(self._wrapped, config.compute, True, say)
         keep_bytes = reads_bytes(model, config.compute) and not config.augment.mixes
         self.feed = Feed(config.compute, self._device, keep_bytes=keep_bytes)
-        self.tested = Predictor(self.averaged, config.compute, self._device)
+        self.tested = Predictor(self.averaged, config.compute, self._device, say)
 
     @property
     def averaged(self) -> nn.Module:

@@ -78,14 +78,15 @@ def train(config: TrainConfig, resume: Path | None = None) -> TrainResult:
         configs.check_resumable(saved, config)
         content = state.load(resume / LAST)
     with StopRequest() as stop, distributed.join(config.compute.device) as processes:
-        config = batch_size.resolve(config, processes, Console(processes.is_main, False).say)
+        say = Console(processes.is_main, False).say
+        config = batch_size.resolve(config, processes, say)
         memory = MemoryMeter(processes.device)
         memory.phase("initial")
         images = open_images(config, processes)
         state.seed_everything(config.run.seed, processes.device)
         model = create_model(config, images.classes)
         updates = -(-len(images.train) // config.optim.accumulate)
-        learner = Learner(model, config, processes, updates * config.schedule.epochs)
+        learner = Learner(model, config, processes, updates * config.schedule.epochs, say)
         memory.phase("model")
         state.seed_everything(mix_seed(config.run.seed, processes.rank), processes.device)
         run_dir = resume or _new_run_dir(config, processes)

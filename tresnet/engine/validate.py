@@ -119,6 +119,11 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
                 f"--batch-size auto: what a model keeps in memory cannot be predicted with {name},"
                 " expected a number"
             )
+    if model.output_recompute and (model.norm != "abn" or compute.compile):
+        yield (
+            "--output-recompute: only the fused kernels of --norm abn rebuild outputs, and --compile"
+            " does without them: choose --grad-checkpointing, which goes with all"
+        )
     if augment.mixes and data.batch_size != AUTO and data.batch_size % 2:
         yield (
             "--batch-size: mixup and cutmix pair images, expected an even number, got"

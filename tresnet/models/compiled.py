@@ -18,7 +18,7 @@ TRAINING_PARTITIONER: dict[str, Any] = {"aggressive_recomputation": True}
 
 
 class CompiledModel:
-    """A model as a compiled function; logs how long its first call took, compilation included.
+    """A model as a compiled function; says how long its first call took, compilation included.
 
     Attributes:
         warmup_s: seconds of the first call, None before it.
@@ -28,15 +28,19 @@ class CompiledModel:
         self,
         function: Callable[[Tensor], Tensor],
         surroundings: Callable[[], AbstractContextManager[Any]],
+        say: Callable[[str], object] | None = None,
     ) -> None:
         """Keep the parts.
 
         Args:
             function: what `torch.compile` returned.
             surroundings: the context each call runs in.
+            say: called with a line after the first call; by default this module's logger, level
+                info.
         """
         self._function = function
         self._surroundings = surroundings
+        self._say = logging.getLogger(__name__).info if say is None else say
         self.warmup_s: float | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -46,7 +50,7 @@ class CompiledModel:
             y = self._function(x)
         if self.warmup_s is None:
             self.warmup_s = time.perf_counter() - began_s
-            logging.getLogger(__name__).info("compiled in %.1f s", self.warmup_s)
+            self._say(f"compiled in {self.warmup_s:.1f} s")
         return y
 
 
@@ -57,6 +61,7 @@ def compile_model(
     cuda_graphs: bool = False,
     freeze: bool = False,
     dynamic: bool | None = None,
+    say: Callable[[str], object] | None = None,
 ) -> CompiledModel:
     """Compile a model for training or for inference.
 
@@ -73,6 +78,7 @@ def compile_model(
         freeze: compile the weights in as constants, so that they can be packed for the device; for
             weights that do not change, inference only.
         dynamic: whether sizes may vary without compiling again; None lets PyTorch find out.
+        say: called with a line that tells how long compiling took; by default a logger.
 
     Returns:
         A function from images to logits.
@@ -91,7 +97,7 @@ def compile_model(
     # It would run the kernels' statistics, which look cheap to it, a second time in backward.
     kernels = any(isinstance(m, ABN) and m.impl == "triton" for m in model.modules())
     settings = TRAINING_PARTITIONER if training and not kernels else {}
-    return CompiledModel(function, partitioner(settings))
+    return CompiledModel(function, partitioner(settings), say)
 
 
 def partitioner(settings: dict[str, Any]) -> Callable[[], AbstractContextManager[Any]]:
