@@ -126,13 +126,19 @@ warm() {
 train_m() {
     local stack
     stack=$(public_stack)
-    compare train "$batch" "$m@$kernels" "${train_m_compiled[@]}" "$timm_m" ${stack:+"$stack"} \
+    compare train "$batch" "$m@$kernels" "$m@$kernels,recompute=none" "${train_m_compiled[@]}" "$timm_m" ${stack:+"$stack"} \
         "$resnet" "$timm_m@channels_last=false" "$timm_m@dtype=$half" "$resnet@dtype=$half"
 }
 
-train_l() { compare train "$batch" "$l@pad=true,$kernels" "${train_l_compiled[@]}" "$timm_l"; }
+train_l() {
+    compare train "$batch" "$l@pad=true,$kernels" "$l@pad=true,$kernels,recompute=none" \
+        "${train_l_compiled[@]}" "$timm_l"
+}
 
-train_xl() { compare train "$batch" "$xl@pad=true,$kernels" "${train_xl_compiled[@]}" "$timm_xl"; }
+train_xl() {
+    compare train "$batch" "$xl@pad=true,$kernels" "$xl@pad=true,$kernels,recompute=none" \
+        "${train_xl_compiled[@]}" "$timm_xl"
+}
 
 infer() { compare infer "$infer_batch" "$m@fold=true" "${infer_compiled[@]}" "$timm_m" "$resnet"; }
 
@@ -140,11 +146,11 @@ memory() { # peak memory over batch sizes, and the eager cases' best batch
     local stack
     stack=$(public_stack)
     compare train "$half_batch $batch $double_batch" "$m@$kernels" "$timm_m" ${stack:+"$stack"} \
-        "$resnet" "$m@$kernels,output_recompute=true"
+        "$resnet" "$m@$kernels,recompute=outputs"
 }
 
 max_batch() { # a third of the time for each
-    bench max-batch "$m@$kernels" "$timm_m" "$m@$kernels,output_recompute=true" "${common[@]}" \
+    bench max-batch "$m@$kernels" "$timm_m" "$m@$kernels,recompute=outputs" "${common[@]}" \
         "${largest_options[@]}" --time-limit-s $((limit_s > 60 ? (limit_s - 15) / 3 : 15))
 }
 

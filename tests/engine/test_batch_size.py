@@ -77,7 +77,7 @@ def held_by_learner(config):
         {},
         {"amp": "bf16", "channels_last": False},
         {"grad_checkpointing": True, "amp": "bf16"},
-        {"output_recompute": True, "amp": "bf16"},
+        {"recompute": "none", "amp": "bf16"},
         {"accumulate": 2, "clip_grad": 1.0},
         {"opt": "adamw", "ema_decay": 0.0},
         {"opt": "lamb", "mixup": 0.2},

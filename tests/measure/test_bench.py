@@ -164,17 +164,18 @@ def test_the_partitioner_is_told_while_it_compiles(monkeypatch):
     assert not config.aggressive_recomputation
 
 
-def test_recomputed_outputs_reach_the_model(monkeypatch):
+def test_what_is_recomputed_reaches_the_model(monkeypatch):
     models, build = [], steps.build_named
     monkeypatch.setattr(steps, "build_named", lambda *a: models.append(build(*a)) or models[-1])
-    for recompute in (False, True):
-        steps.prepare(case(output_recompute=recompute), True, torch.device("cpu"), seed=0)
+    for recompute in ("none", "outputs"):
+        steps.prepare(case(recompute=recompute), True, torch.device("cpu"), seed=0)
     kept, dropped = (
         [block.keep_output for block in model.modules() if hasattr(block, "keep_output")]
         for model in models
     )
     assert all(kept)
     assert not all(dropped)
+    assert [model.recompute for model in models] == ["none", "outputs"]
 
 
 @pytest.mark.slow

@@ -70,14 +70,15 @@ def test_bad_values(changes, message):
         ("tresnet_t", {"fold": True}, True, "fold=false in training, got true for tresnet_t"),
         ("tresnet_t", {"freeze": True}, True, "freeze=false in training, got true"),
         ("timm:resnet50", {"fold": True}, False, "fold=false for timm:resnet50, .* only ours"),
-        ("timm:resnet50", {"output_recompute": True}, True, "output_recompute=false for timm:"),
-        ("tresnet_t", {"output_recompute": True}, False, "only the norm 'abn' of ours can, in tr"),
+        ("timm:resnet50", {"recompute": "none"}, True, "no recompute for timm:resnet50"),
+        ("tresnet_t", {"recompute": "outputs"}, False, "'abn' of ours has a choice, in training"),
         (
             "tresnet_t",
-            {"output_recompute": True, "norm": "batchnorm"},
+            {"recompute": "outputs", "norm": "batchnorm"},
             True,
-            "output_recompute=false for tresnet_t, got true",
+            "no recompute for tresnet_t, got 'outputs'",
         ),
+        ("tresnet_t", {"recompute": "all"}, True, "out of none, activations, outputs, got 'all'"),
         ("timm:resnet50", {"pad": True}, True, "pad=false for timm:resnet50, .* only ours"),
         ("tresnet_t", {"freeze": True}, False, "a compile mode with freeze=true .*, got none"),
     ],
@@ -184,7 +185,9 @@ def test_what_implementations_and_partitioners_suit(model, changes, training, me
 
 
 def test_label_names_implementation_and_partitioner():
-    text = "tresnet_t@impl=reference,output_recompute=true,pad=true,compile=default,partitioner=aggressive"
+    text = (
+        "tresnet_t@impl=reference,recompute=outputs,pad=true,compile=default,partitioner=aggressive"
+    )
     assert parse_case(text, BenchCase("", dtype="fp32")).label() == (
-        "tresnet_t, batch 64, fp32, impl reference, outputs recomputed, padded, compile default, partitioner aggressive"
+        "tresnet_t, batch 64, fp32, impl reference, recompute outputs, padded, compile default, partitioner aggressive"
     )

@@ -48,9 +48,9 @@ class ModelConfig:
     """Stochastic depth of the last block; earlier blocks get less."""
     grad_checkpointing: bool = False
     """Compute activations a second time in backward, to save memory."""
-    output_recompute: bool = False
-    """Rebuild the output of every second block in backward, to save memory at less cost. With the
-    fused kernels of norm abn, so on a GPU and without --compile."""
+    recompute: Literal["none", "activations", "outputs"] = "activations"
+    """What norm abn rebuilds in backward instead of keeping it: none is the least work,
+    outputs (those of every second block too, on a GPU and without --compile) the least memory."""
 
 
 @dataclasses.dataclass(frozen=True)

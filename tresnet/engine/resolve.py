@@ -71,11 +71,12 @@ def create_model(config: TrainConfig, classes: Sequence[str]) -> TResNet:
     if settings.weights is not None and not settings.new_head:
         _check_head(settings, classes)
     options = dataclasses.asdict(settings)
-    for name in ("model", "grad_checkpointing", "output_recompute"):
+    for name in ("model", "grad_checkpointing", "recompute"):
         del options[name]
     model = create(settings.model, num_classes=len(classes), **options)
     assert isinstance(model, TResNet), "features_only is not an option"
-    model.set_output_recompute(settings.output_recompute)
+    if settings.recompute != "activations":
+        model.set_recompute(settings.recompute)
     assert data.input_size is not None, "filled in by resolve"
     model.check_input(torch.empty(1, 3, data.input_size, data.input_size, device="meta"))
     # what is saved with the weights, so that whoever loads them prepares images the same way

@@ -119,10 +119,12 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
                 f"--batch-size auto: what a model keeps in memory cannot be predicted with {name},"
                 " expected a number"
             )
-    if model.output_recompute and (model.norm != "abn" or compute.compile):
+    if model.recompute != "activations" and model.norm != "abn":
+        yield f"--recompute {model.recompute}: expected --norm abn, got {model.norm}"
+    if model.recompute == "outputs" and compute.compile:
         yield (
-            "--output-recompute: only the fused kernels of --norm abn rebuild outputs, and --compile"
-            " does without them: choose --grad-checkpointing, which goes with all"
+            "--recompute outputs: only the fused kernels rebuild outputs, and --compile does without"
+            " them: choose one, or --grad-checkpointing, which goes with both"
         )
     if augment.mixes and data.batch_size != AUTO and data.batch_size % 2:
         yield (

@@ -15,6 +15,7 @@ from tresnet.measure.named import (
     split_name,
 )
 from tresnet.models.compiled import TRAINING_PARTITIONER
+from tresnet.models.tresnet import RECOMPUTE
 from tresnet.ops.abn import IMPLS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -56,8 +57,8 @@ class BenchCase:
             what `tresnet.models.compiled.compile_model` does; None is PyTorch's default.
         pad: our model's channels padded to multiples of 8 (`tresnet.surgery.pad_channels`), which
             `fold` does anyway.
-        output_recompute: our fused kernels rebuild every second block's output in backward
-            (`TResNet.set_output_recompute`); training with norm `abn` only.
+        recompute: what backward rebuilds, as `TResNet.set_recompute` takes it; None leaves the model
+            as it was built. Training with our norm `abn` only.
         input: `float` images in [0, 1], or `uint8` ones, as a loader of bytes feeds them. Bytes go into
             our stem as they are where the case is channels_last; else, and for peers, dividing by
             255 is the first thing in the step (and compiled with it).
@@ -76,7 +77,7 @@ class BenchCase:
     impl: str | None = None
     partitioner: str | None = None
     pad: bool = False
-    output_recompute: bool = False
+    recompute: str | None = None
     input: str = "float"
 
     def checked(self, training: bool) -> "BenchCase":
@@ -132,11 +133,16 @@ class BenchCase:
             )
 
     def _check_rewrites(self, training: bool, ours: bool) -> None:
-        if self.output_recompute and not (training and ours and self.norm in (None, "abn")):
-            raise InputError(
-                f"expected output_recompute=false for {self.model}, got true: only the norm 'abn' "
-                "of ours can, in training"
-            )
+        if self.recompute is not None:
+            if not (training and ours and self.norm in (None, "abn")):
+                raise InputError(
+                    f"expected no recompute for {self.model}, got {self.recompute!r}: only the norm "
+                    "'abn' of ours has a choice, in training"
+                )
+            if self.recompute not in RECOMPUTE:
+                raise InputError(
+                    f"expected recompute out of {', '.join(RECOMPUTE)}, got {self.recompute!r}"
+                )
         for field in ("fold", "freeze"):
             if training and getattr(self, field):
                 raise InputError(f"expected {field}=false in training, got true for {self.model}")
@@ -170,8 +176,8 @@ class BenchCase:
             parts.append(self.norm)
         if self.impl is not None:
             parts.append(f"impl {self.impl}")
-        if self.output_recompute:
-            parts.append("outputs recomputed")
+        if self.recompute is not None:
+            parts.append(f"recompute {self.recompute}")
         if self.fold:
             parts.append("folded")
         if self.pad:
@@ -238,7 +244,7 @@ def _parse_value(key: str, value: str) -> object:
         if not value.isdigit():
             raise InputError(f"expected {key}= a whole number, got {value!r}")
         return int(value)
-    if key in ("channels_last", "fold", "freeze", "pad", "output_recompute"):
+    if key in ("channels_last", "fold", "freeze", "pad"):
         if value not in ("true", "false"):
             raise InputError(f"expected {key}=true or false, got {value!r}")
         return value == "true"

@@ -56,8 +56,8 @@ def prepare(case: BenchCase, training: bool, device: torch.device, seed: int) ->
         built.set_impl(case.impl)  # pyright: ignore[reportCallIssue]
     size = default_input_size(built) if case.input_size is None else case.input_size
     dtype = DTYPES[case.dtype] if case.cast == "pure" else torch.float32
-    if case.output_recompute:
-        built.set_output_recompute()  # pyright: ignore[reportCallIssue]
+    if case.recompute is not None:
+        built.set_recompute(case.recompute)  # pyright: ignore[reportCallIssue]
     built.train(training)
     if case.pad:
         built = pad_channels(built, inplace=True)

@@ -66,7 +66,8 @@ def compile_model(
     """Compile a model for training or for inference.
 
     Training lets the partitioner recompute all but convolutions, matrix products and reductions in
-    backward: what it recomputes is fused into passes that run anyway, and less is kept. Plain
+    backward: what it recomputes is fused into passes that run anyway, and less is kept; unless
+    `model.set_recompute("none")` leaves it at PyTorch's default. Plain
     operators are compiled unless `model.set_impl("triton")` asks for the fused kernels, which the
     compiler then calls as they are, and keeps their outputs.
 
@@ -96,7 +97,8 @@ def compile_model(
         function = torch.compile(model, mode=mode, dynamic=dynamic)
     # It would run the kernels' statistics, which look cheap to it, a second time in backward.
     kernels = any(isinstance(m, ABN) and m.impl == "triton" for m in model.modules())
-    settings = TRAINING_PARTITIONER if training and not kernels else {}
+    keeps = any(getattr(m, "recompute", None) == "none" for m in model.modules())
+    settings = TRAINING_PARTITIONER if training and not (kernels or keeps) else {}
     return CompiledModel(function, partitioner(settings), say)
 
 

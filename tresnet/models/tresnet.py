@@ -25,6 +25,10 @@ from tresnet.ops.dispatch import check_impl
 STAGES = ("layer1", "layer2", "layer3", "layer4")
 
 
+# What backward rebuilds instead of keeping, from the least work to the least memory.
+RECOMPUTE = ("none", "activations", "outputs")
+
+
 class TResNet(nn.Module):
     """Space-to-depth stem, two stages of basic blocks, two of bottlenecks, head.
 
@@ -55,6 +59,7 @@ class TResNet(nn.Module):
         self.in_chans = config.in_chans
         self.drop_rate = config.drop_rate
         self.grad_checkpointing = False
+        self.recompute = "activations"
         self.pretrained_cfg = {}
         self.unpadded_shapes = {}  # of the tensors that surgery.pad_channels has widened
         self.body = self._make_body(device, dtype)
@@ -206,7 +211,8 @@ class TResNet(nn.Module):
             self.check_input(x)
         eager = not (torch.compiler.is_compiling() or torch.jit.is_tracing())
         # A checkpointed block keeps its input alone: offers would hold on to more until the end.
-        offers = eager and self.config.norm == "abn" and not self.grad_checkpointing
+        offers = eager and self.config.norm == "abn" and self.recompute != "none"
+        offers = offers and not self.grad_checkpointing
         outputs = {}
         with recompute.scope(offers and torch.is_grad_enabled()):
             for index, stage in enumerate(list(self.body)[: max(wanted) + 1]):
@@ -357,12 +363,26 @@ class TResNet(nn.Module):
             elif isinstance(module, BlurPool2d | SpaceToDepth):
                 module.impl = "reference" if impl == "recompute" else impl
 
-    def set_output_recompute(self, enable: bool = True) -> None:
-        """Rebuild the outputs of every second block in backward instead of keeping them.
+    def set_recompute(self, what: str) -> None:
+        """Choose what backward rebuilds instead of keeping; exact in every case, with norm='abn' only.
 
-        For one more pass over such a block's output, the fused kernels of norm='abn' then keep about
-        a sixth less; other implementations keep what they keep.
+        Args:
+            what: 'activations' (the default) rebuilds what a norm, a blur or an SE scale put out, which
+                costs a read and a write of each; 'outputs' the outputs of every second block too,
+                where the fused kernels run: about a sixth less is kept; 'none' keeps everything
+                and saves those passes. A model that is compiled with `compile_model` lets the
+                compiler recompute, but for 'none'.
+
+        Raises:
+            InputError: there is no such choice, or the model has another norm.
         """
+        if what not in RECOMPUTE:
+            raise InputError(f"expected recompute out of {', '.join(RECOMPUTE)}, got {what!r}")
+        if self.config.norm != "abn":
+            raise InputError(
+                f"set_recompute needs a model with norm='abn', got {self.config.norm!r}"
+            )
+        self.recompute = what
         last = self.body[-1]
         for stage in list(self.body)[2:]:
             blocks = [m for m in stage.modules() if isinstance(m, BasicBlock | Bottleneck)]
@@ -372,7 +392,7 @@ class TResNet(nn.Module):
                 {*range(len(blocks) - 1, 0, -2)} if stage is last else {*range(1, len(blocks), 2)}
             )
             for index, block in enumerate(blocks):
-                block.keep_output = not (enable and index in dropped)
+                block.keep_output = not (what == "outputs" and index in dropped)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Keep only the input of each block for backward and run the block again there."""
