@@ -385,6 +385,11 @@ def test_counts_below_one(name):
         BenchSettings(**{name: 0})
 
 
+def test_a_time_limit_that_is_no_number():
+    with pytest.raises(InputError, match="expected a time limit above 0 s, got nan"):
+        BenchSettings(time_limit_s=float("nan"))
+
+
 def test_own_memory_leaves_others_out_but_not_the_shared_workspace():
     primed = MemorySnapshot(allocated=32, reserved=64)
     first = bench._own_memory(MemorySnapshot(200, 300, 1000, 5000), MemorySnapshot(32, 64), primed)

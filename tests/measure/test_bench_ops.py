@@ -111,6 +111,7 @@ def test_one_contenders_failure_leaves_the_others(monkeypatch, error, status):
         ({"input_size": 48}, "expected input_size divisible by 32, got 48"),
         ({"input_size": 0}, "expected input_size divisible by 32, got 0"),
         ({"time_limit_s": 0.0}, "expected a time limit above 0 s, got 0.0"),
+        ({"time_limit_s": float("nan")}, "expected a time limit above 0 s, got nan"),
     ],
 )
 def test_bad_settings(changes, message):

@@ -117,6 +117,7 @@ def test_other_failures_are_not_taken_for_the_edge(monkeypatch):
         ({"at_most": 1}, "expected at_most of at least 2, got 1"),
         ({"at_most": None}, "expected at_most on cpu, got none: only a GPU says when it is full"),
         ({"time_limit_s": -1.0}, "expected a time limit above 0 s, got -1.0"),
+        ({"time_limit_s": float("nan")}, "expected a time limit above 0 s, got nan"),
         ({"memory_limit_gib": 0.0}, "expected a memory limit above 0 GiB, got 0.0"),
     ],
 )

@@ -97,3 +97,18 @@ def test_no_folder_and_no_records(tmp_path):
         read_records(tmp_path / "none")
     with pytest.raises(InputError, match=r"expected records \(\*\.json\) in .*, found none"):
         read_records(tmp_path)
+
+
+def test_json_nested_beyond_reading_is_an_error_that_names_the_file(tmp_path):
+    (tmp_path / "deep.json").write_text("[" * 100_000, encoding="utf-8")
+    with pytest.raises(InputError, match=r"deep.json: expected a record in JSON"):
+        read_record(tmp_path / "deep.json")
+
+
+def test_rounds_that_are_no_numbers_are_an_error_that_names_row_and_column(tmp_path):
+    row = step_row("tresnet_m", 1.0) | {"round_p50_images_per_s": ["fast"]}
+    put(tmp_path, "r", "bench_train", [row])
+    with pytest.raises(
+        InputError, match=r"row 1: round_p50_images_per_s of numbers, got \['fast'\]"
+    ):
+        read_records(tmp_path)

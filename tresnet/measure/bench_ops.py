@@ -80,7 +80,7 @@ class OpsSettings:
             raise InputError(
                 f"expected input_size divisible by {_LEAST_SIZE}, got {self.input_size}"
             )
-        if self.time_limit_s is not None and self.time_limit_s <= 0:
+        if self.time_limit_s is not None and not self.time_limit_s > 0:
             raise InputError(f"expected a time limit above 0 s, got {self.time_limit_s}")
 
 

@@ -62,7 +62,7 @@ class LargestSettings:
             raise InputError(f"expected at_most of at least {self.first}, got {self.at_most}")
         if self.memory_limit_gib is not None and self.memory_limit_gib <= 0:
             raise InputError(f"expected a memory limit above 0 GiB, got {self.memory_limit_gib}")
-        if self.time_limit_s is not None and self.time_limit_s <= 0:
+        if self.time_limit_s is not None and not self.time_limit_s > 0:
             raise InputError(f"expected a time limit above 0 s, got {self.time_limit_s}")
         if self.at_most is None and not self.device.startswith("cuda"):
             raise InputError(

@@ -122,7 +122,11 @@ def read_record(path: str | os.PathLike[str]) -> Record:
         if not isinstance(row, dict):
             raise file.wrong("rows of columns", f"row {number} = {row!r}")
         for column, kind in COLUMNS.get(what, {}).items():
-            file.take(row, column, kind, f"row {number}: ")
+            value = file.take(row, column, kind, f"row {number}: ")
+            if column == "round_p50_images_per_s" and not all(
+                type(v) in (int, float) for v in value
+            ):
+                raise file.wrong(f"row {number}: {column} of numbers", repr(value))
     device = file.take(environment, "device", dict)
     kind = file.take(device, "type", str)
     packages = file.take(environment, "packages", dict)
@@ -153,7 +157,7 @@ class _File:
             content = json.loads(self.path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise self.wrong("a record", f"a file that cannot be read ({error})") from error
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise self.wrong("a record in JSON", f"something else ({error})") from error
         if not isinstance(content, dict):
             raise self.wrong("a record", type(content).__name__)

@@ -38,7 +38,7 @@ class BenchSettings:
         for name, least in (("warmup_steps", 1), ("rounds", 1), ("steps_per_round", 1)):
             if getattr(self, name) < least:
                 raise InputError(f"expected {name} of at least {least}, got {getattr(self, name)}")
-        if self.time_limit_s is not None and self.time_limit_s <= 0:
+        if self.time_limit_s is not None and not self.time_limit_s > 0:
             raise InputError(f"expected a time limit above 0 s, got {self.time_limit_s}")
 
 
