@@ -58,6 +58,7 @@ if $rehearsing; then
     total_s=${TOTAL_S:-600}
     export TORCHDYNAMO_DISABLE=1
 fi
+[[ $total_s =~ ^[0-9]+$ ]] || { echo "expected TOTAL_S in whole seconds, got $total_s" >&2; exit 2; }
 mkdir -p "$records" "$report" || exit 1
 compiled=compile=default
 ours_compiled=$compiled,partitioner=aggressive

@@ -4,9 +4,12 @@ import pytest
 import torch
 
 from tresnet.cli import bench as command
+from tresnet.cli.main import INTERRUPTED_EXIT_CODE
 from tresnet.cli.main import main as run
 from tresnet.measure import bench
+from tresnet.measure.cases import BenchCase
 from tresnet.measure.read_records import read_records
+from tresnet.measure.results import BenchInterrupt, BenchRow
 
 SHORT = ["--batch-size", "2", "--input-size", "32", "--rounds", "2", "--steps", "1"]
 SHORT += ["--warmup-steps", "1", "--device", "cpu"]
@@ -42,6 +45,22 @@ def test_records_are_not_overwritten(tmp_path):
     for _ in range(2):
         assert run(["bench", "infer", "tresnet_t", *SHORT, "--output-dir", str(tmp_path)]) == 0
     assert len(records(tmp_path)) == 2
+
+
+def test_an_interrupted_run_leaves_its_record(tmp_path, monkeypatch, capsys):
+    row = BenchRow(BenchCase("tresnet_t"), status="interrupted", error="not timed")
+
+    def interrupted(*arguments, **options):
+        raise BenchInterrupt([row])
+
+    monkeypatch.setattr(bench, "bench_infer", interrupted)
+    arguments = ["bench", "infer", "tresnet_t", *SHORT, "--output-dir", str(tmp_path)]
+    assert run(arguments) == INTERRUPTED_EXIT_CODE
+    (record,) = records(tmp_path)
+    assert record["rows"][0]["status"] == "interrupted"
+    assert "error: interrupted" in capsys.readouterr().err
+    (read,) = read_records(tmp_path)
+    assert read.rows == record["rows"]
 
 
 def test_infer_states_its_cast(tmp_path):

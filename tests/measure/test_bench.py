@@ -11,7 +11,7 @@ from tresnet.measure import bench, steps
 from tresnet.measure.bench import bench_infer, bench_train
 from tresnet.measure.cases import BenchCase
 from tresnet.measure.memory import MemorySnapshot
-from tresnet.measure.results import BenchRow, BenchSettings
+from tresnet.measure.results import BenchInterrupt, BenchRow, BenchSettings
 from tresnet.models import zoo
 
 QUICK = BenchSettings(warmup_steps=1, rounds=2, steps_per_round=1)
@@ -327,6 +327,25 @@ def test_failure_of_one_case_is_noted_and_the_run_goes_on(recorded, error, statu
     assert columns["p50_images_per_s"] is None
     assert columns["max_allocated_mib"] is None
     assert columns["round_p50_images_per_s"] == []
+
+
+@pytest.mark.parametrize(
+    ("after", "statuses", "rounds"), [(7, ["ok", "ok"], [1, 1]), (4, ["ok", "interrupted"], [1, 0])]
+)
+def test_what_was_timed_before_an_interrupt_is_kept(recorded, after, statuses, rounds):
+    recorded.errors["b"] = (after, KeyboardInterrupt())
+    with pytest.raises(BenchInterrupt) as stop:
+        bench_infer([case("a"), case("b")], QUICK, log=quiet)
+    assert [row.status for row in stop.value.rows] == statuses
+    assert [len(row.round_p50_images_per_s) for row in stop.value.rows] == rounds
+    assert stop.value.rows[0].speed is not None
+
+
+def test_an_interrupt_before_anything_was_timed_leaves_nothing(recorded):
+    recorded.errors["b"] = (0, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt) as stop:
+        bench_infer([case("a"), case("b")], QUICK, log=quiet)
+    assert not isinstance(stop.value, BenchInterrupt)
 
 
 def test_programming_errors_are_not_hidden(recorded):

@@ -17,6 +17,7 @@ from tresnet.cli.bench_rewrites import BenchBranches, BenchConvs
 from tresnet.cli.output import format_table, progress, say
 
 if TYPE_CHECKING:
+    from tresnet.measure.cases import BenchCase
     from tresnet.measure.results import BenchRow, BenchSettings
 
 PARTLY_FAILED_EXIT_CODE = 1
@@ -67,11 +68,7 @@ class BenchTrain(_Options):
 
     def run(self, argv: list[str]) -> int:
         """Measure, print the table and write the record."""
-        from tresnet.measure.bench import bench_train
-
-        settings = self.prepare()
-        rows = bench_train(self.cases(self.batch_size), settings, log=progress)
-        return _report("bench_train", rows, settings, self.output_dir, argv)
+        return _measure("bench_train", self.cases(self.batch_size), self, argv)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,11 +80,7 @@ class BenchInfer(_Options):
 
     def run(self, argv: list[str]) -> int:
         """Measure, print the table and write the record."""
-        from tresnet.measure.bench import bench_infer
-
-        settings = self.prepare()
-        rows = bench_infer(self.cases(self.batch_size, self.cast), settings, log=progress)
-        return _report("bench_infer", rows, settings, self.output_dir, argv)
+        return _measure("bench_infer", self.cases(self.batch_size, self.cast), self, argv)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +102,20 @@ class Bench:
     def run(self, argv: list[str]) -> int:
         """Run the chosen measurement."""
         return self.task.run(argv)
+
+
+def _measure(what: str, cases: "list[BenchCase]", options: _Options, argv: list[str]) -> int:
+    """Measure, print the table and write the record, of an interrupted run too."""
+    from tresnet.measure import bench
+    from tresnet.measure.results import BenchInterrupt
+
+    settings = options.prepare()
+    try:
+        rows = getattr(bench, what)(cases, settings, log=progress)
+    except BenchInterrupt as stop:
+        _report(what, stop.rows, settings, options.output_dir, argv)
+        raise
+    return _report(what, rows, settings, options.output_dir, argv)
 
 
 def _report(

@@ -29,7 +29,7 @@ from tresnet.measure.cases import BenchCase
 from tresnet.measure.clock import Clock, clock_for
 from tresnet.measure.memory import MemoryMeter, MemorySnapshot, is_library_failure, is_out_of_memory
 from tresnet.measure.percentiles import speed_of
-from tresnet.measure.results import BenchRow, BenchSettings
+from tresnet.measure.results import BenchInterrupt, BenchRow, BenchSettings
 from tresnet.measure.steps import OPTIMIZER, PreparedStep, prepare
 
 SETTLE_STEPS = 2
@@ -61,6 +61,7 @@ def bench_train(
     Raises:
         InputError: no cases, or one that cannot be run at all; nothing has run then.
         MissingDependencyError: norm `inplace_abn` without the package; likewise.
+        BenchInterrupt: Ctrl-C, once something has been timed; it holds the rows.
     """
     return _Bench(cases, settings, training=True, log=log).run()
 
@@ -123,25 +124,43 @@ class _Bench:
     def run(self) -> list[BenchRow]:
         self._began_s = time.perf_counter()
         with bench_switches(self._device, self._compiling):
-            self._primed = _prime(self._device)
-            everything = range(len(self._rows))
-            turns = [everything] if self._settings.interleave else [[index] for index in everything]
-            for turn in turns:
-                for index in turn:
-                    if self._past(_SET_UP_SHARE):
-                        self._rows[index].status = "out_of_time"
-                        self._rows[
-                            index
-                        ].error = f"not begun: the time limit of {self._settings.time_limit_s:g} s was near"
-                    else:
-                        self._guarded(index, self._set_up)
-                self._run_rounds(turn)
-                self._steps.clear()
-                self._tidy()
-                if self._compiling and not self._settings.interleave:
-                    torch.compiler.reset()
+            try:
+                self._measure()
+            except KeyboardInterrupt:
+                if not any(self._times_s):
+                    raise
+                self._cut_short()
+                raise BenchInterrupt(self._rows) from None
         self._summarise()
         return self._rows
+
+    def _measure(self) -> None:
+        self._primed = _prime(self._device)
+        everything = range(len(self._rows))
+        turns = [everything] if self._settings.interleave else [[index] for index in everything]
+        for turn in turns:
+            for index in turn:
+                if self._past(_SET_UP_SHARE):
+                    limit_s = self._settings.time_limit_s
+                    self._rows[index].status = "out_of_time"
+                    self._rows[index].error = f"not begun: the time limit of {limit_s:g} s was near"
+                else:
+                    self._guarded(index, self._set_up)
+            self._run_rounds(turn)
+            self._steps.clear()
+            self._tidy()
+            if self._compiling and not self._settings.interleave:
+                torch.compiler.reset()
+
+    def _cut_short(self) -> None:
+        """Keep the rounds that every case was visited in."""
+        if self._settings.interleave:
+            visited = [len(rounds) for rounds in self._times_s if rounds]
+            self._times_s = [rounds[: min(visited)] for rounds in self._times_s]
+        for row, rounds in zip(self._rows, self._times_s, strict=True):
+            if row.status == "ok" and not rounds:
+                row.status, row.error = "interrupted", "not timed when the run was interrupted"
+        self._summarise()
 
     def _run_rounds(self, turn: Sequence[int]) -> None:
         for number in range(self._settings.rounds):

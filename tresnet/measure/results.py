@@ -42,13 +42,26 @@ class BenchSettings:
             raise InputError(f"expected a time limit above 0 s, got {self.time_limit_s}")
 
 
+class BenchInterrupt(KeyboardInterrupt):
+    """The user stopped a benchmark.
+
+    Attributes:
+        rows: what was measured by then.
+    """
+
+    def __init__(self, rows: "list[BenchRow]") -> None:
+        super().__init__("interrupted")
+        self.rows = rows
+
+
 @dataclasses.dataclass
 class BenchRow:
     """A case and what came of it.
 
     Attributes:
         case: with every default resolved.
-        status: `ok`, `out_of_memory`, `out_of_time` (not begun before the limit), `failed` or
+        status: `ok`, `out_of_memory`, `out_of_time` (not begun before the limit), `interrupted` (not
+            timed when the user stopped the run), `failed` or
             `not_finite` (the loss or output was; timed all the same). Without figures they are None.
         error: first line of what went wrong.
         speed: percentiles over the timed steps of all rounds.
