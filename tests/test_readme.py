@@ -72,7 +72,7 @@ def test_eval_commands_parse():
 
 def test_tresnet_commands_parse():
     lines = commands("tresnet")
-    assert len(lines) == 12
+    assert len(lines) == 13
     for line in lines:
         assert dataclasses.is_dataclass(_parse(line)), line
 
