@@ -15,7 +15,8 @@ MAX_THREADS = 4  # the tests' tensors are small: more threads cost more than the
 
 
 def pytest_configure() -> None:
-    torch.set_num_threads(min(torch.get_num_threads(), MAX_THREADS))
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(min(torch.get_num_threads(), MAX_THREADS) // processes, 1))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

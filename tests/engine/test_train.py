@@ -295,7 +295,7 @@ def test_each_evaluation_is_where_it_should_be(tiny):
 def test_every_option_of_the_model_reaches_it(tiny, monkeypatch):
     seen = {}
 
-    def learner(model, config, processes, updates):
+    def learner(model, config, processes, updates, say):
         seen.update(model=model, updates=updates)
         raise KeyboardInterrupt
 

@@ -212,6 +212,7 @@ def test_exports_as_plain_operators():
     torch.testing.assert_close(program.module()(x), model(x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_rebuilding_more_changes_no_gradient_and_keeps_less():
     x = torch.rand(2, 3, 32, 32, device=DEVICE)
     results, kept = [], []

@@ -268,6 +268,26 @@ def test_abn_keeps_one_buffer_per_convolution():
     assert sum(outputs) + stem_input == pytest.approx(kept, abs=gates)
 
 
+def test_rebuilding_activations_changes_nothing_but_what_is_kept():
+    images = torch.rand(2, 3, 64, 64)
+    steps, kept = [], []
+    for what in ("none", "activations"):
+        torch.manual_seed(0)
+        model = make()
+        model.set_recompute(what)
+        steps.append(train_step(model, images))
+        kept.append(kept_bytes(model, images))
+    assert_same_step(*steps)
+    assert kept[0] > 1.2 * kept[1]
+
+
+def test_bad_choices_of_what_to_rebuild():
+    with pytest.raises(InputError, match="out of none, activations, outputs, got 'all'"):
+        make().set_recompute("all")
+    with pytest.raises(InputError, match="needs a model with norm='abn', got 'batchnorm'"):
+        make("batchnorm").set_recompute("none")
+
+
 def test_second_derivatives_with_plain_batchnorm():
     model = make("batchnorm").double().eval()
     images = torch.rand(1, 3, 12, 12, dtype=torch.float64, requires_grad=True)
