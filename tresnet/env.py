@@ -62,6 +62,8 @@ def usable_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise InputError(f"expected a device such as cpu or cuda:0, got {name!r}") from error
+    if device.type == "meta":
+        raise InputError(f"expected a device that computes, such as cpu or cuda:0, got {name!r}")
     if device.type == "cuda":
         count = torch.cuda.device_count()
         index = device.index or 0
