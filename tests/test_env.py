@@ -241,7 +241,7 @@ def test_usable_devices():
     assert env.usable_device("cpu") == torch.device("cpu")
     with pytest.raises(InputError, match="expected a device such as cpu or cuda:0, got 'gpu0'"):
         env.usable_device("gpu0")
-    with pytest.raises(InputError, match="a device that computes, .* got 'meta'"):
+    with pytest.raises(InputError, match=r"a device that computes, .* got 'meta'"):
         env.usable_device("meta")
     with pytest.raises(InputError, match="got 'cuda:99', but PyTorch sees"):
         env.usable_device("cuda:99")

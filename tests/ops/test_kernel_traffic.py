@@ -134,7 +134,9 @@ def compiled(capability: int, dtypes: str) -> list[dict]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("capability", "dtypes"), [(80, "float16,float32"), (90, "bfloat16")], ids=["sm80", "sm90"]
+    ("capability", "dtypes"),
+    [(80, "float16,float32"), (90, "bfloat16,float16")],
+    ids=["sm80", "sm90"],
 )
 def test_no_kernel_spills_registers(capability, dtypes):
     rows = compiled(capability, dtypes)

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-TILE, BLUR_TILE = 2048, 1024  # the blur's index arithmetic would spill at 2048
+# Values of a tile; the blur's, of 16 bits and channels_last. Its index arithmetic would spill at 2048,
+# and at 1024 in float32 or in contiguous memory.
+TILE, BLUR_TILE = 2048, 1024
 WARPS = 4
 PROGRAMS = 1024
 MOST_TILES = 4  # of one program that writes: enough to share the loads of the channels' factors
@@ -95,13 +97,14 @@ def _power(value: int, most: int) -> int:
 
 def tile(shape: Geometry, blur: bool = False) -> tuple[int, int]:
     """Pixels and channels of a tile, longest along contiguous memory."""
-    values = BLUR_TILE if blur else TILE
+    values = BLUR_TILE * 2 // shape.itemsize if blur else TILE
     if shape.strides[2] == 1:
         bc = _power(shape.c, 64)
         columns = -(-shape.c // bc)
         if bc > 32 and shape.c < 0.8 * columns * bc and -(-shape.c // 32) < 2 * columns:
             bc = 32  # more than a fifth of the wider tiles' threads would have no channel
         return _power(shape.p, values // bc), bc
+    values //= 2 if blur else 1
     bp = _power(shape.p, values)
     return bp, _power(shape.c, values // bp)
 
@@ -126,6 +129,8 @@ def plan(
     columns = -(-shape.c // bc)
     wanted = max(-(-PROGRAMS // (shape.n * columns)), 1)
     tiles = -(-shape.p // (wanted * bp))
+    if most_tiles is None:
+        tiles = max(tiles, TILE // (bp * bc))  # else partial sums would outweigh what is read
     chunk = min(tiles, most_tiles or tiles) * bp
     splits = -(-shape.p // chunk)
     widest = WIDEST_LOAD // shape.itemsize
