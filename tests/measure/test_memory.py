@@ -1,3 +1,4 @@
+import gc
 import logging
 import sys
 import types
@@ -67,6 +68,7 @@ def test_unknown_phase_names_the_known_ones():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="an earlier peak would hide the block")
 def test_peak_resident_memory_sees_an_allocation_and_keeps_it():
+    gc.collect()  # else what earlier tests left may be freed in between
     memory.reset_peak_rss()
     before = memory.peak_rss_bytes()
     block = torch.ones(128 * MIB // 4)
@@ -79,6 +81,7 @@ def test_peak_resident_memory_sees_an_allocation_and_keeps_it():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can reset the peak")
 def test_reset_peak_forgets_an_allocation():
+    gc.collect()
     meter = MemoryMeter("cpu")
     block = torch.ones(128 * MIB // 4)
     during = meter.snapshot().rss_peak
