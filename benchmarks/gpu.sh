@@ -127,8 +127,9 @@ warm() {
 train_m() {
     local stack
     stack=$(public_stack)
-    compare train "$batch" "$m@$kernels" "$m@$kernels,recompute=none" "${train_m_compiled[@]}" "$timm_m" ${stack:+"$stack"} \
-        "$resnet" "$timm_m@channels_last=false" "$timm_m@dtype=$half" "$resnet@dtype=$half"
+    compare train "$batch" "$m@$kernels" "$m@$kernels,recompute=none" "${train_m_compiled[@]}" \
+        "$timm_m" ${stack:+"$stack"} "$resnet" "$timm_m@channels_last=false" \
+        "$timm_m@dtype=$half" "$resnet@dtype=$half"
 }
 
 train_l() {

@@ -101,9 +101,7 @@ class FusedABN(torch.autograd.Function):
         )
         gate = squeezed = hidden = None
         if fc1_weight is not None and fc2_weight is not None:
-            if (
-                linear_squeeze and means is not None
-            ):  # the mean of a linear function: no pass over x
+            if linear_squeeze and means is not None:  # of a linear function: no pass over x
                 squeezed = (means - stats[0]) * stats[1] + bias.float()
             else:
                 squeezed = library.bn_squeeze(x, stats, bias, slope, blur)
