@@ -1,8 +1,9 @@
 """Compile the kernels as `tresnet.ops.abn.launch` would launch them, for GPUs this machine lacks.
 
 A script, because Triton decides at its import whether it interprets: prints one JSON object a line,
-with the kernel, its case and the registers, stack and local memory (bytes) its threads use, and the
-narrowest of its accesses to memory (bytes).
+with the kernel, its case and the registers, stack and local memory (bytes) its threads use, the
+narrowest of its accesses to memory (bytes), and, where a thread loads eight values at once, the
+instructions of its longest loop that loads.
 """
 
 import json
@@ -100,6 +101,25 @@ def narrowest(compiled: Any) -> int:
     return min(int(count or 1) * int(bits) // 8 for count, bits in accesses)
 
 
+def longest_loop(compiled: Any) -> int:
+    """Instructions of a thread in a round of the longest loop that loads from global memory."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [CUOBJDUMP, "-sass", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    code = [
+        (int(at, 16), what) for at, what in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+([^;]+);", text)
+    ]
+    longest = 0
+    for at, what in code:
+        target = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", what)
+        if target is not None:
+            body = [w for a, w in code if int(target[1], 16) <= a <= at]
+            longest = max(longest, len(body) if any("LDG" in w for w in body) else 0)
+    return longest
+
+
 def launches(dtype: torch.dtype, layout: torch.memory_format, channels: int) -> list[Any]:
     """Every kernel in every combination of its switches that a model uses."""
     recorder = Recorder(kernels)
@@ -177,6 +197,9 @@ def main(capabilities: list[int], dtypes: list[str]) -> None:
                 switches = {k: v for k, v in options.items() if k != "num_warps"}
                 row = {"kernel": function.__name__, "dtype": name, "sm": capability, **switches}
                 row |= {**resources(compiled), "narrowest": narrowest(compiled)}
+                row["threads"] = 32 * options["num_warps"]
+                if options.get("AC") == 8:  # disassembling takes longer than compiling
+                    row["loop"] = longest_loop(compiled)
                 sys.stdout.write(json.dumps(row) + "\n")
 
 

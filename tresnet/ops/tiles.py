@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# Values of a tile; the blur's, of 16 bits and channels_last. Its index arithmetic would spill at 2048,
-# and at 1024 in float32 or in contiguous memory.
+# Values of a tile; the blur's, of 16 bits and side by side in memory: several of its pixels are in
+# registers at once, which would spill at 2048, at 1024 in float32, and at 512 where each is loaded alone.
 TILE, BLUR_TILE = 2048, 1024
 WARPS = 4
 PROGRAMS = 1024
@@ -90,6 +90,19 @@ def geometry(x: Tensor, whole_batch: bool) -> Geometry:
     return Geometry(n, p, c, (p * c, c, 1), x.itemsize)
 
 
+def halved(x: Tensor, times: int = 1) -> Geometry:
+    """A dense `x`, samples told apart, with the pixels it has after as many blurs."""
+    shape = geometry(x, whole_batch=False)
+    size = x.shape
+    for _ in range(times):
+        size = blurred(size)
+    p = math.prod(size)
+    along_p = shape.strides[1] == 1
+    return shape._replace(
+        p=p, strides=(shape.c * p, 1, p) if along_p else (shape.c * p, shape.c, 1)
+    )
+
+
 def _power(value: int, most: int) -> int:
     """The least power of two that is at least `value`, but at most `most`."""
     return min(1 << max(value - 1, 0).bit_length(), most)
@@ -97,14 +110,16 @@ def _power(value: int, most: int) -> int:
 
 def tile(shape: Geometry, blur: bool = False) -> tuple[int, int]:
     """Pixels and channels of a tile, longest along contiguous memory."""
-    values = BLUR_TILE * 2 // shape.itemsize if blur else TILE
+    values = TILE
+    if blur:
+        alone = shape.strides[2] > 1 or shape.c % 2 > 0
+        values = BLUR_TILE // 4 if alone else BLUR_TILE * 2 // shape.itemsize
     if shape.strides[2] == 1:
         bc = _power(shape.c, 64)
         columns = -(-shape.c // bc)
         if bc > 32 and shape.c < 0.8 * columns * bc and -(-shape.c // 32) < 2 * columns:
             bc = 32  # more than a fifth of the wider tiles' threads would have no channel
         return _power(shape.p, values // bc), bc
-    values //= 2 if blur else 1
     bp = _power(shape.p, values)
     return bp, _power(shape.c, values // bp)
 

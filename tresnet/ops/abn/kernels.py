@@ -13,7 +13,17 @@ s = gate * b, out = relu(s + shortcut). Without blur b is a, and so on.
 import triton
 import triton.language as tl
 
-from tresnet.ops.blur_pool.kernels import aligned, place, reflect, share_of, strides, unblur
+from tresnet.ops.blur_pool.kernels import (
+    aligned,
+    around,
+    outputs,
+    pixel,
+    place,
+    reflect,
+    share,
+    strides,
+    unblur,
+)
 
 
 @triton.jit
@@ -136,11 +146,14 @@ def squeeze(
     HAS_ACT: tl.constexpr, BLUR: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
-    """Sum of b over the pixels of one chunk of one sample; partial: (N * splits, C)."""
+    """Sum of b over the pixels of one chunk of one sample; partial: (N * splits, C).
+
+    With BLUR, P counts the pixels of b.
+    """
     P = aligned(P, AP)
     xn, xp, xc = strides(xn, xp, xc, AP, AC)
     group, n, start, count, c, known = place(P, C, splits, chunk, BC, AC)
-    x += n * xn + start.to(tl.int64) * xp
+    x += n * xn if BLUR else n * xn + start.to(tl.int64) * xp
     mu = tl.load(mean + c, mask=known, other=0.0)[None, :]
     k = tl.load(scale + c, mask=known, other=0.0)[None, :]
     beta = tl.load(bias + c, mask=known, other=0.0).to(tl.float32)[None, :]
@@ -149,22 +162,86 @@ def squeeze(
     for begin in range(0, count, BP):
         p = begin + rows
         mask = (p < count)[:, None] & known[None, :]
-        value = tl.load(x + p[:, None] * xp + c[None, :] * xc, mask=mask, other=0.0)
-        a = _act((value.to(tl.float32) - mu) * k + beta, slope, HAS_ACT)
         if BLUR:
-            a = a * share_of(start + p, H, W, HO, WO)[:, None]
-        total += tl.where(mask, a, 0.0)
+            i, j, u0, u1, v0, v1 = around(start + p, H, W, HO, WO)
+        for corner in tl.static_range(4 if BLUR else 1):
+            at, inside = p, mask
+            if BLUR:
+                at, inside = pixel(i, j, mask, H, W, corner // 2, corner % 2)
+            value = tl.load(x + at[:, None] * xp + c[None, :] * xc, mask=inside, other=0.0)
+            a = _act((value.to(tl.float32) - mu) * k + beta, slope, HAS_ACT)
+            if BLUR:
+                a = a * share(u0, u1, v0, v1, corner // 2, corner % 2)
+            total += tl.where(inside, a, 0.0)
     tl.store(partial + group * C + c, tl.sum(total, 0), mask=known)
 
 
 @triton.jit
 def apply(
-    x, mean, scale, bias, gate, shortcut, out, P, C, H, W, WO, xn, xp, xc, on, op, oc,
-    splits, chunk, slope,
-    HAS_ACT: tl.constexpr, BLUR: tl.constexpr, HAS_GATE: tl.constexpr, JOIN: tl.constexpr,
+    x, mean, scale, bias, gate, shortcut, out, P, C, xn, xp, xc, splits, chunk, slope,
+    HAS_ACT: tl.constexpr, HAS_GATE: tl.constexpr, JOIN: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one sample of out, from one read of x; P counts the pixels of out."""
+    """One chunk of one sample of out, without blur, from one read of x."""
+    P = aligned(P, AP)
+    xn, xp, xc = strides(xn, xp, xc, AP, AC)
+    _group, n, start, count, c, known = place(P, C, splits, chunk, BC, AC)
+    mu = tl.load(mean + c, mask=known, other=0.0)[None, :]
+    k = tl.load(scale + c, mask=known, other=0.0)[None, :]
+    beta = tl.load(bias + c, mask=known, other=0.0).to(tl.float32)[None, :]
+    if HAS_GATE:
+        factor = tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
+    rows = tl.arange(0, BP)
+    first = n * xn + start.to(tl.int64) * xp
+    x += first
+    out += first
+    shortcut += first
+    for begin in range(0, count, BP):
+        p = begin + rows
+        mask = (p < count)[:, None] & known[None, :]
+        offsets = p[:, None] * xp + c[None, :] * xc
+        value = tl.load(x + offsets, mask=mask, other=0.0)
+        y = _act((value.to(tl.float32) - mu) * k + beta, slope, HAS_ACT)
+        if HAS_GATE:
+            y = y * factor
+        if JOIN:
+            y += tl.load(shortcut + offsets, mask=mask, other=0.0).to(tl.float32)
+            y = tl.where(y < 0, 0.0, y)  # NaN stays
+        tl.store(out + offsets, y.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _row_sums(x, line, j, c, mask, right, W, xp, xc, mu, k, beta, slope, HAS_ACT: tl.constexpr):
+    """Of a row of a's pixels from 4 j - 1: first + 2 second + third, third + 2 fourth + fifth.
+
+    Only where `right`, too, the fourth and the fifth exist.
+    """
+    x += line[:, None] * xp + c[None, :] * xc
+    first = _activated(x, 4 * j - 1, mask, W, xp, mu, k, beta, slope, HAS_ACT)
+    second = _activated(x, 4 * j, mask, W, xp, mu, k, beta, slope, HAS_ACT)
+    third = _activated(x, 4 * j + 1, mask, W, xp, mu, k, beta, slope, HAS_ACT)
+    mask = mask & right
+    fourth = _activated(x, 4 * j + 2, mask, W, xp, mu, k, beta, slope, HAS_ACT)
+    fifth = _activated(x, 4 * j + 3, mask, W, xp, mu, k, beta, slope, HAS_ACT)
+    return first + 2.0 * second + third, third + 2.0 * fourth + fifth
+
+
+@triton.jit
+def _activated(x, w, mask, W, xp, mu, k, beta, slope, HAS_ACT: tl.constexpr):
+    value = tl.load(x + reflect(w, W)[:, None] * xp, mask=mask, other=0.0).to(tl.float32)
+    return _act((value - mu) * k + beta, slope, HAS_ACT)
+
+
+@triton.jit
+def apply_blurred(
+    x, mean, scale, bias, gate, out, P, C, H, W, HO, WO, xn, xp, xc, on, op, oc, splits, chunk, slope,
+    HAS_ACT: tl.constexpr, HAS_GATE: tl.constexpr,
+    BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one sample of out, with blur: in squares of two by two, which P counts.
+
+    A square needs 25 pixels of x, its outputs one by one 36: activating them is most of the work.
+    """
     P = aligned(P, AP)
     xn, xp, xc = strides(xn, xp, xc, AP, AC)
     on, op, oc = strides(on, op, oc, AP, AC)
@@ -174,34 +251,35 @@ def apply(
     beta = tl.load(bias + c, mask=known, other=0.0).to(tl.float32)[None, :]
     if HAS_GATE:
         factor = tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
-    rows = tl.arange(0, BP)
-    column = c[None, :] * xc
-    first = n * on + start.to(tl.int64) * op
     x += n * xn
-    if not BLUR:
-        x += start.to(tl.int64) * xp
+    out += n * on
     for begin in range(0, count, BP):
-        p = begin + rows
+        p = begin + tl.arange(0, BP)
         mask = (p < count)[:, None] & known[None, :]
-        if BLUR:
-            y = tl.zeros((BP, BC), tl.float32)
-            for i in tl.static_range(3):
-                h = reflect(2 * ((start + p) // WO) - 1 + i, H)
-                for j in tl.static_range(3):
-                    w = reflect(2 * ((start + p) % WO) - 1 + j, W)
-                    value = tl.load(x + (h * W + w)[:, None] * xp + column, mask=mask, other=0.0)
-                    a = _act((value.to(tl.float32) - mu) * k + beta, slope, HAS_ACT)
-                    y += a * (0.0625 * (1 + i * (2 - i)) * (1 + j * (2 - j)))
-        else:
-            value = tl.load(x + p[:, None] * xp + column, mask=mask, other=0.0)
-            y = _act((value.to(tl.float32) - mu) * k + beta, slope, HAS_ACT)
-        if HAS_GATE:
-            y = y * factor
-        offsets = first + p[:, None] * op + c[None, :] * oc
-        if JOIN:
-            y += tl.load(shortcut + offsets, mask=mask, other=0.0).to(tl.float32)
-            y = tl.where(y < 0, 0.0, y)  # NaN stays
-        tl.store(out + offsets, y.to(out.dtype.element_ty), mask=mask)
+        i, j = (start + p) // ((WO + 1) // 2), (start + p) % ((WO + 1) // 2)
+        lower, beside = mask & (2 * i + 1 < HO)[:, None], (2 * j + 1 < WO)[:, None]
+        line = reflect(4 * i - 1, H) * W
+        left0, right0 = _row_sums(
+            x, line, j, c, mask, beside, W, xp, xc, mu, k, beta, slope, HAS_ACT
+        )
+        for half in tl.static_range(2):
+            below = lower if half else mask
+            line = reflect(4 * i + 2 * half, H) * W
+            left1, right1 = _row_sums(
+                x, line, j, c, below, beside, W, xp, xc, mu, k, beta, slope, HAS_ACT
+            )
+            line = reflect(4 * i + 2 * half + 1, H) * W
+            left2, right2 = _row_sums(
+                x, line, j, c, below, beside, W, xp, xc, mu, k, beta, slope, HAS_ACT
+            )
+            left = (left0 + 2.0 * left1 + left2) * 0.0625
+            right = (right0 + 2.0 * right1 + right2) * 0.0625
+            if HAS_GATE:
+                left, right = left * factor, right * factor
+            to = out + ((2 * i + half) * WO + 2 * j)[:, None] * op + c[None, :] * oc
+            tl.store(to, left.to(out.dtype.element_ty), mask=below)
+            tl.store(to + op, right.to(out.dtype.element_ty), mask=below & beside)
+            left0, right0 = left2, right2
 
 
 @triton.jit
@@ -217,7 +295,8 @@ def grad_sums(
     likewise: partial (N * splits, 2 or 4, C) holds the sums of m g, m g (x - mean), and with
     HAS_GATE of m w, m w (x - mean). With JOIN the gradient is first masked by the ReLU and written
     to masked, for the second pass and the shortcut: JOIN 1 reads the ReLU's output from joined,
-    JOIN 2 computes its sign from the shortcut there.
+    JOIN 2 computes its sign from the shortcut there. With BLUR, P counts the pixels of grad, each of
+    which stands for four of x.
     """
     P = aligned(P, AP)
     xn, xp, xc = strides(xn, xp, xc, AP, AC)
@@ -231,35 +310,45 @@ def grad_sums(
     s2 = tl.zeros((BP, BC), tl.float32)
     s3 = tl.zeros((BP, BC), tl.float32)
     s4 = tl.zeros((BP, BC), tl.float32)
-    first = n * xn + start.to(tl.int64) * xp
+    first = n * xn if BLUR else n * xn + start.to(tl.int64) * xp
+    x += first
+    joined += first
+    masked += first
+    grad += n * gn if BLUR else first
     for begin in range(0, count, BP):
         p = begin + rows
         mask = (p < count)[:, None] & known[None, :]
-        offsets = first + p[:, None] * xp + c[None, :] * xc
-        value = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
-        delta = tl.where(mask, value - mu, 0.0)
         if BLUR:
-            g = unblur(grad + n * gn, start + p, c, mask, gp, gc, H, W, HO, WO)
-        else:
-            g = tl.load(grad + offsets, mask=mask, other=0.0).to(tl.float32)
-        if JOIN:
-            y = tl.load(joined + offsets, mask=mask, other=0.0).to(tl.float32)
-            if JOIN == 2:
-                s = _act(delta * k + beta, slope, HAS_ACT)
-                if HAS_GATE:
-                    s = s * tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
-                y += s
-            g = tl.where(y <= 0, 0.0, g)  # NaN's gradient passes, as a ReLU's does
-            tl.store(masked + offsets, g.to(masked.dtype.element_ty), mask=mask)
-        m = _slope_at(delta * k + beta, slope, HAS_ACT)
-        s1 += m * g
-        s2 += m * g * delta
-        if HAS_GATE:
-            w = tl.where(mask, m, 0.0)
+            i, j, u0, u1, v0, v1 = around(start + p, H, W, HO, WO)
+            t00, t01, t10, t11 = outputs(grad, start + p, c, mask, u1, v1, WO, gp, gc)
+        for corner in tl.static_range(4 if BLUR else 1):
+            at, inside = p, mask
             if BLUR:
-                w = w * share_of(start + p, H, W, HO, WO)[:, None]
-            s3 += w
-            s4 += w * delta
+                at, inside = pixel(i, j, mask, H, W, corner // 2, corner % 2)
+            offsets = at[:, None] * xp + c[None, :] * xc
+            delta = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32) - mu
+            if BLUR:
+                g = unblur(t00, t01, t10, t11, u0, u1, v0, v1, corner // 2, corner % 2)
+            else:
+                g = tl.load(grad + offsets, mask=inside, other=0.0).to(tl.float32)
+            if JOIN:
+                y = tl.load(joined + offsets, mask=inside, other=0.0).to(tl.float32)
+                if JOIN == 2:
+                    s = _act(delta * k + beta, slope, HAS_ACT)
+                    if HAS_GATE:
+                        s = s * tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
+                    y += s
+                g = tl.where(y <= 0, 0.0, g)  # NaN's gradient passes, as a ReLU's does
+                tl.store(masked + offsets, g.to(masked.dtype.element_ty), mask=inside)
+            m = _slope_at(delta * k + beta, slope, HAS_ACT)
+            s1 += m * g
+            s2 += m * g * delta
+            if HAS_GATE:
+                w = tl.where(inside, m, 0.0)
+                if BLUR:
+                    w = w * share(u0, u1, v0, v1, corner // 2, corner % 2)
+                s3 += w
+                s4 += w * delta
     kinds: tl.constexpr = 4 if HAS_GATE else 2
     partial += group * kinds * C + c
     tl.store(partial, tl.sum(s1, 0), mask=known)
@@ -325,7 +414,7 @@ def grad_apply(
 ):  # fmt: skip
     """One chunk of one sample of the gradient of x: scale * g + k1 * (x - mean) + k0.
 
-    factors: (2, C), k1 and k0 of `merge_grad_sums`.
+    factors: (2, C), k1 and k0 of `merge_grad_sums`. With BLUR, P counts the pixels of grad.
     """
     P = aligned(P, AP)
     xn, xp, xc = strides(xn, xp, xc, AP, AC)
@@ -340,21 +429,31 @@ def grad_apply(
         factor = tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
         term = tl.load(spread + n * C + c, mask=known, other=0.0)[None, :]
     rows = tl.arange(0, BP)
-    first = n * xn + start.to(tl.int64) * xp
+    first = n * xn if BLUR else n * xn + start.to(tl.int64) * xp
+    x += first
+    grad += n * gn if BLUR else first
+    grad_x += first
     for begin in range(0, count, BP):
         p = begin + rows
         mask = (p < count)[:, None] & known[None, :]
-        offsets = first + p[:, None] * xp + c[None, :] * xc
-        delta = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32) - mu
         if BLUR:
-            g = unblur(grad + n * gn, start + p, c, mask, gp, gc, H, W, HO, WO)
-        else:
-            g = tl.load(grad + offsets, mask=mask, other=0.0).to(tl.float32)
-        if HAS_GATE:
-            share = term
+            i, j, u0, u1, v0, v1 = around(start + p, H, W, HO, WO)
+            t00, t01, t10, t11 = outputs(grad, start + p, c, mask, u1, v1, WO, gp, gc)
+        for corner in tl.static_range(4 if BLUR else 1):
+            at, inside = p, mask
             if BLUR:
-                share = term * share_of(start + p, H, W, HO, WO)[:, None]
-            g = g * factor + share
-        g = g * _slope_at(delta * k + beta, slope, HAS_ACT)
-        result = g * k + delta * k1 + k0
-        tl.store(grad_x + offsets, result.to(grad_x.dtype.element_ty), mask=mask)
+                at, inside = pixel(i, j, mask, H, W, corner // 2, corner % 2)
+            offsets = at[:, None] * xp + c[None, :] * xc
+            delta = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32) - mu
+            if BLUR:
+                g = unblur(t00, t01, t10, t11, u0, u1, v0, v1, corner // 2, corner % 2)
+            else:
+                g = tl.load(grad + offsets, mask=inside, other=0.0).to(tl.float32)
+            if HAS_GATE:
+                part = term
+                if BLUR:
+                    part = term * share(u0, u1, v0, v1, corner // 2, corner % 2)
+                g = g * factor + part
+            g = g * _slope_at(delta * k + beta, slope, HAS_ACT)
+            result = g * k + delta * k1 + k0
+            tl.store(grad_x + offsets, result.to(grad_x.dtype.element_ty), mask=inside)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tresnet.ops.tiles import MOST_TILES, WARPS, blurred, geometry, memory_format, plan
+from tresnet.ops.tiles import MOST_TILES, WARPS, blurred, geometry, halved, memory_format, plan
 
 RUNNING_CHANNELS = 256
 MERGE_GROUPS, MERGE_CHANNELS, MERGE_WARPS = 256, 16, 8
@@ -74,17 +74,16 @@ def running_statistics(weight: Tensor, mean: Tensor, var: Tensor, eps: float) ->
 
 def squeeze(x: Tensor, stats: Tensor, bias: Tensor, slope: float | None, blur: bool) -> Tensor:
     """Mean over the pixels of each sample after activation and blur: (N, C), float32."""
-    shape = geometry(x, whole_batch=False)
-    cut = plan(shape, blur)
+    source = geometry(x, whole_batch=False)
+    shape = halved(x) if blur else source
+    cut = plan(shape, blur, source=source)
     partial = x.new_empty(shape.n * cut.splits, shape.c, dtype=torch.float32)
-    sizes = _image(x, blur)
     _kernels().squeeze[(cut.programs,)](
-        x, stats, stats[1], bias.contiguous(), partial, shape.p, shape.c, *sizes, *shape.strides,
-        cut.splits, cut.chunk, slope or 0.0, HAS_ACT=slope is not None, BLUR=blur,
+        x, stats, stats[1], bias.contiguous(), partial, shape.p, shape.c, *_image(x, blur),
+        *source.strides, cut.splits, cut.chunk, slope or 0.0, HAS_ACT=slope is not None, BLUR=blur,
         **cut.options,
     )  # fmt: skip
-    pixels = sizes[2] * sizes[3] if blur else shape.p
-    return partial.view(shape.n, cut.splits, shape.c).sum(1) / pixels
+    return partial.view(shape.n, cut.splits, shape.c).sum(1) / shape.p
 
 
 def apply(
@@ -99,17 +98,23 @@ def apply(
     """relu(gate * blur(act((x - mean) * scale + bias)) + shortcut), each part where asked for."""
     size = (*x.shape[:2], *blurred(x.shape)) if blur else x.shape
     out = torch.empty(size, dtype=x.dtype, device=x.device, memory_format=memory_format(x))
-    whole = not blur and gate is None
-    source, shape = geometry(x, whole), geometry(out, whole)
+    source = geometry(x, whole_batch=not blur and gate is None)
+    shape = halved(x, times=2) if blur else source
     cut = plan(shape, blur, most_tiles=MOST_TILES, source=source)
-    height, width, _, width_out = _image(x, blur)
-    _kernels().apply[(cut.programs,)](
-        x, stats, stats[1], bias.contiguous(), _or(gate, x), _or(shortcut, x), out,
-        shape.p, shape.c, height, width, width_out, *source.strides, *shape.strides,
-        cut.splits, cut.chunk, slope or 0.0,
-        HAS_ACT=slope is not None, BLUR=blur, HAS_GATE=gate is not None, JOIN=shortcut is not None,
-        **cut.options,
-    )  # fmt: skip
+    norm = x, stats, stats[1], bias.contiguous(), _or(gate, x)
+    switches = {"HAS_ACT": slope is not None, "HAS_GATE": gate is not None}
+    if blur:
+        _kernels().apply_blurred[(cut.programs,)](
+            *norm, out, shape.p, shape.c, *_image(x, blur), *source.strides,
+            *geometry(out, whole_batch=False).strides, cut.splits, cut.chunk, slope or 0.0,
+            **switches, **cut.options,
+        )  # fmt: skip
+    else:
+        _kernels().apply[(cut.programs,)](
+            *norm, _or(shortcut, x), out, shape.p, shape.c, *source.strides,
+            cut.splits, cut.chunk, slope or 0.0, JOIN=shortcut is not None,
+            **switches, **cut.options,
+        )  # fmt: skip
     return out
 
 
@@ -128,15 +133,16 @@ def grad_sums(
 
     A join gives `out`, or `shortcut` where its output was not kept.
     """
-    shape = geometry(x, whole_batch=not blur and gate is None)
-    cut = plan(shape, blur)
+    source = geometry(x, whole_batch=not blur and gate is None)
+    shape = halved(x) if blur else source
+    cut = plan(shape, blur, source=source)
     groups = shape.n * cut.splits
     partial = x.new_empty(groups, 2 if gate is None else 4, shape.c, dtype=torch.float32)
     joined = shortcut if out is None else out
     masked = None if joined is None else torch.empty_like(x)
     _kernels().grad_sums[(cut.programs,)](
         grad, x, _or(joined, x), _or(gate, stats), stats, stats[1], bias.contiguous(),
-        _or(masked, x), partial, shape.p, shape.c, *_image(x, blur), *shape.strides,
+        _or(masked, x), partial, shape.p, shape.c, *_image(x, blur), *source.strides,
         *geometry(grad, whole_batch=False).strides, cut.splits, cut.chunk, slope or 0.0,
         HAS_ACT=slope is not None, BLUR=blur, HAS_GATE=gate is not None,
         JOIN=0 if joined is None else 2 if out is None else 1,
@@ -179,11 +185,12 @@ def grad_apply(
 ) -> Tensor:
     """Gradient of x; factors (2, C): k1 and k0 of `merge_grad_sums`."""
     grad_x = torch.empty_like(x)
-    shape = geometry(x, whole_batch=not blur and gate is None)
-    cut = plan(shape, blur, most_tiles=MOST_TILES)
+    source = geometry(x, whole_batch=not blur and gate is None)
+    shape = halved(x) if blur else source
+    cut = plan(shape, blur, most_tiles=MOST_TILES, source=source)
     _kernels().grad_apply[(cut.programs,)](
         grad, x, stats, stats[1], bias.contiguous(), _or(gate, x), _or(spread, x), factors,
-        grad_x, shape.p, shape.c, *_image(x, blur), *shape.strides,
+        grad_x, shape.p, shape.c, *_image(x, blur), *source.strides,
         *geometry(grad, whole_batch=False).strides, cut.splits, cut.chunk, slope or 0.0,
         HAS_ACT=slope is not None, BLUR=blur, HAS_GATE=gate is not None,
         **cut.options,

@@ -42,43 +42,70 @@ def reflect(i, size):
 
 
 @triton.jit
-def taps(i, size, size_out):
-    """The outputs of the blur that read pixel i of a row, and how much of it each takes, in quarters.
+def between(i, size, size_out):
+    """How much of pixel 2 i + 1 outputs i and i + 1 of a row take; nothing if there is none.
 
-    An even pixel is the centre of one output; an odd one lies between two, and is read once more
-    by the outermost ones, whose border is its reflection.
+    The outermost outputs read it twice: its reflection is their border. Of pixel 2 i output i takes
+    half, the others nothing.
     """
-    odd = i % 2
-    first = i // 2
-    near = tl.where(odd == 0, 2.0, tl.where(i == 1, 2.0, 1.0))
-    second = first + 1
-    far = tl.where((odd == 1) & (second < size_out), tl.where(i == size - 2, 2.0, 1.0), 0.0)
-    return first, near, second, far
+    near = tl.where(2 * i + 1 < size, tl.where(i == 0, 0.5, 0.25), 0.0)
+    far = tl.where(i + 1 < size_out, tl.where(2 * i + 3 == size, 0.5, 0.25), 0.0)
+    return near, far
 
 
 @triton.jit
-def share_of(p, H, W, HO, WO):
-    """How much of pixel p all outputs of the blur take together: the transposed blur of ones."""
-    _r0, u0, _r1, u1 = taps(p // W, H, HO)
-    _q0, v0, _q1, v1 = taps(p % W, W, WO)
-    return (u0 + u1) * (v0 + v1) * 0.0625
+def around(p, H, W, HO, WO):
+    """Row i and column j of output p, and what `between` says of them.
+
+    The pixels (2 i, 2 j) and (2 i + 1, 2 j + 1) span four that outputs p, its right and its lower
+    neighbours read, and no others: the transposed blur brings four values back to four pixels.
+    """
+    u0, u1 = between(p // WO, H, HO)
+    v0, v1 = between(p % WO, W, WO)
+    return p // WO, p % WO, u0, u1, v0, v1
 
 
 @triton.jit
-def unblur(grad, p, c, mask, gp, gc, H, W, HO, WO):
-    """The transposed blur at pixels p and channels c: what the up to four readers of p pass back."""
-    r0, u0, r1, u1 = taps(p // W, H, HO)
-    q0, v0, q1, v1 = taps(p % W, W, WO)
-    column = c[None, :] * gc
-    lower = mask & (u1 > 0)[:, None]
-    right = mask & (v1 > 0)[:, None]
-    t00 = tl.load(grad + (r0 * WO + q0)[:, None] * gp + column, mask=mask, other=0.0)
-    t01 = tl.load(grad + (r0 * WO + q1)[:, None] * gp + column, mask=right, other=0.0)
-    t10 = tl.load(grad + (r1 * WO + q0)[:, None] * gp + column, mask=lower, other=0.0)
-    t11 = tl.load(grad + (r1 * WO + q1)[:, None] * gp + column, mask=lower & right, other=0.0)
-    upper = v0[:, None] * t00.to(tl.float32) + v1[:, None] * t01.to(tl.float32)
-    below = v0[:, None] * t10.to(tl.float32) + v1[:, None] * t11.to(tl.float32)
-    return (u0[:, None] * upper + u1[:, None] * below) * 0.0625
+def pixel(i, j, mask, H, W, DI: tl.constexpr, DJ: tl.constexpr):
+    """Number of the pixel (2 i + DI, 2 j + DJ), and which of the masked ones exist."""
+    h, w = 2 * i + DI, 2 * j + DJ
+    return h * W + w, mask & ((h < H) & (w < W))[:, None]
+
+
+@triton.jit
+def outputs(grad, p, c, mask, u1, v1, WO, gp, gc):
+    """The gradients of output p, its right, lower and lower right neighbours, 0 beyond the border."""
+    grad += p[:, None] * gp + c[None, :] * gc
+    right, lower = mask & (v1 > 0)[:, None], mask & (u1 > 0)[:, None]
+    t00 = tl.load(grad, mask=mask, other=0.0).to(tl.float32)
+    t01 = tl.load(grad + gp, mask=right, other=0.0).to(tl.float32)
+    t10 = tl.load(grad + WO * gp, mask=lower, other=0.0).to(tl.float32)
+    t11 = tl.load(grad + (WO + 1) * gp, mask=lower & right, other=0.0).to(tl.float32)
+    return t00, t01, t10, t11
+
+
+@triton.jit
+def returned(near, far, u0, u1, ODD: tl.constexpr):
+    """Of two outputs' gradients what the even pixel at the first, or the odd one between, gets."""
+    if ODD:
+        return u0[:, None] * near + u1[:, None] * far
+    return 0.5 * near
+
+
+@triton.jit
+def unblur(t00, t01, t10, t11, u0, u1, v0, v1, DI: tl.constexpr, DJ: tl.constexpr):
+    """The transposed blur at `pixel`, from what `outputs` and `around` returned."""
+    upper = returned(t00, t01, v0, v1, DJ)
+    lower = returned(t10, t11, v0, v1, DJ)
+    return returned(upper, lower, u0, u1, DI)
+
+
+@triton.jit
+def share(u0, u1, v0, v1, DI: tl.constexpr, DJ: tl.constexpr):
+    """How much of `pixel` all outputs take together: the transposed blur of ones."""
+    rows = (u0 + u1)[:, None] if DI else 0.5
+    columns = (v0 + v1)[:, None] if DJ else 0.5
+    return rows * columns
 
 
 @triton.jit
@@ -113,16 +140,21 @@ def transposed_blur(
     grad, out, P, C, H, W, HO, WO, gn, gp, gc, on, op, oc, splits, chunk,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one sample of the transposed blur; P = H * W counts the pixels of out."""
+    """One chunk of one sample of the transposed blur; P counts the pixels of grad."""
     P = aligned(P, AP)
     gn, gp, gc = strides(gn, gp, gc, AP, AC)
     on, op, oc = strides(on, op, oc, AP, AC)
     _group, n, start, count, c, known = place(P, C, splits, chunk, BC, AC)
     rows = tl.arange(0, BP)
-    out += n * on + start.to(tl.int64) * op
+    grad += n * gn
+    out += n * on
     for begin in range(0, count, BP):
-        p = begin + rows
-        mask = (p < count)[:, None] & known[None, :]
-        y = unblur(grad + n * gn, start + p, c, mask, gp, gc, H, W, HO, WO)
-        offsets = p[:, None] * op + c[None, :] * oc
-        tl.store(out + offsets, y.to(out.dtype.element_ty), mask=mask)
+        p = start + begin + rows
+        mask = (begin + rows < count)[:, None] & known[None, :]
+        i, j, u0, u1, v0, v1 = around(p, H, W, HO, WO)
+        t00, t01, t10, t11 = outputs(grad, p, c, mask, u1, v1, WO, gp, gc)
+        for corner in tl.static_range(4):
+            at, inside = pixel(i, j, mask, H, W, corner // 2, corner % 2)
+            y = unblur(t00, t01, t10, t11, u0, u1, v0, v1, corner // 2, corner % 2)
+            offsets = at[:, None] * op + c[None, :] * oc
+            tl.store(out + offsets, y.to(out.dtype.element_ty), mask=inside)

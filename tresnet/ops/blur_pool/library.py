@@ -55,10 +55,10 @@ def transposed_blur_pool(grad: Tensor, height: int, width: int) -> Tensor:
     grad = dense(grad)
     out = _empty(grad, height, width)
     source, shape = geometry(grad, whole_batch=False), geometry(out, whole_batch=False)
-    cut = plan(shape, blur=True, most_tiles=MOST_TILES)
+    cut = plan(source, blur=True, most_tiles=MOST_TILES, source=shape)
     with device_of(grad):
         _kernels().transposed_blur[(cut.programs,)](
-        grad, out, shape.p, shape.c, height, width, *grad.shape[2:], *source.strides,
+        grad, out, source.p, shape.c, height, width, *grad.shape[2:], *source.strides,
         *shape.strides, cut.splits, cut.chunk, **cut.options,
     )  # fmt: skip
     return out
