@@ -149,15 +149,16 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
             partial, stats, bias, gate, squeezed, hidden, fc1, fc2, pixels
         )
     count = x.numel() // x.shape[1]
-    merged = library.bn_merge_grad_sums(partial, gate, spread, stats, count, settings.training)
+    merged = library.bn_merge_grad_sums(partial, gate, spread, stats, count)
     if total is not None:
         merged = _synchronised_factors(merged, stats, total, settings.group)
     grad_x = None
     if ctx.needs_input_grad[0]:
         source = masked if ctx.joined else grad
         grad_x = library.bn_grad_apply(
-            source, x, stats, bias, gate, spread, merged, settings.slope, settings.blur
-        )
+            source, x, stats, bias, gate, spread, merged, settings.slope, settings.blur,
+            settings.training,
+        )  # fmt: skip
     return (
         grad_x, merged[0].to(weight.dtype), merged[1].to(bias.dtype), None, None,
         masked if ctx.joined else None, *fc_grads, *(None,) * 7,
@@ -187,7 +188,7 @@ def _excite_backward(
     sums = partial.view(gate.shape[0], -1, 4, gate.shape[1]).sum(1)
     grad_gate = sums[:, 1] * stats[1] + sums[:, 0] * bias.float()
     grad_logit = grad_gate * gate * (1 - gate)
-    grad_hidden = (grad_logit @ fc2.float()) * (hidden > 0)
+    grad_hidden = (grad_logit @ fc2.float()).masked_fill(hidden <= 0, 0.0)
     grads = (
         (grad_hidden.t() @ squeezed).to(fc1.dtype),
         grad_hidden.sum(0).to(fc1.dtype),
