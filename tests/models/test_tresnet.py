@@ -65,6 +65,29 @@ def test_bytes_are_an_error():
         make()(torch.zeros(1, 3, 32, 32, dtype=torch.int64))
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(
+    ("weights", "pixels"), [(torch.float32, torch.float64), (torch.float64, torch.float32)]
+)
+def test_doubles_that_meet_no_doubles_are_an_error(images, weights, pixels, autocast):
+    """Autocast leaves float64 alone, on either side: a convolution would fail."""
+    model = make().to(weights)
+    message = f"expected images in {weights}, as the weights are, got {pixels}: convert with x.to"
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        pytest.raises(InputError, match=message),
+    ):
+        model(images.to(pixels))
+
+
+def test_autocast_leaves_a_model_in_float64_alone():
+    model = make().double().eval()
+    pixels = torch.randint(256, (2, 3, 32, 24), dtype=torch.uint8)
+    expected = model(pixels)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model(pixels), expected)
+
+
 @pytest.mark.parametrize("block_size", [1, 2, 3, 4])
 def test_smallest_image_of_each_block_size(block_size):
     """The stated minimum works, and one block less is refused by us rather than deep inside."""

@@ -163,6 +163,12 @@ class TResNet(nn.Module):
                 f"expected floating-point images in [0, 1], or uint8 images, got {x.dtype}: "
                 "convert with x.float() / 255, or x.to(torch.uint8)"
             )
+        dtype = next(self.body.parameters()).dtype
+        if x.is_floating_point() and x.dtype != dtype and torch.float64 in (x.dtype, dtype):
+            raise InputError(  # autocast reconciles no others with float64
+                f"expected images in {dtype}, as the weights are, got {x.dtype}: "
+                f"convert with x.to({dtype})"
+            )
         h, w = x.shape[-2:]
         if h % block or w % block:
             raise InputError(
@@ -195,7 +201,7 @@ class TResNet(nn.Module):
     def _run_stem_on_bytes(self, stage: nn.Module, x: Tensor) -> Tensor:
         """Run the first part of the body on uint8 images, in the dtype its convolution computes in."""
         dtype = next(self.body.parameters()).dtype
-        if torch.is_autocast_enabled(x.device.type):
+        if torch.is_autocast_enabled(x.device.type) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(x.device.type)
         if isinstance(stage, SpaceToDepth):
             return stage.from_bytes(x, dtype)
