@@ -143,6 +143,23 @@ def test_one_value_per_channel_is_an_error():
     assert y.shape == (1, 4, 1, 1)
 
 
+@pytest.mark.parametrize("impl", ["reference", "recompute", "triton", "auto"])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("shape", [(0, 4, 3, 3), (2, 4, 0, 3)])
+def test_no_values_give_none_and_change_nothing(shape, training, impl):
+    """As in PyTorch's batch norm, forward and backward."""
+    x = torch.randn(shape, requires_grad=True)
+    weight, bias, mean, var = parameters(4, torch.float32)
+    weight.requires_grad_()
+    before = mean.clone(), var.clone()
+    y = abn(x, weight, bias, mean, var, training=training, impl=impl)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == shape
+    assert torch.equal(weight.grad, torch.zeros(4))
+    assert torch.equal(mean, before[0])
+    assert torch.equal(var, before[1])
+
+
 def test_unknown_impl_is_an_error():
     with pytest.raises(InputError, match="'reference', 'recompute' or 'triton', got 'fast'"):
         abn(torch.randn(2, 4), *parameters(4, torch.float32), training=True, impl="fast")
