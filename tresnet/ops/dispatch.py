@@ -26,17 +26,17 @@ def check_impl(operation: str, impl: str, known: tuple[str, ...]) -> None:
         raise InputError(f"{operation} expected impl {names} or {known[-1]!r}, got {impl!r}")
 
 
-def runs_kernels(x: Tensor, impl: str) -> bool:
+def runs_kernels(x: Tensor, impl: str, shared: bool = False) -> bool:
     """Whether an operation runs its Triton kernels on `x`.
 
     "auto" takes them on a GPU that has them in eager mode; under `torch.compile`, export and tracing
     the compiler fuses plain operators. "triton" takes them always; other names never, nor does an
-    empty batch.
+    empty batch, unless its statistics are `shared` with processes that wait for them.
 
     Raises:
         InputError: `impl` is "triton" and they cannot run; the message says why.
     """
-    if not torch.jit.is_tracing() and x.numel() == 0:
+    if not (shared or torch.jit.is_tracing()) and x.numel() == 0:
         return False
     if impl == "auto":
         quiet = not (torch.compiler.is_compiling() or torch.jit.is_tracing())

@@ -67,8 +67,8 @@ def abn(
         blur: blur and keep every second pixel, as `blur_pool`; x is then (N, C, H, W).
         se: squeeze, two layers, sigmoid, scale; computed in float32.
         shortcut: added before a ReLU; shape and dtype of what it is added to.
-        group: process group over which the statistics are synchronised, of which one process may
-            have a single value per channel; None for this process alone. "triton" only.
+        group: process group over which the statistics are synchronised, of which a process may have
+            a single value per channel, or an empty batch; None for this process alone. "triton" only.
         keep_output: False offers the output of a join for recomputation too, so that only `x` and
             `shortcut` are kept; "triton" only.
         impl: "reference" is plain PyTorch; "recompute" saves `x` alone for backward and offers its
@@ -96,7 +96,7 @@ def abn(
         )
     statistics = (running_mean, running_var)
     options = (training, momentum, eps, slope)
-    if runs_kernels(x, impl):
+    if runs_kernels(x, impl, shared=training and group is not None):
         from tresnet.ops.abn.fused import Settings, fused_abn
 
         _check_vectors(x, bias, *statistics, *(se[2:] if se else ()))

@@ -32,10 +32,23 @@ class Settings(NamedTuple):
 
 
 def _synchronised(
-    stats: Tensor, x: Tensor, weight: Tensor, settings: Settings
+    stats: Tensor,
+    count: int,
+    weight: Tensor,
+    running: tuple[Tensor, Tensor],
+    settings: Settings,
 ) -> tuple[Tensor, Tensor]:
-    """The statistics over all processes, (4, C), and the number of values per channel, on device."""
-    count = x.numel() // x.shape[1]
+    """The statistics over all processes, (4, C), and the number of values per channel, on device.
+
+    The running statistics are updated by them.
+
+    Args:
+        stats: of this process, (4, C); finite where it has no values.
+        count: its values per channel.
+        weight: (C,).
+        running: mean and variance, (C,).
+        settings: of the operation.
+    """
     own = torch.cat((stats[0], stats[3], stats.new_full((1,), count)))
     world = dist.get_world_size(settings.group)
     gathered = own.new_empty(world, own.numel())
@@ -46,6 +59,8 @@ def _synchronised(
     mean = (means * counts).sum(0) / total
     var = ((variances + (means - mean) ** 2) * counts).sum(0) / total
     invstd = torch.rsqrt(var + settings.eps)
+    for old, new in zip(running, (mean, var * (total / (total - 1))), strict=True):
+        old.lerp_(new.to(old.dtype), settings.momentum)
     return torch.stack((mean, weight.float() * invstd, invstd, var)), total
 
 
@@ -62,9 +77,7 @@ def _statistics(
     )
     if alone:
         return stats, means, None
-    stats, total = _synchronised(stats, x, weight, settings)
-    mean.lerp_(stats[0].to(mean.dtype), settings.momentum)
-    var.lerp_((stats[3] * (total / (total - 1))).to(var.dtype), settings.momentum)
+    stats, total = _synchronised(stats, x.numel() // x.shape[1], weight, running, settings)
     return stats, means, total
 
 
@@ -210,6 +223,40 @@ def _synchronised_factors(merged: Tensor, stats: Tensor, total: Tensor, group: A
     return torch.cat((merged[:2], factors))
 
 
+class AbsentABN(torch.autograd.Function):
+    """`FusedABN` of a process without values, which the others' statistics and sums wait for."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        settings: Settings,
+        running: tuple[Tensor, Tensor],
+        x: Tensor,
+        weight: Tensor,
+        *others: Tensor | None,
+    ) -> Tensor:
+        """Return no values, in the shape of the output."""
+        nothing = weight.new_zeros(4, x.shape[1], dtype=torch.float32)
+        _synchronised(nothing, 0, weight, running, settings)
+        ctx.save_for_backward(x, weight, *others)
+        ctx.group = settings.group
+        ctx.set_materialize_grads(False)
+        return x.new_empty((*x.shape[:2], *tiles.blurred(x.shape)) if settings.blur else x.shape)
+
+    @staticmethod
+    @once_differentiable  # pyright: ignore[reportArgumentType]
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: Tensor | None
+    ) -> tuple[Any, ...]:
+        """Add nothing to the sums, and return zeros."""
+        inputs = ctx.saved_tensors
+        if grad is None:
+            return (None,) * (2 + len(inputs))
+        sums = inputs[1].new_zeros(2, len(inputs[1]), dtype=torch.float32)
+        dist.all_reduce(sums, group=ctx.group)
+        return None, None, *(None if part is None else torch.zeros_like(part) for part in inputs)
+
+
 def fused_abn(
     x: Tensor,
     weight: Tensor,
@@ -220,9 +267,13 @@ def fused_abn(
     settings: Settings,
 ) -> Tensor:
     """Run the kernels, and offer an output that can be rebuilt for recomputation."""
+    layers = se or (None,) * 4
+    if x.numel() == 0:
+        absent: Any = AbsentABN.apply(settings, running, x, weight, bias, shortcut, *layers)
+        return absent
     with autocast_off(x.device.type):
         y, stats, gate = FusedABN.apply(  # pyright: ignore[reportGeneralTypeIssues]
-            x, weight, bias, *running, shortcut, *(se or (None,) * 4), *settings
+            x, weight, bias, *running, shortcut, *layers, *settings
         )
     if shortcut is not None and settings.keep_output:
         return y
