@@ -371,6 +371,39 @@ def test_backward_inside_autocast_computes_in_float32():
         assert torch.equal(ours[name], value), name
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("keep_output", [True, False])
+@pytest.mark.parametrize("chain", [*CHAINS.values(), Chain(0.3, se=True, join=True)])
+def test_the_second_derivative_is_pytorch_s(chain, keep_output, training):
+    """Without an error, `torch.autograd.grad` would return a part of it."""
+    if not (chain.join or keep_output):
+        pytest.skip("a join alone may leave its output")
+    parts = tensors((3, 4, 3, 2), chain, "nhwc")
+    results = []
+    for impl, dtype in (("triton", torch.float32), ("reference", torch.float64)):
+        leaves = {name: part.to(dtype).requires_grad_() for name, part in parts.items()}
+        running = (
+            torch.zeros(4, device=DEVICE, dtype=dtype),
+            torch.ones(4, device=DEVICE, dtype=dtype),
+        )
+        x, weight, bias, *layers = leaves.values()
+        y = abn(
+            x, weight, bias, *running, training=training, slope=chain.slope, blur=chain.blur,
+            se=SEWeights(*layers[:4]) if chain.se else None, shortcut=leaves.get("shortcut"),
+            keep_output=keep_output, impl=impl,
+        )  # fmt: skip
+        first = torch.autograd.grad((y**3).mean(), list(leaves.values()), create_graph=True)
+        second = torch.autograd.grad(sum(p.square().sum() for p in first), list(leaves.values()))
+        results.append(
+            {
+                f"{i} {k}": v
+                for i, g in enumerate((first, second))
+                for k, v in zip(leaves, g, strict=True)
+            }
+        )
+    assert_equal(results[0], results[1], 1e-3)  # of float32: what is left out is of order 1
+
+
 def test_no_gradient_is_computed_for_an_input_that_wants_none(monkeypatch):
     parts = tensors((2, 4, 6, 6), CHAINS["abn"], "nhwc")
     monkeypatch.setattr(library, "bn_grad_apply", None)

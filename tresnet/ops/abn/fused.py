@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tresnet.ops import recompute, tiles
-from tresnet.ops.abn import library
+from tresnet.errors import InputError
+from tresnet.ops import recompute, tiles, twice
+from tresnet.ops.abn import library, reference
 from tresnet.ops.autocast import autocast_off
 
 
@@ -107,7 +108,6 @@ class FusedABN(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the output, the statistics (4, C) and the gate (N, C) that produce it from `x`."""
         settings = Settings(training, momentum, eps, slope, blur, group, keep_output)
-        x = tiles.dense(x)
         linear_squeeze = training and slope is None and not blur and fc1_weight is not None
         stats, means, total = _statistics(
             x, weight, (running_mean, running_var), linear_squeeze, settings
@@ -120,13 +120,12 @@ class FusedABN(torch.autograd.Function):
                 squeezed = library.bn_squeeze(x, stats, bias, slope, blur)
             hidden = torch.relu(F.linear(squeezed, fc1_weight.float(), _float(fc1_bias)))
             gate = torch.sigmoid(F.linear(hidden, fc2_weight.float(), _float(fc2_bias)))
-        if shortcut is not None:
-            shortcut = tiles.dense(shortcut, x)
         out = library.bn_apply(x, stats, bias, gate, shortcut, slope, blur)
         joined = shortcut is not None
         ctx.save_for_backward(
             x, weight, bias, stats, total, fc1_weight, fc2_weight, squeezed, hidden, gate,
             out if joined and keep_output else None, None if keep_output else shortcut,
+            fc1_bias, fc2_bias,
         )  # fmt: skip
         ctx.joined = joined
         ctx.settings = settings
@@ -135,20 +134,21 @@ class FusedABN(torch.autograd.Function):
         return out, stats, gate
 
     @staticmethod
-    @once_differentiable  # pyright: ignore[reportArgumentType]
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad: Tensor | None, *_: Any
     ) -> tuple[Any, ...]:
         """Return the gradients; arXiv 1502.03167, section 3, with SE's in the same sums."""
         if grad is None:
             return (None,) * 17
+        if twice.wanted():
+            return _plain_backward(ctx, grad)
         with autocast_off(grad.device.type):
             return _backward(ctx, grad)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     settings: Settings = ctx.settings
-    x, weight, bias, stats, total, fc1, fc2, squeezed, hidden, gate, out, shortcut = (
+    x, weight, bias, stats, total, fc1, fc2, squeezed, hidden, gate, out, shortcut, *_ = (
         ctx.saved_tensors
     )
     grad = tiles.dense(grad.to(x.dtype), x)
@@ -178,7 +178,39 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _float(x: Tensor | None) -> Tensor | None:
+def _plain_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """Gradients that can be differentiated again, by plain operators in float32."""
+    x, weight, bias, stats, total, fc1, fc2, _, _, _, out, shortcut, fc1_bias, fc2_bias = (
+        ctx.saved_tensors
+    )
+    settings: Settings = ctx.settings
+    if total is not None:
+        raise InputError(
+            "second derivatives need the statistics of one process, got synchronised ones: "
+            "pass create_graph=False, or group=None"
+        )
+
+    def plain(*inputs: Any) -> Tensor:
+        x, weight, bias, *layers = (_float(part) for part in inputs)
+        running = stats[0].clone(), stats[3].clone()
+        y = reference.abn(
+            x, weight, bias, *running, settings.training, 0.0, settings.eps, settings.slope
+        )
+        return reference.tail(y, settings.blur, layers if fc1 is not None else None, None)
+
+    inputs = (x, weight, bias, fc1, fc1_bias, fc2, fc2_bias)
+    needs = ctx.needs_input_grad[:3] + ctx.needs_input_grad[6:10]
+    grad, masked = grad.float(), None
+    if ctx.joined:
+        with torch.no_grad():
+            negative = (plain(*inputs) + shortcut.float() if out is None else out) <= 0
+        grad = grad.masked_fill(negative, 0.0)
+        masked = grad.to(x.dtype)
+    first = twice.gradients(plain, inputs, needs, grad)
+    return *first[:3], None, None, masked, *first[3:], *(None,) * 7
+
+
+def _float(x: Any) -> Any:
     return None if x is None else x.float()
 
 
@@ -271,6 +303,9 @@ def fused_abn(
     if x.numel() == 0:
         absent: Any = AbsentABN.apply(settings, running, x, weight, bias, shortcut, *layers)
         return absent
+    x = tiles.dense(x)
+    if shortcut is not None:
+        shortcut = tiles.dense(shortcut, x)
     with autocast_off(x.device.type):
         y, stats, gate = FusedABN.apply(  # pyright: ignore[reportGeneralTypeIssues]
             x, weight, bias, *running, shortcut, *layers, *settings
