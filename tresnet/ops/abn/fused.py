@@ -108,6 +108,7 @@ class FusedABN(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the output, the statistics (4, C) and the gate (N, C) that produce it from `x`."""
         settings = Settings(training, momentum, eps, slope, blur, group, keep_output)
+        x = tiles.dense(x)  # it is: so the compiler knows the strides of what is saved
         linear_squeeze = training and slope is None and not blur and fc1_weight is not None
         stats, means, total = _statistics(
             x, weight, (running_mean, running_var), linear_squeeze, settings
