@@ -229,6 +229,51 @@ def test_dtype_argument():
     assert model.eval()(torch.rand(1, 3, 32, 32, dtype=torch.bfloat16)).dtype is torch.bfloat16
 
 
+@pytest.mark.parametrize("impl", ["auto", "recompute"])
+def test_transforms_of_torch_func(images, impl):
+    """Gradients, directional derivatives and gradients of each sample, as from the engine."""
+    model = make().double().eval()
+    model.set_impl(impl)
+    images = images.double()
+    parameters = dict(model.named_parameters())
+
+    def loss(values, x):
+        return torch.func.functional_call(model, values, (x,)).square().sum()
+
+    values = {name: p.detach() for name, p in parameters.items()}
+    direction = {name: torch.randn_like(p) for name, p in values.items()}
+    _, slope = torch.func.jvp(lambda v: loss(v, images), (values,), (direction,))
+    samples = torch.func.vmap(torch.func.grad(lambda v, x: loss(v, x[None])), (None, 0))
+    each = samples(values, images)
+    grads = torch.func.grad(loss)(values, images)
+    expected = torch.autograd.grad(loss(parameters, images), list(parameters.values()))
+    for name, value in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(grads[name], value, rtol=1e-7, atol=1e-7)
+        torch.testing.assert_close(each[name].sum(0), value, rtol=1e-7, atol=1e-7)
+    total = sum((direction[k] * v).sum() for k, v in zip(parameters, expected, strict=True))
+    torch.testing.assert_close(slope, total)
+
+
+def test_a_transform_of_torch_func_while_training(images):
+    model, other = make().double(), make().double()
+    other.load_state_dict(model.state_dict())
+    images = images.double()
+    gradient, statistics = train_step(model, images)
+    buffers = dict(other.named_buffers())
+
+    def loss(values):
+        own = {name: buffer.clone() for name, buffer in buffers.items()}
+        y = torch.func.functional_call(other, (values, own), (images,))
+        return y.square().mean(), own
+
+    values = {name: p.detach() for name, p in other.named_parameters()}
+    grads, own = torch.func.grad(loss, has_aux=True)(values)
+    ours = torch.cat([grads[name].flatten() for name, _ in other.named_parameters()])
+    torch.testing.assert_close(ours, gradient, rtol=1e-7, atol=1e-9)
+    for name, buffer in statistics.items():
+        torch.testing.assert_close(own[name], buffer, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("norm", OWN_NORMS)
 def test_autocast_training(images, norm):
     model = make(norm)

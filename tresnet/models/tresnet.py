@@ -20,7 +20,7 @@ from tresnet.models.config import ModelConfig
 from tresnet.models.heads import Head, HeadSettings, build_head, class_groups
 from tresnet.ops import recompute
 from tresnet.ops.abn import IMPLS, Impl
-from tresnet.ops.dispatch import check_impl
+from tresnet.ops.dispatch import check_impl, traced
 
 STAGES = ("layer1", "layer2", "layer3", "layer4")
 
@@ -215,9 +215,8 @@ class TResNet(nn.Module):
         """
         if not (torch.compiler.is_exporting() or torch.jit.is_tracing()):
             self.check_input(x)
-        eager = not (torch.compiler.is_compiling() or torch.jit.is_tracing())
         # A checkpointed block keeps its input alone: offers would hold on to more until the end.
-        offers = eager and self.config.norm == "abn" and self.recompute != "none"
+        offers = not traced() and self.config.norm == "abn" and self.recompute != "none"
         offers = offers and not self.grad_checkpointing
         outputs = {}
         with recompute.scope(offers and torch.is_grad_enabled()):

@@ -26,12 +26,23 @@ def check_impl(operation: str, impl: str, known: tuple[str, ...]) -> None:
         raise InputError(f"{operation} expected impl {names} or {known[-1]!r}, got {impl!r}")
 
 
+def transformed() -> bool:
+    """Whether a transform of `torch.func` is in force: they take plain operators alone."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def traced() -> bool:
+    """Whether operations are recorded or transformed: `torch.compile`, tracing, `torch.func`."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or transformed()
+
+
 def runs_kernels(x: Tensor, impl: str, shared: bool = False) -> bool:
     """Whether an operation runs its Triton kernels on `x`.
 
     "auto" takes them on a GPU that has them in eager mode; under `torch.compile`, export and tracing
-    the compiler fuses plain operators. "triton" takes them always; other names never, nor does an
-    empty batch, unless its statistics are `shared` with processes that wait for them.
+    the compiler fuses plain operators. "triton" takes them wherever they can be part of the graph,
+    not under export, tracing and the transforms of `torch.func`. Other names never take them, nor does
+    an empty batch, unless its statistics are `shared` with processes that wait for them.
 
     Raises:
         InputError: `impl` is "triton" and they cannot run; the message says why.
@@ -39,9 +50,8 @@ def runs_kernels(x: Tensor, impl: str, shared: bool = False) -> bool:
     if not (shared or torch.jit.is_tracing()) and x.numel() == 0:
         return False
     if impl == "auto":
-        quiet = not (torch.compiler.is_compiling() or torch.jit.is_tracing())
-        return quiet and x.is_cuda and _obstacle(x) is None
-    if impl != "triton" or torch.compiler.is_exporting() or torch.jit.is_tracing():
+        return not traced() and x.is_cuda and _obstacle(x) is None
+    if impl != "triton" or torch.jit.is_tracing() or transformed() or torch.compiler.is_exporting():
         return False
     obstacle = _obstacle(x)
     if obstacle is not None:

@@ -9,7 +9,7 @@ from tresnet.errors import InputError
 from tresnet.ops import recompute
 from tresnet.ops.abn import reference
 from tresnet.ops.abn.autograd import ActivatedBatchNorm
-from tresnet.ops.dispatch import check_impl, runs_kernels
+from tresnet.ops.dispatch import check_impl, runs_kernels, traced, transformed
 
 Impl = Literal["auto", "reference", "recompute", "triton"]
 IMPLS = ("auto", "reference", "recompute", "triton")
@@ -75,7 +75,7 @@ def abn(
             output for recomputation; "triton" does so too, by fused kernels with float32 statistics
             (float32, bfloat16, float16); "auto" takes "triton" on a GPU that has it, "recompute"
             elsewhere when a gradient is needed, and plain operators under `torch.compile`, export
-            and tracing. With blur, se or shortcut it takes "triton" or "reference".
+            and tracing. Transforms of `torch.func` take plain operators always. With blur, se or shortcut it takes "triton" or "reference".
 
     Returns:
         (N, C, ...), or (N, C, ceil(H / 2), ceil(W / 2)) with `blur`, in the dtype of `x`.
@@ -88,7 +88,7 @@ def abn(
     if not tracing and (x.dim() < 2 or x.shape[1] != weight.shape[0]):
         raise InputError(f"abn expected (N, {weight.shape[0]}, ...), got {tuple(x.shape)}")
     check_impl("abn", impl, IMPLS)
-    plain = torch.compiler.is_compiling() or tracing
+    plain = traced()
     if training and not plain and group is None and x.numel() == x.shape[1]:
         raise InputError(
             f"batch statistics need more than one value per channel, got {tuple(x.shape)}: "
@@ -112,7 +112,13 @@ def abn(
     tail = blur or se is not None or shortcut is not None
     if impl == "recompute" and tail:
         raise InputError("impl='recompute' does not blur, excite or join: expected 'triton'")
-    if impl == "reference" or empty or tail or (impl == "auto" and (plain or not wanted)):
+    if (
+        impl == "reference"
+        or empty
+        or tail
+        or transformed()
+        or (impl == "auto" and (plain or not wanted))
+    ):
         y = reference.abn(x, weight, bias, *statistics, *options)
         return reference.tail(y, blur, se, shortcut)
     y, scale, shift = ActivatedBatchNorm.apply(x, weight, bias, *statistics, *options)  # pyright: ignore[reportGeneralTypeIssues]
