@@ -103,22 +103,14 @@ def abn(
         _check_tail(x, blur, shortcut)
         settings = Settings(*options, blur, group, keep_output)
         return fused_abn(x, weight, bias, statistics, shortcut, se, settings)
-    empty = not tracing and x.numel() == 0
     if group is not None and training:
         raise InputError("synchronised statistics need impl='triton', which cannot run here")
-    wanted = torch.is_grad_enabled() and (
-        x.requires_grad or weight.requires_grad or bias.requires_grad
-    )
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, bias))
     tail = blur or se is not None or shortcut is not None
     if impl == "recompute" and tail:
         raise InputError("impl='recompute' does not blur, excite or join: expected 'triton'")
-    if (
-        impl == "reference"
-        or empty
-        or tail
-        or transformed()
-        or (impl == "auto" and (plain or not wanted))
-    ):
+    simple = impl == "reference" or (impl == "auto" and (plain or not wanted))
+    if simple or tail or transformed() or (not tracing and x.numel() == 0):
         y = reference.abn(x, weight, bias, *statistics, *options)
         return reference.tail(y, blur, se, shortcut)
     y, scale, shift = ActivatedBatchNorm.apply(x, weight, bias, *statistics, *options)  # pyright: ignore[reportGeneralTypeIssues]
