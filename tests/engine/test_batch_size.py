@@ -253,6 +253,9 @@ def fake_gpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: properties)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda index: (70 * GIB, 80 * GIB))
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda index: 2 * GIB)
+    tried = []
+    monkeypatch.setattr(batch_size, "lacking", tried.append)
+    return tried
 
 
 def test_what_is_taken_is_left_out(fake_gpu):
@@ -265,6 +268,11 @@ def test_what_is_taken_is_left_out(fake_gpu):
 def test_memory_may_be_limited_but_not_invented(fake_gpu, tiny, allowed, expected):
     gpu = batch_size.gpu_of(tiny(gpu_memory=allowed), torch.device("cuda", 1))
     assert gpu.capacity_bytes == expected * GIB
+
+
+def test_whether_the_kernels_run_is_found_out_before_memory_is_predicted(fake_gpu, tiny):
+    batch_size.gpu_of(tiny(), torch.device("cuda", 1))
+    assert fake_gpu == [torch.device("cuda", 1)]
 
 
 # -- full memory -------------------------------------------------------------------------------

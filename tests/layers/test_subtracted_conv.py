@@ -48,6 +48,20 @@ def test_every_mode_is_what_was_written(mode: str, kernel: int, stride: int):
 
 
 @pytest.mark.parametrize("mode", ["composed", "recompute"])
+def test_the_second_derivative(mode: str):
+    conv = SubtractedConv(3, 8, 3, 2, mode=mode, dtype=torch.float64)
+    x = torch.randn(2, 3, 7, 9, dtype=torch.float64, requires_grad=True)
+    inputs = [x, *conv.parameters()]
+    results = []
+    for module in (conv, AsWritten(conv)):
+        first = torch.autograd.grad((module(x) ** 3).sum(), inputs, create_graph=True)
+        penalty = torch.stack([part.square().sum() for part in first]).sum()
+        results.append(torch.autograd.grad(penalty, inputs))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["composed", "recompute"])
 def test_gradients_against_differences(mode: str):
     conv = SubtractedConv(2, 4, 3, 2, mode=mode, dtype=torch.float64)
     x = torch.randn(2, 2, 5, 4, dtype=torch.float64, requires_grad=True)

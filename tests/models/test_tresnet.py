@@ -65,6 +65,29 @@ def test_bytes_are_an_error():
         make()(torch.zeros(1, 3, 32, 32, dtype=torch.int64))
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(
+    ("weights", "pixels"), [(torch.float32, torch.float64), (torch.float64, torch.float32)]
+)
+def test_doubles_that_meet_no_doubles_are_an_error(images, weights, pixels, autocast):
+    """Autocast leaves float64 alone, on either side: a convolution would fail."""
+    model = make().to(weights)
+    message = f"expected images in {weights}, as the weights are, got {pixels}: convert with x.to"
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+        pytest.raises(InputError, match=message),
+    ):
+        model(images.to(pixels))
+
+
+def test_autocast_leaves_a_model_in_float64_alone():
+    model = make().double().eval()
+    pixels = torch.randint(256, (2, 3, 32, 24), dtype=torch.uint8)
+    expected = model(pixels)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(model(pixels), expected)
+
+
 @pytest.mark.parametrize("block_size", [1, 2, 3, 4])
 def test_smallest_image_of_each_block_size(block_size):
     """The stated minimum works, and one block less is refused by us rather than deep inside."""
@@ -204,6 +227,51 @@ def test_dtype_argument():
     model = build("tresnet_t", dtype=torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model.eval()(torch.rand(1, 3, 32, 32, dtype=torch.bfloat16)).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("impl", ["auto", "recompute"])
+def test_transforms_of_torch_func(images, impl):
+    """Gradients, directional derivatives and gradients of each sample, as from the engine."""
+    model = make().double().eval()
+    model.set_impl(impl)
+    images = images.double()
+    parameters = dict(model.named_parameters())
+
+    def loss(values, x):
+        return torch.func.functional_call(model, values, (x,)).square().sum()
+
+    values = {name: p.detach() for name, p in parameters.items()}
+    direction = {name: torch.randn_like(p) for name, p in values.items()}
+    _, slope = torch.func.jvp(lambda v: loss(v, images), (values,), (direction,))
+    samples = torch.func.vmap(torch.func.grad(lambda v, x: loss(v, x[None])), (None, 0))
+    each = samples(values, images)
+    grads = torch.func.grad(loss)(values, images)
+    expected = torch.autograd.grad(loss(parameters, images), list(parameters.values()))
+    for name, value in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(grads[name], value, rtol=1e-7, atol=1e-7)
+        torch.testing.assert_close(each[name].sum(0), value, rtol=1e-7, atol=1e-7)
+    total = sum((direction[k] * v).sum() for k, v in zip(parameters, expected, strict=True))
+    torch.testing.assert_close(slope, total)
+
+
+def test_a_transform_of_torch_func_while_training(images):
+    model, other = make().double(), make().double()
+    other.load_state_dict(model.state_dict())
+    images = images.double()
+    gradient, statistics = train_step(model, images)
+    buffers = dict(other.named_buffers())
+
+    def loss(values):
+        own = {name: buffer.clone() for name, buffer in buffers.items()}
+        y = torch.func.functional_call(other, (values, own), (images,))
+        return y.square().mean(), own
+
+    values = {name: p.detach() for name, p in other.named_parameters()}
+    grads, own = torch.func.grad(loss, has_aux=True)(values)
+    ours = torch.cat([grads[name].flatten() for name, _ in other.named_parameters()])
+    torch.testing.assert_close(ours, gradient, rtol=1e-7, atol=1e-9)
+    for name, buffer in statistics.items():
+        torch.testing.assert_close(own[name], buffer, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("norm", OWN_NORMS)

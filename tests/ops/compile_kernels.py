@@ -147,8 +147,8 @@ def launches(dtype: torch.dtype, layout: torch.memory_format, channels: int) -> 
         if join:
             launch.grad_sums(grad, x, None, out, gates, stats, vector, slope, blur)
         partial, _ = launch.grad_sums(grad, x, out, None, gates, stats, vector, slope, blur)
-        launch.merge_grad_sums(partial, gates, gates, stats, 8 * 28 * 28, True)
-        launch.grad_apply(grad, x, stats, vector, gates, gates, stats[2:], slope, blur)
+        launch.merge_grad_sums(partial, gates, gates, stats, 8 * 28 * 28)
+        launch.grad_apply(grad, x, stats, vector, gates, gates, stats[2:], slope, blur, True)
     return recorder.launches
 
 

@@ -92,6 +92,26 @@ def test_gradient_by_finite_differences():
     assert torch.autograd.gradcheck(function, (x, weight, bias))
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("scope", [True, False])
+def test_the_second_derivative_is_pytorch_s(training, scope):
+    """Without an error, `torch.autograd.grad` would return a part of it."""
+    x = torch.randn(3, 4, 2, 3, dtype=torch.float64)
+    values = parameters(4, torch.float64)
+    results = []
+    for impl in ("recompute", "reference"):
+        leaves = [part.clone().requires_grad_() for part in (x, *values[:2])]
+        with recompute.scope(scope):
+            running = values[2].clone(), values[3].clone()
+            y = abn(leaves[0] * 1, *leaves[1:], *running, training=training, impl=impl)
+            z = (y**3).sum()
+        first = torch.autograd.grad(z, leaves, create_graph=True)
+        second = torch.autograd.grad(sum(part.square().sum() for part in first), leaves)
+        results.append([*first, *second])
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
+
+
 def kept(function):
     """Return the distinct storages that autograd keeps after `function`, and its result."""
     storages = {}
@@ -141,6 +161,23 @@ def test_one_value_per_channel_is_an_error():
         abn(torch.randn(1, 4, 1, 1), *parameters(4, torch.float32), training=True)
     y = abn(torch.randn(1, 4, 1, 1), *parameters(4, torch.float32), training=False)
     assert y.shape == (1, 4, 1, 1)
+
+
+@pytest.mark.parametrize("impl", ["reference", "recompute", "triton", "auto"])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("shape", [(0, 4, 3, 3), (2, 4, 0, 3)])
+def test_no_values_give_none_and_change_nothing(shape, training, impl):
+    """As in PyTorch's batch norm, forward and backward."""
+    x = torch.randn(shape, requires_grad=True)
+    weight, bias, mean, var = parameters(4, torch.float32)
+    weight.requires_grad_()
+    before = mean.clone(), var.clone()
+    y = abn(x, weight, bias, mean, var, training=training, impl=impl)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == shape
+    assert torch.equal(weight.grad, torch.zeros(4))
+    assert torch.equal(mean, before[0])
+    assert torch.equal(var, before[1])
 
 
 def test_unknown_impl_is_an_error():

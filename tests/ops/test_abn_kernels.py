@@ -167,6 +167,20 @@ def test_eval_mode_uses_the_running_statistics(chain):
     assert_equal(run(parts, chain, "triton", training=False), exact)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter's, of inf * 0
+@pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
+def test_eval_mode_gives_a_finite_gradient_wherever_pytorch_does(chain):
+    """Running statistics do not depend on x: infinity in it is no factor of its gradient."""
+    parts = tensors((2, 4, 4, 4), chain, "nhwc")
+    parts["x"][0, 2, 1, 1], parts["x"][1, 3, 0, 2] = float("inf"), -float("inf")
+    exact = run(parts, chain, "reference", training=False)
+    ours = run(parts, chain, "triton", training=False)
+    for name, value in exact.items():
+        assert torch.equal(ours[name].isfinite(), value.isfinite()), name
+        finite = value.isfinite()
+        torch.testing.assert_close(ours[name][finite], value[finite], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("shape", [(16, 12), (3, 4, 5), (2, 3, 2, 3, 2)], ids=["2d", "3d", "5d"])
 def test_other_dimensions(shape):
     parts = tensors(shape, CHAINS["abn"], "nchw")
@@ -341,8 +355,8 @@ def test_operators_keep_their_promises():
         (library.bn_apply, (x, stats, vector, gate, x.clone(), None, False)),
         (library.bn_grad_sums, (half, x, None, None, gate, stats, vector, 0.1, True)),
         (library.bn_grad_sums, (x.clone(), x, x.clone(), None, None, stats, vector, None, False)),
-        (library.bn_merge_grad_sums, (partial, gate, gate, stats, 40, True)),
-        (library.bn_grad_apply, (half, x, stats, vector, gate, gate, stats, 0.1, True)),
+        (library.bn_merge_grad_sums, (partial, gate, gate, stats, 40)),
+        (library.bn_grad_apply, (half, x, stats, vector, gate, gate, stats, 0.1, True, True)),
     ]
     for operator, arguments in calls:
         torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
@@ -355,6 +369,39 @@ def test_backward_inside_autocast_computes_in_float32():
         ours = run(parts, CHAINS["se"], "triton")
     for name, value in expected.items():
         assert torch.equal(ours[name], value), name
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("keep_output", [True, False])
+@pytest.mark.parametrize("chain", [*CHAINS.values(), Chain(0.3, se=True, join=True)])
+def test_the_second_derivative_is_pytorch_s(chain, keep_output, training):
+    """Without an error, `torch.autograd.grad` would return a part of it."""
+    if not (chain.join or keep_output):
+        pytest.skip("a join alone may leave its output")
+    parts = tensors((3, 4, 3, 2), chain, "nhwc")
+    results = []
+    for impl, dtype in (("triton", torch.float32), ("reference", torch.float64)):
+        leaves = {name: part.to(dtype).requires_grad_() for name, part in parts.items()}
+        running = (
+            torch.zeros(4, device=DEVICE, dtype=dtype),
+            torch.ones(4, device=DEVICE, dtype=dtype),
+        )
+        x, weight, bias, *layers = leaves.values()
+        y = abn(
+            x, weight, bias, *running, training=training, slope=chain.slope, blur=chain.blur,
+            se=SEWeights(*layers[:4]) if chain.se else None, shortcut=leaves.get("shortcut"),
+            keep_output=keep_output, impl=impl,
+        )  # fmt: skip
+        first = torch.autograd.grad((y**3).mean(), list(leaves.values()), create_graph=True)
+        second = torch.autograd.grad(sum(p.square().sum() for p in first), list(leaves.values()))
+        results.append(
+            {
+                f"{i} {k}": v
+                for i, g in enumerate((first, second))
+                for k, v in zip(leaves, g, strict=True)
+            }
+        )
+    assert_equal(results[0], results[1], 1e-3)  # of float32: what is left out is of order 1
 
 
 def test_no_gradient_is_computed_for_an_input_that_wants_none(monkeypatch):

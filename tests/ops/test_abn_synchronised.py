@@ -7,26 +7,30 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor, nn
 
+from tests.models.test_kernels import make
 from tests.ops.test_abn_kernels import CHAINS, run, tensors
+from tresnet.layers.norm import ABN
 from tresnet.ops.abn import SEWeights, abn
 
 WORLD = 2
-SIZES = (4, 1)  # images of each process: not the same number
+SIZES = ((4, 1), (5, 0))  # images of each process: not the same number, and none at all
+Case = tuple[str, tuple[int, int]]
 
 
-def half(rank: int, folder: str, names: list[str]) -> None:
+def half(rank: int, folder: str, cases: list[Case]) -> None:
     """One process: forward and backward on its images, the results written to a file."""
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD
     )
-    start = sum(SIZES[:rank])
     results = {}
-    for name in names:
+    for name, sizes in cases:
         chain, (parts, grad) = CHAINS[name], torch.load(f"{folder}/{name}.pt", weights_only=True)
-        mine = slice(start, start + SIZES[rank])
+        start = sum(sizes[:rank])
+        mine = slice(start, start + sizes[rank])
         parts = {k: v[mine] if k in ("x", "shortcut") else v for k, v in parts.items()}
         leaves = {k: v.clone().requires_grad_() for k, v in parts.items()}
         mean, var = torch.zeros(6), torch.ones(6)
@@ -37,27 +41,47 @@ def half(rank: int, folder: str, names: list[str]) -> None:
             shortcut=leaves.get("shortcut"), group=dist.group.WORLD, impl="triton",
         )  # fmt: skip
         y.backward(grad[mine])
-        results[name] = {"y": y.detach(), "mean": mean, "var": var}
-        results[name] |= {f"grad of {k}": v.grad for k, v in leaves.items()}
+        results[name, sizes] = {"y": y.detach(), "mean": mean, "var": var}
+        results[name, sizes] |= {f"grad of {k}": v.grad for k, v in leaves.items()}
+    results["model"] = step(rank, network(), torch.load(f"{folder}/images.pt"))
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
+
+
+def network() -> nn.Module:
+    """Blocks with and without a norm in the shortcut, which both wait for the other process."""
+    model = make()
+    for module in model.modules():
+        if isinstance(module, ABN):
+            module.synchronised = True
+    return model
+
+
+def step(rank: int, model: nn.Module, images: Tensor) -> dict[str, Tensor]:
+    """Forward and backward of the images of one process: the first has them all."""
+    model(images if rank == 0 else images[:0]).square().sum().backward()
+    return dict(model.named_buffers()) | {
+        f"grad of {k}": p.grad for k, p in model.named_parameters()
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two processes on the interpreter, on a CPU")
 def test_two_processes_equal_one(tmp_path: Path):
-    names = ["abn", "blur_se", "se_join"]
     inputs = {}
-    for name in names:
+    for name in ("abn", "blur_se", "se_join"):
         # without a blur the second process has one value per channel
-        shape = (sum(SIZES), 6, 5, 4) if name == "blur_se" else (sum(SIZES), 6, 1, 1)
+        shape = (5, 6, 5, 4) if name == "blur_se" else (5, 6, 1, 1)
         parts = tensors(shape, CHAINS[name], "nhwc")
         y = run(parts, CHAINS[name], "reference")["y"]
         inputs[name] = parts, torch.randn_like(y)
         torch.save(inputs[name], tmp_path / f"{name}.pt")
-    mp.spawn(half, (str(tmp_path), names), nprocs=WORLD)
+    images = torch.rand(2, 3, 32, 32)
+    torch.save(images, tmp_path / "images.pt")
+    cases = [(name, sizes) for name in inputs for sizes in SIZES]
+    mp.spawn(half, (str(tmp_path), cases), nprocs=WORLD)
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
-    for name in names:
+    for name, sizes in cases:
         chain, (parts, grad) = CHAINS[name], inputs[name]
         leaves = {k: v.double().requires_grad_() for k, v in parts.items()}
         mean, var = torch.zeros(6).double(), torch.ones(6).double()
@@ -70,12 +94,21 @@ def test_two_processes_equal_one(tmp_path: Path):
         y.backward(grad.double())
         expected = {"y": y.detach()} | {f"grad of {k}": v.grad for k, v in leaves.items()}
         for key, value in expected.items():
-            ours = [rank[name][key] for rank in ranks]
+            ours = [rank[name, sizes][key] for rank in ranks]
             split = key in ("y", "grad of x", "grad of shortcut")
             joined = torch.cat(ours) if split else ours[0] + ours[1]
             torch.testing.assert_close(
                 joined.double(), value, rtol=1e-4, atol=1e-5 * value.abs().max().item()
             )
         for rank in ranks:
-            torch.testing.assert_close(rank[name]["mean"].double(), mean, rtol=1e-5, atol=1e-6)
-            torch.testing.assert_close(rank[name]["var"].double(), var, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                rank[name, sizes]["mean"].double(), mean, rtol=1e-5, atol=1e-6
+            )
+            torch.testing.assert_close(rank[name, sizes]["var"].double(), var, rtol=1e-5, atol=1e-6)
+    # In another order of its norms the empty process would answer the wrong one of the other.
+    expected = step(0, make("reference"), images)
+    for key, value in expected.items():
+        first, second = (rank["model"][key] for rank in ranks)
+        found = [first + second] if key.startswith("grad") else [first, second]
+        for ours in found:
+            assert (ours - value).float().norm() <= 1e-4 * value.float().norm(), key

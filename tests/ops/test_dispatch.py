@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from tests.ops.kernels import DEVICE
 from tresnet.ops import dispatch
@@ -13,15 +14,12 @@ def test_a_launch_that_fails_is_an_obstacle_said_once(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(dispatch, "_capability", lambda index: (9, 0))
-    dispatch._launch_failure.cache_clear()
-    try:
-        with pytest.warns(UserWarning, match="impl='auto' runs plain PyTorch there"):
-            reason = dispatch._lacking(torch.device("cuda", 0))
-        assert reason is not None
-        assert reason.startswith("cannot launch Triton kernels on cuda:0 (")
-        assert dispatch._lacking(torch.device("cuda", 0)) == reason
-    finally:
-        dispatch._launch_failure.cache_clear()
+    monkeypatch.setattr(dispatch, "_found", {})
+    with pytest.warns(UserWarning, match="impl='auto' runs plain PyTorch there"):
+        reason = dispatch.lacking(torch.device("cuda", 0))
+    assert reason is not None
+    assert reason.startswith("cannot launch Triton kernels on cuda:0 (")
+    assert dispatch.lacking(torch.device("cuda", 0)) == reason
 
 
 def test_no_launch_is_tried_while_a_graph_is_captured(monkeypatch):
@@ -29,4 +27,19 @@ def test_no_launch_is_tried_while_a_graph_is_captured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(dispatch, "_capability", lambda index: (9, 0))
     monkeypatch.setattr(dispatch, "_launch_failure", lambda index: "tried")
-    assert dispatch._lacking(torch.device("cuda", 0)) is None
+    monkeypatch.setattr(dispatch, "_found", {})
+    assert dispatch.lacking(torch.device("cuda", 0)) is None
+
+
+def test_fake_tensors_leave_the_gpu_alone_and_go_by_what_was_found(monkeypatch):
+    """A prediction of memory, perhaps for another GPU than the one that is there."""
+    with FakeTensorMode():
+        x = torch.empty(2, 3, 4, 4, device="cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(dispatch, "_capability", lambda index: (7, 5))
+    monkeypatch.setattr(dispatch, "_launch_failure", lambda index: "tried")
+    monkeypatch.setattr(dispatch, "_found", {})
+    assert dispatch.runs_kernels(x, "auto")
+    assert dispatch.lacking(torch.device("cuda", 0)) is not None
+    assert not dispatch.runs_kernels(x, "auto")

@@ -97,10 +97,10 @@ def operations():
             lambda: bn.bn_grad_sums(half, x, None, None, None, stats, vector, 0.1, True), big + small, 0, 1.6,
         ),
         "grad_apply": (
-            lambda: bn.bn_grad_apply(x + 1, x, stats, vector, None, None, stats, 0.1, False), 2 * big, big, 1.0,
+            lambda: bn.bn_grad_apply(x + 1, x, stats, vector, None, None, stats, 0.1, False, True), 2 * big, big, 1.0,
         ),
         "grad_apply_blur": (
-            lambda: bn.bn_grad_apply(half, x, stats, vector, gate, gate, stats, 0.1, True), big + small, big, 1.6,
+            lambda: bn.bn_grad_apply(half, x, stats, vector, gate, gate, stats, 0.1, True, True), big + small, big, 1.6,
         ),
         "blur": (lambda: blur_library.blur_pool(x), big, small, 2.25),
         "transposed_blur": (lambda: blur_library.transposed_blur_pool(half, h, w), small, big, 4.0),

@@ -100,6 +100,24 @@ def test_settings_go_along():
     assert not stem.training
 
 
+@pytest.mark.parametrize("between", NORMS)
+def test_how_the_norms_are_computed_survives_another_norm(between):
+    if between == "inplace_abn":
+        pytest.importorskip("inplace_abn", reason="the inplace-abn package is not installed")
+    model = positive(network())
+    model.set_impl("recompute")
+    model.set_recompute("outputs")
+    model.body.conv1.bn.set_impl("reference")
+    model.body.conv1.bn.synchronised = True
+    kept = [module.keep_output for module in model.modules() if hasattr(module, "keep_output")]
+    swap_norm(swap_norm(model, between), "abn")
+    stem, *others = norms(model)
+    assert (stem.impl, stem.synchronised) == ("reference", True)
+    assert {(module.impl, module.synchronised) for module in others} == {("recompute", False)}
+    assert model.recompute == "outputs"
+    assert [m.keep_output for m in model.modules() if hasattr(m, "keep_output")] == kept
+
+
 def test_a_reflected_gamma_is_what_it_stands_for():
     model = network(norm="inplace_abn").double()
     with torch.no_grad():

@@ -15,6 +15,7 @@ from tresnet.engine.distributed import Processes, pick_device
 from tresnet.engine.losses import plain_loss
 from tresnet.engine.resolve import create_model
 from tresnet.errors import ConfigError, InputError, TResNetError
+from tresnet.ops.dispatch import lacking
 
 if TYPE_CHECKING:
     from tresnet.memory import Device, MaxBatch
@@ -82,6 +83,7 @@ def gpu_of(config: TrainConfig, device: torch.device) -> "Device":
             f"--batch-size auto: expected a GPU whose memory decides, got device {device}: give a"
             " number (or, to see what a GPU would take, --dry-run --gpu-memory 24GiB)"
         )
+    lacking(device)  # tried once on the GPU itself: what is predicted for fake tensors goes by it
     gpu = present_device(device.index or 0, free_only=True)
     allowed = config.compute.gpu_memory
     if allowed is None or gpu.capacity_bytes is None:

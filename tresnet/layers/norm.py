@@ -206,7 +206,7 @@ class ABN(NormAct):
     def fuses(self, x: Any) -> bool:
         """Whether `forward_fused` runs on `x`: the kernels do, and no one watches this module."""
         fusible = isinstance(x, Tensor) and runs_as(self, ABN) and not watched(self)
-        return fusible and runs_kernels(x, self.impl)
+        return fusible and runs_kernels(x, self.impl, shared=self._group() is not None)
 
     def forward_fused(
         self,

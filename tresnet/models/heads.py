@@ -12,6 +12,7 @@ from tresnet.layers.global_pool import GlobalPool2d
 from tresnet.layers.grouped_linear import GroupedLinear
 from tresnet.layers.parallel_bottleneck import ParallelBottleneck
 from tresnet.ops import recompute
+from tresnet.ops.dispatch import traced
 
 HEADS = ("linear", "group_attention", "ml_decoder")
 DEFAULT_GROUPS = 12
@@ -145,8 +146,7 @@ class GroupAttentionHead(nn.Module):
 
     @torch.jit.unused
     def _attend(self, x: Tensor) -> Tensor:
-        eager = not (torch.compiler.is_compiling() or torch.jit.is_tracing())
-        with recompute.scope(eager and self.norm == "abn" and torch.is_grad_enabled()):
+        with recompute.scope(not traced() and self.norm == "abn" and torch.is_grad_enabled()):
             return self.attention(self.reduce(x))
 
 

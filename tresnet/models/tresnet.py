@@ -20,7 +20,7 @@ from tresnet.models.config import ModelConfig
 from tresnet.models.heads import Head, HeadSettings, build_head, class_groups
 from tresnet.ops import recompute
 from tresnet.ops.abn import IMPLS, Impl
-from tresnet.ops.dispatch import check_impl
+from tresnet.ops.dispatch import check_impl, traced
 
 STAGES = ("layer1", "layer2", "layer3", "layer4")
 
@@ -163,6 +163,12 @@ class TResNet(nn.Module):
                 f"expected floating-point images in [0, 1], or uint8 images, got {x.dtype}: "
                 "convert with x.float() / 255, or x.to(torch.uint8)"
             )
+        dtype = next(self.body.parameters()).dtype
+        if x.is_floating_point() and x.dtype != dtype and torch.float64 in (x.dtype, dtype):
+            raise InputError(  # autocast reconciles no others with float64
+                f"expected images in {dtype}, as the weights are, got {x.dtype}: "
+                f"convert with x.to({dtype})"
+            )
         h, w = x.shape[-2:]
         if h % block or w % block:
             raise InputError(
@@ -195,7 +201,7 @@ class TResNet(nn.Module):
     def _run_stem_on_bytes(self, stage: nn.Module, x: Tensor) -> Tensor:
         """Run the first part of the body on uint8 images, in the dtype its convolution computes in."""
         dtype = next(self.body.parameters()).dtype
-        if torch.is_autocast_enabled(x.device.type):
+        if torch.is_autocast_enabled(x.device.type) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(x.device.type)
         if isinstance(stage, SpaceToDepth):
             return stage.from_bytes(x, dtype)
@@ -209,9 +215,8 @@ class TResNet(nn.Module):
         """
         if not (torch.compiler.is_exporting() or torch.jit.is_tracing()):
             self.check_input(x)
-        eager = not (torch.compiler.is_compiling() or torch.jit.is_tracing())
         # A checkpointed block keeps its input alone: offers would hold on to more until the end.
-        offers = eager and self.config.norm == "abn" and self.recompute != "none"
+        offers = not traced() and self.config.norm == "abn" and self.recompute != "none"
         offers = offers and not self.grad_checkpointing
         outputs = {}
         with recompute.scope(offers and torch.is_grad_enabled()):

@@ -9,6 +9,7 @@ import warnings
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tresnet.errors import InputError
 from tresnet.ops.tiles import interpreted
@@ -16,7 +17,7 @@ from tresnet.ops.tiles import interpreted
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_CAPABILITY = (8, 0)
 
-_ready: set[int] = set()  # GPUs on which a kernel has run: every operation asks
+_found: dict[int, str | None] = {}  # what each GPU was seen to lack: every operation asks
 
 
 def check_impl(operation: str, impl: str, known: tuple[str, ...]) -> None:
@@ -26,22 +27,32 @@ def check_impl(operation: str, impl: str, known: tuple[str, ...]) -> None:
         raise InputError(f"{operation} expected impl {names} or {known[-1]!r}, got {impl!r}")
 
 
-def runs_kernels(x: Tensor, impl: str) -> bool:
+def transformed() -> bool:
+    """Whether a transform of `torch.func` is in force: they take plain operators alone."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def traced() -> bool:
+    """Whether operations are recorded or transformed: `torch.compile`, tracing, `torch.func`."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or transformed()
+
+
+def runs_kernels(x: Tensor, impl: str, shared: bool = False) -> bool:
     """Whether an operation runs its Triton kernels on `x`.
 
     "auto" takes them on a GPU that has them in eager mode; under `torch.compile`, export and tracing
-    the compiler fuses plain operators. "triton" takes them always; other names never, nor does an
-    empty batch.
+    the compiler fuses plain operators. "triton" takes them wherever they can be part of the graph,
+    not under export, tracing and the transforms of `torch.func`. Other names never take them, nor does
+    an empty batch, unless its statistics are `shared` with processes that wait for them.
 
     Raises:
         InputError: `impl` is "triton" and they cannot run; the message says why.
     """
-    if not torch.jit.is_tracing() and x.numel() == 0:
+    if not (shared or torch.jit.is_tracing()) and x.numel() == 0:
         return False
     if impl == "auto":
-        quiet = not (torch.compiler.is_compiling() or torch.jit.is_tracing())
-        return quiet and x.is_cuda and _obstacle(x) is None
-    if impl != "triton" or torch.compiler.is_exporting() or torch.jit.is_tracing():
+        return not traced() and x.is_cuda and _obstacle(x) is None
+    if impl != "triton" or torch.jit.is_tracing() or transformed() or torch.compiler.is_exporting():
         return False
     obstacle = _obstacle(x)
     if obstacle is not None:
@@ -54,24 +65,33 @@ def _obstacle(x: Tensor) -> str | None:
     if x.dtype not in KERNEL_DTYPES:
         return f"computes float32, bfloat16 and float16, got {x.dtype}"
     # The compiler cannot look at the machine; what is missing shows when the kernels are launched.
-    return None if torch.compiler.is_compiling() else _lacking(x.device)
+    return None if torch.compiler.is_compiling() else lacking(x.device, isinstance(x, FakeTensor))
 
 
-def _lacking(device: torch.device) -> str | None:
-    """What is missing on a device for the kernels to run there."""
-    if device.type == "cuda" and device.index in _ready:
-        return None
+def lacking(device: torch.device, fake: bool = False) -> str | None:
+    """What is missing on a device for the kernels to run there.
+
+    For fake tensors, which may stand for another GPU, nothing is tried on the one that is there.
+    """
+    index = device.index or 0
+    if device.type == "cuda" and index in _found:
+        return _found[index]
     if not _has_triton():
         return "needs the triton package, which is not installed"
     if device.type != "cuda":
         return None if interpreted() else f"needs a tensor on a GPU, got one on {device}"
-    if torch.cuda.is_available() and not _has_compiler():
-        return "needs a C compiler for Triton's launcher (gcc or clang, or the variable CC)"
-    if torch.version.hip is None and _capability(device.index or 0) < LEAST_CAPABILITY:
-        return "needs a GPU of compute capability 8.0 or later"
-    if torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing():
-        return _launch_failure(device.index or 0)
-    return None
+    if fake or not torch.cuda.is_available():
+        return None
+    if not _has_compiler():
+        reason = "needs a C compiler for Triton's launcher (gcc or clang, or the variable CC)"
+    elif torch.version.hip is None and _capability(index) < LEAST_CAPABILITY:
+        reason = "needs a GPU of compute capability 8.0 or later"
+    elif torch.cuda.is_current_stream_capturing():
+        return None
+    else:
+        reason = _launch_failure(index)
+    _found[index] = reason
+    return reason
 
 
 @functools.cache
@@ -84,7 +104,6 @@ def _has_compiler() -> bool:
     return bool(os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"))
 
 
-@functools.cache
 def _launch_failure(index: int) -> str | None:
     """Why a first launch fails on a GPU, None if it works: a missing header shows only then."""
     failures: list[str] = []
@@ -102,16 +121,11 @@ def _launch_failure(index: int) -> str | None:
     thread.start()
     thread.join()
     if not failures:
-        _ready.add(index)
         return None
     reason = f"cannot launch Triton kernels on cuda:{index} ({failures[0]})"
     warnings.warn(f"tresnet {reason}; impl='auto' runs plain PyTorch there", stacklevel=2)
     return reason
 
 
-@functools.cache
 def _capability(index: int) -> tuple[int, int]:
-    """The device's; that of the least capable GPU supported where there is none (fake tensors)."""
-    if not torch.cuda.is_available():
-        return LEAST_CAPABILITY
     return torch.cuda.get_device_capability(index)

@@ -13,12 +13,14 @@ from tresnet.models.tresnet import TResNet
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _SHOWN = 5
+_CHOICES = ("impl", "synchronised")  # of an ABN
 
 
 def swap_norm(model: ModuleT, norm: str) -> ModuleT:
     """Make every norm of `model` one of the class `norm`, in place, with the same function.
 
-    Parameters and buffers stay the same objects, so that optimizers and averages stay valid. A model
+    Parameters and buffers stay the same objects, so that optimizers and averages stay valid; what
+    `set_impl` and `set_recompute` chose stays chosen, and holds again with norm 'abn'. A model
     that was compiled or scripted before keeps its old norms: swap first.
 
     Args:
@@ -91,4 +93,7 @@ def _counterpart(old: NormAct, target: type[NormAct]) -> NormAct:
         new.register_parameter(name, parameter)  # pyright: ignore[reportArgumentType]
     for name, buffer in old.named_buffers(recurse=False):
         new.register_buffer(name, buffer)
+    for name in _CHOICES:  # a norm that does not know them hands them on to the next
+        if hasattr(old, name):
+            setattr(new, name, getattr(old, name))
     return new.train(old.training)

@@ -9,7 +9,7 @@ from tresnet.errors import InputError
 from tresnet.ops import recompute
 from tresnet.ops.abn import reference
 from tresnet.ops.abn.autograd import ActivatedBatchNorm
-from tresnet.ops.dispatch import check_impl, runs_kernels
+from tresnet.ops.dispatch import check_impl, runs_kernels, traced, transformed
 
 Impl = Literal["auto", "reference", "recompute", "triton"]
 IMPLS = ("auto", "reference", "recompute", "triton")
@@ -67,15 +67,15 @@ def abn(
         blur: blur and keep every second pixel, as `blur_pool`; x is then (N, C, H, W).
         se: squeeze, two layers, sigmoid, scale; computed in float32.
         shortcut: added before a ReLU; shape and dtype of what it is added to.
-        group: process group over which the statistics are synchronised, of which one process may
-            have a single value per channel; None for this process alone. "triton" only.
+        group: process group over which the statistics are synchronised, of which a process may have
+            a single value per channel, or an empty batch; None for this process alone. "triton" only.
         keep_output: False offers the output of a join for recomputation too, so that only `x` and
             `shortcut` are kept; "triton" only.
         impl: "reference" is plain PyTorch; "recompute" saves `x` alone for backward and offers its
             output for recomputation; "triton" does so too, by fused kernels with float32 statistics
             (float32, bfloat16, float16); "auto" takes "triton" on a GPU that has it, "recompute"
             elsewhere when a gradient is needed, and plain operators under `torch.compile`, export
-            and tracing. With blur, se or shortcut it takes "triton" or "reference".
+            and tracing. Transforms of `torch.func` take plain operators always. With blur, se or shortcut it takes "triton" or "reference".
 
     Returns:
         (N, C, ...), or (N, C, ceil(H / 2), ceil(W / 2)) with `blur`, in the dtype of `x`.
@@ -88,7 +88,7 @@ def abn(
     if not tracing and (x.dim() < 2 or x.shape[1] != weight.shape[0]):
         raise InputError(f"abn expected (N, {weight.shape[0]}, ...), got {tuple(x.shape)}")
     check_impl("abn", impl, IMPLS)
-    plain = torch.compiler.is_compiling() or tracing
+    plain = traced()
     if training and not plain and group is None and x.numel() == x.shape[1]:
         raise InputError(
             f"batch statistics need more than one value per channel, got {tuple(x.shape)}: "
@@ -96,7 +96,7 @@ def abn(
         )
     statistics = (running_mean, running_var)
     options = (training, momentum, eps, slope)
-    if runs_kernels(x, impl):
+    if runs_kernels(x, impl, shared=training and group is not None):
         from tresnet.ops.abn.fused import Settings, fused_abn
 
         _check_vectors(x, bias, *statistics, *(se[2:] if se else ()))
@@ -105,13 +105,12 @@ def abn(
         return fused_abn(x, weight, bias, statistics, shortcut, se, settings)
     if group is not None and training:
         raise InputError("synchronised statistics need impl='triton', which cannot run here")
-    wanted = torch.is_grad_enabled() and (
-        x.requires_grad or weight.requires_grad or bias.requires_grad
-    )
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, bias))
     tail = blur or se is not None or shortcut is not None
     if impl == "recompute" and tail:
         raise InputError("impl='recompute' does not blur, excite or join: expected 'triton'")
-    if impl == "reference" or tail or (impl == "auto" and (plain or not wanted)):
+    simple = impl == "reference" or (impl == "auto" and (plain or not wanted))
+    if simple or tail or transformed() or (not tracing and x.numel() == 0):
         y = reference.abn(x, weight, bias, *statistics, *options)
         return reference.tail(y, blur, se, shortcut)
     y, scale, shift = ActivatedBatchNorm.apply(x, weight, bias, *statistics, *options)  # pyright: ignore[reportGeneralTypeIssues]

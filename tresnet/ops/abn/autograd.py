@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from tresnet.ops.abn.reference import affine
+from tresnet.ops import twice
+from tresnet.ops.abn.reference import abn, affine
 
 _backward = torch.ops.aten.native_batch_norm_backward.default
 _leaky_backward = torch.ops.aten.leaky_relu_backward.default
@@ -80,14 +80,15 @@ class ActivatedBatchNorm(torch.autograd.Function):
             F.leaky_relu_(y, slope)
         scale = weight.to(mean.dtype) * invstd
         shift = bias.to(mean.dtype) - mean * scale
-        ctx.save_for_backward(x, weight, running_mean, running_var, mean, invstd, scale, shift)
+        ctx.save_for_backward(
+            x, weight, bias, running_mean, running_var, mean, invstd, scale, shift
+        )
         ctx.settings = (training, eps, slope)
         ctx.mark_non_differentiable(scale, shift)
         ctx.set_materialize_grads(False)
         return y, scale, shift
 
     @staticmethod
-    @once_differentiable  # pyright: ignore[reportArgumentType]
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grad_outputs: Any
     ) -> tuple[Any, ...]:
@@ -96,10 +97,17 @@ class ActivatedBatchNorm(torch.autograd.Function):
         if grad is None:
             return (None,) * 9
         training, eps, slope = ctx.settings
-        x, weight, running_mean, running_var, mean, invstd, scale, shift = ctx.saved_tensors
+        x, weight, bias, running_mean, running_var, mean, invstd, scale, shift = ctx.saved_tensors
+        needs = list(ctx.needs_input_grad[:3])
+        if twice.wanted():
+            running = running_mean.clone(), running_var.clone()
+
+            def plain(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+                return abn(x, weight, bias, *running, training, 0.0, eps, slope)
+
+            return *twice.gradients(plain, (x, weight, bias), needs, grad), *(None,) * 6
         if slope is not None:
             grad = _leaky_backward(grad, affine(x, scale, shift, None), slope, False)
-        needs = list(ctx.needs_input_grad[:3])
         grad_x, grad_weight, grad_bias = _backward(
             grad, x, weight, running_mean, running_var, mean, invstd, training, eps, needs
         )

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tresnet.ops import recompute, tiles
-from tresnet.ops.abn import library
+from tresnet.errors import InputError
+from tresnet.ops import recompute, tiles, twice
+from tresnet.ops.abn import library, reference
 from tresnet.ops.autocast import autocast_off
 
 
@@ -32,10 +33,23 @@ class Settings(NamedTuple):
 
 
 def _synchronised(
-    stats: Tensor, x: Tensor, weight: Tensor, settings: Settings
+    stats: Tensor,
+    count: int,
+    weight: Tensor,
+    running: tuple[Tensor, Tensor],
+    settings: Settings,
 ) -> tuple[Tensor, Tensor]:
-    """The statistics over all processes, (4, C), and the number of values per channel, on device."""
-    count = x.numel() // x.shape[1]
+    """The statistics over all processes, (4, C), and the number of values per channel, on device.
+
+    The running statistics are updated by them.
+
+    Args:
+        stats: of this process, (4, C); finite where it has no values.
+        count: its values per channel.
+        weight: (C,).
+        running: mean and variance, (C,).
+        settings: of the operation.
+    """
     own = torch.cat((stats[0], stats[3], stats.new_full((1,), count)))
     world = dist.get_world_size(settings.group)
     gathered = own.new_empty(world, own.numel())
@@ -46,6 +60,8 @@ def _synchronised(
     mean = (means * counts).sum(0) / total
     var = ((variances + (means - mean) ** 2) * counts).sum(0) / total
     invstd = torch.rsqrt(var + settings.eps)
+    for old, new in zip(running, (mean, var * (total / (total - 1))), strict=True):
+        old.lerp_(new.to(old.dtype), settings.momentum)
     return torch.stack((mean, weight.float() * invstd, invstd, var)), total
 
 
@@ -62,9 +78,7 @@ def _statistics(
     )
     if alone:
         return stats, means, None
-    stats, total = _synchronised(stats, x, weight, settings)
-    mean.lerp_(stats[0].to(mean.dtype), settings.momentum)
-    var.lerp_((stats[3] * (total / (total - 1))).to(var.dtype), settings.momentum)
+    stats, total = _synchronised(stats, x.numel() // x.shape[1], weight, running, settings)
     return stats, means, total
 
 
@@ -94,7 +108,7 @@ class FusedABN(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the output, the statistics (4, C) and the gate (N, C) that produce it from `x`."""
         settings = Settings(training, momentum, eps, slope, blur, group, keep_output)
-        x = tiles.dense(x)
+        x = tiles.dense(x)  # it is: so the compiler knows the strides of what is saved
         linear_squeeze = training and slope is None and not blur and fc1_weight is not None
         stats, means, total = _statistics(
             x, weight, (running_mean, running_var), linear_squeeze, settings
@@ -107,13 +121,12 @@ class FusedABN(torch.autograd.Function):
                 squeezed = library.bn_squeeze(x, stats, bias, slope, blur)
             hidden = torch.relu(F.linear(squeezed, fc1_weight.float(), _float(fc1_bias)))
             gate = torch.sigmoid(F.linear(hidden, fc2_weight.float(), _float(fc2_bias)))
-        if shortcut is not None:
-            shortcut = tiles.dense(shortcut, x)
         out = library.bn_apply(x, stats, bias, gate, shortcut, slope, blur)
         joined = shortcut is not None
         ctx.save_for_backward(
             x, weight, bias, stats, total, fc1_weight, fc2_weight, squeezed, hidden, gate,
             out if joined and keep_output else None, None if keep_output else shortcut,
+            fc1_bias, fc2_bias,
         )  # fmt: skip
         ctx.joined = joined
         ctx.settings = settings
@@ -122,20 +135,21 @@ class FusedABN(torch.autograd.Function):
         return out, stats, gate
 
     @staticmethod
-    @once_differentiable  # pyright: ignore[reportArgumentType]
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad: Tensor | None, *_: Any
     ) -> tuple[Any, ...]:
         """Return the gradients; arXiv 1502.03167, section 3, with SE's in the same sums."""
         if grad is None:
             return (None,) * 17
+        if twice.wanted():
+            return _plain_backward(ctx, grad)
         with autocast_off(grad.device.type):
             return _backward(ctx, grad)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     settings: Settings = ctx.settings
-    x, weight, bias, stats, total, fc1, fc2, squeezed, hidden, gate, out, shortcut = (
+    x, weight, bias, stats, total, fc1, fc2, squeezed, hidden, gate, out, shortcut, *_ = (
         ctx.saved_tensors
     )
     grad = tiles.dense(grad.to(x.dtype), x)
@@ -149,22 +163,55 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
             partial, stats, bias, gate, squeezed, hidden, fc1, fc2, pixels
         )
     count = x.numel() // x.shape[1]
-    merged = library.bn_merge_grad_sums(partial, gate, spread, stats, count, settings.training)
+    merged = library.bn_merge_grad_sums(partial, gate, spread, stats, count)
     if total is not None:
         merged = _synchronised_factors(merged, stats, total, settings.group)
     grad_x = None
     if ctx.needs_input_grad[0]:
         source = masked if ctx.joined else grad
         grad_x = library.bn_grad_apply(
-            source, x, stats, bias, gate, spread, merged, settings.slope, settings.blur
-        )
+            source, x, stats, bias, gate, spread, merged, settings.slope, settings.blur,
+            settings.training,
+        )  # fmt: skip
     return (
         grad_x, merged[0].to(weight.dtype), merged[1].to(bias.dtype), None, None,
         masked if ctx.joined else None, *fc_grads, *(None,) * 7,
     )  # fmt: skip
 
 
-def _float(x: Tensor | None) -> Tensor | None:
+def _plain_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """Gradients that can be differentiated again, by plain operators in float32."""
+    x, weight, bias, stats, total, fc1, fc2, _, _, _, out, shortcut, fc1_bias, fc2_bias = (
+        ctx.saved_tensors
+    )
+    settings: Settings = ctx.settings
+    if total is not None:
+        raise InputError(
+            "second derivatives need the statistics of one process, got synchronised ones: "
+            "pass create_graph=False, or group=None"
+        )
+
+    def plain(*inputs: Any) -> Tensor:
+        x, weight, bias, *layers = (_float(part) for part in inputs)
+        running = stats[0].clone(), stats[3].clone()
+        y = reference.abn(
+            x, weight, bias, *running, settings.training, 0.0, settings.eps, settings.slope
+        )
+        return reference.tail(y, settings.blur, layers if fc1 is not None else None, None)
+
+    inputs = (x, weight, bias, fc1, fc1_bias, fc2, fc2_bias)
+    needs = ctx.needs_input_grad[:3] + ctx.needs_input_grad[6:10]
+    grad, masked = grad.float(), None
+    if ctx.joined:
+        with torch.no_grad():
+            negative = (plain(*inputs) + shortcut.float() if out is None else out) <= 0
+        grad = grad.masked_fill(negative, 0.0)
+        masked = grad.to(x.dtype)
+    first = twice.gradients(plain, inputs, needs, grad)
+    return *first[:3], None, None, masked, *first[3:], *(None,) * 7
+
+
+def _float(x: Any) -> Any:
     return None if x is None else x.float()
 
 
@@ -187,7 +234,7 @@ def _excite_backward(
     sums = partial.view(gate.shape[0], -1, 4, gate.shape[1]).sum(1)
     grad_gate = sums[:, 1] * stats[1] + sums[:, 0] * bias.float()
     grad_logit = grad_gate * gate * (1 - gate)
-    grad_hidden = (grad_logit @ fc2.float()) * (hidden > 0)
+    grad_hidden = (grad_logit @ fc2.float()).masked_fill(hidden <= 0, 0.0)
     grads = (
         (grad_hidden.t() @ squeezed).to(fc1.dtype),
         grad_hidden.sum(0).to(fc1.dtype),
@@ -209,6 +256,40 @@ def _synchronised_factors(merged: Tensor, stats: Tensor, total: Tensor, group: A
     return torch.cat((merged[:2], factors))
 
 
+class AbsentABN(torch.autograd.Function):
+    """`FusedABN` of a process without values, which the others' statistics and sums wait for."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        settings: Settings,
+        running: tuple[Tensor, Tensor],
+        x: Tensor,
+        weight: Tensor,
+        *others: Tensor | None,
+    ) -> Tensor:
+        """Return no values, in the shape of the output."""
+        nothing = weight.new_zeros(4, x.shape[1], dtype=torch.float32)
+        _synchronised(nothing, 0, weight, running, settings)
+        ctx.save_for_backward(x, weight, *others)
+        ctx.group = settings.group
+        ctx.set_materialize_grads(False)
+        return x.new_empty((*x.shape[:2], *tiles.blurred(x.shape)) if settings.blur else x.shape)
+
+    @staticmethod
+    @once_differentiable  # pyright: ignore[reportArgumentType]
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: Tensor | None
+    ) -> tuple[Any, ...]:
+        """Add nothing to the sums, and return zeros."""
+        inputs = ctx.saved_tensors
+        if grad is None:
+            return (None,) * (2 + len(inputs))
+        sums = inputs[1].new_zeros(2, len(inputs[1]), dtype=torch.float32)
+        dist.all_reduce(sums, group=ctx.group)
+        return None, None, *(None if part is None else torch.zeros_like(part) for part in inputs)
+
+
 def fused_abn(
     x: Tensor,
     weight: Tensor,
@@ -219,9 +300,16 @@ def fused_abn(
     settings: Settings,
 ) -> Tensor:
     """Run the kernels, and offer an output that can be rebuilt for recomputation."""
+    layers = se or (None,) * 4
+    if x.numel() == 0:
+        absent: Any = AbsentABN.apply(settings, running, x, weight, bias, shortcut, *layers)
+        return absent
+    x = tiles.dense(x)
+    if shortcut is not None:
+        shortcut = tiles.dense(shortcut, x)
     with autocast_off(x.device.type):
         y, stats, gate = FusedABN.apply(  # pyright: ignore[reportGeneralTypeIssues]
-            x, weight, bias, *running, shortcut, *(se or (None,) * 4), *settings
+            x, weight, bias, *running, shortcut, *layers, *settings
         )
     if shortcut is not None and settings.keep_output:
         return y

@@ -361,12 +361,11 @@ def grad_sums(
 @triton.jit
 def merge_grad_sums(
     partial, gate, spread, stats, out, G, C, splits, count,
-    HAS_GATE: tl.constexpr, TRAINING: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr,
+    HAS_GATE: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Merge the sums of all groups into out (4, C): gradients of weight and bias, k1, k0.
 
-    The gradient of x is scale * g + k1 * (x - mean) + k0. stats: (4, C) as `merge_moments` writes
-    it; spread (N, C): the gradient of the squeeze over the number of squeezed pixels.
+    k1 and k0 are what `grad_apply` reads. stats: (4, C) as `merge_moments` writes it; spread (N, C): the gradient of the squeeze over the number of squeezed pixels.
     """
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     known = c < C
@@ -395,26 +394,23 @@ def merge_grad_sums(
     grad_weight = tl.sum(s2, 0) * invstd
     tl.store(out + c, grad_weight, mask=known)
     tl.store(out + C + c, grad_bias, mask=known)
-    if TRAINING:
-        scale = tl.load(stats + C + c, mask=known, other=0.0)
-        tl.store(out + 2 * C + c, -scale * invstd * grad_weight / count, mask=known)
-        tl.store(out + 3 * C + c, -scale * grad_bias / count, mask=known)
-    else:
-        zero = tl.zeros((BC,), tl.float32)
-        tl.store(out + 2 * C + c, zero, mask=known)
-        tl.store(out + 3 * C + c, zero, mask=known)
+    scale = tl.load(stats + C + c, mask=known, other=0.0)
+    tl.store(out + 2 * C + c, -scale * invstd * grad_weight / count, mask=known)
+    tl.store(out + 3 * C + c, -scale * grad_bias / count, mask=known)
 
 
 @triton.jit
 def grad_apply(
     grad, x, mean, scale, bias, gate, spread, factors, grad_x, P, C, H, W, HO, WO,
     xn, xp, xc, gn, gp, gc, splits, chunk, slope,
-    HAS_ACT: tl.constexpr, BLUR: tl.constexpr, HAS_GATE: tl.constexpr,
+    HAS_ACT: tl.constexpr, BLUR: tl.constexpr, HAS_GATE: tl.constexpr, TRAINING: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one sample of the gradient of x: scale * g + k1 * (x - mean) + k0.
 
-    factors: (2, C), k1 and k0 of `merge_grad_sums`. With BLUR, P counts the pixels of grad.
+    factors: (2, C), k1 and k0 of `merge_grad_sums`; left out unless TRAINING, not multiplied by
+    zero: where x is infinite, running statistics still give a finite gradient. With BLUR, P counts
+    the pixels of grad.
     """
     P = aligned(P, AP)
     xn, xp, xc = strides(xn, xp, xc, AP, AC)
@@ -423,8 +419,9 @@ def grad_apply(
     mu = tl.load(mean + c, mask=known, other=0.0)[None, :]
     k = tl.load(scale + c, mask=known, other=0.0)[None, :]
     beta = tl.load(bias + c, mask=known, other=0.0).to(tl.float32)[None, :]
-    k1 = tl.load(factors + c, mask=known, other=0.0)[None, :]
-    k0 = tl.load(factors + C + c, mask=known, other=0.0)[None, :]
+    if TRAINING:
+        k1 = tl.load(factors + c, mask=known, other=0.0)[None, :]
+        k0 = tl.load(factors + C + c, mask=known, other=0.0)[None, :]
     if HAS_GATE:
         factor = tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
         term = tl.load(spread + n * C + c, mask=known, other=0.0)[None, :]
@@ -455,5 +452,7 @@ def grad_apply(
                     part = term * share(u0, u1, v0, v1, corner // 2, corner % 2)
                 g = g * factor + part
             g = g * _slope_at(delta * k + beta, slope, HAS_ACT)
-            result = g * k + delta * k1 + k0
+            result = g * k
+            if TRAINING:
+                result = result + delta * k1 + k0
             tl.store(grad_x + offsets, result.to(grad_x.dtype.element_ty), mask=inside)

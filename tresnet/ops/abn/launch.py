@@ -157,7 +157,6 @@ def merge_grad_sums(
     spread: Tensor | None,
     stats: Tensor,
     count: int,
-    training: bool,
 ) -> Tensor:
     """Gradients of weight and bias, k1 and k0, as (4, C): see the kernel."""
     groups, _, channels = partial.shape
@@ -165,7 +164,7 @@ def merge_grad_sums(
     splits = 1 if gate is None else groups // gate.shape[0]
     _kernels().merge_grad_sums[(-(-channels // MERGE_CHANNELS),)](
         partial, _or(gate, stats), _or(spread, stats), stats, out, groups, channels, splits,
-        float(count), HAS_GATE=gate is not None, TRAINING=training,
+        float(count), HAS_GATE=gate is not None,
         BG=MERGE_GROUPS // 4 if gate is not None else MERGE_GROUPS, BC=MERGE_CHANNELS,
         num_warps=MERGE_WARPS,
     )  # fmt: skip
@@ -182,8 +181,9 @@ def grad_apply(
     factors: Tensor,
     slope: float | None,
     blur: bool,
+    training: bool,
 ) -> Tensor:
-    """Gradient of x; factors (2, C): k1 and k0 of `merge_grad_sums`."""
+    """Gradient of x; factors (2, C): k1 and k0 of `merge_grad_sums`, of batch statistics."""
     grad_x = torch.empty_like(x)
     source = geometry(x, whole_batch=not blur and gate is None)
     shape = halved(x) if blur else source
@@ -192,7 +192,7 @@ def grad_apply(
         grad, x, stats, stats[1], bias.contiguous(), _or(gate, x), _or(spread, x), factors,
         grad_x, shape.p, shape.c, *_image(x, blur), *source.strides,
         *geometry(grad, whole_batch=False).strides, cut.splits, cut.chunk, slope or 0.0,
-        HAS_ACT=slope is not None, BLUR=blur, HAS_GATE=gate is not None,
+        HAS_ACT=slope is not None, BLUR=blur, HAS_GATE=gate is not None, TRAINING=training,
         **cut.options,
     )  # fmt: skip
     return grad_x

@@ -158,11 +158,10 @@ def bn_merge_grad_sums(
     spread: Tensor | None,
     stats: Tensor,
     count: int,
-    training: bool,
 ) -> Tensor:
     """Gradients of weight and bias, then the factors of x - mean and of 1: (4, C) float32."""
     with tiles.device_of(stats):
-        return launch.merge_grad_sums(partial, gate, spread, stats, count, training)
+        return launch.merge_grad_sums(partial, gate, spread, stats, count)
 
 
 @bn_merge_grad_sums.register_fake
@@ -172,7 +171,6 @@ def _(
     spread: Tensor | None,
     stats: Tensor,
     count: int,
-    training: bool,
 ) -> Tensor:
     return torch.empty_like(stats)
 
@@ -188,10 +186,13 @@ def bn_grad_apply(
     merged: Tensor,
     slope: float | None,
     blur: bool,
+    training: bool,
 ) -> Tensor:
     """Second pass of backward: the gradient of `x`, in its dtype and memory format."""
     with tiles.device_of(x):
-        return launch.grad_apply(grad, x, stats, bias, gate, spread, merged[2:], slope, blur)
+        return launch.grad_apply(
+            grad, x, stats, bias, gate, spread, merged[2:], slope, blur, training
+        )
 
 
 @bn_grad_apply.register_fake
@@ -205,5 +206,6 @@ def _(
     merged: Tensor,
     slope: float | None,
     blur: bool,
+    training: bool,
 ) -> Tensor:
     return torch.empty_like(x)

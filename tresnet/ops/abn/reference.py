@@ -1,5 +1,7 @@
 """Batch normalisation followed by a leaky ReLU, in plain PyTorch."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -69,7 +71,7 @@ def affine(x: Tensor, scale: Tensor, shift: Tensor, slope: float | None) -> Tens
 def tail(
     y: Tensor,
     blur: bool,
-    se: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+    se: Sequence[Tensor] | None,
     shortcut: Tensor | None,
 ) -> Tensor:
     """Blur, squeeze and excite, and join, each where asked for (paper sections 2.1, 2.4, 2.5).

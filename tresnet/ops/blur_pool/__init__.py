@@ -7,15 +7,15 @@ from tresnet.errors import InputError
 from tresnet.ops import recompute
 from tresnet.ops.blur_pool import reference
 from tresnet.ops.blur_pool.autograd import BlurPool, transposed_blur_pool
-from tresnet.ops.dispatch import check_impl, runs_kernels
+from tresnet.ops.dispatch import check_impl, runs_kernels, transformed
 from tresnet.ops.scripted import scripted_if
 
 
 def blur_pool(x: Tensor, *, jit: bool = False, impl: str = "auto") -> Tensor:
     """Blur with the 3x3 binomial filter (reflected border) and keep every second pixel.
 
-    Eager calls save nothing for backward. Under `torch.compile`, export and tracing the operation is
-    plain PyTorch.
+    Eager calls save nothing for backward. Under `torch.compile`, export, tracing and the transforms of
+    `torch.func` the operation is plain PyTorch.
 
     Args:
         x: (N, C, H, W), floating point, H and W at least 2.
@@ -43,7 +43,7 @@ def blur_pool(x: Tensor, *, jit: bool = False, impl: str = "auto") -> Tensor:
         from tresnet.ops.blur_pool import library
 
         blur, transpose = library.blur_pool, library.transposed_blur_pool
-    elif torch.compiler.is_exporting():
+    elif torch.compiler.is_exporting() or transformed():
         return blur(x)
     elif torch.compiler.is_compiling():
         return reference.blur_pool_by_slices(x)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tresnet.errors import InputError
+from tresnet.ops.dispatch import traced
 from tresnet.ops.subtracted_conv import reference
 from tresnet.ops.subtracted_conv.autograd import Composed, Recomputed
 
@@ -51,7 +52,7 @@ def subtracted_conv(
         raise InputError(
             f"subtracted_conv expected (N, {point.shape[1]}, H, W), got {tuple(x.shape)}"
         )
-    plain = torch.compiler.is_compiling() or torch.jit.is_tracing() or not torch.is_grad_enabled()
+    plain = traced() or not torch.is_grad_enabled()
     if x.dtype != point.dtype and not torch.is_autocast_enabled(x.device.type):
         raise InputError(f"subtracted_conv expected {point.dtype} as its weights, got {x.dtype}")
     if mode == "branches" or (plain and mode == "recompute"):

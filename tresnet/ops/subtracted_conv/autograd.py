@@ -1,12 +1,13 @@
 """Subtracted convolution that keeps its input and its factors alone for backward."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from tresnet.ops import twice
 from tresnet.ops.subtracted_conv import reference
 
 _conv_backward = torch.ops.aten.convolution_backward.default
@@ -31,6 +32,15 @@ def _gradients(
     return grad_x, grad_weight
 
 
+def _plain_gradients(ctx: Any, function: Callable[..., Tensor], grad: Tensor) -> tuple[Any, ...]:
+    """Return gradients that can be differentiated again, of `function` in the dtype of x."""
+
+    def plain(x: Tensor, *factors: Tensor) -> Tensor:
+        return function(x, *(factor.to(x.dtype) for factor in factors), ctx.stride)
+
+    return *twice.gradients(plain, ctx.saved_tensors, ctx.needs_input_grad[:4], grad), None
+
+
 class Composed(torch.autograd.Function):
     """One convolution whose weight is composed from the factors, in forward and in backward."""
 
@@ -45,12 +55,13 @@ class Composed(torch.autograd.Function):
         return F.conv2d(x, weight, None, *reference.geometry(depth.shape[-1], stride))
 
     @staticmethod
-    @once_differentiable  # pyright: ignore[reportArgumentType]
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad: Tensor
     ) -> tuple[Any, ...]:
         """Return the gradients of the input and the three factors."""
         x, *factors = ctx.saved_tensors
+        if twice.wanted():
+            return _plain_gradients(ctx, reference.composed, grad)
         needed = any(ctx.needs_input_grad[1:4])
         kernel = reference.compose(*factors).to(x.dtype)
         stride, padding, dilation = reference.geometry(factors[1].shape[-1], ctx.stride)
@@ -94,12 +105,13 @@ class Recomputed(torch.autograd.Function):
         return reference.branches(x, point, depth, low, stride)
 
     @staticmethod
-    @once_differentiable  # pyright: ignore[reportArgumentType]
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad: Tensor
     ) -> tuple[Any, ...]:
         """Return the gradients of the input and the three factors."""
         x, *factors = ctx.saved_tensors
+        if twice.wanted():
+            return _plain_gradients(ctx, reference.branches, grad)
         point, depth, low = (factor.to(x.dtype) for factor in factors)
         half, border = depth.shape[0], depth.shape[-1] // 2
         needs_x, needs_point, needs_depth, needs_low = ctx.needs_input_grad[:4]
