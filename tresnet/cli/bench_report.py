@@ -41,7 +41,10 @@ class BenchReport:
         around = None if self.into is None else _around_report(self.into)
         if self.pictures is not None and not self.pictures.is_dir():
             raise InputError(f"expected an existing folder, got {self.pictures}: create it first")
-        records = read_records(self.records)
+        broken: list[str] = []
+        records = read_records(self.records, lambda error: broken.append(str(error)))
+        for fault in broken:
+            progress(f"warning: not drawn: {fault}")
         for record in records:
             if record.what not in DRAWN:
                 progress(f"not drawn: {record.name}, a record of {record.what}")
@@ -49,6 +52,7 @@ class BenchReport:
         if not drawn:
             raise InputError(
                 f"expected records of {', '.join(DRAWN)} in {self.records}, found others only"
+                + "".join(f"; {fault}" for fault in broken)
             )
         parts = [section_markdown(one, self._links(one)) for one in sections(drawn)]
         text = "\n\n".join(parts)
