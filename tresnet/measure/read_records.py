@@ -145,7 +145,8 @@ def read_records(
             + "; ".join(map(str, faults[:_NAMED_FAULTS]))
             + (f"; and {len(faults) - _NAMED_FAULTS} more" * (len(faults) > _NAMED_FAULTS))
         )
-    for error in faults if passed_over is not None else ():
+    for error in faults:
+        assert passed_over is not None, "raised otherwise"
         passed_over(error)
     return sorted(records, key=lambda one: (one.date_utc, one.name))
 
