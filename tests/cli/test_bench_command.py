@@ -116,6 +116,48 @@ def test_directory_is_checked_before_the_work(tmp_path, monkeypatch, capsys):
     assert "expected a directory that records can be written to" in capsys.readouterr().err
 
 
+EVERY = {
+    "train": ["tresnet_t", *SHORT[:-2]],
+    "infer": ["tresnet_t", *SHORT[:-2]],
+    "max-batch": ["tresnet_t", "--first", "2", "--granularity", "2", "--at-most", "2"],
+    "ops": ["blur", "--batch-size", "2", "--input-size", "32"],
+    "inversion": ["--model", "tresnet_t"],
+    "branches": ["--rounds", "0"],
+    "convs": ["--rounds", "0"],
+}
+
+
+@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("meta", "expected a device that computes"),
+        ("banana", "expected a device such as cpu or cuda:0"),
+        ("", "expected a device such as cpu or cuda:0"),
+        ("cuda:99", "but PyTorch sees"),
+        ("xpu:7", "expected a device of this machine"),
+    ],
+)
+def test_devices_that_are_none_leave_nothing(kind, device, message, tmp_path, capsys):
+    arguments = ["bench", kind, *EVERY[kind], "--device", device]
+    assert run([*arguments, "--output-dir", str(tmp_path / "a" / "b")]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: ")
+    assert message in error
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", [*EVERY, "loader"])
+def test_every_directory_is_checked_before_the_work(kind, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    device = [] if kind == "loader" else ["--device", "cpu"]
+    for name in ("file", "file/sub"):
+        arguments = ["bench", kind, *EVERY.get(kind, []), *device]
+        assert run([*arguments, "--output-dir", str(tmp_path / name)]) == 2
+        (error,) = capsys.readouterr().err.splitlines()
+        assert error.startswith("error: expected a directory that records can be written to")
+
+
 def test_max_batch_prints_a_table_and_writes_a_record(tmp_path, capsys):
     arguments = ["bench", "max-batch", "tresnet_t", "timm:test_resnet@channels_last=true"]
     arguments += ["--input-size", "32", "--first", "2", "--granularity", "2", "--at-most", "4"]

@@ -64,10 +64,10 @@ class MemoryCompare(Measured):
             raise InputError(
                 "--matrix compares with measurements: expected it without --no-measuring"
             )
-        from tresnet.measure.records import writable_directory
+        from tresnet.measure.records import check_directory
 
         cases = matrix_cases(self.models, self.device)
-        writable_directory(self.output_dir)
+        check_directory(self.output_dir)
         rows = compare_matrix(
             cases, self._until(time.monotonic() + self.time_limit_s), load_table(self.workspaces)
         )

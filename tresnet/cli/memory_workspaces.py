@@ -59,13 +59,13 @@ class MemoryWorkspaces:
 
     def run(self, argv: list[str]) -> int:
         """Measure and write the table."""
-        from tresnet.measure.records import writable_directory, write_new
+        from tresnet.measure.records import check_directory, write_new
         from tresnet.memory.convolutions import cuda_meter, measure_all, summarise
 
         began = time.monotonic()
         path = self._new_file()
         meter = cuda_meter(self._device(), benchmark=self.cudnn_benchmark)
-        writable_directory(path.parent)
+        check_directory(path.parent)
         found = self._convolutions()
         progress(f"measuring {len(found)} convolutions")
         table, unmeasured = measure_all(

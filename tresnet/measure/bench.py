@@ -110,7 +110,7 @@ class _Bench:
             raise InputError("expected at least one model to measure, got none")
         self._settings = settings
         self._training = training
-        self._device = env.usable_device(settings.device)
+        self._device = env.timed_device(settings.device)
         self._meter = MemoryMeter(self._device)
         self._clock: Clock = clock_for(self._device)
         self._log = logging.getLogger(__name__).info if log is None else log

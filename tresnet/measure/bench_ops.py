@@ -143,7 +143,7 @@ def bench_ops(
     for name in names:
         if name not in OPS:
             raise InputError(f"expected an operation out of {', '.join(OPS)}, got {name!r}")
-    device = env.usable_device(settings.device)
+    device = env.timed_device(settings.device)
     with bench_switches(device, compiling=True):
         return _measured(names or tuple(OPS), dtypes, device, settings, log)
 

@@ -121,7 +121,7 @@ def largest_batches(
     """
     if not cases:
         raise InputError("expected at least one model to measure, got none")
-    device = env.usable_device(settings.device)
+    device = env.timed_device(settings.device)
     first = [dataclasses.replace(case, batch_size=settings.first) for case in cases]
     rows = [LargestRow(case.checked(training=True)) for case in first]
     compiling = any(row.case.compile != "none" for row in rows)
