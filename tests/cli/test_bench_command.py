@@ -96,6 +96,21 @@ def test_a_case_out_of_memory_is_exit_code_1_and_the_record_is_kept(tmp_path, mo
         (["tresnet_t@dtype=fp8"], "expected dtype out of fp32, bf16, fp16, got 'fp8'"),
         (["tresnet_t@speed=high"], "expected MODEL@key=value"),
         (["tresnet_t", "--batch-size", "0"], "expected batch size of at least 1, got 0"),
+        (["tresnet_t", "--batch-size", "9" * 20], "expected batch size of at most 2147483647, got"),
+        (["tresnet_t", "--input-size", "9" * 20], "expected input size of at most 2147483647, got"),
+        (["tresnet_t", "--batch-size"], "expected at least one batch size, got none"),
+        (["tresnet_t@batch_size=\u00b2"], "expected batch_size= a whole number, got '\u00b2'"),
+        (["tresnet_t@batch_size=" + "9" * 5000], "expected batch_size= a whole number, got '99"),
+        (["tresnet_t@norm="], "expected a value after norm=, got none"),
+        (["tresnet_t@pad=true,pad=false"], "expected pad= once for tresnet_t, got it again"),
+        (
+            ["tresnet_t", "--time-limit-s", "inf"],
+            "expected a time limit above 0 s, got inf",
+        ),
+        (
+            ["tresnet_t", "--time-limit-s", "nan"],
+            "expected a time limit above 0 s, got nan",
+        ),
         (["tresnet_t", "--rounds", "0"], "expected rounds of at least 1, got 0"),
         (["tresnet_t", "--device", "gpu"], "expected a device such as cpu or cuda:0, got 'gpu'"),
         (["tresnet_t", "--input-size", "33"], "divisible by 2"),
@@ -211,6 +226,37 @@ def test_bad_input_of_max_batch_and_ops(tmp_path, capsys):
     assert "at least one model" in error("max-batch", "--at-most", "64")
     assert "expected an operation out of abn" in error("ops", "conv")
     assert "divisible by 32, got 100" in error("ops", "--input-size", "100")
+    largest = ["max-batch", "tresnet_t", "--at-most", "64"]
+    assert "time limit above 0 s, got inf" in error(*largest, "--time-limit-s", "inf")
+    assert "memory limit above 0 GiB, got nan" in error(*largest, "--memory-gib", "nan")
+    quick = ["blur", "--batch-size", "2", "--input-size", "32"]
+    assert "time limit above 0 s, got inf" in error("ops", *quick, "--time-limit-s", "inf")
+    assert "got nothing: allow more time" in error("ops", *quick, "--time-limit-s", "1e-9")
+    assert "got nothing: allow more time" in error("inversion", "--parts")
+    assert records(tmp_path) == []
+
+
+def test_a_peer_that_refuses_its_input_ends_its_own_case_alone(tmp_path, capsys):
+    """timm's ViT asserts its input size."""
+    peer = "timm:vit_tiny_patch16_224"
+    arguments = ["bench", "train", "timm:test_resnet", peer, *SHORT]
+    assert run([*arguments, "--output-dir", str(tmp_path)]) == command.PARTLY_FAILED_EXIT_CODE
+    (record,) = read_records(tmp_path)
+    assert [row["status"] for row in record.rows] == ["ok", "failed"]
+    assert record.rows[1]["error"].startswith("AssertionError: Input height (32)")
+    capsys.readouterr()
+    arguments = ["bench", "max-batch", peer, "--input-size", "32", "--first", "2"]
+    arguments += ["--granularity", "2", "--at-most", "2", "--device", "cpu"]
+    assert run([*arguments, "--output-dir", str(tmp_path)]) == 1
+    assert "failed" in capsys.readouterr().out
+
+
+def test_memory_that_is_full_is_no_traceback(tmp_path, capsys):
+    arguments = ["bench", "loader", "--batch-size", "1000000000000", "--input-size", "32"]
+    arguments += ["--workers", "0", "--output-dir", str(tmp_path)]
+    assert run(arguments) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: the memory is full: ")
     assert records(tmp_path) == []
 
 

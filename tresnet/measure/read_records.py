@@ -54,7 +54,6 @@ COLUMNS: dict[str, dict[str, type | UnionType]] = {
         "contender": str,
         "status": str,
         "note": _TEXT,
-        "ideal_bytes": int,
         "p50_us": _NUMBER,
         "gb_per_s": _NUMBER,
         "share_of_copy": _NUMBER,

@@ -47,9 +47,13 @@ def write_record(
         The path of the new file. A taken name gets a counter: `..._2.json`.
 
     Raises:
-        InputError: the directory cannot be written.
+        InputError: there are no rows, or the directory cannot be written.
         ValueError: a value is NaN or infinite, which JSON cannot hold.
     """
+    if not rows:
+        raise InputError(
+            "expected something measured to record, got nothing: allow more time or ask for more"
+        )
     environment = env.describe(device)
     content = {
         "format": FORMAT,
