@@ -89,7 +89,10 @@ class MemoryWorkspaces:
     def _device(self) -> Any:
         import torch
 
-        return torch.device(self.device)
+        try:
+            return torch.device(self.device)
+        except RuntimeError as error:
+            raise InputError(f"expected a device such as cuda:0, got {self.device!r}") from error
 
     def _steps(self) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
         """Each model with its options and its training step; inference has no other convolutions."""
