@@ -247,6 +247,27 @@ def test_usable_devices():
         env.usable_device("cuda:99")
 
 
+@pytest.mark.parametrize("name", ["mps", "xpu", "hpu", "privateuseone"])
+def test_devices_of_other_makes_that_are_not_there(name):
+    if torch.accelerator.is_available() and torch.accelerator.current_accelerator().type == name:
+        pytest.skip(f"{name} is there")
+    with pytest.raises(InputError, match=f"expected a device of this machine, got '{name}'"):
+        env.usable_device(name)
+
+
+def test_what_no_clock_can_time_is_refused(monkeypatch):
+    assert env.timed_device("cpu") == torch.device("cpu")
+    monkeypatch.setattr(env, "usable_device", torch.device)
+    with pytest.raises(InputError, match="expected a device that can be timed, cpu or cuda"):
+        env.timed_device("mps")
+
+
+def test_only_an_absent_device_is_chosen_for_the_user():
+    assert env.device_or_default("cuda:1") == "cuda:1"
+    assert env.device_or_default("") == ""
+    assert env.device_or_default(None) == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
 @pytest.mark.gpu
 def test_real_gpu_is_described():
     gpu = env.describe("cuda")["device"]

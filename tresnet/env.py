@@ -73,7 +73,32 @@ def usable_device(name: str) -> torch.device:
                 "devices: use cpu, or check the driver and CUDA_VISIBLE_DEVICES"
             )
         return torch.device("cuda", index)
+    try:
+        torch.empty(0, device=device)
+    except Exception as error:  # each backend has its own way to say that it is not there
+        raise InputError(
+            f"expected a device of this machine, got {name!r} ({error}): use cpu or cuda"
+        ) from error
     return device
+
+
+def timed_device(name: str) -> torch.device:
+    """The device called `name`, if the clocks of `tresnet.measure` can time it.
+
+    Raises:
+        InputError: there is no such device on this machine, or it is neither a CPU nor a CUDA GPU.
+    """
+    device = usable_device(name)
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"expected a device that can be timed, cpu or cuda, got {name!r}")
+    return device
+
+
+def device_or_default(name: str | None) -> str:
+    """What was asked for, else a GPU if there is one, else the CPU."""
+    if name is not None:
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def package_version() -> str | None:

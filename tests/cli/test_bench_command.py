@@ -96,6 +96,21 @@ def test_a_case_out_of_memory_is_exit_code_1_and_the_record_is_kept(tmp_path, mo
         (["tresnet_t@dtype=fp8"], "expected dtype out of fp32, bf16, fp16, got 'fp8'"),
         (["tresnet_t@speed=high"], "expected MODEL@key=value"),
         (["tresnet_t", "--batch-size", "0"], "expected batch size of at least 1, got 0"),
+        (["tresnet_t", "--batch-size", "9" * 20], "expected batch size of at most 2147483647, got"),
+        (["tresnet_t", "--input-size", "9" * 20], "expected input size of at most 2147483647, got"),
+        (["tresnet_t", "--batch-size"], "expected at least one batch size, got none"),
+        (["tresnet_t@batch_size=\u00b2"], "expected batch_size= a whole number, got '\u00b2'"),
+        (["tresnet_t@batch_size=" + "9" * 5000], "expected batch_size= a whole number, got '99"),
+        (["tresnet_t@norm="], "expected a value after norm=, got none"),
+        (["tresnet_t@pad=true,pad=false"], "expected pad= once for tresnet_t, got it again"),
+        (
+            ["tresnet_t", "--time-limit-s", "inf"],
+            "expected a time limit above 0 s, got inf",
+        ),
+        (
+            ["tresnet_t", "--time-limit-s", "nan"],
+            "expected a time limit above 0 s, got nan",
+        ),
         (["tresnet_t", "--rounds", "0"], "expected rounds of at least 1, got 0"),
         (["tresnet_t", "--device", "gpu"], "expected a device such as cpu or cuda:0, got 'gpu'"),
         (["tresnet_t", "--input-size", "33"], "divisible by 2"),
@@ -114,6 +129,48 @@ def test_directory_is_checked_before_the_work(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     assert run(["bench", "infer", "tresnet_t", "--output-dir", str(tmp_path / "file")]) == 2
     assert "expected a directory that records can be written to" in capsys.readouterr().err
+
+
+EVERY = {
+    "train": ["tresnet_t", *SHORT[:-2]],
+    "infer": ["tresnet_t", *SHORT[:-2]],
+    "max-batch": ["tresnet_t", "--first", "2", "--granularity", "2", "--at-most", "2"],
+    "ops": ["blur", "--batch-size", "2", "--input-size", "32"],
+    "inversion": ["--model", "tresnet_t"],
+    "branches": ["--rounds", "0"],
+    "convs": ["--rounds", "0"],
+}
+
+
+@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("meta", "expected a device that computes"),
+        ("banana", "expected a device such as cpu or cuda:0"),
+        ("", "expected a device such as cpu or cuda:0"),
+        ("cuda:99", "but PyTorch sees"),
+        ("xpu:7", "expected a device of this machine"),
+    ],
+)
+def test_devices_that_are_none_leave_nothing(kind, device, message, tmp_path, capsys):
+    arguments = ["bench", kind, *EVERY[kind], "--device", device]
+    assert run([*arguments, "--output-dir", str(tmp_path / "a" / "b")]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: ")
+    assert message in error
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", [*EVERY, "loader"])
+def test_every_directory_is_checked_before_the_work(kind, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    device = [] if kind == "loader" else ["--device", "cpu"]
+    for name in ("file", "file/sub"):
+        arguments = ["bench", kind, *EVERY.get(kind, []), *device]
+        assert run([*arguments, "--output-dir", str(tmp_path / name)]) == 2
+        (error,) = capsys.readouterr().err.splitlines()
+        assert error.startswith("error: expected a directory that records can be written to")
 
 
 def test_max_batch_prints_a_table_and_writes_a_record(tmp_path, capsys):
@@ -169,6 +226,37 @@ def test_bad_input_of_max_batch_and_ops(tmp_path, capsys):
     assert "at least one model" in error("max-batch", "--at-most", "64")
     assert "expected an operation out of abn" in error("ops", "conv")
     assert "divisible by 32, got 100" in error("ops", "--input-size", "100")
+    largest = ["max-batch", "tresnet_t", "--at-most", "64"]
+    assert "time limit above 0 s, got inf" in error(*largest, "--time-limit-s", "inf")
+    assert "memory limit above 0 GiB, got nan" in error(*largest, "--memory-gib", "nan")
+    quick = ["blur", "--batch-size", "2", "--input-size", "32"]
+    assert "time limit above 0 s, got inf" in error("ops", *quick, "--time-limit-s", "inf")
+    assert "got nothing: allow more time" in error("ops", *quick, "--time-limit-s", "1e-9")
+    assert "got nothing: allow more time" in error("inversion", "--parts")
+    assert records(tmp_path) == []
+
+
+def test_a_peer_that_refuses_its_input_ends_its_own_case_alone(tmp_path, capsys):
+    """timm's ViT asserts its input size."""
+    peer = "timm:vit_tiny_patch16_224"
+    arguments = ["bench", "train", "timm:test_resnet", peer, *SHORT]
+    assert run([*arguments, "--output-dir", str(tmp_path)]) == command.PARTLY_FAILED_EXIT_CODE
+    (record,) = read_records(tmp_path)
+    assert [row["status"] for row in record.rows] == ["ok", "failed"]
+    assert record.rows[1]["error"].startswith("AssertionError: Input height (32)")
+    capsys.readouterr()
+    arguments = ["bench", "max-batch", peer, "--input-size", "32", "--first", "2"]
+    arguments += ["--granularity", "2", "--at-most", "2", "--device", "cpu"]
+    assert run([*arguments, "--output-dir", str(tmp_path)]) == 1
+    assert "failed" in capsys.readouterr().out
+
+
+def test_memory_that_is_full_is_no_traceback(tmp_path, capsys):
+    arguments = ["bench", "loader", "--batch-size", "1000000000000", "--input-size", "32"]
+    arguments += ["--workers", "0", "--output-dir", str(tmp_path)]
+    assert run(arguments) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: the memory is full: ")
     assert records(tmp_path) == []
 
 

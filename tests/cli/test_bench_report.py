@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from tests.measure.record_files import CPU, put, step_row
@@ -24,6 +26,31 @@ def test_the_report_is_printed(folder, capsys):
         "### CPU: Test CPU, 2 threads, PyTorch 2.15.0",
     ]
     assert "not drawn: convs.json, a record of bench_convs" in printed.err
+
+
+def test_broken_records_are_named_and_the_others_drawn(folder, capsys):
+    assert run(["bench", "report", "--records", str(folder)]) == 0
+    sound = capsys.readouterr()
+    (folder / "empty.json").touch()  # a process was killed while it wrote
+    (folder / "torn.json").write_text((folder / "gpu.json").read_text()[:-50])
+    (folder / "package.json").write_text('{"name": "no record"}')
+    assert run(["bench", "report", "--records", str(folder)]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == sound.out
+    warnings = [line for line in printed.err.splitlines() if line.startswith("warning: ")]
+    assert [Path(line.split(": ")[2]).name for line in warnings] == [
+        "empty.json",
+        "package.json",
+        "torn.json",
+    ]
+    for name in ("gpu", "cpu", "convs"):
+        (folder / f"{name}.json").unlink()
+    assert run(["bench", "report", "--records", str(folder)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    (error,) = printed.err.splitlines()
+    assert error.startswith("error: expected records in ")
+    assert "empty.json: expected a record, got an empty file" in error
 
 
 def test_the_report_replaces_what_stands_between_the_markers(folder, tmp_path):

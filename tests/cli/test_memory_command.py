@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tresnet.cli.main import main
 from tresnet.cli.memory import MemoryMaxBatch, MemoryMeasure, MemoryPredict
 from tresnet.cli.memory_case import MemoryCase, measure, measure_in_new_process
 from tresnet.cli.memory_compare import MemoryCompare
@@ -79,6 +80,22 @@ def test_measuring_needs_the_device(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(InputError, match="expected a GPU for --device cuda, found none"):
         MemoryMeasure(models=("cnn",), output_dir=tmp_path).run([])
+
+
+@pytest.mark.parametrize("kind", ["measure", "compare"])
+def test_what_cannot_be_measured_or_written_is_known_before_the_work(kind, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for arguments, message in (
+        (["--device", "banana"], "expected a device such as cpu or cuda:0"),
+        (["--device", "meta"], "expected a device that computes"),
+        (["--device", "xpu:7"], "expected a device of this machine"),
+        (["--device", "cpu", "--output-dir", str(tmp_path / "file")], "expected a directory"),
+    ):
+        full = ["memory", kind, "cnn", "--output-dir", str(tmp_path / "r"), *arguments]
+        assert main(full) == 2
+        (error,) = capsys.readouterr().err.splitlines()
+        assert error.startswith(f"error: {message}")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_compare_names_every_tool(tmp_path, capsys):

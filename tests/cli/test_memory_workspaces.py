@@ -133,3 +133,9 @@ def test_without_a_gpu_it_is_an_error(tmp_path, monkeypatch, capsys):
     assert main(["memory", "workspaces", "tresnet_t", "-o", str(tmp_path / "t.json")]) == 2
     assert "error: expected a GPU to measure cuDNN's workspaces on" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_device_that_is_none_is_refused(tmp_path, capsys):
+    path = tmp_path / "table.json"
+    assert main(["memory", "workspaces", "tresnet_t", "--device", "banana", "-o", str(path)]) == 2
+    assert "error: expected a device such as cuda:0, got 'banana'" in capsys.readouterr().err

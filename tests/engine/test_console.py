@@ -1,4 +1,5 @@
 import io
+import logging
 import sys
 
 from tresnet.engine.console import Console
@@ -31,6 +32,17 @@ def test_on_a_terminal_there_is_a_bar_that_knows_what_was_done_before(monkeypatc
     assert "5/10" in screen.getvalue()
     assert "loss 0.4" in screen.getvalue()
     assert capsys.readouterr().out == "done\n"
+
+
+def test_what_is_logged_while_a_bar_is_shown_gets_a_line_of_its_own(monkeypatch):
+    screen = terminal(monkeypatch)
+    logger, before = logging.getLogger("tresnet.test"), list(logging.getLogger().handlers)
+    with Console(is_main=True, progress=True).bar("epoch 1/2", 10) as bar:
+        bar.advance()
+        logger.warning("skipped x.png")
+        assert screen.getvalue().count("skipped x.png") == 1
+    assert "\rskipped x.png\n" in screen.getvalue()
+    assert logging.getLogger().handlers == before
 
 
 def test_without_a_terminal_there_are_lines_at_intervals(capsys):

@@ -1,6 +1,9 @@
 import csv
+import io
 import os
+import re
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,6 +68,22 @@ def test_a_run_leaves_what_its_user_needs(tiny, capsys):
     assert "4 images per update on each of 1 x cpu, 4 in all" in output
     assert "epoch 2/2  loss" in output
     assert f"result: top-1 {result.metrics.top1:.2f} %" in output
+
+
+def test_no_line_runs_into_the_bar_on_a_terminal(tiny, monkeypatch):
+    """Not even the compiler's, which comes in the middle of the first epoch."""
+    screen = io.StringIO()
+    screen.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(torch, "compile", lambda module, **_: module)
+    train(tiny(progress=True, compile=True))
+    assert "epoch 1/2:   0%" in screen.getvalue()
+    shown = [line.rpartition("\r")[2] for line in screen.getvalue().split("\n")]
+    compiled = [line for line in shown if "compiled in " in line]
+    assert len(compiled) == 2  # for training and for evaluating
+    assert all(re.fullmatch(r"compiled in \d+\.\d s", line) for line in compiled)
+    assert not any("it/s" in line for line in shown if line.strip())
 
 
 def test_accuracy_is_left_out_where_labels_are_mixed(tiny):

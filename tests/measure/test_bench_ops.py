@@ -10,6 +10,7 @@ from tresnet.measure.bench_ops import OpsSettings, bench_ops
 from tresnet.measure.held_clock import HeldClock
 from tresnet.measure.ops_table import OPS
 from tresnet.measure.read_records import COLUMNS
+from tresnet.measure.records import write_record
 from tresnet.ops.tiles import interpreted
 
 QUICK = OpsSettings(batch_size=2, input_size=32, repeats=3)
@@ -183,3 +184,50 @@ def test_operations_on_a_gpu(cuda_device):
     assert {(row.contender, row.status) for row in rows if row.status != "ok"} == set()
     for row in rows:
         assert 0 < row.gb_per_s < 20_000
+
+
+def test_a_gradient_that_is_no_number_is_wrong_and_can_be_recorded(monkeypatch, tmp_path):
+    def spoiled(found, inputs):
+        return [found[0], torch.full_like(found[1], torch.nan), *found[2:]]
+
+    computed, eager = module._Case._computed, OPS["abn"].reference
+
+    def computing(self, function, inputs):
+        found = computed(self, function, inputs)
+        return found if function is eager else spoiled(found, inputs)
+
+    monkeypatch.setattr(torch, "compile", lambda function, **how: lambda *a: function(*a))
+    monkeypatch.setattr(module._Case, "_computed", computing)
+    rows = bench_ops(["abn"], ["fp32"], QUICK, log=lambda line: None)
+    for row in rows:
+        if row.contender == "inductor":
+            assert (row.status, row.relative_error) == ("wrong", None)
+            assert row.note.startswith("relative error nan, allowed are ")
+    write_record(
+        tmp_path,
+        "bench_ops",
+        device="cpu",
+        settings={},
+        rows=[dataclasses.asdict(row) for row in rows],
+        warmup_steps=1,
+        runs=1,
+    )
+
+
+def test_inputs_beyond_the_memory_leave_the_other_places_alone(monkeypatch, tmp_path):
+    make, first = OPS["blur"].make, OPS["blur"].places[0]
+
+    def making(shape, place, *arguments):
+        if place == first:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+        return make(shape, place, *arguments)
+
+    monkeypatch.setattr(torch, "compile", lambda function, **how: function)
+    monkeypatch.setitem(OPS, "blur", dataclasses.replace(OPS["blur"], make=making))
+    rows = bench_ops(["blur"], ["fp32"], QUICK, log=lambda line: None)
+    full = [row for row in rows if row.place == first.name]
+    assert {row.status for row in full} == {"out_of_memory"}
+    assert {row.contender for row in full} >= {"copy", "eager", "inductor", "triton"}
+    assert full[0].note == "CUDA out of memory. Tried to allocate 9 GiB"
+    rest = {row.status for row in rows if row.place != first.name}
+    assert rest == {"ok", "left_out"}

@@ -78,6 +78,67 @@ def damaged(change, what="bench_train", row=None):
             ),
             r"expected row 1: shape of type list, got None",
         ),
+        ("", r"expected a record, got an empty file: remove it"),
+        ("\n", r"expected a record, got an empty file: remove it"),
+        (f'{{"format": {"1" * 5000}}}', r"expected a record in JSON, got something else"),
+        (
+            damaged(lambda r: r["environment"]["device"].update(power_limit_w="much")),
+            r"expected device: power_limit_w of type .*, got 'much'",
+        ),
+        (
+            damaged(lambda r: r["environment"]["device"].update(power_limit_w=float("inf"))),
+            r"expected device: power_limit_w above 0 and .*, got inf",
+        ),
+        (
+            damaged(lambda r: r["environment"]["device"].pop("name")),
+            r"expected device: name, got only type, power_limit_w",
+        ),
+        (
+            damaged(lambda r: r["environment"]["device"].update(name=None)),
+            r"expected device: name of type str, got None",
+        ),
+        (
+            damaged(
+                lambda r: r["environment"].update(device=CPU, cpu={"model": 7, "torch_threads": 2})
+            ),
+            r"expected cpu: model of type .*, got 7",
+        ),
+        (
+            damaged(lambda r: r["environment"].update(date_utc="yesterday")),
+            r"expected environment: date_utc such as .*, got yesterday",
+        ),
+        (
+            damaged(lambda r: r["rows"][0].update(p50_images_per_s=None)),
+            r"expected row 1: p50_images_per_s above 0 where status is ok, got null",
+        ),
+        (
+            damaged(lambda r: r["rows"][0].update(p50_images_per_s=float("nan"))),
+            r"expected row 1: p50_images_per_s above 0 and .*, got nan",
+        ),
+        (
+            damaged(lambda r: r["rows"][0].update(max_allocated_mib=-1)),
+            r"expected row 1: max_allocated_mib above 0 .*, got -1",
+        ),
+        (
+            damaged(lambda r: r["rows"][0].update(p50_images_per_s=10**400)),
+            r"expected row 1: p50_images_per_s above 0 and below .*, got 1000",
+        ),
+        (
+            damaged(lambda r: r["rows"][0].update(round_p50_images_per_s=[1.0, 0.0])),
+            r"expected row 1: round_p50_images_per_s above 0.*, got \[1.0, 0.0\]",
+        ),
+        (
+            damaged(lambda r: r["rows"][0].update(round_p50_images_per_s=[True])),
+            r"expected row 1: round_p50_images_per_s of numbers, got \[True\]",
+        ),
+        (
+            damaged(lambda r: r["rows"][0].update(partitioner=["x"])),
+            r"expected row 1: partitioner of type .*, got \['x'\]",
+        ),
+        (
+            damaged(lambda r: r["rows"][0].update(pad="yes")),
+            r"expected row 1: pad of type bool, got 'yes'",
+        ),
     ],
 )
 def test_damaged_records_are_named(tmp_path, text, message):
@@ -112,3 +173,20 @@ def test_rounds_that_are_no_numbers_are_an_error_that_names_row_and_column(tmp_p
         InputError, match=r"row 1: round_p50_images_per_s of numbers, got \['fast'\]"
     ):
         read_records(tmp_path)
+
+
+def test_a_folder_is_read_past_its_broken_files(tmp_path):
+    put(tmp_path, "sound", "bench_train", [step_row("tresnet_m", 10.0)])
+    (tmp_path / "empty.json").touch()
+    (tmp_path / "torn.json").write_text(damaged(lambda r: None)[:-100])
+    (tmp_path / "package.json").write_text('{"name": "other", "version": "1.0"}')
+    told = []
+    (record,) = read_records(tmp_path, lambda error: told.append(str(error)))
+    assert record.name == "sound.json"
+    assert [line.partition(": ")[0] for line in told] == [
+        str(tmp_path / name) for name in ("empty.json", "package.json", "torn.json")
+    ]
+    (tmp_path / "sound.json").unlink()
+    with pytest.raises(InputError, match=r"none can be read: .*empty\.json: .*; .*torn\.json: "):
+        read_records(tmp_path, told.append)
+    assert len(told) == 3

@@ -8,7 +8,7 @@ import torch
 from tresnet import env
 from tresnet.errors import InputError
 from tresnet.measure import records
-from tresnet.measure.records import public_command, write_record
+from tresnet.measure.records import check_directory, public_command, write_record
 
 
 def write(folder, **changes):
@@ -85,6 +85,26 @@ def test_file_in_the_way_of_the_directory(tmp_path):
     (tmp_path / "records").write_text("")
     with pytest.raises(InputError, match="expected a directory that records can be written to"):
         write(tmp_path / "records")
+
+
+def test_a_directory_is_checked_without_making_it(tmp_path):
+    check_directory(tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == []
+    write(tmp_path / "a" / "b")
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    (tmp_path / "file").touch()
+    for name in ("file", "file/sub", "link", "n" * 300):
+        with pytest.raises(InputError, match="expected a directory that records can be written to"):
+            check_directory(tmp_path / name)
+
+
+def test_a_directory_without_permission_or_on_a_full_disk_is_found_out(tmp_path, monkeypatch):
+    def full(dir):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(records.tempfile, "TemporaryFile", full)
+    with pytest.raises(InputError, match=r"No space left on device.*choose another or free"):
+        check_directory(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,16 @@ def test_the_newest_record_of_a_contender_counts(tmp_path):
     assert (point.images_per_s, point.record) == (100.0, "new.json")
 
 
+def test_a_later_record_of_a_single_setting_is_not_a_contenders_best(tmp_path):
+    """benchmarks/gpu.sh measures memory, eagerly, after the comparison of all settings."""
+    compiled = step_row("timm:tresnet_m", 150.0, compile="default")
+    put(tmp_path, "all", "bench_train", [compiled, step_row("timm:tresnet_m", 100.0)])
+    rows = [step_row("timm:tresnet_m", speed, batch_size=int(speed)) for speed in (98.0, 99.0)]
+    put(tmp_path, "memory", "bench_train", rows, date="2026-02-01T00:00:00+00:00")
+    (point, *_) = speed_points(section_of(tmp_path), "bench_train")
+    assert (point.images_per_s, point.record) == (150.0, "all.json")
+
+
 def test_memory_over_batches_is_of_one_record(tmp_path):
     put(tmp_path, "a", "bench_train", ROWS)
     one = step_row("tresnet_m", 90.0, batch_size=256, max_allocated_mib=5000.0)

@@ -46,8 +46,8 @@ class _Options(ModelOptions):
     that is being compiled is not interrupted."""
 
     def prepare(self) -> "BenchSettings":
-        """The settings, checked, with a directory for the record."""
-        from tresnet.measure.records import writable_directory
+        """The settings, checked like the directory of the record."""
+        from tresnet.measure.records import check_directory
         from tresnet.measure.results import BenchSettings
 
         settings = BenchSettings(
@@ -58,7 +58,7 @@ class _Options(ModelOptions):
             interleave=not self.sequential,
             time_limit_s=self.time_limit_s,
         )
-        writable_directory(self.output_dir)
+        check_directory(self.output_dir)
         return settings
 
 

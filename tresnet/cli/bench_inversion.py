@@ -66,16 +66,14 @@ class BenchInversion:
 
     def run(self, argv: list[str]) -> int:
         """Measure, print the tables and write the record."""
-        import torch
-
         from tresnet import env
         from tresnet.measure.bench_ops import OpsSettings
         from tresnet.measure.inversion_time import check_stages
-        from tresnet.measure.records import writable_directory, write_record
+        from tresnet.measure.records import check_directory, write_record
         from tresnet.models.zoo import find_variant
 
-        name = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        device = env.usable_device(name)
+        name = env.device_or_default(self.device)
+        device = env.timed_device(name)
         settings = OpsSettings(
             name, self.batch_size, self.input_size, self.repeats, time_limit_s=self.time_limit_s
         )
@@ -85,7 +83,7 @@ class BenchInversion:
             raise InputError(
                 f"expected memory_batch_size of at least 1, got {self.memory_batch_size}"
             )
-        writable_directory(self.output_dir)
+        check_directory(self.output_dir)
         rows = self._measured(device, settings)
         path = write_record(
             self.output_dir,

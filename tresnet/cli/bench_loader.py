@@ -48,7 +48,7 @@ class BenchLoader:
     def run(self, argv: list[str]) -> int:
         """Measure, print the table and write the record."""
         from tresnet.measure.loaders import LoaderSettings, compare_loaders
-        from tresnet.measure.records import writable_directory
+        from tresnet.measure.records import check_directory
 
         settings = LoaderSettings(
             self.batch_size,
@@ -58,7 +58,7 @@ class BenchLoader:
             self.batches,
             self.warmup_batches,
         )
-        writable_directory(self.output_dir)
+        check_directory(self.output_dir)
         with self._images() as folder, self._loaders(folder, settings) as loaders:
             rows = compare_loaders(loaders, settings, log=progress)
         _print(rows)

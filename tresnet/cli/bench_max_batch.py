@@ -37,7 +37,7 @@ class BenchMaxBatch(ModelOptions):
     def run(self, argv: list[str]) -> int:
         """Search, print the table and write the record."""
         from tresnet.measure.largest_batch import LargestSettings, largest_batches
-        from tresnet.measure.records import writable_directory, write_record
+        from tresnet.measure.records import check_directory, write_record
 
         settings = LargestSettings(
             self.resolved_device(),
@@ -47,7 +47,7 @@ class BenchMaxBatch(ModelOptions):
             self.memory_gib,
             time_limit_s=self.time_limit_s,
         )
-        writable_directory(self.output_dir)
+        check_directory(self.output_dir)
         rows = largest_batches(self.cases((self.first,)), settings, log=progress)
         say(_table(rows))
         path = write_record(

@@ -46,12 +46,11 @@ class BenchOps:
 
     def run(self, argv: list[str]) -> int:
         """Measure, print the table and write the record."""
-        import torch
-
+        from tresnet.env import device_or_default
         from tresnet.measure.bench_ops import METHOD, OpsSettings, bench_ops
-        from tresnet.measure.records import writable_directory, write_record
+        from tresnet.measure.records import check_directory, write_record
 
-        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        device = device_or_default(self.device)
         settings = OpsSettings(
             device,
             self.batch_size,
@@ -59,7 +58,7 @@ class BenchOps:
             self.repeats,
             time_limit_s=self.time_limit_s,
         )
-        writable_directory(self.output_dir)
+        check_directory(self.output_dir)
         dtypes = self.dtype or (("bf16",) if device.startswith("cuda") else ("fp32",))
         rows = bench_ops(self.ops, dtypes, settings, log=progress)
         say(_table(rows))

@@ -49,9 +49,9 @@ class ModelOptions:
 
     def resolved_device(self) -> str:
         """What was asked for, else a GPU, else the CPU."""
-        import torch
+        from tresnet.env import device_or_default
 
-        return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        return device_or_default(self.device)
 
     def cases(self, batch_sizes: Sequence[int], cast: str | None = None) -> "list[BenchCase]":
         """Every model at every batch size."""

@@ -16,7 +16,10 @@ END = "<!-- tresnet bench report: end -->"
 
 @dataclasses.dataclass(frozen=True)
 class BenchReport:
-    """Draw tables and pictures from records; a section for each device and PyTorch version."""
+    """Draw tables and pictures from records; a section for each device and PyTorch version.
+
+    The first table of a section holds this project's targets against its peers.
+    """
 
     records: Path = Path("benchmarks/records")
     """Folder of the records."""
@@ -37,11 +40,15 @@ class BenchReport:
         from tresnet.errors import InputError
         from tresnet.measure.read_records import read_records
         from tresnet.measure.report import DRAWN, section_markdown, sections
+        from tresnet.measure.targets import targets_table
 
         around = None if self.into is None else _around_report(self.into)
         if self.pictures is not None and not self.pictures.is_dir():
             raise InputError(f"expected an existing folder, got {self.pictures}: create it first")
-        records = read_records(self.records)
+        broken: list[str] = []
+        records = read_records(self.records, lambda error: broken.append(str(error)))
+        for fault in broken:
+            progress(f"warning: not drawn: {fault}")
         for record in records:
             if record.what not in DRAWN:
                 progress(f"not drawn: {record.name}, a record of {record.what}")
@@ -49,8 +56,12 @@ class BenchReport:
         if not drawn:
             raise InputError(
                 f"expected records of {', '.join(DRAWN)} in {self.records}, found others only"
+                + "".join(f"; {fault}" for fault in broken)
             )
-        parts = [section_markdown(one, self._links(one)) for one in sections(drawn)]
+        parts = []
+        for one in sections(drawn):
+            above = [*self._links(one), targets_table(one)]
+            parts.append(section_markdown(one, list(filter(None, above))))
         text = "\n\n".join(parts)
         if around is None or self.into is None:
             say(text)

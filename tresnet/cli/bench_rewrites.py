@@ -29,14 +29,14 @@ class _Options:
     """Directory of the record; existing records are never overwritten."""
 
     def settings(self, input_size: int) -> "RewriteSettings":
-        """The settings, checked, with a directory for the record."""
-        from tresnet.measure.records import writable_directory
+        """The settings, checked like the directory of the record."""
+        from tresnet.measure.records import check_directory
         from tresnet.measure.rewrites import RewriteSettings
 
         settings = RewriteSettings(
             self.batch_size, input_size, self.rounds, self.steps, self.device
         )
-        writable_directory(self.output_dir)
+        check_directory(self.output_dir)
         return settings
 
 

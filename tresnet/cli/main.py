@@ -47,6 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TResNetError as error:
         fail(error)
         return BAD_INPUT_EXIT_CODE
+    except (RuntimeError, MemoryError) as error:
+        from tresnet.measure.memory import is_out_of_memory
+
+        if not is_out_of_memory(error):
+            raise
+        fail(f"the memory is full: {str(error).partition(chr(10))[0]}: ask for smaller sizes")
+        return BAD_INPUT_EXIT_CODE
     except KeyboardInterrupt:
         fail("interrupted")
         return INTERRUPTED_EXIT_CODE

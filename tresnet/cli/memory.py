@@ -76,7 +76,7 @@ class MemoryMeasure(Measured):
 
     def run(self, argv: list[str]) -> int:
         """Print one line a phase and write a record."""
-        self.measured_on()
+        self.check()
         rows = [{**dataclasses.asdict(c), **self.measured(c)} for c in self.cases()]
         columns = ["allocated_mib", "reserved_mib", "max_allocated_mib", "device_used_mib",
                    "rss_peak_mib"]  # fmt: skip

@@ -45,7 +45,7 @@ class MemoryCompare(Measured):
 
     def run(self, argv: list[str]) -> int:
         """Print one line a model and tool, and write a record."""
-        self.measured_on()
+        self.check()
         if self.matrix:
             return self._run_matrix(argv)
         rows = [row for case in self.cases() if case.name != "tensor" for row in self._rows(case)]
@@ -64,10 +64,7 @@ class MemoryCompare(Measured):
             raise InputError(
                 "--matrix compares with measurements: expected it without --no-measuring"
             )
-        from tresnet.measure.records import writable_directory
-
         cases = matrix_cases(self.models, self.device)
-        writable_directory(self.output_dir)
         rows = compare_matrix(
             cases, self._until(time.monotonic() + self.time_limit_s), load_table(self.workspaces)
         )

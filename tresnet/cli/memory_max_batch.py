@@ -42,10 +42,12 @@ class MemoryMaxBatch(StepOptions, GpuOptions):
 
     def run(self, argv: list[str]) -> int:
         """Print what fits, what may, and what does not; with `--verify`, what did."""
+        from tresnet.measure.records import check_directory
         from tresnet.memory import max_batch
 
         if self.verify:
             require_gpu("cuda")
+            check_directory(self.output_dir)
         found = max_batch(
             self.model,
             model_options=self.model_options(self.model),

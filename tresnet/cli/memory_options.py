@@ -130,11 +130,22 @@ class Measured(StepOptions):
         step = {**self.step(), "batch_size": self.batch_size}
         return MemoryCase(name, step, self.model_options(name), self.device)
 
+    def check(self) -> None:
+        """Find out before the work whether it can be done and written down.
+
+        Raises:
+            InputError: no such device, or a directory that cannot be written to.
+        """
+        from tresnet.measure.records import check_directory
+
+        self.measured_on()
+        check_directory(self.output_dir)
+
     def measured_on(self) -> str | None:
         """The device of the record.
 
         Raises:
-            InputError: it is a GPU and there is none.
+            InputError: there is none such.
         """
         require_gpu(self.device)
         return self.device
@@ -178,14 +189,17 @@ def load_table(path: Path | None) -> "Workspaces | None":
 
 
 def require_gpu(device: str) -> None:
-    """Raise `InputError` if the device is a GPU and there is none."""
+    """Raise `InputError` if the device is none of this machine, or neither CPU nor CUDA GPU."""
     import torch
+
+    from tresnet.env import timed_device
 
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise InputError(
             f"expected a GPU for --device {device}, found none: measure on a machine with one, or "
             "check that the command runs with --device cpu"
         )
+    timed_device(device)
 
 
 def cell(value: float | None) -> str:

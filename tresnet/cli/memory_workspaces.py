@@ -59,13 +59,13 @@ class MemoryWorkspaces:
 
     def run(self, argv: list[str]) -> int:
         """Measure and write the table."""
-        from tresnet.measure.records import writable_directory, write_new
+        from tresnet.measure.records import check_directory, write_new
         from tresnet.memory.convolutions import cuda_meter, measure_all, summarise
 
         began = time.monotonic()
         path = self._new_file()
         meter = cuda_meter(self._device(), benchmark=self.cudnn_benchmark)
-        writable_directory(path.parent)
+        check_directory(path.parent)
         found = self._convolutions()
         progress(f"measuring {len(found)} convolutions")
         table, unmeasured = measure_all(
@@ -89,7 +89,10 @@ class MemoryWorkspaces:
     def _device(self) -> Any:
         import torch
 
-        return torch.device(self.device)
+        try:
+            return torch.device(self.device)
+        except RuntimeError as error:
+            raise InputError(f"expected a device such as cuda:0, got {self.device!r}") from error
 
     def _steps(self) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
         """Each model with its options and its training step; inference has no other convolutions."""

@@ -1,5 +1,6 @@
 """What a run shows: a bar on a terminal, else a line now and then. Only process 0 shows anything."""
 
+import contextlib
 import sys
 from types import TracebackType
 from typing import Any, Self
@@ -36,13 +37,16 @@ class Bar:
         self._console = console
         self._settings = {"desc": title, "total": total, "initial": done}
         self._tqdm: Any = None
+        self._redirected = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        """Show the bar."""
+        """Show the bar; what is logged meanwhile becomes lines above it."""
         if self._console.shows_bars:
             from tqdm import tqdm
+            from tqdm.contrib.logging import logging_redirect_tqdm
 
             self._tqdm = tqdm(**self._settings, leave=False, dynamic_ncols=True)
+            self._redirected.enter_context(logging_redirect_tqdm())
         return self
 
     def __exit__(
@@ -53,6 +57,7 @@ class Bar:
     ) -> None:
         """Remove the bar."""
         if self._tqdm is not None:
+            self._redirected.close()
             self._tqdm.close()
 
     def advance(self, steps: int = 1) -> None:

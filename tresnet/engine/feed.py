@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from tresnet.engine.config import ComputeConfig
 from tresnet.models.tresnet import TResNet
+from tresnet.ops.unit_floats import unit_floats
 
 
 class Feed:
@@ -26,7 +27,6 @@ class Feed:
         self._layout = memory_format(compute)
         self._device = device
         self._keep_bytes = keep_bytes
-        # On the device, as GPUs multiply by the inverse of a number, which rounds a second time.
         self._largest = torch.tensor(255.0, device=device)
 
     def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,12 +43,9 @@ class Feed:
         if images.dtype != torch.uint8:
             return images.to(self._device, non_blocking=True, memory_format=self._layout), labels
         images = images.to(self._device, non_blocking=True)
-        return images if self._keep_bytes else self._to_floats(images), labels
-
-    def _to_floats(self, images: Tensor) -> Tensor:
-        """Bytes to what torchvision's conversion gives, to the bit, in one pass on a GPU."""
-        floats = torch.empty(images.shape, device=self._device, memory_format=self._layout)
-        return torch.div(images, self._largest, out=floats)
+        if self._keep_bytes:
+            return images, labels
+        return unit_floats(images, memory_format=self._layout, largest=self._largest), labels
 
 
 def reads_bytes(model: nn.Module, compute: ComputeConfig) -> bool:

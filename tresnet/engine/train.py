@@ -78,19 +78,19 @@ def train(config: TrainConfig, resume: Path | None = None) -> TrainResult:
         configs.check_resumable(saved, config)
         content = state.load(resume / LAST)
     with StopRequest() as stop, distributed.join(config.compute.device) as processes:
-        say = Console(processes.is_main, False).say
-        config = batch_size.resolve(config, processes, say)
+        console = Console(processes.is_main, config.run.progress)
+        config = batch_size.resolve(config, processes, console.say)
         memory = MemoryMeter(processes.device)
         memory.phase("initial")
         images = open_images(config, processes)
         state.seed_everything(config.run.seed, processes.device)
         model = create_model(config, images.classes)
         updates = -(-len(images.train) // config.optim.accumulate)
-        learner = Learner(model, config, processes, updates * config.schedule.epochs, say)
+        learner = Learner(model, config, processes, updates * config.schedule.epochs, console.say)
         memory.phase("model")
         state.seed_everything(mix_seed(config.run.seed, processes.rank), processes.device)
         run_dir = resume or _new_run_dir(config, processes)
-        trainer = Trainer(config, run_dir, processes, images, learner, memory, stop)
+        trainer = Trainer(config, run_dir, processes, images, learner, memory, stop, console)
         if content is not None:
             trainer.restore(content)
         try:
@@ -121,6 +121,7 @@ class Trainer:
         learner: Learner,
         memory: MemoryMeter,
         stop: StopRequest,
+        console: Console,
     ) -> None:
         """Bring the parts together; nothing is written yet."""
         self.config = config
@@ -134,7 +135,7 @@ class Trainer:
         self.identity = Identity(processes.world, images.fingerprint, images.classes)
         self.losses = Losses(config, len(images.classes), processes.rank)
         self.throughput = ThroughputMeter(processes.device)
-        self.console = Console(processes.is_main, config.run.progress)
+        self.console = console
         self.tally = Tally()
         self.log: RunLog | None = None
         self._resumed = False

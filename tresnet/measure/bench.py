@@ -27,7 +27,14 @@ from tresnet import env
 from tresnet.errors import InputError, TResNetError
 from tresnet.measure.cases import BenchCase
 from tresnet.measure.clock import Clock, clock_for
-from tresnet.measure.memory import MemoryMeter, MemorySnapshot, is_library_failure, is_out_of_memory
+from tresnet.measure.memory import (
+    MemoryMeter,
+    MemorySnapshot,
+    failure_in_short,
+    is_library_failure,
+    is_out_of_memory,
+)
+from tresnet.measure.named import split_name
 from tresnet.measure.percentiles import speed_of
 from tresnet.measure.results import BenchInterrupt, BenchRow, BenchSettings
 from tresnet.measure.steps import OPTIMIZER, PreparedStep, prepare
@@ -110,7 +117,7 @@ class _Bench:
             raise InputError("expected at least one model to measure, got none")
         self._settings = settings
         self._training = training
-        self._device = env.usable_device(settings.device)
+        self._device = env.timed_device(settings.device)
         self._meter = MemoryMeter(self._device)
         self._clock: Clock = clock_for(self._device)
         self._log = logging.getLogger(__name__).info if log is None else log
@@ -185,10 +192,11 @@ class _Bench:
         except TResNetError:
             raise
         except Exception as error:
-            if not is_library_failure(error):
+            # a peer may refuse its input in any way of its own
+            if split_name(row.case.model)[0] == "tresnet" and not is_library_failure(error):
                 raise
             row.status = "out_of_memory" if is_out_of_memory(error) else "failed"
-            row.error = (str(error).strip() or type(error).__name__).splitlines()[0]
+            row.error = failure_in_short(error)
             self._log(f"{row.case.label()}: {row.status}: {row.error}")
         # Outside the handler: the exception would keep the step's tensors alive.
         if row.status in ("out_of_memory", "failed"):

@@ -6,6 +6,7 @@ them. What a contender computes is compared with float64 before it is timed.
 """
 
 import dataclasses
+import gc
 import itertools
 import math
 import statistics
@@ -21,8 +22,9 @@ from tresnet.errors import InputError, TResNetError
 from tresnet.measure.bench import bench_switches
 from tresnet.measure.cases import DTYPES
 from tresnet.measure.held_clock import Calls, HeldClock
-from tresnet.measure.memory import is_library_failure, is_out_of_memory
+from tresnet.measure.memory import failure_in_short, is_library_failure, is_out_of_memory
 from tresnet.measure.ops_table import BLOCK_SIZE, OPS, Function, Inputs, Op, Place
+from tresnet.measure.results import check_time_limit
 
 DIRECTIONS = ("forward", "backward")
 _LEAST_SIZE = 8 * BLOCK_SIZE
@@ -80,8 +82,7 @@ class OpsSettings:
             raise InputError(
                 f"expected input_size divisible by {_LEAST_SIZE}, got {self.input_size}"
             )
-        if self.time_limit_s is not None and not self.time_limit_s > 0:
-            raise InputError(f"expected a time limit above 0 s, got {self.time_limit_s}")
+        check_time_limit(self.time_limit_s)
 
 
 @dataclasses.dataclass
@@ -97,11 +98,13 @@ class OpRow:
         contender: `copy`, `eager`, `inductor`, or an implementation of this package.
         status: `ok`, `left_out`, `wrong`, `out_of_memory` or `failed`.
         note: why it is not `ok`, or what else to know.
-        ideal_bytes: that the operation must move; see `tresnet.measure.ops_table`.
+        ideal_bytes: that the operation must move, see `tresnet.measure.ops_table`; 0 where its
+            inputs could not be made.
         p50_us: median over the repeats.
         gb_per_s: ideal bytes by that time, in 10^9 bytes.
         share_of_copy: of the copy's bandwidth.
-        relative_error: of output and gradients against float64, in the Euclidean norm.
+        relative_error: of output and gradients against float64, in the Euclidean norm; None where
+            it is not finite.
     """
 
     op: str
@@ -143,7 +146,7 @@ def bench_ops(
     for name in names:
         if name not in OPS:
             raise InputError(f"expected an operation out of {', '.join(OPS)}, got {name!r}")
-    device = env.usable_device(settings.device)
+    device = env.timed_device(settings.device)
     with bench_switches(device, compiling=True):
         return _measured(names or tuple(OPS), dtypes, device, settings, log)
 
@@ -172,8 +175,28 @@ def _measured(
 def measure_place(
     op: Op, name: str, place: Place, dtype: str, device: torch.device, settings: OpsSettings
 ) -> list[OpRow]:
-    """Measure one operation at one place in one dtype; call it inside `bench_switches`."""
-    return _Case(op, name, place, dtype, device, settings).run()
+    """Measure one operation at one place in one dtype; call it inside `bench_switches`.
+
+    Where not even the inputs can be made, the rows say so, and other places can go on.
+    """
+    side = settings.input_size // place.reduction
+    shape = (settings.batch_size, place.channels, side, side)
+    contenders = ("copy", "eager", "inductor", *op.impls)
+    try:
+        return _Case(op, name, place, shape, dtype, device, settings, contenders).run()
+    except Exception as error:
+        if not is_library_failure(error):
+            raise
+        status = "out_of_memory" if is_out_of_memory(error) else "failed"
+        note = failure_in_short(error)
+    gc.collect()  # outside the handler: the exception kept the tensors alive
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return [
+        OpRow(name, place.name, list(shape), dtype, direction, contender, 0, status, note)
+        for direction in DIRECTIONS
+        for contender in contenders
+    ]
 
 
 class _Case:
@@ -184,15 +207,15 @@ class _Case:
         op: Op,
         name: str,
         place: Place,
+        shape: tuple[int, int, int, int],
         dtype: str,
         device: torch.device,
         settings: OpsSettings,
+        contenders: Sequence[str],
     ) -> None:
         self._op = op
         self._device, self._settings = device, settings
         self._clock = HeldClock(device)
-        side = settings.input_size // place.reduction
-        shape = (settings.batch_size, place.channels, side, side)
         torch.manual_seed(settings.seed)
         self._inputs = self._op.make(shape, place, DTYPES[dtype], device)
         with torch.no_grad():
@@ -211,7 +234,7 @@ class _Case:
             OpRow(name, place.name, list(shape), dtype, direction, contender, nbytes)
             for direction, nbytes in zip(DIRECTIONS, ideal, strict=True)
             if nbytes
-            for contender in ("copy", "eager", "inductor", *self._op.impls)
+            for contender in contenders
         ]
 
     def run(self) -> list[OpRow]:
@@ -248,7 +271,7 @@ class _Case:
             self._allowed = _ERROR_FACTOR * error + _ERROR_FLOOR
         for row in self._rows:
             if row.contender == contender:
-                row.relative_error = error
+                row.relative_error = error if math.isfinite(error) else None
                 if not error <= self._allowed:
                     row.status = "wrong"
                     row.note = f"relative error {error:.2g}, allowed are {self._allowed:.2g}"
@@ -353,9 +376,11 @@ def _layout(x: Tensor) -> torch.memory_format:
 
 
 def _relative_error(found: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
-    """The largest of the relative errors of the tensors, in the Euclidean norm."""
-    pairs = zip(found, truth, strict=True)
-    return max(float((a.to(b.dtype) - b).norm() / b.norm()) for a, b in pairs)
+    """The largest of the relative errors of the tensors, in the Euclidean norm; NaN if one is."""
+    errors = [
+        float((a.to(b.dtype) - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True)
+    ]
+    return math.nan if any(map(math.isnan, errors)) else max(errors)
 
 
 def _size(x: Tensor) -> int:

@@ -29,6 +29,7 @@ COMPILE_MODES = (
     "max-autotune-no-cudagraphs",
 )
 NORMS = ("abn", "batchnorm", "inplace_abn")
+_MOST = 2**31 - 1  # more images or pixels overflow what PyTorch counts in
 # What the compiler's partitioner is told while it divides a step into forward and backward.
 PARTITIONERS = {"aggressive": TRAINING_PARTITIONER}
 
@@ -109,8 +110,9 @@ class BenchCase:
             if value is not None and value not in choices:
                 raise InputError(f"expected {field} out of {', '.join(choices)}, got {value!r}")
         for field, size in (("batch size", case.batch_size), ("input size", case.input_size)):
-            if size is not None and size < 1:
-                raise InputError(f"expected {field} of at least 1, got {size}")
+            if size is not None and not 1 <= size <= _MOST:
+                least = "at least 1" if size < 1 else f"at most {_MOST}"
+                raise InputError(f"expected {field} of {least}, got {size}")
         case._check_impl()
         case._check_partitioner(training)
         if case.norm is not None:
@@ -208,7 +210,8 @@ def parse_case(text: str, defaults: BenchCase) -> BenchCase:
     The norm of `defaults` is for our models alone.
 
     Raises:
-        InputError: an option that is not of the form key=value, an unknown key, a bad value.
+        InputError: an option that is not of the form key=value, an unknown or repeated key, a bad
+            value.
     """
     model, _, options = text.partition("@")
     ours = split_name(model)[0] == "tresnet"
@@ -222,6 +225,8 @@ def parse_case(text: str, defaults: BenchCase) -> BenchCase:
             raise InputError(
                 f"expected MODEL@key=value,... with a key out of {', '.join(kinds)}; got {option!r}"
             )
+        if key in changes:
+            raise InputError(f"expected {key}= once for {model}, got it again as {option!r}")
         changes[key] = _parse_value(key, value)
     return dataclasses.replace(case, **changes)
 
@@ -230,6 +235,8 @@ def parse_cases(
     texts: Sequence[str], defaults: BenchCase, batch_sizes: Sequence[int]
 ) -> list[BenchCase]:
     """Every model at every batch size; a model with its own `batch_size=` appears once."""
+    if not batch_sizes:
+        raise InputError("expected at least one batch size, got none")
     cases: list[BenchCase] = []
     for text in texts:
         sizes = batch_sizes[:1] if "batch_size=" in text else batch_sizes
@@ -240,8 +247,10 @@ def parse_cases(
 
 
 def _parse_value(key: str, value: str) -> object:
+    if not value:
+        raise InputError(f"expected a value after {key}=, got none")
     if key in ("batch_size", "input_size"):
-        if not value.isdigit():
+        if not (value.isascii() and value.isdigit() and len(value) < 20):
             raise InputError(f"expected {key}= a whole number, got {value!r}")
         return int(value)
     if key in ("channels_last", "fold", "freeze", "pad"):

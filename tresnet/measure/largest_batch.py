@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,15 @@ from tresnet import env
 from tresnet.errors import InputError
 from tresnet.measure.bench import bench_switches
 from tresnet.measure.cases import BenchCase
-from tresnet.measure.memory import MemoryMeter, is_library_failure, is_out_of_memory, to_mib
+from tresnet.measure.memory import (
+    MemoryMeter,
+    failure_in_short,
+    is_library_failure,
+    is_out_of_memory,
+    to_mib,
+)
+from tresnet.measure.named import split_name
+from tresnet.measure.results import check_time_limit
 from tresnet.measure.steps import prepare
 
 # The first step has no optimizer state yet: memory is at its peak in the second.
@@ -60,10 +69,9 @@ class LargestSettings:
             )
         if self.at_most is not None and self.at_most < self.first:
             raise InputError(f"expected at_most of at least {self.first}, got {self.at_most}")
-        if self.memory_limit_gib is not None and self.memory_limit_gib <= 0:
+        if self.memory_limit_gib is not None and not 0 < self.memory_limit_gib < math.inf:
             raise InputError(f"expected a memory limit above 0 GiB, got {self.memory_limit_gib}")
-        if self.time_limit_s is not None and not self.time_limit_s > 0:
-            raise InputError(f"expected a time limit above 0 s, got {self.time_limit_s}")
+        check_time_limit(self.time_limit_s)
         if self.at_most is None and not self.device.startswith("cuda"):
             raise InputError(
                 f"expected at_most on {self.device}, got none: only a GPU says when it is full"
@@ -121,7 +129,7 @@ def largest_batches(
     """
     if not cases:
         raise InputError("expected at least one model to measure, got none")
-    device = env.usable_device(settings.device)
+    device = env.timed_device(settings.device)
     first = [dataclasses.replace(case, batch_size=settings.first) for case in cases]
     rows = [LargestRow(case.checked(training=True)) for case in first]
     compiling = any(row.case.compile != "none" for row in rows)
@@ -200,11 +208,12 @@ class _Search:
             for _ in range(_STEPS):
                 float(step.run())
         except Exception as error:
-            if not is_library_failure(error):
+            # a peer may refuse its input in any way of its own
+            if split_name(row.case.model)[0] == "tresnet" and not is_library_failure(error):
                 raise
             fits = False
             if not is_out_of_memory(error):
-                failure = (str(error).strip() or type(error).__name__).splitlines()[0]
+                failure = failure_in_short(error)
         peak = meter.snapshot().max_allocated
         step = None  # frees the memory, as does leaving the handler
         gc.collect()

@@ -152,6 +152,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(sign in str(error) for sign in _OUT_OF_MEMORY_SIGNS)
 
 
+def failure_in_short(error: Exception) -> str:
+    """The first line of what an exception says, with its kind where no library speaks."""
+    lines, kind = str(error).strip().splitlines(), type(error).__name__
+    if not lines:
+        return kind
+    return lines[0] if is_library_failure(error) else f"{kind}: {lines[0]}"
+
+
 def is_library_failure(error: Exception) -> bool:
     """Whether PyTorch, Triton or a library under them failed, not a program that uses them wrongly."""
     if isinstance(error, RuntimeError | MemoryError):

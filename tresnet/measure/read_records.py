@@ -3,10 +3,11 @@
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, cast
+from typing import Any
 
 from tresnet.errors import InputError
 from tresnet.measure.records import FORMAT
@@ -53,12 +54,32 @@ COLUMNS: dict[str, dict[str, type | UnionType]] = {
         "contender": str,
         "status": str,
         "note": _TEXT,
-        "ideal_bytes": int,
         "p50_us": _NUMBER,
         "gb_per_s": _NUMBER,
         "share_of_copy": _NUMBER,
     },
 }
+
+
+# Settings of a case that older records do not have.
+_LATER_COLUMNS: dict[str, type | UnionType] = {
+    "impl": _TEXT,
+    "partitioner": _TEXT,
+    "pad": bool,
+    "recompute": _TEXT,
+    "input": str,
+}
+_LISTS = {"round_p50_images_per_s", "shape"}
+# What a row that is `ok` has found.
+_FIGURES = {
+    "bench_train": "p50_images_per_s",
+    "bench_infer": "p50_images_per_s",
+    "bench_max_batch": "largest_batch",
+}
+_HUGE = 2**63
+_SOUND = "above 0 and below 2**63"
+_NAMED_FAULTS = 3
+_QUOTED = 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +110,19 @@ class Record:
     rows: Sequence[Mapping[str, Any]]
 
 
-def read_records(folder: str | os.PathLike[str]) -> list[Record]:
+def read_records(
+    folder: str | os.PathLike[str], passed_over: Callable[[InputError], object] | None = None
+) -> list[Record]:
     """Every record of a folder, oldest first.
 
+    Args:
+        folder: where they are.
+        passed_over: told of each file that is no sound record (a killed process leaves an empty one),
+            which is then left out; None to raise it.
+
     Raises:
-        InputError: no folder or no record in it, or a record that is damaged or of another format.
+        InputError: no folder or no record in it, or a file that is damaged, of another format, or no
+            record at all, where none may be left out or no other is there.
     """
     directory = Path(folder)
     if not directory.is_dir():
@@ -101,7 +130,24 @@ def read_records(folder: str | os.PathLike[str]) -> list[Record]:
     paths = sorted(directory.glob("*.json"))
     if not paths:
         raise InputError(f"expected records (*.json) in {directory}, found none: measure first")
-    return sorted((read_record(path) for path in paths), key=lambda one: (one.date_utc, one.name))
+    records, faults = [], []
+    for path in paths:
+        try:
+            records.append(read_record(path))
+        except InputError as error:
+            if passed_over is None:
+                raise
+            faults.append(error)
+    if not records:
+        raise InputError(
+            f"expected records in {directory}, but none can be read: "
+            + "; ".join(map(str, faults[:_NAMED_FAULTS]))
+            + (f"; and {len(faults) - _NAMED_FAULTS} more" * (len(faults) > _NAMED_FAULTS))
+        )
+    for error in faults:
+        assert passed_over is not None, "raised otherwise"
+        passed_over(error)
+    return sorted(records, key=lambda one: (one.date_utc, one.name))
 
 
 def read_record(path: str | os.PathLike[str]) -> Record:
@@ -121,26 +167,43 @@ def read_record(path: str | os.PathLike[str]) -> Record:
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
             raise file.wrong("rows of columns", f"row {number} = {row!r}")
-        for column, kind in COLUMNS.get(what, {}).items():
-            value = file.take(row, column, kind, f"row {number}: ")
-            if column == "round_p50_images_per_s" and not all(
-                type(v) in (int, float) for v in value
-            ):
-                raise file.wrong(f"row {number}: {column} of numbers", repr(value))
-    device = file.take(environment, "device", dict)
-    kind = file.take(device, "type", str)
-    packages = file.take(environment, "packages", dict)
+        _check_row(file, what, row, f"row {number}: ")
+    packages = file.take(environment, "packages", dict, "environment: ")
+    device, on_gpu = _device(file, environment)
     return Record(
         name=file.path.name,
         what=what,
         command=file.take(content, "command", str),
-        date_utc=file.take(environment, "date_utc", str),
-        device=_gpu(device) if kind == "cuda" else _cpu(file, kind, environment),
-        on_gpu=kind == "cuda",
+        date_utc=_date(file, environment),
+        device=device,
+        on_gpu=on_gpu,
         torch=file.take(packages, "torch", str),
         settings=file.take(content, "settings", dict),
         rows=rows,
     )
+
+
+def _check_row(file: "_File", what: str, row: Mapping[str, Any], where: str) -> None:
+    columns = COLUMNS.get(what, {})
+    for column, kind in columns.items():
+        file.take(row, column, kind, where)
+    for column, kind in _LATER_COLUMNS.items() if columns else ():
+        if column in row:
+            file.take(row, column, kind, where)
+    for column in _LISTS & columns.keys():
+        for value in row[column]:
+            if type(value) not in (int, float):
+                raise file.wrong(f"{where}{column} of numbers", repr(row[column]))
+            if not _is_sound(value):
+                raise file.wrong(f"{where}{column} {_SOUND}", repr(row[column]))
+    figure = _FIGURES.get(what)
+    if figure is not None and row["status"] == "ok" and row[figure] is None:
+        raise file.wrong(f"{where}{figure} above 0 where status is ok", "null")
+
+
+def _is_sound(number: float) -> bool:
+    """Whether it is above 0, as all numbers in records are, and can be computed with."""
+    return 0 < number < _HUGE
 
 
 class _File:
@@ -150,14 +213,20 @@ class _File:
         self.path = path
 
     def wrong(self, expected: str, got: str) -> InputError:
-        return InputError(f"{self.path}: expected {expected}, got {got}")
+        short = got if len(got) <= _QUOTED else f"{got[:_QUOTED]}..."
+        return InputError(f"{self.path}: expected {expected}, got {short}")
 
     def content(self) -> dict[str, Any]:
         try:
-            content = json.loads(self.path.read_text(encoding="utf-8"))
+            text = self.path.read_text(encoding="utf-8")
+            if not text.strip():
+                raise self.wrong("a record", "an empty file: remove it")
+            content = json.loads(text)
+        except InputError:
+            raise
         except (OSError, UnicodeDecodeError) as error:
             raise self.wrong("a record", f"a file that cannot be read ({error})") from error
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # a number of 5000 digits is a ValueError
             raise self.wrong("a record in JSON", f"something else ({error})") from error
         if not isinstance(content, dict):
             raise self.wrong("a record", type(content).__name__)
@@ -173,17 +242,32 @@ class _File:
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             name = getattr(kind, "__name__", str(kind))
             raise self.wrong(f"{where}{key} of type {name}", repr(value))
+        if type(value) in (int, float) and not _is_sound(value):
+            raise self.wrong(f"{where}{key} {_SOUND}", repr(value))
         return value
 
 
-def _gpu(device: Mapping[str, Any]) -> str:
-    limit_w = cast("float | None", device.get("power_limit_w"))
-    name = device.get("name") or "GPU of unknown name"
-    return name if limit_w is None else f"{name} at {limit_w:.0f} W"
+def _date(file: _File, environment: Mapping[str, Any]) -> str:
+    text = file.take(environment, "date_utc", str, "environment: ")
+    try:
+        datetime.fromisoformat(text)
+    except ValueError as error:
+        raise file.wrong("environment: date_utc such as 2026-01-31T12:00:00", text) from error
+    return text
 
 
-def _cpu(file: _File, kind: str, environment: Mapping[str, Any]) -> str:
-    cpu = file.take(environment, "cpu", dict)
-    threads = file.take(cpu, "torch_threads", int)
-    model = cpu.get("model") or "of unknown model"
-    return f"{kind.upper()}: {model}, {threads} thread{'s' if threads > 1 else ''}"
+def _device(file: _File, environment: Mapping[str, Any]) -> tuple[str, bool]:
+    """The device in words, and whether it is a GPU."""
+    device = file.take(environment, "device", dict, "environment: ")
+    kind = file.take(device, "type", str, "device: ")
+    if kind == "cuda":
+        name = file.take(device, "name", str, "device: ")
+        has_limit = "power_limit_w" in device
+        limit_w = file.take(device, "power_limit_w", _NUMBER, "device: ") if has_limit else None
+        return (name if limit_w is None else f"{name} at {limit_w:.0f} W"), True
+    cpu = file.take(environment, "cpu", dict, "environment: ")
+    threads = file.take(cpu, "torch_threads", int, "cpu: ")
+    model = (
+        file.take(cpu, "model", _TEXT, "cpu: ") if "model" in cpu else None
+    ) or "of unknown model"
+    return f"{kind.upper()}: {model}, {threads} thread{'s' if threads > 1 else ''}", False

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path, PureWindowsPath
@@ -46,9 +47,13 @@ def write_record(
         The path of the new file. A taken name gets a counter: `..._2.json`.
 
     Raises:
-        InputError: the directory cannot be written.
+        InputError: there are no rows, or the directory cannot be written.
         ValueError: a value is NaN or infinite, which JSON cannot hold.
     """
+    if not rows:
+        raise InputError(
+            "expected something measured to record, got nothing: allow more time or ask for more"
+        )
     environment = env.describe(device)
     content = {
         "format": FORMAT,
@@ -62,7 +67,9 @@ def write_record(
     }
     text = json.dumps(content, indent=1, allow_nan=False) + "\n"
     try:
-        path = _reserve(writable_directory(directory), _stem(what, environment["device"]))
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        path = _reserve(folder, _stem(what, environment["device"]))
         _fill(path, text)
     except OSError as error:
         raise _unwritable(directory, error) from error
@@ -70,11 +77,15 @@ def write_record(
 
 
 def write_new(path: Path, text: str) -> None:
-    """Write a file that is not there yet, whole or not at all.
+    """Write a file that is not there yet, whole or not at all, and make its directory if missing.
 
     Raises:
         InputError: it is there, or cannot be written.
     """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(path.parent, error) from error
     try:
         path.touch(exist_ok=False)
         _fill(path, text)
@@ -94,19 +105,27 @@ def _fill(path: Path, text: str) -> None:
         raise
 
 
-def writable_directory(directory: str | os.PathLike[str]) -> Path:
-    """Make `directory` if it is missing, so that a long measurement does not end in nothing.
+def check_directory(directory: str | os.PathLike[str]) -> None:
+    """Check that records can be written to `directory`, which need not exist yet; leaves nothing.
+
+    A long measurement shall not end in nothing, nor one that never began leave an empty directory.
 
     Raises:
         InputError: it cannot be made or written.
     """
-    folder = Path(directory)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=_nearest(Path(directory))):  # permissions do not tell all
+            pass
     except OSError as error:
         raise _unwritable(directory, error) from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise _unwritable(directory, "no permission to write")
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder itself if something is there, a broken link say, else the nearest one above."""
+    try:
+        folder.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return folder if folder == folder.parent else _nearest(folder.parent)
     return folder
 
 

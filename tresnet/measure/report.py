@@ -44,14 +44,14 @@ def sections(records: Iterable[Record]) -> list[Section]:
     ]
 
 
-def section_markdown(section: Section, pictures: Sequence[str] = ()) -> str:
+def section_markdown(section: Section, above: Sequence[str] = ()) -> str:
     """Every table of a section.
 
     Args:
         section: what to draw.
-        pictures: of the section, as Markdown, to stand above the tables.
+        above: pictures and tables of the whole section, as Markdown, to stand above the others.
     """
-    parts = [f"### {section.title}", *pictures]
+    parts = [f"### {section.title}", *above]
     for record in section.records:
         tables = [table for draw in DRAWN.get(record.what, ()) if (table := draw(record))]
         if tables:
@@ -128,7 +128,7 @@ def speed_table(record: Record) -> str:
     ]
     turns = "in turns" if record.settings.get("interleave") else "one after another"
     title = f"**{_TITLES[record.what]}**, images per second (median step), measured {turns}:"
-    return "\n\n".join([title, _table(header, lines), *_failures(record)])
+    return "\n\n".join([title, markdown_table(header, lines), *_failures(record)])
 
 
 def speed_ratio(record: Record, first: Row, row: Row) -> float | None:
@@ -158,7 +158,7 @@ def memory_table(record: Record) -> str:
         for (name, settings), peaks in cases.items()
     ]
     title = f"**{_peak_title(record)} of a training step** (in brackets {first_name} ÷ it):"
-    return "\n\n".join([title, _table(header, lines)])
+    return "\n\n".join([title, markdown_table(header, lines)])
 
 
 def _beside(value: float | None, first: float | None) -> str:
@@ -189,7 +189,7 @@ def largest_table(record: Record) -> str:
         )
     limit_mib = first["memory_limit_mib"]
     within = "" if limit_mib is None else f" in {limit_mib / 1024:,.1f} GiB"
-    return "\n\n".join([f"**Largest training batch**{within}:", _table(header, lines)])
+    return "\n\n".join([f"**Largest training batch**{within}:", markdown_table(header, lines)])
 
 
 def ops_table(record: Record) -> str:
@@ -212,7 +212,9 @@ def ops_table(record: Record) -> str:
         for row in record.rows
         if row["status"] != "ok"
     )
-    return "\n\n".join([title, _table(header, lines), *(["\n".join(notes)] if notes else [])])
+    return "\n\n".join(
+        [title, markdown_table(header, lines), *(["\n".join(notes)] if notes else [])]
+    )
 
 
 def _bandwidth(row: Row | None) -> str:
@@ -242,7 +244,8 @@ def _number(value: float | None, digits: int = 0) -> str:
     return f"{value:,.{max(digits, 1) if abs(value) < 100 else digits}f}"
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as a table in Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(
         f"| {' | '.join(' '.join(cell.replace('|', '/').split()) for cell in line)} |"

@@ -45,19 +45,28 @@ class Line:
 
 
 def speed_points(section: Section, what: str) -> list[Point]:
-    """Images/s of each contender at its best, newest record first, against published accuracies.
+    """Images/s of each contender at its best against published accuracies.
+
+    Of several records the one counts that gave a contender the most settings, the newest of those: a
+    later measurement of its memory in a single setting is not its best.
 
     Args:
         section: one device, one PyTorch version.
         what: bench_train or bench_infer.
     """
     points: dict[tuple[str, int], list[Point]] = {}
-    for record in reversed(section.records):
+    most: dict[tuple[str, int], int] = {}
+    for record in section.records:  # oldest first
         if record.what != what:
             continue
+        tried: dict[tuple[str, int], set[str]] = {}
+        for row in record.rows:
+            if row["status"] == "ok":
+                tried.setdefault((contender(row), row["input_size"]), set()).add(settings_of(row))
         for key, row in best_rows(record.rows).items():
-            if key in points or row["status"] != "ok" or row["p50_images_per_s"] is None:
+            if key not in tried or len(tried[key]) < most.get(key, 0):
                 continue
+            most[key] = len(tried[key])
             points[key] = [
                 Point(contender(row), one.weights, row["p50_images_per_s"], one.top1, record.name)
                 for one in published_top1(row["model"], row["input_size"])

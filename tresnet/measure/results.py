@@ -1,12 +1,19 @@
 """What a benchmark is told, and what it answers for each case."""
 
 import dataclasses
+import math
 from typing import Any
 
 from tresnet.errors import InputError
 from tresnet.measure.cases import BenchCase
 from tresnet.measure.memory import MemorySnapshot
 from tresnet.measure.percentiles import Speed
+
+
+def check_time_limit(limit_s: float | None) -> None:
+    """Raise `InputError` unless it is None or above 0 and finite, as records hold no infinity."""
+    if limit_s is not None and not 0 < limit_s < math.inf:
+        raise InputError(f"expected a time limit above 0 s, got {limit_s}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +45,7 @@ class BenchSettings:
         for name, least in (("warmup_steps", 1), ("rounds", 1), ("steps_per_round", 1)):
             if getattr(self, name) < least:
                 raise InputError(f"expected {name} of at least {least}, got {getattr(self, name)}")
-        if self.time_limit_s is not None and not self.time_limit_s > 0:
-            raise InputError(f"expected a time limit above 0 s, got {self.time_limit_s}")
+        check_time_limit(self.time_limit_s)
 
 
 class BenchInterrupt(KeyboardInterrupt):

@@ -171,7 +171,7 @@ def compare_branches(
 def _compare(
     builds: dict[str, Build], shape: tuple[int, int, int, int], settings: RewriteSettings
 ) -> list[RewriteRow]:
-    device = env.usable_device(settings.device)
+    device = env.timed_device(settings.device)
     rows = [_counted(case, build, shape) for case, build in builds.items()]
     if not settings.rounds:
         return rows

@@ -11,6 +11,7 @@ from tresnet.measure.cases import DTYPES, PARTITIONERS, BenchCase
 from tresnet.measure.macs import count_parameters
 from tresnet.measure.named import build_named, default_input_size, split_name
 from tresnet.models.compiled import CompiledModel, partitioner
+from tresnet.ops.unit_floats import unit_floats
 from tresnet.surgery.fold import fold
 from tresnet.surgery.pad_channels import pad_channels
 
@@ -29,7 +30,7 @@ class ScaledBytes(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """(N, 3, H, W), uint8."""
-        return self.model(torch.div(images, 255, out=torch.empty_like(images, dtype=self.dtype)))
+        return self.model(unit_floats(images, dtype=self.dtype))
 
 
 @dataclasses.dataclass
