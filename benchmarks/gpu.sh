@@ -4,6 +4,8 @@
 #
 #   benchmarks/gpu.sh                    all stages, in the order below
 #   benchmarks/gpu.sh train_m report     these stages
+#   benchmarks/gpu.sh tiles              not among them: the kernels with their work cut otherwise, for
+#                                        whoever tunes them
 #   benchmarks/gpu.sh --rehearse         the same command lines on the CPU, with tiny models, one step
 #                                        and no compiler: nothing it writes is a measurement
 #
@@ -158,6 +160,22 @@ max_batch() { # a third of the time for each
 
 ops() { bench ops "${ops_options[@]}" --time-limit-s $((limit_s > 30 ? limit_s - 15 : 15)); }
 
+tiles() { # all operations at once fill the compiler's cache, then each is timed alone
+    local op began_s=$SECONDS contenders=(triton
+        triton@warps=2 triton@warps=8 triton@tile=1024 triton@tile=4096 triton@tile=4096,warps=8
+        triton@blur_tile=512 triton@blur_tile=2048,warps=8 triton@programs=512 triton@programs=2048
+        triton@programs=4096 triton@most_tiles=1 triton@most_tiles=2 triton@most_tiles=8)
+    for op in abn abn_blur abn_se abn_join blur stem; do
+        timeout -k 5 $((limit_s / 2)) "$python" -m tresnet.cli.main bench ops "$op" "${ops_options[@]}" \
+            --contenders "${contenders[@]}" --repeats 1 --device "$device" \
+            --output-dir "$scratch/tiles" >>"$scratch/warm.log" 2>&1 &
+    done
+    wait
+    limit_s=$((limit_s - (SECONDS - began_s)))
+    bench ops "${ops_options[@]}" --contenders "${contenders[@]}" \
+        --time-limit-s $((limit_s > 30 ? limit_s - 15 : 15))
+}
+
 inversion() { # what abn might save for backward: its output, inverted there, or its input
     bench inversion "${inversion_options[@]}" \
         --time-limit-s $((limit_s > 60 ? limit_s - 40 : 15))
@@ -171,11 +189,12 @@ report() {
 
 # Most seconds of each stage. The compiler's work comes first, so that no clock runs beside it.
 declare -A limits=([ops]=70 [warm]=150 [train_m]=120 [train_l]=60 [train_xl]=60 [infer]=70
-    [max_batch]=105 [memory]=70 [inversion]=90 [report]=20)
+    [max_batch]=105 [memory]=70 [inversion]=90 [report]=20
+    [tiles]=300)
 stages=(ops warm train_m train_l train_xl infer max_batch memory inversion report)
 if (($#)); then
     for name in "$@"; do
-        [[ -n ${limits[$name]:-} ]] || { echo "expected stages out of ${stages[*]}, got $name" >&2; exit 2; }
+        [[ -n ${limits[$name]:-} ]] || { echo "expected stages out of ${stages[*]} tiles, got $name" >&2; exit 2; }
     done
     stages=("$@")
 fi

@@ -37,7 +37,7 @@ def rehearse(folder: Path, *stages: str) -> subprocess.CompletedProcess[str]:
 def test_unknown_stages_are_refused(tmp_path: Path):
     result = rehearse(tmp_path, "train_s")
     assert result.returncode == 2
-    assert result.stderr == f"expected stages out of {' '.join(STAGES)}, got train_s\n"
+    assert result.stderr == f"expected stages out of {' '.join(STAGES)} tiles, got train_s\n"
 
 
 def test_a_failing_stage_is_named_and_the_others_run(tmp_path: Path):
@@ -81,6 +81,18 @@ def test_the_command_lines_for_a_gpu_are_sound(tmp_path: Path):
     for training, model in itertools.product((True, False), PEERS):
         assert (training, model) in compared
     assert {(True, "timm:tresnet_l"), (True, "timm:tresnet_xl")} <= set(compared)
+
+
+@pytest.mark.slow
+def test_other_tiles_are_measured_beside_those_in_use(tmp_path: Path):
+    result = rehearse(tmp_path, "tiles")
+    assert result.returncode == 0, result.stdout + result.stderr
+    (record,) = read_records(tmp_path / "records")
+    contenders = {row["contender"] for row in record.rows}
+    assert {"copy", "triton", "triton@warps=8", "triton@blur_tile=512"} <= contenders
+    assert "eager" not in contenders
+    for row in record.rows:
+        assert row["status"] == ("ok" if row["contender"] == "copy" else "left_out")
 
 
 @pytest.mark.slow

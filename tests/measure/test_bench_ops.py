@@ -6,11 +6,13 @@ import torch
 
 from tresnet.errors import InputError
 from tresnet.measure import bench_ops as module
-from tresnet.measure.bench_ops import OpsSettings, bench_ops
+from tresnet.measure.bench_ops import OpsSettings, bench_ops, parse_contender
 from tresnet.measure.held_clock import HeldClock
 from tresnet.measure.ops_table import OPS
 from tresnet.measure.read_records import COLUMNS
 from tresnet.measure.records import write_record
+from tresnet.ops import tiles
+from tresnet.ops.abn import launch
 from tresnet.ops.tiles import interpreted
 
 QUICK = OpsSettings(batch_size=2, input_size=32, repeats=3)
@@ -63,6 +65,66 @@ def test_kernels_go_through_all_buffers(monkeypatch, name):
     rows = bench_ops([name], ["bf16"], dataclasses.replace(QUICK, repeats=1), str)
     assert {(row.contender, row.status, row.note) for row in rows if row.status != "ok"} == set()
     assert len(rows) == (4 if name == "stem" else 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("eager", ("eager", {})),
+        ("triton", ("triton", {})),
+        ("triton@warps=8,most_tiles=3", ("triton", {"warps": 8, "most_tiles": 3})),
+    ],
+)
+def test_contenders_are_read(text, expected):
+    assert parse_contender(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "cudnn",
+            "expected a contender out of copy, eager, inductor, recompute, triton, reference",
+        ),
+        ("triton@", "expected triton@key=number"),
+        ("triton@stages=2", "with keys out of tile, blur_tile, warps, programs, most_tiles"),
+        ("triton@warps=8,warps=4", "each once"),
+        ("triton@warps=0", "expected triton@key=number"),
+        ("triton@warps=-4", "expected triton@key=number"),
+        ("triton@programs=9999999999", "expected triton@key=number"),
+        ("triton@tile=3000", "expected a power of two for tile"),
+        ("recompute@warps=4", "expected triton@key=number"),
+    ],
+)
+def test_other_contenders_are_errors(text, message):
+    with pytest.raises(InputError, match=message):
+        OpsSettings(contenders=(text,))
+
+
+@pytest.mark.usefixtures("without_inductor")
+@pytest.mark.skipif(not interpreted(), reason="without Triton's interpreter the kernels need a GPU")
+def test_kernels_cut_otherwise_are_contenders_of_their_own(monkeypatch):
+    """Each is checked and timed, forward and backward, with the cut it is named after."""
+    seen = set()
+    plan = launch.plan
+
+    def spied(*args, **kwargs):
+        cut = plan(*args, **kwargs)
+        seen.add((case, cut.options["num_warps"], tiles.TILE))
+        return cut
+
+    op = OPS["abn"]
+    small = dataclasses.replace(op.places[0], channels=3, reduction=8)
+    monkeypatch.setitem(module.OPS, "abn", dataclasses.replace(op, places=(small,)))
+    monkeypatch.setattr(launch, "plan", spied)
+    monkeypatch.setattr(module, "_times_kernels", lambda device: True)
+    before = tiles.TILE, tiles.WARPS
+    for case in ("triton", "triton@warps=2,tile=64"):
+        settings = dataclasses.replace(QUICK, repeats=1, contenders=(case,))
+        rows = bench_ops(["abn"], ["fp32"], settings, str)
+        assert [(row.contender, row.status) for row in rows] == [("copy", "ok"), (case, "ok")] * 2
+    assert seen == {("triton", *before[::-1]), ("triton@warps=2,tile=64", 2, 64)}
+    assert before == (tiles.TILE, tiles.WARPS)
 
 
 @pytest.mark.usefixtures("without_inductor")

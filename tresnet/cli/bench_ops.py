@@ -32,6 +32,11 @@ class BenchOps:
     dtype: tuple[Literal["fp32", "bf16", "fp16"], ...] | None = None
     """Of the feature maps, one or several; by default bf16 on a GPU and fp32 on a CPU."""
 
+    contenders: tuple[str, ...] = ()
+    """Out of eager, inductor, reference, recompute and triton; by default all that an operation has.
+    triton@warps=8,tile=4096 cuts the kernels' work otherwise: tile, blur_tile, warps, programs,
+    most_tiles."""
+
     repeats: int = 20
     """Timed passes of each contender."""
 
@@ -57,6 +62,7 @@ class BenchOps:
             self.input_size,
             self.repeats,
             time_limit_s=self.time_limit_s,
+            contenders=self.contenders,
         )
         check_directory(self.output_dir)
         dtypes = self.dtype or (("bf16",) if device.startswith("cuda") else ("fp32",))

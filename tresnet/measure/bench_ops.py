@@ -25,6 +25,7 @@ from tresnet.measure.held_clock import Calls, HeldClock
 from tresnet.measure.memory import failure_in_short, is_library_failure, is_out_of_memory
 from tresnet.measure.ops_table import BLOCK_SIZE, OPS, Function, Inputs, Op, Place
 from tresnet.measure.results import check_time_limit
+from tresnet.ops import tiles
 
 DIRECTIONS = ("forward", "backward")
 _LEAST_SIZE = 8 * BLOCK_SIZE
@@ -60,6 +61,9 @@ class OpsSettings:
         repeats: timed passes over all buffers.
         seed: of the inputs.
         time_limit_s: after it no operation is begun; None for no limit.
+        contenders: besides the copy: eager, inductor, this package's implementations; such as
+            `triton@warps=8,tile=4096` for kernels cut otherwise, by names of
+            `tresnet.ops.tiles.TUNABLE`. Empty for all but these.
     """
 
     device: str = "cpu"
@@ -68,12 +72,13 @@ class OpsSettings:
     repeats: int = 20
     seed: int = 0
     time_limit_s: float | None = None
+    contenders: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the numbers.
+        """Check the numbers and the contenders.
 
         Raises:
-            InputError: one is out of range.
+            InputError: one is out of range, or unknown.
         """
         for name, least in (("batch_size", 2), ("repeats", 1)):
             if getattr(self, name) < least:
@@ -83,6 +88,53 @@ class OpsSettings:
                 f"expected input_size divisible by {_LEAST_SIZE}, got {self.input_size}"
             )
         check_time_limit(self.time_limit_s)
+        known = (
+            "copy",
+            "eager",
+            "inductor",
+            *dict.fromkeys(i for op in OPS.values() for i in op.impls),
+        )
+        for contender in self.contenders:
+            if parse_contender(contender)[0] not in known:
+                raise InputError(
+                    f"expected a contender out of {', '.join(known)}, got {contender!r}"
+                )
+
+    def contenders_for(self, op: Op) -> tuple[str, ...]:
+        """Those that an operation has, in order, each once."""
+        own = ("copy", "eager", "inductor", *op.impls)
+        asked = dict.fromkeys(("copy", *self.contenders)) if self.contenders else own
+        return tuple(name for name in asked if parse_contender(name)[0] in own)
+
+
+def parse_contender(text: str) -> tuple[str, dict[str, int]]:
+    """`triton@warps=8,tile=4096` to the implementation and how its kernels are cut.
+
+    Raises:
+        InputError: a name that cannot be tuned, a number it cannot be, or another contender.
+    """
+    name, at, options = text.partition("@")
+    tuning: dict[str, int] = {}
+    for option in options.split(",") if at else ():
+        key, _, value = option.partition("=")
+        least_power = tiles.TUNABLE.get(key)
+        number = int(value) if value.isascii() and value.isdigit() else 0
+        power = number > 0 and number & (number - 1) == 0
+        if (
+            name != "triton"
+            or least_power is None
+            or key in tuning
+            or not number
+            or number > 1 << 20
+        ):
+            raise InputError(
+                f"expected triton@key=number,... with keys out of {', '.join(tiles.TUNABLE)}, each "
+                f"once, got {text!r}"
+            )
+        if least_power and not power:
+            raise InputError(f"expected a power of two for {key}, got {text!r}")
+        tuning[key] = number
+    return name, tuning
 
 
 @dataclasses.dataclass
@@ -95,7 +147,8 @@ class OpRow:
         shape: (N, C, H, W) of the input, channels last.
         dtype: of the feature maps; parameters are fp32.
         direction: `forward` (with what it saves for backward) or `backward`.
-        contender: `copy`, `eager`, `inductor`, or an implementation of this package.
+        contender: `copy`, `eager`, `inductor`, or an implementation of this package, `triton` with
+            `@` and how its kernels were cut.
         status: `ok`, `left_out`, `wrong`, `out_of_memory` or `failed`.
         note: why it is not `ok`, or what else to know.
         ideal_bytes: that the operation must move, see `tresnet.measure.ops_table`; 0 where its
@@ -181,7 +234,7 @@ def measure_place(
     """
     side = settings.input_size // place.reduction
     shape = (settings.batch_size, place.channels, side, side)
-    contenders = ("copy", "eager", "inductor", *op.impls)
+    contenders = settings.contenders_for(op)
     try:
         return _Case(op, name, place, shape, dtype, device, settings, contenders).run()
     except Exception as error:
@@ -241,7 +294,8 @@ class _Case:
         """Check, then time every contender in turns."""
         torch.compiler.reset()
         functions: dict[str, Function | None] = {"copy": None}
-        for contender in dict.fromkeys(row.contender for row in self._rows):
+        # eager first, asked for or not: its error is what others may have
+        for contender in dict.fromkeys(("eager", *(row.contender for row in self._rows))):
             if contender != "copy":
                 self._guarded(contender, self._set_up, functions)
         self._truth.clear()
@@ -258,15 +312,17 @@ class _Case:
 
     def _set_up(self, contender: str, functions: dict[str, Function | None]) -> None:
         """Make a contender, and compare what it computes with float64."""
+        impl, tuning = parse_contender(contender)
         if contender == "eager":
             function = self._op.reference
         elif contender == "inductor":
             function = torch.compile(self._op.reference, fullgraph=True, dynamic=False)
-        elif contender.startswith("triton") and self._device.type != "cuda":
+        elif impl == "triton" and not _times_kernels(self._device):
             raise InputError("the kernels need a GPU: interpreted, their time says nothing")
         else:
-            function = self._op.ours(contender)
-        error = _relative_error(self._computed(function, self._inputs), self._truth)
+            function = self._op.ours(impl)
+        with tiles.tuned(tuning):
+            error = _relative_error(self._computed(function, self._inputs), self._truth)
         if contender == "eager":
             self._allowed = _ERROR_FACTOR * error + _ERROR_FLOOR
         for row in self._rows:
@@ -280,12 +336,13 @@ class _Case:
     def _visit(self, contender: str, row: OpRow, functions: dict[str, Function | None]) -> float:
         late = self._clock.late_blocks
         function = functions[contender]
-        if function is None:
-            time_s = self._clock.seconds_per_call(lambda: self._copies(row.ideal_bytes))
-        elif row.direction == "forward":
-            time_s = self._clock.seconds_per_call(lambda: self._forwards(function))
-        else:
-            time_s = self._clock.seconds_per_call(lambda: self._backwards(function))
+        with tiles.tuned(parse_contender(contender)[1]):
+            if function is None:
+                time_s = self._clock.seconds_per_call(lambda: self._copies(row.ideal_bytes))
+            elif row.direction == "forward":
+                time_s = self._clock.seconds_per_call(lambda: self._forwards(function))
+            else:
+                time_s = self._clock.seconds_per_call(lambda: self._backwards(function))
         if self._clock.late_blocks > late:
             row.note = "the host was slower than the device: its time is counted"
         return time_s
@@ -349,6 +406,10 @@ class _Case:
             copied = copies[row.direction]
             if row.gb_per_s is not None and copied is not None:
                 row.share_of_copy = row.gb_per_s / copied
+
+
+def _times_kernels(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 def _buffers_of(device: torch.device, touched_bytes: int) -> int:

@@ -9,7 +9,8 @@ sectors of memory, because a row's bytes are no multiple of 32, run next to each
 
 import math
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,8 @@ WARPS = 4
 PROGRAMS = 1024
 MOST_TILES = 4  # of one program that writes: enough to share the loads of the channels' factors
 WIDEST_LOAD = 16  # bytes
+# What `tuned` changes, and whether it must be a power of two.
+TUNABLE = {"tile": True, "blur_tile": True, "warps": True, "programs": False, "most_tiles": False}
 
 
 class Geometry(NamedTuple):
@@ -50,6 +53,17 @@ class Plan(NamedTuple):
     chunk: int
     programs: int
     options: dict[str, int]
+
+
+@contextmanager
+def tuned(values: Mapping[str, int]) -> Iterator[None]:
+    """Cut the work otherwise meanwhile, to measure it: `TUNABLE` names to values."""
+    before = {name: globals()[name.upper()] for name in values}
+    try:
+        globals().update({name.upper(): value for name, value in values.items()})
+        yield
+    finally:
+        globals().update({name.upper(): value for name, value in before.items()})
 
 
 def interpreted() -> bool:
@@ -127,7 +141,7 @@ def tile(shape: Geometry, blur: bool = False) -> tuple[int, int]:
 def plan(
     shape: Geometry,
     blur: bool = False,
-    most_tiles: int | None = None,
+    writes: bool = False,
     source: Geometry | None = None,
 ) -> Plan:
     """Cut the pixels of each sample into chunks, one a program.
@@ -135,8 +149,8 @@ def plan(
     Args:
         shape: what is cut.
         blur: the kernel has the blur's index arithmetic.
-        most_tiles: of a chunk; None for a reduction, whose chunks leave partial sums and are as
-            long as `PROGRAMS` allows.
+        writes: the kernel writes a map: a chunk has `MOST_TILES` at most. One of a reduction leaves
+            partial sums, and is as long as `PROGRAMS` allows.
         source: what is read, if not of this shape: its channels may be apart where those of a single
             pixel, written, are not.
     """
@@ -144,9 +158,9 @@ def plan(
     columns = -(-shape.c // bc)
     wanted = max(-(-PROGRAMS // (shape.n * columns)), 1)
     tiles = -(-shape.p // (wanted * bp))
-    if most_tiles is None:
-        tiles = max(tiles, TILE // (bp * bc))  # else partial sums would outweigh what is read
-    chunk = min(tiles, most_tiles or tiles) * bp
+    # shorter, the partial sums would outweigh what is read
+    tiles = min(tiles, MOST_TILES) if writes else max(tiles, TILE // (bp * bc))
+    chunk = tiles * bp
     splits = -(-shape.p // chunk)
     widest = WIDEST_LOAD // shape.itemsize
     along_c = shape.strides[2] == (source or shape).strides[2] == 1

@@ -75,7 +75,8 @@ def abn(
             output for recomputation; "triton" does so too, by fused kernels with float32 statistics
             (float32, bfloat16, float16); "auto" takes "triton" on a GPU that has it, "recompute"
             elsewhere when a gradient is needed, and plain operators under `torch.compile`, export
-            and tracing. Transforms of `torch.func` take plain operators always. With blur, se or shortcut it takes "triton" or "reference".
+            and tracing. With blur, se or shortcut it takes "triton" or "reference". Under the
+            transforms of `torch.func` plain operators run, whatever is asked for.
 
     Returns:
         (N, C, ...), or (N, C, ceil(H / 2), ceil(W / 2)) with `blur`, in the dtype of `x`.

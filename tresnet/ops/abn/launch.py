@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tresnet.ops.tiles import MOST_TILES, WARPS, blurred, geometry, halved, memory_format, plan
+from tresnet.ops.tiles import blurred, geometry, halved, memory_format, plan
 
-RUNNING_CHANNELS = 256
+RUNNING_CHANNELS, RUNNING_WARPS = 256, 4
 MERGE_GROUPS, MERGE_CHANNELS, MERGE_WARPS = 256, 16, 8
 
 
@@ -67,7 +67,7 @@ def running_statistics(weight: Tensor, mean: Tensor, var: Tensor, eps: float) ->
     stats = weight.new_empty(4, channels, dtype=torch.float32)
     _kernels().running_moments[(-(-channels // RUNNING_CHANNELS),)](
         weight.contiguous(), mean.contiguous(), var.contiguous(), stats, channels, eps,
-        BC=RUNNING_CHANNELS, num_warps=WARPS,
+        BC=RUNNING_CHANNELS, num_warps=RUNNING_WARPS,
     )  # fmt: skip
     return stats
 
@@ -100,7 +100,7 @@ def apply(
     out = torch.empty(size, dtype=x.dtype, device=x.device, memory_format=memory_format(x))
     source = geometry(x, whole_batch=not blur and gate is None)
     shape = halved(x, times=2) if blur else source
-    cut = plan(shape, blur, most_tiles=MOST_TILES, source=source)
+    cut = plan(shape, blur, writes=True, source=source)
     norm = x, stats, stats[1], bias.contiguous(), _or(gate, x)
     switches = {"HAS_ACT": slope is not None, "HAS_GATE": gate is not None}
     if blur:
@@ -187,7 +187,7 @@ def grad_apply(
     grad_x = torch.empty_like(x)
     source = geometry(x, whole_batch=not blur and gate is None)
     shape = halved(x) if blur else source
-    cut = plan(shape, blur, most_tiles=MOST_TILES, source=source)
+    cut = plan(shape, blur, writes=True, source=source)
     _kernels().grad_apply[(cut.programs,)](
         grad, x, stats, stats[1], bias.contiguous(), _or(gate, x), _or(spread, x), factors,
         grad_x, shape.p, shape.c, *_image(x, blur), *source.strides,

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from tresnet.ops.tiles import (
-    MOST_TILES,
     blurred,
     dense,
     device_of,
@@ -35,7 +34,7 @@ def blur_pool(x: Tensor) -> Tensor:
     x = dense(x)
     out = _empty(x, *blurred(x.shape))
     source, shape = geometry(x, whole_batch=False), geometry(out, whole_batch=False)
-    cut = plan(shape, blur=True, most_tiles=MOST_TILES, source=source)
+    cut = plan(shape, blur=True, writes=True, source=source)
     with device_of(x):
         _kernels().blur[(cut.programs,)](
         x, out, shape.p, shape.c, x.shape[2], x.shape[3], out.shape[3], *source.strides,
@@ -55,7 +54,7 @@ def transposed_blur_pool(grad: Tensor, height: int, width: int) -> Tensor:
     grad = dense(grad)
     out = _empty(grad, height, width)
     source, shape = geometry(grad, whole_batch=False), geometry(out, whole_batch=False)
-    cut = plan(source, blur=True, most_tiles=MOST_TILES, source=shape)
+    cut = plan(source, blur=True, writes=True, source=shape)
     with device_of(grad):
         _kernels().transposed_blur[(cut.programs,)](
         grad, out, source.p, shape.c, height, width, *grad.shape[2:], *source.strides,
