@@ -124,11 +124,11 @@ def launches(dtype: torch.dtype, layout: torch.memory_format, channels: int) -> 
     """Every kernel in every combination of its switches that a model uses."""
     recorder = Recorder(kernels)
     launch._kernels = lambda: recorder  # pyright: ignore[reportAttributeAccessIssue]
-    x = torch.empty(8, channels, 28, 28, dtype=dtype, device="meta").to(memory_format=layout)
-    half = torch.empty(8, channels, 14, 14, dtype=dtype, device="meta").to(memory_format=layout)
+    x = torch.empty(256, channels, 28, 28, dtype=dtype, device="meta").to(memory_format=layout)
+    half = torch.empty(256, channels, 14, 14, dtype=dtype, device="meta").to(memory_format=layout)
     vector = torch.empty(channels, device="meta")
     stats = torch.empty(4, channels, device="meta")
-    gate = torch.empty(8, channels, device="meta")
+    gate = torch.empty(256, channels, device="meta")
     launch.statistics(x, vector, (vector, vector), 0.1, 1e-5, False)
     for blur in (False, True):
         launch.squeeze(x, stats, vector, 1e-3, blur)
@@ -147,7 +147,7 @@ def launches(dtype: torch.dtype, layout: torch.memory_format, channels: int) -> 
         if join:
             launch.grad_sums(grad, x, None, out, gates, stats, vector, slope, blur)
         partial, _ = launch.grad_sums(grad, x, out, None, gates, stats, vector, slope, blur)
-        launch.merge_grad_sums(partial, gates, gates, stats, 8 * 28 * 28)
+        launch.merge_grad_sums(partial, gates, gates, stats, 256 * 28 * 28)
         launch.grad_apply(grad, x, stats, vector, gates, gates, stats[2:], slope, blur, True)
     return recorder.launches
 

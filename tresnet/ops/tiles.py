@@ -117,7 +117,7 @@ def halved(x: Tensor, times: int = 1) -> Geometry:
     )
 
 
-def _power(value: int, most: int) -> int:
+def power(value: int, most: int) -> int:
     """The least power of two that is at least `value`, but at most `most`."""
     return min(1 << max(value - 1, 0).bit_length(), most)
 
@@ -129,13 +129,13 @@ def tile(shape: Geometry, blur: bool = False) -> tuple[int, int]:
         alone = shape.strides[2] > 1 or shape.c % 2 > 0
         values = BLUR_TILE // 4 if alone else BLUR_TILE * 2 // shape.itemsize
     if shape.strides[2] == 1:
-        bc = _power(shape.c, 64)
+        bc = power(shape.c, 64)
         columns = -(-shape.c // bc)
         if bc > 32 and shape.c < 0.8 * columns * bc and -(-shape.c // 32) < 2 * columns:
             bc = 32  # more than a fifth of the wider tiles' threads would have no channel
-        return _power(shape.p, values // bc), bc
-    bp = _power(shape.p, values)
-    return bp, _power(shape.c, values // bp)
+        return power(shape.p, values // bc), bc
+    bp = power(shape.p, values)
+    return bp, power(shape.c, values // bp)
 
 
 def plan(

@@ -365,7 +365,8 @@ def merge_grad_sums(
 ):  # fmt: skip
     """Merge the sums of all groups into out (4, C): gradients of weight and bias, k1, k0.
 
-    k1 and k0 are what `grad_apply` reads. stats: (4, C) as `merge_moments` writes it; spread (N, C): the gradient of the squeeze over the number of squeezed pixels.
+    k1 and k0 are what `grad_apply` reads. stats: (4, C) as `merge_moments` writes it; spread (N, C):
+    the gradient of the squeeze over the number of squeezed pixels.
     """
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     known = c < C

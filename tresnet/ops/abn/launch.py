@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tresnet.ops.tiles import blurred, geometry, halved, memory_format, plan
+from tresnet.ops.tiles import blurred, geometry, halved, memory_format, plan, power
 
 RUNNING_CHANNELS, RUNNING_WARPS = 256, 4
-MERGE_GROUPS, MERGE_CHANNELS, MERGE_WARPS = 256, 16, 8
+MERGE_TILE, MERGE_WARPS = 4096, 8
 
 
 @functools.cache
@@ -17,6 +17,16 @@ def _kernels() -> Any:
     from tresnet.ops.abn import kernels
 
     return kernels
+
+
+def _merging(groups: int, channels: int, tile: int) -> tuple[int, dict[str, int]]:
+    """Programs and options of a kernel that merges groups.
+
+    It waits for memory, not for bandwidth: as many groups at once as there are, from few channels.
+    """
+    bg = power(groups, tile // 4)
+    bc = min(tile // bg, 16)
+    return -(-channels // bc), {"BG": bg, "BC": bc, "num_warps": MERGE_WARPS}
 
 
 def _image(x: Tensor, blur: bool) -> tuple[int, int, int, int]:
@@ -43,10 +53,11 @@ def statistics(
         **cut.options,
     )  # fmt: skip
     mean, var = (part.contiguous() for part in running or (stats, stats))
-    _kernels().merge_moments[(-(-shape.c // MERGE_CHANNELS),)](
+    programs, options = _merging(groups, shape.c, MERGE_TILE)
+    _kernels().merge_moments[(programs,)](
         partial, weight.contiguous(), mean, var, stats, groups, shape.c, shape.p,
         cut.splits, cut.chunk, momentum, eps, UPDATE=running is not None,
-        BG=MERGE_GROUPS, BC=MERGE_CHANNELS, num_warps=MERGE_WARPS,
+        **options,
     )  # fmt: skip
     for part, updated in zip(running or (), (mean, var), strict=False):
         if part is not updated:  # a view with strides, of which the kernel updated a copy
@@ -162,11 +173,12 @@ def merge_grad_sums(
     groups, _, channels = partial.shape
     out = stats.new_empty(4, channels)
     splits = 1 if gate is None else groups // gate.shape[0]
-    _kernels().merge_grad_sums[(-(-channels // MERGE_CHANNELS),)](
+    # the gate has six values a group and channel, otherwise there are two
+    programs, options = _merging(groups, channels, MERGE_TILE // (4 if gate is not None else 1))
+    _kernels().merge_grad_sums[(programs,)](
         partial, _or(gate, stats), _or(spread, stats), stats, out, groups, channels, splits,
         float(count), HAS_GATE=gate is not None,
-        BG=MERGE_GROUPS // 4 if gate is not None else MERGE_GROUPS, BC=MERGE_CHANNELS,
-        num_warps=MERGE_WARPS,
+        **options,
     )  # fmt: skip
     return out
 
