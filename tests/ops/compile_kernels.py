@@ -129,7 +129,8 @@ def launches(dtype: torch.dtype, layout: torch.memory_format, channels: int) -> 
     vector = torch.empty(channels, device="meta")
     stats = torch.empty(4, channels, device="meta")
     gate = torch.empty(256, channels, device="meta")
-    launch.statistics(x, vector, (vector, vector), 0.1, 1e-5, False)
+    for per_sample in (False, True):
+        launch.statistics(x, vector, (vector, vector), 0.1, 1e-5, per_sample)
     for blur in (False, True):
         launch.squeeze(x, stats, vector, 1e-3, blur)
     for slope, blur, se, join in (

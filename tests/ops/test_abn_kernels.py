@@ -8,7 +8,7 @@ import torch
 from tests.ops.kernels import DEVICE, LAYOUTS, poisoned_memory  # noqa: F401
 from tresnet.errors import InputError
 from tresnet.ops import recompute, tiles
-from tresnet.ops.abn import SEWeights, abn, library
+from tresnet.ops.abn import SEWeights, abn, launch, library
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,12 @@ def test_other_dimensions(shape):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_reductions_in_many_chunks(layout, monkeypatch):
-    """Small tiles: several chunks a sample, several tiles a chunk, the last of each not full."""
+    """Small tiles: several chunks a sample, several tiles a chunk, the last of each not full.
+
+    And several rounds where chunks are merged.
+    """
+    monkeypatch.setattr(launch, "MERGE_TILE", 16)
+    monkeypatch.setattr(launch, "SAMPLE_CHUNKS", 2)
     monkeypatch.setattr(tiles, "TILE", 32)
     monkeypatch.setattr(tiles, "BLUR_TILE", 32)
     monkeypatch.setattr(tiles, "PROGRAMS", 12)

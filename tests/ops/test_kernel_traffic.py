@@ -140,7 +140,7 @@ def compiled(capability: int, dtypes: str) -> list[dict]:
 )
 def test_no_kernel_spills_registers(capability, dtypes):
     rows = compiled(capability, dtypes)
-    assert len({row["kernel"] for row in rows}) == 11
+    assert len({row["kernel"] for row in rows}) == 12
     assert [row for row in rows if row["stack"] or row["local"]] == []
     assert max(row["reg"] for row in rows) < 255
     # Single 16-bit values are moved only where the width or the image leaves no choice. The pivots

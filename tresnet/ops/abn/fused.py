@@ -116,7 +116,7 @@ class FusedABN(torch.autograd.Function):
         gate = squeezed = hidden = None
         if fc1_weight is not None and fc2_weight is not None:
             if linear_squeeze and means is not None:  # of a linear function: no pass over x
-                squeezed = (means - stats[0]) * stats[1] + bias.float()
+                squeezed = torch.addcmul(bias.float(), means - stats[0], stats[1])
             else:
                 squeezed = library.bn_squeeze(x, stats, bias, slope, blur)
             hidden = torch.relu(F.linear(squeezed, fc1_weight.float(), _float(fc1_bias)))
@@ -232,9 +232,9 @@ def _excite_backward(
     sums BN needs give it without another pass.
     """
     sums = partial.view(gate.shape[0], -1, 4, gate.shape[1]).sum(1)
-    grad_gate = sums[:, 1] * stats[1] + sums[:, 0] * bias.float()
-    grad_logit = grad_gate * gate * (1 - gate)
-    grad_hidden = (grad_logit @ fc2.float()).masked_fill(hidden <= 0, 0.0)
+    grad_gate = torch.addcmul(sums[:, 0] * bias.float(), sums[:, 1], stats[1])
+    grad_logit = torch.ops.aten.sigmoid_backward(grad_gate, gate)
+    grad_hidden = torch.ops.aten.threshold_backward(grad_logit @ fc2.float(), hidden, 0)
     grads = (
         (grad_hidden.t() @ squeezed).to(fc1.dtype),
         grad_hidden.sum(0).to(fc1.dtype),

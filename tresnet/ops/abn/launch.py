@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tresnet.ops.tiles import blurred, geometry, halved, memory_format, plan, power
+from tresnet.ops.tiles import Geometry, Plan, blurred, geometry, halved, memory_format, plan, power
 
 RUNNING_CHANNELS, RUNNING_WARPS = 256, 4
 MERGE_TILE, MERGE_WARPS = 4096, 8
+SAMPLE_CHUNKS, SAMPLE_CHANNELS, SAMPLE_WARPS = 16, 64, 4
 
 
 @functools.cache
@@ -62,14 +63,17 @@ def statistics(
     for part, updated in zip(running or (), (mean, var), strict=False):
         if part is not updated:  # a view with strides, of which the kernel updated a copy
             part.copy_(updated)
-    if not per_sample:
-        return stats, None
-    means = partial.view(shape.n, cut.splits, 2, shape.c)[:, :, 0]
-    if cut.splits == 1:
-        return stats, means[:, 0]
-    sizes = torch.full((cut.splits, 1), cut.chunk / shape.p, device=x.device)
-    sizes[-1] = 1 - cut.chunk * (cut.splits - 1) / shape.p
-    return stats, (means * sizes).sum(1)
+    return stats, _merged_samples(partial, shape, cut) if per_sample else None
+
+
+def _merged_samples(partial: Tensor, shape: Geometry, cut: Plan) -> Tensor:
+    """Means of the samples, (N, C), from their chunks' means and deviations, or sums."""
+    means = partial.new_empty(shape.n, shape.c)
+    _kernels().merge_samples[(shape.n * -(-shape.c // SAMPLE_CHANNELS),)](
+        partial, means, shape.c, shape.p, cut.splits, cut.chunk, KINDS=partial.dim() - 1,
+        BS=power(cut.splits, SAMPLE_CHUNKS), BC=SAMPLE_CHANNELS, num_warps=SAMPLE_WARPS,
+    )  # fmt: skip
+    return means
 
 
 def running_statistics(weight: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
@@ -94,7 +98,7 @@ def squeeze(x: Tensor, stats: Tensor, bias: Tensor, slope: float | None, blur: b
         *source.strides, cut.splits, cut.chunk, slope or 0.0, HAS_ACT=slope is not None, BLUR=blur,
         **cut.options,
     )  # fmt: skip
-    return partial.view(shape.n, cut.splits, shape.c).sum(1) / shape.p
+    return _merged_samples(partial, shape, cut)
 
 
 def apply(

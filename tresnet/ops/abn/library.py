@@ -43,7 +43,7 @@ def bn_statistics(
     running = (running_mean, running_var) if update else None
     with tiles.device_of(x):
         stats, means = launch.statistics(x, weight, running, momentum, eps, per_sample)
-    return stats, _nothing(x) if means is None else means.contiguous()
+    return stats, _nothing(x) if means is None else means
 
 
 @bn_statistics.register_fake
