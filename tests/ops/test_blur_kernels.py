@@ -73,12 +73,32 @@ def test_stem_reads_every_byte(layout, channels, block, dtype):
             )
 
 
-def test_stem_reads_a_crop_without_a_copy():
-    images = torch.randint(256, (2, 3, 20, 24), dtype=torch.uint8, device=DEVICE)
-    crop = images[:, :, 2:18, 4:20]
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("left", [3, 4])
+def test_stem_reads_a_crop_without_a_copy(layout, left):
+    """A row of the whole image has an odd number of bytes: no more than one can be read at once."""
+    images = torch.randint(256, (2, 3, 20, 25), dtype=torch.uint8, device=DEVICE)
+    crop = images.to(memory_format=LAYOUTS[layout])[:, :, 2:18, left : left + 16]
     ours = stem_input(crop, 4, torch.float32, impl="triton")
     expected = stem_input(crop.cpu().contiguous(), 4, torch.float32, impl="reference")
     assert torch.equal(ours.cpu(), expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout", "block", "together"),
+    [
+        ((2, 3, 16, 16), "nhwc", 4, 4),
+        ((2, 3, 16, 16), "nchw", 4, 0),
+        ((2, 3, 10, 10), "nhwc", 2, 2),
+        ((2, 5, 9, 9), "nhwc", 3, 1),
+        ((2, 1, 16, 16), "nchw", 4, 4),
+    ],
+)
+def test_stem_reads_neighbours_together(shape, layout, block, together):
+    images = torch.randint(256, shape, dtype=torch.uint8).to(memory_format=LAYOUTS[layout])
+    assert stem_library._run(images, block) == together
+    ours = stem_input(images.to(DEVICE), block, torch.float32, impl="triton")
+    assert torch.equal(ours.cpu(), stem_input(images, block, torch.float32, impl="reference"))
 
 
 def test_stem_errors():

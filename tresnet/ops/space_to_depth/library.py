@@ -1,6 +1,7 @@
 """The stem's kernel as an operator of PyTorch."""
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from tresnet.ops.tiles import device_of
 
 BLOCK = 1024
+WIDEST = 4  # values at once: bytes in, 8 or 16 out
 
 
 @functools.cache
@@ -16,6 +18,15 @@ def _kernels() -> Any:
     from tresnet.ops.space_to_depth import kernels
 
     return kernels
+
+
+def _run(x: Tensor, block_size: int) -> int:
+    """How many values are neighbours in `x` and in the output, a power of two; 0 if it is not known."""
+    n_stride, c_stride, h_stride, w_stride = x.stride()
+    channels = x.shape[1]
+    if (c_stride != 1 and channels > 1) or w_stride != channels:
+        return 0
+    return math.gcd(block_size * channels, n_stride, h_stride, WIDEST)
 
 
 def _empty(x: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
@@ -33,7 +44,7 @@ def stem_input(x: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
     with device_of(x):
         _kernels().stem_input[(x.shape[0] * rows, -(-width // BLOCK))](
             x, out, *x.stride(), rows, WIDTH=width, C=x.shape[1], BLOCK=BLOCK, B=block_size,
-            num_warps=4,
+            RUN=_run(x, block_size), num_warps=4,
         )  # fmt: skip
     return out
 
