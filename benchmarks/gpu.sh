@@ -61,6 +61,7 @@ if $rehearsing; then
     export TORCHDYNAMO_DISABLE=1
 fi
 [[ $total_s =~ ^[0-9]+$ ]] || { echo "expected TOTAL_S in whole seconds, got $total_s" >&2; exit 2; }
+total_s=$((10#$total_s)) # a leading zero makes no octal number
 mkdir -p "$records" "$report" || exit 1
 compiled=compile=default
 ours_compiled=$compiled,partitioner=aggressive
@@ -194,7 +195,7 @@ declare -A limits=([ops]=70 [warm]=150 [train_m]=120 [train_l]=60 [train_xl]=60 
 stages=(ops warm train_m train_l train_xl infer max_batch memory inversion report)
 if (($#)); then
     for name in "$@"; do
-        [[ -n ${limits[$name]:-} ]] || { echo "expected stages out of ${stages[*]} tiles, got $name" >&2; exit 2; }
+        [[ -n $name && -n ${limits[$name]:-} ]] || { echo "expected stages out of ${stages[*]} tiles, got $name" >&2; exit 2; }
     done
     stages=("$@")
 fi

@@ -11,6 +11,7 @@ from tresnet.measure.held_clock import HeldClock
 from tresnet.measure.ops_table import OPS
 from tresnet.measure.read_records import COLUMNS
 from tresnet.measure.records import write_record
+from tresnet.measure.results import BenchInterrupt
 from tresnet.ops import tiles
 from tresnet.ops.abn import launch
 from tresnet.ops.tiles import interpreted
@@ -89,10 +90,12 @@ def test_contenders_are_read(text, expected):
         ("triton@", "expected triton@key=number"),
         ("triton@stages=2", "with keys out of tile, blur_tile, warps, programs, most_tiles"),
         ("triton@warps=8,warps=4", "each once"),
-        ("triton@warps=0", "expected triton@key=number"),
+        ("triton@warps=0", "expected a power of two from 1 to 32 for warps"),
+        ("triton@blur_tile=4", "from 256 to 65536 for blur_tile"),
         ("triton@warps=-4", "expected triton@key=number"),
         ("triton@programs=9999999999", "expected triton@key=number"),
-        ("triton@tile=3000", "expected a power of two for tile"),
+        ("triton@programs=0", "expected a number from 1 to 65536 for programs"),
+        ("triton@tile=3000", "expected a power of two from 512"),
         ("recompute@warps=4", "expected triton@key=number"),
     ],
 )
@@ -119,12 +122,40 @@ def test_kernels_cut_otherwise_are_contenders_of_their_own(monkeypatch):
     monkeypatch.setattr(launch, "plan", spied)
     monkeypatch.setattr(module, "_times_kernels", lambda device: True)
     before = tiles.TILE, tiles.WARPS
-    for case in ("triton", "triton@warps=2,tile=64"):
+    for case in ("triton", "triton@warps=2,tile=512"):
         settings = dataclasses.replace(QUICK, repeats=1, contenders=(case,))
         rows = bench_ops(["abn"], ["fp32"], settings, str)
         assert [(row.contender, row.status) for row in rows] == [("copy", "ok"), (case, "ok")] * 2
-    assert seen == {("triton", *before[::-1]), ("triton@warps=2,tile=64", 2, 64)}
+    assert seen == {("triton", *before[::-1]), ("triton@warps=2,tile=512", 2, 512)}
     assert before == (tiles.TILE, tiles.WARPS)
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_an_interrupt_keeps_what_was_measured(monkeypatch):
+    whole, places = module.measure_place, []
+
+    def measured(op, name, place, *rest):
+        if places:
+            raise KeyboardInterrupt
+        places.append(place.name)
+        return whole(op, name, place, *rest)
+
+    monkeypatch.setattr(module, "measure_place", measured)
+    settings = dataclasses.replace(QUICK, contenders=("eager",))
+    with pytest.raises(BenchInterrupt) as stop:
+        bench_ops(["abn"], ["fp32"], settings, str)
+    assert {row.place for row in stop.value.rows} == set(places)
+    with pytest.raises(KeyboardInterrupt) as stop:  # nothing was measured
+        bench_ops(["abn"], ["fp32"], settings, str)
+    assert not isinstance(stop.value, BenchInterrupt)
+
+
+@pytest.mark.usefixtures("without_inductor")
+def test_operations_without_the_contenders_are_passed_over():
+    lines = []
+    settings = dataclasses.replace(QUICK, contenders=("recompute",))
+    assert bench_ops(["blur"], ["fp32"], settings, lines.append) == []
+    assert lines[0] == "blur, into stage 2, fp32: has none of the contenders asked for"
 
 
 @pytest.mark.usefixtures("without_inductor")

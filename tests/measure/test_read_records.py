@@ -1,4 +1,5 @@
 import json
+import os
 
 import pytest
 
@@ -190,3 +191,10 @@ def test_a_folder_is_read_past_its_broken_files(tmp_path):
     with pytest.raises(InputError, match=r"none can be read: .*empty\.json: .*; .*torn\.json: "):
         read_records(tmp_path, told.append)
     assert len(told) == 3
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_a_named_pipe_is_no_record(tmp_path):
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(InputError, match="found none"):
+        read_records(tmp_path)

@@ -1,9 +1,12 @@
 """The targets, on figures made up so that each ratio can be told by heart."""
 
+import itertools
+
 import pytest
 
 from tests.measure.record_files import CPU, largest_row, op_row, put, step_row
 from tests.measure.test_report import cells
+from tresnet.measure.ops_table import OPS
 from tresnet.measure.read_records import read_records
 from tresnet.measure.report import sections
 from tresnet.measure.targets import TARGETS, targets_table
@@ -19,6 +22,27 @@ def found(folder):
     if not table:
         return {}
     return {line[0]: (line[1], line[2], line[3], line[4]) for line in cells(table)[1:]}
+
+
+def op_rows(op, share, input_size=224):
+    """The kernels and the copy of an operation at all its places; the kernels' backward last."""
+    rows = []
+    for contender, direction in itertools.product(("copy", "triton"), ("forward", "backward")):
+        for place in OPS[op].places:
+            side = input_size // place.reduction
+            own = 1.0 if contender == "copy" else share
+            rows.append(
+                op_row(
+                    contender,
+                    2500.0 * own,
+                    own,
+                    op=op,
+                    place=place.name,
+                    direction=direction,
+                    shape=[128, place.channels, side, side],
+                )
+            )
+    return rows
 
 
 def records_of_a_gpu(folder):
@@ -67,11 +91,10 @@ def records_of_a_gpu(folder):
         largest_row("timm:tresnet_m", 1000),
     ]
     put(folder, "largest", "bench_max_batch", largest)
-    ops = [op_row("copy", 2500.0, 1.0), op_row("eager", 500.0, 0.2), op_row("triton", 2300.0, 0.92)]
-    ops.append(op_row("triton", 2000.0, 0.8, direction="backward"))
-    ops += [op_row(name, 2400.0, 0.96, op="blur") for name in ("copy", "triton")]
-    ops += [op_row("copy", 2400.0, 1.0, op="abn_join")]
-    ops += [op_row("triton", None, None, op="abn_join", status="wrong")]
+    ops = [*op_rows("abn", 0.92), *op_rows("blur", 0.96), *op_rows("abn_join", 0.99)]
+    slowest = next(row for row in ops if row["contender"] == "triton")
+    slowest["share_of_copy"] = 0.8
+    ops[-1] |= {"status": "wrong", "share_of_copy": None, "gb_per_s": None}
     put(folder, "ops", "bench_ops", ops)
 
 
@@ -102,6 +125,25 @@ def test_ratios_of_a_gpu(tmp_path):
         kernels.format("abn"): ("at least 0.85", "0.80", "no", "`ops.json`"),
         kernels.format("blur"): ("at least 0.85", "0.96", "yes", "`ops.json`"),
     }  # fmt: skip
+
+
+def test_kernels_reach_a_target_only_at_all_their_places(tmp_path):
+    rows = op_rows("abn", 0.9)
+    put(tmp_path, "whole", "bench_ops", rows)
+    ((reached,),) = [[line[1:] for line in found(tmp_path).values()]]
+    assert reached == ("0.90", "yes", "`whole.json`")
+    others = {
+        "one_place": [row for row in rows if row["place"] == "stage 1"],
+        "forward": [row for row in rows if row["direction"] == "forward"],
+        "failed": [*rows[:-1], {**rows[-1], "status": "failed", "share_of_copy": None}],
+        "small": op_rows("abn", 0.99, input_size=32),
+        "fp32": [{**row, "dtype": "fp32", "share_of_copy": 1.0} for row in rows],
+        "tuned": [{**row, "contender": row["contender"] + "@warps=8"} for row in rows],
+    }
+    for name, part in others.items():
+        put(tmp_path, name, "bench_ops", part, date=LATER)
+    (line,) = found(tmp_path).values()
+    assert line[3] == "`whole.json`"
 
 
 def test_no_ratio_of_two_records_or_two_devices(tmp_path):

@@ -203,3 +203,18 @@ def test_decomposed_by_the_compiler_loses_no_more(dtype):
     for ours, eager, exact in zip(found, run(*values, "recompute"), truth(*wide), strict=True):
         allowed = (eager.double() - exact).abs().max()
         assert (ours.double() - exact).abs().max() <= 2 * allowed + 1e-5
+
+
+@pytest.mark.parametrize("impl", ["reference", "recompute"])
+def test_a_negative_slope_has_gradients(impl):
+    """The activation is no longer invertible: in place, PyTorch refuses its gradient."""
+    x = torch.randn(4, 3, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(3, dtype=torch.float64, requires_grad=True)
+
+    def function(x, weight, bias):
+        running = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+        return abn(x, weight, bias, *running, training=True, slope=-0.5, impl=impl)
+
+    assert torch.autograd.gradcheck(function, (x, weight, bias))
+    assert torch.autograd.gradgradcheck(function, (x, weight, bias))

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.ops.kernels import DEVICE, LAYOUTS, poisoned_memory  # noqa: F401
 from tresnet.errors import InputError
@@ -365,6 +366,26 @@ def test_operators_keep_their_promises():
     ]
     for operator, arguments in calls:
         torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("blur", "se"), [(False, False), (False, True), (True, False), (True, True)]
+)
+def test_partial_sums_are_as_many_as_the_compiler_is_told(blur, se, layout, monkeypatch):
+    """With many chunks: what is told is counted without x, and the compiler relies on it."""
+    for name, value in (("TILE", 16), ("BLUR_TILE", 64), ("PROGRAMS", 1024)):
+        monkeypatch.setattr(tiles, name, value)
+    x = torch.randn(2, 3, 16, 14, device=DEVICE).to(memory_format=LAYOUTS[layout])
+    vector, stats = torch.randn(3, device=DEVICE), torch.rand(4, 3, device=DEVICE)
+    gate = torch.rand(2, 3, device=DEVICE) if se else None
+    grad = torch.nn.functional.avg_pool2d(x, 2, ceil_mode=True) if blur else x.clone()
+    arguments = (grad, x, None, None, gate, stats, vector, 0.1, blur)
+    groups = len(library.bn_grad_sums(*arguments)[0])
+    assert groups >= 8
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments]
+        assert len(library.bn_grad_sums(*fakes)[0]) == groups
 
 
 def test_backward_inside_autocast_computes_in_float32():

@@ -11,7 +11,7 @@ from tresnet.cli.output import format_table, progress, say
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tresnet.measure.bench_ops import OpRow
+    from tresnet.measure.bench_ops import OpRow, OpsSettings
 
 _FAILED_EXIT_CODE = 1
 
@@ -50,10 +50,11 @@ class BenchOps:
     """Where the record is written; an existing record is never overwritten."""
 
     def run(self, argv: list[str]) -> int:
-        """Measure, print the table and write the record."""
+        """Measure, print the table and write the record, of an interrupted run too."""
         from tresnet.env import device_or_default
-        from tresnet.measure.bench_ops import METHOD, OpsSettings, bench_ops
-        from tresnet.measure.records import check_directory, write_record
+        from tresnet.measure.bench_ops import OpsSettings, bench_ops
+        from tresnet.measure.records import check_directory
+        from tresnet.measure.results import BenchInterrupt
 
         device = device_or_default(self.device)
         settings = OpsSettings(
@@ -66,14 +67,24 @@ class BenchOps:
         )
         check_directory(self.output_dir)
         dtypes = self.dtype or (("bf16",) if device.startswith("cuda") else ("fp32",))
-        rows = bench_ops(self.ops, dtypes, settings, log=progress)
+        try:
+            rows = bench_ops(self.ops, dtypes, settings, log=progress)
+        except BenchInterrupt as stop:
+            self._report(stop.rows, settings, argv)
+            raise
+        return self._report(rows, settings, argv)
+
+    def _report(self, rows: "Sequence[OpRow]", settings: "OpsSettings", argv: list[str]) -> int:
+        from tresnet.measure.bench_ops import METHOD
+        from tresnet.measure.records import write_record
+
         say(_table(rows))
         for note in dict.fromkeys(f"{row.contender}, {row.op}: {row.note}" for row in _noted(rows)):
             progress(note)
         path = write_record(
             self.output_dir,
             "bench_ops",
-            device=device,
+            device=settings.device,
             settings={**dataclasses.asdict(settings), "method": METHOD},
             rows=[dataclasses.asdict(row) for row in rows],
             warmup_steps=1,

@@ -11,7 +11,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from tresnet.measure.cases import DTYPES
 from tresnet.measure.held_clock import Calls, HeldClock
 from tresnet.measure.memory import failure_in_short, is_library_failure, is_out_of_memory
 from tresnet.measure.ops_table import BLOCK_SIZE, OPS, Function, Inputs, Op, Place
-from tresnet.measure.results import check_time_limit
+from tresnet.measure.results import BenchInterrupt, check_time_limit
 from tresnet.ops import tiles
 
 DIRECTIONS = ("forward", "backward")
@@ -117,22 +117,16 @@ def parse_contender(text: str) -> tuple[str, dict[str, int]]:
     tuning: dict[str, int] = {}
     for option in options.split(",") if at else ():
         key, _, value = option.partition("=")
-        least_power = tiles.TUNABLE.get(key)
-        number = int(value) if value.isascii() and value.isdigit() else 0
-        power = number > 0 and number & (number - 1) == 0
-        if (
-            name != "triton"
-            or least_power is None
-            or key in tuning
-            or not number
-            or number > 1 << 20
-        ):
+        number = int(value) if value.isascii() and value.isdigit() and len(value) < 10 else -1
+        if name != "triton" or key not in tiles.TUNABLE or key in tuning or number < 0:
             raise InputError(
                 f"expected triton@key=number,... with keys out of {', '.join(tiles.TUNABLE)}, each "
                 f"once, got {text!r}"
             )
-        if least_power and not power:
-            raise InputError(f"expected a power of two for {key}, got {text!r}")
+        least, most, power = tiles.TUNABLE[key]
+        if not least <= number <= most or (power and number & (number - 1)):
+            kind = "a power of two" if power else "a number"
+            raise InputError(f"expected {kind} from {least} to {most} for {key}, got {text!r}")
         tuning[key] = number
     return name, tuning
 
@@ -195,13 +189,21 @@ def bench_ops(
 
     Raises:
         InputError: an unknown name, or no such device.
+        BenchInterrupt: Ctrl-C, once a place has been measured; it holds the rows of all such.
     """
     for name in names:
         if name not in OPS:
             raise InputError(f"expected an operation out of {', '.join(OPS)}, got {name!r}")
-    device = env.timed_device(settings.device)
+    device, rows = env.timed_device(settings.device), []
     with bench_switches(device, compiling=True):
-        return _measured(names or tuple(OPS), dtypes, device, settings, log)
+        try:
+            for found in _measured(names or tuple(OPS), dtypes, device, settings, log):
+                rows += found
+        except KeyboardInterrupt:
+            if not rows:
+                raise
+            raise BenchInterrupt(rows) from None
+    return rows
 
 
 def _measured(
@@ -210,19 +212,22 @@ def _measured(
     device: torch.device,
     settings: OpsSettings,
     log: Callable[[str], object],
-) -> list[OpRow]:
-    rows, began_s = [], time.perf_counter()
+) -> Iterator[list[OpRow]]:
+    """The rows of one place after the other."""
+    began_s = time.perf_counter()
     for name, dtype in itertools.product(names, dtypes):
         for place in OPS[name].places:
             limit_s = settings.time_limit_s
+            if settings.contenders and settings.contenders_for(OPS[name]) == ("copy",):
+                log(f"{name}, {place.name}, {dtype}: has none of the contenders asked for")
+                continue
             if limit_s is not None and time.perf_counter() - began_s > limit_s:
                 log(f"{name}, {place.name}, {dtype}: not begun, the time limit has passed")
                 continue
             found = measure_place(OPS[name], name, place, dtype, device, settings)
             timed = sum(row.p50_us is not None for row in found)
             log(f"{name}, {place.name}, {dtype}: {timed} of {len(found)} timed")
-            rows += found
-    return rows
+            yield found
 
 
 def measure_place(

@@ -127,7 +127,7 @@ def read_records(
     directory = Path(folder)
     if not directory.is_dir():
         raise InputError(f"expected a folder of records, got {directory}: tresnet bench writes one")
-    paths = sorted(directory.glob("*.json"))
+    paths = sorted(path for path in directory.glob("*.json") if not path.is_fifo())
     if not paths:
         raise InputError(f"expected records (*.json) in {directory}, found none: measure first")
     records, faults = [], []

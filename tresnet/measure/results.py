@@ -55,7 +55,7 @@ class BenchInterrupt(KeyboardInterrupt):
         rows: what was measured by then.
     """
 
-    def __init__(self, rows: "list[BenchRow]") -> None:
+    def __init__(self, rows: list[Any]) -> None:
         super().__init__("interrupted")
         self.rows = rows
 

@@ -5,8 +5,11 @@ most settings to be its best in, among equals the one that gave ours the most, t
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 
+from tresnet.measure.bench_ops import DIRECTIONS
+from tresnet.measure.ops_table import OPS
 from tresnet.measure.read_records import Record
 from tresnet.measure.report import (
     Row,
@@ -108,8 +111,16 @@ def _batches(record: Record, ours: Sequence[Row], theirs: Sequence[Row]) -> floa
 
 
 def _least_share(record: Record, ours: Sequence[Row], theirs: Sequence[Row]) -> float | None:
-    shares = [row["share_of_copy"] for row in ours if row["share_of_copy"] is not None]
-    return min(shares) if len(shares) == len(ours) else None
+    """Of kernels timed at all their places, at the size the models have there; else None."""
+    op = OPS[ours[0]["op"]]
+    sides = {place.name: _INPUT_SIZE // place.reduction for place in op.places}
+    timed = {
+        (row["place"], row["direction"]): row["share_of_copy"]
+        for row in ours
+        if row["shape"][2:3] == [sides.get(row["place"])]
+    }
+    wanted = set(itertools.product(sides, DIRECTIONS))
+    return min(timed.values()) if set(timed) == wanted and None not in timed.values() else None
 
 
 def _is(name: str, dtypes: Sequence[str], **columns: object) -> Callable[[Row], bool]:
@@ -120,6 +131,10 @@ def _is(name: str, dtypes: Sequence[str], **columns: object) -> Callable[[Row], 
         and row["input_size"] == _INPUT_SIZE
         and all(row[column] == value for column, value in columns.items())
     )
+
+
+def _timed(op: str, name: str) -> Callable[[Row], bool]:
+    return lambda row: row["op"] == op and row["contender"] == name and row["dtype"] == "bf16"
 
 
 def _compiled(name: str) -> Callable[[Row], bool]:
@@ -183,8 +198,8 @@ TARGETS = (
             f"bandwidth of {op}'s kernels at their slowest place ÷ a copy of the same bytes",
             "bench_ops",
             True,
-            lambda row, op=op: row["op"] == op and row["contender"] == "triton",
-            lambda row, op=op: row["op"] == op and row["contender"] == "copy",
+            _timed(op, "triton"),
+            _timed(op, "copy"),
             _least_share,
             0.85,
         )

@@ -23,8 +23,14 @@ WARPS = 4
 PROGRAMS = 1024
 MOST_TILES = 4  # of one program that writes: enough to share the loads of the channels' factors
 WIDEST_LOAD = 16  # bytes
-# What `tuned` changes, and whether it must be a power of two.
-TUNABLE = {"tile": True, "blur_tile": True, "warps": True, "programs": False, "most_tiles": False}
+# What `tuned` changes: from what to what, and whether only powers of two.
+TUNABLE = {
+    "tile": (512, 65536, True),
+    "blur_tile": (256, 65536, True),
+    "warps": (1, 32, True),
+    "programs": (1, 65536, False),
+    "most_tiles": (1, 65536, False),
+}
 
 
 class Geometry(NamedTuple):

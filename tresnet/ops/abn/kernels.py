@@ -77,7 +77,8 @@ def moments(
     deviations = tl.sum(squares, 0) - delta * delta * count
     partial += group * 2 * C + c
     tl.store(partial, pivot + delta, mask=known)
-    tl.store(partial + C, tl.maximum(deviations, 0.0), mask=known)
+    # NaN stays, which a GPU's maximum would drop
+    tl.store(partial + C, tl.where(deviations < 0, 0.0, deviations), mask=known)
 
 
 @triton.jit

@@ -30,6 +30,15 @@ def _merging(groups: int, channels: int, tile: int) -> tuple[int, dict[str, int]
     return -(-channels // bc), {"BG": bg, "BC": bc, "num_warps": MERGE_WARPS}
 
 
+def grad_cut(
+    x: Tensor, gate: Tensor | None, blur: bool, writes: bool
+) -> tuple[Geometry, Geometry, Plan]:
+    """A dense `x`, what backward's passes over it cut, with blur squares of its pixels, and how."""
+    source = geometry(x, whole_batch=not blur and gate is None)
+    shape = halved(x) if blur else source
+    return source, shape, plan(shape, blur, writes, source)
+
+
 def _image(x: Tensor, blur: bool) -> tuple[int, int, int, int]:
     """H, W, H_out, W_out of the blur; ones where there is none."""
     return (x.shape[-2], x.shape[-1], *blurred(x.shape)) if blur else (1, 1, 1, 1)
@@ -148,9 +157,7 @@ def grad_sums(
 
     A join gives `out`, or `shortcut` where its output was not kept.
     """
-    source = geometry(x, whole_batch=not blur and gate is None)
-    shape = halved(x) if blur else source
-    cut = plan(shape, blur, source=source)
+    source, shape, cut = grad_cut(x, gate, blur, writes=False)
     groups = shape.n * cut.splits
     partial = x.new_empty(groups, 2 if gate is None else 4, shape.c, dtype=torch.float32)
     joined = shortcut if out is None else out
@@ -201,9 +208,7 @@ def grad_apply(
 ) -> Tensor:
     """Gradient of x; factors (2, C): k1 and k0 of `merge_grad_sums`, of batch statistics."""
     grad_x = torch.empty_like(x)
-    source = geometry(x, whole_batch=not blur and gate is None)
-    shape = halved(x) if blur else source
-    cut = plan(shape, blur, writes=True, source=source)
+    source, shape, cut = grad_cut(x, gate, blur, writes=True)
     _kernels().grad_apply[(cut.programs,)](
         grad, x, stats, stats[1], bias.contiguous(), _or(gate, x), _or(spread, x), factors,
         grad_x, shape.p, shape.c, *_image(x, blur), *source.strides,

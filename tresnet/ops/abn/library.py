@@ -144,8 +144,8 @@ def _(
     slope: float | None,
     blur: bool,
 ) -> tuple[Tensor, Tensor]:
-    shape = tiles.geometry(x, whole_batch=not blur and gate is None)
-    groups = shape.n * tiles.plan(shape, blur).splits
+    _, shape, cut = launch.grad_cut(x, gate, blur, writes=False)
+    groups = shape.n * cut.splits
     partial = x.new_empty(groups, 2 if gate is None else 4, shape.c, dtype=torch.float32)
     joins = out is not None or shortcut is not None
     return partial, torch.empty_like(x) if joins else _nothing(x)

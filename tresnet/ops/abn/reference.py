@@ -41,9 +41,7 @@ def abn(
         (N, C, ...) in the dtype of `x`.
     """
     y = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
-    if slope is None:
-        return y
-    return F.leaky_relu_(y, slope)
+    return y if slope is None else _leaky_relu(y, slope)
 
 
 def affine(x: Tensor, scale: Tensor, shift: Tensor, slope: float | None) -> Tensor:
@@ -63,9 +61,12 @@ def affine(x: Tensor, scale: Tensor, shift: Tensor, slope: float | None) -> Tens
     zeros, ones = torch.zeros_like(scale), torch.ones_like(scale)
     # (torch.nn.functional.batch_norm refuses eps 0 up to torch 2.11.)
     y = torch.batch_norm(x, scale, shift, zeros, ones, False, 0.0, 0.0, False)
-    if slope is None:
-        return y
-    return F.leaky_relu_(y, slope)
+    return y if slope is None else _leaky_relu(y, slope)
+
+
+def _leaky_relu(y: Tensor, slope: float) -> Tensor:
+    # in place, PyTorch cannot tell a negative slope's inputs from its outputs
+    return F.leaky_relu(y, slope, inplace=slope >= 0)
 
 
 def tail(
