@@ -133,10 +133,11 @@ def compiled(capability: int, dtypes: str) -> list[dict]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # two minutes with empty caches
 @pytest.mark.parametrize(
     ("capability", "dtypes"),
-    [(80, "float16,float32"), (90, "bfloat16,float16")],
-    ids=["sm80", "sm90"],
+    [(80, "float16"), (80, "float32"), (90, "bfloat16"), (90, "float16")],
+    ids=["sm80-fp16", "sm80-fp32", "sm90-bf16", "sm90-fp16"],
 )
 def test_no_kernel_spills_registers(capability, dtypes):
     rows = compiled(capability, dtypes)
@@ -150,7 +151,7 @@ def test_no_kernel_spills_registers(capability, dtypes):
         for row in rows
         if row["narrowest"] == 2 and row["kernel"] != "moments"
     }
-    assert single == {(1, 1)}
+    assert single == (set() if dtypes == "float32" else {(1, 1)})
     assert {row["narrowest"] for row in rows if row.get("RUN")} == {4}  # of bytes, channels last
 
 
@@ -180,6 +181,7 @@ def bytes_a_round(row: dict) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_arithmetic_takes_less_time_than_memory():
     rows = [row for row in compiled(90, "bfloat16") if "loop" in row]
     assert len({row["kernel"] for row in rows}) == 8
