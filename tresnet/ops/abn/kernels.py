@@ -43,6 +43,15 @@ def _slope_at(z, slope, HAS_ACT: tl.constexpr):
 
 
 @triton.jit
+def _norm(mean, scale, bias, c, known):
+    """What z is computed with at channels c, as rows of a tile."""
+    mu = tl.load(mean + c, mask=known, other=0.0)
+    k = tl.load(scale + c, mask=known, other=0.0)
+    beta = tl.load(bias + c, mask=known, other=0.0).to(tl.float32)
+    return mu[None, :], k[None, :], beta[None, :]
+
+
+@triton.jit
 def _sizes(g, G, P, splits, chunk):
     """How many pixels each group g covers."""
     return tl.where(g < G, tl.minimum(chunk, P - (g % splits) * chunk), 0).to(tl.float32)
@@ -175,9 +184,7 @@ def squeeze(
     xn, xp, xc = strides(xn, xp, xc, AP, AC)
     group, n, start, count, c, known = place(P, C, splits, chunk, BC, AC)
     x += n * xn if BLUR else n * xn + start.to(tl.int64) * xp
-    mu = tl.load(mean + c, mask=known, other=0.0)[None, :]
-    k = tl.load(scale + c, mask=known, other=0.0)[None, :]
-    beta = tl.load(bias + c, mask=known, other=0.0).to(tl.float32)[None, :]
+    mu, k, beta = _norm(mean, scale, bias, c, known)
     rows = tl.arange(0, BP)
     total = tl.zeros((BP, BC), tl.float32)
     for begin in range(0, count, BP):
@@ -207,9 +214,7 @@ def apply(
     P = aligned(P, AP)
     xn, xp, xc = strides(xn, xp, xc, AP, AC)
     _group, n, start, count, c, known = place(P, C, splits, chunk, BC, AC)
-    mu = tl.load(mean + c, mask=known, other=0.0)[None, :]
-    k = tl.load(scale + c, mask=known, other=0.0)[None, :]
-    beta = tl.load(bias + c, mask=known, other=0.0).to(tl.float32)[None, :]
+    mu, k, beta = _norm(mean, scale, bias, c, known)
     if HAS_GATE:
         factor = tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
     rows = tl.arange(0, BP)
@@ -267,9 +272,7 @@ def apply_blurred(
     xn, xp, xc = strides(xn, xp, xc, AP, AC)
     on, op, oc = strides(on, op, oc, AP, AC)
     _group, n, start, count, c, known = place(P, C, splits, chunk, BC, AC)
-    mu = tl.load(mean + c, mask=known, other=0.0)[None, :]
-    k = tl.load(scale + c, mask=known, other=0.0)[None, :]
-    beta = tl.load(bias + c, mask=known, other=0.0).to(tl.float32)[None, :]
+    mu, k, beta = _norm(mean, scale, bias, c, known)
     if HAS_GATE:
         factor = tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
     x += n * xn
@@ -323,9 +326,7 @@ def grad_sums(
     xn, xp, xc = strides(xn, xp, xc, AP, AC)
     gn, gp, gc = strides(gn, gp, gc, AP, AC)
     group, n, start, count, c, known = place(P, C, splits, chunk, BC, AC)
-    mu = tl.load(mean + c, mask=known, other=0.0)[None, :]
-    k = tl.load(scale + c, mask=known, other=0.0)[None, :]
-    beta = tl.load(bias + c, mask=known, other=0.0).to(tl.float32)[None, :]
+    mu, k, beta = _norm(mean, scale, bias, c, known)
     rows = tl.arange(0, BP)
     s1 = tl.zeros((BP, BC), tl.float32)
     s2 = tl.zeros((BP, BC), tl.float32)
@@ -438,9 +439,7 @@ def grad_apply(
     xn, xp, xc = strides(xn, xp, xc, AP, AC)
     gn, gp, gc = strides(gn, gp, gc, AP, AC)
     _group, n, start, count, c, known = place(P, C, splits, chunk, BC, AC)
-    mu = tl.load(mean + c, mask=known, other=0.0)[None, :]
-    k = tl.load(scale + c, mask=known, other=0.0)[None, :]
-    beta = tl.load(bias + c, mask=known, other=0.0).to(tl.float32)[None, :]
+    mu, k, beta = _norm(mean, scale, bias, c, known)
     if TRAINING:
         k1 = tl.load(factors + c, mask=known, other=0.0)[None, :]
         k0 = tl.load(factors + C + c, mask=known, other=0.0)[None, :]
