@@ -41,8 +41,6 @@ device=cuda batch=256 half_batch=128 double_batch=512 infer_batch=256
 common=(--input-size 224 --dtype bf16 --channels-last)
 steps=(--warmup-steps 3 --rounds 4 --steps 5)
 ops_options=(--batch-size 128 --input-size 224 --dtype bf16 --repeats 20)
-inversion_options=(--batch-size 128 --input-size 224 --dtype bf16 fp16 --stages 1 3 --repeats 20
-    --layout channels_last contiguous --model tresnet_m)
 largest_options=(--first 64 --granularity 16 --memory-gib 79)
 if $rehearsing; then
     m=tresnet_t l=tresnet_t xl=tresnet_t
@@ -53,8 +51,6 @@ if $rehearsing; then
     common=(--input-size 32 --dtype fp32 --channels-last)
     steps=(--warmup-steps 1 --rounds 1 --steps 1)
     ops_options=(--batch-size 2 --input-size 32 --dtype fp32 --repeats 1)
-    inversion_options=(--batch-size 2 --input-size 32 --dtype fp32 --stages 1 --repeats 1
-        --layout channels_last contiguous --model tresnet_t)
     largest_options=(--first 2 --granularity 2 --at-most 4)
     records=${RECORDS:-$scratch/records} report=${REPORT:-$scratch}
     total_s=${TOTAL_S:-600}
@@ -177,11 +173,6 @@ tiles() { # all operations at once fill the compiler's cache, then each is timed
         --time-limit-s $((limit_s > 30 ? limit_s - 15 : 15))
 }
 
-inversion() { # what abn might save for backward: its output, inverted there, or its input
-    bench inversion "${inversion_options[@]}" \
-        --time-limit-s $((limit_s > 60 ? limit_s - 40 : 15))
-}
-
 report() {
     "$python" -m tresnet.cli.main bench report --records "$records" --pictures "$report" \
         >"$scratch/draft.md" && cp "$scratch/draft.md" "$report/report.md" &&
@@ -190,9 +181,9 @@ report() {
 
 # Most seconds of each stage. The compiler's work comes first, so that no clock runs beside it.
 declare -A limits=([ops]=70 [warm]=150 [train_m]=120 [train_l]=60 [train_xl]=60 [infer]=70
-    [max_batch]=105 [memory]=70 [inversion]=90 [report]=20
+    [max_batch]=105 [memory]=70 [report]=20
     [tiles]=300)
-stages=(ops warm train_m train_l train_xl infer max_batch memory inversion report)
+stages=(ops warm train_m train_l train_xl infer max_batch memory report)
 if (($#)); then
     for name in "$@"; do
         [[ -n $name && -n ${limits[$name]:-} ]] || { echo "expected stages out of ${stages[*]} tiles, got $name" >&2; exit 2; }

@@ -136,7 +136,6 @@ EVERY = {
     "infer": ["tresnet_t", *SHORT[:-2]],
     "max-batch": ["tresnet_t", "--first", "2", "--granularity", "2", "--at-most", "2"],
     "ops": ["blur", "--batch-size", "2", "--input-size", "32"],
-    "inversion": ["--model", "tresnet_t"],
     "branches": ["--rounds", "0"],
     "convs": ["--rounds", "0"],
 }
@@ -232,7 +231,6 @@ def test_bad_input_of_max_batch_and_ops(tmp_path, capsys):
     quick = ["blur", "--batch-size", "2", "--input-size", "32"]
     assert "time limit above 0 s, got inf" in error("ops", *quick, "--time-limit-s", "inf")
     assert "got nothing: allow more time" in error("ops", *quick, "--time-limit-s", "1e-9")
-    assert "got nothing: allow more time" in error("inversion", "--parts")
     assert records(tmp_path) == []
 
 

@@ -53,7 +53,7 @@ def test_help_of_a_command(arguments, words, capsys):
         (["lst"], "Unrecognized options: lst"),
         (
             ["bench"],
-            "Expected one of {train, infer, max-batch, ops, loader, inversion, branches, convs, report}",
+            "Expected one of {train, infer, max-batch, ops, loader, branches, convs, report}",
         ),
         (["bench", "train", "tresnet_t", "--dtype", "fp8"], "invalid choice 'fp8'"),
         (["bench", "train", "tresnet_t", "--batch-size", "many"], "many"),

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import subcommand
 
-from tresnet.cli.bench_inversion import BenchInversion
 from tresnet.cli.bench_loader import BenchLoader
 from tresnet.cli.bench_max_batch import BenchMaxBatch
 from tresnet.cli.bench_ops import BenchOps
@@ -93,7 +92,6 @@ class Bench:
         | Annotated[BenchMaxBatch, subcommand("max-batch")]
         | Annotated[BenchOps, subcommand("ops")]
         | Annotated[BenchLoader, subcommand("loader")]
-        | Annotated[BenchInversion, subcommand("inversion")]
         | Annotated[BenchBranches, subcommand("branches")]
         | Annotated[BenchConvs, subcommand("convs")]
         | Annotated[BenchReport, subcommand("report")]

@@ -16,10 +16,7 @@ END = "<!-- tresnet bench report: end -->"
 
 @dataclasses.dataclass(frozen=True)
 class BenchReport:
-    """Draw tables and pictures from records; a section for each device and PyTorch version.
-
-    The first table of a section holds this project's targets against its peers.
-    """
+    """Draw tables and pictures from records; a section for each device and PyTorch version."""
 
     records: Path = Path("benchmarks/records")
     """Folder of the records."""
@@ -40,7 +37,6 @@ class BenchReport:
         from tresnet.errors import InputError
         from tresnet.measure.read_records import read_records
         from tresnet.measure.report import DRAWN, section_markdown, sections
-        from tresnet.measure.targets import targets_table
 
         around = None if self.into is None else _around_report(self.into)
         if self.pictures is not None and not self.pictures.is_dir():
@@ -58,11 +54,7 @@ class BenchReport:
                 f"expected records of {', '.join(DRAWN)} in {self.records}, found others only"
                 + "".join(f"; {fault}" for fault in broken)
             )
-        parts = []
-        for one in sections(drawn):
-            above = [*self._links(one), targets_table(one)]
-            parts.append(section_markdown(one, list(filter(None, above))))
-        text = "\n\n".join(parts)
+        text = "\n\n".join(section_markdown(one, self._links(one)) for one in sections(drawn))
         if around is None or self.into is None:
             say(text)
         else:
