@@ -31,3 +31,11 @@ class MissingDependencyError(TResNetError, ImportError):
 
 class TrainingError(TResNetError, RuntimeError):
     """Training cannot go on, for example because the loss is no longer finite."""
+
+
+class WriteError(TResNetError, OSError):
+    """A file cannot be written: no space, no permission, or no such directory."""
+
+
+class BusyError(TResNetError, RuntimeError):
+    """Another process is at work in a directory."""

@@ -3,10 +3,9 @@
 from tresnet.checkpoints.create import create
 from tresnet.checkpoints.load import load_checkpoint
 from tresnet.checkpoints.manifest import describe, fetch, find, list_weights
-from tresnet.checkpoints.save import atomic_write, checkpoint_metadata, save_checkpoint
+from tresnet.checkpoints.save import checkpoint_metadata, save_checkpoint
 
 __all__ = [
-    "atomic_write",
     "checkpoint_metadata",
     "create",
     "describe",

@@ -7,8 +7,8 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from tresnet.checkpoints.save import atomic_write
 from tresnet.errors import CheckpointError
+from tresnet.files import atomic_write
 
 _TIMEOUT_S = 60.0
 _CHUNK_BYTES = 2**20

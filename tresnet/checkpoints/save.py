@@ -1,12 +1,8 @@
-"""Writes weights, and any file, whole or not at all."""
+"""Writes weights, whole or not at all."""
 
-import contextlib
-import errno
 import json
 import os
-import secrets
-import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,71 +12,14 @@ from torch import Tensor, nn
 from tresnet import env
 from tresnet.checkpoints.load import bare_model, model_tensors
 from tresnet.checkpoints.read import FORMAT_VERSION, METADATA_KEY
-from tresnet.errors import CheckpointError, InputError
+from tresnet.errors import CheckpointError, InputError, WriteError
+from tresnet.files import atomic_write
 from tresnet.models.config import BLOCK_SLOPE, STEM_SLOPE
 from tresnet.models.tresnet import STAGES, TResNet
 
 FORMATS = ("tresnet", "timm")
 SUFFIXES = (".safetensors", ".pth", ".pt")
 TIMM_BLOCK_SIZE = 4
-
-
-@contextlib.contextmanager
-def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path beside `path`, which becomes `path` when the block succeeds.
-
-    Whatever fails in the block (a full disk, an exception, Ctrl-C) removes the temporary file and
-    leaves the old `path` as it was. On success the data reach the disk before the name does, so a
-    crash leaves the old file or the new one. The caller creates the temporary file itself, with
-    `open` or a library; its permissions follow the umask, whatever the library gave it (safetensors
-    keeps its files to their owner). A symbolic link is written through.
-
-    Args:
-        path: the file to write; its directory must exist.
-
-    Yields:
-        A path in the same directory that does not exist yet.
-
-    Raises:
-        OSError: the directory is missing, `path` is a directory, or writing failed.
-    """
-    target = Path(os.path.realpath(path))
-    if target.is_dir():
-        raise IsADirectoryError(
-            errno.EISDIR, "expected a file to write, got a directory", str(path)
-        )
-    if not target.parent.is_dir():
-        raise FileNotFoundError(errno.ENOENT, "the directory does not exist", str(target.parent))
-    # cut to stay within the 255 bytes that file systems allow for a name
-    temporary = target.parent / f".{target.name[:48]}.{secrets.token_hex(8)}.tmp"
-    try:
-        mode = _usual_mode(temporary)
-        yield temporary
-        temporary.chmod(mode)
-        _fsync(temporary)
-        os.replace(temporary, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-    with contextlib.suppress(OSError):  # some file systems cannot fsync a directory
-        _fsync(target.parent)
-
-
-def _usual_mode(path: Path) -> int:
-    """Return the permissions that `open` gives a new file at `path`; the umask cannot be read."""
-    path.touch(exist_ok=False)
-    mode = stat.S_IMODE(path.stat().st_mode)
-    path.unlink()
-    return mode
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def save_checkpoint(
@@ -99,7 +38,8 @@ def save_checkpoint(
         metadata: plain values to keep with the weights, such as classes or top1.
 
     Raises:
-        CheckpointError: writing failed, or timm's class would compute something else.
+        WriteError: the file cannot be written.
+        CheckpointError: timm's class would compute something else.
         InputError: an unknown format or suffix, metadata that JSON cannot hold, or no TResNet.
     """
     target = bare_model(model)
@@ -114,6 +54,8 @@ def save_checkpoint(
     try:
         with atomic_write(file) as temporary:
             _write(tensors, stored, temporary, file.suffix)
+    except WriteError:
+        raise
     except Exception as error:  # safetensors, torch and the system each have their own
         raise CheckpointError(
             f"could not write {file}: {error}; what was there before is intact. Free some space, "

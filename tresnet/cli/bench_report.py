@@ -95,8 +95,8 @@ def _around_report(path: Path) -> tuple[str, str]:
 
 
 def _replace(path: Path, text: str) -> None:
-    from tresnet.checkpoints.save import atomic_write
     from tresnet.errors import InputError
+    from tresnet.files import atomic_write
 
     try:
         with atomic_write(path) as temporary:

@@ -12,7 +12,6 @@ from torch import nn
 from tresnet import env
 from tresnet.checkpoints.create import create
 from tresnet.checkpoints.manifest import describe
-from tresnet.checkpoints.save import atomic_write
 from tresnet.data import ImageDataset, create_loader, eval_transform, open_folder
 from tresnet.data.multilabel import CLASSES_FILE, MultiLabelDataset, open_multilabel
 from tresnet.engine import distributed, fields, images
@@ -24,6 +23,7 @@ from tresnet.engine.multilabel import MultiLabelMetrics, evaluate_labels
 from tresnet.engine.predictor import Predictor
 from tresnet.engine.resolve import class_map
 from tresnet.errors import CheckpointError, ConfigError
+from tresnet.files import atomic_write
 from tresnet.measure.memory import MemoryMeter, MemorySnapshot
 
 

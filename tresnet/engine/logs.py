@@ -7,8 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from tresnet.checkpoints.save import atomic_write
 from tresnet.errors import TrainingError
+from tresnet.files import atomic_write
 
 COLUMNS = (
     "phase",

@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tresnet.checkpoints.save import atomic_write
 from tresnet.engine import config as configs
 from tresnet.engine.config import TrainConfig
 from tresnet.errors import ConfigError
+from tresnet.files import atomic_write
 
 CONFIG, ENVIRONMENT = "config.json", "environment.json"
 

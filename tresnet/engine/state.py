@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from tresnet.checkpoints.save import atomic_write
 from tresnet.engine.distributed import Processes
 from tresnet.engine.learner import Learner
 from tresnet.errors import CheckpointError, ConfigError
+from tresnet.files import atomic_write
 
 FORMAT = 1
 LAST, BEST = "last.pt", "best.safetensors"

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from tresnet import env
-from tresnet.checkpoints.save import atomic_write
 from tresnet.errors import InputError
+from tresnet.files import atomic_write
 
 # Of the keys and their meaning; `tresnet.measure.read_records` refuses what it does not know.
 FORMAT = 1

@@ -5,8 +5,8 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tresnet.checkpoints.save import atomic_write
 from tresnet.errors import InputError
+from tresnet.files import atomic_write
 
 
 def check_path(path: str | Path, suffixes: Sequence[str]) -> Path:

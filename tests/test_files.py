@@ -1,0 +1,199 @@
+import errno
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from tresnet import files
+from tresnet.errors import BusyError, WriteError
+from tresnet.files import atomic_write
+
+
+def names(directory):
+    return sorted(p.name for p in directory.iterdir())
+
+
+def write_half_then_raise(path, error):
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(b"half")
+        raise error
+
+
+def test_replaces_the_old_file_and_leaves_no_other(tmp_path):
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"old")
+    with atomic_write(path) as temporary:
+        assert temporary.parent == path.parent
+        assert not temporary.exists()
+        temporary.write_bytes(b"new")
+        assert path.read_bytes() == b"old"
+    assert path.read_bytes() == b"new"
+    assert names(tmp_path) == ["a.bin"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, OSError])
+def test_failure_keeps_the_old_file(tmp_path, error):
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"old")
+    with pytest.raises(error):
+        write_half_then_raise(path, error)
+    assert path.read_bytes() == b"old"
+    assert names(tmp_path) == ["a.bin"]
+
+
+def raising(error):
+    def write(path):
+        raise error
+
+    return write
+
+
+def save_to_full_device(path):
+    with open("/dev/full", "wb") as stream:
+        torch.save({"a": torch.zeros(9999)}, stream)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        raising(OSError(errno.ENOSPC, "")),
+        raising(SafetensorError("Error while serializing: I/O error: text (os error 28)")),
+        save_to_full_device,
+    ],
+)
+def test_a_full_disk_is_said_to_be_full_whoever_writes(tmp_path, write):
+    """torch.save says "unexpected pos 768 vs 662", and hides the system's error."""
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"old")
+    with (
+        pytest.raises(WriteError, match=r"cannot write .*a\.bin: No space left on device"),
+        atomic_write(path) as temporary,
+    ):
+        write(temporary)
+    assert path.read_bytes() == b"old"
+    assert names(tmp_path) == ["a.bin"]
+
+
+def test_failing_fsync_keeps_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"old")
+    monkeypatch.setattr(os, "fsync", raising(OSError(errno.EROFS, "")))
+    with pytest.raises(WriteError, match="Read-only file system: choose"):
+        files.write_text(path, "new")
+    assert path.read_bytes() == b"old"
+    assert names(tmp_path) == ["a.bin"]
+
+
+def test_an_error_of_what_is_read_meanwhile_passes(tmp_path):
+    with pytest.raises(TimeoutError), atomic_write(tmp_path / "a.bin"):
+        raise TimeoutError(errno.ETIMEDOUT, "")
+
+
+def test_a_block_that_writes_nothing_is_an_error(tmp_path):
+    with pytest.raises(WriteError, match="No such file"), atomic_write(tmp_path / "a.bin"):
+        pass
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("library_mode", [None, 0o600])
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_permissions_follow_the_umask(tmp_path, umask, library_mode):
+    """Also where the library that writes keeps its files to their owner, as safetensors does."""
+    path = tmp_path / "a.bin"
+    before = os.umask(umask)
+    try:
+        with atomic_write(path) as temporary:
+            temporary.write_bytes(b"x")
+            if library_mode is not None:
+                temporary.chmod(library_mode)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
+
+
+def test_writes_through_a_symbolic_link(tmp_path):
+    (tmp_path / "real").mkdir()
+    real = tmp_path / "real" / "a.bin"
+    real.write_bytes(b"old")
+    link = tmp_path / "link.bin"
+    link.symlink_to(real)
+    with atomic_write(link) as temporary:
+        assert temporary.parent == real.parent
+        temporary.write_bytes(b"new")
+    assert link.is_symlink()
+    assert real.read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("letter", ["a", "\udcfc", "ü"])
+def test_a_long_name_fits(tmp_path, letter):
+    path = tmp_path / (letter * (250 // len(os.fsencode(letter))))
+    files.write_text(path, "x")
+    assert path.read_text() == "x"
+
+
+def test_directories(tmp_path):
+    with pytest.raises(WriteError, match="got a directory"):
+        files.write_text(tmp_path, "")
+    with pytest.raises(WriteError, match=r"the directory .*no does not exist"):
+        files.write_text(tmp_path / "no" / "a", "")
+
+
+def test_what_killed_writes_left_is_removed_and_nothing_else(tmp_path):
+    with atomic_write(tmp_path / "last.pt") as temporary:
+        temporary.touch()
+    other = tmp_path / f"{temporary.name}.copy"
+    other.touch()
+    temporary.touch()
+    assert len(names(tmp_path)) == 3
+    files.remove_leftovers(tmp_path)
+    assert names(tmp_path) == [other.name, "last.pt"]
+
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from tresnet.files import lock
+with lock(Path(sys.argv[1])):
+    if not os.fork():  # a loader's process, which may outlive a killed one
+        time.sleep(60)
+        os._exit(0)
+    print("locked", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_lock_keeps_others_out_and_ends_with_its_process_although_its_children_live(tmp_path):
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"locked\n"
+        message = f"expected .* to be free, but process {holder.pid} is at work in it"
+        with pytest.raises(BusyError, match=message), files.lock(tmp_path):
+            pass
+        holder.kill()
+        holder.wait()
+        os.killpg(holder.pid, 0)  # its child is still there
+        with files.lock(tmp_path):
+            os.killpg(holder.pid, 9)
+
+
+def test_a_file_system_without_locks_is_used_with_a_warning(tmp_path, monkeypatch, caplog):
+    def none(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(files.fcntl, "flock", none)
+    with files.lock(tmp_path):
+        assert "cannot be locked" in caplog.text
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_that_cannot_be_written_is_named(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(WriteError, match="Permission denied"), files.lock(tmp_path):
+        pass
+    with pytest.raises(WriteError, match="Permission denied"):
+        files.write_text(tmp_path / "a", "")

@@ -1,0 +1,203 @@
+"""Files that appear whole or not at all, and directories that one process has for itself."""
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from tresnet.errors import BusyError, WriteError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+LOCK = ".lock"
+PATIENCE_S = 1.0
+_TEMPORARY = re.compile(r"\..{1,48}\.[0-9a-f]{16}\.tmp")
+# What to do about the system's errors of writing; others may come from what is read meanwhile.
+_ADVICE = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space",
+    errno.EFBIG: "see ulimit -f",
+    errno.EROFS: "choose another place",
+}
+_held: set[IO[str]] = set()
+_log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a temporary path beside `path`, which becomes `path` when the block succeeds.
+
+    Whatever fails in the block (a full disk, an exception, Ctrl-C) removes the temporary file and
+    leaves the old `path` as it was. On success the data reach the disk before the name does, so a
+    crash leaves the old file or the new one. The caller creates the temporary file itself, with
+    `open` or a library; its permissions follow the umask, whatever the library gave it (safetensors
+    keeps its files to their owner). A symbolic link is written through.
+
+    Args:
+        path: the file to write; its directory must exist.
+
+    Yields:
+        A path in the same directory that does not exist yet.
+
+    Raises:
+        WriteError: the directory is missing or cannot be written, `path` is a directory, or there
+            is no space left. Other errors of the block pass as they are.
+    """
+    target = Path(os.path.realpath(path))
+    if target.is_dir():
+        raise WriteError(f"cannot write {path}: expected a file, got a directory")
+    if not target.parent.is_dir():
+        raise WriteError(f"cannot write {path}: the directory {target.parent} does not exist")
+    # cut to stay within the 255 bytes that file systems allow for a name
+    name = os.fsdecode(os.fsencode(target.name)[:48])
+    temporary = target.parent / f".{name}.{secrets.token_hex(8)}.tmp"
+    try:
+        with _explained(path):
+            mode = _usual_mode(temporary)
+        try:
+            yield temporary
+        except Exception as error:
+            if reason := _reason(error):
+                raise WriteError(f"cannot write {path}: {reason}") from error
+            raise
+        with _explained(path):
+            temporary.chmod(mode)
+            _fsync(temporary)
+            os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    with contextlib.suppress(OSError):  # some file systems cannot fsync a directory
+        _fsync(target.parent)
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text file in UTF-8, whole or not at all.
+
+    Raises:
+        WriteError: as for `atomic_write`.
+    """
+    with atomic_write(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", newline="")
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove the temporary files of writes that were killed; nobody else may be writing there."""
+    with contextlib.suppress(OSError):
+        for path in directory.iterdir():
+            if _TEMPORARY.fullmatch(path.name):
+                path.unlink()
+
+
+@contextlib.contextmanager
+def lock(directory: Path) -> Iterator[None]:
+    """Have a directory for this process alone; the lock ends with the process, however that ends.
+
+    A file system without locks is used without one, and a warning says so.
+
+    Raises:
+        BusyError: another process has it.
+        WriteError: the directory cannot be written.
+    """
+    path = directory / LOCK
+    with _explained(path):
+        file = path.open("a+", encoding="utf-8")
+    with file:
+        try:
+            _flock(file)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise BusyError(
+                f"expected {directory} to be free, but process {file.read().strip() or '?'} is at"
+                " work in it: wait for its end, or stop it"
+            ) from error
+        except OSError as error:
+            _log.warning("%s cannot be locked (%s): start no second run in it", directory, error)
+        _held.add(file)
+        try:
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+        except OSError:  # a full disk: the lock holds without the number
+            pass
+        try:
+            yield
+        finally:
+            _held.discard(file)
+
+
+def _flock(file: IO[str]) -> None:
+    """Take the lock, waiting a moment for a process that is just being killed."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while fcntl is not None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.05)
+        else:
+            return
+
+
+def _let_go() -> None:
+    """In a forked process, such as a loader's: the lock is to end with the process that took it."""
+    for file in _held:
+        with contextlib.suppress(OSError):
+            file.close()
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
+
+
+@contextlib.contextmanager
+def _explained(path: str | os.PathLike[str]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise WriteError(f"cannot write {path}: {_reason(error) or error.strerror}") from error
+
+
+def _reason(error: BaseException | None) -> str | None:
+    """Why nothing could be written, in words; None if an error is about something else.
+
+    torch.save to a stream hides the system's error in its own one's context, and safetensors
+    spells its number out.
+    """
+    while error is not None:
+        code = error.errno if isinstance(error, OSError) else None
+        if spelled := re.search(r"\(os error (\d+)\)", str(error)):
+            code = int(spelled[1])
+        if code in _ADVICE:
+            return f"{os.strerror(code)}: {_ADVICE[code]}"
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _usual_mode(path: Path) -> int:
+    """Return the permissions that `open` gives a new file at `path`; the umask cannot be read."""
+    path.touch(exist_ok=False)
+    mode = stat.S_IMODE(path.stat().st_mode)
+    path.unlink()
+    return mode
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
