@@ -12,8 +12,8 @@ from tresnet.checkpoints.create import create
 from tresnet.engine import config as configs
 from tresnet.engine import resolve as resolving
 from tresnet.engine.distributed import leave
-from tresnet.engine.learner import Learner
 from tresnet.engine.train import train
+from tresnet.steps import TrainingStep
 
 
 class Scale(nn.Module):
@@ -44,14 +44,14 @@ def create_without_norms(*args, **kwargs):
 
 def kill_at(rank, update):
     """One process alone receives SIGTERM during an update."""
-    original = Learner.update
+    original = TrainingStep.update
 
     def updating(self, number):
         if (int(os.environ["RANK"]), number) == (rank, update):
             os.kill(os.getpid(), signal.SIGTERM)
         original(self, number)
 
-    Learner.update = updating
+    TrainingStep.update = updating
 
 
 if __name__ == "__main__":

@@ -12,11 +12,10 @@ from tresnet.engine import batch_size, train
 from tresnet.engine import config as configs
 from tresnet.engine.command import train_main
 from tresnet.engine.distributed import Processes
-from tresnet.engine.learner import Learner
 from tresnet.engine.losses import Losses
-from tresnet.engine.optim import peak_lr
 from tresnet.engine.recipes import recipe
 from tresnet.engine.resolve import create_model, resolve
+from tresnet.engine.train import create_step
 from tresnet.engine.validate import validate
 from tresnet.errors import ConfigError, DataError, TrainingError
 from tresnet.measure.live import LivePeak
@@ -26,6 +25,8 @@ from tresnet.memory.plan import make_plan
 from tresnet.memory.predict import record
 from tresnet.memory.replay import held_at_peak_bytes
 from tresnet.memory.sizes import GIB, MIB
+from tresnet.steps import TrainingStep
+from tresnet.steps.optim import peak_lr
 
 CPU = torch.device("cpu")
 ALONE = Processes(0, 1, CPU)
@@ -46,11 +47,11 @@ def small_gpu(monkeypatch):
 # -- the step that is predicted is the one that is run -----------------------------------------
 
 
-def held_by_learner(config):
+def held_by_the_step(config):
     """Bytes of live tensors at the peak of two updates, on the CPU and for real."""
     peak = LivePeak()
     with peak:
-        learner = Learner(create_model(config, CLASSES), config, ALONE, 10)
+        made = create_step(create_model(config, CLASSES), config, ALONE, 10)
         losses = Losses(config, len(CLASSES), 0)
         batch, size = config.data.resolved_batch_size, config.data.input_size
         passes = config.optim.accumulate
@@ -59,14 +60,14 @@ def held_by_learner(config):
             if config.labels.multi:
                 labels = torch.randint(2, (batch, 10)).float()
             images = torch.randint(256, (batch, 3, size, size), dtype=torch.uint8)
-            x, labels = learner.feed(images, labels)
+            x, labels = made.feed(images, labels)
             del images
             x, targets, criterion = losses.prepare(x, labels, 0, step)
             is_last = step % passes == passes - 1
-            kept = learner.backward(x, targets, criterion, passes, is_last)
+            kept = made.backward(x, targets, criterion, passes, is_last)
             del x, labels, targets
             if is_last:
-                learner.update(step // passes + 1)
+                made.update(step // passes + 1)
         del kept
     return peak.peak_bytes
 
@@ -85,7 +86,7 @@ def held_by_learner(config):
     ],
     ids=str,
 )
-def test_the_predicted_step_is_the_learners(changes):
+def test_the_predicted_step_is_the_one_that_runs(changes):
     config = resolve(
         configs.replace(recipe("digits"), batch_size=32, layers=(1, 1, 1, 1), **changes)
     )
@@ -93,7 +94,7 @@ def test_the_predicted_step_is_the_learners(changes):
     plan = make_plan(model, batch_size=32, **batch_size.step_of(config, len(CLASSES), 1))
     trace = record(model, plan, BARE, Workspaces(), device_type="cpu")
     # Buffers are rounded up to 512 B, which is 0.3 to 0.6 % here.
-    ratio = held_at_peak_bytes(trace) / held_by_learner(config)
+    ratio = held_at_peak_bytes(trace) / held_by_the_step(config)
     assert 1 <= ratio < 1.01
 
 
@@ -280,7 +281,7 @@ def test_whether_the_kernels_run_is_found_out_before_memory_is_predicted(fake_gp
 
 def full_at(monkeypatch, number):
     """The pass of that number finds the memory full."""
-    original, passes = Learner.backward, []
+    original, passes = TrainingStep.backward, []
 
     def backward(self, *args):
         passes.append(1)
@@ -288,7 +289,7 @@ def full_at(monkeypatch, number):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return original(self, *args)
 
-    monkeypatch.setattr(Learner, "backward", backward)
+    monkeypatch.setattr(TrainingStep, "backward", backward)
 
 
 def test_full_memory_ends_the_run_with_what_would_fit(tiny, small_gpu, monkeypatch):

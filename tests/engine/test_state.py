@@ -12,8 +12,8 @@ import torch
 
 from tresnet.engine import state
 from tresnet.engine.distributed import Processes
-from tresnet.engine.learner import Learner
 from tresnet.engine.state import Identity, Progress
+from tresnet.engine.train import create_step
 from tresnet.errors import CheckpointError, ConfigError
 from tresnet.models.zoo import build
 
@@ -22,9 +22,9 @@ IDENTITY = Identity(1, "abc", ["blue", "red"])
 
 
 @pytest.fixture
-def learner(tiny):
+def step(tiny):
     model = build("tresnet_t", width_factor=0.125, layers=(1, 1, 1, 1), num_classes=3)
-    return Learner(model, tiny(), ALONE, 6)
+    return create_step(model, tiny(), ALONE, 6)
 
 
 def draw():
@@ -51,11 +51,11 @@ def test_seeding_reaches_every_generator():
     assert all(a != b for a, b in zip(draw(), first, strict=True))
 
 
-def test_a_state_comes_back_whole(learner, tmp_path):
+def test_a_state_comes_back_whole(step, tmp_path):
     progress = Progress(epoch=2, batch=3, update=11, loss_sum=1.5, best_score=40.0, best_epoch=1)
-    state.save(tmp_path / "last.pt", learner, progress, IDENTITY, ALONE)
+    state.save(tmp_path / "last.pt", step, progress, IDENTITY, ALONE)
     content = state.load(tmp_path / "last.pt")
-    assert state.restore(content, learner, IDENTITY, ALONE) == progress
+    assert state.restore(content, step, IDENTITY, ALONE) == progress
 
 
 @pytest.mark.parametrize(
@@ -66,18 +66,18 @@ def test_a_state_comes_back_whole(learner, tmp_path):
         (Identity(1, "xyz", ["blue", "red"]), "the training images are not the ones"),
     ],
 )
-def test_a_state_of_other_data_or_processes_is_refused(learner, tmp_path, identity, message):
-    state.save(tmp_path / "last.pt", learner, Progress(), IDENTITY, ALONE)
+def test_a_state_of_other_data_or_processes_is_refused(step, tmp_path, identity, message):
+    state.save(tmp_path / "last.pt", step, Progress(), IDENTITY, ALONE)
     with pytest.raises(ConfigError) as error:
-        state.restore(state.load(tmp_path / "last.pt"), learner, identity, ALONE)
+        state.restore(state.load(tmp_path / "last.pt"), step, identity, ALONE)
     assert message in str(error.value)
 
 
-def test_an_absent_a_truncated_and_a_foreign_file_are_refused(learner, tmp_path):
+def test_an_absent_a_truncated_and_a_foreign_file_are_refused(step, tmp_path):
     path = tmp_path / "last.pt"
     with pytest.raises(CheckpointError, match="expected a checkpoint to resume from at"):
         state.load(path)
-    state.save(path, learner, Progress(), IDENTITY, ALONE)
+    state.save(path, step, Progress(), IDENTITY, ALONE)
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(CheckpointError, match=r"cannot read .*last\.pt, which is damaged"):
         state.load(path)
@@ -124,24 +124,24 @@ from pathlib import Path
 import torch
 from tresnet.engine import config, state
 from tresnet.engine.distributed import Processes
-from tresnet.engine.learner import Learner
+from tresnet.engine.train import create_step
 from tresnet.errors import CheckpointError
 from tresnet.models.zoo import build
 
 path, alone = Path(sys.argv[1]), Processes(0, 1, torch.device("cpu"))
 model = build("tresnet_t", width_factor=0.125, layers=(1, 1, 1, 1), num_classes=3)
-learner = Learner(model, config.TrainConfig(), alone, 6)
+step = create_step(model, config.TrainConfig(), alone, 6)
 resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
 try:
-    state.save(path, learner, state.Progress(update=2), state.Identity(1, "abc", []), alone)
+    state.save(path, step, state.Progress(update=2), state.Identity(1, "abc", []), alone)
 except CheckpointError as error:
     print(error)
 """
 
 
-def test_a_full_disk_leaves_the_old_state_intact(learner, tmp_path):
+def test_a_full_disk_leaves_the_old_state_intact(step, tmp_path):
     path = tmp_path / "last.pt"
-    state.save(path, learner, Progress(update=1), IDENTITY, ALONE)
+    state.save(path, step, Progress(update=1), IDENTITY, ALONE)
     assert path.stat().st_size > 50_000
     before = path.read_bytes()
     done = subprocess.run(

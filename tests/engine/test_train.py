@@ -16,21 +16,21 @@ from tresnet.engine import config as configs
 from tresnet.engine import state
 from tresnet.engine import train as training
 from tresnet.engine.evaluate import Metrics
-from tresnet.engine.learner import Learner
 from tresnet.engine.train import train
 from tresnet.errors import CheckpointError, ConfigError, DataError, TrainingError
+from tresnet.steps import TrainingStep
 
 
 def kill_after(monkeypatch, update, signum=signal.SIGTERM):
     """Send a signal to this process while update number `update` is under way."""
-    original = Learner.update
+    original = TrainingStep.update
 
     def updating(self, number):
         if number == update:
             os.kill(os.getpid(), signum)
         original(self, number)
 
-    monkeypatch.setattr(Learner, "update", updating)
+    monkeypatch.setattr(TrainingStep, "update", updating)
 
 
 def test_a_run_leaves_what_its_user_needs(tiny, capsys):
@@ -77,7 +77,7 @@ def test_no_line_runs_into_the_bar_on_a_terminal(tiny, monkeypatch):
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setattr(torch, "compile", lambda module, **_: module)
-    train(tiny(progress=True, compile=True))
+    train(tiny(progress=True, compile="default"))
     assert "epoch 1/2:   0%" in screen.getvalue()
     shown = [line.rpartition("\r")[2] for line in screen.getvalue().split("\n")]
     compiled = [line for line in shown if "compiled in " in line]
@@ -216,7 +216,7 @@ def test_resuming_without_a_checkpoint_is_refused(tiny, tmp_path):
 
 def poison(monkeypatch, update, value):
     """Make the loss of one update `value`."""
-    original = Learner.backward
+    original = TrainingStep.backward
 
     def backward(self, images, targets, criterion, passes, is_last):
         loss, logits = original(self, images, targets, criterion, passes, is_last)
@@ -224,7 +224,7 @@ def poison(monkeypatch, update, value):
         return (loss * 0 + value if poison.passes == update else loss), logits
 
     poison.passes = 0
-    monkeypatch.setattr(Learner, "backward", backward)
+    monkeypatch.setattr(TrainingStep, "backward", backward)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -247,7 +247,7 @@ def test_before_the_first_checkpoint_the_error_says_there_is_none(tiny, monkeypa
 
 
 def test_weights_that_go_bad_in_the_last_update_are_not_saved(tiny, monkeypatch):
-    original = Learner.update
+    original = TrainingStep.update
 
     def updating(self, number):
         original(self, number)
@@ -255,7 +255,7 @@ def test_weights_that_go_bad_in_the_last_update_are_not_saved(tiny, monkeypatch)
             with torch.no_grad():
                 self.model.head.fc.weight[0, 0] = float("nan")
 
-    monkeypatch.setattr(Learner, "update", updating)
+    monkeypatch.setattr(TrainingStep, "update", updating)
     with pytest.raises(TrainingError, match="the weights are no finite numbers after update 12"):
         train(tiny())
     run_dir = Path(tiny().run.runs) / "run"
@@ -314,11 +314,11 @@ def test_each_evaluation_is_where_it_should_be(tiny):
 def test_every_option_of_the_model_reaches_it(tiny, monkeypatch):
     seen = {}
 
-    def learner(model, config, processes, updates, say):
+    def create(model, config, processes, updates, say):
         seen.update(model=model, updates=updates)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(training, "Learner", learner)
+    monkeypatch.setattr(training, "create_step", create)
     with pytest.raises(KeyboardInterrupt):
         train(tiny(block_size=1, norm="batchnorm", jit=True, accumulate=4))
     config = seen["model"].config

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from tresnet.engine import config as configs
-from tresnet.engine import images, optim
+from tresnet.engine import images
 from tresnet.engine.config import AUTO, TrainConfig
 from tresnet.engine.distributed import Processes, pick_device
 from tresnet.engine.losses import plain_loss
 from tresnet.engine.resolve import create_model
 from tresnet.errors import ConfigError, InputError, TResNetError
 from tresnet.ops.dispatch import lacking
+from tresnet.steps import optim
 
 if TYPE_CHECKING:
     from tresnet.memory import Device, MaxBatch
@@ -109,7 +110,7 @@ def step_of(config: TrainConfig, classes: int, world: int) -> dict[str, Any]:
     Synchronised batch norm is predicted as the plain one: what it saves differs by a few vectors.
     """
     size, mixes = config.data.input_size, config.augment.mixes
-    keeps_bytes = config.compute.channels_last and not mixes  # see `tresnet.engine.feed`
+    keeps_bytes = config.compute.channels_last and not mixes  # see `tresnet.steps.feed`
     assert size is not None, "filled in by resolve"
     return {
         "input_size": (3, size, size),
@@ -191,7 +192,7 @@ def _fitting(
     config: TrainConfig, classes: Sequence[str], processes: Processes
 ) -> tuple[int | None, str]:
     """How many images are predicted to fit, if that can be said, and a sentence about it."""
-    if config.compute.compile or config.model.jit:
+    if config.compute.compile != "none" or config.model.jit:
         return None, "what a compiled or scripted model keeps in memory cannot be predicted"
     try:
         gpu = gpu_of(config, processes.device)

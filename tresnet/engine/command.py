@@ -86,7 +86,12 @@ def _train(arguments: Sequence[str]) -> int:
 def _evaluate(arguments: Sequence[str]) -> int:
     import tyro
 
-    config = tyro.cli(EvalConfig, prog="eval.py", args=list(arguments))
+    config = tyro.cli(
+        EvalConfig,
+        prog="eval.py",
+        args=list(arguments),
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
     evaluate_weights.run(config)
     return 0
 

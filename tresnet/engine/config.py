@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from tresnet.engine import fields
 from tresnet.errors import ConfigError
+from tresnet.steps.settings import Compute, EmaConfig, OptimConfig, ScheduleConfig
 
 # What `batch_size` says where the memory is to decide.
 AUTO = "auto"
@@ -28,6 +29,10 @@ class ModelConfig:
     """Leave the head of the weights out and start a new one for the classes of the data."""
     norm: Literal["abn", "batchnorm", "inplace_abn"] = "abn"
     """Implementation of batch norm + activation."""
+    impl: Literal["auto", "triton", "reference"] = "auto"
+    """What computes the norms and what follows them: Triton kernels, or plain operators."""
+    pad: bool = False
+    """Widths in multiples of 8, as tensor cores want them; the same function and checkpoints."""
     head: str | None = None
     """Kind of classifier: linear, group_attention, ml_decoder. None: the weights', else linear."""
     head_groups: tuple[int, ...] | None = None
@@ -154,63 +159,11 @@ class LabelConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimConfig:
-    """How the weights are updated."""
-
-    opt: str = "sgd"
-    """Optimizer by timm's name; sgd is SGD with Nesterov momentum."""
-    lr: float = 0.1
-    """Highest learning rate."""
-    lr_batch: int | None = None
-    """Images per update that `lr` is meant for; it scales linearly. None: `lr` as it is."""
-    momentum: float = 0.9
-    """Momentum, where the optimizer has one."""
-    weight_decay: float = 1e-4
-    """Weight decay of convolution and linear weights; biases and norms have none."""
-    clip_grad: float | None = None
-    """Largest norm of the gradients. None: no limit."""
-    accumulate: int = 1
-    """Forward passes per update."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ScheduleConfig:
-    """How long, and the learning rate over time."""
-
-    epochs: int = 300
-    """Passes over the training images."""
-    lr_schedule: Literal["one-cycle", "cosine", "constant"] = "one-cycle"
-    """Shape after the warm-up; one-cycle warms up along a cosine, the others along a line."""
-    warmup_fraction: float = 0.2
-    """Share of all updates in which the learning rate rises."""
-    start_factor: float = 0.04
-    """First learning rate, as a share of the highest."""
-    end_factor: float = 4e-6
-    """Last learning rate, as a share of the highest."""
-
-
-@dataclasses.dataclass(frozen=True)
-class EmaConfig:
-    """The moving average of the weights: what is evaluated and kept as best."""
-
-    ema_decay: float = 0.0
-    """Share of the average kept at each update. 0: no average."""
-    ema_warmup: bool = True
-    """Let the decay grow from 0, so that a short run's average forgets the start."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ComputeConfig:
+class ComputeConfig(Compute):
     """On what, and in which precision and layout."""
 
     device: str = "auto"
     """cpu, cuda, cuda:N, or auto: a GPU if there is one."""
-    amp: Literal["off", "bf16", "fp16"] = "off"
-    """Autocast to 16 bits; fp16 scales the loss."""
-    channels_last: bool = False
-    """Keep images and weights in channels-last memory."""
-    compile: bool = False
-    """Compile the model with torch.compile."""
     sync_bn: bool = False
     """Batch norm over the images of all GPUs."""
     gpu_memory: str | None = None

@@ -15,16 +15,17 @@ from tresnet.checkpoints.manifest import describe
 from tresnet.data import ImageDataset, create_loader, eval_transform, open_folder
 from tresnet.data.multilabel import CLASSES_FILE, MultiLabelDataset, open_multilabel
 from tresnet.engine import distributed, fields, images
-from tresnet.engine.config import ComputeConfig, LabelConfig
+from tresnet.engine.config import LabelConfig
 from tresnet.engine.console import Console
 from tresnet.engine.distributed import Processes
 from tresnet.engine.evaluate import Metrics
 from tresnet.engine.multilabel import MultiLabelMetrics, evaluate_labels
-from tresnet.engine.predictor import Predictor
 from tresnet.engine.resolve import class_map
 from tresnet.errors import CheckpointError, ConfigError
 from tresnet.files import atomic_write
 from tresnet.measure.memory import MemoryMeter, MemorySnapshot
+from tresnet.steps import InferenceCompute, InferenceStep
+from tresnet.surgery.pad_channels import pad_channels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,16 +63,15 @@ class EvalConfig:
     """Count unreadable images and go on, instead of stopping."""
     norm: Literal["abn", "batchnorm", "inplace_abn"] = "abn"
     """Implementation of batch norm + activation."""
+    impl: Literal["auto", "triton", "reference"] = "auto"
+    """What computes the norms: Triton kernels, or plain operators."""
+    pad: bool = False
+    """Widths in multiples of 8, as tensor cores want them: the same outputs."""
     jit: bool = False
     """Use the scripted helper functions."""
     device: str = "auto"
     """cpu, cuda, cuda:N, or auto: a GPU if there is one."""
-    amp: Literal["off", "bf16", "fp16"] = "off"
-    """Autocast to 16 bits."""
-    channels_last: bool = False
-    """Keep images and weights in channels-last memory."""
-    compile: bool = False
-    """Compile the model with torch.compile."""
+    compute: InferenceCompute = dataclasses.field(default_factory=InferenceCompute)
     progress: bool = True
     """Show a progress bar, if the output is a terminal."""
     output: Path | None = None
@@ -100,6 +100,10 @@ def run(config: EvalConfig) -> dict[str, Any]:
         info = describe(config.weights)
         model = create(config.model, weights=config.weights, norm=config.norm, jit=config.jit)
         _check_finite(model, config.weights)
+        if config.impl != "auto":
+            model.set_impl(config.impl)  # pyright: ignore[reportCallIssue]
+        if config.pad:
+            model = pad_channels(model, inplace=True)
         mapping = _class_map(info.classes, _outputs(model), dataset)
         console = Console(processes.is_main, config.progress)
         metrics = _measure(config, model, dataset, mapping, processes, console)
@@ -191,14 +195,11 @@ def _measure(
         distributed=(processes.rank, processes.world),
         pin_memory=processes.device.type == "cuda",
     )
-    compute = ComputeConfig(config.device, config.amp, config.channels_last, config.compile)
-    predictor = Predictor(model, compute, processes.device, console.say)
+    step = InferenceStep(model, config.compute, processes.device, say=console.say)
     try:
         labels = LabelConfig("bce" if config.labels == "multi" else "cross-entropy")
         labels = dataclasses.replace(labels, threshold=config.threshold)
-        return evaluate_labels(
-            labels, predictor, loader, processes, class_map=mapping, console=console
-        )
+        return evaluate_labels(labels, step, loader, processes, class_map=mapping, console=console)
     finally:
         loader.close()
 
@@ -209,6 +210,7 @@ def _result(
     options = dataclasses.asdict(config)
     for name in ("output", "overwrite", "progress"):
         del options[name]
+    options |= options.pop("compute")
     return {**dataclasses.asdict(metrics), "processes": processes.world, "options": options}
 
 

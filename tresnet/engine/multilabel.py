@@ -13,8 +13,8 @@ from tresnet.engine.config import LabelConfig
 from tresnet.engine.console import Console
 from tresnet.engine.distributed import Processes
 from tresnet.engine.evaluate import Metrics, evaluate, run_over
-from tresnet.engine.predictor import Predictor
 from tresnet.errors import DataError
+from tresnet.steps import InferenceStep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +132,7 @@ def evaluate_multilabel(
 
 def evaluate_labels(
     labels: LabelConfig,
-    predictor: Predictor,
+    step: InferenceStep,
     loader: Loader,
     processes: Processes,
     *,
@@ -145,14 +145,14 @@ def evaluate_labels(
         DataError: No image could be read.
     """
     shared: Any = {
-        "to_device": predictor.to_device,
+        "to_device": step.feed,
         "class_map": class_map,
         "console": console,
     }
     if labels.multi:
         shared["threshold"] = labels.threshold
-        return evaluate_multilabel(predictor.predict, loader, processes, **shared)
-    return evaluate(predictor.predict, loader, processes, **shared)
+        return evaluate_multilabel(step, loader, processes, **shared)
+    return evaluate(step, loader, processes, **shared)
 
 
 def average_precision(scores: Tensor, targets: Tensor) -> float | None:

@@ -13,6 +13,7 @@ from tresnet.engine.config import ModelConfig, TrainConfig
 from tresnet.errors import ConfigError
 from tresnet.models import zoo
 from tresnet.models.tresnet import TResNet
+from tresnet.surgery.pad_channels import pad_channels
 
 
 def resolve(config: TrainConfig) -> TrainConfig:
@@ -71,12 +72,16 @@ def create_model(config: TrainConfig, classes: Sequence[str]) -> TResNet:
     if settings.weights is not None and not settings.new_head:
         _check_head(settings, classes)
     options = dataclasses.asdict(settings)
-    for name in ("model", "grad_checkpointing", "recompute"):
+    for name in ("model", "grad_checkpointing", "recompute", "impl", "pad"):
         del options[name]
     model = create(settings.model, num_classes=len(classes), **options)
     assert isinstance(model, TResNet), "features_only is not an option"
+    if settings.impl != "auto":
+        model.set_impl(settings.impl)
     if settings.recompute != "activations":
         model.set_recompute(settings.recompute)
+    if settings.pad:
+        model = pad_channels(model, inplace=True)
     assert data.input_size is not None, "filled in by resolve"
     model.check_input(torch.empty(1, 3, data.input_size, data.input_size, device="meta"))
     # what is saved with the weights, so that whoever loads them prepares images the same way

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from tresnet.engine.distributed import Processes
-from tresnet.engine.learner import Learner
 from tresnet.errors import CheckpointError, ConfigError
 from tresnet.files import atomic_write
+from tresnet.steps import TrainingStep
 
 FORMAT = 1
 LAST, BEST = "last.pt", "best.safetensors"
@@ -74,7 +74,7 @@ class Identity:
 
 
 def save(
-    path: Path, learner: Learner, progress: Progress, identity: Identity, processes: Processes
+    path: Path, step: TrainingStep, progress: Progress, identity: Identity, processes: Processes
 ) -> None:
     """Write the state of all processes to one file (a collective; process 0 writes).
 
@@ -85,7 +85,7 @@ def save(
     if not processes.is_main:
         return
     content = {
-        **learner.state_dict(),  # under the keys by which weights are found in timm's checkpoints
+        **step.state_dict(),  # under the keys by which weights are found in timm's checkpoints
         "format": FORMAT,
         "identity": dataclasses.asdict(identity),
         "progress": dataclasses.asdict(progress),
@@ -122,9 +122,9 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def restore(
-    content: dict[str, Any], learner: Learner, identity: Identity, processes: Processes
+    content: dict[str, Any], step: TrainingStep, identity: Identity, processes: Processes
 ) -> Progress:
-    """Put a loaded state into the learner and this process's random generators.
+    """Put a loaded state into the step and this process's random generators.
 
     Raises:
         ConfigError: The state belongs to other data or another number of processes.
@@ -145,7 +145,7 @@ def restore(
             "the training images are not the ones the run began with (other files, or another"
             " order): resume with those, or start a new run"
         )
-    learner.load_state_dict(content)
+    step.load_state_dict(content)
     set_random_state(content["generators"][processes.rank], processes.device)
     return Progress(**content["progress"])
 

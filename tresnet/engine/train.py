@@ -4,11 +4,12 @@ import dataclasses
 import datetime
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tresnet import env
 from tresnet.checkpoints.load import load_checkpoint
@@ -21,7 +22,6 @@ from tresnet.engine.console import Bar, Console
 from tresnet.engine.distributed import Processes
 from tresnet.engine.evaluate import Metrics
 from tresnet.engine.images import Images, open_images
-from tresnet.engine.learner import Learner
 from tresnet.engine.logs import RunLog
 from tresnet.engine.losses import Losses
 from tresnet.engine.multilabel import MultiLabelMetrics, evaluate_labels
@@ -33,6 +33,7 @@ from tresnet.engine.validate import validate
 from tresnet.errors import TrainingError
 from tresnet.measure.memory import MemoryMeter, MemorySnapshot
 from tresnet.measure.throughput import ThroughputMeter
+from tresnet.steps import InferenceStep, TrainingStep, create_training_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,11 +87,11 @@ def train(config: TrainConfig, resume: Path | None = None) -> TrainResult:
         state.seed_everything(config.run.seed, processes.device)
         model = create_model(config, images.classes)
         updates = -(-len(images.train) // config.optim.accumulate)
-        learner = Learner(model, config, processes, updates * config.schedule.epochs, console.say)
+        step = create_step(model, config, processes, updates * config.schedule.epochs, console.say)
         memory.phase("model")
         state.seed_everything(mix_seed(config.run.seed, processes.rank), processes.device)
         run_dir = resume or _new_run_dir(config, processes)
-        trainer = Trainer(config, run_dir, processes, images, learner, memory, stop, console)
+        trainer = Trainer(config, run_dir, processes, images, step, memory, stop, console)
         if content is not None:
             trainer.restore(content)
         try:
@@ -102,6 +103,32 @@ def train(config: TrainConfig, resume: Path | None = None) -> TrainResult:
             raise TrainingError(message) from error
         finally:
             trainer.close()
+
+
+def create_step(
+    model: nn.Module,
+    config: TrainConfig,
+    processes: Processes,
+    updates: int,
+    say: Callable[[str], object] | None = None,
+) -> TrainingStep:
+    """The training step of a resolved configuration; see `create_training_step`."""
+    per_process = config.data.resolved_batch_size * config.optim.accumulate
+    return create_training_step(
+        model,
+        config.compute,
+        processes.device,
+        optimizer=config.optim,
+        ema=config.ema,
+        schedule=config.schedule,
+        updates=updates,
+        global_batch=per_process * processes.world,
+        world=processes.world,
+        sync_bn=config.compute.sync_bn,
+        grad_checkpointing=config.model.grad_checkpointing,
+        mixes=config.augment.mixes,
+        say=say,
+    )
 
 
 def _new_run_dir(config: TrainConfig, processes: Processes) -> Path:
@@ -118,7 +145,7 @@ class Trainer:
         run_dir: Path,
         processes: Processes,
         images: Images,
-        learner: Learner,
+        step: TrainingStep,
         memory: MemoryMeter,
         stop: StopRequest,
         console: Console,
@@ -128,7 +155,10 @@ class Trainer:
         self.run_dir = run_dir
         self.processes = processes
         self.images = images
-        self.learner = learner
+        self.step = step
+        self.tested = InferenceStep(
+            step.averaged, config.compute, processes.device, say=console.say
+        )
         self.memory = memory
         self.stop = stop
         self.progress = Progress()
@@ -147,7 +177,7 @@ class Trainer:
         Raises:
             ConfigError: It belongs to other data or another number of processes.
         """
-        self.progress = state.restore(content, self.learner, self.identity, self.processes)
+        self.progress = state.restore(content, self.step, self.identity, self.processes)
         self._started_s -= self.progress.elapsed_s
         self._resumed = True
 
@@ -229,14 +259,14 @@ class Trainer:
         first = batch - batch % accumulate
         passes = min(accumulate, batches - first)
         is_last = batch == first + passes - 1
-        images, labels = self.learner.feed(images, labels)
-        step = progress.epoch * batches + batch
-        images, targets, criterion = self.losses.prepare(images, labels, progress.epoch, step)
-        loss, logits = self.learner.backward(images, targets, criterion, passes, is_last)
+        images, labels = self.step.feed(images, labels)
+        number = progress.epoch * batches + batch
+        images, targets, criterion = self.losses.prepare(images, labels, progress.epoch, number)
+        loss, logits = self.step.backward(images, targets, criterion, passes, is_last)
         self.tally.add(progress.update + 1, loss, logits, labels)
         if is_last:
             progress.update += 1
-            self.learner.update(progress.update)
+            self.step.update(progress.update)
             progress.batch = batch + 1
         return is_last
 
@@ -256,7 +286,7 @@ class Trainer:
         progress.hits += look.hits
         for loss_sum in look.loss_sums:  # one by one: the same bits, whenever one looks
             progress.loss_sum += loss_sum
-        figures = {"loss": sum(look.loss_sums) / look.images, "lr": self.learner.lr}
+        figures = {"loss": sum(look.loss_sums) / look.images, "lr": self.step.lr}
         rate = self.throughput.images_per_s()
         if rate is not None:
             figures["images_per_s"] = rate * self.processes.world
@@ -290,7 +320,7 @@ class Trainer:
         figures: dict[str, Any] = {"loss": progress.loss_sum / max(progress.images, 1)}
         if self.losses.has_accuracy(progress.epoch):
             figures["accuracy"] = 100 * progress.hits / max(progress.images, 1)
-        figures |= {"lr": self.learner.lr, "images_per_s": rate or None}
+        figures |= {"lr": self.step.lr, "images_per_s": rate or None}
         if metrics is not None:
             progress.last_score = metrics.score
             figures |= metrics.figures()
@@ -306,10 +336,10 @@ class Trainer:
         self._save_state()
 
     def _evaluate(self) -> Metrics | MultiLabelMetrics:
-        self.processes.share_buffers(self.learner.averaged)
+        self.processes.share_buffers(self.step.averaged)
         return evaluate_labels(
             self.config.labels,
-            self.learner.tested,
+            self.tested,
             self.images.val,
             self.processes,
             console=self.console,
@@ -321,7 +351,7 @@ class Trainer:
         path = self.run_dir / BEST
         data = self.config.data
         save_checkpoint(
-            self.learner.averaged,
+            self.step.averaged,
             path,
             metadata={
                 "classes": self.images.classes,
@@ -334,13 +364,13 @@ class Trainer:
 
     def _save_state(self) -> None:
         """Write the last state, unless the weights have gone bad since the loss was looked at."""
-        if not self.learner.is_finite():
+        if not self.step.is_finite():
             raise TrainingError(
                 f"the weights are no finite numbers after update {self.progress.update}:"
                 f" {self.last_good()}. Try a lower --lr or --clip-grad"
             )
         self.progress.elapsed_s = time.monotonic() - self._started_s
-        state.save(self.run_dir / LAST, self.learner, self.progress, self.identity, self.processes)
+        state.save(self.run_dir / LAST, self.step, self.progress, self.identity, self.processes)
         self._saved_s = time.monotonic()
 
     def last_good(self) -> str:
@@ -352,7 +382,7 @@ class Trainer:
 
     def _finish_run(self) -> Metrics | MultiLabelMetrics:
         """Read the best checkpoint back from its file, evaluate it, and show the result."""
-        averaged = self.learner.averaged
+        averaged = self.step.averaged
         if self.processes.is_main:
             load_checkpoint(averaged, self.run_dir / BEST)
         self.processes.share_state(averaged)

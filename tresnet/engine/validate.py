@@ -113,7 +113,7 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         yield "--new-head replaces the head of --weights, but no weights are given"
     if config.recipe == "finetune" and model.weights is None:
         yield "--weights: the recipe finetune needs weights to start from: a tag or a file"
-    for name, on in {"--compile": compute.compile, "--jit": model.jit}.items():
+    for name, on in {"--compile": compute.compile != "none", "--jit": model.jit}.items():
         if on and data.batch_size == AUTO:
             yield (
                 f"--batch-size auto: what a model keeps in memory cannot be predicted with {name},"
@@ -121,7 +121,7 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
             )
     if model.recompute != "activations" and model.norm != "abn":
         yield f"--recompute {model.recompute}: expected --norm abn, got {model.norm}"
-    if model.recompute == "outputs" and compute.compile:
+    if model.recompute == "outputs" and compute.compile != "none":
         yield (
             "--recompute outputs: only the fused kernels rebuild outputs, and --compile does without"
             " them: choose one, or --grad-checkpointing, which goes with both"

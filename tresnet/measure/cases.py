@@ -14,9 +14,9 @@ from tresnet.measure.named import (
     default_input_size,
     split_name,
 )
-from tresnet.models.compiled import TRAINING_PARTITIONER
 from tresnet.models.tresnet import RECOMPUTE
 from tresnet.ops.abn import IMPLS
+from tresnet.steps.compiled import TRAINING_PARTITIONER
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CASTS = ("autocast", "pure")

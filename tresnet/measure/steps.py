@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tresnet.measure.cases import DTYPES, PARTITIONERS, BenchCase
+from tresnet.measure.cases import DTYPES, BenchCase
 from tresnet.measure.macs import count_parameters
 from tresnet.measure.named import build_named, default_input_size, split_name
-from tresnet.models.compiled import CompiledModel, partitioner
 from tresnet.ops.unit_floats import unit_floats
+from tresnet.steps.compiled import compile_model
 from tresnet.surgery.fold import fold
 from tresnet.surgery.pad_channels import pad_channels
 
@@ -68,7 +68,7 @@ def prepare(case: BenchCase, training: bool, device: torch.device, seed: int) ->
     model = built.to(memory_format=_layout(case))  # pyright: ignore[reportCallIssue]
     parameters = count_parameters(model)
     images, fed = _input(model, case, size, device, dtype)
-    step_model = _compiled(fed, case)
+    step_model = _compiled(fed, case, training)
     if training:
         run = _training_step(step_model, model, images, case, device)
     else:
@@ -94,21 +94,21 @@ def _input(
     return images.contiguous(memory_format=_layout(case)), fed
 
 
-def _compiled(model: nn.Module, case: BenchCase) -> Callable[[Tensor], Tensor]:
+def _compiled(model: nn.Module, case: BenchCase, training: bool) -> Callable[[Tensor], Tensor]:
     """The model, compiled for static shapes.
 
     dynamic=False, because a second batch size of a model would otherwise be compiled for any size.
     """
     if case.compile == "none":
         return model
-    if not case.freeze:
-        function = torch.compile(model, mode=case.compile, dynamic=False)
-        if case.partitioner is None:
-            return function
-        return CompiledModel(function, partitioner(PARTITIONERS[case.partitioner]))
-    # torch.compile takes a mode or options, not both
-    options = {**torch._inductor.list_mode_options(case.compile), "freezing": True}
-    return torch.compile(model, options=options, dynamic=False)
+    return compile_model(
+        model,
+        case.compile,  # pyright: ignore[reportArgumentType]
+        training=training,
+        freeze=case.freeze,
+        recompute="none" if case.partitioner is None else "activations",
+        dynamic=False,
+    )
 
 
 def _training_step(

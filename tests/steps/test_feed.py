@@ -8,12 +8,11 @@ from tests.engine.runs import assert_same_run
 from tresnet.data import eval_transform, train_transform
 from tresnet.engine import config as configs
 from tresnet.engine import images as run_images
-from tresnet.engine.config import ComputeConfig
 from tresnet.engine.distributed import Processes
-from tresnet.engine.feed import Feed, reads_bytes
-from tresnet.engine.learner import Learner
 from tresnet.engine.resolve import create_model, resolve
-from tresnet.engine.train import train
+from tresnet.engine.train import create_step, train
+from tresnet.steps import Compute, InferenceStep
+from tresnet.steps.feed import Feed, reads_bytes
 
 CPU = torch.device("cpu")
 ALONE = Processes(0, 1, CPU)
@@ -24,7 +23,7 @@ def test_floats_are_those_of_the_transform_to_the_bit():
     every = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).expand(2, 3, 16, 16)
     expected = every.float().div(255)
     for channels_last in (False, True):
-        compute = ComputeConfig(channels_last=channels_last)
+        compute = Compute(channels_last=channels_last)
         labels = torch.arange(2)
         found, same = Feed(compute, CPU, keep_bytes=False)(every, labels)
         layout = torch.channels_last if channels_last else torch.contiguous_format
@@ -39,9 +38,7 @@ def test_floats_are_those_of_the_transform_to_the_bit():
 def test_a_gpu_makes_the_same_floats():
     every = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).expand(2, 3, 16, 16)
     for channels_last in (False, True):
-        feed = Feed(
-            ComputeConfig(channels_last=channels_last), torch.device("cuda"), keep_bytes=False
-        )
+        feed = Feed(Compute(channels_last=channels_last), torch.device("cuda"), keep_bytes=False)
         assert torch.equal(feed(every, torch.arange(2))[0].cpu(), every.float().div(255))
 
 
@@ -58,10 +55,11 @@ def test_a_gpu_makes_the_same_floats():
 def test_bytes_reach_the_model_where_nothing_needs_floats(tiny, changes, trained, tested):
     config = resolve(tiny(**changes))
     loaded = run_images.open_images(config, ALONE)
-    learner = Learner(create_model(config, loaded.classes), config, ALONE, 6)
+    step = create_step(create_model(config, loaded.classes), config, ALONE, 6)
+    testing = InferenceStep(step.averaged, config.compute, CPU)
     for loader, feed, dtype in (
-        (loaded.train, learner.feed, trained),
-        (loaded.val, learner.tested.to_device, tested),
+        (loaded.train, step.feed, trained),
+        (loaded.val, testing.feed, tested),
     ):
         images, labels = next(iter(loader))
         assert images.dtype == torch.uint8
@@ -70,7 +68,7 @@ def test_bytes_reach_the_model_where_nothing_needs_floats(tiny, changes, trained
 
 
 def test_other_models_get_floats():
-    compute = ComputeConfig(channels_last=True)
+    compute = Compute(channels_last=True)
     assert not reads_bytes(nn.Conv2d(3, 8, 3), compute)
 
 

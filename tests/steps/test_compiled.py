@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tresnet
-from tresnet.models import compiled as module
-from tresnet.models.compiled import compile_model
+from tresnet.steps import compiled as module
+from tresnet.steps.compiled import compile_model
 
 pytestmark = pytest.mark.slow
 

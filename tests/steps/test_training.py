@@ -5,10 +5,11 @@ import torch
 from torch import nn
 
 from tresnet.engine.distributed import Processes
-from tresnet.engine.learner import Learner
-from tresnet.engine.sync_norm import SyncNormAct, synchronise
+from tresnet.engine.train import create_step
 from tresnet.layers.norm import NormAct
 from tresnet.models.zoo import build
+from tresnet.steps import Compute, InferenceStep
+from tresnet.steps.sync_norm import SyncNormAct, synchronise
 
 ALONE = Processes(0, 1, torch.device("cpu"))
 PLAIN = {"mixup": 0.0, "drop_rate": 0.0, "drop_path_rate": 0.0, "label_smoothing": 0.0}
@@ -27,11 +28,11 @@ class NormFree(nn.Module):
         return self.fc(self.conv(x).relu().mean((2, 3)))
 
 
-def learner_of(config, model=None, updates=6):
+def step_of(config, model=None, updates=6):
     if model is None:
         torch.manual_seed(0)
         model = build("tresnet_t", width_factor=0.125, layers=(1, 1, 1, 1), num_classes=3)
-    return Learner(model, config, ALONE, updates)
+    return create_step(model, config, ALONE, updates)
 
 
 def batch(n=8):
@@ -39,95 +40,95 @@ def batch(n=8):
     return torch.rand(n, 3, 12, 12, generator=generator), torch.arange(n) % 3
 
 
-def step(learner, images, targets, passes=1, number=1):
+def run(step, images, targets, passes=1, number=1):
     for part, (x, y) in enumerate(zip(images.chunk(passes), targets.chunk(passes), strict=True)):
-        result = learner.backward(x, y, nn.CrossEntropyLoss(), passes, part == passes - 1)
-    learner.update(number)
+        result = step.backward(x, y, nn.CrossEntropyLoss(), passes, part == passes - 1)
+    step.update(number)
     return result
 
 
 def test_accumulated_passes_are_one_update_over_their_mean(tiny):
-    once = learner_of(tiny(**PLAIN, batch_size=8), NormFree())
-    parts = learner_of(tiny(**PLAIN, batch_size=4, accumulate=2), NormFree())
-    step(once, *batch())
-    step(parts, *batch(), passes=2)
+    once = step_of(tiny(**PLAIN, batch_size=8), NormFree())
+    parts = step_of(tiny(**PLAIN, batch_size=4, accumulate=2), NormFree())
+    run(once, *batch())
+    run(parts, *batch(), passes=2)
     for name, weight in once.model.state_dict().items():
         # the sum of two half-batch means differs from one mean by float32 rounding alone
         torch.testing.assert_close(parts.model.state_dict()[name], weight, rtol=1e-5, atol=1e-7)
 
 
 def test_clipping_limits_the_gradient(tiny):
-    learner = learner_of(tiny(**PLAIN, clip_grad=1e-3, lr_schedule="constant", opt="momentum"))
-    for group in learner.optimizer.param_groups:
+    step = step_of(tiny(**PLAIN, clip_grad=1e-3, lr_schedule="constant", opt="momentum"))
+    for group in step.optimizer.param_groups:
         group["lr"], group["weight_decay"] = 1.0, 0.0
-    before = copy.deepcopy(list(learner.model.parameters()))
-    step(learner, *batch())
+    before = copy.deepcopy(list(step.model.parameters()))
+    run(step, *batch())
     moved = torch.stack(
-        [(a - b).norm() for a, b in zip(before, learner.model.parameters(), strict=True)]
+        [(a - b).norm() for a, b in zip(before, step.model.parameters(), strict=True)]
     )
     assert moved.norm().item() == pytest.approx(1e-3, rel=1e-3)
 
 
 def test_the_average_follows_timms_warm_up(tiny):
-    learner = learner_of(tiny(**PLAIN, ema_decay=0.9, lr=0.5))
-    step(learner, *batch(), number=1)
-    first = learner.model.head.fc.weight.detach().clone()
-    torch.testing.assert_close(learner.ema.module.head.fc.weight, first, rtol=0, atol=0)
-    step(learner, *batch(), number=2)
+    step = step_of(tiny(**PLAIN, ema_decay=0.9, lr=0.5))
+    run(step, *batch(), number=1)
+    first = step.model.head.fc.weight.detach().clone()
+    torch.testing.assert_close(step.average.module.head.fc.weight, first, rtol=0, atol=0)
+    run(step, *batch(), number=2)
     decay = 1 - 2 ** (-2 / 3)  # at the first step past the start, with timm's power of 2/3
-    expected = decay * first + (1 - decay) * learner.model.head.fc.weight
-    torch.testing.assert_close(learner.ema.module.head.fc.weight, expected)
-    assert learner.averaged is learner.ema.module
+    expected = decay * first + (1 - decay) * step.model.head.fc.weight
+    torch.testing.assert_close(step.average.module.head.fc.weight, expected)
+    assert step.averaged is step.average.module
 
 
 def test_without_an_average_the_model_itself_is_tested(tiny):
-    learner = learner_of(tiny(ema_decay=0.0))
-    assert learner.ema is None
-    assert learner.averaged is learner.model
+    step = step_of(tiny(ema_decay=0.0))
+    assert step.average is None
+    assert step.averaged is step.model
 
 
 @pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
 def test_precisions_learn_alike_and_only_fp16_scales_the_loss(tiny, amp):
-    learner = learner_of(tiny(**PLAIN, amp=amp, lr=0.1, lr_schedule="constant"))
-    assert learner.scaler.is_enabled() == (amp == "fp16")
-    losses = [step(learner, *batch(), number=n)[0].item() for n in range(1, 9)]
+    step = step_of(tiny(**PLAIN, amp=amp, lr=0.1, lr_schedule="constant"))
+    assert step.scaler.is_enabled() == (amp == "fp16")
+    losses = [run(step, *batch(), number=n)[0].item() for n in range(1, 9)]
     assert losses[-1] < 0.9 * losses[0]
-    assert all(p.dtype == torch.float32 for p in learner.model.parameters())
+    assert all(p.dtype == torch.float32 for p in step.model.parameters())
     images, _ = batch()
-    logits = learner.tested.predict(images)
-    assert logits.dtype == torch.float32
-    assert not learner.averaged.training
+    tested = InferenceStep(step.averaged, Compute(amp), ALONE.device)
+    assert tested(images).dtype == torch.float32
+    assert not step.averaged.training
 
 
 def test_channels_last_reaches_weights_average_and_images(tiny):
-    learner = learner_of(tiny(**PLAIN, channels_last=True))
-    images, _ = learner.tested.to_device(*batch())
-    convolutions = [m for m in learner.model.modules() if isinstance(m, nn.Conv2d)]
-    averaged = [m for m in learner.averaged.modules() if isinstance(m, nn.Conv2d)]
+    step = step_of(tiny(**PLAIN, channels_last=True))
+    images, _ = step.feed(*batch())
+    convolutions = [m for m in step.model.modules() if isinstance(m, nn.Conv2d)]
+    averaged = [m for m in step.averaged.modules() if isinstance(m, nn.Conv2d)]
     for tensor in [images, *(m.weight for m in convolutions + averaged)]:
         assert tensor.is_contiguous(memory_format=torch.channels_last)
-    step(learner, *batch())
+    run(step, *batch())
 
 
 def test_gradient_checkpointing_is_switched_on(tiny):
-    assert learner_of(tiny(grad_checkpointing=True)).model.grad_checkpointing is True
+    assert step_of(tiny(grad_checkpointing=True)).model.grad_checkpointing is True
 
 
 def test_how_long_compiling_took_is_said(tiny, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda module, **_: module)
     said = []
-    learner = Learner(NormFree(), tiny(**PLAIN, compile=True), ALONE, 6, said.append)
+    step = create_step(NormFree(), tiny(**PLAIN, compile="default"), ALONE, 6, said.append)
     for _ in range(2):
-        step(learner, *batch())
+        run(step, *batch())
     assert len(said) == 1
     assert said[0].startswith("compiled in ")
 
 
 def test_bad_weights_are_seen(tiny):
-    learner = learner_of(tiny())
-    assert learner.is_finite()
-    learner.model.body.layer4[0].conv1.bn.running_var[0] = float("inf")
-    assert not learner.is_finite()
+    step = step_of(tiny())
+    assert step.is_finite()
+    step.model.body.layer4[0].conv1.bn.running_var[0] = float("inf")
+    assert not step.is_finite()
 
 
 def test_synchronised_norms_keep_names_values_and_function():
@@ -152,12 +153,16 @@ def test_a_compiled_model_learns_the_same(tiny, monkeypatch):
     compiler = torch.compile
     monkeypatch.setattr(torch, "compile", lambda module, **_: compiler(module, backend="aot_eager"))
     eager, compiled = (
-        learner_of(tiny(**PLAIN, compile=compile), NormFree()) for compile in (False, True)
+        step_of(tiny(**PLAIN, compile=compile), NormFree()) for compile in ("none", "default")
     )
-    for learner in (eager, compiled):
-        step(learner, *batch())
+    for step in (eager, compiled):
+        run(step, *batch())
     for name, weight in eager.model.state_dict().items():
         torch.testing.assert_close(compiled.model.state_dict()[name], weight)
     images, _ = batch()
-    torch.testing.assert_close(compiled.tested.predict(images), eager.tested.predict(images))
+    tested = [
+        InferenceStep(step.averaged, Compute(compile=mode), ALONE.device)
+        for step, mode in ((eager, "none"), (compiled, "default"))
+    ]
+    torch.testing.assert_close(tested[1](images), tested[0](images))
     assert set(compiled.state_dict()["model"]) == set(NormFree().state_dict())

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from tresnet.engine.config import OptimConfig, ScheduleConfig
-from tresnet.engine.optim import create_optimizer, create_schedule, peak_lr
 from tresnet.errors import ConfigError
 from tresnet.models.zoo import build
+from tresnet.steps.optim import create_optimizer, create_schedule, peak_lr
 
 OPTIM = OptimConfig(lr=0.4, momentum=0.8, weight_decay=3e-4)
 

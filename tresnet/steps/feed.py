@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from tresnet.engine.config import ComputeConfig
 from tresnet.models.tresnet import TResNet
 from tresnet.ops.unit_floats import unit_floats
+from tresnet.steps.settings import Compute
 
 
 class Feed:
@@ -15,7 +15,14 @@ class Feed:
     device.
     """
 
-    def __init__(self, compute: ComputeConfig, device: torch.device, *, keep_bytes: bool) -> None:
+    def __init__(
+        self,
+        compute: Compute,
+        device: torch.device,
+        *,
+        keep_bytes: bool,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         """Keep the settings.
 
         Args:
@@ -23,10 +30,12 @@ class Feed:
             device: Where to compute.
             keep_bytes: Leave bytes as they are, for a stem that reads them (`reads_bytes`); else
                 they become floats in [0, 1], on the device.
+            dtype: Of those floats.
         """
-        self._layout = memory_format(compute)
+        self._layout = compute.memory_format
         self._device = device
         self._keep_bytes = keep_bytes
+        self._dtype = dtype
         self._largest = torch.tensor(255.0, device=device)
 
     def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,20 +48,22 @@ class Feed:
         Returns:
             Both on the device: bytes in the layout they came in, floats in the configured one.
         """
-        labels = labels.to(self._device, non_blocking=True)
+        return self.images(images), labels.to(self._device, non_blocking=True)
+
+    def images(self, images: Tensor) -> Tensor:
+        """The same without labels."""
         if images.dtype != torch.uint8:
-            return images.to(self._device, non_blocking=True, memory_format=self._layout), labels
+            return images.to(
+                self._device, self._dtype, non_blocking=True, memory_format=self._layout
+            )
         images = images.to(self._device, non_blocking=True)
         if self._keep_bytes:
-            return images, labels
-        return unit_floats(images, memory_format=self._layout, largest=self._largest), labels
+            return images
+        return unit_floats(
+            images, dtype=self._dtype, memory_format=self._layout, largest=self._largest
+        )
 
 
-def reads_bytes(model: nn.Module, compute: ComputeConfig) -> bool:
+def reads_bytes(model: nn.Module, compute: Compute) -> bool:
     """Whether a model is best given bytes: its stem turns them into channels-last floats itself."""
     return compute.channels_last and isinstance(model, TResNet)
-
-
-def memory_format(compute: ComputeConfig) -> torch.memory_format:
-    """The layout of images and weights."""
-    return torch.channels_last if compute.channels_last else torch.contiguous_format

@@ -1,0 +1,32 @@
+"""THE training step and THE inference step.
+
+`engine` runs them, `measure` times them, `memory` traces them on fake tensors: the images per second
+of a benchmark, those of a run's log and the predicted memory speak of the same operations.
+"""
+
+from tresnet.steps.inference import InferenceStep
+from tresnet.steps.settings import (
+    AMP_DTYPES,
+    COMPILE_MODES,
+    Compute,
+    EmaConfig,
+    InferenceCompute,
+    OptimConfig,
+    ScheduleConfig,
+)
+from tresnet.steps.training import TrainingStep, create_training_step
+from tresnet.steps.watch import Watch
+
+__all__ = [
+    "AMP_DTYPES",
+    "COMPILE_MODES",
+    "Compute",
+    "EmaConfig",
+    "InferenceCompute",
+    "InferenceStep",
+    "OptimConfig",
+    "ScheduleConfig",
+    "TrainingStep",
+    "Watch",
+    "create_training_step",
+]

@@ -1,0 +1,90 @@
+"""One inference step: a model in evaluation mode on its device, in the chosen precision and layout."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tresnet.steps.compiled import compile_model
+from tresnet.steps.feed import Feed, reads_bytes
+from tresnet.steps.settings import DTYPES, Compute, InferenceCompute
+from tresnet.steps.watch import Watch
+from tresnet.surgery.fold import fold
+
+
+class InferenceStep:
+    """Moves batches to the device and gives a model's logits for them.
+
+    Attributes:
+        model: What computes: the given model, or a folded copy of it.
+        feed: Moves a loader's batch to the device, as `__call__` wants it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        compute: Compute,
+        device: torch.device,
+        *,
+        watch: Watch | None = None,
+        say: Callable[[str], object] | None = None,
+    ) -> None:
+        """Move the model to its device and layout.
+
+        Args:
+            model: The model, which may go on being trained where `compute` is a plain `Compute`.
+            compute: Precision, layout, and whether to compile. An `InferenceCompute` may also convert
+                the weights, fold and freeze them: they must not change after that.
+            device: Where to compute.
+            watch: Looks on; None for nobody.
+            say: Told how long compiling took; None for the log.
+
+        Raises:
+            InputError: The model cannot be folded; the message says why.
+        """
+        self._compute = compute
+        self._device = device
+        self._watch = watch or Watch()
+        dtype, freeze = torch.float32, False
+        if isinstance(compute, InferenceCompute):
+            dtype, freeze = DTYPES[compute.dtype], compute.freeze
+            model = model.to(device, dtype).eval()
+            if compute.fold:
+                model = fold(model)
+        self.model = place(model, compute, device)
+        keep_bytes = reads_bytes(model, compute)
+        self.feed = Feed(compute, device, keep_bytes=keep_bytes, dtype=dtype)
+        self._forward: Callable[[Tensor], Tensor] = self.model
+        if compute.compile != "none":
+            self._forward = compile_model(
+                self.model, compute.compile, training=False, freeze=freeze, say=say
+            )
+        self._images = 0  # of the largest batch yet
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Logits (N, classes) in float32 of images (N, 3, H, W) from `feed`."""
+        if self.model.training:
+            self.model.eval()
+        count = len(images)
+        if self._compute.compile != "none":
+            images = self._filled_up(images)
+        with (
+            torch.inference_mode(),
+            self._watch.during("forward"),
+            self._watch.autocast(self._device, self._compute.amp_dtype),
+        ):
+            return self._forward(images).float()[:count]
+
+    def _filled_up(self, images: Tensor) -> Tensor:
+        """The last batch as large as the others: for another size the model is compiled again."""
+        missing = self._images - len(images)
+        if missing <= 0:
+            self._images = len(images)
+            return images
+        return functional.pad(images, (0, 0, 0, 0, 0, 0, 0, missing))  # keeps the layout
+
+
+def place(model: nn.Module, compute: Compute, device: torch.device) -> nn.Module:
+    """The model itself, moved to the device and to the configured layout."""
+    return model.to(device=device).to(memory_format=compute.memory_format)  # pyright: ignore[reportCallIssue]

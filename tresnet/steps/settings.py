@@ -1,0 +1,103 @@
+"""What a step is made of: frozen dataclasses whose fields are options of every command that runs one.
+
+The text under a field is its help on the command line.
+"""
+
+import dataclasses
+from typing import Literal, get_args
+
+import torch
+
+Amp = Literal["off", "bf16", "fp16"]
+CompileMode = Literal[
+    "none", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
+]
+Dtype = Literal["fp32", "bf16", "fp16"]
+
+COMPILE_MODES: tuple[str, ...] = get_args(CompileMode)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+AMP_DTYPES: dict[str, torch.dtype | None] = {
+    "off": None,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    """In which precision and layout a step computes, and whether it is compiled."""
+
+    amp: Amp = "off"
+    """Autocast to 16 bits; fp16 scales the loss in training."""
+    channels_last: bool = False
+    """Keep images and weights in channels-last memory."""
+    compile: CompileMode = "none"
+    """Mode of torch.compile. none: run eagerly."""
+
+    @property
+    def amp_dtype(self) -> torch.dtype | None:
+        """The type of autocast, None for none."""
+        return AMP_DTYPES[self.amp]
+
+    @property
+    def memory_format(self) -> torch.memory_format:
+        """The layout of images and weights."""
+        return torch.channels_last if self.channels_last else torch.contiguous_format
+
+
+@dataclasses.dataclass(frozen=True)
+class InferenceCompute(Compute):
+    """The same for a model whose weights do not change any more."""
+
+    dtype: Dtype = "fp32"
+    """Type of the weights."""
+    fold: bool = True
+    """Fold each batch norm into the convolution before it: the same outputs up to rounding."""
+    freeze: bool = False
+    """With --compile: compile the weights in as constants."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimConfig:
+    """How the weights are updated."""
+
+    opt: str = "sgd"
+    """Optimizer by timm's name; sgd is SGD with Nesterov momentum."""
+    lr: float = 0.1
+    """Highest learning rate."""
+    lr_batch: int | None = None
+    """Images per update that `lr` is meant for; it scales linearly. None: `lr` as it is."""
+    momentum: float = 0.9
+    """Momentum, where the optimizer has one."""
+    weight_decay: float = 1e-4
+    """Weight decay of convolution and linear weights; biases and norms have none."""
+    clip_grad: float | None = None
+    """Largest norm of the gradients. None: no limit."""
+    accumulate: int = 1
+    """Forward passes per update."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleConfig:
+    """How long, and the learning rate over time."""
+
+    epochs: int = 300
+    """Passes over the training images."""
+    lr_schedule: Literal["one-cycle", "cosine", "constant"] = "one-cycle"
+    """Shape after the warm-up; one-cycle warms up along a cosine, the others along a line."""
+    warmup_fraction: float = 0.2
+    """Share of all updates in which the learning rate rises."""
+    start_factor: float = 0.04
+    """First learning rate, as a share of the highest."""
+    end_factor: float = 4e-6
+    """Last learning rate, as a share of the highest."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EmaConfig:
+    """The moving average of the weights: what is evaluated and kept as best."""
+
+    ema_decay: float = 0.0
+    """Share of the average kept at each update. 0: no average."""
+    ema_warmup: bool = True
+    """Let the decay grow from 0, so that a short run's average forgets the start."""

@@ -1,0 +1,254 @@
+"""One training step: the model and everything that changes it while it learns."""
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from tresnet.steps import optim
+from tresnet.steps.compiled import compile_model
+from tresnet.steps.feed import Feed, reads_bytes
+from tresnet.steps.inference import place
+from tresnet.steps.settings import Compute, EmaConfig, OptimConfig, ScheduleConfig
+from tresnet.steps.sync_norm import synchronise
+from tresnet.steps.watch import Watch
+
+
+class Average(Protocol):
+    """A moving average of a model's weights, such as timm's `ModelEmaV3`."""
+
+    module: nn.Module
+
+    def update(self, model: nn.Module, step: int | None = None) -> None:
+        """Take in the model's weights after update number `step`, counted from 1."""
+        ...
+
+
+class TrainingStep:
+    """Forward, loss and backward of any number of batches, then one update of the weights.
+
+    `create_training_step` builds one from settings.
+
+    Attributes:
+        model: The bare model; what is saved.
+        average: Its moving average, or None.
+        optimizer: With its groups of parameters.
+        schedule: Steps once per update, or None for a constant learning rate.
+        scaler: Scales the loss in fp16; does nothing otherwise.
+        feed: Moves a loader's batch to the device, as `backward` wants it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        compute: Compute,
+        device: torch.device,
+        *,
+        forward: Callable[[Tensor], Tensor] | None = None,
+        no_sync: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+        scaler: Any = None,
+        average: Average | None = None,
+        schedule: lr_scheduler.LRScheduler | None = None,
+        clip_grad: float | None = None,
+        mixes: bool = False,
+        watch: Watch | None = None,
+    ) -> None:
+        """Keep the parts, of which the model is on its device already.
+
+        Args:
+            model: The bare model.
+            optimizer: Of its parameters.
+            compute: Precision and layout.
+            device: Where the model is.
+            forward: What computes the logits in the model's stead: compiled, or wrapped in
+                DistributedDataParallel; None for the model.
+            no_sync: Surrounds the passes after which processes exchange no gradients.
+            scaler: In place of `torch.GradScaler`.
+            average: Follows the weights.
+            schedule: Of the optimizer.
+            clip_grad: Largest norm of the gradients; None for no limit.
+            mixes: Whether images are mixed, so that they must be floats.
+            watch: Looks on; None for nobody.
+        """
+        self.model = model
+        self.optimizer = optimizer
+        self.average = average
+        self.schedule = schedule
+        self.scaler = scaler or torch.GradScaler(device.type, enabled=compute.amp == "fp16")
+        self.feed = Feed(compute, device, keep_bytes=reads_bytes(model, compute) and not mixes)
+        self._compute = compute
+        self._device = device
+        self._forward = model if forward is None else forward
+        self._clip_grad = clip_grad
+        self._watch = watch or Watch()
+        self._no_sync = no_sync
+
+    @property
+    def averaged(self) -> nn.Module:
+        """What is evaluated and kept as best: the average if there is one, else the model."""
+        return self.model if self.average is None else self.average.module
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next update."""
+        return self.optimizer.param_groups[0]["lr"]
+
+    def backward(
+        self,
+        images: Tensor,
+        targets: Tensor,
+        criterion: Callable[[Tensor, Tensor], Tensor],
+        passes: int = 1,
+        is_last: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """One forward and backward pass of an update that is the mean over `passes` of them.
+
+        Args:
+            images: (N, 3, H, W) on the device, floats in [0, 1] or bytes.
+            targets: Labels (N,) or label distributions (N, classes).
+            criterion: From float32 logits and targets to the mean loss.
+            passes: Passes of this update.
+            is_last: Whether it is the last of them, after which processes exchange gradients.
+
+        Returns:
+            The detached loss () and logits (N, classes), both float32.
+        """
+        if not self.model.training:
+            self.model.train()
+        with contextlib.nullcontext() if is_last else self._no_sync():
+            with self._watch.during("forward"):
+                with self._watch.autocast(self._device, self._compute.amp_dtype):
+                    logits = self._forward(images)
+                logits = logits.float()
+                loss = criterion(logits, targets)
+            with self._watch.during("backward"):
+                self._watch.backward(self.scaler.scale(loss / passes))
+        return loss.detach(), logits.detach()
+
+    def update(self, number: int) -> None:
+        """Change the weights by the gradients gathered; `number` counts updates from 1."""
+        with self._watch.during("update"):
+            if self._clip_grad is not None:
+                self.scaler.unscale_(self.optimizer)
+                nn.utils.clip_grad_norm_(self.model.parameters(), self._clip_grad)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad()
+            if self.schedule is not None:
+                self.schedule.step()
+            if self.average is not None:
+                self.average.update(self.model, step=number)
+
+    def is_finite(self) -> bool:
+        """Whether all weights and running statistics are finite numbers."""
+        tensors = [
+            tensor for tensor in self.model.state_dict().values() if tensor.is_floating_point()
+        ]
+        return bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs of this object; the same on every process."""
+        return {
+            "model": self.model.state_dict(),
+            "model_ema": None if self.average is None else self.average.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": None if self.schedule is None else self.schedule.state_dict(),
+            "scaler": self.scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        self.model.load_state_dict(state["model"])
+        if self.average is not None:
+            self.average.module.load_state_dict(state["model_ema"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.schedule is not None:
+            self.schedule.load_state_dict(state["schedule"])
+        self.scaler.load_state_dict(state["scaler"])
+
+
+def create_training_step(
+    model: nn.Module,
+    compute: Compute,
+    device: torch.device,
+    *,
+    optimizer: OptimConfig | None = None,
+    ema: EmaConfig | None = None,
+    schedule: ScheduleConfig | None = None,
+    updates: int | None = None,
+    global_batch: int = 1,
+    world: int = 1,
+    sync_bn: bool = False,
+    grad_checkpointing: bool = False,
+    recompute: str | None = None,
+    mixes: bool = False,
+    say: Callable[[str], object] | None = None,
+) -> TrainingStep:
+    """Move a model to its device and build its training step around it.
+
+    Args:
+        model: Freshly created, with the same weights on every process.
+        compute: Precision, layout, and whether to compile.
+        device: Where to compute.
+        optimizer: How the weights are updated; None for the defaults.
+        ema: The moving average of the weights; None for none.
+        schedule: The learning rate over time; None for a constant one.
+        updates: How many updates the whole run has, for the schedule.
+        global_batch: Images per update over all processes, for `lr_batch`.
+        world: Processes; with more than one the model is wrapped in DistributedDataParallel.
+        sync_bn: Batch norm over the images of all processes.
+        grad_checkpointing: Compute activations a second time in backward.
+        recompute: Of other models than ours, with `compile`: see `compile_model`.
+        mixes: Whether images are mixed, so that they must be floats.
+        say: Told how long compiling took; None for the log.
+
+    Raises:
+        ConfigError: timm has no such optimizer, or it refuses an option.
+    """
+    optimizer = optimizer or OptimConfig()
+    model = place(model, compute, device)
+    compiles = compute.compile != "none"
+    if sync_bn:
+        model = synchronise(model, next(model.parameters()), compiles)
+    if grad_checkpointing:
+        model.set_grad_checkpointing(True)  # pyright: ignore[reportCallIssue]
+    average = _average(model, ema)
+    made = optim.create_optimizer(model, optimizer, global_batch, on_gpu=device.type == "cuda")
+    wrapped = _distributed(model, world, device)
+    ddp = isinstance(wrapped, nn.parallel.DistributedDataParallel)
+    return TrainingStep(
+        model,
+        made,
+        compute,
+        device,
+        forward=(
+            compile_model(wrapped, compute.compile, training=True, recompute=recompute, say=say)  # pyright: ignore[reportArgumentType]
+            if compiles
+            else wrapped
+        ),
+        no_sync=wrapped.no_sync if ddp else contextlib.nullcontext,
+        average=average,
+        schedule=None if schedule is None else optim.create_schedule(made, schedule, updates or 1),
+        clip_grad=optimizer.clip_grad,
+        mixes=mixes,
+    )
+
+
+def _average(model: nn.Module, ema: EmaConfig | None) -> Average | None:
+    if ema is None or ema.ema_decay == 0:
+        return None
+    from timm.utils import ModelEmaV3
+
+    return ModelEmaV3(model, decay=ema.ema_decay, use_warmup=ema.ema_warmup)  # pyright: ignore[reportReturnType]
+
+
+def _distributed(model: nn.Module, world: int, device: torch.device) -> nn.Module:
+    if world == 1:
+        return model
+    ids = [device] if device.type == "cuda" else None
+    return nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
