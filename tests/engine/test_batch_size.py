@@ -180,7 +180,7 @@ def test_on_a_cpu_it_is_refused(tiny):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"compile": True}, "cannot be predicted with --compile, expected a number"),
+        ({"compile": "default"}, "cannot be predicted with --compile, expected a number"),
         ({"jit": True}, "cannot be predicted with --jit, expected a number"),
         ({"gpu_memory": "8 gigs"}, "--gpu-memory: expected a size such as '80GiB'"),
         ({"batch_size": "most"}, "--batch-size: expected int or auto, got 'most'"),
