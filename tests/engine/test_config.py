@@ -125,7 +125,10 @@ def test_a_fitting_configuration_passes():
         ({"new_head": True}, "--new-head replaces the head of --weights, but no weights"),
         ({"recipe": "finetune"}, "--weights: the recipe finetune needs weights"),
         ({"mixup": 0.2, "batch_size": 3}, "--batch-size: mixup and cutmix pair images"),
-        ({"recompute": "outputs", "compile": "default"}, "--recompute outputs: only the fused kernels"),
+        (
+            {"recompute": "outputs", "compile": "default"},
+            "--recompute outputs: only the fused kernels",
+        ),
         ({"recompute": "none", "norm": "batchnorm"}, "none: expected --norm abn, got batchnorm"),
         ({"mix_off_epochs": 301}, "--mix-off-epochs: expected at most the 300 epochs"),
         (
