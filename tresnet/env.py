@@ -52,7 +52,7 @@ def describe(device: torch.device | str | int | None = None) -> dict[str, Any]:
     }
 
 
-def usable_device(name: str) -> torch.device:
+def usable_device(name: str | torch.device) -> torch.device:
     """The device called `name`, with its index if it is a GPU.
 
     Raises:
@@ -60,7 +60,7 @@ def usable_device(name: str) -> torch.device:
     """
     try:
         device = torch.device(name)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise InputError(f"expected a device such as cpu or cuda:0, got {name!r}") from error
     if device.type == "meta":
         raise InputError(f"expected a device that computes, such as cpu or cuda:0, got {name!r}")

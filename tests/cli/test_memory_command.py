@@ -73,7 +73,7 @@ def test_case_in_a_fresh_process():
 
 def test_failures_of_a_case_are_told():
     result = measure_in_new_process(MemoryCase("tresnet_q", dict(STEP), device="cpu"), 120)
-    assert "exit code 2: error: expected a model out of" in result["error"]
+    assert "exit code 2: error: unknown model" in result["error"]
 
 
 def test_measuring_needs_the_device(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from tresnet.cli.memory_matrix import (
     misses,
 )
 from tresnet.errors import InputError
-from tresnet.measure.named import check_name
+from tresnet.models.named import check_name
 
 
 def test_the_matrix_is_the_whole_of_it():

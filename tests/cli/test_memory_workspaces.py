@@ -116,7 +116,7 @@ def test_the_matrix_means_its_training_steps(measured, tmp_path):
     [
         ("tresnet_t", "expected a file to write the table to: -o FILE.json"),
         ("-o {folder}/t.json", "expected models whose convolutions to measure, or --matrix"),
-        ("tresnet_q -o {folder}/t.json", "expected a model out of tresnet_l"),
+        ("tresnet_q -o {folder}/t.json", "unknown model 'tresnet_q'"),
         ("--matrix timm:resnet18 -o {folder}/t.json", "expected models of the matrix"),
         ("tresnet_t --batch-size 0 -o {folder}/t.json", "expected batch_size to be a whole number"),
     ],

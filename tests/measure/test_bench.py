@@ -89,7 +89,9 @@ def test_a_padded_model_is_what_is_timed(monkeypatch):
 )
 def test_bytes_are_fed_to_ours_and_divided_for_others(monkeypatch, model, changes, reads):
     models, seen, build = [], [], steps.build_named
-    monkeypatch.setattr(steps, "build_named", lambda *a: models.append(build(*a)) or models[-1])
+    monkeypatch.setattr(
+        steps, "build_named", lambda *a, **k: models.append(build(*a, **k)) or models[-1]
+    )
     chosen = case(model, input="uint8", **changes)
     step = steps.prepare(chosen, False, torch.device("cpu"), seed=0)
     models[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
@@ -166,7 +168,9 @@ def test_the_partitioner_is_told_while_it_compiles(monkeypatch):
 
 def test_what_is_recomputed_reaches_the_model(monkeypatch):
     models, build = [], steps.build_named
-    monkeypatch.setattr(steps, "build_named", lambda *a: models.append(build(*a)) or models[-1])
+    monkeypatch.setattr(
+        steps, "build_named", lambda *a, **k: models.append(build(*a, **k)) or models[-1]
+    )
     for recompute in ("none", "outputs"):
         steps.prepare(case(recompute=recompute), True, torch.device("cpu"), seed=0)
     kept, dropped = (
@@ -203,7 +207,9 @@ def test_the_aggressive_partitioner_saves_less(monkeypatch):
 @pytest.mark.parametrize("impl", [None, "reference"])
 def test_the_implementation_reaches_the_model(monkeypatch, impl):
     models, build = [], steps.build_named
-    monkeypatch.setattr(steps, "build_named", lambda *a: models.append(build(*a)) or models[-1])
+    monkeypatch.setattr(
+        steps, "build_named", lambda *a, **k: models.append(build(*a, **k)) or models[-1]
+    )
     steps.prepare(case(impl=impl), False, torch.device("cpu"), seed=0)
     found = {module.impl for module in models[0].modules() if isinstance(module, ABN)}
     assert found == {impl or "auto"}

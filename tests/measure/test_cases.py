@@ -2,14 +2,6 @@ import pytest
 
 from tresnet.errors import InputError
 from tresnet.measure.cases import BenchCase, parse_case, parse_cases
-from tresnet.measure.named import build_named, default_input_size, split_name
-
-
-def test_names_have_sources():
-    assert split_name("tresnet_m") == ("tresnet", "tresnet_m")
-    assert split_name("timm:resnet50") == ("timm", "resnet50")
-    with pytest.raises(InputError, match="no source 'keras'"):
-        split_name("keras:resnet50")
 
 
 @pytest.mark.parametrize(
@@ -23,18 +15,6 @@ def test_names_have_sources():
 def test_wrong_name_suggests_the_nearest(name, nearest):
     with pytest.raises(InputError, match=nearest):
         BenchCase(name).checked(training=True)
-
-
-def test_models_of_all_sources_are_built():
-    assert default_input_size(build_named("tresnet_t")) == 32
-    assert default_input_size(build_named("timm:test_resnet")) == 160
-    assert default_input_size(build_named("torchvision:squeezenet1_1")) == 224
-
-
-def test_norm_is_built_into_ours():
-    assert build_named("tresnet_t", norm="batchnorm").config.norm == "batchnorm"
-    with pytest.raises(InputError, match="expected no norm for timm:resnet50"):
-        build_named("timm:resnet50", norm="abn")
 
 
 def test_defaults_are_resolved_and_said():

@@ -24,8 +24,8 @@ from tresnet.engine.resolve import class_map
 from tresnet.errors import CheckpointError, ConfigError
 from tresnet.files import atomic_write
 from tresnet.measure.memory import MemoryMeter, MemorySnapshot
+from tresnet.models.padding import pad_channels
 from tresnet.steps import InferenceCompute, InferenceStep
-from tresnet.surgery.pad_channels import pad_channels
 
 
 @dataclasses.dataclass(frozen=True)

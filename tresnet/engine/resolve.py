@@ -12,8 +12,8 @@ from tresnet.engine import config as configs
 from tresnet.engine.config import ModelConfig, TrainConfig
 from tresnet.errors import ConfigError
 from tresnet.models import zoo
+from tresnet.models.padding import pad_channels
 from tresnet.models.tresnet import TResNet
-from tresnet.surgery.pad_channels import pad_channels
 
 
 def resolve(config: TrainConfig) -> TrainConfig:

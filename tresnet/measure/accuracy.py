@@ -3,7 +3,7 @@
 import dataclasses
 
 from tresnet.checkpoints.table import entries
-from tresnet.measure.named import split_name
+from tresnet.models.named import split_name
 
 _IMAGENET_CLASSES = 1000
 

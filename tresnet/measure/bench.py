@@ -34,10 +34,10 @@ from tresnet.measure.memory import (
     is_library_failure,
     is_out_of_memory,
 )
-from tresnet.measure.named import split_name
 from tresnet.measure.percentiles import speed_of
 from tresnet.measure.results import BenchInterrupt, BenchRow, BenchSettings
 from tresnet.measure.steps import OPTIMIZER, PreparedStep, prepare
+from tresnet.models.named import split_name
 
 SETTLE_STEPS = 2
 # Share of the time limit after which no case is begun: the rest is for the rounds.

@@ -8,10 +8,10 @@ import torch
 
 from tresnet.errors import InputError
 from tresnet.measure.macs import without_computing
-from tresnet.measure.named import (
+from tresnet.models.named import (
     build_named,
     check_name,
-    default_input_size,
+    default_input_shape,
     split_name,
 )
 from tresnet.models.tresnet import RECOMPUTE
@@ -197,10 +197,10 @@ class BenchCase:
 def _rehearse(model: str, norm: str, input_size: int | None, impl: str | None) -> None:
     """Let one of our models complain before anything was measured, not after half an hour."""
     with without_computing():
-        built = build_named(model, norm)
+        built = build_named(model, norm=norm)
         if impl is not None:
             built.set_impl(impl)  # pyright: ignore[reportCallIssue]
-        size = default_input_size(built) if input_size is None else input_size
+        size = default_input_shape(built)[-1] if input_size is None else input_size
         built.check_input(torch.empty(1, 3, size, size))  # pyright: ignore[reportCallIssue]
 
 

@@ -21,9 +21,9 @@ from tresnet.measure.memory import (
     is_out_of_memory,
     to_mib,
 )
-from tresnet.measure.named import split_name
 from tresnet.measure.results import check_time_limit
 from tresnet.measure.steps import prepare
+from tresnet.models.named import split_name
 
 # The first step has no optimizer state yet: memory is at its peak in the second.
 _STEPS = 2

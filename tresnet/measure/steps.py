@@ -9,11 +9,11 @@ from torch.nn import functional as F
 
 from tresnet.measure.cases import DTYPES, BenchCase
 from tresnet.measure.macs import count_parameters
-from tresnet.measure.named import build_named, default_input_size, split_name
+from tresnet.models.named import build_named, default_input_shape, split_name
+from tresnet.models.padding import pad_channels
 from tresnet.ops.unit_floats import unit_floats
 from tresnet.steps.compiled import compile_model
 from tresnet.surgery.fold import fold
-from tresnet.surgery.pad_channels import pad_channels
 
 OPTIMIZER = "SGD, learning rate 1e-3, momentum 0.9, weight decay 1e-4"
 _TORCHVISION_CLASSES = 1000
@@ -52,10 +52,10 @@ def prepare(case: BenchCase, training: bool, device: torch.device, seed: int) ->
         seed: of the weights and the synthetic batch.
     """
     torch.manual_seed(seed)
-    built = build_named(case.model, case.norm)
+    built = build_named(case.model, norm=case.norm)
     if case.impl is not None:
         built.set_impl(case.impl)  # pyright: ignore[reportCallIssue]
-    size = default_input_size(built) if case.input_size is None else case.input_size
+    size = default_input_shape(built)[-1] if case.input_size is None else case.input_size
     dtype = DTYPES[case.dtype] if case.cast == "pure" else torch.float32
     if case.recompute is not None:
         built.set_recompute(case.recompute)  # pyright: ignore[reportCallIssue]

@@ -1,16 +1,14 @@
 """Models by name or by object, and what is wrong with those that cannot be predicted."""
 
-import inspect
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
-from tresnet.errors import InputError, MissingDependencyError
+from tresnet.errors import InputError
+from tresnet.models.named import build_named, build_without_data, default_input_shape
 
 ModelLike = str | nn.Module | Callable[[], nn.Module]
-
-_DEFAULT_IMAGE_SIZE = 224
 
 
 def find_model(
@@ -25,11 +23,11 @@ def find_model(
 
     Raises:
         InputError: an unknown name, a model on a GPU or a wrapped one, or something else.
-        MissingDependencyError: a name of a package that is not installed.
+        MissingDependencyError: an option's package is not installed.
     """
     options = dict(options or {})
     if isinstance(model, str):
-        return model, _build(model, options)
+        return model, _checked(build_named(model, device="meta", **options))
     if options:
         raise InputError(
             f"model options ({', '.join(options)}) go with a model's name, got an object: "
@@ -38,21 +36,12 @@ def find_model(
     if isinstance(model, nn.Module):
         return type(model).__name__, _checked(model)
     if callable(model):
-        built = on_meta(model)
+        built = build_without_data(model)
         return type(built).__name__, _checked(built)
     raise InputError(
         f"expected a model's name, a torch.nn.Module or a function that builds one, "
         f"got {type(model).__name__}"
     )
-
-
-def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    """Build without data; with data where a constructor reads values it has just made."""
-    try:
-        with torch.device("meta"):
-            return build()
-    except (RuntimeError, NotImplementedError, TypeError):
-        return build()
 
 
 def find_input_size(model: nn.Module, input_size: int | tuple[int, ...] | None) -> tuple[int, ...]:
@@ -65,10 +54,9 @@ def find_input_size(model: nn.Module, input_size: int | tuple[int, ...] | None) 
     Raises:
         InputError: not positive whole numbers.
     """
-    config = getattr(model, "pretrained_cfg", None) or {}
-    usual = tuple(config.get("input_size", ())) if isinstance(config, Mapping) else ()
+    usual = default_input_shape(model)
     if input_size is None:
-        input_size = usual or _DEFAULT_IMAGE_SIZE
+        return usual
     sizes = (input_size,) if isinstance(input_size, int) else tuple(input_size)
     if not sizes or not all(isinstance(n, int) and n > 0 for n in sizes):
         raise InputError(
@@ -78,86 +66,7 @@ def find_input_size(model: nn.Module, input_size: int | tuple[int, ...] | None) 
     if len(sizes) > 2:
         return sizes
     square = len(sizes) == 1
-    return (_channels(model, usual), *sizes, *(sizes if square else ()))
-
-
-def _channels(model: nn.Module, usual: tuple[int, ...]) -> int:
-    for owner in (getattr(model, "config", None), model):
-        channels = getattr(owner, "in_chans", None)
-        if isinstance(channels, int):
-            return channels
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            # A stem that rearranges pixels first has a multiple of the image's channels.
-            return usual[0] if usual and module.in_channels % usual[0] == 0 else module.in_channels
-    return 3
-
-
-def _build(name: str, options: dict[str, object]) -> nn.Module:
-    bare, at, given = name.partition("@")
-    if at:
-        raise InputError(
-            f"expected a model's name alone, got {name!r}: give the name as {bare!r} and {given!r} "
-            "apart, as an option of the command (--norm abn) or in model_options"
-        )
-    family, _, rest = name.rpartition(":")
-    builders = {"timm": _timm, "torchvision": _torchvision, "": _ours, "tresnet": _ours}
-    if family not in builders or not rest:
-        raise InputError(
-            f"expected a name such as 'tresnet_m', 'timm:resnet50' or 'torchvision:vgg16_bn', "
-            f"got {name!r}"
-        )
-    build = builders[family](rest)
-    unknown = _unknown_options(build, options)
-    if unknown:
-        raise InputError(f"{name} takes no option {', '.join(unknown)}")
-    return _checked(on_meta(lambda: build(**options)))
-
-
-def _unknown_options(build: Callable, options: dict[str, object]) -> list[str]:
-    accepted = inspect.signature(build).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
-        return []
-    return [o for o in options if o not in accepted]
-
-
-def _timm(name: str) -> Callable[..., nn.Module]:
-    try:
-        import timm
-    except ImportError as error:
-        raise MissingDependencyError("timm: models need timm: pip install timm") from error
-    if not timm.is_model(name.split(".")[0]):
-        raise InputError(f"timm has no model {name!r}: timm.list_models() has the names")
-    return lambda **options: timm.create_model(name, **options)
-
-
-def _torchvision(name: str) -> Callable[..., nn.Module]:
-    try:
-        from torchvision import models
-    except ImportError as error:
-        raise MissingDependencyError(
-            "torchvision: models need torchvision: pip install torchvision"
-        ) from error
-    if name not in models.list_models():
-        raise InputError(
-            f"torchvision has no model {name!r}: torchvision.models.list_models() has the names"
-        )
-    # Constructors that fetch the weights of a backbone by default must not.
-    defaults = {"weights": None}
-    if "weights_backbone" in inspect.signature(models.get_model_builder(name)).parameters:
-        defaults["weights_backbone"] = None
-    return lambda **options: models.get_model(name, **{**defaults, **options})
-
-
-def _ours(name: str) -> Callable[..., nn.Module]:
-    from tresnet.models.zoo import build, list_models
-
-    if name not in list_models():
-        raise InputError(
-            f"expected a model out of {', '.join(list_models())}, or one of another package as "
-            f"'timm:{name}' or 'torchvision:{name}', got {name!r}"
-        )
-    return lambda **options: build(name, **options)
+    return (usual[0], *sizes, *(sizes if square else ()))
 
 
 def _checked(model: nn.Module) -> nn.Module:

@@ -11,12 +11,12 @@ from tresnet.memory.allocator import Block, CachingAllocator
 from tresnet.memory.device import GENERIC, Device
 from tresnet.memory.events import Trace
 from tresnet.memory.machine import FakeMachine
-from tresnet.memory.models import on_meta
 from tresnet.memory.plan import make_plan
 from tresnet.memory.sizes import MIB
 from tresnet.memory.step import start
 from tresnet.memory.subjects import SUBJECTS, Subject
 from tresnet.memory.workspaces import Workspaces
+from tresnet.models.named import build_without_data
 
 # Each cell trains for more, but the second step reaches the peak of all later ones.
 _STEPS = 2
@@ -51,7 +51,7 @@ def replay_notebook(
     chosen = list(SUBJECTS.values() if subjects is None else subjects)
     ends, kept = [], []
     for subject in chosen:
-        model = on_meta(subject.build)
+        model = build_without_data(subject.build)
         plan = make_plan(model, **subject.step)
         copied = machine.copy(model, plan)
         with machine.running():

@@ -1,13 +1,45 @@
-"""What determines a model."""
+"""What determines a model: its configuration, and the options that choose one."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from tresnet.errors import InputError
-from tresnet.models.heads import HEADS, check_class_groups
+from tresnet.layers.norm import norm_class
+from tresnet.models.heads import HEADS, class_groups
 
 STEM_SLOPE, BLOCK_SLOPE = 1e-2, 1e-3
+
+# Whole numbers from ... to. A damaged or hostile file asks for any number; what lies within these
+# bounds is built in seconds and memory that exists.
+_RANGES = {
+    "block_size": (1, 64),
+    "in_chans": (1, 4096),
+    "num_classes": (0, 10_000_000),
+    "head_channels": (1, 65_536),
+}
+_MOST_BLOCKS, _MOST_PLANES = 1000, 4096
+
+
+class ModelOptions(TypedDict, total=False):
+    """Fields of `ModelConfig`, as `create` and `build` take them; None is as good as not given."""
+
+    layers: Sequence[int] | None
+    width_factor: float | None
+    block_size: int | None
+    in_chans: int | None
+    num_classes: int | None
+    norm: str | None
+    jit: bool | None
+    head: str | None
+    head_groups: int | Sequence[int] | None
+    head_channels: int | None
+    global_pool: str | None
+    drop_rate: float | None
+    drop_path_rate: float | None
+    stem_slope: float | None
+    block_slope: float | None
 
 
 @dataclass(frozen=True)
@@ -19,16 +51,17 @@ class ModelConfig:
         layers: blocks in each of the four stages.
         width_factor: channels of the first stage over 64.
         bottlenecks: bottleneck blocks in the first two stages too (version 2).
-        block_size: side of the space-to-depth block of the stem.
+        block_size: side of the stem's space-to-depth block; 2 suits images of about 32 pixels.
         in_chans: channels of the image.
-        num_classes: width of the classifier; 0 for none.
-        norm: 'abn', 'batchnorm' or 'inplace_abn'.
+        num_classes: width of the classifier; 0 for none, that is pooled features.
+        norm: 'abn' (one saved buffer), 'batchnorm' or 'inplace_abn' (the package).
         jit: run the helper functions as TorchScript.
         head: 'linear', 'group_attention' or 'ml_decoder'.
-        head_groups: classes of each group, of 'group_attention'.
+        head_groups: classes of each group of 'group_attention', given as such or as the number of
+            even groups; 12 if not given.
         head_channels: channels of each group of 'group_attention' (None: 512), or width of the
             decoder of 'ml_decoder' (None: 768).
-        global_pool: pooling in front of the linear head.
+        global_pool: pooling in front of the linear head: 'avg', 'max', 'avgmax' or '' for none.
         drop_rate: dropout in front of the classifier; 'ml_decoder' has its own.
         drop_path_rate: stochastic depth of the last block, rising linearly from 0 at the first.
         stem_slope: negative slope of the stem's leaky ReLU.
@@ -54,24 +87,52 @@ class ModelConfig:
     block_slope: float = BLOCK_SLOPE
 
     def __post_init__(self) -> None:
-        """Check the values.
+        """Check the types and values; spread the classes over the groups of the head.
 
         Raises:
-            InputError: a value is out of range.
+            InputError: one is wrong or out of range.
         """
-        if len(self.layers) != 4 or min(self.layers) < 1:
-            raise InputError(f"expected layers as four numbers of at least 1, got {self.layers}")
-        if not math.isfinite(self.width_factor) or self.planes < 1:
-            raise InputError(f"expected a width_factor of at least 1/64, got {self.width_factor}")
-        for name in ("block_size", "in_chans"):
-            if getattr(self, name) < 1:
-                raise InputError(f"expected {name} of at least 1, got {getattr(self, name)}")
-        if self.num_classes < 0:
-            raise InputError(f"expected num_classes of 0 or more, got {self.num_classes}")
-        for name in ("drop_rate", "drop_path_rate"):
-            if not 0 <= getattr(self, name) < 1:
-                raise InputError(f"expected {name} in [0, 1), got {getattr(self, name)}")
+        if isinstance(self.layers, list):
+            object.__setattr__(self, "layers", tuple(self.layers))
+        self._check_shape()
+        for name in ("variant", "head", "global_pool"):
+            if not isinstance(getattr(self, name), str):
+                raise InputError(f"expected {name} as a name, got {getattr(self, name)!r}")
+        for name in ("bottlenecks", "jit"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"expected {name} as True or False, got {getattr(self, name)!r}")
+        for name in ("stem_slope", "block_slope", "drop_rate", "drop_path_rate"):
+            value = getattr(self, name)
+            if not _is_number(value):
+                raise InputError(f"expected {name} as a finite number, got {value!r}")
+            if name.startswith("drop") and not 0 <= value < 1:
+                raise InputError(f"expected {name} in [0, 1), got {value}")
+        norm_class(self.norm)
         self._check_head()
+
+    def _check_shape(self) -> None:
+        layers = self.layers
+        if (
+            not isinstance(layers, tuple)
+            or len(layers) != 4
+            or not all(_is_whole(count) and 1 <= count <= _MOST_BLOCKS for count in layers)
+        ):
+            raise InputError(
+                f"expected layers as four whole numbers from 1 to {_MOST_BLOCKS}, got {layers!r}"
+            )
+        if not _is_number(self.width_factor) or not 1 <= self.planes <= _MOST_PLANES:
+            raise InputError(
+                f"expected a width_factor from 1/64 to {_MOST_PLANES // 64}, "
+                f"got {self.width_factor!r}"
+            )
+        for name, (least, most) in _RANGES.items():
+            value = getattr(self, name)
+            if name == "head_channels" and value is None:
+                continue
+            if not _is_whole(value) or not least <= value <= most:
+                raise InputError(
+                    f"expected {name} as a whole number from {least} to {most}, got {value!r}"
+                )
 
     def _check_head(self) -> None:
         if self.head not in HEADS:
@@ -80,8 +141,8 @@ class ModelConfig:
             raise InputError(
                 f"head_channels={self.head_channels} needs head='group_attention' or 'ml_decoder'"
             )
-        if self.head_channels is not None and self.head_channels < 1:
-            raise InputError(f"expected head_channels of at least 1, got {self.head_channels}")
+        groups = class_groups(self.head, self.num_classes, self.head_groups or None)
+        object.__setattr__(self, "head_groups", groups)
         if self.head == "linear" or not self.num_classes:
             return
         if self.global_pool != "avg":
@@ -89,9 +150,7 @@ class ModelConfig:
                 f"head={self.head!r} has a pool of its own: expected global_pool='avg' (the "
                 f"default), got {self.global_pool!r}"
             )
-        if self.head == "group_attention":
-            check_class_groups(self.head_groups, self.num_classes)
-        elif self.drop_rate:
+        if self.head == "ml_decoder" and self.drop_rate:
             raise InputError(
                 f"head='ml_decoder' has dropout of its own: expected drop_rate=0, got "
                 f"{self.drop_rate}"
@@ -110,6 +169,20 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
-        """Return the configuration that `to_dict` wrote."""
-        layers, groups = tuple(values["layers"]), tuple(values.get("head_groups", ()))
-        return cls(**{**values, "layers": layers, "head_groups": groups})
+        """Return the configuration that `to_dict` wrote.
+
+        Raises:
+            InputError: it is none: a field is unknown, missing or wrong.
+        """
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise InputError(f"expected the fields of a ModelConfig, got {error}") from error
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -262,7 +262,7 @@ def class_groups(
         if groups:
             raise InputError(f"head_groups={groups} needs head='group_attention', got {kind!r}")
         return ()
-    if num_classes <= 0:  # below 0 is refused with the rest of the configuration
+    if num_classes == 0:
         return ()
     if groups is None or isinstance(groups, int):
         count = min(DEFAULT_GROUPS, num_classes) if groups is None else groups
@@ -273,6 +273,8 @@ def class_groups(
             )
         least, more = divmod(num_classes, count)
         return tuple(least + (index < more) for index in range(count))
+    if not isinstance(groups, list | tuple):
+        raise InputError(f"expected head_groups as a number or a list of them, got {groups!r}")
     counts = tuple(groups)
     check_class_groups(counts, num_classes)
     return counts

@@ -1,18 +1,23 @@
 """The table of variants and the function that builds a row of it."""
 
+import dataclasses
 import difflib
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
+from tresnet.env import usable_device
 from tresnet.errors import InputError
-from tresnet.models.config import ModelConfig
-from tresnet.models.features import FeatureExtractor
-from tresnet.models.heads import class_groups
+from tresnet.models.config import ModelConfig, ModelOptions
+from tresnet.models.padding import pad_channels
 from tresnet.models.tresnet import TResNet
+from tresnet.ops.abn import Impl
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+DEFAULT_INPUT_SIZE = 224  # of every variant but the one for small images, and of most peers
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class Variant:
     width_factor: float = 1.0
     bottlenecks: bool = False
     block_size: int = 4
-    input_size: int = 224
+    input_size: int = DEFAULT_INPUT_SIZE
 
 
 # Paper, table 2 (M, L, XL); the authors' ImageNet-21K release (v2_l); s is the smaller model of their
@@ -57,12 +62,22 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+def default_crop_pct(input_size: int, crop_mode: str = "center") -> float:
+    """Return the part of the resized image's side that a centre crop keeps.
+
+    A small image is shown whole; the published models take the middle 0.875 at 224.
+    """
+    return 0.875 if crop_mode == "center" and input_size >= DEFAULT_INPUT_SIZE else 1.0
+
+
 def find_variant(name: str) -> Variant:
     """Return the row called `name`.
 
     Raises:
         InputError: there is none; the message suggests the nearest.
     """
+    if not isinstance(name, str):
+        raise InputError(f"expected a model's name out of {', '.join(list_models())}, got {name!r}")
     if name not in VARIANTS:
         raise InputError(
             f"unknown model {name!r}{nearest(name, VARIANTS) or '.'} "
@@ -71,49 +86,44 @@ def find_variant(name: str) -> Variant:
     return VARIANTS[name]
 
 
+def make_config(name: str, **options: Unpack[ModelOptions]) -> ModelConfig:
+    """Return the configuration of a variant with some of its fields chosen.
+
+    Raises:
+        InputError: the name, an option or a value is unknown or out of range.
+    """
+    variant = dataclasses.asdict(find_variant(name))
+    del variant["input_size"]
+    for key in options.keys() - ModelOptions.__annotations__.keys():
+        known = ModelOptions.__annotations__
+        raise InputError(
+            f"expected options out of {', '.join(known)}, got {key!r}{nearest(key, known)}"
+        )
+    chosen = {key: value for key, value in options.items() if value is not None}
+    return ModelConfig(variant=name, **{**variant, **chosen})
+
+
 def build(
     name: str,
     *,
-    num_classes: int = 1000,
-    in_chans: int = 3,
-    norm: str = "abn",
-    jit: bool = False,
-    head: str = "linear",
-    head_groups: int | Sequence[int] | None = None,
-    head_channels: int | None = None,
-    global_pool: str = "avg",
-    drop_rate: float = 0.0,
-    drop_path_rate: float = 0.0,
-    width_factor: float | None = None,
-    layers: Sequence[int] | None = None,
-    block_size: int | None = None,
-    stem_slope: float | None = None,
-    block_slope: float | None = None,
+    impl: Impl = "auto",
+    recompute: str = "activations",
+    pad: bool = False,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
+    **options: Unpack[ModelOptions],
 ) -> TResNet:
     """Build a variant with fresh weights.
 
     Args:
         name: a name out of `list_models()`.
-        num_classes: width of the classifier; 0 for pooled features.
-        in_chans: channels of the image.
-        norm: 'abn' (one saved buffer), 'batchnorm' or 'inplace_abn' (the package).
-        jit: run the helper functions as TorchScript.
-        head: 'linear', 'group_attention' or 'ml_decoder'.
-        head_groups: classes of each group of 'group_attention', or how many groups to spread the
-            classes over; None for 12.
-        head_channels: channels of each group, or width of the decoder; None for 512 and 768.
-        global_pool: pooling in front of the classifier.
-        drop_rate: dropout in front of the classifier.
-        drop_path_rate: stochastic depth of the last block.
-        width_factor: overrides the variant's.
-        layers: overrides the variant's.
-        block_size: overrides the variant's; 2 suits images of about 32 pixels.
-        stem_slope: negative slope of the stem's activation.
-        block_slope: negative slope of the other activations.
-        device: where the parameters live.
+        impl: whose kernels run, see `TResNet.set_impl`.
+        recompute: what backward rebuilds instead of keeping, see `TResNet.set_recompute`.
+        pad: widen the channels by zeros to multiples of 8, see `tresnet.surgery.pad_channels`.
+        device: where the parameters live; 'meta' allocates nothing.
         dtype: floating-point type of the parameters.
+        **options: fields of `ModelConfig` in place of the variant's: norm, num_classes, in_chans,
+            ...; see there.
 
     Returns:
         The model, in training mode.
@@ -122,37 +132,23 @@ def build(
         InputError: the name or a value is unknown or out of range.
         MissingDependencyError: `norm='inplace_abn'` without the package.
     """
-    variant = find_variant(name)
-    overrides: dict[str, Any] = {
-        "width_factor": width_factor,
-        "block_size": block_size,
-        "layers": None if layers is None else tuple(layers),
-        "stem_slope": stem_slope,
-        "block_slope": block_slope,
-    }
-    row = {
-        "layers": variant.layers,
-        "width_factor": variant.width_factor,
-        "block_size": variant.block_size,
-    }
-    config = ModelConfig(
-        variant=name,
-        bottlenecks=variant.bottlenecks,
-        in_chans=in_chans,
-        num_classes=num_classes,
-        norm=norm,
-        jit=jit,
-        head=head,
-        head_groups=class_groups(head, num_classes, head_groups),
-        head_channels=head_channels,
-        global_pool=global_pool,
-        drop_rate=drop_rate,
-        drop_path_rate=drop_path_rate,
-        **{**row, **{key: value for key, value in overrides.items() if value is not None}},
-    )
-    model = TResNet(config, device, dtype)
-    model.pretrained_cfg = default_pretrained_cfg(name, config)
-    return model
+    _check_placement(device, dtype)
+    if not isinstance(pad, bool):
+        raise InputError(f"expected pad as True or False, got {pad!r}")
+    model = TResNet(make_config(name, **options), device, dtype)
+    model.pretrained_cfg = default_pretrained_cfg(name, model.config)
+    if impl != "auto":
+        model.set_impl(impl)
+    if recompute != "activations":
+        model.set_recompute(recompute)
+    return pad_channels(model, inplace=True) if pad else model
+
+
+def _check_placement(device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+    if device is not None and not str(device).startswith("meta"):
+        usable_device(device)
+    if dtype is not None and dtype not in _DTYPES:
+        raise InputError(f"expected dtype out of {', '.join(map(str, _DTYPES))}, got {dtype!r}")
 
 
 def default_pretrained_cfg(name: str, config: ModelConfig) -> dict[str, Any]:
@@ -167,7 +163,7 @@ def default_pretrained_cfg(name: str, config: ModelConfig) -> dict[str, Any]:
         "num_classes": config.num_classes,
         "input_size": (config.in_chans, size, size),
         "pool_size": (side, side),
-        "crop_pct": 0.875 if size >= 224 else 1.0,
+        "crop_pct": default_crop_pct(size),
         "crop_mode": "center",
         "interpolation": "bilinear",
         "mean": (0.0,) * config.in_chans,
@@ -176,14 +172,3 @@ def default_pretrained_cfg(name: str, config: ModelConfig) -> dict[str, Any]:
         "classifier": "head.fc",
         "license": "apache-2.0",
     }
-
-
-__all__ = [
-    "VARIANTS",
-    "FeatureExtractor",
-    "Variant",
-    "build",
-    "find_variant",
-    "list_models",
-    "nearest",
-]

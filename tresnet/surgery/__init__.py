@@ -1,10 +1,10 @@
 """Exact rewrites of a built model: the same function by fewer or larger operations."""
 
+from tresnet.models.padding import pad_channels, unpad_channels
 from tresnet.surgery.compose import compose, compose_cat, compose_sum
 from tresnet.surgery.fold import fold
 from tresnet.surgery.fuse import fuse
 from tresnet.surgery.merge_parallel import merge_parallel
-from tresnet.surgery.pad_channels import pad_channels, unpad_channels
 from tresnet.surgery.parallel import ParallelBranches, pick_fastest, split
 from tresnet.surgery.replace_conv import replace_conv
 from tresnet.surgery.swap_norm import swap_norm

@@ -13,8 +13,8 @@ from tresnet.layers.folded_conv import FoldedConv
 from tresnet.layers.grouped_conv import GroupedConv2d
 from tresnet.layers.norm import NormAct
 from tresnet.layers.space_to_depth import SpaceToDepth
+from tresnet.models.padding import pad_channels
 from tresnet.models.tresnet import TResNet
-from tresnet.surgery.pad_channels import pad_channels
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 AnyNorm = NormAct | nn.BatchNorm2d

@@ -1,0 +1,90 @@
+import socket
+
+import pytest
+import torch
+from torch import nn
+
+from tresnet.errors import InputError
+from tresnet.models.named import build_named, check_name, default_input_shape, split_name
+
+
+def test_names_have_sources():
+    assert split_name("tresnet_m") == ("tresnet", "tresnet_m")
+    assert split_name("timm:resnet50") == ("timm", "resnet50")
+    with pytest.raises(InputError, match="no source 'keras'"):
+        split_name("keras:resnet50")
+
+
+@pytest.mark.parametrize("name", ["tresnet_m", "timm:resnet50.a1_in1k", "torchvision:resnet50"])
+def test_known_names_pass(name):
+    check_name(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tresnet_x", "unknown model 'tresnet_x'; did you mean 'tresnet_xl'.*, torchvision:NAME"),
+        ("timm:resnet5O", "expected a model of timm, got 'resnet5O'; did you mean 'resnet50'"),
+        ("torchvision:resnet-50", "did you mean 'resnet50'"),
+        ("timm:", "expected a model of timm, got ''"),
+        ("tresnet_m@norm=abn", "name alone, got .*'tresnet_m' and 'norm=abn' apart"),
+        (3, "expected a model's name, got 3"),
+    ],
+)
+def test_wrong_names_suggest_the_nearest(name, message):
+    with pytest.raises(InputError, match=message):
+        check_name(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("tresnet_t", (3, 32, 32)),
+        ("timm:test_resnet", (3, 160, 160)),
+        ("torchvision:squeezenet1_1", (3, 224, 224)),
+    ],
+)
+def test_models_of_all_sources_are_built(name, shape):
+    model = build_named(name, device="meta", num_classes=7)
+    assert default_input_shape(model) == shape
+    assert all(p.is_meta for p in model.parameters())
+    assert model(torch.empty(1, *shape, device="meta")).shape == (1, 7)
+
+
+def test_options_reach_ours():
+    model = build_named("tresnet_t", norm="abn", impl="reference", pad=True, recompute="none")
+    reads_gray = build_named("tresnet_t", norm="batchnorm", in_chans=1)
+    assert model.recompute == "none"
+    assert {module.impl for module in model.modules() if hasattr(module, "impl")} == {"reference"}
+    assert reads_gray.config.norm == "batchnorm"
+    assert default_input_shape(reads_gray) == (1, 32, 32)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("timm:resnet50", {"norm": "abn"}, "expected no norm for timm:resnet50, got 'abn'"),
+        ("timm:resnet50", {"impl": "auto"}, "expected no impl for timm:resnet50"),
+        ("timm:resnet50", {"width": 3}, "timm:resnet50 takes no option width"),
+        ("torchvision:resnet18", {"in_chans": 1}, "torchvision:resnet18 takes no option in_chans"),
+    ],
+)
+def test_peers_refuse_what_they_have_not(name, options, message):
+    with pytest.raises(InputError, match=message):
+        build_named(name, device="meta", **options)
+
+
+def test_an_option_that_is_none_is_not_given():
+    assert isinstance(build_named("timm:test_resnet", norm=None, pad=None), nn.Module)
+
+
+def test_a_constructor_that_reads_values_is_given_some():
+    model = build_named("timm:swin_tiny_patch4_window7_224", device="meta")
+    assert isinstance(model, nn.Module)
+
+
+def test_weights_of_a_backbone_are_not_fetched(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr(socket, "create_connection", None)
+    build_named("torchvision:fcn_resnet50", device="meta")
+    assert not list(tmp_path.rglob("*.pth"))

@@ -1,0 +1,153 @@
+"""A model by its name: ours (`tresnet_m`), timm's (`timm:resnet50`), torchvision's."""
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from tresnet.errors import InputError
+from tresnet.models.zoo import DEFAULT_INPUT_SIZE, build, find_variant, nearest
+
+SOURCES = ("tresnet", "timm", "torchvision")
+# What only our models have; a peer may swallow such an argument without a word.
+_OURS_ALONE = ("norm", "impl", "recompute", "pad", "jit", "head")
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """`timm:resnet50` to `('timm', 'resnet50')`; a name without a source is ours.
+
+    Raises:
+        InputError: it is no text, or the source is unknown.
+    """
+    if not isinstance(name, str):
+        raise InputError(f"expected a model's name, got {name!r}")
+    source, colon, model = name.rpartition(":")
+    if not colon:
+        return "tresnet", name
+    if source not in SOURCES:
+        raise InputError(
+            f"expected MODEL, timm:MODEL or torchvision:MODEL, got {name!r}: no source {source!r}"
+        )
+    return source, model
+
+
+def check_name(name: str) -> None:
+    """Raise `InputError`, with the nearest name, if no model is called `name`."""
+    source, model = split_name(name)
+    bare, at, settings = name.partition("@")
+    if at:
+        raise InputError(
+            f"expected a model's name alone, got {name!r}: give the name as {bare!r} and "
+            f"{settings!r} apart, as options"
+        )
+    if source == "tresnet":
+        try:
+            find_variant(model)
+        except InputError as error:
+            raise InputError(f"{error}, timm:NAME, torchvision:NAME") from None
+        return
+    known = _known_models(source)
+    # timm's names may end in the tag of their weights, which are not loaded
+    if (model.partition(".")[0] if source == "timm" else model) not in known:
+        raise InputError(
+            f"expected a model of {source}, got {model!r}{nearest(model, known)}"
+            f" (see {source}'s list_models)"
+        )
+
+
+def build_named(
+    name: str, *, device: torch.device | str | None = None, **options: Any
+) -> nn.Module:
+    """A randomly initialised model. Nothing is downloaded.
+
+    Args:
+        name: ours, or `timm:NAME`, or `torchvision:NAME`.
+        device: where to build it; on `meta` nothing is allocated, unless the constructor of a peer
+            reads values that it has just made.
+        **options: for ours what `tresnet.models.zoo.build` takes (norm, impl, pad, num_classes, ...),
+            for a peer what its constructor takes. None is as good as not given.
+
+    Raises:
+        InputError: an unknown name, or an option that the model does not have.
+        MissingDependencyError: `norm='inplace_abn'` without that package.
+    """
+    check_name(name)
+    source, model = split_name(name)
+    options = {key: value for key, value in options.items() if value is not None}
+    for key in _OURS_ALONE if source != "tresnet" else ():
+        if key in options:
+            raise InputError(
+                f"expected no {key} for {name}, got {options[key]!r}: only our models have one"
+            )
+    construct = functools.partial(_BUILDERS[source], model, **options)
+    try:
+        if device is not None and torch.device(device).type == "meta":
+            return build_without_data(construct)
+        with torch.device(device or torch.get_default_device()):
+            return construct()
+    except TypeError as error:
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if unknown is None:
+            raise
+        raise InputError(f"{name} takes no option {unknown[1]}") from error
+
+
+def build_without_data(construct: Callable[[], nn.Module]) -> nn.Module:
+    """Construct on the meta device; with data where a constructor reads values it has just made."""
+    try:
+        with torch.device("meta"):
+            return construct()
+    except (RuntimeError, NotImplementedError, TypeError):
+        return construct()
+
+
+def default_input_shape(model: nn.Module) -> tuple[int, int, int]:
+    """(C, H, W) of the images a model is made for: its `pretrained_cfg`'s, else 224 x 224."""
+    config = getattr(model, "pretrained_cfg", None)
+    usual = tuple(config.get("input_size") or ()) if isinstance(config, Mapping) else ()
+    size = usual[1:] if len(usual) == 3 else (DEFAULT_INPUT_SIZE, DEFAULT_INPUT_SIZE)
+    return (_channels(model, usual), *size)
+
+
+def _channels(model: nn.Module, usual: tuple[int, ...]) -> int:
+    for owner in (getattr(model, "config", None), model):
+        channels = getattr(owner, "in_chans", None)
+        if isinstance(channels, int):
+            return channels
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            # A stem that rearranges pixels first has a multiple of the image's channels.
+            return usual[0] if usual and module.in_channels % usual[0] == 0 else module.in_channels
+    return 3
+
+
+def _known_models(source: str) -> list[str]:
+    if source == "timm":
+        import timm
+
+        return timm.list_models()
+    import torchvision
+
+    return torchvision.models.list_models()
+
+
+def _build_timm(name: str, **options: Any) -> nn.Module:
+    import timm
+
+    return timm.create_model(name, **options)
+
+
+def _build_torchvision(name: str, **options: Any) -> nn.Module:
+    from torchvision import models
+
+    # Detection and segmentation models fetch the weights of their backbone unless told not to.
+    takes = inspect.signature(models.get_model_builder(name)).parameters
+    without: dict[str, Any] = {"weights_backbone": None} if "weights_backbone" in takes else {}
+    return models.get_model(name, **{"weights": None, **without, **options})
+
+
+_BUILDERS = {"tresnet": build, "timm": _build_timm, "torchvision": _build_torchvision}
