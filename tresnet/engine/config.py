@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from tresnet.engine import fields
 from tresnet.errors import ConfigError
-from tresnet.steps.settings import Compute, EmaConfig, OptimConfig, ScheduleConfig
+from tresnet.steps.settings import EmaConfig, OptimConfig, ScheduleConfig, TrainingCompute
 
 # What `batch_size` says where the memory is to decide.
 AUTO = "auto"
@@ -159,7 +159,7 @@ class LabelConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class ComputeConfig(Compute):
+class ComputeConfig(TrainingCompute):
     """On what, and in which precision and layout."""
 
     device: str = "auto"

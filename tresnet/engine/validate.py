@@ -113,7 +113,12 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         yield "--new-head replaces the head of --weights, but no weights are given"
     if config.recipe == "finetune" and model.weights is None:
         yield "--weights: the recipe finetune needs weights to start from: a tag or a file"
-    for name, on in {"--compile": compute.compile != "none", "--jit": model.jit}.items():
+    unpredictable = {
+        "--compile": compute.compile != "none",
+        "--cuda-graph": compute.cuda_graph,
+        "--jit": model.jit,
+    }
+    for name, on in unpredictable.items():
         if on and data.batch_size == AUTO:
             yield (
                 f"--batch-size auto: what a model keeps in memory cannot be predicted with {name},"

@@ -13,6 +13,7 @@ from tresnet.steps.settings import (
     InferenceCompute,
     OptimConfig,
     ScheduleConfig,
+    TrainingCompute,
 )
 from tresnet.steps.training import TrainingStep, create_training_step
 from tresnet.steps.watch import Watch
@@ -26,6 +27,7 @@ __all__ = [
     "InferenceStep",
     "OptimConfig",
     "ScheduleConfig",
+    "TrainingCompute",
     "TrainingStep",
     "Watch",
     "create_training_step",

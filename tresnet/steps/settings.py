@@ -46,6 +46,15 @@ class Compute:
 
 
 @dataclasses.dataclass(frozen=True)
+class TrainingCompute(Compute):
+    """The same for a model that is trained."""
+
+    cuda_graph: bool = False
+    """Replay forward and backward as a CUDA graph: less work for the CPU, where the GPU waits for
+    it. Batches of another size run eagerly."""
+
+
+@dataclasses.dataclass(frozen=True)
 class InferenceCompute(Compute):
     """The same for a model whose weights do not change any more."""
 

@@ -1,6 +1,7 @@
 """One training step: the model and everything that changes it while it learns."""
 
 import contextlib
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -9,11 +10,26 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
+from tresnet.errors import ConfigError
 from tresnet.steps import optim
-from tresnet.steps.compiled import compile_model
+from tresnet.steps.compiled import CUDA_GRAPH_MODES, compile_model
 from tresnet.steps.feed import Feed, reads_bytes
+from tresnet.steps.graph import (
+    WARMUP_PASSES,
+    WARMUP_PASSES_DDP,
+    Capturer,
+    CudaCapturer,
+    GraphedPasses,
+    Pass,
+)
 from tresnet.steps.inference import place
-from tresnet.steps.settings import Compute, EmaConfig, OptimConfig, ScheduleConfig
+from tresnet.steps.settings import (
+    Compute,
+    EmaConfig,
+    OptimConfig,
+    ScheduleConfig,
+    TrainingCompute,
+)
 from tresnet.steps.sync_norm import synchronise
 from tresnet.steps.watch import Watch
 
@@ -87,6 +103,7 @@ class TrainingStep:
         self._clip_grad = clip_grad
         self._watch = watch or Watch()
         self._no_sync = no_sync
+        self._pass: Pass = self._eager_pass
 
     @property
     def averaged(self) -> nn.Module:
@@ -120,6 +137,16 @@ class TrainingStep:
         """
         if not self.model.training:
             self.model.train()
+        return self._pass(images, targets, criterion, passes, is_last)
+
+    def _eager_pass(
+        self,
+        images: Tensor,
+        targets: Tensor,
+        criterion: Callable[[Tensor, Tensor], Tensor],
+        passes: int,
+        is_last: bool,
+    ) -> tuple[Tensor, Tensor]:
         with contextlib.nullcontext() if is_last else self._no_sync():
             with self._watch.during("forward"):
                 with self._watch.autocast(self._device, self._compute.amp_dtype):
@@ -129,6 +156,22 @@ class TrainingStep:
             with self._watch.during("backward"):
                 self._watch.backward(self.scaler.scale(loss / passes))
         return loss.detach(), logits.detach()
+
+    def capture_with(
+        self,
+        capturer: Capturer,
+        *,
+        warmup_passes: int = WARMUP_PASSES,
+        say: Callable[[str], object] = lambda line: None,
+    ) -> None:
+        """Replay passes as graphs from now on, after `warmup_passes` of one shape in a row."""
+        self._pass = GraphedPasses(
+            self._eager_pass,
+            list(self.model.parameters()),
+            capturer,
+            warmup_passes=warmup_passes,
+            say=say,
+        )
 
     def update(self, number: int) -> None:
         """Change the weights by the gradients gathered; `number` counts updates from 1."""
@@ -213,6 +256,9 @@ def create_training_step(
     optimizer = optimizer or OptimConfig()
     model = place(model, compute, device)
     compiles = compute.compile != "none"
+    graphed = isinstance(compute, TrainingCompute) and compute.cuda_graph
+    if graphed:
+        check_cuda_graph(compute, device, grad_checkpointing)
     if sync_bn:
         model = synchronise(model, next(model.parameters()), compiles)
     if grad_checkpointing:
@@ -221,7 +267,7 @@ def create_training_step(
     made = optim.create_optimizer(model, optimizer, global_batch, on_gpu=device.type == "cuda")
     wrapped = _distributed(model, world, device)
     ddp = isinstance(wrapped, nn.parallel.DistributedDataParallel)
-    return TrainingStep(
+    step = TrainingStep(
         model,
         made,
         compute,
@@ -237,6 +283,33 @@ def create_training_step(
         clip_grad=optimizer.clip_grad,
         mixes=mixes,
     )
+    if graphed:
+        step.capture_with(
+            CudaCapturer(device),
+            warmup_passes=WARMUP_PASSES_DDP if ddp else WARMUP_PASSES,
+            say=say or logging.getLogger(__name__).info,
+        )
+    return step
+
+
+def check_cuda_graph(compute: Compute, device: torch.device, grad_checkpointing: bool) -> None:
+    """Refuse what cannot be captured.
+
+    Raises:
+        ConfigError: No GPU, a compiler mode with graphs of its own, or checkpointing.
+    """
+    if device.type != "cuda":
+        raise ConfigError(f"--cuda-graph: expected a GPU, got device {device}: leave it out")
+    if compute.compile in CUDA_GRAPH_MODES:
+        raise ConfigError(
+            f"--cuda-graph: --compile {compute.compile} makes graphs of its own: choose one, or"
+            " --compile default"
+        )
+    if grad_checkpointing:
+        raise ConfigError(
+            "--cuda-graph: --grad-checkpointing sets random generators back, which no graph can:"
+            " choose one, or --recompute outputs"
+        )
 
 
 def _average(model: nn.Module, ema: EmaConfig | None) -> Average | None:

@@ -21,9 +21,10 @@ class Watch:
         self, device: torch.device, dtype: torch.dtype | None
     ) -> AbstractContextManager[Any]:
         """Autocast to a 16-bit type, or nothing for None."""
-        return (
-            contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
-        )
+        if dtype is None:
+            return contextlib.nullcontext()
+        # Each weight is cast once a pass anyway, and copies kept beyond a captured pass would be stale.
+        return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of the (scaled) loss to those of the parameters."""
