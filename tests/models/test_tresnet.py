@@ -7,8 +7,12 @@ import pytest
 import torch
 from torch import nn
 
+import tresnet
 from tests.live_storages import Births, live_after
 from tresnet.errors import InputError, MissingDependencyError
+from tresnet.models.config import ModelConfig
+from tresnet.models.features import FeatureExtractor
+from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import build
 
 NORMS = ["abn", "batchnorm", "inplace_abn"]
@@ -426,3 +430,27 @@ def test_checkpointing_holds_on_to_less_while_it_runs():
             )
             model(torch.rand(4, 3, 64, 64))
     assert alive[True] < 0.6 * alive[False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
+def test_images_of_another_dtype_are_refused(images, dtype):
+    model = make("abn")
+    with pytest.raises(InputError, match=rf"expected .*images.*, got {dtype}: convert"):
+        model(images.to(dtype))
+    if dtype in (torch.float16, torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert model(images.to(dtype)).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64])
+def test_weights_of_no_floating_point_type_are_refused(dtype):
+    with pytest.raises(InputError, match=f"expected a floating-point dtype, got {dtype}"):
+        TResNet(ModelConfig("tresnet_t", (1, 1, 1, 1)), dtype=dtype)
+
+
+@pytest.mark.parametrize("indices", [None, (3, 0)])
+def test_a_feature_extractor_scripts(indices):
+    model = FeatureExtractor(build("tresnet_t", width_factor=0.3), indices).eval()
+    x = torch.rand(2, 3, 32, 48)
+    for which in (model, tresnet.surgery.pad_channels(model)):
+        torch.testing.assert_close(torch.jit.script(which)(x), model(x))

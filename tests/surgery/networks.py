@@ -18,7 +18,7 @@ def network(name="tresnet_t", norm="abn", **options):
     model = trained(build(name, norm=norm, **options))
     with torch.no_grad():
         for module in model.modules():
-            if hasattr(module, "slope"):
+            if hasattr(module, "running_var"):
                 module.weight.uniform_(0.5, 1.5)
                 if norm != "inplace_abn":
                     module.weight[::3] *= -1  # gammas have either sign

@@ -215,7 +215,7 @@ def test_the_result_has_the_first_parts_dtype_and_trainability():
         (lambda: compose(Residual(conv(4, 4, 1)), conv(4, 2, 1)), "part 0 is Residual"),
         (
             lambda: compose(conv(4, 6, 1), hooked(conv(6, 2, 1))),
-            r"part 1 .Conv2d. has forward hooks",
+            r"part 1 .Conv2d. has hooks",
         ),
         (
             lambda: compose(nn.Conv2d(4, 6, 1, dtype=torch.complex64), conv(6, 2, 1)),

@@ -184,7 +184,7 @@ def test_what_cannot_be_padded():
         pad_channels(nn.Linear(2, 2))
     with pytest.raises(InputError, match="pad before folding"):
         pad_channels(fold(network()))
-    with pytest.raises(InputError, match=r"pad first, then torch\.compile"):
+    with pytest.raises(InputError, match=r"change the model first, then torch\.compile"):
         pad_channels(torch.compile(network()))
     with pytest.raises(InputError, match="got one without padding"):
         unpad_channels(network())

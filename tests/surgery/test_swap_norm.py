@@ -177,5 +177,5 @@ def test_what_cannot_be_swapped():
         swap_norm(nn.Linear(2, 2), "abn")
     with pytest.raises(InputError, match="found none"):
         swap_norm(fold(network()), "abn")
-    with pytest.raises(InputError, match=r"swap first, then torch\.compile"):
+    with pytest.raises(InputError, match=r"change the model first, then torch\.compile"):
         swap_norm(torch.compile(network()), "abn")

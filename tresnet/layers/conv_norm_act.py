@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tresnet.layers.blur_pool import BlurPool2d
@@ -13,7 +14,11 @@ from tresnet.layers.squeeze_excite import SqueezeExcite
 
 
 class ConvNormAct(nn.Module):
-    """k x k convolution without bias, norm, leaky ReLU; blur with stride 2 where asked."""
+    """k x k convolution without bias, norm, leaky ReLU; blur with stride 2 where asked.
+
+    A norm of ours applies the activation. Where another is put in its place (synchronised, frozen,
+    folded into the convolution), which cannot, this module does.
+    """
 
     def __init__(
         self,
@@ -21,6 +26,7 @@ class ConvNormAct(nn.Module):
         out_channels: int,
         kernel_size: int,
         *,
+        groups: int = 1,
         norm: str = "abn",
         slope: float | None = 1e-3,
         blur: bool = False,
@@ -34,6 +40,7 @@ class ConvNormAct(nn.Module):
             in_channels: channels of the input.
             out_channels: channels of the output.
             kernel_size: odd side of the kernel; the border is padded with zeros.
+            groups: of the convolution.
             norm: 'abn', 'batchnorm' or 'inplace_abn'.
             slope: negative slope of the leaky ReLU; None for no activation.
             blur: halve height and width by an anti-aliasing blur after the activation.
@@ -47,22 +54,30 @@ class ConvNormAct(nn.Module):
             out_channels,
             kernel_size,
             padding=kernel_size // 2,
+            groups=groups,
             bias=False,
             device=device,
             dtype=dtype,
         )
         self.bn = norm_class(norm)(out_channels, slope, device=device, dtype=dtype)
+        self.slope = slope
         self.aa = BlurPool2d(jit) if blur else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, in, H, W) to (N, out, H, W), or to half the height and width, rounded up."""
         if torch.jit.is_scripting():
-            return self.aa(self.bn(self.conv(x)))
+            return self._forward_plain(x)
         return self._forward_eager(x)
+
+    def _forward_plain(self, x: Tensor) -> Tensor:
+        y = self.bn(self.conv(x))
+        if self.slope is not None and not hasattr(self.bn, "slope"):
+            y = F.leaky_relu(y, self.slope)
+        return self.aa(y)
 
     @torch.jit.unused
     def _forward_eager(self, x: Tensor) -> Tensor:
-        return self.forward_fused(x) if self.fuses(x) else self.aa(self.bn(self.conv(x)))
+        return self.forward_fused(x) if self.fuses(x) else self._forward_plain(x)
 
     def fuses(self, x: Any, se: nn.Module | None = None) -> bool:
         """Whether `forward_fused` runs on `x` and bypasses nothing that a hook or change waits for.

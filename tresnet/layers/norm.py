@@ -64,14 +64,18 @@ def runs_as(module: nn.Module, kind: type[nn.Module]) -> bool:
     return isinstance(module, kind) and type(module).forward is kind.forward
 
 
-class NormAct(nn.Module):
-    """BN and leaky ReLU with plain operations: the definition, and the base of the other two."""
+class NormAct(nn.BatchNorm2d):
+    """BN and leaky ReLU with plain operations: the definition, and the base of the other two.
+
+    It is a batch norm to every tool that asks for one. One that puts another module in its place
+    leaves the activation to the `ConvNormAct` around it.
+    """
 
     weight: Tensor
     bias: Tensor
-    running_mean: Tensor
-    running_var: Tensor
-    num_batches_tracked: Tensor
+    running_mean: Tensor  # pyright: ignore[reportIncompatibleVariableOverride]
+    running_var: Tensor  # pyright: ignore[reportIncompatibleVariableOverride]
+    num_batches_tracked: Tensor  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(
         self,
@@ -79,7 +83,7 @@ class NormAct(nn.Module):
         slope: float | None = 1e-2,
         *,
         eps: float = 1e-5,
-        momentum: float = 0.1,
+        momentum: float | None = 0.1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -89,56 +93,54 @@ class NormAct(nn.Module):
             num_features: channels C of the input (N, C, H, W).
             slope: negative slope of the leaky ReLU; None for no activation.
             eps: added to the variance.
-            momentum: weight of a batch in the running statistics.
+            momentum: weight of a batch in the running statistics; None for the mean of all batches.
             device: where the parameters live.
             dtype: floating-point type of the parameters.
         """
-        super().__init__()
-        self.num_features = num_features
+        super().__init__(num_features, eps, momentum, device=device, dtype=dtype)
         self.slope = slope
-        self.eps = eps
-        self.momentum = momentum
-        self.weight = nn.Parameter(torch.ones(num_features, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.zeros(num_features, device=device, dtype=dtype))
-        self.register_buffer("running_mean", torch.zeros(num_features, device=device, dtype=dtype))
-        self.register_buffer("running_var", torch.ones(num_features, device=device, dtype=dtype))
-        self.register_buffer(
-            "num_batches_tracked", torch.zeros((), device=device, dtype=torch.int64)
-        )
 
     def zero_init(self) -> None:
         """Start as zero, so that a residual block starts as the identity (paper section 2.6)."""
         nn.init.zeros_(self.weight)
 
-    def _statistics(self) -> tuple[Tensor, Tensor]:
-        """Return the running statistics to read and update, or copies while they are frozen."""
-        if self.training and _frozen.value:
-            return self.running_mean.clone(), self.running_var.clone()
-        if self.training:
-            self.num_batches_tracked.add_(1)
-        return self.running_mean, self.running_var
+    def _count_batch(self) -> float:
+        """Count a batch of training, and return its weight in the running statistics."""
+        self.num_batches_tracked.add_(1)
+        if self.momentum is None:
+            return 1.0 / float(self.num_batches_tracked)
+        return self.momentum
+
+    def _statistics(self) -> tuple[Tensor, Tensor, float]:
+        """The running statistics, and the weight of this batch in them.
+
+        They are copies where they are not to be updated.
+        """
+        if not self.training:
+            return self.running_mean, self.running_var, 0.0
+        if _frozen.value or not self.track_running_stats:
+            return self.running_mean.clone(), self.running_var.clone(), 0.0
+        return self.running_mean, self.running_var, self._count_batch()
 
     def _gamma(self) -> Tensor:
         """Return the factor the normalised value is multiplied by."""
         return self.weight
 
     def _plain(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.num_batches_tracked.add_(1)
+        mean: Tensor | None = None
+        var: Tensor | None = None
+        momentum = 0.0
+        if self.training and self.track_running_stats:
+            momentum = self._count_batch()
+        if self.track_running_stats or not self.training:
+            mean, var = self.running_mean, self.running_var
+        training = self.training or mean is None
         return reference.abn(
-            x,
-            self._gamma(),
-            self.bias,
-            self.running_mean,
-            self.running_var,
-            self.training,
-            self.momentum,
-            self.eps,
-            self.slope,
+            x, self._gamma(), self.bias, mean, var, training, momentum, self.eps, self.slope
         )
 
     def _run(self, x: Tensor, impl: Impl, **tail: Any) -> Tensor:
-        mean, var = self._statistics()
+        mean, var, momentum = self._statistics()
         return abn(
             x,
             self.weight,
@@ -146,16 +148,16 @@ class NormAct(nn.Module):
             mean,
             var,
             training=self.training,
-            momentum=self.momentum,
+            momentum=momentum,
             eps=self.eps,
             slope=self.slope,
             impl=impl,
             **tail,
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Normalise and activate `x`: (N, C, H, W) to the same shape and dtype."""
-        if torch.jit.is_scripting():
+        if torch.jit.is_scripting() or self.running_mean is None:
             return self._plain(x)
         return self._run(x, "reference")
 
@@ -199,13 +201,15 @@ class ABN(NormAct):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise and activate `x`: (N, C, H, W) to the same shape and dtype."""
-        if torch.jit.is_scripting():
+        if torch.jit.is_scripting() or self.running_mean is None:
             return self._plain(x)
         return self._run(x, self.impl, group=self._group())
 
     def fuses(self, x: Any) -> bool:
         """Whether `forward_fused` runs on `x`: the kernels do, and no one watches this module."""
         fusible = isinstance(x, Tensor) and runs_as(self, ABN) and not watched(self)
+        if self.running_mean is None:
+            return False
         return fusible and runs_kernels(x, self.impl, shared=self._group() is not None)
 
     def forward_fused(
@@ -252,7 +256,7 @@ class InplaceABN(NormAct):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise and activate `x`: (N, C, H, W), overwritten; same shape and dtype."""
-        if torch.jit.is_scripting():
+        if torch.jit.is_scripting() or self.running_mean is None:
             return self._plain(x)
         return self._package(x)
 
@@ -269,7 +273,7 @@ class InplaceABN(NormAct):
             raise InputError(
                 "inplace-abn has no bfloat16 kernels for CUDA: use float16, or norm='abn'"
             )
-        mean, var = self._statistics()
+        mean, var, momentum = self._statistics()
         return inplace_abn_function()(
             x,
             self.weight - self.eps,
@@ -277,7 +281,7 @@ class InplaceABN(NormAct):
             mean,
             var,
             self.training,
-            self.momentum,
+            momentum,
             self.eps,
             "identity" if self.slope is None else "leaky_relu",
             0.01 if self.slope is None else self.slope,

@@ -1,14 +1,13 @@
 """Bottleneck branches side by side, run as one with grouped convolutions."""
 
-from collections import OrderedDict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tresnet.errors import InputError
-from tresnet.layers.grouped_conv import GroupedConv2d
-from tresnet.layers.norm import NormAct, norm_class
+from tresnet.layers.conv_norm_act import ConvNormAct
+from tresnet.layers.norm import NormAct
 
 
 class ParallelBottleneck(nn.Module):
@@ -56,19 +55,16 @@ class ParallelBottleneck(nn.Module):
             )
         self.groups, self.channels, self.shared_input = groups, channels, shared_input
         wide, middle = groups * channels, groups * (channels // reduction)
-        place: Any = {"device": device, "dtype": dtype}
-        norms = norm_class(norm)
-        grouped_from = 1 if shared_input else groups
-        self.conv1 = _conv(channels * grouped_from, middle, 1, grouped_from, norms, slope, place)
-        self.conv2 = _conv(middle, middle, 3, groups, norms, slope, place)
-        self.conv3 = _conv(middle, wide, 1, groups, norms, None, place)
+        same: Any = {"norm": norm, "device": device, "dtype": dtype}
+        first = 1 if shared_input else groups
+        self.conv1 = ConvNormAct(channels * first, middle, 1, groups=first, slope=slope, **same)
+        self.conv2 = ConvNormAct(middle, middle, 3, groups=groups, slope=slope, **same)
+        self.conv3 = ConvNormAct(middle, wide, 1, groups=groups, slope=None, **same)
 
     @property
     def last_norm(self) -> NormAct:
         """The norm in front of the join."""
-        norm = self.conv3[1]
-        assert isinstance(norm, NormAct)
-        return norm
+        return self.conv3.bn
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, H, W), or (N, G C, H, W) if not shared, to (N, G C, H, W).
@@ -94,25 +90,3 @@ class ParallelBottleneck(nn.Module):
     def extra_repr(self) -> str:
         """Return the settings for `repr`."""
         return f"groups={self.groups}, channels={self.channels}, shared_input={self.shared_input}"
-
-
-def _conv(
-    in_channels: int,
-    out_channels: int,
-    kernel_size: int,
-    groups: int,
-    norm: type[NormAct],
-    slope: float | None,
-    place: dict[str, Any],
-) -> nn.Sequential:
-    """Convolution, norm, activation: the names of `ConvNormAct`, in groups."""
-    conv = GroupedConv2d(
-        in_channels,
-        out_channels,
-        kernel_size,
-        padding=kernel_size // 2,
-        groups=groups,
-        bias=False,
-        **place,
-    )
-    return nn.Sequential(OrderedDict(conv=conv, bn=norm(out_channels, slope, **place)))

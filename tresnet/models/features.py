@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from tresnet.models.tresnet import TResNet
@@ -26,14 +27,31 @@ class FeatureExtractor(nn.Module):
         from timm.models import FeatureInfo
 
         indices = (1, 2, 3, 4) if out_indices is None else out_indices
-        self.out_indices = tuple(model.prune_intermediate_layers(indices))
+        self.out_indices = list(model.prune_intermediate_layers(indices))
         self.config = model.config
         self.pretrained_cfg = model.pretrained_cfg
         self.model = model
-        self.feature_info: Any = FeatureInfo(model.feature_info, self.out_indices)
+        self.feature_info: Any = FeatureInfo(model.feature_info, tuple(self.out_indices))
+        self.widths = self.feature_info.channels()
 
     def forward(self, x: Tensor) -> list[Tensor]:
         """(N, in_chans, H, W) to one (N, C_i, H / r_i, W / r_i) a chosen stage."""
+        if torch.jit.is_scripting():
+            return self._forward_plain(x)
+        return self._forward_eager(x)
+
+    def _forward_plain(self, x: Tensor) -> list[Tensor]:
+        parts: list[Tensor] = []
+        for stage in self.model.body:
+            x = stage(x)
+            parts.append(x)
+        maps: list[Tensor] = []
+        for index, width in zip(self.out_indices, self.widths):  # noqa: B905 (TorchScript)
+            maps.append(parts[index + 1][:, :width])  # surgery may have padded the channels
+        return maps
+
+    @torch.jit.unused
+    def _forward_eager(self, x: Tensor) -> list[Tensor]:
         maps = self.model.forward_intermediates(x, self.out_indices, intermediates_only=True)
         assert isinstance(maps, list)
         return maps

@@ -8,16 +8,19 @@ convolution's weights, gamma and beta are zero, and no weight that reads it diff
 
 import copy
 import re
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from tresnet.errors import InputError
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.layers.norm import InplaceABN, NormAct
 from tresnet.layers.squeeze_excite import SqueezeExcite
+from tresnet.layers.watched import check_model, refuse_watched
 from tresnet.models.tresnet import TResNet
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -80,8 +83,7 @@ def _own_copy(model: ModuleT, inplace: bool) -> ModuleT:
 
 
 def _networks(model: nn.Module) -> list[TResNet]:
-    if hasattr(model, "_orig_mod"):
-        raise InputError("expected a model, got a compiled one: pad first, then torch.compile")
+    check_model(model)
     if any(isinstance(module, FoldedConv) for module in model.modules()):
         raise InputError("expected a model with its norms, got a folded one: pad before folding")
     networks = [module for module in model.modules() if isinstance(module, TResNet)]
@@ -95,18 +97,23 @@ def _pad(model: TResNet, multiple: int) -> None:
         return -(-channels // multiple) * multiple
 
     before = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    wanted: list[tuple[nn.Conv2d, NormAct | None, int, int]] = []
     for name, module in model.body.named_modules(prefix="body"):
         if isinstance(module, ConvNormAct):
             conv = module.conv
+            if type(conv) is not nn.Conv2d or not isinstance(module.bn, _BatchNorm):
+                raise InputError(
+                    f"expected a convolution and a batch norm in {name}, got {type(conv).__name__} "
+                    f"and {type(module.bn).__name__}: pad before they are replaced"
+                )
             inputs, outputs = conv.in_channels, conv.out_channels
             inputs = inputs if _GIVEN_INPUT.fullmatch(name) else wide(inputs)
             outputs = outputs if _GIVEN_OUTPUT.fullmatch(name) else wide(outputs)
-            _resize_conv(conv, inputs, outputs)
-            _resize_norm(module.bn, outputs)
+            wanted.append((conv, module.bn, inputs, outputs))
         elif isinstance(module, SqueezeExcite):
             reduced, channels = wide(module.fc1.out_channels), wide(module.fc1.in_channels)
-            _resize_conv(module.fc1, channels, reduced)
-            _resize_conv(module.fc2, reduced, channels)
+            wanted += [(module.fc1, None, channels, reduced), (module.fc2, None, reduced, channels)]
+    _resize(model, wanted)
     after = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     model.unpadded_shapes = {name: before[name] for name in before if before[name] != after[name]}
 
@@ -114,13 +121,26 @@ def _pad(model: TResNet, multiple: int) -> None:
 def _crop(model: TResNet) -> None:
     """Undo `_pad`."""
     shapes = model.unpadded_shapes
-    for name, module in model.body.named_modules(prefix="body"):
+    parts: dict[str, Any] = dict(model.body.named_modules(prefix="body"))
+    wanted: list[tuple[nn.Conv2d, NormAct | None, int, int]] = []
+    for name, module in parts.items():
         if isinstance(module, nn.Conv2d):
             outputs, inputs = shapes.get(f"{name}.weight", module.weight.shape)[:2]
-            _resize_conv(module, inputs, outputs)
-        elif isinstance(module, NormAct):
-            _resize_norm(module, shapes.get(f"{name}.weight", module.weight.shape)[0])
+            norm = parts.get(name.removesuffix("conv") + "bn")
+            wanted.append((module, norm, inputs, outputs))
+    _resize(model, wanted)
     model.unpadded_shapes = {}
+
+
+def _resize(model: TResNet, wanted: Sequence[tuple[nn.Conv2d, NormAct | None, int, int]]) -> None:
+    """Give convolutions, and the norms behind them, other numbers of inputs and outputs."""
+    if all((c.in_channels, c.out_channels) == (i, o) for c, _, i, o in wanted):
+        return
+    refuse_watched(dict(model.body.named_modules(prefix="body")))
+    for conv, norm, inputs, outputs in wanted:
+        _resize_conv(conv, inputs, outputs)
+        if norm is not None:
+            _resize_norm(norm, outputs)
 
 
 def _resize_conv(conv: nn.Conv2d, inputs: int, outputs: int) -> None:

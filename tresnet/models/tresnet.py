@@ -20,6 +20,7 @@ from tresnet.models.config import ModelConfig
 from tresnet.models.heads import Head, HeadSettings, build_head, class_groups
 from tresnet.ops import recompute
 from tresnet.ops.abn import IMPLS, Impl
+from tresnet.ops.autocast import autocast_dtype
 from tresnet.ops.dispatch import check_impl, traced
 
 STAGES = ("layer1", "layer2", "layer3", "layer4")
@@ -52,8 +53,13 @@ class TResNet(nn.Module):
             config: what to build.
             device: where the parameters live ('meta' allocates nothing).
             dtype: floating-point type of the parameters.
+
+        Raises:
+            InputError: the dtype is not a real floating-point one.
         """
         super().__init__()
+        if dtype is not None and not dtype.is_floating_point:
+            raise InputError(f"expected a floating-point dtype, got {dtype}")
         self.config = config
         self.num_classes = config.num_classes
         self.in_chans = config.in_chans
@@ -164,8 +170,10 @@ class TResNet(nn.Module):
                 "convert with x.float() / 255, or x.to(torch.uint8)"
             )
         dtype = next(self.body.parameters()).dtype
-        if x.is_floating_point() and x.dtype != dtype and torch.float64 in (x.dtype, dtype):
-            raise InputError(  # autocast reconciles no others with float64
+        # autocast reconciles the others with each other, but not with float64
+        reconciled = autocast_dtype(x.device.type) and torch.float64 not in (x.dtype, dtype)
+        if x.is_floating_point() and x.dtype != dtype and not reconciled:
+            raise InputError(
                 f"expected images in {dtype}, as the weights are, got {x.dtype}: "
                 f"convert with x.to({dtype})"
             )
@@ -201,8 +209,8 @@ class TResNet(nn.Module):
     def _run_stem_on_bytes(self, stage: nn.Module, x: Tensor) -> Tensor:
         """Run the first part of the body on uint8 images, in the dtype its convolution computes in."""
         dtype = next(self.body.parameters()).dtype
-        if torch.is_autocast_enabled(x.device.type) and dtype != torch.float64:
-            dtype = torch.get_autocast_dtype(x.device.type)
+        if dtype != torch.float64:
+            dtype = autocast_dtype(x.device.type) or dtype
         if isinstance(stage, SpaceToDepth):
             return stage.from_bytes(x, dtype)
         return stage((x.float() / 255).to(dtype))  # surgery.fold may have merged the stem
@@ -346,7 +354,8 @@ class TResNet(nn.Module):
         """
         self.config = replace(self.config, stem_slope=stem, block_slope=block)
         for name, module in self.named_modules():
-            if isinstance(module, NormAct | FoldedConv) and module.slope is not None:
+            ours = isinstance(module, NormAct | ConvNormAct | FoldedConv)
+            if ours and module.slope is not None:
                 module.slope = stem if name.startswith("body.conv1") else block
 
     def set_impl(self, impl: Impl) -> None:

@@ -1,4 +1,4 @@
-"""Keeping an operation's dtype under autocast."""
+"""What autocast does to an operation, and keeping it out."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -10,3 +10,11 @@ def autocast_off(device_type: str) -> AbstractContextManager[object]:
     if torch.amp.is_autocast_available(device_type):
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype that autocast computes in on `device_type`, None where it is off."""
+    known = torch.amp.is_autocast_available(device_type)
+    if known and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return None

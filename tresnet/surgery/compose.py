@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from tresnet.errors import InputError
 from tresnet.layers.grouped_conv import GroupedConv2d
 from tresnet.layers.subtracted_conv import SubtractedConv
+from tresnet.layers.watched import refuse_watched
 from tresnet.surgery import linear_conv
 from tresnet.surgery.linear_conv import LinearConv
 
@@ -105,11 +106,10 @@ def _parallel(branches: Sequence[nn.Module]) -> list[LinearConv]:
 
 def _chain(module: Any, name: str) -> list[LinearConv]:
     """Return the convolutions of a part in order; none for an identity."""
-    if isinstance(module, nn.Module) and (module._forward_hooks or module._forward_pre_hooks):
-        raise InputError(
-            f"{name} ({type(module).__name__}) has forward hooks, which may change what it "
-            "computes: remove them first"
-        )
+    if isinstance(module, SubtractedConv):
+        refuse_watched(dict(module.named_modules(prefix=name)))
+    elif isinstance(module, nn.Module):
+        refuse_watched({name: module})
     if isinstance(module, nn.Identity):
         return []
     if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:

@@ -11,14 +11,17 @@ from tresnet.errors import InputError
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.layers.grouped_conv import GroupedConv2d
-from tresnet.layers.norm import NormAct
+from tresnet.layers.norm import NORMS, NormAct
 from tresnet.layers.space_to_depth import SpaceToDepth
+from tresnet.layers.watched import check_model, refuse_watched, what_watches
 from tresnet.models.padding import pad_channels
 from tresnet.models.tresnet import TResNet
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-AnyNorm = NormAct | nn.BatchNorm2d
-_CONVS = (nn.Conv2d, GroupedConv2d)  # other subclasses may compute their weight
+AnyNorm = NormAct | nn.BatchNorm2d | nn.SyncBatchNorm
+# of these alone, as classes below them may compute something else
+_CONVS = (nn.Conv2d, GroupedConv2d)
+_NORMS = (NormAct, *NORMS.values(), nn.BatchNorm2d, nn.SyncBatchNorm)
 
 
 def fold(
@@ -44,9 +47,11 @@ def fold(
 
     Raises:
         InputError: training mode, a norm without running statistics, a compiled model, nothing to
-            fold, or folded weights beyond the range of their dtype; `model` is then unchanged.
+            fold, folded weights beyond the range of their dtype, or a convolution, norm or
+            `ConvNormAct` that hooks, a parametrization or another class watch or change; `model`
+            is then unchanged.
     """
-    _check(model)
+    _check(model, merge_stem)
     folded = copy.deepcopy(model)
     networks = [module for module in folded.modules() if isinstance(module, TResNet)]
     if pad_to != 1 and networks:
@@ -71,35 +76,59 @@ def fold(
 
 def _pairs(parent: nn.Sequential) -> list[tuple[str, str]]:
     """Return the names of each convolution and the norm right after it."""
-    children = list(parent.named_children())
+    if type(parent).forward is not nn.Sequential.forward or "forward" in vars(parent):
+        return []  # it may call its children in another order
     return [
         (name, next_name)
-        for (name, conv), (next_name, norm) in itertools.pairwise(children)
-        if type(conv) in _CONVS and (isinstance(norm, NormAct) or type(norm) is nn.BatchNorm2d)
+        for (name, conv), (next_name, norm) in itertools.pairwise(parent._modules.items())
+        if type(conv) in _CONVS and type(norm) in _NORMS
     ]
 
 
-def _check(model: nn.Module) -> None:
-    if hasattr(model, "_orig_mod"):
-        raise InputError("expected a model, got a compiled one: fold first, then torch.compile")
-    norms: dict[str, AnyNorm] = {}
+def _check(model: nn.Module, merge_stem: bool) -> None:
+    check_model(model)
+    replaced: dict[str, nn.Module] = {}
+    norms: dict[str, nn.Module] = {}
     for prefix, module in model.named_modules():
         dot = f"{prefix}." if prefix else ""
         if isinstance(module, ConvNormAct) and prefix:
+            _check_parts(module, prefix)
             norms[dot + "bn"] = module.bn
-            if type(module.conv) not in _CONVS:
-                raise InputError(
-                    f"expected plain convolutions, but {dot}conv is {type(module.conv).__name__}: "
-                    "call tresnet.surgery.fuse first"
-                )
+            replaced |= {prefix: module, dot + "conv": module.conv, dot + "bn": module.bn}
         elif isinstance(module, nn.Sequential):
-            norms |= {dot + name: module.get_submodule(name) for _, name in _pairs(module)}  # pyright: ignore[reportAssignmentType]
+            for pair in _pairs(module):
+                replaced |= {dot + name: module.get_submodule(name) for name in pair}
+                norms[dot + pair[1]] = module.get_submodule(pair[1])
+        elif isinstance(module, SpaceToDepth) and merge_stem:
+            replaced[prefix] = module
     if not norms:
         again = any(isinstance(module, FoldedConv) for module in model.modules())
         raise InputError(
             f"expected convolutions followed by norms in {type(model).__name__}, found none"
             + (": it is folded already" if again else "")
         )
+    refuse_watched(replaced)
+    _check_norms(norms)
+
+
+def _check_parts(block: ConvNormAct, name: str) -> None:
+    conv, norm = block.conv, block.bn
+    if type(block) is not ConvNormAct:
+        raise InputError(f"expected ConvNormAct, but {name} is {type(block).__name__}")
+    if type(conv) not in _CONVS:
+        why = what_watches(conv)
+        todo = f"it has {why}, remove it" if why else "call tresnet.surgery.fuse"
+        raise InputError(
+            f"expected plain convolutions, but {name}.conv is {type(conv).__name__}: {todo} first"
+        )
+    if type(norm) not in _NORMS:
+        raise InputError(
+            f"expected batch norms, but {name}.bn is {type(norm).__name__}: fold before it is "
+            "replaced"
+        )
+
+
+def _check_norms(norms: dict[str, nn.Module]) -> None:
     training = [name for name, norm in norms.items() if norm.training]
     if training:
         raise InputError(
@@ -115,7 +144,7 @@ def _check(model: nn.Module) -> None:
 
 
 def _folded(block: ConvNormAct) -> FoldedConv:
-    return FoldedConv(fold_norm(block.conv, block.bn), block.bn.slope, block.aa)
+    return FoldedConv(fold_norm(block.conv, block.bn), block.slope, block.aa)
 
 
 def _fold_pairs(parent: nn.Sequential) -> None:
@@ -193,8 +222,8 @@ def _convolution(conv: nn.Conv2d, weight: Tensor, bias: Tensor, **changes: objec
 def _merge_stem(model: TResNet) -> None:
     """Make the stem one convolution on pixels instead of blocks of them."""
     blocks, stem = model.body.get_submodule("s2d"), model.body.get_submodule("conv1")
-    assert isinstance(blocks, SpaceToDepth)
-    assert isinstance(stem, FoldedConv)
+    if not (isinstance(blocks, SpaceToDepth) and isinstance(stem, FoldedConv)):
+        raise InputError("merge_stem expected the stem of a TResNet, got one that was replaced")
     side, conv = blocks.block_size, stem.conv
     out_channels, _, height, width = conv.weight.shape
     # inputs are ordered (block row, block column, image channel)

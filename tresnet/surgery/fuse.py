@@ -4,6 +4,7 @@ from torch import nn
 
 from tresnet.errors import InputError
 from tresnet.layers.subtracted_conv import SubtractedConv
+from tresnet.layers.watched import check_model, refuse_watched
 
 
 def fuse(model: nn.Module) -> nn.Module:
@@ -18,8 +19,17 @@ def fuse(model: nn.Module) -> nn.Module:
         The model, or, where it is itself a `SubtractedConv`, the convolution.
 
     Raises:
-        InputError: there is nothing to fuse.
+        InputError: there is nothing to fuse, or something watches or changes it.
     """
+    check_model(model)
+    refuse_watched(
+        {
+            name or "the module": module
+            for outer, conv in model.named_modules()
+            if isinstance(conv, SubtractedConv)
+            for name, module in conv.named_modules(prefix=outer)
+        }
+    )
     if isinstance(model, SubtractedConv):
         return model.to_conv()
     # not named_children, which names a shared child once only

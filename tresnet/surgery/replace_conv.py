@@ -7,6 +7,7 @@ from torch import nn
 
 from tresnet.errors import InputError
 from tresnet.layers.subtracted_conv import SubtractedConv
+from tresnet.layers.watched import check_model, what_watches
 from tresnet.ops.subtracted_conv import MODES, Mode
 
 Which = Literal["smaller", "spatial", "all"]
@@ -22,7 +23,8 @@ def replace_conv(
     """Swap suitable convolutions of `model` for freshly initialised `SubtractedConv`s, in place.
 
     Suitable is what a `SubtractedConv` can stand in for: square odd kernel, padding kernel // 2,
-    equal strides, no dilation, groups or bias, an even number of output channels. This is another
+    equal strides, no dilation, groups or bias, an even number of output channels, nothing that
+    watches or changes it. This is another
     network, not a rewrite of the same: train it.
 
     Of torchvision's and timm's ResNet50 (25.56 M parameters), 'smaller' swaps the sixteen 3x3
@@ -45,6 +47,7 @@ def replace_conv(
     """
     if mode not in MODES:
         raise InputError(f"expected mode out of {', '.join(MODES)}, got {mode!r}")
+    check_model(model)
     chosen = _chooser(which)
     convs = _convs(model)
     unsuitable = {name: why for name, conv in convs.items() if (why := _misfit(conv))}
@@ -94,6 +97,9 @@ def _misfit(conv: nn.Conv2d) -> str | None:
     """Return why a convolution has no counterpart, None if it has."""
     if conv.in_channels == 0:
         return "it is lazy and has never run"
+    watches = what_watches(conv)
+    if watches is not None:
+        return f"it has {watches}"
     kernel = conv.kernel_size[0]
     named = {"same": (kernel // 2, kernel // 2), "valid": (0, 0)}
     border = (

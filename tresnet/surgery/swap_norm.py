@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from tresnet.errors import InputError
-from tresnet.layers.norm import InplaceABN, NormAct, norm_class
+from tresnet.layers.norm import NORMS, InplaceABN, NormAct, norm_class
+from tresnet.layers.watched import check_model, refuse_watched
 from tresnet.models.features import FeatureExtractor
 from tresnet.models.tresnet import TResNet
 
@@ -32,16 +33,20 @@ def swap_norm(model: ModuleT, norm: str) -> ModuleT:
         The model.
 
     Raises:
-        InputError: an unknown norm, no norms in the model, or gammas that in-place ABN cannot
-            represent (the layers are named); the model is then unchanged.
+        InputError: an unknown norm, no norms in the model, norms that something watches or
+            changes, or gammas that in-place ABN cannot represent (the layers are named); the
+            model is then unchanged.
         MissingDependencyError: 'inplace_abn' without the package.
     """
     target = norm_class(norm)
-    if hasattr(model, "_orig_mod"):
-        raise InputError("expected a model, got a compiled one: swap first, then torch.compile")
+    check_model(model)
     old = {name: module for name, module in model.named_modules() if isinstance(module, NormAct)}
     if not old:
         raise InputError(f"expected norms of tresnet in {type(model).__name__}, found none")
+    refuse_watched(old)
+    for name, module in old.items():
+        if type(module) not in (NormAct, *NORMS.values()):
+            raise InputError(f"expected norms of tresnet, but {name} is {type(module).__name__}")
     if issubclass(target, InplaceABN):
         _check_gammas(model, old)
     new = {id(module): _counterpart(module, target) for module in old.values()}

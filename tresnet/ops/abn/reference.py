@@ -13,8 +13,8 @@ def abn(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
     training: bool,
     momentum: float,
     eps: float,
@@ -30,8 +30,8 @@ def abn(
         x: (N, C, ...), floating point.
         weight: (C,), gamma, of any sign.
         bias: (C,), beta.
-        running_mean: (C,), updated in place while training.
-        running_var: (C,), updated in place while training.
+        running_mean: (C,), updated in place while training; None for none to update.
+        running_var: likewise.
         training: use the statistics of the batch.
         momentum: weight of the batch in the running statistics.
         eps: added to the variance.

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tresnet.errors import InputError
+from tresnet.ops.autocast import autocast_dtype, autocast_off
 from tresnet.ops.dispatch import traced
 from tresnet.ops.subtracted_conv import reference
 from tresnet.ops.subtracted_conv.autograd import Composed, Recomputed
@@ -53,16 +54,17 @@ def subtracted_conv(
             f"subtracted_conv expected (N, {point.shape[1]}, H, W), got {tuple(x.shape)}"
         )
     plain = traced() or not torch.is_grad_enabled()
-    if x.dtype != point.dtype and not torch.is_autocast_enabled(x.device.type):
+    cast = autocast_dtype(x.device.type)
+    if x.dtype != point.dtype and cast is None:
         raise InputError(f"subtracted_conv expected {point.dtype} as its weights, got {x.dtype}")
     if mode == "branches" or (plain and mode == "recompute"):
         return reference.branches(x, point, depth, low, stride)
     if plain:
         return reference.composed(x, point, depth, low, stride)
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:  # as convolutions do
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    if cast is not None and x.dtype != torch.float64:  # as convolutions do
+        x = x.to(cast)
     function = Composed if mode == "composed" else Recomputed
-    with torch.autocast(x.device.type, enabled=False):
+    with autocast_off(x.device.type):
         return function.apply(x, point, depth, low, stride)  # pyright: ignore[reportReturnType]
 
 

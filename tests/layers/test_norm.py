@@ -1,0 +1,187 @@
+"""Our norms are batch norms to every tool that asks, and a tool that replaces one keeps its activation."""
+
+import copy
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import timm.layers
+import timm.optim
+import timm.utils
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce
+from torch.optim.swa_utils import update_bn
+
+import tresnet
+from tresnet.layers.norm import ABN, NORMS, NormAct, frozen_running_stats
+
+CLASSES = pytest.mark.parametrize("name", NORMS)
+
+
+def make_norm(name: str, *args, **kwargs) -> NormAct:
+    if name == "inplace_abn":
+        pytest.importorskip("inplace_abn", reason="the inplace-abn package is not installed")
+    return NORMS[name](*args, **kwargs)
+
+
+def small(norm: str = "abn", **options) -> nn.Module:
+    """A model with a block of each kind, a grouped head, and statistics of its own."""
+    torch.manual_seed(0)
+    model = tresnet.create(
+        "tresnet_t", num_classes=4, layers=(1, 1, 1, 1), width_factor=0.125, norm=norm,
+        head="group_attention", head_groups=2, head_channels=4, **options,
+    )  # fmt: skip
+    with torch.no_grad():
+        for module in model.modules():
+            if hasattr(module, "running_var"):
+                nn.init.normal_(module.weight)
+                module.running_mean.normal_()
+                module.running_var.uniform_(0.5, 2)
+    return model.eval()
+
+
+@CLASSES
+@pytest.mark.parametrize("momentum", [0.3, None])
+def test_statistics_are_collected_as_by_torch(name: str, momentum: float | None):
+    norm, plain = make_norm(name, 3, momentum=momentum), nn.BatchNorm2d(3, momentum=momentum)
+    batches = [torch.randn(4, 3, 5, 5) * (i + 1) + i for i in range(3)]
+    for x in batches:
+        norm(x.clone())
+        plain(x)
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(norm.state_dict()[key], value, msg=key)
+    norm(batches[0].clone())
+    update_bn([x.clone() for x in batches], norm)  # from the beginning, as a mean of all
+    torch.testing.assert_close(
+        norm.running_mean, torch.stack([x.mean((0, 2, 3)) for x in batches]).mean(0)
+    )
+    assert norm.momentum == momentum
+
+
+def test_a_scripted_norm_counts_and_averages_too():
+    norm = NormAct(3, momentum=None)
+    scripted = torch.jit.script(copy.deepcopy(norm))
+    for i in range(2):
+        x = torch.randn(4, 3, 5, 5) + i
+        torch.testing.assert_close(scripted(x), norm(x))
+    torch.testing.assert_close(scripted.state_dict(), norm.state_dict())
+
+
+@CLASSES
+def test_statistics_that_are_not_tracked_or_frozen_stay(name: str):
+    norm, x = make_norm(name, 3), torch.randn(4, 3, 5, 5)
+    expected = norm(x.clone())
+    before = copy.deepcopy(norm.state_dict())
+    norm.track_running_stats = False  # Lightning's way to freeze
+    torch.testing.assert_close(norm(x.clone()), expected)
+    norm.track_running_stats = True
+    with frozen_running_stats():
+        torch.testing.assert_close(norm(x.clone()), expected)
+    torch.testing.assert_close(norm.state_dict(), before)
+
+
+def test_without_statistics_the_batch_normalises():
+    model, x = small(), torch.rand(2, 3, 32, 32)
+    expected = copy.deepcopy(model).train()(x)
+    stateless = torch.func.replace_all_batch_norm_modules_(model)
+    torch.testing.assert_close(stateless.eval()(x), expected)
+    torch.testing.assert_close(stateless.train()(x), expected)
+
+
+def folded_in(model: nn.Module) -> nn.Module:
+    stem = model.body.conv1
+    stem.conv, stem.bn = nn.utils.fuse_conv_bn_eval(stem.conv, stem.bn), nn.Identity()
+    return model
+
+
+def frozen_part(model: nn.Module) -> nn.Module:
+    timm.utils.freeze(model, ["body.layer1", "body.conv1"])
+    assert not any(p.requires_grad for p in model.body.layer1.parameters())
+    assert not any(isinstance(m, NormAct) for m in model.body.layer1.modules())
+    return model
+
+
+TOOLS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "synchronised": nn.SyncBatchNorm.convert_sync_batchnorm,
+    "frozen": timm.layers.freeze_batch_norm_2d,
+    "unfrozen": lambda m: timm.layers.unfreeze_batch_norm_2d(timm.layers.freeze_batch_norm_2d(m)),
+    "a part frozen": frozen_part,
+    "folded in": folded_in,
+}
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_tool_that_replaces_norms_keeps_the_function(tool: str):
+    model, x = small(), torch.rand(2, 3, 32, 32)
+    expected = model(x)
+    norms = sum(isinstance(m, NormAct) for m in model.modules())
+    other = TOOLS[tool](copy.deepcopy(model)).eval()
+    assert sum(isinstance(m, NormAct) for m in other.modules()) < norms
+    torch.testing.assert_close(other(x), expected)
+    if tool != "synchronised":  # which TorchScript does not know
+        torch.testing.assert_close(torch.jit.script(other)(x), expected)
+    for which in (model, other):
+        which.set_slopes(0.3, 0.2)
+    torch.testing.assert_close(other(x), model(x))
+
+
+def test_groups_of_parameters_keep_norms_apart():
+    model = small("batchnorm")
+    free, decayed = timm.optim.param_groups_weight_decay(model, 0.1)
+    assert (free["weight_decay"], decayed["weight_decay"]) == (0, 0.1)
+    norms = {id(p) for m in model.modules() if isinstance(m, NormAct) for p in m.parameters()}
+    assert norms <= {id(p) for p in free["params"]}
+
+
+def over_all_processes(self: nn.SyncBatchNorm, x: Tensor) -> Tensor:
+    """What `nn.SyncBatchNorm` does on GPUs alone: normalise by the statistics of all processes."""
+    sums = torch.stack((x.sum((0, 2, 3)), x.square().sum((0, 2, 3))))
+    mean, square = all_reduce(sums) / (x.numel() // x.shape[1] * dist.get_world_size())
+    scale = torch.rsqrt(square - mean.square() + self.eps) * self.weight
+    return (x - mean[:, None, None]) * scale[:, None, None] + self.bias[:, None, None]
+
+
+def half(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    url = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=url, rank=rank, world_size=2)
+    nn.SyncBatchNorm.forward = over_all_processes
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(small().double().train())
+    x = torch.load(f"{folder}/images.pt")[2 * rank :][:2]
+    y = model(x)
+    y.square().sum().backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    torch.save((y.detach(), grads), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_a_synchronised_model_on_two_processes_is_the_model_on_one(tmp_path: Path):
+    x = torch.rand(4, 3, 32, 32, dtype=torch.float64)
+    torch.save(x, tmp_path / "images.pt")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    mp.spawn(half, (str(tmp_path),), nprocs=2)
+    (first, grads), (second, more) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    model = small().double().train()
+    y = model(x)
+    y.square().sum().backward()
+    torch.testing.assert_close(torch.cat((first, second)), y, rtol=1e-8, atol=1e-8)
+    for name, parameter in model.named_parameters():
+        ours = grads[name] + more[name]
+        torch.testing.assert_close(ours, parameter.grad, rtol=1e-6, atol=1e-6, msg=name)
+
+
+def test_the_kernels_average_too():
+    pytest.importorskip("triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # interpreted
+    norm, plain = ABN(3, momentum=None).to(device), nn.BatchNorm2d(3, momentum=None).to(device)
+    norm.set_impl("triton")
+    for i in range(2):
+        x = torch.randn(4, 3, 5, 5, device=device) + i
+        norm(x)
+        plain(x)
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(norm.state_dict()[key], value)

@@ -1,0 +1,164 @@
+"""Surgery drops nothing that watches or changes what it replaces: it refuses."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+from tests.surgery.networks import images, network
+from tresnet.errors import InputError
+from tresnet.layers.norm import ABN
+from tresnet.layers.subtracted_conv import SubtractedConv
+from tresnet.surgery import (
+    compose,
+    fold,
+    fuse,
+    pad_channels,
+    replace_conv,
+    swap_norm,
+    unpad_channels,
+)
+
+
+def doubled(module: nn.Module) -> None:
+    module.register_forward_hook(lambda module, inputs, y: 2 * y)
+
+
+def shifted(module: nn.Module) -> None:
+    module.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 1,))
+
+
+def replaced(module: nn.Module) -> None:
+    forward = module.forward
+    module.forward = lambda x: forward(x) / 2
+
+
+def normed(module: nn.Module) -> None:
+    nn.utils.parametrizations.weight_norm(module)
+
+
+def pruned(module: nn.Module) -> None:
+    prune.l1_unstructured(module, "weight", 0.5)
+
+
+def watched_backward(module: nn.Module) -> None:
+    module.register_full_backward_hook(lambda module, inputs, outputs: None)
+
+
+CHANGES: list[tuple[str, Callable[[nn.Module], None]]] = [
+    *[(name, doubled) for name in ("body.conv1", "body.conv1.conv", "body.layer2.0.conv2.bn")],
+    ("body.layer1.0.conv1", shifted),
+    ("body.layer1.0.conv1", watched_backward),
+    ("body.layer3.0.conv3.bn", replaced),
+    ("body.layer3.0.conv1", replaced),
+    ("body.layer4.0.conv1.conv", normed),
+    ("body.layer4.0.conv1.conv", pruned),
+]
+
+
+@pytest.mark.parametrize(("name", "change"), CHANGES)
+def test_fold_refuses_what_it_would_drop(name: str, change: Callable[[nn.Module], None]):
+    model = network()
+    change(model.get_submodule(name))
+    with pytest.raises(InputError, match=rf"{name} .*(remove it first|, remove it first)"):
+        fold(model)
+
+
+def test_fold_refuses_parts_of_another_kind():
+    model = network()
+    block = model.body.layer1[0]
+    block.conv1.bn = nn.InstanceNorm2d(block.conv1.bn.num_features).eval()
+    with pytest.raises(InputError, match=r"layer1.0.conv1.bn is InstanceNorm2d"):
+        fold(model)
+    model = network()
+    model.body.conv1.bn.__class__ = type("Other", (ABN,), {"forward": lambda self, x: x})
+    with pytest.raises(InputError, match=r"body.conv1.bn is Other"):
+        fold(model)
+    with pytest.raises(InputError, match=r"body.conv1.bn is Other"):
+        swap_norm(model, "batchnorm")
+
+
+def test_hooks_elsewhere_and_norms_of_torch_fold():
+    model, x = network(width_factor=0.25), images()
+    model.body.layer2.register_forward_hook(lambda module, inputs, y: 2 * y)
+    model.head.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 1,))
+    torch.testing.assert_close(fold(model)(x), model(x), rtol=1e-4, atol=1e-4)
+    converted = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))
+    torch.testing.assert_close(fold(converted)(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+class Backwards(nn.Sequential):
+    """Calls its children from the last to the first."""
+
+    def forward(self, x):
+        for child in reversed(self):
+            x = child(x)
+        return x
+
+
+def test_only_children_that_follow_each_other_fold():
+    conv, norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+    norm.running_mean.normal_()
+    twice = nn.Sequential(conv, nn.ReLU(), nn.Conv2d(3, 3, 1), conv, norm).eval()
+    x = torch.randn(2, 3, 4, 4)
+    torch.testing.assert_close(fold(twice)(x), twice(x))
+    reverse = nn.Sequential(Backwards(conv, nn.BatchNorm2d(3)), nn.Conv2d(3, 3, 1), norm).eval()
+    nn.init.normal_(reverse[0][1].running_mean)
+    torch.testing.assert_close(fold(reverse)(x), reverse(x))
+
+
+@pytest.mark.parametrize("change", [doubled, replaced, watched_backward])
+def test_swap_norm_refuses(change: Callable[[nn.Module], None]):
+    model = network()
+    change(model.body.conv1.bn)
+    with pytest.raises(InputError, match=r"body.conv1.bn \(ABN\) has .*remove it first"):
+        swap_norm(model, "batchnorm")
+    assert type(model.body.conv1.bn) is ABN
+
+
+@pytest.mark.parametrize("name", ["body.conv1.conv", "body.layer2"])
+def test_padding_refuses_where_it_would_show_padded_maps(name: str):
+    model = network()
+    doubled(model.get_submodule(name))
+    with pytest.raises(InputError, match=rf"{name} .* remove it first"):
+        pad_channels(model)
+    assert pad_channels(model, 1).unpadded_shapes == {}, "nothing to widen, nothing to refuse"
+    padded = pad_channels(network())
+    doubled(padded.get_submodule(name))
+    with pytest.raises(InputError, match="remove it first"):
+        unpad_channels(padded)
+    replace_conv(model := network(width_factor=0.25))
+    with pytest.raises(InputError, match="got SubtractedConv and ABN: pad before"):
+        pad_channels(model, 32)
+
+
+@pytest.mark.parametrize("name", ["1", "1.low_pass"])
+@pytest.mark.parametrize("change", [doubled, replaced])
+def test_fuse_and_compose_refuse(name: str, change: Callable[[nn.Module], None]):
+    model = nn.Sequential(nn.ReLU(), SubtractedConv(3, 4, 3))
+    change(model.get_submodule(name))
+    with pytest.raises(InputError, match=rf"{name} .* remove it first"):
+        fuse(model)
+    with pytest.raises(InputError, match="remove it first"):
+        compose(model[1], nn.Conv2d(4, 2, 1))
+
+
+@pytest.mark.parametrize("change", [doubled, replaced, normed])
+def test_replace_conv_leaves_what_is_watched(change: Callable[[nn.Module], None]):
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.ReLU())
+    change(model[0])
+    with pytest.raises(InputError, match=r"0: it has (hooks|a forward|a parametrization)"):
+        replace_conv(model)
+
+
+REWRITES = [fold, pad_channels, unpad_channels, fuse, replace_conv]
+
+
+@pytest.mark.parametrize("rewrite", [*REWRITES, lambda model: swap_norm(model, "abn")])
+@pytest.mark.parametrize("model", [None, "tresnet_m", torch.zeros(1)])
+def test_what_is_no_model_is_refused(rewrite: Callable[[object], object], model: object):
+    with pytest.raises(InputError, match=r"expected a model \(torch.nn.Module\), got"):
+        rewrite(model)

@@ -1,0 +1,53 @@
+"""What surgery refuses to replace or resize: a module that something watches or changes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from tresnet.errors import InputError
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def check_model(model: Any) -> None:
+    """Check that `model` is a module that is not compiled.
+
+    Raises:
+        InputError: it is something else.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"expected a model (torch.nn.Module), got {model!r}")
+    if hasattr(model, "_orig_mod"):
+        raise InputError(
+            "expected a model, got a compiled one: change the model first, then torch.compile"
+        )
+
+
+def what_watches(module: nn.Module) -> str | None:
+    """What sees or changes what a module computes, and would be lost with it; None if nothing."""
+    hooks = [kind for kind in _HOOKS if getattr(module, kind)]
+    if hooks:
+        return f"hooks ({hooks[0]})"
+    if "forward" in vars(module):
+        return "a forward of its own"
+    return "a parametrization" if is_parametrized(module) else None
+
+
+def refuse_watched(modules: Mapping[str, nn.Module]) -> None:
+    """Check that nothing watches or changes modules that are about to be replaced or resized.
+
+    Args:
+        modules: by name.
+
+    Raises:
+        InputError: something does; names the first.
+    """
+    for name, module in modules.items():
+        what = what_watches(module)
+        if what is not None:
+            raise InputError(
+                f"{name} ({type(module).__name__}) has {what}, which would be lost or see something "
+                "else: remove it first, and put it on the result"
+            )
