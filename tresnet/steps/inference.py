@@ -72,7 +72,7 @@ class InferenceStep:
         with (
             torch.inference_mode(),
             self._watch.during("forward"),
-            self._watch.autocast(self._device, self._compute.amp_dtype),
+            self._compute.autocast(self._device),
         ):
             return self._forward(images).float()[:count]
 

@@ -3,8 +3,10 @@
 The text under a field is its help on the command line.
 """
 
+import contextlib
 import dataclasses
-from typing import Literal, get_args
+from contextlib import AbstractContextManager
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -38,6 +40,13 @@ class Compute:
     def amp_dtype(self) -> torch.dtype | None:
         """The type of autocast, None for none."""
         return AMP_DTYPES[self.amp]
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Autocast to that type, or nothing for none."""
+        if self.amp_dtype is None:
+            return contextlib.nullcontext()
+        # Each weight is cast once a pass anyway, and copies kept beyond a captured pass would be stale.
+        return torch.autocast(device.type, dtype=self.amp_dtype, cache_enabled=False)
 
     @property
     def memory_format(self) -> torch.memory_format:

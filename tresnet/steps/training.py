@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -149,12 +149,12 @@ class TrainingStep:
     ) -> tuple[Tensor, Tensor]:
         with contextlib.nullcontext() if is_last else self._no_sync():
             with self._watch.during("forward"):
-                with self._watch.autocast(self._device, self._compute.amp_dtype):
+                with self._compute.autocast(self._device):
                     logits = self._forward(images)
                 logits = logits.float()
                 loss = criterion(logits, targets)
             with self._watch.during("backward"):
-                self._watch.backward(self.scaler.scale(loss / passes))
+                self.scaler.scale(loss / passes).backward()
         return loss.detach(), logits.detach()
 
     def capture_with(
@@ -230,6 +230,8 @@ def create_training_step(
     grad_checkpointing: bool = False,
     recompute: str | None = None,
     mixes: bool = False,
+    build_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    watch: Watch | None = None,
     say: Callable[[str], object] | None = None,
 ) -> TrainingStep:
     """Move a model to its device and build its training step around it.
@@ -248,6 +250,8 @@ def create_training_step(
         grad_checkpointing: Compute activations a second time in backward.
         recompute: Of other models than ours, with `compile`: see `compile_model`.
         mixes: Whether images are mixed, so that they must be floats.
+        build_optimizer: Makes the optimizer in place of timm's that `optimizer` names.
+        watch: Looks on; None for nobody.
         say: Told how long compiling took; None for the log.
 
     Raises:
@@ -264,7 +268,10 @@ def create_training_step(
     if grad_checkpointing:
         model.set_grad_checkpointing(True)  # pyright: ignore[reportCallIssue]
     average = _average(model, ema)
-    made = optim.create_optimizer(model, optimizer, global_batch, on_gpu=device.type == "cuda")
+    if build_optimizer is not None:
+        made = build_optimizer(model.parameters())
+    else:
+        made = optim.create_optimizer(model, optimizer, global_batch, on_gpu=device.type == "cuda")
     wrapped = _distributed(model, world, device)
     ddp = isinstance(wrapped, nn.parallel.DistributedDataParallel)
     step = TrainingStep(
@@ -282,6 +289,7 @@ def create_training_step(
         schedule=None if schedule is None else optim.create_schedule(made, schedule, updates or 1),
         clip_grad=optimizer.clip_grad,
         mixes=mixes,
+        watch=watch,
     )
     if graphed:
         step.capture_with(
