@@ -8,13 +8,13 @@ import torch
 import tresnet
 from tresnet.steps import compiled as module
 from tresnet.steps.compiled import compile_model
+from tresnet.steps.settings import COMPILE_MODES
 
-pytestmark = pytest.mark.slow
 
-
-def make():
+def make(**options):
     torch.manual_seed(0)
-    return tresnet.create("tresnet_t", num_classes=5, layers=(1, 1, 1, 1), width_factor=0.125)
+    sizes = {"layers": (1, 1, 1, 1), "width_factor": 0.125, "num_classes": 5}
+    return tresnet.create("tresnet_t", **sizes, **options)
 
 
 def kept(run, x):
@@ -24,13 +24,8 @@ def kept(run, x):
     return sum(t.numel() * t.element_size() for t in maps if t.shape[-1] > weights)
 
 
-def test_training_equals_eager_and_keeps_less(monkeypatch, caplog):
-    x = torch.rand(4, 3, 32, 32)
-    model, reference = make(), make()
-    run = compile_model(model, training=True)
-    with caplog.at_level(logging.INFO):
-        y = run(x)
-    assert f"compiled in {run.warmup_s:.1f} s" in caplog.text
+def assert_trains_alike(run, model, reference, x):
+    y = run(x)
     y.square().sum().backward()
     expected = reference(x)
     expected.square().sum().backward()
@@ -38,28 +33,65 @@ def test_training_equals_eager_and_keeps_less(monkeypatch, caplog):
     theirs = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-3, atol=1e-4)
+
+
+@pytest.fixture
+def without_code(monkeypatch):
+    """Graphs are divided and decomposed as always, but no machine code is generated for them."""
+    compiler, backend = torch.compile, "aot_eager_decomp_partition"
+    monkeypatch.setattr(torch, "compile", lambda model, **_: compiler(model, backend=backend))
+
+
+def test_training_equals_eager_and_keeps_less(without_code, caplog):
+    x = torch.rand(4, 3, 32, 32)
+    model = make()
+    run = compile_model(model, training=True)
+    with caplog.at_level(logging.INFO):
+        assert_trains_alike(run, model, make(), x)
+    assert f"compiled in {run.warmup_s:.1f} s" in caplog.text
     less = kept(run, x)
-    monkeypatch.setattr(module, "TRAINING_PARTITIONER", {})
     torch.compiler.reset()
-    assert less < 0.8 * kept(compile_model(make(), training=True), x)
+    assert less < 0.8 * kept(compile_model(make(), training=True, recompute="none"), x)
 
 
-def test_bytes_are_computed_as_the_floats_they_stand_for():
-    images = torch.randint(256, (4, 3, 32, 32), dtype=torch.uint8)
-    model = make().to(memory_format=torch.channels_last).eval()
-    with torch.inference_mode():
-        y = compile_model(model, training=False)(images)
-        torch.testing.assert_close(y, model(images.float() / 255), rtol=1e-4, atol=1e-5)
+def test_recompute_none_of_the_model_leaves_the_partitioner_alone(without_code):
+    x = torch.rand(4, 3, 32, 32)
+    own = make()
+    own.set_recompute("none")
+    found = kept(compile_model(own, training=True), x)
+    torch.compiler.reset()
+    assert found == kept(compile_model(make(), training=True, recompute="none"), x)
 
 
-def test_inference_equals_eager_with_frozen_weights():
-    x = torch.rand(2, 3, 32, 32)
-    model = tresnet.surgery.fold(make().eval())
+@pytest.mark.slow
+def test_training_by_generated_code_equals_eager():
+    """Of the stem and a block: the C++ of all four stages takes a minute and a half to compile."""
+    pool = torch.nn.AdaptiveAvgPool2d(1)
+    model, reference = (torch.nn.Sequential(*make().body[:3], pool) for _ in range(2))
+    run = compile_model(model, training=True, recompute="activations")
+    assert_trains_alike(run, model, reference, torch.rand(4, 3, 32, 32))
+
+
+@pytest.mark.slow
+def test_inference_on_bytes_with_frozen_weights_equals_eager():
+    images = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
+    model = tresnet.surgery.fold(make().to(memory_format=torch.channels_last).eval())
     run = compile_model(model, training=False, freeze=True)
     with torch.inference_mode():
-        torch.testing.assert_close(run(x), model(x), rtol=1e-4, atol=1e-5)
+        expected = model(images.float() / 255)
+        torch.testing.assert_close(run(images), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_training_cannot_freeze():
     with pytest.raises(ValueError, match="freeze=False in training"):
         compile_model(make(), training=True, freeze=True)
+
+
+def test_modes_with_graphs_of_their_own_hand_out_copies(monkeypatch):
+    """The next call overwrites what a CUDA graph puts out."""
+    out = torch.zeros(2, 5)
+    monkeypatch.setattr(torch, "compile", lambda model, **_: lambda x: out)
+    copied = compile_model(make(), "reduce-overhead", training=False)(torch.rand(2, 3, 32, 32))
+    assert copied is not out
+    assert compile_model(make(), training=False)(torch.rand(2, 3, 32, 32)) is out
+    assert set(module.CUDA_GRAPH_MODES) <= set(COMPILE_MODES)
