@@ -9,7 +9,7 @@ from tresnet.engine.train import create_step
 from tresnet.layers.norm import NormAct
 from tresnet.models.zoo import build
 from tresnet.steps import Compute, InferenceStep
-from tresnet.steps.sync_norm import SyncNormAct, synchronise
+from tresnet.steps.training import synchronise
 
 ALONE = Processes(0, 1, torch.device("cpu"))
 PLAIN = {"mixup": 0.0, "drop_rate": 0.0, "drop_path_rate": 0.0, "label_smoothing": 0.0}
@@ -138,9 +138,9 @@ def test_synchronised_norms_keep_names_values_and_function():
             if name.endswith(("bn.weight", "bn.bias", "running_mean")):
                 tensor.normal_()
     images, _ = batch()
-    other = synchronise(copy.deepcopy(model), images, compiles=False)
+    other = synchronise(copy.deepcopy(model), compiles=False)
     assert not any(isinstance(m, NormAct) for m in other.modules())
-    assert any(isinstance(m, SyncNormAct) for m in other.modules())
+    assert any(isinstance(m, nn.SyncBatchNorm) for m in other.modules())
     assert other.state_dict().keys() == model.state_dict().keys()
     for mode in (True, False):
         expected, found = model.train(mode)(images), other.train(mode)(images)

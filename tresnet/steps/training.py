@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from tresnet.errors import ConfigError
+from tresnet.layers.norm import ABN
 from tresnet.steps import optim
 from tresnet.steps.compiled import CUDA_GRAPH_MODES, compile_model
 from tresnet.steps.feed import Feed, reads_bytes
@@ -30,7 +31,6 @@ from tresnet.steps.settings import (
     ScheduleConfig,
     TrainingCompute,
 )
-from tresnet.steps.sync_norm import synchronise
 from tresnet.steps.watch import Watch
 
 
@@ -264,7 +264,7 @@ def create_training_step(
     if graphed:
         check_cuda_graph(compute, device, grad_checkpointing)
     if sync_bn:
-        model = synchronise(model, next(model.parameters()), compiles)
+        model = synchronise(model, compiles)
     if grad_checkpointing:
         model.set_grad_checkpointing(True)  # pyright: ignore[reportCallIssue]
     average = _average(model, ema)
@@ -318,6 +318,25 @@ def check_cuda_graph(compute: Compute, device: torch.device, grad_checkpointing:
             "--cuda-graph: --grad-checkpointing sets random generators back, which no graph can:"
             " choose one, or --recompute outputs"
         )
+
+
+def synchronise(model: nn.Module, compiles: bool) -> nn.Module:
+    """Let every batch norm of `model` share its statistics, in place, and return the model.
+
+    The fused kernels share them themselves; where they do not run, or `torch.compile` follows,
+    PyTorch's module takes the norm's place.
+
+    Args:
+        model: On its device.
+        compiles: Whether the model will be compiled.
+    """
+    norms = [module for module in model.modules() if isinstance(module, ABN)]
+    example = next(model.parameters())
+    if compiles or not norms or not all(norm.fuses(example) for norm in norms):
+        return nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    for norm in norms:
+        norm.synchronised = True
+    return model
 
 
 def _average(model: nn.Module, ema: EmaConfig | None) -> Average | None:
