@@ -1,7 +1,7 @@
 """Draws the pictures of README and docs from records: `python benchmarks/pictures.py`.
 
-Each is written twice, for light and for dark pages, as SVG under docs/pictures. Two of the records are
-made here too: `--record memory` predicts, and `--record run RUN_DIR` copies the log of a run.
+Each is written twice, for light and for dark pages, as SVG under docs/pictures. Two of the records
+are made here too: `--record memory` predicts, and `--record run RUN_DIR` copies the log of a run.
 """
 
 import argparse

@@ -1,8 +1,9 @@
 """Passes replayed as graphs give the eager run to the bit.
 
-On a machine without a GPU a stand-in captures: it records every operator with the very tensors it ran
-on, undoes what running it changed (a capture computes nothing), and replays by running the recorded
-operators on those tensors again. What does not live in them, a new batch, a new gradient, is not seen.
+On a machine without a GPU a stand-in captures: it records every operator with the very tensors it
+ran on, undoes what running it changed (a capture computes nothing), and replays by running the
+recorded operators on those tensors again. What does not live in them, a new batch, a new gradient,
+is not seen.
 """
 
 import contextlib

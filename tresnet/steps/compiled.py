@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from tresnet.layers.norm import ABN
 from tresnet.steps.settings import CompileMode
 
-# What the compiler's partitioner keeps for backward, in MB an image of tresnet_m at 224 in bf16: 28.8
-# by default, 14.9 with this, which runs no convolution twice.
+# What the compiler's partitioner keeps for backward, in MB an image of tresnet_m at 224 in bf16:
+# 28.8 by default, 14.9 with this, which runs no convolution twice.
 TRAINING_PARTITIONER: dict[str, Any] = {"aggressive_recomputation": True}
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
@@ -83,15 +83,15 @@ def compile_model(
     """Compile a model for training or for inference.
 
     Where a model in training recomputes anything, the partitioner may recompute all but
-    convolutions, matrix products and reductions in backward: what it recomputes is fused into passes
-    that run anyway, and less is kept. Plain operators are compiled unless
+    convolutions, matrix products and reductions in backward: what it recomputes is fused into
+    passes that run anyway, and less is kept. Plain operators are compiled unless
     `model.set_impl("triton")` asks for the fused kernels, which the compiler then calls as they
     are, and keeps their outputs.
 
     Args:
         model: a TResNet or any other model, perhaps wrapped for data-parallel training.
-        mode: of `torch.compile`, not "none"; "reduce-overhead" and "max-autotune" replay the model as
-            CUDA graphs: less work for the CPU, static shapes, and memory of their own.
+        mode: of `torch.compile`, not "none"; "reduce-overhead" and "max-autotune" replay the model
+            as CUDA graphs: less work for the CPU, static shapes, and memory of their own.
         training: forward and backward; else forward alone.
         freeze: compile the weights in as constants, so that they can be packed for the device; for
             weights that do not change, inference only.

@@ -1,9 +1,9 @@
 """A forward and backward pass as a CUDA graph: one launch in place of a thousand.
 
-The first passes of a run are real ones, run eagerly on the stream that is captured later: they are the
-warm-up that a capture needs (libraries set up, kernels compiled and tuned), so nothing has to be
-undone afterwards and the run is the same run. A capture itself computes nothing. The optimizer, the
-schedule, the average and the scaler stay outside.
+The first passes of a run are real ones, run eagerly on the stream that is captured later: they are
+the warm-up that a capture needs (libraries set up, kernels compiled and tuned), so nothing has to
+be undone afterwards and the run is the same run. A capture itself computes nothing. The optimizer,
+the schedule, the average and the scaler stay outside.
 """
 
 import contextlib

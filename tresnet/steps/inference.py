@@ -1,4 +1,4 @@
-"""One inference step: a model in evaluation mode on its device, in the chosen precision and layout."""
+"""One inference step: a model in evaluation mode, in the chosen precision and layout."""
 
 from collections.abc import Callable
 
@@ -34,8 +34,8 @@ class InferenceStep:
 
         Args:
             model: The model, which may go on being trained where `compute` is a plain `Compute`.
-            compute: Precision, layout, and whether to compile. An `InferenceCompute` may also convert
-                the weights, fold and freeze them: they must not change after that.
+            compute: Precision, layout, and whether to compile. An `InferenceCompute` may also
+                convert the weights, fold and freeze them: they must not change after that.
             device: Where to compute.
             watch: Looks on; None for nobody.
             say: Told how long compiling took; None for the log.

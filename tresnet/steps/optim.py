@@ -20,10 +20,10 @@ def create_optimizer(
     *,
     on_gpu: bool = False,
 ) -> torch.optim.Optimizer:
-    """Build timm's optimizer of that name, with weight decay on convolution and linear weights alone.
+    """Build timm's optimizer of that name; only convolution and linear weights decay.
 
-    On a GPU the update is fused into one kernel where the optimizer offers that: fewer launches, and
-    the check of a scaled loss for overflow stays on the GPU, without a wait in every step.
+    On a GPU the update is fused into one kernel where the optimizer offers that: fewer launches,
+    and the check of a scaled loss for overflow stays on the GPU, without a wait in every step.
 
     Args:
         model: The model; `model.no_weight_decay()` names further parameters without decay. Or

@@ -1,4 +1,4 @@
-"""What a step is made of: frozen dataclasses whose fields are options of every command that runs one.
+"""What a step is made of: frozen dataclasses, whose fields are options of each command that runs it.
 
 The text under a field is its help on the command line.
 """
@@ -45,7 +45,8 @@ class Compute:
         """Autocast to that type, or nothing for none."""
         if self.amp_dtype is None:
             return contextlib.nullcontext()
-        # Each weight is cast once a pass anyway, and copies kept beyond a captured pass would be stale.
+        # Each weight is cast once a pass anyway, and copies kept beyond a captured pass would be
+        # stale.
         return torch.autocast(device.type, dtype=self.amp_dtype, cache_enabled=False)
 
     @property
