@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import tyro
 
-from tresnet.checkpoints.manifest import entries
+from tresnet.checkpoints.published import entries
 from tresnet.cli.bench_report import _around_report
 from tresnet.cli.main import _parse
 from tresnet.engine.command import parse_train

@@ -92,7 +92,7 @@ def test_our_arguments_and_timms():
 
 
 def test_an_unknown_argument():
-    with pytest.raises(TypeError, match="img_size"):
+    with pytest.raises(InputError, match="got 'img_size'; did you mean 'block_size'"):
         create(img_size=32)
 
 

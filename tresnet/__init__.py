@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tresnet import layers, memory, surgery
-    from tresnet.checkpoints.create import create
+    from tresnet.checkpoints.creation import create
     from tresnet.checkpoints.load import load_checkpoint
-    from tresnet.checkpoints.manifest import list_weights
+    from tresnet.checkpoints.published import list_weights
     from tresnet.checkpoints.save import save_checkpoint
     from tresnet.errors import TResNetError
     from tresnet.models.config import ModelConfig
@@ -30,9 +30,9 @@ _HOMES = {
     "ModelConfig": "tresnet.models.config",
     "TResNet": "tresnet.models.tresnet",
     "TResNetError": "tresnet.errors",
-    "create": "tresnet.checkpoints.create",
+    "create": "tresnet.checkpoints.creation",
     "list_models": "tresnet.models.zoo",
-    "list_weights": "tresnet.checkpoints.manifest",
+    "list_weights": "tresnet.checkpoints.published",
     "load_checkpoint": "tresnet.checkpoints.load",
     "save_checkpoint": "tresnet.checkpoints.save",
 }

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from tresnet.checkpoints.fit import fit
 from tresnet.checkpoints.load import model_tensors
+from tresnet.checkpoints.published import WeightsEntry, entries, weights_dir
 from tresnet.checkpoints.read import WeightsFile, read_weights, unwrap
 from tresnet.checkpoints.remap import identify, to_ours
-from tresnet.checkpoints.table import WeightsEntry, entries, weights_dir
 from tresnet.errors import InputError
 from tresnet.models.features import FeatureExtractor
 from tresnet.models.tresnet import TResNet

@@ -31,6 +31,12 @@ def trained(model, seed=0):
     return model
 
 
+def zeros(tensors):
+    """A state dict of these shapes that shares one small storage, to be written quickly."""
+    storage = torch.zeros(max(tensor.numel() for tensor in tensors.values()))
+    return {key: storage[: t.numel()].view(t.shape) for key, t in tensors.items()}
+
+
 def same(a, b):
     """Whether two state dicts hold the same keys and bits."""
     return list(a) == list(b) and all(torch.equal(a[key], b[key]) for key in a)

@@ -61,7 +61,8 @@ def test_contents_decide_not_the_suffix(tmp_path, name):
     assert_reads(tmp_path / name)
 
 
-@pytest.mark.parametrize("how", ["zip", "legacy", 0, 2, 4, 5])
+# torch's safe unpickler knows no other protocols, and no dict of protocol 0
+@pytest.mark.parametrize("how", ["zip", "legacy", 1, 2, 3, 4, 5])
 @pytest.mark.parametrize("inside", [True, False])
 def test_code_is_refused_and_not_run(tmp_path, how, inside):
     path, created = tmp_path / "a.pth", tmp_path / "created"
@@ -70,7 +71,9 @@ def test_code_is_refused_and_not_run(tmp_path, how, inside):
         path.write_bytes(pickle.dumps(contents, protocol=how))
     else:
         torch.save(contents, path, _use_new_zipfile_serialization=how == "zip")
-    with pytest.raises(CheckpointError, match=r"holds code .*\.open\).*not opened: ask") as info:
+    known = r"holds code .*\.open\).*not opened: ask"
+    message = r"not a readable torch file \(Unsupported operand 149" if how in (4, 5) else known
+    with pytest.raises(CheckpointError, match=message) as info:
         read_weights(path)
     assert not created.exists()
     assert str(path) in str(info.value)
@@ -131,7 +134,7 @@ def test_no_weights_inside(tmp_path, contents, found):
         read_weights(tmp_path / "a.pth")
 
 
-@pytest.mark.parametrize("metadata", [{"format_version": 2}, {}, ["x"], {"format_version": "1"}])
+@pytest.mark.parametrize("metadata", [{"format_version": 3}, {}, ["x"], {"format_version": "1"}])
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
 def test_metadata_of_a_later_version(tmp_path, metadata, suffix):
     path = tmp_path / f"a{suffix}"
@@ -139,7 +142,7 @@ def test_metadata_of_a_later_version(tmp_path, metadata, suffix):
         torch.save({"state_dict": TENSORS, "tresnet": metadata}, path)
     else:
         safetensors.torch.save_file(TENSORS, path, {"tresnet": json.dumps(metadata)})
-    with pytest.raises(CheckpointError, match=r"reads up to 1: upgrade tresnet"):
+    with pytest.raises(CheckpointError, match=r"reads up to 2: upgrade tresnet"):
         read_weights(path)
 
 

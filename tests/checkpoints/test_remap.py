@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from tests.checkpoints.small import CLASSES, LAYERS, PLANES, small, small_public
-from tresnet.checkpoints.read import WeightsFile, read_weights
+from tresnet.checkpoints.read import read_weights
 from tresnet.checkpoints.remap import identify, to_ours
 from tresnet.errors import CheckpointError
 from tresnet.models.zoo import VARIANTS, build
@@ -109,36 +109,6 @@ def test_files_of_other_models(tmp_path, keys, message):
         read({key: torch.ones(1) for key in keys}, tmp_path)
 
 
-def test_entries_that_are_no_tensors(tmp_path):
-    tensors = {
-        "body.conv1.conv.weight": torch.ones(1),
-        "body.x": 3,
-        "body.y": torch.ones(1, 1).to_sparse(),
-    }
-    file = WeightsFile(tmp_path / "a.pth", tensors)
-    with pytest.raises(
-        CheckpointError, match=r"no plain tensors: body.x \(int\), body.y \(Tensor\)"
-    ):
-        to_ours(file)
-
-
-@pytest.mark.parametrize(
-    ("metadata", "message"),
-    [
-        ({"format_version": 1}, "KeyError"),
-        ({"format_version": 1, "config": {"variant": "x", "layers": [1, 1, 1, 1], "k": 1}}, "'k'"),
-        ({"format_version": 1, "config": {"variant": "x", "layers": [1, 1]}}, "four whole numbers"),
-        ({"format_version": 1, "config": []}, "must be a mapping"),
-    ],
-)
-def test_metadata_that_cannot_be_used(tmp_path, metadata, message):
-    file = WeightsFile(tmp_path / "a.pth", small().state_dict(), metadata)
-    with pytest.raises(
-        CheckpointError, match=f"{message}.*upgrade tresnet, or save the file again"
-    ):
-        to_ours(file)
-
-
 @pytest.mark.parametrize("name", sorted(VARIANTS))
 def test_identify_every_variant(name):
     found = identify(build(name, num_classes=7, device="meta").state_dict())
@@ -150,4 +120,4 @@ def test_identify_what_is_no_variant():
     found = identify(small().state_dict())
     assert (found.layers, found.planes, found.num_classes) == (LAYERS, PLANES, CLASSES)
     assert found.variant is None
-    assert str(found) == "a TResNet (stages 1-2-1-1, 16 base channels)"
+    assert str(found) == "a TResNet (stages 1-2-1-1, 16 base channels, 48 stem inputs, 5 classes)"

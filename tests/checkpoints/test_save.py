@@ -29,7 +29,7 @@ def test_round_trip_is_exact(tmp_path, suffix):
     path = tmp_path / f"a{suffix}"
     model = trained(small())
     model.set_slopes(1e-6, 0.25)
-    save_checkpoint(model, path, metadata={"classes": ["a", "b"], "top1": 98.5})
+    save_checkpoint(model, path, metadata={"classes": list("abcde"), "top1": 98.5})
     other = small()
     load_checkpoint(other, path)
     assert same(model.state_dict(), other.state_dict())
@@ -41,17 +41,17 @@ def test_round_trip_is_exact(tmp_path, suffix):
 def test_metadata_says_what_built_the_model(tmp_path, suffix):
     path = tmp_path / f"a{suffix}"
     model = small(block_size=2, in_chans=1)
-    save_checkpoint(model, path, metadata={"classes": ("a", "b"), "top1": 98.5})
+    save_checkpoint(model, path, metadata={"classes": tuple("abcde"), "top1": 98.5})
     if suffix == ".safetensors":
         with safetensors.safe_open(path, "pt") as file:
             stored = json.loads(file.metadata()["tresnet"])
     else:
         stored = torch.load(path, weights_only=True)["tresnet"]
-    assert stored["format_version"] == 1
+    assert stored["format_version"] == 2
     assert stored["tresnet_version"]
     assert stored["variant"] == "tresnet_m"
     assert stored["config"] == model.config.to_dict()
-    assert stored["user"] == {"classes": ["a", "b"], "top1": 98.5}
+    assert stored["user"] == {"classes": list("abcde"), "top1": 98.5}
     assert stored["pretrained_cfg"]["input_size"] == [1, 224, 224]
 
 
@@ -128,6 +128,9 @@ def test_wrapped_models_are_saved_bare(tmp_path):
         ({"name": "a.bin"}, r"ending in .safetensors, .pth, .pt, got .*a.bin"),
         ({"metadata": {"fn": print}}, "expected metadata of numbers, strings.* got fn="),
         ({"metadata": {"top1": float("nan")}}, "got top1=nan"),
+        ({"metadata": {"classes": ["a"]}}, "expected the names of 5 classes, got 1"),
+        ({"metadata": {"classes": "abcde"}}, "classes as a list of names, got 'abcde'"),
+        ({"metadata": {"labels": "some"}}, "labels 'single' or 'multi', got 'some'"),
         ({"format": "timm", "metadata": {"top1": 1}}, r"no place for metadata, got \['top1'\]"),
         ({"model": nn.Linear(1, 1)}, "expected a TResNet from tresnet.create, got Linear"),
         ({"model": small(device="meta")}, "meta device, which holds no values to save"),
@@ -141,6 +144,21 @@ def test_bad_arguments(tmp_path, arguments, message):
     with pytest.raises(InputError, match=message):
         save_checkpoint(model, path, **arguments)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("format", ["tresnet", "timm"])
+def test_equal_contents_have_equal_bytes(tmp_path, suffix, format):
+    """safetensors itself writes metadata in the order of a hash table."""
+    paths = [tmp_path / f"{i}{suffix}" for i in range(5)]
+    for path in paths:
+        metadata = {"classes": ["\u00fc", "\u2028", '"', "\\", "\x7f"], "top1": 0.1 + 0.2}
+        kept = metadata if format == "tresnet" else None
+        save_checkpoint(trained(small()), path, format=format, metadata=kept)
+    assert len({path.read_bytes() for path in paths}) == 1
+    other = small()
+    load_checkpoint(other, paths[0])
+    assert same(trained(small()).state_dict(), other.state_dict())
 
 
 def test_a_full_disk_leaves_the_old_checkpoint(tmp_path):

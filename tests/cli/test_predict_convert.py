@@ -2,9 +2,9 @@ import pytest
 import torch
 from PIL import Image
 
-from tresnet.checkpoints.create import create
-from tresnet.checkpoints.manifest import describe
+from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.save import save_checkpoint
+from tresnet.checkpoints.weights import describe
 from tresnet.cli.main import main as run
 from tresnet.cli.predict import name_classes
 from tresnet.models.zoo import build

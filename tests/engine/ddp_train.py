@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tresnet.checkpoints.create import create
+from tresnet.checkpoints.creation import create
 from tresnet.engine import config as configs
 from tresnet.engine import resolve as resolving
 from tresnet.engine.distributed import leave

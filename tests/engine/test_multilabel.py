@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tresnet.checkpoints.manifest import describe
+from tresnet.checkpoints.weights import describe
 from tresnet.engine import config as configs
 from tresnet.engine.command import eval_main, train_main
 from tresnet.engine.config import LabelConfig, TrainConfig

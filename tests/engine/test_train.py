@@ -11,7 +11,7 @@ import torch
 
 from tests.engine.images import write_images
 from tests.engine.runs import assert_same_run, rows_of
-from tresnet.checkpoints.manifest import describe
+from tresnet.checkpoints.weights import describe
 from tresnet.engine import config as configs
 from tresnet.engine import state
 from tresnet.engine import train as training

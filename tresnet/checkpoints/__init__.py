@@ -1,11 +1,15 @@
 """Files of weights: finding them, reading them safely, renaming their keys, writing them whole."""
 
-from tresnet.checkpoints.create import create
+from tresnet.checkpoints.creation import create
+from tresnet.checkpoints.download import fetch
 from tresnet.checkpoints.load import load_checkpoint
-from tresnet.checkpoints.manifest import describe, fetch, find, list_weights
+from tresnet.checkpoints.published import find, list_weights
 from tresnet.checkpoints.save import checkpoint_metadata, save_checkpoint
+from tresnet.checkpoints.weights import OpenWeights, WeightsInfo, describe, open_weights
 
 __all__ = [
+    "OpenWeights",
+    "WeightsInfo",
     "checkpoint_metadata",
     "create",
     "describe",
@@ -13,5 +17,6 @@ __all__ = [
     "find",
     "list_weights",
     "load_checkpoint",
+    "open_weights",
     "save_checkpoint",
 ]

@@ -3,16 +3,67 @@
 import hashlib
 import os
 import re
+import shutil
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
+from tresnet.checkpoints.published import WeightsEntry, find, weights_dir
 from tresnet.errors import CheckpointError
 from tresnet.files import atomic_write
 
+HUB_FILENAME = "model.safetensors"
 _TIMEOUT_S = 60.0
-_CHUNK_BYTES = 2**20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def fetch(tag: str | WeightsEntry) -> Path:
+    """Return the file of a tag: from weights/, then from the cache, then downloaded.
+
+    Downloads go to the caches of huggingface_hub and torch.hub. A known hash is always checked.
+
+    Raises:
+        CheckpointError: it cannot be had here, or its hash is wrong.
+        InputError: there is no such tag.
+    """
+    entry = tag if isinstance(tag, WeightsEntry) else find(tag)
+    local = weights_dir() / entry.file
+    if local.is_file():
+        if entry.sha256 is not None:
+            verify(local, entry.sha256, entry.tag)
+        return local
+    try:
+        path, published = _download(entry)
+    except CheckpointError:
+        raise
+    except Exception as error:  # the hub's client, its transports and urllib each have their own
+        raise CheckpointError(
+            f"could not get {entry.tag} ({type(error).__name__}: {error}): connect to the network,"
+            f" or put the file of {_address(entry)} at {local} or elsewhere and give its path"
+        ) from error
+    verify(path, entry.sha256 or published, entry.tag)
+    return path
+
+
+def _address(entry: WeightsEntry) -> str:
+    if entry.hub_id:
+        return f"https://huggingface.co/{entry.hub_id}/resolve/main/{HUB_FILENAME}"
+    return entry.url or "the repository"
+
+
+def _download(entry: WeightsEntry) -> tuple[Path, str | None]:
+    """Return the file and the hash its publisher states, if any."""
+    if entry.hub_id:
+        path = from_hub(entry.hub_id, HUB_FILENAME)
+        return path, hub_sha256(path)
+    if entry.url:
+        import torch
+
+        cached = Path(torch.hub.get_dir()) / "checkpoints" / entry.file
+        return from_url(entry.url, cached), None
+    raise CheckpointError(
+        f"{entry.tag} is not among the files of this installation: expected "
+        f"{weights_dir() / entry.file}; get it from the project's repository"
+    )
 
 
 def from_hub(repo_id: str, filename: str) -> Path:
@@ -41,6 +92,9 @@ def hub_sha256(path: Path) -> str | None:
 def from_url(url: str, path: Path) -> Path:
     """Download `url` to `path` unless it is there; whole or not at all.
 
+    `torch.hub.download_url_to_file` waits for ever, follows https to http, and takes a connection
+    that was cut for the end of a file: the original files have no published hash to notice by.
+
     Raises:
         OSError: the download failed or ended early.
     """
@@ -55,18 +109,11 @@ def from_url(url: str, path: Path) -> Path:
             raise OSError(f"redirected to {scheme}")
         length = response.headers.get("Content-Length")
         with temporary.open("wb") as stream:
-            received = _copy(response.read, stream.write)
+            shutil.copyfileobj(response, stream)
+            received = stream.tell()
         if length is not None and received != int(length):
             raise OSError(f"got {received} of {length} bytes")
     return path
-
-
-def _copy(read: Callable[[int], bytes], write: Callable[[bytes], object]) -> int:
-    received = 0
-    while chunk := read(_CHUNK_BYTES):
-        write(chunk)
-        received += len(chunk)
-    return received
 
 
 def sha256(path: Path) -> str:
@@ -81,14 +128,13 @@ def verify(path: Path, expected: str | None, tag: str) -> None:
     Raises:
         CheckpointError: the hash is another.
     """
+    found = sha256(path)
     if expected is None:
         warnings.warn(
-            f"{tag}: no published hash to check {path} against; its sha256 is {sha256(path)}",
+            f"{tag}: no published hash to check {path} against; its sha256 is {found}",
             stacklevel=2,
         )
-        return
-    found = sha256(path)
-    if found != expected:
+    elif found != expected:
         raise CheckpointError(
             f"{path} is not the published {tag}: expected sha256 {expected}, got {found}. It is "
             "damaged or was replaced: delete it and try again"

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from tresnet.checkpoints.remap import INPLACE_ABN_EPS, Weights, architecture, identify, listed
+from tresnet.checkpoints.read import listed
+from tresnet.checkpoints.remap import INPLACE_ABN_EPS, Weights, architecture, identify
 from tresnet.errors import CheckpointError
 from tresnet.models.tresnet import STAGES, TResNet
 
@@ -20,14 +21,13 @@ def fit(
 
     Args:
         weights: what was read.
-        model: the model to load, which is not changed.
+        model: the model to load, which is not changed; it may be on the meta device.
         expected: the model's tensors by name.
         new_head: leave the head out.
 
     Raises:
         CheckpointError: something does not fit; every key that does not is named.
     """
-    _check_device(expected)
     expected = dict(expected)
     tensors = _without_absent_parts(dict(weights.tensors), model, expected)
     if new_head:
@@ -42,16 +42,8 @@ def fit(
     _check_keys(tensors, expected, weights, model)
     if model.config.norm == "inplace_abn":
         tensors = _fit_inplace_gammas(tensors, weights, model)
-    _check_range(tensors, expected, weights)
+    _check_values(tensors, expected, weights)
     return tensors
-
-
-def _check_device(expected: Mapping[str, Tensor]) -> None:
-    if any(tensor.is_meta for tensor in expected.values()):
-        raise CheckpointError(
-            "the model is on the meta device, which holds no values: build it on a real one, or "
-            "call model.to_empty(device=...) before loading"
-        )
 
 
 def _without_absent_parts(
@@ -194,10 +186,20 @@ def _fit_inplace_gammas(
     }
 
 
-def _check_range(
+def _check_values(
     tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], weights: Weights
 ) -> None:
-    """Refuse values that the model's dtype cannot hold, such as 70000 in float16."""
+    """Refuse values that the model's dtype cannot hold, such as 70000 in float16, and variances < 0."""
+    below = [
+        name
+        for name, tensor in tensors.items()
+        if name.endswith(".running_var") and bool((tensor < 0).any())
+    ]
+    if below:
+        raise CheckpointError(
+            f"{weights.source.path} has negative variances, of which no root can be taken: it is "
+            f"damaged; copy or download it again. Keys: {listed(below)}"
+        )
     narrow = [
         name
         for name, tensor in tensors.items()

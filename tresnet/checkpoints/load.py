@@ -1,6 +1,7 @@
 """Puts the weights of a file into a model: all of them, or none and an error."""
 
 import os
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from tresnet.checkpoints.fit import fit
 from tresnet.checkpoints.read import read_weights
 from tresnet.checkpoints.remap import Weights, to_ours
-from tresnet.errors import InputError
+from tresnet.errors import CheckpointError, InputError
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.models.features import FeatureExtractor
 from tresnet.models.tresnet import TResNet
@@ -38,18 +39,32 @@ def load_checkpoint(model: nn.Module, path: str | os.PathLike[str], new_head: bo
 def load_weights(model: TResNet, weights: Weights, new_head: bool = False) -> None:
     """Load weights that are read already; see `load_checkpoint`."""
     tensors = model_tensors(model)
-    staged = fit(weights, model, tensors, new_head)
+    install(model, fit(weights, model, tensors, new_head), weights.slopes)
+
+
+def install(model: TResNet, staged: Mapping[str, Tensor], slopes: tuple[float, float]) -> None:
+    """Copy what `fit` returned into the model: nothing that can fail is left but the copying.
+
+    Raises:
+        CheckpointError: the model is on the meta device.
+    """
+    tensors = model_tensors(model)
+    if any(tensor.is_meta for tensor in tensors.values()):
+        raise CheckpointError(
+            "the model is on the meta device, which holds no values: build it on a real one, or "
+            "call model.to_empty(device=...) before loading"
+        )
     with torch.no_grad():
         for name, value in staged.items():
             tensors[name].copy_(value)
-    model.set_slopes(*weights.slopes)
+    model.set_slopes(*slopes)
 
 
 def model_tensors(model: TResNet) -> dict[str, Tensor]:
     """Return the parameters and persistent buffers themselves, by name.
 
     `state_dict` would do, but norm='inplace_abn' rewrites its weights when asked for one, and a
-    load that fails must leave every bit alone. Of a tensor that `surgery.pad_channels` has widened,
+    load that fails must leave every bit alone. Of a tensor that `pad_channels` has widened,
     it is a view of the real part: files hold no padding.
 
     Raises:

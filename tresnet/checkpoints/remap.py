@@ -5,15 +5,15 @@ weight w of in-place ABN, whose gamma is |w| + 1e-5 (arXiv 1712.02616; inplace-a
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from tresnet.checkpoints.read import WeightsFile
-from tresnet.errors import CheckpointError
+from tresnet.checkpoints.metadata import check_metadata
+from tresnet.checkpoints.read import WeightsFile, listed
+from tresnet.errors import CheckpointError, InputError
 from tresnet.models.config import BLOCK_SLOPE, STEM_SLOPE, ModelConfig
 from tresnet.models.zoo import VARIANTS
 
@@ -70,10 +70,9 @@ def to_ours(file: WeightsFile) -> Weights:
     the public v2 code, which has 1e-6 everywhere.
 
     Raises:
-        CheckpointError: the names are of no known format, a value is no tensor, or a stored blur
-            filter is not the one the models compute.
+        CheckpointError: the names are of no known format, the metadata cannot be used or are of
+            another model, or a stored blur filter is not the one the models compute.
     """
-    _check_tensors(file)
     if _format(file) == "public":
         tensors = _from_public(file)
         v2 = any(key.startswith("body.layer1.0.conv3.") for key in tensors)
@@ -81,31 +80,21 @@ def to_ours(file: WeightsFile) -> Weights:
         return Weights(file, "public", tensors, slopes)
     if file.metadata is None:
         return Weights(file, "timm", file.tensors, (STEM_SLOPE, BLOCK_SLOPE))
-    config = _config(file.metadata, file)
-    slopes = (config.stem_slope, config.block_slope)
-    return Weights(file, "tresnet", file.tensors, slopes, config)
-
-
-def _config(metadata: dict[str, Any], file: WeightsFile) -> ModelConfig:
     try:
-        return ModelConfig.from_dict(metadata["config"])
-    except (KeyError, TypeError, ValueError) as error:
+        config = check_metadata(file.metadata)
+    except InputError as error:
         raise CheckpointError(
-            f"{file.path} has metadata that this version of tresnet cannot use ({error!r}): "
+            f"{file.path} has metadata that this version of tresnet cannot use ({error}): "
             "upgrade tresnet, or save the file again"
         ) from error
-
-
-def _check_tensors(file: WeightsFile) -> None:
-    wrong = [
-        f"{key} ({type(value).__name__})"
-        for key, value in file.tensors.items()
-        if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_quantized
-    ]
-    if wrong:
+    stated, found = architecture(config), identify(file.tensors)
+    if stated != found:  # before anything is built from it
         raise CheckpointError(
-            f"{file.path} holds entries that are no plain tensors: {listed(wrong)}"
+            f"{file.path} says it holds {stated}, but its tensors are of {found}: it is damaged; "
+            "copy or download it again"
         )
+    slopes = (config.stem_slope, config.block_slope)
+    return Weights(file, "tresnet", file.tensors, slopes, config)
 
 
 def _format(file: WeightsFile) -> str:
@@ -213,7 +202,11 @@ class Architecture:
 
     def __str__(self) -> str:
         stages = "-".join(map(str, self.layers))
-        return f"{self.variant or 'a TResNet'} (stages {stages}, {self.planes} base channels)"
+        name = self.variant or "a TResNet"
+        return (
+            f"{name} (stages {stages}, {self.planes} base channels, {self.stem_channels} stem "
+            f"inputs, {self.num_classes} classes)"
+        )
 
 
 def architecture(config: ModelConfig) -> Architecture:
@@ -227,28 +220,22 @@ def architecture(config: ModelConfig) -> Architecture:
     )
 
 
-def identify(tensors: dict[str, Tensor]) -> Architecture:
+def identify(tensors: Mapping[str, Tensor]) -> Architecture:
     """Return the architecture that weights under our names are of, as far as they go."""
-    depths = [0, 0, 0, 0]
+    blocks: list[set[str]] = [set(), set(), set(), set()]  # counted: an index can be any number
     for key in tensors:
         match = re.match(r"body\.layer([1-4])\.(\d+)\.", key)
         if match:
-            stage = int(match[1]) - 1
-            depths[stage] = max(depths[stage], int(match[2]) + 1)
+            blocks[int(match[1]) - 1].add(match[2])
     stem = tensors.get("body.conv1.conv.weight")
     shape = stem.shape if stem is not None and stem.dim() == 4 else (0, 0)
-    classifier = tensors.get("head.fc.weight")
+    # the second is ML-Decoder's
+    rows = [tensors.get(f"head.fc.{name}") for name in ("weight", "duplicate_pooling_bias")]
+    classes = [len(tensor) for tensor in rows if tensor is not None and tensor.dim()]
     return Architecture(
-        layers=(depths[0], depths[1], depths[2], depths[3]),
+        layers=(len(blocks[0]), len(blocks[1]), len(blocks[2]), len(blocks[3])),
         planes=shape[0],
         bottlenecks=any(key.startswith("body.layer1.0.conv3.") for key in tensors),
         stem_channels=shape[1],
-        num_classes=0 if classifier is None or classifier.dim() == 0 else classifier.shape[0],
+        num_classes=classes[0] if classes else 0,
     )
-
-
-def listed(names: Iterable[str], limit: int = 20) -> str:
-    """Return the first `limit` names and how many more there are."""
-    names = list(names)
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more

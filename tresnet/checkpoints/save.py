@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from tresnet import env
 from tresnet.checkpoints.load import bare_model, model_tensors
-from tresnet.checkpoints.read import FORMAT_VERSION, METADATA_KEY
-from tresnet.errors import CheckpointError, InputError, WriteError
+from tresnet.checkpoints.metadata import check_metadata
+from tresnet.checkpoints.read import CHECKSUM_KEY, FORMAT_VERSION, METADATA_KEY, checksum
+from tresnet.errors import CheckpointError, InputError
 from tresnet.files import atomic_write
 from tresnet.models.config import BLOCK_SLOPE, STEM_SLOPE
 from tresnet.models.tresnet import STAGES, TResNet
@@ -40,7 +41,8 @@ def save_checkpoint(
     Raises:
         WriteError: the file cannot be written.
         CheckpointError: timm's class would compute something else.
-        InputError: an unknown format or suffix, metadata that JSON cannot hold, or no TResNet.
+        InputError: an unknown format or suffix, no TResNet, or metadata that JSON cannot hold or
+            that contradict the model.
     """
     target = bare_model(model)
     file = Path(path)
@@ -51,16 +53,8 @@ def save_checkpoint(
         _check_timm(target)
     else:
         stored = checkpoint_metadata(target, metadata)
-    try:
-        with atomic_write(file) as temporary:
-            _write(tensors, stored, temporary, file.suffix)
-    except WriteError:
-        raise
-    except Exception as error:  # safetensors, torch and the system each have their own
-        raise CheckpointError(
-            f"could not write {file}: {error}; what was there before is intact. Free some space, "
-            "or choose another place"
-        ) from error
+    with atomic_write(file) as temporary:
+        _write(tensors, stored, temporary, file.suffix)
 
 
 def checkpoint_metadata(
@@ -72,10 +66,10 @@ def checkpoint_metadata(
     slopes included), pretrained_cfg and user (the caller's own).
 
     Raises:
-        InputError: JSON cannot hold a value of `metadata`.
+        InputError: JSON cannot hold a value of `metadata`, or it contradicts the model.
     """
     target = bare_model(model)
-    return {
+    made = {
         "format_version": FORMAT_VERSION,
         "tresnet_version": env.package_version(),
         "variant": target.config.variant,
@@ -83,6 +77,8 @@ def checkpoint_metadata(
         "pretrained_cfg": _plain_values(target.pretrained_cfg, "pretrained_cfg"),
         "user": _plain_values(metadata or {}, "metadata"),
     }
+    check_metadata(made)
+    return made
 
 
 def _plain_values(values: Mapping[str, Any], what: str) -> dict[str, Any]:
@@ -90,7 +86,7 @@ def _plain_values(values: Mapping[str, Any], what: str) -> dict[str, Any]:
     for key, value in values.items():
         try:
             plain[str(key)] = json.loads(json.dumps(value, allow_nan=False))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise InputError(
                 f"expected {what} of numbers, strings, lists and dicts, got {key}={value!r} "
                 f"({error})"
@@ -148,15 +144,30 @@ def _check_timm(model: TResNet) -> None:
 def _write(
     tensors: dict[str, Tensor], metadata: dict[str, Any] | None, path: Path, suffix: str
 ) -> None:
+    total = checksum(tensors, metadata)
     if suffix == ".safetensors":
         from safetensors.torch import save_file
 
-        header = {"format": "pt"}
+        header = {"format": "pt", CHECKSUM_KEY: total}
         if metadata is not None:
-            header[METADATA_KEY] = json.dumps(metadata)
+            header[METADATA_KEY] = json.dumps(metadata, sort_keys=True)
         save_file(tensors, path, metadata=header)
+        _sort_header(path)
         return
+    contents: dict[str, Any] = dict(tensors)
+    if metadata is not None:
+        contents = {"state_dict": tensors, METADATA_KEY: metadata, CHECKSUM_KEY: total}
     with path.open("wb") as stream:  # a stream, so that no temporary name enters the file
-        torch.save(
-            tensors if metadata is None else {"state_dict": tensors, METADATA_KEY: metadata}, stream
-        )
+        torch.save(contents, stream)
+
+
+def _sort_header(path: Path) -> None:
+    """Give equal contents equal bytes: safetensors writes metadata in an order of chance."""
+    with path.open("r+b") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(text) <= length, "the same characters in another order"
+        stream.seek(8)
+        stream.write(text.ljust(length))

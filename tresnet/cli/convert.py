@@ -28,15 +28,15 @@ class Convert:
 
     def run(self, argv: list[str]) -> int:
         """Write the new file whole or not at all."""
-        from tresnet.checkpoints.create import create
-        from tresnet.checkpoints.manifest import describe
+        from tresnet.checkpoints.creation import create
         from tresnet.checkpoints.save import save_checkpoint
+        from tresnet.checkpoints.weights import open_weights
 
         if self.target.exists():
             raise InputError(f"expected a new file to write, but {self.target} exists: remove it")
-        model = create(self.model, weights=self.source)
-        known = describe(self.source)
-        metadata = known.user or None
+        opened = open_weights(self.source)
+        model = create(self.model, weights=opened)
+        metadata = opened.info.user or None
         if self.format == "timm" and metadata:
             progress(f"not kept, timm's format has no place for it: {', '.join(metadata)}")
             metadata = None

@@ -27,7 +27,7 @@ class Info:
 
     def run(self, argv: list[str]) -> int:
         """Print the facts; nothing is computed or downloaded."""
-        from tresnet.checkpoints.manifest import list_weights
+        from tresnet.checkpoints.published import list_weights
         from tresnet.measure.macs import count_macs, count_parameters, without_computing
         from tresnet.models.zoo import build
 

@@ -18,7 +18,7 @@ class List:
 
     def run(self, argv: list[str]) -> int:
         """Print one line a model."""
-        from tresnet.checkpoints.manifest import list_weights
+        from tresnet.checkpoints.published import list_weights
         from tresnet.measure.macs import count_parameters, without_computing
         from tresnet.models.zoo import build, list_models
 

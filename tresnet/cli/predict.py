@@ -33,8 +33,8 @@ class Predict:
 
     def run(self, argv: list[str]) -> int:
         """Print a line an image."""
-        from tresnet.checkpoints.create import create
-        from tresnet.checkpoints.manifest import describe
+        from tresnet.checkpoints.creation import create
+        from tresnet.checkpoints.weights import open_weights
         from tresnet.data.folder import load_rgb
         from tresnet.data.transforms import EvalTransform, eval_transform
         from tresnet.env import usable_device
@@ -44,8 +44,10 @@ class Predict:
         if self.topk < 1:
             raise InputError(f"expected topk of at least 1, got {self.topk}")
         device = usable_device(self.device)
-        model = create(weights=self.weights, device=device).eval()
-        known = describe(self.weights)
+        opened = open_weights(self.weights)
+        opened.check_finite()
+        model = create(weights=opened, device=device).eval()
+        known = opened.info
         if known.num_classes == 0:
             raise InputError(f"expected weights of a classifier, but {self.weights} has no classes")
         transform = eval_transform(

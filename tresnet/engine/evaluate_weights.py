@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from tresnet import env
-from tresnet.checkpoints.create import create
-from tresnet.checkpoints.manifest import describe
+from tresnet.checkpoints.creation import create
+from tresnet.checkpoints.weights import OpenWeights, open_weights
 from tresnet.data import ImageDataset, create_loader, eval_transform, open_folder
 from tresnet.data.multilabel import CLASSES_FILE, MultiLabelDataset, open_multilabel
 from tresnet.engine import distributed, fields, images
@@ -21,10 +21,9 @@ from tresnet.engine.distributed import Processes
 from tresnet.engine.evaluate import Metrics
 from tresnet.engine.multilabel import MultiLabelMetrics, evaluate_labels
 from tresnet.engine.resolve import class_map
-from tresnet.errors import CheckpointError, ConfigError
+from tresnet.errors import ConfigError
 from tresnet.files import atomic_write
 from tresnet.measure.memory import MemoryMeter, MemorySnapshot
-from tresnet.models.padding import pad_channels
 from tresnet.steps import InferenceCompute, InferenceStep
 
 
@@ -91,20 +90,24 @@ def run(config: EvalConfig) -> dict[str, Any]:
         CheckpointError: The weights cannot be read or do not fit the model.
         DataError: The data set is incomplete or holds files that are not images.
     """
-    config = _resolve(config)
+    _check(config)
+    opened = open_weights(config.weights)
+    opened.check_finite()
+    config = _completed(config, opened)
     with distributed.join(config.device) as processes:
         memory = MemoryMeter(processes.device)
         memory.reset_peak()
         folder = images.locate(config.data, config.data_root, processes)
         dataset = _open(config, folder)
-        info = describe(config.weights)
-        model = create(config.model, weights=config.weights, norm=config.norm, jit=config.jit)
-        _check_finite(model, config.weights)
-        if config.impl != "auto":
-            model.set_impl(config.impl)  # pyright: ignore[reportCallIssue]
-        if config.pad:
-            model = pad_channels(model, inplace=True)
-        mapping = _class_map(info.classes, _outputs(model), dataset)
+        model = create(
+            config.model,
+            weights=opened,
+            norm=config.norm,
+            jit=config.jit,
+            impl=config.impl,
+            pad=config.pad,
+        )
+        mapping = _class_map(opened.info.classes, _outputs(model), dataset)
         console = Console(processes.is_main, config.progress)
         metrics = _measure(config, model, dataset, mapping, processes, console)
         used = memory.snapshot()
@@ -116,8 +119,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
         return result
 
 
-def _resolve(config: EvalConfig) -> EvalConfig:
-    """Check the options and fill in what the weights say of their input."""
+def _check(config: EvalConfig) -> None:
     for name in ("batch_size", "input_size"):
         value = getattr(config, name)
         if value is not None and value < 1:
@@ -132,7 +134,11 @@ def _resolve(config: EvalConfig) -> EvalConfig:
         )
     if config.output is not None and not config.output.parent.is_dir():
         raise ConfigError(f"--output: there is no directory {config.output.parent}")
-    info = describe(config.weights)
+
+
+def _completed(config: EvalConfig, opened: OpenWeights) -> EvalConfig:
+    """Fill in what the weights say of their input."""
+    info = opened.info
     known = {
         "model": info.model,
         "input_size": info.input_size[-1],
@@ -146,7 +152,7 @@ def _resolve(config: EvalConfig) -> EvalConfig:
 
 
 def _open(config: EvalConfig, folder: Path) -> ImageDataset | MultiLabelDataset:
-    assert config.input_size is not None, "filled in by _resolve"
+    assert config.input_size is not None, "filled in by _completed"
     transform = images.testing(
         config.input_size, config.crop_mode, config.crop_pct, config.interpolation
     )
@@ -230,17 +236,3 @@ def _write(path: Path, result: dict[str, Any]) -> None:
             temporary.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--output: cannot write {path}: {error}") from error
-
-
-def _check_finite(model: nn.Module, weights: str) -> None:
-    """Refuse weights of a run that diverged, whose figures would mean nothing."""
-    bad = [
-        name
-        for name, tensor in model.state_dict().items()
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all())
-    ]
-    if bad:
-        raise CheckpointError(
-            f"{weights} holds values that are no finite numbers, in {bad[0]} and {len(bad) - 1} other"
-            " tensors: evaluate an earlier checkpoint"
-        )

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from tresnet.checkpoints.create import create
-from tresnet.checkpoints.manifest import describe
+from tresnet.checkpoints.creation import create
+from tresnet.checkpoints.weights import describe
 from tresnet.engine import config as configs
 from tresnet.engine.config import ModelConfig, TrainConfig
 from tresnet.errors import ConfigError

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from tresnet.checkpoints.table import entries
+from tresnet.checkpoints.published import entries
 from tresnet.models.named import split_name
 
 _IMAGENET_CLASSES = 1000

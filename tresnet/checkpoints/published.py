@@ -125,10 +125,13 @@ def locate(name: str | os.PathLike[str]) -> WeightsEntry | Path:
     Raises:
         InputError: it is neither.
     """
-    text = os.fspath(name)
-    if text in entries():
-        return entries()[text]
-    path = Path(text)
-    if path.exists() or os.sep in text or path.suffix in (".safetensors", ".pth", ".pt"):
-        return path
+    try:
+        text = os.fsdecode(os.fspath(name))
+        if text in entries():
+            return entries()[text]
+        path = Path(text)
+        if path.exists() or os.sep in text or path.suffix in (".safetensors", ".pth", ".pt"):
+            return path
+    except (TypeError, ValueError, OSError) as error:  # no path, a NUL in it, or far too long
+        raise InputError(f"expected a tag or the path of weights, got {name!r:.80}") from error
     return find(text)

@@ -1,10 +1,9 @@
 import pytest
 import torch
 
+from tests.checkpoints.conftest import entry
 from tests.checkpoints.small import CLASSES, LAYERS, same, small, small_public, trained
-from tresnet.checkpoints import manifest, table
-from tresnet.checkpoints.create import create
-from tresnet.checkpoints.manifest import find
+from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.errors import CheckpointError, InputError
 from tresnet.models.features import FeatureExtractor
@@ -94,18 +93,16 @@ def test_files_of_others_give_name_stages_and_classes(timms, tmp_path):
     assert (model.config.variant, model.config.block_slope) == ("tresnet_v2_l", 1e-6)
 
 
-def test_a_tag(tmp_path, monkeypatch):
-    row = find("tresnet_m.miil_in1k_448")
-    monkeypatch.setattr(table, "weights_dir", lambda: tmp_path)
-    monkeypatch.setattr(manifest, "weights_dir", lambda: tmp_path)
-    monkeypatch.setattr(table, "entries", lambda: {row.tag: row})
+def test_a_tag(room):
+    folder, add = room
+    row = add(entry(tag="tresnet_m.a_448", input_size=(3, 448, 448), crop_mode="squash"))
     source = trained(small())
-    save_checkpoint(source, tmp_path / row.file, format="timm")
+    save_checkpoint(source, folder / row.file, format="timm")
     model = create("tresnet_m", weights=row.tag)
     assert same(model.state_dict(), source.state_dict())
     assert model.pretrained_cfg["crop_mode"] == "squash"
     assert model.pretrained_cfg["input_size"] == (3, 448, 448)
-    assert model.pretrained_cfg["hf_hub_id"] == "timm/tresnet_m.miil_in1k_448"
+    assert model.pretrained_cfg["hf_hub_id"] == "timm/tresnet_m.miil_in1k"
     assert model.pretrained_cfg["num_classes"] == CLASSES
 
 

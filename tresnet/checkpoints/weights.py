@@ -1,26 +1,18 @@
-"""Published weights and files of weights: where they are and what they are."""
+"""Weights that are opened: what they are, whether published or in a file."""
 
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tresnet.checkpoints import download
-from tresnet.checkpoints.read import read_weights
+from tresnet.checkpoints.download import fetch
+from tresnet.checkpoints.published import WeightsEntry, locate, weights_dir
+from tresnet.checkpoints.read import listed, read_weights
 from tresnet.checkpoints.remap import Architecture, Weights, identify, to_ours
-from tresnet.checkpoints.table import (
-    WeightsEntry,
-    entries,
-    find,
-    list_weights,
-    locate,
-    weights_dir,
-)
-from tresnet.errors import CheckpointError
+from tresnet.errors import CheckpointError, InputError
 from tresnet.models.config import ModelConfig
-from tresnet.models.zoo import VARIANTS, default_pretrained_cfg
+from tresnet.models.zoo import VARIANTS, default_pretrained_cfg, make_config
 
-HUB_FILENAME = "model.safetensors"
 # what the weights decide about their model, besides the number of classes
 _ARCHITECTURE = ("layers", "width_factor", "block_size", "in_chans", "global_pool")
 _HEAD = ("head", "head_groups", "head_channels")
@@ -65,90 +57,67 @@ class WeightsInfo:
     entry: WeightsEntry | None = None
 
 
-def fetch(tag: str) -> Path:
-    """Return the file of a tag: from weights/, then from the cache, then downloaded.
+@dataclass(frozen=True)
+class OpenWeights:
+    """Weights that are read and checked, to be asked and loaded any number of times.
 
-    Downloads go to the caches of huggingface_hub and torch.hub. A known hash is always checked.
+    Attributes:
+        weights: the tensors under our names.
+        info: what is known about them.
+    """
+
+    weights: Weights
+    info: WeightsInfo
+
+    def check_finite(self) -> None:
+        """Refuse weights of a run that diverged, whose predictions mean nothing.
+
+        Raises:
+            CheckpointError: there is an infinity or a NaN.
+        """
+        bad = [key for key, t in self.weights.tensors.items() if not bool(t.isfinite().all())]
+        if bad:
+            raise CheckpointError(
+                f"{self.info.name} holds infinities or NaN, in {listed(bad, 3)}: the training "
+                "diverged; take an earlier checkpoint"
+            )
+
+
+def open_weights(name: str | os.PathLike[str] | OpenWeights) -> OpenWeights:
+    """Read a tag, which is downloaded if it is not here, or a file: once for all that is asked.
 
     Raises:
-        CheckpointError: it cannot be had here, or its hash is wrong.
-        InputError: there is no such tag.
+        InputError: an unknown tag.
+        CheckpointError: the file cannot be had, is unreadable or no TResNet.
     """
-    entry = find(tag)
-    local = weights_dir() / entry.file
-    if local.is_file():
-        if entry.sha256 is not None:
-            download.verify(local, entry.sha256, tag)
-        return local
-    try:
-        path, published = _download(entry)
-    except CheckpointError:
-        raise
-    except Exception as error:  # the hub's client, its transports and urllib each have their own
-        raise CheckpointError(
-            f"could not get {tag} ({type(error).__name__}: {error}): connect to the network, or "
-            f"put the file of {_address(entry)} at {local} or elsewhere and give its path"
-        ) from error
-    download.verify(path, entry.sha256 or published, tag)
-    return path
+    if isinstance(name, OpenWeights):
+        return name
+    found = locate(name)
+    entry = found if isinstance(found, WeightsEntry) else None
+    path = fetch(entry) if entry is not None else found
+    assert isinstance(path, Path)
+    weights = to_ours(read_weights(path))
+    return OpenWeights(weights, _info(weights, os.fsdecode(os.fspath(name)), entry))
 
 
-def _address(entry: WeightsEntry) -> str:
-    if entry.hub_id:
-        return f"https://huggingface.co/{entry.hub_id}/resolve/main/{HUB_FILENAME}"
-    return entry.url or "the repository"
-
-
-def _download(entry: WeightsEntry) -> tuple[Path, str | None]:
-    """Return the file and the hash its publisher states, if any."""
-    if entry.hub_id:
-        path = download.from_hub(entry.hub_id, HUB_FILENAME)
-        return path, download.hub_sha256(path)
-    if entry.url:
-        import torch
-
-        cached = Path(torch.hub.get_dir()) / "checkpoints" / entry.file
-        return download.from_url(entry.url, cached), None
-    raise CheckpointError(
-        f"{entry.tag} is not among the files of this installation: expected "
-        f"{weights_dir() / entry.file}; get it from the project's repository"
-    )
-
-
-def describe(tag_or_path: str | os.PathLike[str]) -> WeightsInfo:
+def describe(name: str | os.PathLike[str]) -> WeightsInfo:
     """Return what is known about weights, without downloading anything.
 
     Raises:
         InputError: an unknown tag.
         CheckpointError: the file is unreadable or no TResNet.
     """
-    found = locate(tag_or_path)
-    if isinstance(found, Path):
-        return info(to_ours(read_weights(found)), os.fspath(tag_or_path))
-    local = weights_dir() / found.file
-    if local.is_file():
-        return info(to_ours(read_weights(local)), found.tag, found)
-    return _info_of_entry(found)
-
-
-def _info_of_entry(entry: WeightsEntry) -> WeightsInfo:
-    row = VARIANTS[entry.model]
-    config = ModelConfig(
-        entry.model,
-        row.layers,
-        row.width_factor,
-        row.bottlenecks,
-        row.block_size,
-        num_classes=entry.num_classes,
-    )
+    entry = locate(name)
+    if not isinstance(entry, WeightsEntry) or (weights_dir() / entry.file).is_file():
+        return open_weights(name).info
+    config = make_config(entry.model, num_classes=entry.num_classes)
     return _make_info(entry.tag, config, {}, entry.format, None, entry)
 
 
-def info(weights: Weights, name: str, entry: WeightsEntry | None = None) -> WeightsInfo:
-    """Return what a file that is read already says of itself, completed by the table."""
-    if weights.config is not None:
-        config, guessed = weights.config, False
-    else:
+def _info(weights: Weights, name: str, entry: WeightsEntry | None) -> WeightsInfo:
+    """Return what a file says of itself, completed by the table."""
+    config, guessed = weights.config, False
+    if config is None:
         found = identify(weights.tensors)
         config, guessed = _guess(found, weights), found.variant is None
     metadata, path = weights.source.metadata or {}, weights.source.path
@@ -201,31 +170,19 @@ def _guess(found: Architecture, weights: Weights) -> ModelConfig:
             "save the state dict of the whole model"
         )
     block_size = _guess_block_size(found.stem_channels, row.block_size)
-    return ModelConfig(
-        variant,
-        found.layers,
-        row.width_factor if found.variant else found.planes / 64,
-        found.bottlenecks,
-        block_size,
-        in_chans=found.stem_channels // block_size**2,
-        num_classes=found.num_classes,
-    )
+    try:
+        return make_config(
+            variant,
+            layers=found.layers,
+            width_factor=row.width_factor if found.variant else found.planes / 64,
+            block_size=block_size,
+            in_chans=found.stem_channels // block_size**2,
+            num_classes=found.num_classes,
+        )
+    except InputError as error:
+        raise CheckpointError(f"{weights.source.path} is not a usable TResNet: {error}") from error
 
 
 def _guess_block_size(stem_channels: int, usual: int) -> int:
     """Return the variant's block size if it divides the stem's inputs, else the next smaller."""
     return next(b for b in (usual, 2, 1) if stem_channels % b**2 == 0 and stem_channels >= b**2)
-
-
-__all__ = [
-    "WeightsEntry",
-    "WeightsInfo",
-    "describe",
-    "entries",
-    "fetch",
-    "find",
-    "info",
-    "list_weights",
-    "locate",
-    "weights_dir",
-]

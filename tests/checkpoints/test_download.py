@@ -1,0 +1,203 @@
+import hashlib
+import http.server
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+from tests.checkpoints.conftest import entry
+from tresnet.checkpoints.download import fetch
+from tresnet.errors import CheckpointError
+
+
+def hub(tmp_path, content, monkeypatch, *, online=True, name=None):
+    """Replace huggingface_hub's download by one that lays its cache out as the real one does."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "1"
+    calls = []
+
+    def fake(repo_id, filename, local_files_only=False):
+        calls.append((repo_id, filename, local_files_only))
+        pointer = snapshot / filename
+        if not pointer.exists():
+            if local_files_only or not online:
+                raise LocalEntryNotFoundError("cannot find it in the cache, and no connection")
+            blobs.mkdir()
+            snapshot.mkdir(parents=True)
+            blob = blobs / (name or hashlib.sha256(content).hexdigest())
+            blob.write_bytes(content)
+            pointer.symlink_to(blob)
+        return str(pointer)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fake)
+    return calls
+
+
+def test_fetch_takes_the_local_file_first(room, tmp_path, monkeypatch):
+    folder, add = room
+    calls = hub(tmp_path, b"hub", monkeypatch)
+    row = add(entry())
+    (folder / row.file).write_bytes(b"local")
+    assert fetch(row.tag) == folder / row.file
+    assert calls == []
+
+
+def test_fetch_checks_the_hash_of_a_local_file(room):
+    folder, add = room
+    row = add(entry(sha256=hashlib.sha256(b"right").hexdigest()))
+    (folder / row.file).write_bytes(b"right")
+    assert fetch(row.tag) == folder / row.file
+    (folder / row.file).write_bytes(b"wrong")
+    with pytest.raises(
+        CheckpointError, match=r"not the published tresnet_m\.miil_in1k: expected sha"
+    ):
+        fetch(row.tag)
+
+
+def test_fetch_from_the_hub_and_then_from_its_cache(room, tmp_path, monkeypatch):
+    _, add = room
+    calls = hub(tmp_path, b"content", monkeypatch)
+    row = add(entry())
+    path = fetch(row.tag)
+    assert path.read_bytes() == b"content"
+    assert calls == [
+        ("timm/tresnet_m.miil_in1k", "model.safetensors", True),
+        ("timm/tresnet_m.miil_in1k", "model.safetensors", False),
+    ]
+    assert fetch(row.tag) == path
+    assert len(calls) == 3  # the cache sufficed
+
+
+def test_the_hubs_own_hash_is_checked(room, tmp_path, monkeypatch):
+    _, add = room
+    row = add(entry())
+    hub(tmp_path, b"damaged", monkeypatch, name=hashlib.sha256(b"content").hexdigest())
+    with pytest.raises(CheckpointError, match="damaged or was replaced: delete it and try again"):
+        fetch(row.tag)
+
+
+def test_the_tables_hash_wins_over_the_hubs(room, tmp_path, monkeypatch):
+    _, add = room
+    row = add(entry(sha256="0" * 64))
+    hub(tmp_path, b"content", monkeypatch)
+    with pytest.raises(CheckpointError, match="expected sha256 0000"):
+        fetch(row.tag)
+
+
+def test_a_hub_file_without_a_hash_warns(room, tmp_path, monkeypatch):
+    _, add = room
+    row = add(entry())
+    hub(tmp_path, b"content", monkeypatch, name="abc")
+    with pytest.warns(UserWarning, match=r"tresnet_m.miil_in1k: no published hash .* is ed7002b4"):
+        fetch(row.tag)
+
+
+def test_offline_says_where_to_put_the_file(room, tmp_path, monkeypatch):
+    folder, add = room
+    row = add(entry())
+    hub(tmp_path, b"", monkeypatch, online=False)
+    with pytest.raises(CheckpointError) as info:
+        fetch(row.tag)
+    message = str(info.value)
+    assert "could not get tresnet_m.miil_in1k (LocalEntryNotFoundError: cannot find" in message
+    assert (
+        "https://huggingface.co/timm/tresnet_m.miil_in1k/resolve/main/model.safetensors" in message
+    )
+    assert f"at {folder / row.file} or elsewhere and give its path" in message
+    assert issubclass(LocalEntryNotFoundError, EntryNotFoundError)
+
+
+def test_a_missing_file_of_this_project(room):
+    folder, add = room
+    row = add(entry(tag="digits", file="digits.safetensors", hub_id=None))
+    with pytest.raises(CheckpointError, match=rf"expected {folder / row.file}; get it from the"):
+        fetch("digits")
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    content = b"public" * 1000
+
+    def do_HEAD(self):
+        self.send_response(200)
+        self.send_header("ETag", f'"{hashlib.sha256(self.content).hexdigest()}"')
+        self.send_header("X-Repo-Commit", "1" * 40)
+        self.send_header("Content-Length", str(len(self.content)))
+        self.end_headers()
+
+    def do_GET(self):
+        if self.path == "/missing":
+            self.send_error(404)
+            return
+        self.send_response(200)
+        extra = 1 if self.path == "/short" else 0
+        self.send_header("Content-Length", str(len(self.content) + extra))
+        self.end_headers()
+        self.wfile.write(self.content)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as running:
+        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{running.server_port}"
+        running.shutdown()
+        thread.join()
+
+
+def test_fetch_from_an_address(room, server, tmp_path):
+    _, add = room
+    row = add(entry(file="a.pth", hub_id=None, url=f"{server}/a.pth"))
+    digest = hashlib.sha256(Server.content).hexdigest()
+    with pytest.warns(UserWarning, match=f"no published hash to check .*its sha256 is {digest}"):
+        path = fetch(row.tag)
+    assert path == tmp_path / "hub" / "checkpoints" / "a.pth"
+    assert path.read_bytes() == Server.content
+    add(replace(row, sha256=digest, url=f"{server}/missing"))
+    assert fetch(row.tag) == path  # cached, and now the hash is known
+
+
+@pytest.mark.parametrize(("file", "reason"), [("missing", "404"), ("short", "bytes|Incomplete")])
+def test_a_failed_download_leaves_nothing(room, server, tmp_path, file, reason):
+    _, add = room
+    row = add(entry(file="a.pth", hub_id=None, url=f"{server}/{file}"))
+    with pytest.raises(CheckpointError, match=rf"could not get .*({reason}).*put the file of http"):
+        fetch(row.tag)
+    assert list((tmp_path / "hub" / "checkpoints").iterdir()) == []
+
+
+def test_the_real_hub_client(server, tmp_path):
+    """The cache it lays out names the file by the hash that is then checked."""
+    code = (
+        "from tresnet.checkpoints import download\n"
+        "path = download.from_hub('owner/name', 'model.safetensors')\n"
+        "assert download.from_hub('owner/name', 'model.safetensors') == path\n"
+        "print(path, download.hub_sha256(path))\n"
+    )
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": server,
+        "HF_HOME": str(tmp_path),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+    )
+    assert run.returncode == 0, run.stderr
+    path, digest = run.stdout.split()
+    assert Path(path).read_bytes() == Server.content
+    assert Path(path).is_relative_to(tmp_path)
+    assert digest == hashlib.sha256(Server.content).hexdigest()

@@ -1,0 +1,90 @@
+import json
+
+import pytest
+
+from tresnet.checkpoints import published
+from tresnet.checkpoints.published import find, list_weights
+from tresnet.checkpoints.weights import describe
+from tresnet.errors import CheckpointError, InputError
+from tresnet.models.zoo import VARIANTS
+
+TIMM_TAGS = {
+    "tresnet_m": ("miil_in1k", "miil_in21k", "miil_in21k_ft_in1k", "miil_in1k_448"),
+    "tresnet_l": ("miil_in1k", "miil_in1k_448"),
+    "tresnet_xl": ("miil_in1k", "miil_in1k_448"),
+    "tresnet_v2_l": ("miil_in21k", "miil_in21k_ft_in1k"),
+}
+TIMM = [f"{model}.{tag}" for model, tags in TIMM_TAGS.items() for tag in tags]
+ORIGINAL = [f"{m}{s}" for m in ("tresnet_m", "tresnet_l", "tresnet_xl") for s in ("", "_448")]
+
+
+def test_every_published_file_is_listed():
+    assert set(TIMM) <= set(list_weights())
+    urls = {find(tag).url for tag in list_weights()} - {None}
+    folder = "https://miil-public-eu.oss-eu-central-1.aliyuncs.com/model-zoo/tresnet"
+    assert urls == {f"{folder}/{name}.pth" for name in ORIGINAL}
+
+
+def test_list_of_one_model():
+    found = list_weights("tresnet_v2_l")
+    assert found == ["tresnet_v2_l.miil_in21k", "tresnet_v2_l.miil_in21k_ft_in1k"]
+    assert list_weights("tresnet_s") == []
+    with pytest.raises(InputError, match=r"unknown model 'tresnet_n'.*tresnet_[a-z]"):
+        list_weights("tresnet_n")
+
+
+@pytest.mark.parametrize("tag", TIMM)
+def test_timms_rows_agree_with_timms_table(tag):
+    from timm.models.tresnet import default_cfgs  # their module's: the registry may hold ours
+
+    model, _, name = tag.partition(".")
+    theirs, ours = default_cfgs[model].cfgs[name], find(tag)
+    assert theirs.hf_hub_id == "timm/"  # completed by the tag
+    assert ours.hub_id == f"timm/{tag}"
+    assert (ours.num_classes, ours.license) == (theirs.num_classes, theirs.license)
+    assert (ours.input_size, ours.interpolation) == (theirs.input_size, theirs.interpolation)
+    assert ours.format == "timm"
+    if ours.input_size[1] == 224:
+        assert (ours.crop_pct, ours.crop_mode) == (theirs.crop_pct, "center")
+    else:
+        assert (ours.crop_pct, ours.crop_mode) == (1.0, "squash")
+
+
+def test_rows_are_sound():
+    for tag in list_weights():
+        row = find(tag)
+        assert row.model in VARIANTS
+        assert row.file.startswith(tag)
+        assert row.license == "apache-2.0"
+        assert (row.top1 is None) == (row.accuracy_source is None)
+        assert row.sha256 is None or len(row.sha256) == 64
+        assert not (row.hub_id and row.url)
+    assert find("tresnet_xl.miil_in1k_448").top1 == 83.066
+    assert find("tresnet_m.miil_in21k").num_classes == 11221
+
+
+def test_a_plain_http_address_is_refused(tmp_path):
+    rows = json.loads((published.weights_dir() / "manifest.json").read_text())
+    rows["weights"][-1]["url"] = "http://example.org/a.pth"
+    (tmp_path / "manifest.json").write_text(json.dumps(rows))
+    with pytest.raises(CheckpointError, match="expected https addresses only, see"):
+        published._entries(tmp_path / "manifest.json")
+
+
+def test_an_unknown_tag_suggests_the_nearest():
+    with pytest.raises(
+        InputError, match=r"'tresnet_m.miil_1k'; did you mean 'tresnet_m.miil_in1k'"
+    ):
+        find("tresnet_m.miil_1k")
+    with pytest.raises(InputError, match=r"unknown weights 'zzz'\. Known: .*or give the path"):
+        describe("zzz")
+
+
+def test_the_table_of_a_wheel_is_inside_the_package(tmp_path, monkeypatch):
+    package = tmp_path / "tresnet" / "checkpoints"
+    package.mkdir(parents=True)
+    monkeypatch.setattr(published, "__file__", str(package / "published.py"))
+    assert published.weights_dir() == tmp_path / "weights"
+    (tmp_path / "tresnet" / "weights").mkdir()
+    (tmp_path / "tresnet" / "weights" / "manifest.json").touch()
+    assert published.weights_dir() == tmp_path / "tresnet" / "weights"

@@ -1,0 +1,137 @@
+"""The one function that makes a model: by name, with fresh, published or own weights."""
+
+import os
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+import torch
+
+from tresnet.checkpoints.fit import fit
+from tresnet.checkpoints.load import install, model_tensors
+from tresnet.checkpoints.weights import OpenWeights, WeightsInfo, open_weights
+from tresnet.errors import CheckpointError, InputError
+from tresnet.models.config import ModelOptions
+from tresnet.models.features import FeatureExtractor
+from tresnet.models.tresnet import TResNet
+from tresnet.models.zoo import build, default_pretrained_cfg, find_variant, list_models
+from tresnet.ops.abn import Impl
+
+
+def create(
+    name: str | None = None,
+    *,
+    weights: str | os.PathLike[str] | OpenWeights | None = None,
+    new_head: bool = False,
+    features_only: bool = False,
+    out_indices: int | Sequence[int] | None = None,
+    impl: Impl = "auto",
+    recompute: str = "activations",
+    pad: bool = False,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    **options: Unpack[ModelOptions],
+) -> TResNet | FeatureExtractor:
+    """Make a TResNet.
+
+    Args:
+        name: a name out of `list_models()`; None for that of the weights.
+        weights: a tag out of `list_weights()`, the path of a file in our format, timm's or the
+            public TResNet one, or what `open_weights` returned; None for fresh weights.
+        new_head: take all but the head from the weights, and any `num_classes`.
+        features_only: return feature maps instead of logits.
+        out_indices: which maps, or how many of the last; 0 is the stem, 1 to 4 the stages.
+        impl: whose kernels run: 'auto', 'triton' or 'reference', see `TResNet.set_impl`.
+        recompute: what backward rebuilds instead of keeping: 'none', 'activations' or 'outputs',
+            see `TResNet.set_recompute`.
+        pad: widen the channels by zeros to multiples of 8, see `tresnet.surgery.pad_channels`.
+            Checkpoints stay those of the model without padding.
+        device: where the parameters live.
+        dtype: floating-point type of the parameters.
+        **options: fields of `ModelConfig`: norm, jit, head, head_groups, head_channels, in_chans,
+            num_classes, global_pool, drop_rate, drop_path_rate, width_factor, layers, block_size,
+            stem_slope, block_slope. Where one is not given, or None, the weights decide, and
+            without weights the variant does. Weights adapt to other `in_chans`.
+
+    Returns:
+        The model, in training mode.
+
+    Raises:
+        InputError: a name or value is unknown, or contradicts the weights.
+        CheckpointError: the weights cannot be had, are damaged or do not fit.
+        MissingDependencyError: `norm='inplace_abn'` without the package.
+    """
+    if out_indices is not None and not features_only:
+        raise InputError(f"out_indices={out_indices} needs features_only=True")
+    asked: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
+    asked["dtype"] = dtype
+    run = {"impl": impl, "recompute": recompute, "pad": pad, "device": device}
+    if name is not None:
+        find_variant(name)
+    if weights is not None:
+        model = _create_loaded(name, open_weights(weights), new_head, asked, run)
+    elif new_head:
+        raise InputError("new_head=True needs weights: without them the whole model is new")
+    elif name is None:
+        raise InputError(f"expected a name out of {', '.join(list_models())}, or weights")
+    else:
+        model = build(name, **asked, **run)
+    return FeatureExtractor(model, out_indices) if features_only else model
+
+
+def _create_loaded(
+    name: str | None,
+    opened: OpenWeights,
+    new_head: bool,
+    asked: dict[str, Any],
+    run: dict[str, Any],
+) -> TResNet:
+    known = opened.info
+    _check_name(name, known)
+    _check_classes(asked.get("num_classes"), known, new_head)
+    options = {**known.kwargs, **_head_kwargs(known, asked), "num_classes": known.num_classes}
+    options = {**options, **asked}
+    # On the meta device first: nothing is allocated for weights that turn out not to fit.
+    shape = build(name or known.model, **options, device="meta")
+    staged = fit(opened.weights, shape, model_tensors(shape), new_head)
+    model = build(name or known.model, **options, **run)
+    stem, block = opened.weights.slopes
+    install(model, staged, (asked.get("stem_slope", stem), asked.get("block_slope", block)))
+    model.pretrained_cfg = _pretrained_cfg(model, known)
+    return model
+
+
+def _check_name(name: str | None, known: WeightsInfo) -> None:
+    if name is not None and name != known.model and not known.guessed:
+        raise CheckpointError(
+            f"{known.name} holds {known.model}, got name={name!r}: leave the name out, or choose "
+            f"other weights"
+        )
+
+
+def _check_classes(num_classes: int | None, known: WeightsInfo, new_head: bool) -> None:
+    if num_classes in (None, 0, known.num_classes) or new_head:
+        return
+    raise CheckpointError(
+        f"{known.name} has {known.num_classes} classes, got num_classes={num_classes}: leave "
+        "num_classes out, or load all but the head with new_head=True"
+    )
+
+
+def _head_kwargs(known: WeightsInfo, asked: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of the weights' head as far as they carry over to the head asked for."""
+    groups = known.kwargs["head_groups"]
+    if asked.get("head", known.kwargs["head"]) != known.kwargs["head"]:
+        return {"head_groups": None, "head_channels": None}
+    classes = asked.get("num_classes", known.num_classes)
+    if groups and classes != known.num_classes:  # as many groups, over the new classes
+        groups = min(len(groups), classes) or None
+    return {"head_groups": groups or None}
+
+
+def _pretrained_cfg(model: TResNet, known: WeightsInfo) -> dict[str, Any]:
+    """Return how images are prepared for these weights in this model, in timm's terms."""
+    config = model.config
+    default = default_pretrained_cfg(config.variant, config)
+    own = {key: default[key] for key in ("architecture", "num_classes", "mean", "std")}
+    size = (config.in_chans, *known.input_size[1:])
+    return {**default, **known.pretrained_cfg, **own, "input_size": size}

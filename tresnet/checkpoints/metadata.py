@@ -1,0 +1,79 @@
+"""What must hold of the metadata stored beside weights, before anything is made of it."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from tresnet.errors import InputError
+from tresnet.models.config import ModelConfig
+from tresnet.models.zoo import find_variant
+
+_CROP_MODES = ("center", "squash", "border")
+_INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
+_MOST_PIXELS = 16_384  # the side of an image
+
+
+def check_metadata(metadata: Mapping[str, Any]) -> ModelConfig:
+    """Return the configuration in metadata that can be used.
+
+    Raises:
+        InputError: something is missing, of a wrong type or out of range, or contradicts the rest.
+    """
+    config = ModelConfig.from_dict(_table(metadata, "config"))
+    find_variant(config.variant)
+    if metadata.get("variant", config.variant) != config.variant:
+        raise InputError(f"expected variant {config.variant!r}, got {metadata['variant']!r:.80}")
+    _check_preparation(_table(metadata, "pretrained_cfg"), config)
+    _check_user(_table(metadata, "user"), config)
+    return config
+
+
+def _table(metadata: Mapping[str, Any], key: str) -> dict[str, Any]:
+    values = metadata.get(key, {})
+    if not isinstance(values, dict):
+        raise InputError(f"expected {key} with named values, got {values!r:.80}")
+    return values
+
+
+def _check_preparation(cfg: dict[str, Any], config: ModelConfig) -> None:
+    """Check how images are prepared, as far as it is said."""
+    tests = {
+        "input_size": (
+            f"({config.in_chans}, height, width)",
+            lambda v: (
+                isinstance(v, list)
+                and len(v) == 3
+                and all(type(n) is int and 1 <= n <= _MOST_PIXELS for n in v)
+                and v[0] == config.in_chans
+            ),
+        ),
+        "crop_pct": ("above 0, to 1", lambda v: _is_number(v) and 0 < v <= 1),
+        "crop_mode": (f"out of {', '.join(_CROP_MODES)}", lambda v: v in _CROP_MODES),
+        "interpolation": (f"out of {', '.join(_INTERPOLATIONS)}", lambda v: v in _INTERPOLATIONS),
+        "mean": ("as numbers", _are_numbers),
+        "std": ("as numbers", _are_numbers),
+    }
+    for key, (expected, holds) in tests.items():
+        if key in cfg and not holds(cfg[key]):
+            raise InputError(f"expected {key} {expected}, got {cfg[key]!r:.80}")
+
+
+def _check_user(user: dict[str, Any], config: ModelConfig) -> None:
+    classes, labels = user.get("classes"), user.get("labels", "single")
+    if classes is not None:
+        if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+            raise InputError(f"expected classes as a list of names, got {classes!r:.80}")
+        if config.num_classes and len(classes) != config.num_classes:
+            raise InputError(
+                f"expected the names of {config.num_classes} classes, got {len(classes)}"
+            )
+    if labels not in ("single", "multi"):
+        raise InputError(f"expected labels 'single' or 'multi', got {labels!r:.80}")
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)  # pyright: ignore[reportArgumentType]
+
+
+def _are_numbers(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_number, value))
