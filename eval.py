@@ -1,7 +1,12 @@
 """Evaluates weights: reads the options, calls the engine."""
 
-from tresnet.engine.command import eval_main
-from tresnet.engine.distributed import leave
+import signal
 
 if __name__ == "__main__":
+    # Importing torch takes seconds, in which Ctrl-C is to end this without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    from tresnet.engine.command import eval_main
+    from tresnet.engine.distributed import leave
+
     leave(eval_main())

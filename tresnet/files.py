@@ -62,7 +62,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     name = os.fsdecode(os.fsencode(target.name)[:48])
     temporary = target.parent / f".{name}.{secrets.token_hex(8)}.tmp"
     try:
-        with _explained(path):
+        with explained(path):
             mode = _usual_mode(temporary)
         try:
             yield temporary
@@ -70,7 +70,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
             if reason := _reason(error):
                 raise WriteError(f"cannot write {path}: {reason}") from error
             raise
-        with _explained(path):
+        with explained(path):
             temporary.chmod(mode)
             _fsync(temporary)
             os.replace(temporary, target)
@@ -92,6 +92,19 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         temporary.write_text(text, encoding="utf-8", newline="")
 
 
+@contextlib.contextmanager
+def explained(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn the system's errors in a block that writes `path`, and does nothing else, into words.
+
+    Raises:
+        WriteError: says what went wrong, and what to do.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise WriteError(f"cannot write {path}: {_reason(error) or error.strerror}") from error
+
+
 def remove_leftovers(directory: Path) -> None:
     """Remove the temporary files of writes that were killed; nobody else may be writing there."""
     with contextlib.suppress(OSError):
@@ -111,7 +124,7 @@ def lock(directory: Path) -> Iterator[None]:
         WriteError: the directory cannot be written.
     """
     path = directory / LOCK
-    with _explained(path):
+    with explained(path):
         file = path.open("a+", encoding="utf-8")
     with file:
         try:
@@ -161,14 +174,6 @@ def _let_go() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_let_go)
-
-
-@contextlib.contextmanager
-def _explained(path: str | os.PathLike[str]) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise WriteError(f"cannot write {path}: {_reason(error) or error.strerror}") from error
 
 
 def _reason(error: BaseException | None) -> str | None:

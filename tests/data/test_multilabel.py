@@ -7,8 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from tresnet.data import create_loader, digits_multilabel
-from tresnet.data.multilabel import check_same_order, open_multilabel
+from tresnet.data import check_same_classes, create_loader, digits_multilabel
+from tresnet.data.multilabel import open_multilabel
 from tresnet.errors import DataError
 
 
@@ -58,12 +58,6 @@ def test_both_tables_say_the_same(tmp_path: Path, text: str):
     assert image.mode == "RGB"
     assert labels.dtype == torch.float32
     assert labels.tolist() == [0, 1, 0]
-    assert dataset.describe() == {
-        "split": "train",
-        "images": 3,
-        "classes": ["cat", "dog", "red car"],
-        "images_per_class": [1, 1, 1],
-    }
 
 
 @pytest.mark.parametrize("place", ["train.json", "annotations/instances_train.json"])
@@ -119,6 +113,7 @@ def test_batches_hold_a_row_of_labels_an_image(tmp_path: Path):
         ({"train.csv": "image,cat\n/images/a.png,1\n"}, "paths below .*, got /images/a.png"),
         ({"train.csv": NAMED, "classes.txt": "cat\ndog\n"}, "not in .*classes.txt: red car"),
         ({"train.csv": NAMED, "classes.txt": "cat\ndog\nred car\ncat"}, "every class once"),
+        ({"train.json": "[" * 9999}, "cannot read the labels in .*train.json"),
         ({"train.json": "{"}, "cannot read the labels in .*train.json"),
         ({"train.json": json.dumps({"images": []})}, "'categories' is missing"),
         ({"train.json": "[1]"}, "'categories' is missing or no list"),
@@ -179,12 +174,14 @@ def test_splits_must_number_their_labels_alike(tmp_path: Path):
     (tmp_path / "train.csv").write_text("image,cat,dog\ntrain/a.png,1,0\n")
     (tmp_path / "val.csv").write_text("image,dog,cat\nval/a.png,1,0\n")
     train, val = (open_multilabel(tmp_path, split) for split in ("train", "val"))
-    with pytest.raises(DataError, match="same order in train and val, got cat, dog and dog, cat"):
-        check_same_order(train, val)
-    check_same_order(train, train)
+    with pytest.raises(
+        DataError, match="same order of classes in train and val, got cat, dog and dog"
+    ):
+        check_same_classes(train, val)
+    check_same_classes(train, train)
     (tmp_path / "val.csv").write_text("image,labels\nval/a.png,bird;cat\n")
     with pytest.raises(DataError, match=r"only in train: dog; only in val: bird: list all .*txt"):
-        check_same_order(train, open_multilabel(tmp_path, "val"))
+        check_same_classes(train, open_multilabel(tmp_path, "val"))
 
 
 def test_a_list_of_classes_in_another_encoding_is_refused(tmp_path: Path):

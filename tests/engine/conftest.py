@@ -1,5 +1,6 @@
 """A data set of noise in three colours, and a network small enough to train on it in a second."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from tests.engine.images import write_images
 from tresnet.engine import config as configs
 from tresnet.engine.config import TrainConfig
+from tresnet.engine.train import train
 
 TRAIN_IMAGES, VAL_IMAGES = 26, 11
 
@@ -22,34 +24,41 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def config_on(images: Path, run_dirs: Path, /, **changes: Any) -> TrainConfig:
+    """2 epochs of 6 batches, everything random switched on."""
+    settings = {
+        "model": "tresnet_t",
+        "width_factor": 0.125,
+        "layers": (1, 1, 1, 1),
+        "drop_rate": 0.2,
+        "drop_path_rate": 0.2,
+        "data": str(images),
+        "batch_size": 4,
+        "input_size": 12,
+        "crop_pct": 1.0,
+        "workers": 0,
+        "epochs": 2,
+        "lr": 0.02,
+        "ema_decay": 0.9,
+        "mixup": 0.2,
+        "mix_prob": 0.7,
+        "label_smoothing": 0.1,
+        "device": "cpu",
+        "runs": str(run_dirs),
+        "name": "run",
+        "progress": False,
+        "tensorboard": False,
+    }
+    return configs.replace(TrainConfig(recipe="digits"), **(settings | changes))
+
+
 @pytest.fixture
 def tiny(data: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
-    """Makes configurations: 2 epochs of 6 batches, everything random switched on."""
+    """Makes configurations of `config_on`, to be run in a directory of the test's own."""
+    return functools.partial(config_on, data, tmp_path / "runs")
 
-    def make(**changes: Any) -> TrainConfig:
-        settings = {
-            "model": "tresnet_t",
-            "width_factor": 0.125,
-            "layers": (1, 1, 1, 1),
-            "drop_rate": 0.2,
-            "drop_path_rate": 0.2,
-            "data": str(data),
-            "batch_size": 4,
-            "input_size": 12,
-            "crop_pct": 1.0,
-            "workers": 0,
-            "epochs": 2,
-            "lr": 0.02,
-            "ema_decay": 0.9,
-            "mixup": 0.2,
-            "mix_prob": 0.7,
-            "label_smoothing": 0.1,
-            "device": "cpu",
-            "runs": str(tmp_path / "runs"),
-            "name": "run",
-            "progress": False,
-            "tensorboard": False,
-        }
-        return configs.replace(TrainConfig(recipe="digits"), **(settings | changes))
 
-    return make
+@pytest.fixture(scope="session")
+def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of one such run from its beginning to its end, to compare others with."""
+    return train(config_on(data, tmp_path_factory.mktemp("whole"))).run_dir

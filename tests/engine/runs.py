@@ -8,12 +8,12 @@ VARYING = ("images_per_s", "rss_peak_mib", "elapsed_s")
 
 
 def rows_of(run_dir, phase="train"):
-    """Rows of a phase without what differs from run to run."""
+    """Rows of a phase, or of all, without what differs from run to run."""
     rows = [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
     return [
         {name: value for name, value in row.items() if name not in VARYING}
         for row in rows
-        if row["phase"] == phase
+        if phase in (row["phase"], None)
     ]
 
 
@@ -30,7 +30,8 @@ def tensors_of(run_dir):
 
 def assert_same_run(run_dir, other):
     """Both logged the same figures and ended with the same bits."""
-    assert rows_of(run_dir) == rows_of(other)
+    assert rows_of(run_dir, None) == rows_of(other, None)
+    assert len((run_dir / "log.csv").read_text().splitlines()) == 1 + len(rows_of(other, None))
     expected = tensors_of(other)
     for name, tensor in tensors_of(run_dir).items():
         assert torch.equal(tensor, expected[name]), name

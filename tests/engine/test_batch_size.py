@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.engine.runs import rows_of
-from tresnet.engine import batch_size, train
+from tresnet.engine import batch_size, images, train
 from tresnet.engine import config as configs
 from tresnet.engine.command import train_main
 from tresnet.engine.distributed import Processes
@@ -157,8 +157,8 @@ def test_the_process_with_the_least_memory_decides(tiny, small_gpu, monkeypatch)
 
     config = resolve(tiny(batch_size="auto"))
     said = []
-    alone = batch_size.resolve(config, ALONE, said.append)
-    among = batch_size.resolve(config, Two(0, 2, CPU), said.append)
+    alone = batch_size.resolve(config, CLASSES, 1000, ALONE, said.append)
+    among = batch_size.resolve(config, CLASSES, 1000, Two(0, 2, CPU), said.append)
     assert (alone.data.batch_size, among.data.batch_size) == (16, 8)
     assert said[0] == "--batch-size auto: 16, of 21"
     assert said[1].startswith("--batch-size auto: 8, as the process with the least memory has room")
@@ -166,7 +166,7 @@ def test_the_process_with_the_least_memory_decides(tiny, small_gpu, monkeypatch)
 
 def test_a_number_is_left_alone(tiny):
     config = tiny(batch_size=6)
-    assert batch_size.resolve(config, ALONE, pytest.fail) is config
+    assert batch_size.resolve(config, CLASSES, 1000, ALONE, pytest.fail) is config
     assert batch_size.foresee(config, pytest.fail) is config
 
 
@@ -196,7 +196,7 @@ def test_too_little_memory_is_told(tiny, monkeypatch):
     none = dataclasses.replace(SMALL, context_high_bytes=29 * MIB)
     monkeypatch.setattr(batch_size, "gpu_of", lambda config, device: none)
     with pytest.raises(ConfigError, match=r"not even one image is sure to fit into 29.0 MiB of sm"):
-        batch_size.resolve(resolve(tiny(batch_size="auto")), ALONE, pytest.fail)
+        batch_size.resolve(resolve(tiny(batch_size="auto")), CLASSES, 1000, ALONE, pytest.fail)
 
 
 def test_the_json_of_a_configuration_may_say_auto(tiny):
@@ -218,12 +218,27 @@ def dry_run(capsys, *arguments):
 def test_a_dry_run_foresees_the_batch_without_a_gpu(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     little = ["--width-factor", "0.125", "--layers", "1", "1", "1", "1"]
-    code, printed = dry_run(capsys, "--gpu-memory", "2GiB", *little)
+    code, printed = dry_run(capsys, "--gpu-memory", "1550MiB", *little)
     config = configs.from_json(printed.out)
     batch = config.data.resolved_batch_size
     assert (code, batch % 8) == (0, 0)
     assert f"--batch-size auto: {batch}, of " in printed.err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("world", "expected"), [(1, 1432), (4, 352)])
+def test_no_more_images_are_promised_than_there_are(tiny, monkeypatch, world, expected):
+    answer = types.SimpleNamespace(batch_size=43_688, no_from=43_700)
+    monkeypatch.setattr(batch_size, "largest", lambda *_: answer)
+    monkeypatch.setattr(batch_size, "gpu_of", lambda *_: SMALL)
+    said = []
+    config = resolve(tiny(batch_size="auto", mixup=0.0))
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    found = batch_size.foresee(configs.replace(config, data="digits"), said.append)
+    assert found.data.batch_size == expected
+    assert f"{expected}, as there are 1438 images to train for {world} processes; 43688" in said[0]
+    few = batch_size.resolve(config, CLASSES, 7, ALONE, said.append)
+    assert few.data.batch_size == 7
 
 
 def test_a_dry_run_says_why_it_cannot(capsys, monkeypatch, tmp_path):
@@ -238,10 +253,11 @@ def test_a_dry_run_says_why_it_cannot(capsys, monkeypatch, tmp_path):
 
 
 def test_classes_are_found_without_opening_the_images(tiny, data):
-    assert batch_size.images.class_names(tiny()) == ["blue", "green", "red"]
-    assert batch_size.images.class_names(recipe("digits")) == CLASSES
+    assert images.foresee(tiny()) == (["blue", "green", "red"], 26)
+    assert images.foresee(recipe("digits")) == (CLASSES, 1438)
+    assert images.foresee(recipe("multilabel")) == (CLASSES, 3000)
     with pytest.raises(DataError, match="there is no folder 'train'"):
-        batch_size.images.class_names(tiny(data=str(data / "train")))
+        images.foresee(tiny(data=str(data / "train")))
 
 
 # -- the GPU's memory --------------------------------------------------------------------------
@@ -302,7 +318,8 @@ def test_full_memory_ends_the_run_with_what_would_fit(tiny, small_gpu, monkeypat
     assert lines == [
         "the GPU's memory is full with --batch-size 24: CUDA out of memory. Tried to allocate"
         " 2.00 GiB.",
-        f"  the last good checkpoint is {run_dir}/last.pt",
+        f"  the last good checkpoint is {run_dir}/last.pt, of update 1: go on with --resume"
+        f" {run_dir}",
         f"  predicted to fit on this small: {FITTING} images at most",
         "  try --batch-size 12 --accumulate 2, which keeps 24 images per update; or --amp bf16;"
         " or --grad-checkpointing; or a smaller --input-size or --model",

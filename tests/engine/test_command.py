@@ -1,9 +1,16 @@
+import io
 import json
+import os
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.engine.images import write_images
 from tresnet.engine import command, distributed
 from tresnet.engine import config as configs
 from tresnet.engine.command import eval_main, parse_train, train_main
@@ -43,6 +50,8 @@ def test_resuming_starts_from_the_runs_own_configuration(tiny, tmp_path):
     parsed = parse_train(["--resume", str(tmp_path), "--workers", "3"])
     assert parsed.config == tiny(epochs=7, workers=3)
     assert parsed.resume == tmp_path
+    auto = parse_train(["--recipe", "digits", "--resume", "auto", "--name", "run"])
+    assert auto.config == configs.replace(recipe("digits"), name="run")
     again = parse_train(["--recipe", "digits", f"--resume={tmp_path}"])
     assert again.config == recipe("digits")
 
@@ -137,11 +146,7 @@ def test_other_processes_say_who_they_are(monkeypatch, capsys):
 
 
 def test_train_and_eval_from_the_command_line(tiny, tmp_path, capsys, data):
-    flat = configs.flatten(tiny(epochs=1, mixup=0.0, layers=None, width_factor=0.125))
-    names = "model width_factor data batch_size input_size crop_pct workers epochs device runs name"
-    arguments = ["--recipe", "digits", "--no-tensorboard", "--block-size", "2"]
-    for name in names.split():
-        arguments += [f"--{name.replace('_', '-')}", str(flat[name])]
+    arguments = options_of(tiny(epochs=1))
     assert train_main(arguments) == 0
     assert "result: top-1" in capsys.readouterr().out
     best, output = tmp_path / "runs" / "run" / "best.safetensors", tmp_path / "result.json"
@@ -150,6 +155,108 @@ def test_train_and_eval_from_the_command_line(tiny, tmp_path, capsys, data):
     assert json.loads(output.read_text())["images"] == 11
     assert eval_main([*arguments, "--workers", "0"]) == 2
     assert "--output: " in capsys.readouterr().err
+
+
+def write_to(monkeypatch, stream):
+    monkeypatch.setattr(sys, "stdout", stream)
+    return stream
+
+
+def closed_pipe():
+    reading, writing = os.pipe()
+    os.close(reading)
+    return os.fdopen(writing, "w")
+
+
+def full_device():
+    return Path("/dev/full").open("w")
+
+
+def options_of(config):
+    arguments = ["--recipe", "digits", "--no-tensorboard", "--block-size", "2"]
+    flat = configs.flatten(config)
+    names = "model width_factor data batch_size input_size crop_pct workers epochs device runs name"
+    for name in names.split():
+        arguments += [f"--{name.replace('_', '-')}", str(flat[name])]
+    return arguments
+
+
+def test_a_reader_that_has_seen_enough_of_the_help_is_no_error(monkeypatch, capsys):
+    with write_to(monkeypatch, closed_pipe()):
+        assert train_main(["--help"]) == 0
+    with write_to(monkeypatch, full_device()):
+        assert train_main(["--recipe", "digits", "--dry-run"]) == 2
+    assert capsys.readouterr().err == (
+        "error: cannot write to standard output: No space left on device\n"
+    )
+
+
+@pytest.mark.parametrize("stream", [closed_pipe, full_device])
+def test_a_run_outlives_its_terminal_and_a_lost_result_is_an_error(
+    tiny, tmp_path, monkeypatch, data, stream, capsys
+):
+    with write_to(monkeypatch, stream()):
+        assert train_main(options_of(tiny(epochs=1))) == 0
+    run_dir = tmp_path / "runs" / "run"
+    assert (run_dir / "log.csv").read_text().splitlines()[-1].startswith("final,1,6")
+    arguments = ["--weights", str(run_dir / "best.safetensors"), "--data", str(data)]
+    arguments += ["--workers", "0", "--device", "cpu"]
+    with write_to(monkeypatch, stream()):
+        assert eval_main(arguments) == 2
+    assert "cannot show the result on standard output" in capsys.readouterr().err
+    with write_to(monkeypatch, stream()):
+        assert eval_main([*arguments, "--output", str(tmp_path / "result.json")]) == 0
+    assert json.loads((tmp_path / "result.json").read_text())["images"] == 11
+
+
+def test_names_may_be_of_any_bytes_and_the_screen_of_any_encoding(tiny, tmp_path, monkeypatch):
+    root = tmp_path / "bilder\udcfc"
+    write_images(root, "train", 12, ("gr\udcfcn", "blü"))
+    write_images(root, "val", 4, ("gr\udcfcn", "blü"))
+    (root / "val" / "blü" / "\udcff.png").write_bytes(b"no image")
+    with write_to(monkeypatch, io.TextIOWrapper(io.BytesIO(), encoding="ascii")) as screen:
+        config = tiny(epochs=1, data=str(root), runs=str(tmp_path / "läufe"))
+        assert train_main([*options_of(config), "--skip-bad-images"]) == 0
+        run_dir = Path(config.run.runs) / "run"
+        arguments = ["--weights", str(run_dir / "best.safetensors"), "--data", str(root)]
+        arguments += ["--output", str(tmp_path / "ü.json"), "--skip-bad-images"]
+        assert eval_main([*arguments, "--workers", "0", "--device", "cpu"]) == 0
+        assert train_main(["--resume", str(run_dir)]) == 0
+        with pytest.raises(SystemExit, match="0"):
+            train_main(["--help"])
+        shown = screen.buffer.getvalue()
+    assert b"writing to " in shown
+    assert rb"bilder\udcfc/val: top-1" in shown
+
+
+def test_ctrl_c_while_torch_is_imported_leaves_no_traceback():
+    command = [sys.executable, "train.py", "--recipe", "digits"]
+    with subprocess.Popen(command, cwd=Path(__file__).parents[2], stderr=subprocess.PIPE) as run:
+        maps = Path(f"/proc/{run.pid}/maps")
+        while "libtorch" not in maps.read_text():
+            assert run.poll() is None
+            time.sleep(0.01)
+        run.send_signal(signal.SIGINT)
+        assert run.communicate(timeout=60)[1] == b""
+    assert run.returncode == -signal.SIGINT
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "DataLoader worker (pid 7) is killed by signal: Killed.",
+        "[gloo/pair.cc:5] Connection closed",
+    ],
+)
+def test_the_end_of_another_process_is_one_message(monkeypatch, capsys, text):
+    def failing(config, resume):
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(command, "train", failing)
+    assert train_main(["--recipe", "digits"]) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert text in message
 
 
 @pytest.mark.parametrize(

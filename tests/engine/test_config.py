@@ -1,6 +1,7 @@
 import dataclasses
 import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -73,10 +74,11 @@ def test_replace_suggests_the_nearest_option():
 def test_resuming_with_other_options_lists_each_with_both_values():
     other = configs.replace(GOOD, epochs=7, lr=0.5, workers=1, log_interval=3, data="moved")
     with pytest.raises(ConfigError) as error:
-        configs.check_resumable(GOOD, other)
+        configs.check_resumable(GOOD, other, Path("runs/a/best.safetensors"))
     message = str(error.value)
     assert "--epochs: the run has 300, now 7" in message
     assert "--lr: the run has 0.1, now 0.5" in message
+    assert "(--weights runs/a/best.safetensors starts it from this one's weights)" in message
     assert "workers" not in message
     assert "log-interval" not in message
 
@@ -95,7 +97,7 @@ def test_resuming_may_change_what_does_not_alter_the_result():
         "data_root": "elsewhere",
     }
     assert set(other) == configs.FREE_AT_RESUME
-    configs.check_resumable(GOOD, configs.replace(GOOD, **other))
+    configs.check_resumable(GOOD, configs.replace(GOOD, **other), Path())
 
 
 def test_a_fitting_configuration_passes():

@@ -1,6 +1,10 @@
 import io
 import logging
+import os
 import sys
+from pathlib import Path
+
+import pytest
 
 from tresnet.engine.console import Console
 
@@ -64,3 +68,32 @@ def test_other_processes_are_silent(monkeypatch, capsys):
     use(Console(is_main=False, progress=True))
     assert screen.getvalue() == ""
     assert capsys.readouterr().out == ""
+
+
+def full_device():
+    return Path("/dev/full").open("w")
+
+
+def closed_pipe():
+    reading, writing = os.pipe()
+    os.close(reading)
+    return os.fdopen(writing, "w")
+
+
+@pytest.mark.parametrize("stream", [closed_pipe, full_device])
+@pytest.mark.parametrize("shows_bar", [False, True])
+def test_what_cannot_be_shown_is_lost_and_nothing_else(monkeypatch, stream, shows_bar):
+    with stream() as screen:
+        wrapped = screen
+        if shows_bar:
+            wrapped = Terminal()
+            wrapped.write, wrapped.flush, wrapped.fileno = screen.write, screen.flush, screen.fileno
+        monkeypatch.setattr(sys, "stdout", wrapped)
+        monkeypatch.setattr(sys, "stderr", wrapped)
+        console = Console(is_main=True, progress=True)
+        assert console.shows_bars == shows_bar
+        for _ in range(2):
+            use(console)
+        assert isinstance(console.broken, OSError)
+        sys.stdout.write("to nowhere")
+        sys.stdout.flush()

@@ -142,28 +142,6 @@ def test_a_run_logs_saves_and_is_evaluated(shapes: Path, capsys: pytest.CaptureF
     assert json.loads(output.read_text())["per_class_ap"] == [100, None]
 
 
-def test_a_resumed_run_ends_like_one_in_one_piece(shapes: Path):
-    whole = train(small(shapes, name="whole"))
-    stopped = small(shapes, name="part")
-    import tresnet.engine.train as module
-
-    original = module.Trainer._poll
-    calls = []
-
-    def poll(self: module.Trainer) -> tuple[int, bool]:
-        calls.append(1)
-        return (15, False) if len(calls) == 1 else original(self)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module.Trainer, "_poll", poll)
-        part = train(stopped)
-    assert part.stopped_by == 15
-    resumed = train(stopped, resume=part.run_dir)
-    assert resumed.metrics is not None
-    assert whole.metrics is not None
-    assert resumed.metrics.figures() == whole.metrics.figures()
-
-
 def test_data_whose_labels_changed_are_not_resumed(shapes: Path):
     config = small(shapes, name="run", epochs=1)
     result = train(config)

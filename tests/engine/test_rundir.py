@@ -1,46 +1,95 @@
+import contextlib
 import datetime
 import json
+from pathlib import Path
 
 import pytest
 
 from tresnet.engine import config as configs
 from tresnet.engine import rundir
-from tresnet.errors import ConfigError
+from tresnet.engine.config import AUTO
+from tresnet.errors import BusyError, CheckpointError, ConfigError, WriteError
 
+AUTO = Path(AUTO)
 NOW = datetime.datetime(2030, 1, 2, 3, 4, 5)
 
 
-def test_a_run_is_named_by_model_data_and_date_and_never_takes_anothers_place(tiny, tmp_path):
+@pytest.fixture
+def held():
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+def test_a_run_is_named_by_model_data_and_date_and_never_takes_anothers_place(tiny, tmp_path, held):
     config = tiny(name=None, data="some/place/")
-    directories = [rundir.create(config, NOW) for _ in range(3)]
+    directories = [rundir.create(config, NOW, held) for _ in range(3)]
     stem = "tresnet_t_place_20300102-030405"
     assert [d.name for d in directories] == [stem, f"{stem}-2", f"{stem}-3"]
     assert configs.load(directories[2] / rundir.CONFIG) == config
 
 
-def test_a_named_run_that_exists_is_refused_and_left_alone(tiny):
-    directory = rundir.create(tiny(epochs=5), NOW)
+def test_a_named_run_that_exists_is_refused_and_left_alone(tiny, held):
+    directory = rundir.create(tiny(epochs=5), NOW, held)
     before = (directory / rundir.CONFIG).read_bytes()
     with pytest.raises(ConfigError, match=r"--name: the run directory .*run exists, and a run nev"):
-        rundir.create(tiny(epochs=6), NOW)
+        rundir.create(tiny(epochs=6), NOW, held)
     assert (directory / rundir.CONFIG).read_bytes() == before
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", "."])
-def test_a_name_is_no_path(tiny, name):
+def test_a_name_is_no_path(tiny, held, name):
     with pytest.raises(ConfigError, match="--name: expected a directory name without a path"):
-        rundir.create(tiny(name=name), NOW)
+        rundir.create(tiny(name=name), NOW, held)
 
 
-def test_a_place_that_is_no_directory_is_refused(tiny, tmp_path):
+def test_a_place_that_is_no_directory_is_refused(tiny, tmp_path, held):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot make a run directory in"):
-        rundir.create(tiny(runs=str(tmp_path / "file" / "runs")), NOW)
+    with pytest.raises(WriteError, match=r"cannot write .*runs: Not a directory"):
+        rundir.create(tiny(runs=str(tmp_path / "file" / "runs")), NOW, held)
 
 
-def test_each_start_of_a_run_leaves_its_environment(tiny):
-    directory = rundir.create(tiny(), NOW)
-    rundir.add_environment(directory, {"torch": "1"})
-    rundir.add_environment(directory, {"torch": "2"})
-    records = json.loads((directory / rundir.ENVIRONMENT).read_text())
-    assert records == [{"torch": "1"}, {"torch": "2"}]
+def test_a_run_that_cannot_begin_leaves_its_name_free(tiny, held, monkeypatch):
+    def full(path, text):
+        raise WriteError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rundir.files, "write_text", full)
+        with pytest.raises(WriteError):
+            rundir.create(tiny(), NOW, held)
+    rundir.create(tiny(), NOW, held)
+
+
+@pytest.mark.parametrize("damage", [None, b"{}", b"[1", b"\xff", b'["' + b"[" * 9999])
+def test_each_start_of_a_run_leaves_its_environment(tmp_path, damage):
+    said = []
+    rundir.add_environment(tmp_path, {"torch": "1"}, said.append)
+    if damage is not None:
+        (tmp_path / rundir.ENVIRONMENT).write_bytes(damage)
+    rundir.add_environment(tmp_path, {"torch": "2"}, said.append)
+    records = json.loads((tmp_path / rundir.ENVIRONMENT).read_text())
+    assert records == [{"torch": "1"}, {"torch": "2"}][damage is not None :]
+    assert len(said) == (damage is not None)
+
+
+def test_auto_begins_in_a_new_or_an_empty_directory_and_in_no_other(tiny, held, tmp_path):
+    assert rundir.claim(tiny(), AUTO, held, print) == (None, None)
+    directory = tmp_path / "runs" / "run"
+    directory.mkdir(parents=True)
+    with held.pop_all() as first:
+        assert rundir.claim(tiny(), AUTO, first, print) == (directory, None)
+        first.close()
+    assert configs.load(directory / rundir.CONFIG) == tiny()
+    (directory / rundir.CONFIG).rename(directory / "thesis.txt")
+    with pytest.raises(ConfigError, match=r"--name: .*run exists and is not a run's"):
+        rundir.claim(tiny(), AUTO, held, print)
+    with pytest.raises(ConfigError, match="--resume auto: expected --name"):
+        rundir.claim(tiny(name=None), AUTO, held, print)
+
+
+def test_a_run_is_resumed_by_one_process_and_only_from_a_checkpoint(tiny, held, tmp_path):
+    with pytest.raises(CheckpointError, match="expected a checkpoint to resume from in"):
+        rundir.claim(tiny(), tmp_path, held, print)
+    with pytest.raises(BusyError, match="is at work in it"):
+        rundir.claim(tiny(), tmp_path, held, print)
+    with pytest.raises(ConfigError, match="--resume: expected the directory of a run, got"):
+        rundir.claim(tiny(), tmp_path / "absent", held, print)

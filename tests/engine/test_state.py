@@ -1,10 +1,8 @@
+import dataclasses
+import math
 import os
 import pickle
 import random
-import resource
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,19 +10,24 @@ import torch
 
 from tresnet.engine import state
 from tresnet.engine.distributed import Processes
-from tresnet.engine.state import Identity, Progress
+from tresnet.engine.state import Identity, Progress, Record
 from tresnet.engine.train import create_step
-from tresnet.errors import CheckpointError, ConfigError
+from tresnet.errors import CheckpointError, ConfigError, WriteError
 from tresnet.models.zoo import build
 
 ALONE = Processes(0, 1, torch.device("cpu"))
-IDENTITY = Identity(1, "abc", ["blue", "red"])
+IDENTITY = Identity(1, "abc", "def", ("blue", "red"))
 
 
 @pytest.fixture
 def step(tiny):
     model = build("tresnet_t", width_factor=0.125, layers=(1, 1, 1, 1), num_classes=3)
     return create_step(model, tiny(), ALONE, 6)
+
+
+@pytest.fixture
+def record(tiny):
+    return Record(tiny(), IDENTITY)
 
 
 def draw():
@@ -51,39 +54,115 @@ def test_seeding_reaches_every_generator():
     assert all(a != b for a, b in zip(draw(), first, strict=True))
 
 
-def test_a_state_comes_back_whole(step, tmp_path):
-    progress = Progress(epoch=2, batch=3, update=11, loss_sum=1.5, best_score=40.0, best_epoch=1)
-    state.save(tmp_path / "last.pt", step, progress, IDENTITY, ALONE)
-    content = state.load(tmp_path / "last.pt")
-    assert state.restore(content, step, IDENTITY, ALONE) == progress
+def test_a_state_comes_back_whole(step, record, tmp_path):
+    record.progress = Progress(epoch=2, batch=3, update=11, loss_sum=1.5, best_score=40.0)
+    record.rows = [{"phase": "train", "loss": math.inf, "step": 6, "accuracy": None}]
+    state.save(tmp_path, step, record, ALONE)
+    found, content = state.read(tmp_path / "last.pt")
+    assert found == record
+    state.restore(content, step, ALONE)
+    state.add_row(tmp_path, {"phase": "final"})
+    again, other = state.read(tmp_path / "last.pt")
+    assert again.rows == [*record.rows, {"phase": "final"}]
+    assert all(torch.equal(other["model"][name], content["model"][name]) for name in other["model"])
 
 
 @pytest.mark.parametrize(
-    ("identity", "message"),
+    ("change", "message"),
     [
-        (Identity(2, "abc", ["blue", "red"]), "started with 1 processes and is resumed with 2"),
-        (Identity(1, "abc", ["blue"]), "trained on 2 classes (blue, red), the data now have 1"),
-        (Identity(1, "xyz", ["blue", "red"]), "the training images are not the ones"),
+        ({"world": 2}, "started with 1 processes and is resumed with 2"),
+        ({"classes": ("blue",)}, "trained on 2 classes (blue, red), the data now have 1"),
+        ({"train": "xyz"}, "the training images are not the ones"),
+        ({"val": "xyz"}, "the validation images are not the ones"),
     ],
 )
-def test_a_state_of_other_data_or_processes_is_refused(step, tmp_path, identity, message):
-    state.save(tmp_path / "last.pt", step, Progress(), IDENTITY, ALONE)
+def test_a_state_of_other_data_or_processes_is_refused(change, message):
     with pytest.raises(ConfigError) as error:
-        state.restore(state.load(tmp_path / "last.pt"), step, identity, ALONE)
+        state.check(IDENTITY, dataclasses.replace(IDENTITY, **change))
     assert message in str(error.value)
 
 
-def test_an_absent_a_truncated_and_a_foreign_file_are_refused(step, tmp_path):
-    path = tmp_path / "last.pt"
-    with pytest.raises(CheckpointError, match="expected a checkpoint to resume from at"):
-        state.load(path)
-    state.save(path, step, Progress(), IDENTITY, ALONE)
+def truncate(path):
     path.write_bytes(path.read_bytes()[:-1000])
-    with pytest.raises(CheckpointError, match=r"cannot read .*last\.pt, which is damaged"):
-        state.load(path)
-    torch.save({"model": {}}, path)
-    with pytest.raises(CheckpointError, match="expected a training state of format 1 in"):
-        state.load(path)
+
+
+def flip_a_bit(path):
+    """In the middle of a tensor, where torch itself does not notice."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def fill(path):
+    path.write_bytes(b"\xff" * 5000)
+
+
+def change(key, value):
+    def write(path):
+        content = torch.load(path, weights_only=True)
+        torch.save({**content, key: value} if value is not None else {"format": 2}, path)
+
+    return write
+
+
+DAMAGES = {
+    "truncated": truncate,
+    "flipped": flip_a_bit,
+    "garbage": fill,
+    "empty": lambda path: path.write_bytes(b""),
+    "foreign": change("format", 7),
+    "half": change("format", None),
+    "odd progress": change("progress", {"epoch": "two"}),
+    "odd identity": change("identity", {"world": 1}),
+    "odd rows": change("rows", [{"loss": torch.zeros(3)}]),
+    "odd config": change("config", {"optim": {"lr": "fast"}}),
+    "directory": lambda path: (path.unlink(), path.mkdir()),
+    "missing": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_state_falls_back_to_the_one_before_and_says_so(step, record, tmp_path, damage):
+    for update in (1, 2, 3):
+        record.progress.update = update
+        state.save(tmp_path, step, record, ALONE)
+    said = []
+    assert state.find(tmp_path, said.append) == tmp_path / "last.pt"
+    damage(tmp_path / "last.pt")
+    assert state.find(tmp_path, said.append) == tmp_path / "previous.pt"
+    assert state.read(tmp_path / "previous.pt")[0].progress.update == 2
+    if damage is not DAMAGES["missing"]:
+        assert "going on from" in said.pop()
+        assert (tmp_path / "damaged.pt").exists()
+    assert said == []
+    state.save(tmp_path, step, record, ALONE)
+    state.read(tmp_path / "previous.pt")
+    for name in ("last.pt", "previous.pt"):
+        fill(tmp_path / name)
+    with pytest.raises(CheckpointError, match=r"last\.pt, .*previous\.pt, .*: start a new run"):
+        state.find(tmp_path, said.append)
+
+
+def test_without_links_the_state_before_is_kept_too(step, record, tmp_path, monkeypatch):
+    def unsupported(*_):
+        raise OSError("Operation not supported")
+
+    monkeypatch.setattr(os, "link", unsupported)
+    for update in (1, 2):
+        record.progress.update = update
+        state.save(tmp_path, step, record, ALONE)
+    updates = [
+        state.read(tmp_path / name)[0].progress.update for name in ("previous.pt", "last.pt")
+    ]
+    assert updates == [1, 2]
+
+
+def test_a_state_of_another_model_is_refused(step, record, tmp_path):
+    state.save(tmp_path, step, record, ALONE)
+    _, content = state.read(tmp_path / "last.pt")
+    for odd in ({"model": {}}, {"optimizer": {"state": 3}}, {"generators": []}):
+        with pytest.raises(CheckpointError, match="does not fit the model or its optimizer"):
+            state.restore(content | odd, step, ALONE)
 
 
 class Bomb:
@@ -97,63 +176,26 @@ class Bomb:
 def test_code_in_a_file_is_not_run(tmp_path):
     path, mark = tmp_path / "last.pt", tmp_path / "exploded"
     torch.save({"format": Bomb(str(mark))}, path)
-    with pytest.raises(CheckpointError, match="damaged or was not written by this program"):
-        state.load(path)
+    with pytest.raises(CheckpointError, match="damaged or was not written by this") as caught:
+        state.read(path)
+    assert "weights_only" not in str(caught.value)  # which tells how to run it
     path.write_bytes(pickle.dumps(Bomb(str(mark)), protocol=2))
     with pytest.raises(CheckpointError, match="damaged or was not written by this program"):
-        state.load(path)
+        state.read(path)
     assert not mark.exists()
 
 
-def test_the_error_does_not_tell_how_to_run_the_code(tmp_path):
-    torch.save({"format": Bomb(str(tmp_path / "exploded"))}, tmp_path / "last.pt")
-    with pytest.raises(CheckpointError) as caught:
-        state.load(tmp_path / "last.pt")
-    assert "weights_only" not in str(caught.value)
+def test_a_full_disk_leaves_the_old_states_intact(step, record, tmp_path, monkeypatch):
+    for _ in range(2):
+        state.save(tmp_path, step, record, ALONE)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    save = torch.save
 
+    def save_to_full_device(content, stream):
+        with open("/dev/full", "wb") as full:
+            save(content, full)
 
-def test_a_state_that_is_not_whole_is_refused(tmp_path):
-    torch.save({"format": 1}, tmp_path / "last.pt")
-    with pytest.raises(CheckpointError, match="expected a whole training state"):
-        state.load(tmp_path / "last.pt")
-
-
-FULL_DISK = """
-import resource, sys
-from pathlib import Path
-import torch
-from tresnet.engine import config, state
-from tresnet.engine.distributed import Processes
-from tresnet.engine.train import create_step
-from tresnet.errors import CheckpointError
-from tresnet.models.zoo import build
-
-path, alone = Path(sys.argv[1]), Processes(0, 1, torch.device("cpu"))
-model = build("tresnet_t", width_factor=0.125, layers=(1, 1, 1, 1), num_classes=3)
-step = create_step(model, config.TrainConfig(), alone, 6)
-resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
-try:
-    state.save(path, step, state.Progress(update=2), state.Identity(1, "abc", []), alone)
-except CheckpointError as error:
-    print(error)
-"""
-
-
-def test_a_full_disk_leaves_the_old_state_intact(step, tmp_path):
-    path = tmp_path / "last.pt"
-    state.save(path, step, Progress(update=1), IDENTITY, ALONE)
-    assert path.stat().st_size > 50_000
-    before = path.read_bytes()
-    done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(path)],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert f"cannot write the checkpoint {path}" in done.stdout
-    assert "the one written before is intact. Free some space" in done.stdout
-    assert path.read_bytes() == before
-    assert [p.name for p in tmp_path.iterdir()] == ["last.pt"]
-    assert state.load(path)["progress"]["update"] == 1
-    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 50_000
+    monkeypatch.setattr(torch, "save", save_to_full_device)
+    with pytest.raises(WriteError, match=r"cannot write .*last\.pt: No space left on device: free"):
+        state.save(tmp_path, step, record, ALONE)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before

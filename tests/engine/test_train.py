@@ -1,5 +1,6 @@
 import csv
 import io
+import itertools
 import os
 import re
 import signal
@@ -16,8 +17,9 @@ from tresnet.engine import config as configs
 from tresnet.engine import state
 from tresnet.engine import train as training
 from tresnet.engine.evaluate import Metrics
+from tresnet.engine.logs import RunLog
 from tresnet.engine.train import train
-from tresnet.errors import CheckpointError, ConfigError, DataError, TrainingError
+from tresnet.errors import CheckpointError, ConfigError, DataError, TrainingError, WriteError
 from tresnet.steps import TrainingStep
 
 
@@ -37,12 +39,14 @@ def test_a_run_leaves_what_its_user_needs(tiny, capsys):
     result = train(tiny(mixup=0.0))
     run_dir = result.run_dir
     assert {p.name for p in run_dir.iterdir()} == {
+        ".lock",
         "best.safetensors",
         "config.json",
         "environment.json",
         "last.pt",
         "log.csv",
         "log.jsonl",
+        "previous.pt",
     }
     with (run_dir / "log.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -118,10 +122,9 @@ def test_between_equal_accuracies_the_lower_loss_is_best(tiny, monkeypatch):
     assert describe(result.run_dir / "best.safetensors").user["loss"] == 0.4
 
 
-def test_the_same_seed_gives_the_same_run_and_another_seed_another(tiny):
-    first = train(tiny(name="first")).run_dir
-    assert_same_run(train(tiny(name="second")).run_dir, first)
-    assert rows_of(train(tiny(name="third", seed=1)).run_dir) != rows_of(first)
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(tiny, whole):
+    assert_same_run(train(tiny()).run_dir, whole)
+    assert rows_of(train(tiny(name="third", seed=1)).run_dir) != rows_of(whole)
 
 
 @pytest.mark.parametrize(
@@ -137,24 +140,19 @@ def test_a_stopped_run_goes_on_bit_for_bit(tiny, monkeypatch, capsys, update, si
     assert stopped.stopped_by == signum
     assert stopped.metrics is None
     assert f"stopped by {signum.name} after update {update}, saved" in capsys.readouterr().out
-    content = state.load(stopped.run_dir / "last.pt")
-    assert content["progress"]["update"] == update
+    record = state.read(stopped.run_dir / "last.pt")[0]
+    assert record.progress.update == update
     torch.rand(7)  # whatever happened in this process meanwhile
     resumed = train(tiny(name="stopped", **options), resume=stopped.run_dir)
     assert resumed.stopped_by == 0
     assert_same_run(resumed.run_dir, whole)
-    header = (resumed.run_dir / "log.csv").read_text().count("phase,epoch")
-    assert header == 1
 
 
-def test_a_run_resumed_twice_with_workers_is_still_the_same(tiny, monkeypatch):
-    whole = train(tiny(name="whole")).run_dir
-    run_dir = None
-    for update in (2, 7):
-        with monkeypatch.context() as patch:
-            kill_after(patch, update)
-            run_dir = train(tiny(name="stopped", workers=1), resume=run_dir).run_dir
-    assert_same_run(train(tiny(name="stopped"), resume=run_dir).run_dir, whole)
+def test_a_run_resumed_with_workers_is_still_the_same(tiny, whole, monkeypatch):
+    with monkeypatch.context() as patch:
+        kill_after(patch, 2)
+        run_dir = train(tiny(workers=1)).run_dir
+    assert_same_run(train(tiny(workers=1), resume=run_dir).run_dir, whole)
 
 
 def test_fp16_resumes_with_its_loss_scale(tiny, monkeypatch):
@@ -172,17 +170,169 @@ def test_fp16_resumes_with_its_loss_scale(tiny, monkeypatch):
 
 def test_checkpoints_come_within_an_epoch_too(tiny, monkeypatch):
     saved = []
-    monkeypatch.setattr(state, "save", lambda *a: saved.append(a[2].update))
+    monkeypatch.setattr(state, "save", lambda *a: saved.append(a[2].progress.update))
+    monkeypatch.setattr(state, "add_row", lambda *a: None)
     train(tiny(checkpoint_interval_s=0.0, accumulate=2, epochs=1))
     assert saved == [1, 2, 3, 3, 3]  # after each update, before and after the evaluation
 
 
-def test_a_finished_run_only_shows_its_result_again(tiny, capsys):
-    first = train(tiny())
-    again = train(tiny(), resume=first.run_dir)
-    assert again.metrics.top1 == first.metrics.top1
-    assert len(rows_of(first.run_dir)) == 2
+def test_a_finished_run_only_shows_its_result_again(tiny, whole, capsys):
+    def content():
+        return {path: path.read_bytes() for path in whole.iterdir() if path.name != ".lock"}
+
+    before = content()
+    metrics = train(configs.load(whole / "config.json"), resume=whole).metrics
+    assert metrics.top1 == rows_of(whole, "final")[0]["val_top1"]
+    assert content() == before
     assert "result: top-1" in capsys.readouterr().out
+
+
+class Killed(BaseException):
+    """As SIGKILL at a point of the run: nothing is tidied up but the lock."""
+
+
+def die_at(patch, point):
+    """Kill the run before or after something it does for the n-th time."""
+    when, what, number = point.split()
+    places = {
+        "state": (state, "save"),
+        "best": (training, "save_checkpoint"),
+        "final": (state, "add_row"),
+        "row": (RunLog, "row"),
+    }
+    place, name = places[what]
+    original, count = getattr(place, name), itertools.count(1)
+
+    def dying(*args, **kwargs):
+        last = next(count) == int(number)
+        if last and when == "before":
+            raise Killed
+        result = original(*args, **kwargs)
+        if last:
+            raise Killed
+        return result
+
+    patch.setattr(place, name, dying)
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        "after row 2",  # model: there is no state yet
+        "before state 2",  # the best is saved and the epoch's row written
+        "after row 4",
+        "after best 2",
+        "after state 4",
+        "after row 5",  # final
+        "before final 1",
+    ],
+)
+def test_a_run_killed_anywhere_goes_on_with_no_row_lost_or_doubled(tiny, whole, monkeypatch, point):
+    with monkeypatch.context() as patch:
+        die_at(patch, point)
+        with pytest.raises(Killed):
+            train(tiny())
+    assert_same_run(train(tiny(), resume=Path("auto")).run_dir, whole)
+
+
+@pytest.fixture
+def stopped(tiny, monkeypatch):
+    """The directory of a run that stopped in its second epoch."""
+    with monkeypatch.context() as patch:
+        kill_after(patch, 8)
+        return train(tiny()).run_dir
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe", b'{"a":\n'])
+def test_damaged_files_beside_the_state_do_not_keep_a_run_from_going_on(
+    tiny, whole, stopped, content
+):
+    names = ("environment.json", "log.csv", "log.jsonl", "config.json", "best.safetensors")
+    for path in (stopped / name for name in names):
+        path.unlink() if content is None else path.write_bytes(content)
+    for leftover in (".last.pt.0123456789abcdef.tmp", ".config.json.0123456789abcdef.tmp"):
+        (stopped / leftover).touch()
+    train(tiny(), resume=stopped)
+    assert_same_run(stopped, whole)
+    assert not list(stopped.glob("*.tmp"))
+    assert configs.load(stopped / "config.json").schedule.epochs == 2
+
+
+def test_a_damaged_state_is_replaced_by_the_one_before(tiny, whole, stopped, capsys):
+    (stopped / "last.pt").write_bytes(b"garbage")
+    train(tiny(), resume=stopped)
+    assert "going on from" in capsys.readouterr().out
+    assert_same_run(stopped, whole)
+
+
+def test_auto_begins_a_run_and_goes_on_with_it(tiny, whole, monkeypatch):
+    auto = Path("auto")
+    for update in (3, 8):
+        with monkeypatch.context() as patch:
+            kill_after(patch, update)
+            stopped = train(tiny(), resume=auto)
+        assert stopped.stopped_by == signal.SIGTERM
+        assert state.read(stopped.run_dir / "last.pt")[0].progress.update == update
+    assert_same_run(train(tiny(), resume=auto).run_dir, whole)
+    with pytest.raises(ConfigError, match="--lr: the run has"):
+        train(tiny(lr=0.5), resume=auto)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_an_image_that_vanishes_stops_the_run_after_saving(tiny, tmp_path, monkeypatch, accumulate):
+    write_images(tmp_path / "images", "train", 26)
+    write_images(tmp_path / "images", "val", 6)
+    options = {"data": str(tmp_path / "images"), "accumulate": accumulate}
+    whole = train(tiny(**options, name="whole")).run_dir
+    victim = next((tmp_path / "images" / "train" / "red").iterdir())
+    content, update = victim.read_bytes(), TrainingStep.update
+
+    def updating(self, number):
+        update(self, number)
+        if number == 2:
+            victim.unlink()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingStep, "update", updating)
+        with pytest.raises(DataError) as error:
+            train(tiny(**options))
+    run_dir = whole.with_name("run")
+    saved = state.read(run_dir / "last.pt")[0].progress.update
+    assert f"{victim.name} cannot be read (FileNotFoundError" in str(error.value)
+    assert f"last.pt, of update {saved}: go on with --resume {run_dir}" in str(error.value)
+    assert saved >= 2
+    victim.write_bytes(content)
+    assert_same_run(train(tiny(**options), resume=run_dir).run_dir, whole)
+
+
+def test_a_full_disk_says_so_and_a_run_that_had_no_state_frees_its_name(tiny, whole, monkeypatch):
+    run_dir = Path(tiny().run.runs) / "run"
+    save = torch.save
+    saves = itertools.count(1)
+
+    def filling_up(content, stream):
+        with open("/dev/full", "wb") as full:
+            save(content, full if next(saves) == fails_at else stream)
+
+    monkeypatch.setattr(torch, "save", filling_up)
+    fails_at, message = (
+        1,
+        r"cannot write .*last\.pt: No space left on device: free some space; there is no",
+    )
+    with pytest.raises(WriteError, match=message):
+        train(tiny())
+    assert not run_dir.exists()
+    fails_at, saves = 3, itertools.count(1)
+    with pytest.raises(WriteError, match="free some space; the last good checkpoint is"):
+        train(tiny())
+    assert_same_run(train(tiny(), resume=run_dir).run_dir, whole)
+
+
+def test_one_class_is_warned_of(tiny, tmp_path, capsys):
+    for split, count in (("train", 8), ("val", 4)):
+        write_images(tmp_path / "one", split, count, ("cat",))
+    train(tiny(data=str(tmp_path / "one"), epochs=1))
+    assert "warning: expected at least 2 classes, got 1 (cat)" in capsys.readouterr().out
 
 
 def test_a_run_is_not_resumed_with_another_configuration(tiny, monkeypatch):
@@ -197,19 +347,31 @@ def test_a_run_is_not_resumed_with_another_configuration(tiny, monkeypatch):
     assert (run_dir / "last.pt").read_bytes() == before
 
 
-def test_a_run_is_not_resumed_on_other_images(tiny, tmp_path, monkeypatch):
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("change", ["another file", "another size", "another class"])
+def test_a_run_is_not_resumed_on_other_images(tiny, tmp_path, monkeypatch, split, change):
+    for name, count in (("train", 26), ("val", 11)):
+        write_images(tmp_path / "other", name, count)
+    config = tiny(data=str(tmp_path / "other"))
     with monkeypatch.context() as patch:
         kill_after(patch, 2)
-        run_dir = train(tiny()).run_dir
-    write_images(tmp_path / "other", "train", 27)
-    write_images(tmp_path / "other", "val", 11)
-    with pytest.raises(ConfigError, match="the training images are not the ones the run began"):
-        train(tiny(data=str(tmp_path / "other")), resume=run_dir)
+        run_dir = train(config).run_dir
+    (tmp_path / "other").rename(tmp_path / "moved")
+    config = tiny(data=str(tmp_path / "moved"))
+    path = next((tmp_path / "moved" / split / "red").iterdir())
+    if change == "another file":
+        path.unlink()
+    elif change == "another size":
+        path.write_bytes(path.read_bytes() + b" ")
+    else:
+        path.rename(tmp_path / "moved" / split / "green" / path.name)
+    what = {"train": "training", "val": "validation"}[split]
+    with pytest.raises(ConfigError, match=f"the {what} images are not the ones the run began"):
+        train(config, resume=run_dir)
 
 
 def test_resuming_without_a_checkpoint_is_refused(tiny, tmp_path):
-    config = tiny(interpolation="bilinear", crop_mode="center")
-    (tmp_path / "config.json").write_text(configs.to_json(config))
+    config = tiny()
     with pytest.raises(CheckpointError, match="expected a checkpoint to resume from"):
         train(config, resume=tmp_path)
 
@@ -236,8 +398,10 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_last_good_state(
         train(tiny())
     assert "the loss is no finite number at update 9, in epoch 2" in str(error.value)
     run_dir = Path(tiny().run.runs) / "run"
-    assert f"the last good checkpoint is {run_dir / 'last.pt'}" in str(error.value)
-    assert state.load(run_dir / "last.pt")["progress"]["update"] == 6
+    assert f"the last good checkpoint is {run_dir / 'last.pt'}, of update 6: go on with" in str(
+        error.value
+    )
+    assert state.read(run_dir / "last.pt")[0].progress.update == 6
 
 
 def test_before_the_first_checkpoint_the_error_says_there_is_none(tiny, monkeypatch):
@@ -259,7 +423,7 @@ def test_weights_that_go_bad_in_the_last_update_are_not_saved(tiny, monkeypatch)
     with pytest.raises(TrainingError, match="the weights are no finite numbers after update 12"):
         train(tiny())
     run_dir = Path(tiny().run.runs) / "run"
-    assert state.load(run_dir / "last.pt")["progress"]["update"] == 6
+    assert state.read(run_dir / "last.pt")[0].progress.update == 6
 
 
 def test_bad_data_leaves_no_run_directory(tiny, tmp_path):
@@ -332,16 +496,14 @@ def test_every_option_of_the_model_reaches_it(tiny, monkeypatch):
     assert seen["updates"] == 4  # 6 batches in 2 updates, 2 epochs
 
 
-def test_an_evaluation_that_fails_does_not_lose_its_epoch(tiny, monkeypatch):
-    whole = train(tiny())
-
+def test_an_evaluation_that_fails_does_not_lose_its_epoch(tiny, whole, monkeypatch):
     def failing(*_, **__):
         raise DataError("none could be read")
 
     with monkeypatch.context() as patch:
         patch.setattr(training, "evaluate_labels", failing)
-        with pytest.raises(DataError, match="none could be read"):
-            train(config := tiny(name="broken"))
-    run_dir = whole.run_dir.with_name("broken")
-    assert state.load(run_dir / state.LAST)["progress"]["update"] == 6
-    assert_same_run(train(config, run_dir).run_dir, whole.run_dir)
+        with pytest.raises(
+            DataError, match=r"none could be read; the last good .* of update 6: go"
+        ):
+            train(tiny())
+    assert_same_run(train(tiny(), Path(tiny().run.runs) / "run").run_dir, whole)

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
+from tresnet import files
 from tresnet.errors import DataError, MissingDependencyError
 
 CLASSES = tuple(str(digit) for digit in range(10))
 IMAGES = 1797
+COUNTS = {"train": 1438, "val": 359}
 SPLIT_SEED = 0
 VAL_FRACTION = 0.2
 # SHA-256 over every image's place and pixels, see _digest; fixes both the data and the split.
@@ -64,10 +66,12 @@ def place(target: Path, fill: Callable[[Path], None], check: Callable[[Path], No
         check: raises DataError unless the folder it is given is as `fill` writes it; called if
             another process was first.
     """
-    _make_folder(target.parent)
-    workspace = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    with files.explained(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        workspace = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        fill(workspace / target.name)
+        with files.explained(target):
+            fill(workspace / target.name)
         try:
             (workspace / target.name).rename(target)
         except OSError:
@@ -157,17 +161,3 @@ def _digest(folder: Path) -> str | None:
             return None
         digest.update(head.encode() + pixels)
     return digest.hexdigest()
-
-
-def _make_folder(path: Path) -> None:
-    """Create a folder and those above it.
-
-    Raises:
-        DataError: it cannot be created.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DataError(
-            f"expected a folder that can be written at {path}, got {error.strerror}: choose another"
-        ) from error

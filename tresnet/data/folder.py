@@ -1,10 +1,11 @@
 """Images in class folders, `<root>/<split>/<class>/*.png`, opened with checks that name the fault."""
 
-from collections import Counter
+import os
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,6 +15,8 @@ from tresnet.errors import DataError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+# Fixes the classes, and their order, of a data set with any number of labels an image.
+CLASSES_FILE = "classes.txt"
 _NAMES_SHOWN = 10
 
 
@@ -37,22 +40,14 @@ class BadImageError(DataError):
         )
 
 
-class HasClasses(Protocol):
-    """Anything with a list of class names in label order."""
-
-    classes: list[str]
-
-
-class ImageDataset(torch.utils.data.Dataset[tuple[Any, int]]):
-    """One split of a folder of images: item i is (transformed image, label).
-
-    Labels number the class folders in sorted order, as torchvision's ImageFolder does.
+class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
+    """One split of a data set: item i is (transformed image, its label or labels).
 
     Attributes:
-        split: name of the sub-folder, "train" or "val".
+        split: "train" or "val".
         classes: class names in label order.
         paths: the image files in index order, as text.
-        targets: their labels.
+        targets: one label each, (N,) int64; or any number of labels, (N, classes) uint8 of 0 and 1.
         skip_bad_images: whether a loader leaves unreadable files out instead of stopping.
     """
 
@@ -60,38 +55,38 @@ class ImageDataset(torch.utils.data.Dataset[tuple[Any, int]]):
         self,
         split: str,
         classes: list[str],
-        samples: list[tuple[str, int]],
+        paths: list[str],
+        targets: torch.Tensor,
         transform: Callable[["Image"], Any] | None = None,
         skip_bad_images: bool = False,
     ) -> None:
         self.split = split
         self.classes = classes
-        self.paths = [path for path, _ in samples]
-        self.targets = [label for _, label in samples]
+        self.paths = paths
+        self.targets = targets
         self.transform = transform
         self.skip_bad_images = skip_bad_images
+
+    @property
+    def multi(self) -> bool:
+        """Whether an image may have any number of labels."""
+        return self.targets.dim() == 2
 
     def __len__(self) -> int:
         return len(self.paths)
 
-    def __getitem__(self, index: int) -> tuple[Any, int]:
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
         """Return (image, label); without a transform the image is a PIL image in RGB.
+
+        The label is an int, or (classes,) float32 of 0 and 1.
 
         Raises:
             BadImageError: the file cannot be decoded, whatever `skip_bad_images` says.
         """
         image = load_rgb(self.paths[index])
-        return (image if self.transform is None else self.transform(image)), self.targets[index]
-
-    def describe(self) -> dict[str, Any]:
-        """Return split, class names and counts of images: plain values for a run's record."""
-        counts = Counter(self.targets)
-        return {
-            "split": self.split,
-            "images": len(self),
-            "classes": list(self.classes),
-            "images_per_class": [counts[label] for label in range(len(self.classes))],
-        }
+        target = self.targets[index]
+        label = target.float() if self.multi else int(target)
+        return (image if self.transform is None else self.transform(image)), label
 
 
 def open_folder(
@@ -102,8 +97,9 @@ def open_folder(
 ) -> ImageDataset:
     """Open `<root>/<split>` with one sub-folder of images for each class.
 
-    Files whose suffix is not that of an image are ignored, as torchvision does. No image is
-    decoded here: a damaged one shows when it is read.
+    Labels number the class folders in sorted order; files are in torchvision's order, and those
+    whose suffix is not that of an image are ignored, as torchvision does. No image is decoded here:
+    a damaged one shows when it is read.
 
     Args:
         root: folder that holds the splits.
@@ -112,50 +108,77 @@ def open_folder(
         skip_bad_images: kept on the data set for the loader, which counts and leaves out.
 
     Raises:
-        DataError: the folder is missing, has no class folders, or some of them have no image.
+        DataError: the folder is missing, has no class folders, some of them have no image, or a
+            symbolic link leads to a folder a second time.
     """
-    from torchvision.datasets import ImageFolder
-
     folder = Path(root) / split
     classes = class_folders(Path(root), folder)
+    reached: dict[tuple[int, int], str] = {}
     try:
-        listing = ImageFolder(folder, allow_empty=True)
+        files = [list(_image_files(os.path.join(folder, name), reached)) for name in classes]
     except OSError as error:
         raise DataError(f"cannot list the images under {folder}: {error}") from error
-    counts = Counter(listing.targets)
-    empty = [name for label, name in enumerate(listing.classes) if not counts[label]]
+    empty = [name for name, found in zip(classes, files, strict=True) if not found]
     if empty:
         raise DataError(
             f"expected images in each of the {len(classes)} class folders of {folder}, but found "
             f"none in: {_shorten(empty)}; add images (jpg, png, ppm, bmp, pgm, tif, webp) or "
             "delete the empty folders"
         )
-    return ImageDataset(split, listing.classes, listing.samples, transform, skip_bad_images)
+    paths = [path for found in files for path in found]
+    counts = torch.tensor([len(found) for found in files])
+    targets = torch.arange(len(classes)).repeat_interleave(counts)
+    return ImageDataset(split, classes, paths, targets, transform, skip_bad_images)
 
 
-def check_same_classes(train: HasClasses, val: HasClasses) -> None:
-    """Require the same class folders in both splits, so that labels mean the same.
+def _image_files(folder: str, reached: dict[tuple[int, int], str]) -> Iterator[str]:
+    """Yield the images below a folder, also through links, in torchvision's order.
+
+    torchvision itself goes round and round in a loop of links, as deep as the system lets it.
+    """
+    from torchvision.datasets.folder import IMG_EXTENSIONS
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    found = []
+    for place, _, names in os.walk(folder, followlinks=True, onerror=refuse):
+        status = os.stat(place)
+        first = reached.setdefault((status.st_dev, status.st_ino), place)
+        if first != place:
+            raise DataError(
+                f"expected every image in one place, but {place} is the folder {first} again, by a"
+                " symbolic link: delete the link"
+            )
+        found.append((place, names))
+    for place, names in sorted(found):
+        for name in sorted(names):
+            if name.lower().endswith(IMG_EXTENSIONS):
+                yield os.path.join(place, name)
+
+
+def check_same_classes(train: ImageDataset, val: ImageDataset) -> None:
+    """Require the same classes in the same order in both splits, so that labels mean the same.
 
     Raises:
-        DataError: names the classes that are in one split only.
+        DataError: names the classes that are in one split only, or both orders.
     """
-    differing = only_in_one(train, val)
-    if differing:
+    what, mend = "class folders", "add the missing folders or delete the others"
+    if train.multi:
+        what, mend = "classes", f"list all of them in {CLASSES_FILE}"
+    pairs = {"train": (train, val), "val": (val, train)}
+    only = [
+        f"only in {split}: {_shorten(sorted(extra))}"
+        for split, (one, other) in pairs.items()
+        if (extra := set(one.classes) - set(other.classes))
+    ]
+    if only:
+        raise DataError(f"expected the same {what} in train and val, got {'; '.join(only)}: {mend}")
+    if train.classes != val.classes:
         raise DataError(
-            f"expected the same class folders in train and val, but found {differing}. Add the "
-            "missing folders or delete the others: labels number the folders in order"
+            f"expected the same order of {what} in train and val, got {_shorten(train.classes)} and"
+            f" {_shorten(val.classes)}: {mend}"
         )
-
-
-def only_in_one(train: HasClasses, val: HasClasses) -> str:
-    """Name the classes that are in one split only, for a message; nothing if there are none."""
-    only_train = set(train.classes) - set(val.classes)
-    only_val = set(val.classes) - set(train.classes)
-    return "; ".join(
-        f"only in {split}: {_shorten(sorted(names))}"
-        for split, names in (("train", only_train), ("val", only_val))
-        if names
-    )
 
 
 def load_rgb(path: str | Path) -> "Image":
@@ -171,6 +194,8 @@ def load_rgb(path: str | Path) -> "Image":
     from PIL import Image
 
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise ValueError("not a regular file")  # opening a FIFO would wait for its writer
         with _strict_decoding(), Image.open(path) as image:
             image.load()
             return _to_rgb(image)
@@ -211,15 +236,15 @@ def class_folders(root: Path, folder: Path) -> list[str]:
     layout = f"expected images as {folder}/<class>/<image>"
     if not root.is_dir():
         raise DataError(f"{layout}, but {root} is not a folder: check --data")
-    if not folder.is_dir():
-        found = _shorten(sorted(entry.name for entry in root.iterdir())) or "nothing"
-        raise DataError(
-            f"{layout}, but there is no folder {folder.name!r} in {root}, which holds: {found}"
-        )
     try:
+        if not folder.is_dir():
+            found = _shorten(sorted(entry.name for entry in root.iterdir())) or "nothing"
+            raise DataError(
+                f"{layout}, but there is no folder {folder.name!r} in {root}, which holds: {found}"
+            )
         classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
     except OSError as error:
-        raise DataError(f"cannot list {folder}: {error}") from error
+        raise DataError(f"cannot list {error.filename}: {error.strerror}") from error
     if not classes:
         raise DataError(f"{layout}, but {folder} has no class folders: make one for each class")
     return classes

@@ -9,69 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tresnet.data.folder import HasClasses, load_rgb, only_in_one
+from tresnet.data.folder import CLASSES_FILE, ImageDataset
 from tresnet.errors import DataError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 SEPARATOR = ";"
-CLASSES_FILE = "classes.txt"
 _SHOWN = 5
 
 Listing = list[tuple[str, set[str]]]  # each image's path below its folder, and its labels
-
-
-class MultiLabelDataset(torch.utils.data.Dataset[tuple[Any, torch.Tensor]]):
-    """One split: item i is (transformed image, labels (C,) float32 of 0 and 1).
-
-    Attributes:
-        split: "train" or "val".
-        classes: class names in label order.
-        paths: the image files in index order, as text.
-        targets: (N, C), uint8.
-        skip_bad_images: whether a loader leaves unreadable files out instead of stopping.
-    """
-
-    def __init__(
-        self,
-        split: str,
-        classes: list[str],
-        samples: Sequence[tuple[str, set[str]]],
-        transform: Callable[["Image"], Any] | None = None,
-        skip_bad_images: bool = False,
-    ) -> None:
-        self.split = split
-        self.classes = classes
-        self.paths = [path for path, _ in samples]
-        self.targets = torch.zeros(len(samples), len(classes), dtype=torch.uint8)
-        number = {name: index for index, name in enumerate(classes)}
-        for row, (_, labels) in enumerate(samples):
-            self.targets[row, [number[name] for name in sorted(labels)]] = 1
-        self.transform = transform
-        self.skip_bad_images = skip_bad_images
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> tuple[Any, torch.Tensor]:
-        """Return (image, labels); without a transform the image is a PIL image in RGB.
-
-        Raises:
-            BadImageError: the file cannot be decoded, whatever `skip_bad_images` says.
-        """
-        image = load_rgb(self.paths[index])
-        labels = self.targets[index].float()
-        return (image if self.transform is None else self.transform(image)), labels
-
-    def describe(self) -> dict[str, Any]:
-        """Return split, class names and counts of images: plain values for a run's record."""
-        return {
-            "split": self.split,
-            "images": len(self),
-            "classes": list(self.classes),
-            "images_per_class": self.targets.sum(0, dtype=torch.int64).tolist(),
-        }
 
 
 def open_multilabel(
@@ -79,7 +26,7 @@ def open_multilabel(
     split: str,
     transform: Callable[["Image"], Any] | None = None,
     skip_bad_images: bool = False,
-) -> MultiLabelDataset:
+) -> ImageDataset:
     """Open one split of a multi-label data set.
 
     The labels are in `<root>/<split>.csv`, or in COCO's format in `<root>/<split>.json` or
@@ -110,29 +57,13 @@ def open_multilabel(
     absolute = next((path for path, _ in listing if Path(path).is_absolute()), None)
     if absolute is not None:
         raise DataError(f"{source}: expected paths below {folder}, got {absolute}")
-    samples = [(str(folder / path), labels) for path, labels in listing]
-    _check_files([path for path, _ in samples], source)
-    return MultiLabelDataset(split, classes, samples, transform, skip_bad_images)
-
-
-def check_same_order(train: HasClasses, val: HasClasses) -> None:
-    """Require the same classes in the same order in both splits, so that labels mean the same.
-
-    Raises:
-        DataError: classes are in one split only, or the order differs.
-    """
-    differing = only_in_one(train, val)
-    if differing:
-        raise DataError(
-            f"expected the same classes in train and val, but found {differing}: list all of them "
-            f"in {CLASSES_FILE}"
-        )
-    if train.classes != val.classes:
-        raise DataError(
-            f"expected the same classes in the same order in train and val, got "
-            f"{', '.join(train.classes[:_SHOWN])} and {', '.join(val.classes[:_SHOWN])}: list them "
-            f"in {CLASSES_FILE}"
-        )
+    paths = [str(folder / path) for path, _ in listing]
+    _check_files(paths, source)
+    number = {name: index for index, name in enumerate(classes)}
+    targets = torch.zeros(len(paths), len(classes), dtype=torch.uint8)
+    for row, (_, labels) in enumerate(listing):
+        targets[row, [number[name] for name in labels]] = 1
+    return ImageDataset(split, classes, paths, targets, transform, skip_bad_images)
 
 
 def _find(root: Path, split: str) -> Path:
@@ -216,7 +147,7 @@ def read_coco(path: Path) -> tuple[list[str], Listing]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"cannot read the labels in {path}: {error}") from error
     names = _by_id(
         _entries(content, "categories", {"id": _ID, "name": str}, path), "category", path

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tresnet.engine import config as configs
-from tresnet.engine import images
 from tresnet.engine.config import AUTO, TrainConfig
 from tresnet.engine.distributed import Processes, pick_device
+from tresnet.engine.images import foresee as foresee_images
 from tresnet.engine.losses import plain_loss
 from tresnet.engine.resolve import create_model
 from tresnet.errors import ConfigError, InputError, TResNetError
@@ -25,22 +25,30 @@ if TYPE_CHECKING:
 _MULTIPLE = 8
 
 
-def resolve(config: TrainConfig, processes: Processes, say: Callable[[str], object]) -> TrainConfig:
+def resolve(
+    config: TrainConfig,
+    classes: Sequence[str],
+    images: int,
+    processes: Processes,
+    say: Callable[[str], object],
+) -> TrainConfig:
     """The configuration with a number for `--batch-size auto`: the same on every process.
 
     Args:
         config: A configuration that is resolved but for the batch size.
+        classes: The data set's.
+        images: How many it has for training.
         processes: This process's place; the one with the least memory decides.
         say: Called with one line that tells the number and where it is from.
 
     Raises:
         ConfigError: There is no GPU, not even a small batch is sure to fit, or the memory of this
             run cannot be predicted.
-        DataError: The data set has no classes.
     """
     if config.data.batch_size != AUTO:
         return config
-    found, why = _find(config, gpu_of(config, processes.device), processes.world)
+    gpu = gpu_of(config, processes.device)
+    found, why = _find(config, classes, images, gpu, processes.world)
     least = int(-processes.max(-found)[0])
     if least < found:
         why = f"as the process with the least memory has room for no more; here {found}, {why}"
@@ -53,7 +61,7 @@ def foresee(config: TrainConfig, say: Callable[[str], object]) -> TrainConfig:
 
     Raises:
         ConfigError: As for `resolve`.
-        DataError: The data set has no classes.
+        DataError: The data set is missing.
     """
     if config.data.batch_size != AUTO:
         return config
@@ -65,7 +73,7 @@ def foresee(config: TrainConfig, say: Callable[[str], object]) -> TrainConfig:
         from tresnet.memory import find_device
 
         gpu = find_device(gpu_memory=config.compute.gpu_memory)
-    found, why = _find(config, gpu, world)
+    found, why = _find(config, *foresee_images(config), gpu, world)
     say(f"--batch-size auto: {found}, {why}")
     return configs.replace(config, batch_size=found)
 
@@ -135,11 +143,12 @@ def round_down(batch_size: int, *, pairs: bool) -> int:
     return batch_size - batch_size % 2 if pairs else batch_size
 
 
-def _find(config: TrainConfig, gpu: "Device", world: int) -> tuple[int, str]:
+def _find(
+    config: TrainConfig, classes: Sequence[str], images: int, gpu: "Device", world: int
+) -> tuple[int, str]:
     """The number, and where it is from."""
     from tresnet.memory.sizes import mib
 
-    classes = images.class_names(config)
     try:
         answer = largest(config, classes, gpu, world)
     except InputError as error:
@@ -154,6 +163,12 @@ def _find(config: TrainConfig, gpu: "Device", world: int) -> tuple[int, str]:
             f"--batch-size auto: not even one image is sure to fit into {memory}, of which"
             f" {mib(gpu.context_high_bytes)} are kept for the CUDA context: free some memory or"
             f" give a number (it cannot fit from {answer.no_from} on)"
+        )
+    if batch_size > images // world:
+        batch_size = round_down(images // world, pairs=config.augment.mixes)
+        return max(batch_size, 1), (
+            f"as there are {images} images to train for {world} processes; {answer.batch_size} are"
+            f" sure to fit into {memory}"
         )
     return batch_size, (
         f"of {answer.batch_size} that are sure to fit into {memory} (from {answer.no_from} on they"

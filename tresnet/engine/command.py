@@ -2,7 +2,10 @@
 
 import argparse
 import dataclasses
+import errno
+import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,13 +14,14 @@ import torch
 
 from tresnet.engine import batch_size, evaluate_weights, rundir
 from tresnet.engine import config as configs
-from tresnet.engine.config import TrainConfig
+from tresnet.engine.config import AUTO, TrainConfig
+from tresnet.engine.console import redirect, silence
 from tresnet.engine.evaluate_weights import EvalConfig
 from tresnet.engine.recipes import recipe
 from tresnet.engine.resolve import resolve
 from tresnet.engine.train import train
 from tresnet.engine.validate import validate
-from tresnet.errors import TResNetError
+from tresnet.errors import TResNetError, WriteError
 
 BAD_INPUT = 2
 
@@ -28,7 +32,8 @@ class TrainCommand:
 
     config: TrainConfig
     resume: Path | None = None
-    """Go on with the run in this directory, from its last checkpoint."""
+    """Go on with the run in this directory, from its last checkpoint. auto: with the run that
+    --name names, or begin it: for jobs that are started again by themselves."""
     dry_run: bool = False
     """Print the configuration as it would be used, and do nothing else."""
 
@@ -56,8 +61,8 @@ def parse_train(arguments: Sequence[str]) -> TrainCommand:
     early.add_argument("--recipe")
     early.add_argument("--resume", type=Path)
     named, _ = early.parse_known_args(arguments)
-    if named.recipe is None and named.resume is not None:
-        defaults = configs.load(named.resume / rundir.CONFIG)
+    if named.recipe is None and named.resume is not None and str(named.resume) != AUTO:
+        defaults = rundir.load_config(named.resume, _note)
     else:
         defaults = recipe(named.recipe or "paper")
     return tyro.cli(
@@ -74,9 +79,9 @@ def _train(arguments: Sequence[str]) -> int:
     if command.dry_run:
         validate(command.config)
         config = resolve(command.config)
-        if command.resume is not None:
-            config = configs.resumed(configs.load(command.resume / rundir.CONFIG), config)
-        config = batch_size.foresee(config, lambda line: sys.stderr.write(f"{line}\n"))
+        if command.resume is not None and str(command.resume) != AUTO:
+            config = configs.resumed(rundir.load_config(command.resume, _note), config)
+        config = batch_size.foresee(config, _note)
         sys.stdout.write(configs.to_json(config))
         return 0
     result = train(command.config, command.resume)
@@ -96,20 +101,70 @@ def _evaluate(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _note(line: str) -> None:
+    try:
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+    except OSError:
+        silence(sys.stderr)
+
+
 def _guard(action: Callable[[], int]) -> int:
     """Turn the errors that a user can cause into one message on stderr and an exit code."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # as the scripts set it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names of files and classes may be any bytes
+            stream.reconfigure(errors="backslashreplace")
     try:
-        return action()
+        return _shown(action)
     except TResNetError as error:
-        rank = os.environ.get("RANK", "0")
-        sys.stderr.write(f"error: {'' if rank == '0' else f'process {rank}: '}{error}\n")
-        return BAD_INPUT
+        message, code = str(error), BAD_INPUT
     except torch.OutOfMemoryError as error:
-        sys.stderr.write(
-            f"error: the GPU's memory is full: {error}\nTry a smaller --batch-size (with a larger"
-            " --accumulate the updates stay the same), --amp bf16 or --grad-checkpointing\n"
+        message, code = (
+            (
+                f"the GPU's memory is full: {error}\nTry a smaller --batch-size (with a larger"
+                " --accumulate the updates stay the same), --amp bf16 or --grad-checkpointing"
+            ),
+            BAD_INPUT,
         )
-        return BAD_INPUT
+    except RuntimeError as error:
+        reason = _known(error)
+        if reason is None:
+            raise
+        message, code = reason, 1
     except KeyboardInterrupt:
-        sys.stderr.write("stopped at once\n")
+        _note("stopped at once")
         return 130
+    rank = os.environ.get("RANK", "0")
+    _note(f"error: {'' if rank == '0' else f'process {rank}: '}{message}")
+    return code
+
+
+def _shown(action: Callable[[], int]) -> int:
+    """Do something that prints its result: whoever reads it, such as `head`, may have enough."""
+    try:
+        try:
+            return action()
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.filename is not None or error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO):
+            raise  # it is about a file
+        redirect(sys.stdout)
+        if error.errno == errno.EPIPE:
+            return 0
+        raise WriteError(f"cannot write to standard output: {error.strerror}") from error
+
+
+def _known(error: RuntimeError) -> str | None:
+    """What to say of an error that another process's end causes; None of any other."""
+    text = " ".join(str(error).split())
+    if "DataLoader worker" in text:
+        return (
+            f"a process that loads images has ended: {text}. Try fewer --workers; a run goes on from"
+            " its last checkpoint by --resume"
+        )
+    if isinstance(error, torch.distributed.DistError) or "gloo" in text:
+        return f"another process has ended or cannot be reached: {text}"
+    return None

@@ -248,7 +248,7 @@ def from_json(text: str, source: str = "the configuration") -> TrainConfig:
     """
     try:
         values = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{source} is not JSON: {error}") from error
     return fields.build(TrainConfig, values, source)
 
@@ -260,11 +260,11 @@ def load(path: Path) -> TrainConfig:
         ConfigError: No such file, or its content does not fit.
     """
     try:
+        if not path.is_file():
+            raise FileNotFoundError("no such file")
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"no readable config.json of a run at {path}: {error.strerror}"
-        ) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no readable config.json of a run at {path}: {error}") from error
     return from_json(text, str(path))
 
 
@@ -309,8 +309,13 @@ def resumed(saved: TrainConfig, wanted: TrainConfig) -> TrainConfig:
     return replace(wanted, batch_size=saved.data.batch_size)
 
 
-def check_resumable(saved: TrainConfig, wanted: TrainConfig) -> None:
+def check_resumable(saved: TrainConfig, wanted: TrainConfig, best: Path) -> None:
     """Refuse to resume a run with a configuration that would compute something else.
+
+    Args:
+        saved: The run's.
+        wanted: What it is to go on with.
+        best: The run's best weights, for the message.
 
     Raises:
         ConfigError: Options differ that decide the result; the message lists each with both values.
@@ -326,5 +331,5 @@ def check_resumable(saved: TrainConfig, wanted: TrainConfig) -> None:
             "a run is resumed with the configuration it began with, but these options differ:\n  "
             + "\n  ".join(differing)
             + "\nleave them out to go on with the run, or start a new one"
-            " (--weights RUN_DIR/best.safetensors starts it from this one's weights)"
+            f" (--weights {best} starts it from this one's weights)"
         )

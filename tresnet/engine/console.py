@@ -1,33 +1,71 @@
-"""What a run shows: a bar on a terminal, else a line now and then. Only process 0 shows anything."""
+"""What a run shows: a bar on a terminal, else a line now and then. Only process 0 shows anything.
+
+A run outlives its terminal: where a stream is closed or full, the rest of what is shown is lost, and
+nothing else.
+"""
 
 import contextlib
+import os
 import sys
+from collections.abc import Iterator
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 
 class Console:
-    """Lines on standard output and, on a terminal, progress bars on standard error."""
+    """Lines on standard output and, on a terminal, progress bars on standard error.
+
+    Attributes:
+        shows_bars: Whether loops show bars.
+        broken: Why something could not be shown; None so far.
+    """
 
     def __init__(self, is_main: bool, progress: bool) -> None:
         self._is_main = is_main
         self.shows_bars = is_main and progress and sys.stderr.isatty()
+        self.broken: OSError | None = None
 
     def say(self, text: str) -> None:
         """Print a line."""
         if not self._is_main:
             return
-        if self.shows_bars:
-            from tqdm import tqdm
+        with self.surviving():
+            if self.shows_bars:
+                from tqdm import tqdm
 
-            tqdm.write(text)
-        else:
-            sys.stdout.write(text + "\n")
+                tqdm.write(text)
+            else:
+                sys.stdout.write(text + "\n")
             sys.stdout.flush()
 
     def bar(self, title: str, total: int, done: int = 0) -> "Bar":
         """A bar over `total` steps, of which some are done; it shows nothing off a terminal."""
         return Bar(self, title, total, done)
+
+    @contextlib.contextmanager
+    def surviving(self) -> Iterator[None]:
+        """Go on where standard output or error is closed or full, and write to neither any more."""
+        try:
+            yield
+        except OSError as error:
+            self.broken, self.shows_bars = error, False
+            silence(sys.stdout)
+            silence(sys.stderr)
+
+
+def silence(stream: TextIO) -> None:
+    """Let a stream lead nowhere if it cannot be written."""
+    try:
+        stream.flush()
+    except OSError:
+        redirect(stream)
+
+
+def redirect(stream: TextIO) -> None:
+    """Let a stream lead nowhere, for Python's flush at its end and for other libraries too."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 class Bar:
@@ -45,8 +83,9 @@ class Bar:
             from tqdm import tqdm
             from tqdm.contrib.logging import logging_redirect_tqdm
 
-            self._tqdm = tqdm(**self._settings, leave=False, dynamic_ncols=True)
-            self._redirected.enter_context(logging_redirect_tqdm())
+            with self._console.surviving():
+                self._tqdm = tqdm(**self._settings, leave=False, dynamic_ncols=True)
+                self._redirected.enter_context(logging_redirect_tqdm())
         return self
 
     def __exit__(
@@ -56,18 +95,21 @@ class Bar:
         trace: TracebackType | None,
     ) -> None:
         """Remove the bar."""
+        self._redirected.close()
         if self._tqdm is not None:
-            self._redirected.close()
-            self._tqdm.close()
+            with self._console.surviving():
+                self._tqdm.close()
 
     def advance(self, steps: int = 1) -> None:
         """Move on."""
         if self._tqdm is not None:
-            self._tqdm.update(steps)
+            with self._console.surviving():
+                self._tqdm.update(steps)
 
     def note(self, text: str, line: bool) -> None:
         """Show figures behind the bar, or, off a terminal and if `line`, as a line."""
         if self._tqdm is not None:
-            self._tqdm.set_postfix_str(text)
+            with self._console.surviving():
+                self._tqdm.set_postfix_str(text)
         elif line and not self._console.shows_bars:
             self._console.say(f"{self._settings['desc']}  {text}")

@@ -14,6 +14,10 @@ from torch import nn
 
 from tresnet.errors import ConfigError
 
+# Longer than any process lets the others wait, as for compiling or for a checkpoint on a slow disk.
+# What is silent for longer is gone, and a restart goes on from the last checkpoint.
+TIMEOUT_MIN = 10
+
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
@@ -105,7 +109,7 @@ def join(device: str) -> Iterator[Processes]:
         yield Processes(0, 1, chosen)
         return
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=datetime.timedelta(minutes=30))
+    dist.init_process_group(backend, timeout=datetime.timedelta(minutes=TIMEOUT_MIN))
     yield Processes(dist.get_rank(), world, chosen)
     # Only after success: when one process fails the others wait in a collective, and leaving the
     # group would wait for them too. torchrun ends them.

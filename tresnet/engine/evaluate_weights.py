@@ -9,11 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from tresnet import env
+from tresnet import env, files
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.weights import OpenWeights, open_weights
-from tresnet.data import ImageDataset, create_loader, eval_transform, open_folder
-from tresnet.data.multilabel import CLASSES_FILE, MultiLabelDataset, open_multilabel
+from tresnet.data import ImageDataset, create_loader, eval_transform
+from tresnet.data.folder import CLASSES_FILE
 from tresnet.engine import distributed, fields, images
 from tresnet.engine.config import LabelConfig
 from tresnet.engine.console import Console
@@ -21,8 +21,7 @@ from tresnet.engine.distributed import Processes
 from tresnet.engine.evaluate import Metrics
 from tresnet.engine.multilabel import MultiLabelMetrics, evaluate_labels
 from tresnet.engine.resolve import class_map
-from tresnet.errors import ConfigError
-from tresnet.files import atomic_write
+from tresnet.errors import ConfigError, WriteError
 from tresnet.measure.memory import MemoryMeter, MemorySnapshot
 from tresnet.steps import InferenceCompute, InferenceStep
 
@@ -89,6 +88,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
         ConfigError: An option does not fit, the output exists, or the classes differ.
         CheckpointError: The weights cannot be read or do not fit the model.
         DataError: The data set is incomplete or holds files that are not images.
+        WriteError: The result cannot be written, neither to the output nor to the screen.
     """
     _check(config)
     opened = open_weights(config.weights)
@@ -115,7 +115,12 @@ def run(config: EvalConfig) -> dict[str, Any]:
         result = _result(config, metrics, processes) | used.to_dict()
         result["environment"] = env.describe(processes.device)
         if config.output is not None and processes.is_main:
-            _write(config.output, result)
+            files.write_text(config.output, json.dumps(result, indent=2) + "\n")
+        elif console.broken is not None:
+            raise WriteError(
+                f"cannot show the result on standard output: {console.broken.strerror}: write it to"
+                " a file by --output"
+            )
         return result
 
 
@@ -151,27 +156,27 @@ def _completed(config: EvalConfig, opened: OpenWeights) -> EvalConfig:
     return dataclasses.replace(config, **missing)
 
 
-def _open(config: EvalConfig, folder: Path) -> ImageDataset | MultiLabelDataset:
+def _open(config: EvalConfig, folder: Path) -> ImageDataset:
     assert config.input_size is not None, "filled in by _completed"
     transform = images.testing(
         config.input_size, config.crop_mode, config.crop_pct, config.interpolation
     )
-    opened = open_multilabel if config.labels == "multi" else open_folder
-    return opened(
+    return images.open_split(
         folder,
         config.split,
         eval_transform(transform, dtype=torch.uint8),
+        config.labels == "multi",
         config.skip_bad_images,
     )
 
 
 def _class_map(
-    trained: Sequence[str] | None, outputs: int, dataset: ImageDataset | MultiLabelDataset
+    trained: Sequence[str] | None, outputs: int, dataset: ImageDataset
 ) -> list[int] | None:
     try:
         return class_map(trained, outputs, dataset.classes)
     except ConfigError as error:
-        if isinstance(dataset, MultiLabelDataset):
+        if dataset.multi:
             raise ConfigError(
                 f"{error}. Where labels are names, a class that no image has is known from "
                 f"{CLASSES_FILE} alone: list all classes there"
@@ -188,7 +193,7 @@ def _outputs(model: nn.Module) -> int:
 def _measure(
     config: EvalConfig,
     model: nn.Module,
-    dataset: ImageDataset | MultiLabelDataset,
+    dataset: ImageDataset,
     mapping: list[int] | None,
     processes: Processes,
     console: Console,
@@ -228,11 +233,3 @@ def _line(config: EvalConfig, metrics: Metrics | MultiLabelMetrics, memory: Memo
         f" {metrics.images} images{skipped}"
         f"{rate}, memory: {memory.format()}"
     )
-
-
-def _write(path: Path, result: dict[str, Any]) -> None:
-    try:
-        with atomic_write(path) as temporary:
-            temporary.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--output: cannot write {path}: {error}") from error

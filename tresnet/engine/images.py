@@ -2,8 +2,9 @@
 
 import dataclasses
 import hashlib
+import os
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -20,31 +21,32 @@ from tresnet.data import (
     train_transform,
 )
 from tresnet.data import digits_multilabel as digits_multi
-from tresnet.data.folder import class_folders
-from tresnet.data.multilabel import MultiLabelDataset, check_same_order, open_multilabel
+from tresnet.data.multilabel import open_multilabel
 from tresnet.engine.config import AugmentConfig, TrainConfig
 from tresnet.engine.distributed import Processes
 
-_WRITTEN = {"digits": digits.write, digits_multi.NAME: digits_multi.write}
+_WRITTEN = {"digits": digits, digits_multi.NAME: digits_multi}
 
 
 @dataclasses.dataclass(frozen=True)
-class Images:
-    """What a run trains and is tested on.
+class Splits:
+    """What a run trains and is tested on, before it is known in which batches.
 
     Attributes:
-        train: Loader of this process's share of the training images.
-        val: Loader of this process's share of the others.
-        classes: Names in the order of the labels.
-        counts: Images in train and in val, over all processes.
-        fingerprint: Changes with the names, order or classes of the training files.
+        train: The training images.
+        val: The others.
+        fingerprints: Of each split, by its name: changes with its files, their sizes, order or
+            labels.
     """
 
-    train: Loader
-    val: Loader
-    classes: list[str]
-    counts: tuple[int, int]
-    fingerprint: str
+    train: ImageDataset
+    val: ImageDataset
+    fingerprints: dict[str, str]
+
+    @property
+    def classes(self) -> list[str]:
+        """Names in the order of the labels."""
+        return self.train.classes
 
 
 def locate(data: str, root: str, processes: Processes) -> Path:
@@ -57,13 +59,13 @@ def locate(data: str, root: str, processes: Processes) -> Path:
     if data not in _WRITTEN:
         return Path(data)
     if processes.is_main:
-        _WRITTEN[data](root)
+        _WRITTEN[data].write(root)
     processes.wait()
     return Path(root) / data
 
 
-def class_names(config: TrainConfig) -> list[str]:
-    """The classes that `open_images` will find; no image is looked for and nothing is written.
+def foresee(config: TrainConfig) -> tuple[list[str], int]:
+    """The classes and how many training images `open_splits` will find; nothing is written.
 
     Raises:
         DataError: The folder or the file with the labels is missing.
@@ -71,47 +73,68 @@ def class_names(config: TrainConfig) -> list[str]:
     data = config.data.data
     assert data is not None, "checked by validate"
     if data in _WRITTEN:
-        return list(digits.CLASSES)
-    if config.labels.multi:
-        return open_multilabel(data, "train").classes
-    return class_folders(Path(data), Path(data) / "train")
+        return list(digits.CLASSES), _WRITTEN[data].COUNTS["train"]
+    train = open_split(Path(data), "train", None, config.labels.multi)
+    return train.classes, len(train)
 
 
-def open_images(config: TrainConfig, processes: Processes) -> Images:
-    """Open both splits of a resolved configuration.
+def open_splits(config: TrainConfig, processes: Processes) -> Splits:
+    """Open both splits of a resolved configuration (a collective).
 
     Raises:
         DataError: A folder is missing or empty, or the splits have different classes.
     """
-    data = config.data
+    data, multi = config.data, config.labels.multi
     assert data.data is not None, "checked by validate"
     assert data.input_size is not None, "filled in by resolve"
     folder = locate(data.data, data.data_root, processes)
     changes = augmentation(config.augment, data.input_size, data.interpolation)
     test = testing(data.input_size, data.crop_mode, data.crop_pct, data.interpolation)
-    multi = config.labels.multi
-    opened, check = (
-        (open_multilabel, check_same_order) if multi else (open_folder, check_same_classes)
-    )
-    train = opened(
-        folder, "train", train_transform(changes, dtype=torch.uint8), data.skip_bad_images
-    )
-    val = opened(folder, "val", eval_transform(test, dtype=torch.uint8), data.skip_bad_images)
-    check(train, val)
-    shared = {
+    transforms = {
+        "train": train_transform(changes, dtype=torch.uint8),
+        "val": eval_transform(test, dtype=torch.uint8),
+    }
+    splits = {
+        name: open_split(folder, name, transform, multi, data.skip_bad_images)
+        for name, transform in transforms.items()
+    }
+    check_same_classes(**splits)
+    prints = None
+    if processes.is_main:  # each file is asked for its size: once is enough
+        prints = {name: fingerprint(split, folder) for name, split in splits.items()}
+    return Splits(**splits, fingerprints=processes.from_main(prints))
+
+
+def open_split(
+    folder: Path, split: str, transform: Any, multi: bool, skip_bad_images: bool = False
+) -> ImageDataset:
+    """Open one split, with one label an image in class folders, or with any number in a list.
+
+    Raises:
+        DataError: It is missing or empty.
+    """
+    return (open_multilabel if multi else open_folder)(folder, split, transform, skip_bad_images)
+
+
+def create_loaders(
+    config: TrainConfig, splits: Splits, processes: Processes
+) -> tuple[Loader, Loader]:
+    """Loaders of this process's share of the training images and of the others.
+
+    Raises:
+        DataError: The training images do not make a batch for each process.
+    """
+    data = config.data
+    shared: dict[str, Any] = {
         "workers": data.workers,
         "seed": config.run.seed,
         "distributed": (processes.rank, processes.world),
         "pin_memory": processes.device.type == "cuda",
     }
-    return Images(
-        create_loader(train, data.resolved_batch_size, training=True, **shared),
-        create_loader(
-            val, data.eval_batch_size or data.resolved_batch_size, training=False, **shared
-        ),
-        train.classes,
-        (len(train), len(val)),
-        fingerprint(train, folder),
+    batch = data.resolved_batch_size
+    return (
+        create_loader(splits.train, batch, training=True, **shared),
+        create_loader(splits.val, data.eval_batch_size or batch, training=False, **shared),
     )
 
 
@@ -144,11 +167,14 @@ def testing(
     return EvalTransform(size, crop_mode or "center", crop_pct, interpolation or "bilinear")
 
 
-def fingerprint(dataset: ImageDataset | MultiLabelDataset, folder: Path) -> str:
-    """A hash of the files' places below `folder`, so of their order, and of their classes."""
+def fingerprint(dataset: ImageDataset, folder: Path) -> str:
+    """A hash of the files' places below `folder` in their order, their sizes and their labels."""
     digest = hashlib.sha256()
     for path in dataset.paths:
-        digest.update(Path(path).relative_to(folder).as_posix().encode() + b"\n")
-    if isinstance(dataset, MultiLabelDataset):
-        digest.update(dataset.targets.numpy().tobytes())
+        digest.update(os.fsencode(os.path.relpath(path, folder)))
+        try:
+            digest.update(b"\n%d\n" % os.stat(path).st_size)
+        except OSError:  # it shows when it is read
+            digest.update(b"\n?\n")
+    digest.update(dataset.targets.numpy().tobytes())
     return digest.hexdigest()[:16]

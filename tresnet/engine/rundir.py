@@ -1,62 +1,156 @@
-"""Run directories: a new one never touches another run's."""
+"""Run directories: a new one never touches another run's, and each belongs to one process."""
 
+import contextlib
 import datetime
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tresnet import files
 from tresnet.engine import config as configs
-from tresnet.engine.config import TrainConfig
-from tresnet.errors import ConfigError
-from tresnet.files import atomic_write
+from tresnet.engine import state
+from tresnet.engine.config import AUTO, TrainConfig
+from tresnet.errors import CheckpointError, ConfigError
 
 CONFIG, ENVIRONMENT = "config.json", "environment.json"
 
+Say = Callable[[str], object]
 
-def create(config: TrainConfig, now: datetime.datetime) -> Path:
-    """Make the directory of a new run and write its configuration into it.
+
+def claim(
+    config: TrainConfig, resume: Path | None, held: contextlib.ExitStack, say: Say
+) -> tuple[Path | None, Path | None]:
+    """Find the run to go on with and lock its directory; called by process 0 alone.
+
+    Args:
+        config: A resolved configuration.
+        resume: A run's directory; `auto` for that of `--name`, if there is one; None for no run.
+        held: Holds the lock from then on.
+        say: Told of damage.
+
+    Returns:
+        The directory and the state in it to go on from. Without a directory a new one is to be
+        made; without a state the run begins in that directory.
+
+    Raises:
+        ConfigError: Something else is at that place, or `auto` comes without a name.
+        CheckpointError: There is no state to go on from, or none that can be read.
+        BusyError: Another process is at work on that run.
+    """
+    if resume is None:
+        return None, None
+    auto = str(resume) == AUTO
+    directory = _named(config) if auto else resume
+    if auto and not os.path.lexists(directory):
+        return None, None
+    if not directory.is_dir():
+        raise ConfigError(f"--resume: expected the directory of a run, got {directory}")
+    others = {path.name for path in directory.iterdir()} - {files.LOCK}
+    if auto and others and not others & {CONFIG, state.LAST, state.PREVIOUS}:
+        raise ConfigError(f"--name: {directory} exists and is not a run's: choose another name")
+    held.enter_context(files.lock(directory))
+    files.remove_leftovers(directory)
+    found = state.find(directory, say)
+    if found is None and not auto:
+        raise CheckpointError(
+            f"expected a checkpoint to resume from in {directory}, found none: the run stopped"
+            " before its first one, or this is not a run's directory"
+        )
+    saved = config if found is None else load_config(directory, say)
+    write_config(directory, saved)
+    return directory, found
+
+
+def create(config: TrainConfig, now: datetime.datetime, held: contextlib.ExitStack) -> Path:
+    """Make the directory of a new run, lock it and write its configuration into it.
 
     Args:
         config: A resolved configuration.
         now: Part of an automatic name.
+        held: Holds the lock from then on.
 
     Raises:
-        ConfigError: The named directory exists, or none can be made there.
+        ConfigError: The named directory exists.
+        WriteError: None can be made there; nothing is left behind.
     """
     parent = Path(config.run.runs)
-    try:
+    with files.explained(parent):
         parent.mkdir(parents=True, exist_ok=True)
-        directory = (
-            _named(parent, config.run.name) if config.run.name else _new(parent, config, now)
-        )
-        with atomic_write(directory / CONFIG) as temporary:
-            temporary.write_text(configs.to_json(config), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot make a run directory in {parent}: {error}") from error
+        directory = _make_named(config) if config.run.name else _make_new(parent, config, now)
+    try:
+        held.enter_context(files.lock(directory))
+        write_config(directory, config)
+    except BaseException:
+        discard(directory)
+        raise
     return directory
 
 
-def add_environment(directory: Path, record: dict[str, Any]) -> None:
+def discard(directory: Path) -> None:
+    """Remove the directory of a run that could not begin, so that its name is free again."""
+    for path in directory.iterdir():
+        path.unlink()
+    directory.rmdir()
+
+
+def load_config(directory: Path, say: Say) -> TrainConfig:
+    """A run's configuration, from its last state where its own file is damaged.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    try:
+        return configs.load(directory / CONFIG)
+    except ConfigError as error:
+        for name in (state.LAST, state.PREVIOUS):
+            with contextlib.suppress(CheckpointError):
+                config = state.read(directory / name)[0].config
+                say(f"{error}: taken from {name}")
+                return config
+        raise
+
+
+def write_config(directory: Path, config: TrainConfig) -> None:
+    """Write a run's configuration.
+
+    Raises:
+        WriteError: It cannot be written.
+    """
+    files.write_text(directory / CONFIG, configs.to_json(config))
+
+
+def add_environment(directory: Path, record: dict[str, Any], say: Say) -> None:
     """Append what the process that starts or resumes the run computes with.
 
     Raises:
-        ConfigError: It cannot be written.
+        WriteError: It cannot be written.
     """
     path = directory / ENVIRONMENT
+    records = []
     try:
-        records = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-        with atomic_write(path) as temporary:
-            text = json.dumps([*records, record], indent=2) + "\n"
-            temporary.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error}") from error
+        if path.is_file():
+            records = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(records, list):
+            raise TypeError("expected a list")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        say(f"{path} cannot be read ({error}): begun anew")
+        records = []
+    files.write_text(path, json.dumps([*records, record], indent=2) + "\n")
 
 
-def _named(parent: Path, name: str) -> Path:
+def _named(config: TrainConfig) -> Path:
+    name = config.run.name
+    if not name:
+        raise ConfigError("--resume auto: expected --name to say which run to begin or go on with")
     if os.path.basename(name) != name or name in (".", ".."):
         raise ConfigError(f"--name: expected a directory name without a path, got {name!r}")
-    directory = parent / name
+    return Path(config.run.runs) / name
+
+
+def _make_named(config: TrainConfig) -> Path:
+    directory = _named(config)
     try:
         directory.mkdir()
     except FileExistsError as error:
@@ -67,7 +161,7 @@ def _named(parent: Path, name: str) -> Path:
     return directory
 
 
-def _new(parent: Path, config: TrainConfig, now: datetime.datetime) -> Path:
+def _make_new(parent: Path, config: TrainConfig, now: datetime.datetime) -> Path:
     data = Path(config.data.data or "").name
     stem = f"{config.model.model}_{data}_{now:%Y%m%d-%H%M%S}"
     number = 1

@@ -1,5 +1,6 @@
 """Turns Ctrl-C and SIGTERM into a request to stop after the step under way."""
 
+import os
 import signal
 import threading
 import time
@@ -8,11 +9,15 @@ from typing import Self
 
 # torchrun passes a Ctrl-C on to processes that the terminal has already told: one request, twice.
 ECHO_S = 2.0
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+HANGUP = getattr(signal, "SIGHUP", None)  # Windows has none
 
 
 class StopRequest:
     """While entered, the first signal sets `signum`; a second one, later, stops at once.
+
+    A hangup is no request: a run outlives its terminal. Only torchrun passes a hangup on to stop its
+    processes, and kills those that go on.
 
     Outside the main thread Python allows no handlers, so there nothing is caught.
     """
@@ -24,9 +29,15 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         """Install the handlers."""
-        if threading.current_thread() is threading.main_thread():
-            for signum in SIGNALS:
-                self._previous[signum] = signal.signal(signum, self._handle)
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        for signum in STOPPING:
+            self._previous[signum] = signal.signal(signum, self._handle)
+        if HANGUP is not None and signal.getsignal(HANGUP) == signal.SIG_DFL:  # so not with nohup
+            stops = "TORCHELASTIC_RUN_ID" in os.environ
+            self._previous[HANGUP] = signal.signal(
+                HANGUP, self._handle if stops else signal.SIG_IGN
+            )
         return self
 
     def __exit__(

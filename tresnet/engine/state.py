@@ -1,23 +1,31 @@
-"""What a run saves to go on exactly where it stopped."""
+"""What a run saves to go on exactly where it stopped.
 
-import contextlib
+A row of the log belongs to the state that holds it: a run that goes on writes its log anew from
+there, so that no row is lost or doubled, whatever became of the log.
+"""
+
 import dataclasses
 import math
+import os
 import random
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from tresnet.engine import fields
+from tresnet.engine.config import TrainConfig
 from tresnet.engine.distributed import Processes
 from tresnet.errors import CheckpointError, ConfigError
 from tresnet.files import atomic_write
 from tresnet.steps import TrainingStep
 
-FORMAT = 1
-LAST, BEST = "last.pt", "best.safetensors"
+FORMAT = 2
+LAST, PREVIOUS, BEST = "last.pt", "previous.pt", "best.safetensors"
+DAMAGED = "damaged.pt"
 
 
 @dataclasses.dataclass
@@ -64,22 +72,41 @@ class Identity:
 
     Attributes:
         world: Processes, whose random states are saved one by one.
-        fingerprint: Of the training files.
+        train: Fingerprint of the training images.
+        val: Fingerprint of the others.
         classes: Names in the order of the labels.
     """
 
     world: int
-    fingerprint: str
-    classes: list[str]
+    train: str
+    val: str
+    classes: tuple[str, ...]
 
 
-def save(
-    path: Path, step: TrainingStep, progress: Progress, identity: Identity, processes: Processes
-) -> None:
-    """Write the state of all processes to one file (a collective; process 0 writes).
+@dataclasses.dataclass
+class Record:
+    """What belongs to a state beside weights and optimizer.
+
+    Attributes:
+        config: The run's resolved configuration.
+        identity: What it trains on.
+        progress: How far it is.
+        rows: All rows of its log so far, of process 0.
+    """
+
+    config: TrainConfig
+    identity: Identity
+    progress: Progress = dataclasses.field(default_factory=Progress)
+    rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+
+def save(directory: Path, step: TrainingStep, record: Record, processes: Processes) -> None:
+    """Write the state of all processes to `last.pt` (a collective; process 0 writes).
+
+    What was `last.pt` becomes `previous.pt`.
 
     Raises:
-        CheckpointError: The file cannot be written; an earlier one is left as it was.
+        WriteError: It cannot be written; `last.pt` is left as it was.
     """
     generators = processes.gather(random_state(processes.device))
     if not processes.is_main:
@@ -87,67 +114,144 @@ def save(
     content = {
         **step.state_dict(),  # under the keys by which weights are found in timm's checkpoints
         "format": FORMAT,
-        "identity": dataclasses.asdict(identity),
-        "progress": dataclasses.asdict(progress),
+        "config": record.config.to_dict(),
+        "identity": dataclasses.asdict(record.identity),
+        "progress": dataclasses.asdict(record.progress),
+        "rows": record.rows,
         "generators": generators,
     }
-    with writing(path), atomic_write(path) as temporary:
-        torch.save(content, temporary)
+    path, previous = directory / LAST, directory / PREVIOUS
+    with atomic_write(path) as temporary:
+        _write(content, temporary)
+        if path.exists():
+            previous.unlink(missing_ok=True)
+            try:
+                os.link(path, previous)  # so that there is a last.pt at any moment
+            except OSError:  # a file system without links
+                os.replace(path, previous)
 
 
-def load(path: Path) -> dict[str, Any]:
+def add_row(directory: Path, row: dict[str, Any]) -> None:
+    """Append a row to the last state, which stays the same otherwise.
+
+    Raises:
+        CheckpointError: It cannot be read.
+        WriteError: It cannot be written.
+    """
+    _, content = read(directory / LAST)
+    with atomic_write(directory / LAST) as temporary:
+        _write({**content, "rows": [*content["rows"], row]}, temporary)
+
+
+def find(directory: Path, say: Callable[[str], object]) -> Path | None:
+    """The newest state of a run that can be read: None if there is none at all.
+
+    A damaged `last.pt` is put aside, so that it does not become `previous.pt`.
+
+    Raises:
+        CheckpointError: There are states, but none that can be read.
+    """
+    last, previous = directory / LAST, directory / PREVIOUS
+    errors = []
+    for path in (last, previous):
+        if not os.path.lexists(path):
+            continue
+        try:
+            read(path)
+        except CheckpointError as error:
+            errors.append(str(error))
+            continue
+        if path == previous and errors:
+            os.replace(last, directory / DAMAGED)
+            say(f"{errors[0]}. It is kept as {DAMAGED}; going on from {path}, the one before")
+        return path
+    if errors:
+        raise CheckpointError(
+            "; ".join(errors) + f": start a new run, --weights {directory / BEST} from its best"
+        )
+    return None
+
+
+def read(path: Path) -> tuple[Record, dict[str, Any]]:
     """Read what `save` wrote, without running any code the file may hold.
+
+    Returns:
+        The record, and all that the file holds.
 
     Raises:
         CheckpointError: No such file, or it is damaged or of another format.
     """
     if not path.is_file():
-        raise CheckpointError(
-            f"expected a checkpoint to resume from at {path}, found none: the run stopped before"
-            " its first one, or this is not a run directory"
-        )
+        raise CheckpointError(f"expected a training state in {path}, found no file")
     try:
+        with zipfile.ZipFile(path) as archive:
+            bad = archive.testzip()  # torch does not look at the checksums that it writes
+        if bad is not None:
+            raise zipfile.BadZipFile(f"the checksum of {bad} is another")
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged pickles raise nearly anything
         raise CheckpointError(
             f"cannot read {path}, which is damaged or was not written by this program"
-            f" ({type(error).__name__}): start a new run, --weights RUN_DIR/{BEST} from its best"
+            f" ({type(error).__name__})"
         ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"expected a training state of format {FORMAT} in {path}")
-    missing = {"identity", "progress", "generators", "model", "optimizer"} - content.keys()
+    parts = {"config": TrainConfig, "identity": Identity, "progress": Progress}
+    missing = {*parts, "rows", "generators", "model", "optimizer"} - content.keys()
     if missing:
         raise CheckpointError(f"expected a whole training state in {path}, without {missing}")
-    return content
+    try:
+        built = {
+            name: fields.build(cls, content[name], str(path), name) for name, cls in parts.items()
+        }
+    except (ConfigError, TypeError) as error:
+        raise CheckpointError(f"expected a training state: {error}") from error
+    if not _is_table(content["rows"]):
+        raise CheckpointError(f"expected rows of a log in {path}, got something else")
+    return Record(**built, rows=list(content["rows"])), content
 
 
-def restore(
-    content: dict[str, Any], step: TrainingStep, identity: Identity, processes: Processes
-) -> Progress:
-    """Put a loaded state into the step and this process's random generators.
+def check(saved: Identity, now: Identity) -> None:
+    """Refuse to go on with other data or another number of processes.
 
     Raises:
-        ConfigError: The state belongs to other data or another number of processes.
+        ConfigError: They differ.
     """
-    saved = Identity(**content["identity"])
-    if saved.world != identity.world:
+    if saved.world != now.world:
         raise ConfigError(
             f"the run was started with {saved.world} processes and is resumed with"
-            f" {identity.world}: use the same number (torchrun --nproc-per-node)"
+            f" {now.world}: use the same number (torchrun --nproc-per-node)"
         )
-    if saved.classes != identity.classes:
+    if saved.classes != now.classes:
         raise ConfigError(
             f"the run was trained on {len(saved.classes)} classes ({_some(saved.classes)}), the"
-            f" data now have {len(identity.classes)} ({_some(identity.classes)})"
+            f" data now have {len(now.classes)} ({_some(now.classes)})"
         )
-    if saved.fingerprint != identity.fingerprint:
-        raise ConfigError(
-            "the training images are not the ones the run began with (other files, or another"
-            " order): resume with those, or start a new run"
-        )
-    step.load_state_dict(content)
-    set_random_state(content["generators"][processes.rank], processes.device)
-    return Progress(**content["progress"])
+    for what, before, after in (
+        ("training", saved.train, now.train),
+        ("validation", saved.val, now.val),
+    ):
+        if before != after:
+            raise ConfigError(
+                f"the {what} images are not the ones the run began with (other files, sizes, order"
+                " or labels): resume with those, or start a new run"
+            )
+
+
+def restore(content: dict[str, Any], step: TrainingStep, processes: Processes) -> None:
+    """Put a state into the training step and this process's random generators.
+
+    Raises:
+        CheckpointError: It does not fit.
+    """
+    try:
+        step.load_state_dict(content)
+        set_random_state(content["generators"][processes.rank], processes.device)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the training state does not fit the model or its optimizer ({type(error).__name__}:"
+            f" {error}): start a new run"
+        ) from error
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -184,28 +288,18 @@ def seed_everything(seed: int, device: torch.device) -> None:
         torch.cuda.manual_seed(seed)
 
 
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn a failure to write `path` into an error that says the old file is still there.
-
-    Raises:
-        CheckpointError: Writing failed.
-    """
-    existed = path.exists()
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        reason = getattr(error, "strerror", None) or _first_line(error)
-        kept = "the one written before is intact" if existed else "there was none before"
-        raise CheckpointError(
-            f"cannot write the checkpoint {path}: {reason}; {kept}. Free some space, then go on"
-            " with --resume"
-        ) from error
+def _is_table(rows: object) -> bool:
+    return isinstance(rows, list) and all(
+        isinstance(row, dict)
+        and all(value is None or isinstance(value, str | int | float) for value in row.values())
+        for row in rows
+    )
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _write(content: dict[str, Any], path: Path) -> None:
+    with path.open("wb") as stream:  # of a path torch hides why it cannot be written
+        torch.save(content, stream)
 
 
-def _some(names: list[str]) -> str:
+def _some(names: tuple[str, ...]) -> str:
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

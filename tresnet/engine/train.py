@@ -1,19 +1,22 @@
 """The training loop."""
 
+import contextlib
 import dataclasses
 import datetime
+import itertools
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tresnet import env
 from tresnet.checkpoints.load import load_checkpoint
 from tresnet.checkpoints.save import save_checkpoint
+from tresnet.data.loaders import Batch, Loader
 from tresnet.data.seeding import mix_seed
 from tresnet.engine import batch_size, distributed, rundir, state
 from tresnet.engine import config as configs
@@ -21,16 +24,16 @@ from tresnet.engine.config import TrainConfig
 from tresnet.engine.console import Bar, Console
 from tresnet.engine.distributed import Processes
 from tresnet.engine.evaluate import Metrics
-from tresnet.engine.images import Images, open_images
+from tresnet.engine.images import Splits, create_loaders, open_splits
 from tresnet.engine.logs import RunLog
 from tresnet.engine.losses import Losses
 from tresnet.engine.multilabel import MultiLabelMetrics, evaluate_labels
 from tresnet.engine.resolve import create_model, resolve
 from tresnet.engine.signals import StopRequest
-from tresnet.engine.state import BEST, LAST, Identity, Progress
+from tresnet.engine.state import BEST, LAST, Identity, Record
 from tresnet.engine.tally import Tally
 from tresnet.engine.validate import validate
-from tresnet.errors import TrainingError
+from tresnet.errors import DataError, TrainingError, WriteError
 from tresnet.measure.memory import MemoryMeter, MemorySnapshot
 from tresnet.measure.throughput import ThroughputMeter
 from tresnet.steps import InferenceStep, TrainingStep, create_training_step
@@ -61,48 +64,63 @@ def train(config: TrainConfig, resume: Path | None = None) -> TrainResult:
 
     Args:
         config: What to do. For a resumed run, the configuration it began with.
-        resume: The directory of a run to go on with; None for a new run.
+        resume: The directory of a run to go on with; `auto` for that of the run's name, if it has
+            begun; None for a new run.
 
     Raises:
         ConfigError: The configuration does not fit, or differs from the resumed run's.
         DataError: The data set is incomplete or holds files that are not images.
-        CheckpointError: Weights or a state cannot be read or written.
-        TrainingError: The loss is no longer finite, the GPU's memory is full, or the log cannot be
-            written.
+        CheckpointError: Weights or a state cannot be read.
+        WriteError: A state or the log cannot be written.
+        BusyError: Another process is at work on the run.
+        TrainingError: The loss is no longer finite, or the GPU's memory is full.
     """
     validate(config)
     config = resolve(config)
-    content = None
-    if resume is not None:
-        saved = configs.load(resume / rundir.CONFIG)
-        config = configs.resumed(saved, config)
-        configs.check_resumable(saved, config)
-        content = state.load(resume / LAST)
-    with StopRequest() as stop, distributed.join(config.compute.device) as processes:
+    with (
+        StopRequest() as stop,
+        distributed.join(config.compute.device) as processes,
+        contextlib.ExitStack() as held,
+    ):
         console = Console(processes.is_main, config.run.progress)
-        config = batch_size.resolve(config, processes, console.say)
+        claimed = rundir.claim(config, resume, held, console.say) if processes.is_main else None
+        run_dir, path = processes.from_main(claimed)
+        saved, content = (None, None) if path is None else state.read(path)
+        if saved is not None:
+            config = configs.resumed(saved.config, config)
+            configs.check_resumable(saved.config, config, run_dir / BEST)
+        splits = open_splits(config, processes)
+        prints = splits.fingerprints
+        identity = Identity(processes.world, **prints, classes=tuple(splits.classes))
+        if saved is not None:
+            state.check(saved.identity, identity)
+        config = batch_size.resolve(
+            config, splits.classes, len(splits.train), processes, console.say
+        )
+        loaders = create_loaders(config, splits, processes)
         memory = MemoryMeter(processes.device)
         memory.phase("initial")
-        images = open_images(config, processes)
         state.seed_everything(config.run.seed, processes.device)
-        model = create_model(config, images.classes)
-        updates = -(-len(images.train) // config.optim.accumulate)
-        step = create_step(model, config, processes, updates * config.schedule.epochs, console.say)
+        model = create_model(config, splits.classes)
+        updates = -(-len(loaders[0]) // config.optim.accumulate) * config.schedule.epochs
+        step = create_step(model, config, processes, updates, console.say)
         memory.phase("model")
         state.seed_everything(mix_seed(config.run.seed, processes.rank), processes.device)
-        run_dir = resume or _new_run_dir(config, processes)
-        trainer = Trainer(config, run_dir, processes, images, step, memory, stop, console)
-        if content is not None:
-            trainer.restore(content)
-        try:
+        record = Record(config, identity)
+        if saved is not None and content is not None:
+            state.restore(content, step, processes)
+            record.progress, record.rows = saved.progress, saved.rows
+        del content
+        if run_dir is None:
+            made = rundir.create(config, _now(), held) if processes.is_main else None
+            run_dir = processes.from_main(made)
+        trainer = Trainer(record, run_dir, processes, splits, loaders, step, memory, stop, console)
+        with contextlib.closing(trainer), trainer.explaining():
             return trainer.run()
-        except torch.OutOfMemoryError as error:
-            message = batch_size.explain_full_memory(
-                error, config, images.classes, processes, trainer.last_good()
-            )
-            raise TrainingError(message) from error
-        finally:
-            trainer.close()
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now()
 
 
 def create_step(
@@ -131,144 +149,182 @@ def create_step(
     )
 
 
-def _new_run_dir(config: TrainConfig, processes: Processes) -> Path:
-    now = datetime.datetime.now()
-    return processes.from_main(rundir.create(config, now) if processes.is_main else None)
-
-
 class Trainer:
     """One run, from its first or a restored epoch to its end."""
 
     def __init__(
         self,
-        config: TrainConfig,
+        record: Record,
         run_dir: Path,
         processes: Processes,
-        images: Images,
+        splits: Splits,
+        loaders: tuple[Loader, Loader],
         step: TrainingStep,
         memory: MemoryMeter,
         stop: StopRequest,
         console: Console,
     ) -> None:
         """Bring the parts together; nothing is written yet."""
-        self.config = config
+        self.record = record
+        self.config, self.progress = record.config, record.progress
         self.run_dir = run_dir
         self.processes = processes
-        self.images = images
+        self.splits = splits
+        self.train_loader, self.val_loader = loaders
         self.step = step
         self.tested = InferenceStep(
-            step.averaged, config.compute, processes.device, say=console.say
+            step.averaged, self.config.compute, processes.device, say=console.say
         )
         self.memory = memory
         self.stop = stop
-        self.progress = Progress()
-        self.identity = Identity(processes.world, images.fingerprint, images.classes)
-        self.losses = Losses(config, len(images.classes), processes.rank)
+        self.losses = Losses(self.config, len(splits.classes), processes.rank)
         self.throughput = ThroughputMeter(processes.device)
         self.console = console
         self.tally = Tally()
         self.log: RunLog | None = None
-        self._resumed = False
-        self._started_s = self._saved_s = time.monotonic()
-
-    def restore(self, content: dict[str, Any]) -> None:
-        """Take over a loaded state.
-
-        Raises:
-            ConfigError: It belongs to other data or another number of processes.
-        """
-        self.progress = state.restore(content, self.step, self.identity, self.processes)
-        self._started_s -= self.progress.elapsed_s
-        self._resumed = True
+        self._resumed_at = self._saved_update = record.progress.update
+        self._saved_s = time.monotonic()
+        self._started_s = self._saved_s - record.progress.elapsed_s
 
     def run(self) -> TrainResult:
         """Train the epochs that remain and evaluate the best checkpoint."""
-        self._open_log()
-        epochs = self.config.schedule.epochs
+        self._introduce()
+        finished = any(row["phase"] == "final" for row in self.record.rows)
+        if self.processes.is_main and not finished:
+            self._open_log()
         stopped_by = 0
-        while self.progress.epoch < epochs and not stopped_by:
+        while self.progress.epoch < self.config.schedule.epochs and not stopped_by:
             stopped_by = self._train_epoch()
             if not stopped_by:
                 self._finish_epoch()
-                stopped_by = self._poll()[0]
         metrics = None if stopped_by else self._finish_run()
         if stopped_by:
-            self._say_stopped(stopped_by)
+            self.console.say(
+                f"stopped by {signal.Signals(stopped_by).name} after update {self.progress.update},"
+                f" saved; go on with: --resume {self.run_dir}"
+            )
         best_epoch, last_score = self.progress.best_epoch, self.progress.last_score
         return TrainResult(self.run_dir, metrics, best_epoch, last_score, stopped_by)
 
     def close(self) -> None:
         """Stop the processes that load images, and write out what the log holds back."""
-        self.images.train.close()
-        self.images.val.close()
+        self.train_loader.close()
+        self.val_loader.close()
         if self.log is not None:
             self.log.close()
 
-    def _open_log(self) -> None:
-        config, progress = self.config, self.progress
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Add to what ends a run where it can be gone on with."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            message = batch_size.explain_full_memory(
+                error, self.config, self.splits.classes, self.processes, self.last_good()
+            )
+            raise TrainingError(message) from error
+        except DataError as error:
+            raise DataError(f"{error}; {self.last_good()}") from error
+        except WriteError as error:
+            message = f"{error}; {self.last_good()}"
+            if self.processes.is_main and not self._has_state() and not self._resumed_at:
+                rundir.discard(self.run_dir)
+            raise WriteError(message) from error
+
+    def last_good(self) -> str:
+        """Where the last checkpoint is, in words."""
+        if not self._has_state():
+            return "there is no checkpoint yet"
+        return (
+            f"the last good checkpoint is {self.run_dir / LAST}, of update {self._saved_update}:"
+            f" go on with --resume {self.run_dir}"
+        )
+
+    def _has_state(self) -> bool:
+        return (self.run_dir / LAST).exists()
+
+    def _introduce(self) -> None:
+        config, splits = self.config, self.splits
         per_update = config.data.resolved_batch_size * config.optim.accumulate
         self.console.say(
-            f"{config.model.model} on {config.data.data}: {self.images.counts[0]} images to train,"
-            f" {self.images.counts[1]} to validate, {len(self.images.classes)} classes;"
+            f"{config.model.model} on {config.data.data}: {len(splits.train)} images to train,"
+            f" {len(splits.val)} to validate, {len(splits.classes)} classes;"
             f" {per_update} images per update on each of {self.processes.world} x"
             f" {self.processes.device}, {per_update * self.processes.world} in all;"
             f" writing to {self.run_dir}"
         )
-        if not self.processes.is_main:
-            return
+        if len(splits.classes) == 1 and not config.labels.multi:
+            self.console.say(
+                f"warning: expected at least 2 classes, got 1 ({splits.classes[0]}): whatever the"
+                " model learns, its loss is 0 and its accuracy 100 %"
+            )
+
+    def _open_log(self) -> None:
+        config, rows = self.config, self.record.rows
         rundir.add_environment(
             self.run_dir,
             env.describe(self.processes.device)
-            | {"processes": self.processes.world, "from_step": progress.update},
+            | {"processes": self.processes.world, "from_step": self.progress.update},
+            self.console.say,
         )
-        until = progress.update if self._resumed else None
-        self.log = RunLog(self.run_dir, until, config.run.tensorboard)
-        for phase in ("initial", "model"):
-            self._row(phase, self.memory.phases[phase])
+        self.log = RunLog(self.run_dir, rows, self.progress.update, config.run.tensorboard)
+        if not rows:
+            for phase in ("initial", "model"):
+                self._row(phase, self.memory.phases[phase])
 
     def _train_epoch(self) -> int:
         """Train the rest of the epoch under way; returns a signal's number if one stopped it."""
-        progress, loader = self.progress, self.images.train
+        progress, loader = self.progress, self.train_loader
         loader.set_epoch(progress.epoch, progress.batch)
         self.throughput.reset()
         self.throughput.start()
         title = f"epoch {progress.epoch + 1}/{self.config.schedule.epochs}"
         with self.console.bar(title, len(loader), progress.batch) as bar:
-            for batch, (images, labels) in enumerate(loader, start=progress.batch):
-                self.throughput.data_ready()
-                is_update = self._pass(batch, images, labels)
-                self.throughput.step(len(images))
-                bar.advance()
-                if not is_update:
-                    continue
-                if progress.update % self.config.run.log_interval == 0:
-                    self._look(bar)
-                stopped_by, save_now = self._poll()
-                if stopped_by or save_now:
+            batches = iter(loader)
+            while True:
+                group, failure = self._fetch(batches)
+                stopped_by, due, failed = self._poll(failure)
+                if stopped_by or failed or (due and progress.update != self._saved_update):
                     self._look(bar)
                     self._save_state()
-                if stopped_by:
-                    return stopped_by
+                if failed:
+                    raise failure or DataError("another process could not read its images")
+                if stopped_by or not group:
+                    break
+                self._update(group, bar)
+                if progress.update % self.config.run.log_interval == 0:
+                    self._look(bar)
             self._look(bar)
-        return 0
+        return stopped_by
 
-    def _pass(self, batch: int, images: Tensor, labels: Tensor) -> bool:
-        """One batch forward and backward; returns whether it completed an update."""
-        progress, batches = self.progress, len(self.images.train)
-        accumulate = self.config.optim.accumulate
-        first = batch - batch % accumulate
-        passes = min(accumulate, batches - first)
-        is_last = batch == first + passes - 1
-        images, labels = self.step.feed(images, labels)
-        number = progress.epoch * batches + batch
-        images, targets, criterion = self.losses.prepare(images, labels, progress.epoch, number)
-        loss, logits = self.step.backward(images, targets, criterion, passes, is_last)
-        self.tally.add(progress.update + 1, loss, logits, labels)
-        if is_last:
-            progress.update += 1
-            self.step.update(progress.update)
-            progress.batch = batch + 1
-        return is_last
+    def _fetch(self, batches: Iterator[Batch]) -> tuple[list[Batch], DataError | None]:
+        """The batches of the next update, none at the epoch's end, or why they cannot be read.
+
+        They are fetched before anything is computed, so that a failure finds all processes, their
+        weights and their random generators between two updates.
+        """
+        try:
+            return list(itertools.islice(batches, self.config.optim.accumulate)), None
+        except DataError as error:
+            return [], error
+
+    def _update(self, group: list[Batch], bar: Bar) -> None:
+        """Forward and backward of each batch, then one update of the weights."""
+        progress = self.progress
+        for images, labels in group:
+            self.throughput.data_ready()
+            number = progress.epoch * len(self.train_loader) + progress.batch
+            progress.batch += 1
+            count, is_last = len(images), images is group[-1][0]
+            images, labels = self.step.feed(images, labels)
+            images, targets, criterion = self.losses.prepare(images, labels, progress.epoch, number)
+            loss, logits = self.step.backward(images, targets, criterion, len(group), is_last)
+            self.tally.add(progress.update + 1, loss, logits, labels)
+            if is_last:
+                progress.update += 1
+                self.step.update(progress.update)
+            self.throughput.step(count)
+            bar.advance()
 
     def _look(self, bar: Bar) -> None:
         """Read the figures of the last batches, stop if they are not finite, and show them."""
@@ -298,12 +354,12 @@ class Trainer:
         if self.log is not None and at_interval:
             self.log.scalars(progress.update, "update", figures)
 
-    def _poll(self) -> tuple[int, bool]:
-        """A signal that any process received, and whether process 0 wants a checkpoint."""
+    def _poll(self, failure: DataError | None) -> tuple[int, bool, bool]:
+        """A signal that any process received, whether process 0 wants a checkpoint, any failure."""
         age_s = time.monotonic() - self._saved_s
-        due = age_s >= self.config.run.checkpoint_interval_s
-        signum, due = self.processes.max(self.stop.signum, due and self.processes.is_main)
-        return int(signum), bool(due)
+        due = self.processes.is_main and age_s >= self.config.run.checkpoint_interval_s
+        signum, *flags = self.processes.max(self.stop.signum, due, failure is not None)
+        return int(signum), bool(flags[0]), bool(flags[1])
 
     def _finish_epoch(self) -> None:
         """Evaluate if it is time, write the epoch's row, and keep the best and the last state."""
@@ -329,7 +385,8 @@ class Trainer:
                 progress.best_epoch = done
                 self._save_best(metrics)
         progress.next_epoch()
-        self._row("train", memory, **figures)
+        if self.log is not None:
+            self._row("train", memory, **figures)
         self.console.say(
             f"epoch {done}/{config.schedule.epochs}  {_format(figures)}  {_short(memory)}"
         )
@@ -340,7 +397,7 @@ class Trainer:
         return evaluate_labels(
             self.config.labels,
             self.tested,
-            self.images.val,
+            self.val_loader,
             self.processes,
             console=self.console,
         )
@@ -354,7 +411,7 @@ class Trainer:
             self.step.averaged,
             path,
             metadata={
-                "classes": self.images.classes,
+                "classes": self.splits.classes,
                 "data": Path(data.data or "").name,
                 "recipe": self.config.recipe,
                 "epoch": self.progress.best_epoch,
@@ -370,15 +427,8 @@ class Trainer:
                 f" {self.last_good()}. Try a lower --lr or --clip-grad"
             )
         self.progress.elapsed_s = time.monotonic() - self._started_s
-        state.save(self.run_dir / LAST, self.step, self.progress, self.identity, self.processes)
-        self._saved_s = time.monotonic()
-
-    def last_good(self) -> str:
-        """Where the last checkpoint is, in words."""
-        path = self.run_dir / LAST
-        return (
-            f"the last good checkpoint is {path}" if path.exists() else "there is no checkpoint yet"
-        )
+        state.save(self.run_dir, self.step, self.record, self.processes)
+        self._saved_s, self._saved_update = time.monotonic(), self.progress.update
 
     def _finish_run(self) -> Metrics | MultiLabelMetrics:
         """Read the best checkpoint back from its file, evaluate it, and show the result."""
@@ -387,8 +437,11 @@ class Trainer:
             load_checkpoint(averaged, self.run_dir / BEST)
         self.processes.share_state(averaged)
         metrics = self._evaluate()
-        memory = self.memory.phase("final")
-        self._row("final", memory, images_per_s=metrics.images_per_s, **metrics.figures())
+        if self.log is not None:
+            memory = self.memory.phase("final")
+            rate = metrics.images_per_s
+            row = self._row("final", memory, images_per_s=rate, **metrics.figures())
+            state.add_row(self.run_dir, row)
         self.console.say(
             f"result: {metrics.summary()} on {metrics.images} images with {self.run_dir / BEST}"
             f" (epoch {self.progress.best_epoch}; after the last epoch"
@@ -397,7 +450,7 @@ class Trainer:
         )
         bad = {
             path
-            for paths in self.processes.gather(set(self.images.train.skipped))
+            for paths in self.processes.gather(set(self.train_loader.skipped))
             for path in paths
         }
         if bad or metrics.skipped:
@@ -406,22 +459,16 @@ class Trainer:
             )
         return metrics
 
-    def _say_stopped(self, signum: int) -> None:
-        self.console.say(
-            f"stopped by {signal.Signals(signum).name} after update {self.progress.update}, saved;"
-            f" go on with: --resume {self.run_dir}"
+    def _row(self, phase: str, memory: MemorySnapshot, **figures: Any) -> dict[str, Any]:
+        assert self.log is not None, "process 0 alone writes rows"
+        return self.log.row(
+            phase=phase,
+            epoch=self.progress.epoch,
+            step=self.progress.update,
+            elapsed_s=time.monotonic() - self._started_s,
+            **memory.to_dict(),
+            **figures,
         )
-
-    def _row(self, phase: str, memory: MemorySnapshot, **figures: Any) -> None:
-        if self.log is not None:
-            self.log.row(
-                phase=phase,
-                epoch=self.progress.epoch,
-                step=self.progress.update,
-                elapsed_s=time.monotonic() - self._started_s,
-                **memory.to_dict(),
-                **figures,
-            )
 
 
 _FORMATS = {
