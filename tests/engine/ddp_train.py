@@ -1,8 +1,7 @@
-"""Started by torchrun: CONFIG [--resume RUN_DIR] [--without-norms] [--kill RANK UPDATE]."""
+"""Started by torchrun: CONFIG [--resume RUN_DIR] [--without-norms] [--kill RANK UPDATE SIGNAL]."""
 
 import argparse
 import os
-import signal
 from pathlib import Path
 
 import torch
@@ -42,13 +41,14 @@ def create_without_norms(*args, **kwargs):
     return model
 
 
-def kill_at(rank, update):
-    """One process alone receives SIGTERM during an update."""
+def kill_at(rank, update, signum):
+    """One process alone receives a signal during an update, if torchrun has not restarted it."""
     original = TrainingStep.update
 
     def updating(self, number):
-        if (int(os.environ["RANK"]), number) == (rank, update):
-            os.kill(os.getpid(), signal.SIGTERM)
+        first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if first and (int(os.environ["RANK"]), number) == (rank, update):
+            os.kill(os.getpid(), signum)
         original(self, number)
 
     TrainingStep.update = updating
@@ -59,7 +59,7 @@ if __name__ == "__main__":
     parser.add_argument("config", type=Path)
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--without-norms", action="store_true")
-    parser.add_argument("--kill", type=int, nargs=2)
+    parser.add_argument("--kill", type=int, nargs=3)
     options = parser.parse_args()
     if options.without_norms:
         resolving.create = create_without_norms

@@ -54,7 +54,7 @@ def test_two_processes_compute_what_one_does_with_the_double_batch(tiny, tmp_pat
     assert "8 images per update on each of 2 x cpu, 16 in all" in done.stdout
     assert done.stdout.count("result: top-1") == 1
     two = tmp_path / "runs" / "two"
-    assert state.load(two / "last.pt")["identity"]["world"] == 2
+    assert state.read(two / "last.pt")[0].identity.world == 2
     expected = tensors_of(one.run_dir)
     for name, tensor in tensors_of(two).items():
         # sums over 2 + 2 images instead of 4, in float32, through 4 updates
@@ -69,15 +69,31 @@ def test_a_signal_to_one_process_stops_all_and_the_run_goes_on_bit_for_bit(tiny,
     whole, stopped = (saved(tiny(name=name), tmp_path) for name in ("whole", "stopped"))
     done = torchrun(SCRIPT, whole)
     assert done.returncode == 0, done.stderr
-    done = torchrun(SCRIPT, stopped, "--kill", 1, 4)
+    done = torchrun(SCRIPT, stopped, "--kill", 1, 4, int(signal.SIGTERM))
     assert done.returncode != 0
     assert "stopped by SIGTERM after update 4, saved" in done.stdout
     assert done.stderr.count("exitcode  : 143") == 2
     run_dir = tmp_path / "runs" / "stopped"
-    assert state.load(run_dir / "last.pt")["progress"]["update"] == 4
+    assert state.read(run_dir / "last.pt")[0].progress.update == 4
     done = torchrun(SCRIPT, stopped, "--resume", run_dir)
     assert done.returncode == 0, done.stderr
     assert_same_run(run_dir, tmp_path / "runs" / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_torchrun_restarts_a_killed_run_which_goes_on_bit_for_bit(tiny, tmp_path, rank):
+    options = {"checkpoint_interval_s": 0.0}
+    whole, killed = (saved(tiny(name=name, **options), tmp_path) for name in ("whole", "killed"))
+    done = torchrun(SCRIPT, whole, "--resume", "auto")
+    assert done.returncode == 0, done.stderr
+    kill = ("--kill", rank, 8, int(signal.SIGKILL))
+    done = torchrun("--max-restarts=1", SCRIPT, killed, "--resume", "auto", *kill)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in (tmp_path / "runs").iterdir() if path.name != "whole"] == [
+        "killed"
+    ]
+    assert_same_run(tmp_path / "runs" / "killed", tmp_path / "runs" / "whole")
 
 
 @pytest.mark.slow
@@ -127,9 +143,9 @@ def test_torchrun_stopped_from_outside_saves_although_it_signals_the_loaders_too
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline_s
             time.sleep(0.1)
-        before = state.load(run_dir / "last.pt")["progress"]["update"]
+        before = state.read(run_dir / "last.pt")[0].progress.update
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=120)
     assert "stopped by SIGTERM after update" in output, output
     assert "DataLoader worker" not in output
-    assert state.load(run_dir / "last.pt")["progress"]["update"] >= before
+    assert state.read(run_dir / "last.pt")[0].progress.update >= before
