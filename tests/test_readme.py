@@ -9,19 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import tyro
 
 from tresnet.checkpoints.published import entries
-from tresnet.cli.bench_report import _around_report
 from tresnet.cli.main import _parse
 from tresnet.engine.command import parse_train
 from tresnet.engine.evaluate_weights import EvalConfig
-from tresnet.measure.rewrites import RewriteSettings, compare_branches, compare_convs
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
-THREE = (ROOT / "docs" / "three-linear-convolutions.md").read_text()
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "zoo.json").read_text())
 DOWNLOADS = "<!-- needs a download -->\n"
 
@@ -77,16 +73,10 @@ def test_tresnet_commands_parse():
         assert dataclasses.is_dataclass(_parse(line)), line
 
 
-def test_report_finds_its_place():
-    before, after = _around_report(ROOT / "README.md")
-    assert "### Benchmarks on a GPU" in before
-    assert after.startswith("\n\n## ")
-
-
-def rows(*header: str, text: str = README) -> list[list[str]]:
+def rows(*header: str) -> list[list[str]]:
     """Cells of the table with these first columns."""
-    start = text.index(f"| {' | '.join(header)} |")
-    lines = text[start:].split("\n\n")[0].splitlines()[2:]
+    start = README.index(f"| {' | '.join(header)} |")
+    lines = README[start:].split("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
@@ -111,18 +101,3 @@ def test_accuracy_table_is_the_manifests():
         if entry.accuracy_source and "results-imagenet.csv" in entry.accuracy_source
     }
     assert quoted == manifest
-
-
-@pytest.mark.slow
-def test_tables_of_rewrites_hold_what_the_benchmarks_count():
-    settings = RewriteSettings(16, 224, rounds=0)
-    counted = [
-        [row.case, f"{row.parameters:,}", f"{row.peak_mib:.1f}", f"{row.macs / 1e9:.3f}"]
-        for row in compare_convs(settings)
-    ]
-    assert [row[:4] for row in rows("ResNet50", "parameters", text=THREE)] == counted
-    loop, merged = compare_branches(RewriteSettings(16, 14, rounds=0))
-    text = " ".join(THREE.split())
-    assert f"need {loop.peak_mib:.1f} MiB for a training step" in text
-    assert f"in a loop and {merged.peak_mib:.1f} MiB merged" in text
-    assert {f"{row.macs / 1e9:.3f}" for row in (loop, merged)} == {"2.004"}

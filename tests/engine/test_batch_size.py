@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.rewrites import LivePeak
 from tests.engine.runs import rows_of
 from tresnet.engine import batch_size, images, train
 from tresnet.engine import config as configs
@@ -18,7 +19,6 @@ from tresnet.engine.resolve import create_model, resolve
 from tresnet.engine.train import create_step
 from tresnet.engine.validate import validate
 from tresnet.errors import ConfigError, DataError, TrainingError
-from tresnet.measure.live import LivePeak
 from tresnet.memory import Device, Fits, Workspaces, present_device
 from tresnet.memory.fit import fits
 from tresnet.memory.plan import make_plan

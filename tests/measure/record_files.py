@@ -13,15 +13,15 @@ def step_row(model, images_per_s, **changes):
         "model": model,
         "batch_size": 256,
         "input_size": 224,
-        "dtype": "bf16",
-        "cast": "autocast",
+        "amp": "bf16",
+        "dtype": None,
         "channels_last": True,
         "compile": "none",
         "norm": None if ":" in model else "abn",
         "fold": False,
         "freeze": False,
         "impl": None,
-        "partitioner": None,
+        "input": "float",
         "status": "ok" if ok else "out_of_memory",
         "error": None if ok else "CUDA out of memory",
         "p50_images_per_s": images_per_s,
@@ -48,7 +48,7 @@ def op_row(contender, gb_per_s, share, **changes):
         "direction": "forward",
         "contender": contender,
         "status": "ok",
-        "note": None,
+        "error": None,
         "ideal_bytes": 10**9,
         "p50_us": 1.0,
         "gb_per_s": gb_per_s,
@@ -60,7 +60,7 @@ def op_row(contender, gb_per_s, share, **changes):
 def content(what, rows, device=GPU, date="2026-01-01T00:00:00+00:00", torch="2.15.0", **settings):
     """A whole record."""
     return {
-        "format": 1,
+        "format": 2,
         "what": what,
         "command": f"tresnet {what.replace('_', ' ', 1)} ...",
         "environment": {

@@ -1,11 +1,15 @@
 """Loaders in turns, on a clock that the loaders themselves move."""
 
+import json
+
 import pytest
 import torch
 
 from tresnet.errors import InputError
 from tresnet.measure import loaders
 from tresnet.measure.loaders import LoaderSettings, compare_loaders
+
+pytestmark = pytest.mark.usefixtures("quick")
 
 SETTINGS = LoaderSettings(batch_size=2, input_size=4, workers=0, rounds=3, batches=4)
 
@@ -30,6 +34,9 @@ class Epoch:
         self.images = torch.zeros(2, 3, 4, 4, dtype=dtype)
         self.batches = batches
 
+    def close(self):
+        """Nothing runs."""
+
     def __iter__(self):
         self.visits.append(self.name)
         slower = self.visits.count(self.name)
@@ -43,23 +50,37 @@ def clock(monkeypatch):
     monkeypatch.setattr(loaders, "HostClock", Clock)
 
 
-def test_rounds_visit_every_loader_and_time_no_warm_up():
-    visits, lines = [], []
-    cases = {"a": Epoch("a", 0.25, visits, torch.uint8), "b": Epoch("b", 0.5, visits)}
-    ours, theirs = compare_loaders(cases, SETTINGS, log=lines.append)
+def compared(folder, **epochs):
+    outcome, record = compare_loaders(
+        {name: lambda epoch=epoch: epoch for name, epoch in epochs.items()},
+        SETTINGS,
+        about={"data": "made up"},
+        output_dir=folder,
+        argv=["tresnet"],
+        log=lambda line: None,
+    )
+    assert json.loads(record.path.read_text())["settings"]["data"] == "made up"
+    return outcome.rows
+
+
+def test_rounds_visit_every_loader_and_time_no_warm_up(tmp_path):
+    visits = []
+    ours, theirs = compared(
+        tmp_path, a=Epoch("a", 0.25, visits, torch.uint8), b=Epoch("b", 0.5, visits)
+    )
     assert visits == ["a", "b", "b", "a", "a", "b"]
-    assert ours.round_images_per_s == [8.0, 4.0, 8 / 3]
-    assert (ours.p50_images_per_s, theirs.p50_images_per_s) == (4.0, 2.0)
-    assert (ours.ratio_to_first, theirs.ratio_to_first) == (1.0, 0.5)
-    assert (ours.dtype, ours.batch_bytes) == ("uint8", 2 * 3 * 4 * 4)
-    assert (theirs.dtype, theirs.batch_bytes) == ("float32", 4 * 2 * 3 * 4 * 4)
-    assert len(lines) == 3
+    assert ours["round_images_per_s"] == [8.0, 4.0, 8 / 3]
+    assert (ours["p50_images_per_s"], theirs["p50_images_per_s"]) == (4.0, 2.0)
+    assert (ours["ratio_to_first"], theirs["ratio_to_first"]) == (1.0, 0.5)
+    assert (ours["dtype"], ours["batch_bytes"]) == ("uint8", 2 * 3 * 4 * 4)
+    assert (theirs["dtype"], theirs["batch_bytes"]) == ("float32", 4 * 2 * 3 * 4 * 4)
 
 
 @pytest.mark.parametrize("batches", [0, 7])
-def test_an_epoch_that_is_too_short_is_no_measurement(batches):
-    with pytest.raises(InputError, match=f"an epoch of 8 batches of 2 images, got {batches}"):
-        compare_loaders({"a": Epoch("a", 1.0, [], batches=batches)}, SETTINGS)
+def test_an_epoch_that_is_too_short_is_no_measurement(batches, tmp_path):
+    short, fine = compared(tmp_path, a=Epoch("a", 1.0, [], batches=batches), b=Epoch("b", 1.0, []))
+    assert (short["status"], fine["status"]) == ("failed", "ok")
+    assert f"an epoch of 8 batches of 2 images, got {batches}" in short["error"]
 
 
 def test_settings_are_checked():

@@ -8,7 +8,7 @@ import torch
 from tresnet import env
 from tresnet.errors import InputError
 from tresnet.measure import records
-from tresnet.measure.records import check_directory, public_command, write_record
+from tresnet.measure.records import RecordFile, check_directory, public_command, write_record
 
 
 def write(folder, **changes):
@@ -65,14 +65,26 @@ def test_writers_at_the_same_time_get_a_file_each(tmp_path):
     assert all(json.loads(file.read_text())["what"] == "bench_train" for file in files)
 
 
-def test_failed_write_leaves_nothing(tmp_path, monkeypatch):
+def test_a_record_is_written_again_and_again_whole_or_not_at_all(tmp_path, monkeypatch):
+    record = RecordFile(tmp_path / "new", "bench_ops", device="cpu", settings={}, argv=["tresnet"])
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(InputError, match="got nothing: allow more time"):
+        record.write([])
+    for count in (1, 2):
+        path = record.write([{"op": "abn"}] * count)
+        assert len(json.loads(path.read_text())["rows"]) == count
+    before = path.read_bytes()
+
     def full(path):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(records, "atomic_write", full)
     with pytest.raises(InputError, match=r"No space left on device.*choose another or free"):
-        write(tmp_path)
-    assert list(tmp_path.iterdir()) == []
+        record.write([{"op": "blur"}])
+    assert [one.read_bytes() for one in path.parent.iterdir()] == [before]
+    with pytest.raises(InputError, match="No space left"):
+        write(tmp_path / "other")
+    assert list((tmp_path / "other").iterdir()) == []
 
 
 def test_nan_is_refused(tmp_path):

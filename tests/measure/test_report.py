@@ -1,13 +1,115 @@
-from tests.measure.record_files import CPU, largest_row, op_row, put, step_row
-from tresnet.measure.read_records import read_record, read_records
+"""Records read back, their tables, and their pictures."""
+
+import json
+import os
+import sys
+
+import pytest
+
+from tests.measure.record_files import CPU, GPU, content, largest_row, op_row, put, step_row
+from tresnet.errors import InputError, MissingDependencyError
 from tresnet.measure.report import (
+    draw_pictures,
     largest_table,
+    memory_lines,
     memory_table,
     ops_table,
+    published_top1,
+    read_record,
+    read_records,
     section_markdown,
     sections,
+    speed_points,
     speed_table,
 )
+
+
+def damaged(change, what="bench_train", row=None):
+    record = content(what, [row or step_row("tresnet_m", 10.0)], device=dict(GPU))
+    change(record)
+    return json.dumps(record)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "Expecting property name"),
+        ("[]", "values of another type"),
+        ("{}", "a file without 'format'"),
+        ("", "Expecting value"),
+        ("[" * 100_000, "recursion|deep|nest"),
+        (f'{{"format": {"1" * 5000}}}', "4300 digits|integer string"),
+        (damaged(lambda r: r.update(format=1)), "format 1, not 2"),
+        (damaged(lambda r: r.pop("rows")), "a file without 'rows'"),
+        (damaged(lambda r: r.update(rows=[1])), "values of another type"),
+        (damaged(lambda r: r["rows"][0].pop("model")), "a file without 'model'"),
+        (damaged(lambda r: r["rows"][0].update(batch_size="many")), "row 1: batch_size = 'many'"),
+        (damaged(lambda r: r["rows"][0].update(batch_size=True)), "row 1: batch_size = True"),
+        (damaged(lambda r: r["environment"].update(device="cpu")), "values of another type"),
+        (damaged(lambda r: r["environment"]["packages"].clear()), "a file without 'torch'"),
+        (damaged(lambda r: r["environment"].update(date_utc="yesterday")), "yesterday"),
+        (damaged(lambda r: r["environment"]["device"].pop("name")), "a file without 'name'"),
+        (damaged(lambda r: r["environment"]["device"].update(power_limit_w="much")), "format code"),
+        (
+            damaged(lambda r: r["rows"][0].update(p50_images_per_s=float("nan"))),
+            "NaN for a number",
+        ),
+        (
+            damaged(lambda r: r["rows"][0].update(max_allocated_mib=-1)),
+            "row 1: max_allocated_mib = -1",
+        ),
+        (
+            damaged(lambda r: r["rows"][0].update(p50_images_per_s=10**400)),
+            "row 1: p50_images_per_s = 1000",
+        ),
+        (
+            damaged(lambda r: r["rows"][0].update(round_p50_images_per_s=[1.0, 0.0])),
+            r"row 1: round_p50_images_per_s = \[1.0, 0.0\]",
+        ),
+        (
+            damaged(lambda r: r["rows"][0].update(round_p50_images_per_s=["fast"])),
+            "values of another type",
+        ),
+        (
+            damaged(
+                lambda r: r["rows"][0].update(shape=None), "bench_ops", op_row("copy", 1.0, 1.0)
+            ),
+            "row 1: shape = None",
+        ),
+    ],
+)
+def test_damaged_records_are_named_and_the_others_read(tmp_path, text, message):
+    put(tmp_path, "sound", "bench_train", [step_row("tresnet_m", 10.0)])
+    (tmp_path / "damaged.json").write_text(text)
+    expected = rf"damaged\.json: expected a sound record, got .*({message})"
+    with pytest.raises(InputError, match=expected):
+        read_records(tmp_path)
+    told = []
+    (record,) = read_records(tmp_path, lambda error: told.append(str(error)))
+    assert record.name == "sound.json"
+    assert len(told) == 1
+    (tmp_path / "sound.json").unlink()
+    with pytest.raises(InputError, match=rf"expected records .*{expected}"):
+        read_records(tmp_path, told.append)
+
+
+def test_what_is_no_record_at_all(tmp_path):
+    with pytest.raises(InputError, match="expected a folder of records"):
+        read_records(tmp_path / "none")
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(InputError, match=r"expected records \(\*\.json\) in .*, found none"):
+        read_records(tmp_path)
+    (tmp_path / "x.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match=r"x\.json: expected a sound record, got 'utf-8' codec"):
+        read_records(tmp_path)
+
+
+def test_oldest_first_and_devices_by_name_and_power(tmp_path):
+    put(tmp_path, "a", "bench_train", [], date="2026-03-01T00:00:00+00:00")
+    put(tmp_path, "b", "bench_train", [], date="2026-02-01T00:00:00+00:00", device=CPU)
+    first, second = read_records(tmp_path)
+    assert (first.name, first.device, first.on_gpu) == ("b.json", "CPU: Test CPU, 2 threads", False)
+    assert (second.name, second.device) == ("a.json", "Test GPU 80GB at 700 W")
 
 
 def cells(table):
@@ -26,8 +128,8 @@ def record_of(tmp_path, what, rows, **keywords):
 def test_each_contender_at_its_best(tmp_path):
     rows = [
         step_row("tresnet_m", 100.0),
-        step_row("tresnet_m", 120.0, batch_size=128, compile="default", partitioner="aggressive"),
-        step_row("tresnet_m", 30.0, norm="inplace_abn", dtype="fp16"),
+        step_row("tresnet_m", 120.0, batch_size=128, compile="default", recompute="outputs"),
+        step_row("tresnet_m", 30.0, norm="inplace_abn", amp="fp16"),
         step_row("timm:tresnet_m", 60.0, max_allocated_mib=2345.6),
         step_row("timm:tresnet_m", 50.0, compile="default"),
         step_row("torchvision:resnet50", None),
@@ -41,7 +143,7 @@ def test_each_contender_at_its_best(tmp_path):
         "timm:tresnet_m",
         "torchvision:resnet50",
     ]
-    settings = "bf16, autocast, abn, channels_last, compile default, partitioner aggressive, 224 px"
+    settings = "amp bf16, norm abn, recompute outputs, channels_last, compile default, 224 px"
     assert lines[0][1:] == [settings, "2", "128", "120", "1.00", "1,000"]
     assert lines[1][4:6] == ["30.0", "4.00"]
     assert lines[2][3:] == ["256", "60.0", "2.00", "2,346"]
@@ -54,7 +156,7 @@ def test_a_model_fed_bytes_is_a_contender_of_its_own(tmp_path):
     rows = [step_row("tresnet_m", 100.0), step_row("tresnet_m", 120.0, input="uint8")]
     lines = cells(speed_table(record_of(tmp_path, "bench_train", rows)))[1:]
     assert [line[0] for line in lines] == ["tresnet_m", "tresnet_m on uint8"]
-    assert "uint8 input" in lines[1][1]
+    assert "input uint8" in lines[1][1]
 
 
 def test_ratios_are_of_the_same_rounds_where_cases_took_turns(tmp_path):
@@ -71,6 +173,14 @@ def test_ratios_are_of_the_same_rounds_where_cases_took_turns(tmp_path):
     rows[2]["round_p50_images_per_s"] = [50.0, 50.0, 20.0]
     in_turns = speed_table(record_of(tmp_path, "bench_train", rows))
     assert [line[5] for line in cells(in_turns)[1:]] == ["1.00", "2.00", "2.00"]
+
+
+def test_ratios_are_of_our_first_model_wherever_it_stands(tmp_path):
+    """The baseline is measured first."""
+    rows = [step_row("timm:tresnet_m", 50.0), step_row("tresnet_m", 100.0)]
+    header, *lines = cells(speed_table(record_of(tmp_path, "bench_train", rows)))
+    assert header[5] == "tresnet_m ÷ it"
+    assert [line[5] for line in lines] == ["2.00", "1.00"]
 
 
 def test_without_figures_of_the_first_there_are_no_ratios(tmp_path):
@@ -133,7 +243,7 @@ def test_operations(tmp_path):
     rows = [
         op_row("copy", 2500.0, 1.0),
         op_row("eager", 1000.0, 0.4),
-        op_row("triton", None, None, status="left_out", note="no GPU"),
+        op_row("triton", None, None, status="left_out", error="no GPU"),
         op_row("copy", 2500.0, 1.0, direction="backward"),
     ]
     table = ops_table(record_of(tmp_path, "bench_ops", rows))
@@ -163,7 +273,7 @@ def test_devices_and_versions_never_mix(tmp_path):
     throttled = {"type": "cuda", "name": "Test GPU 80GB", "power_limit_w": 400.0}
     put(tmp_path, "throttled", "bench_train", rows, device=throttled)
     found = sections(read_records(tmp_path))
-    assert [(one.title, [record.name for record in one.records]) for one in found] == [
+    assert [(one[0].title, [record.name for record in one]) for one in found] == [
         ("Test GPU 80GB at 400 W, PyTorch 2.15.0", ["throttled.json"]),
         ("Test GPU 80GB at 700 W, PyTorch 2.14.0", ["old.json"]),
         ("Test GPU 80GB at 700 W, PyTorch 2.15.0", ["new.json", "new_infer.json"]),
@@ -183,3 +293,102 @@ def test_every_table_names_its_record(tmp_path):
     for table, name in zip(tables, ("one", "two"), strict=True):
         assert f"Record: `{name}.json` (2026-01-01T00:00:00+00:00), `tresnet bench " in table
     assert "empty.json" not in text
+
+
+ROWS = [
+    step_row("tresnet_m", 100.0, batch_size=64, max_allocated_mib=500.0),
+    step_row("tresnet_m", 120.0, batch_size=128, max_allocated_mib=900.0),
+    step_row("timm:resnet50", 70.0),
+    step_row("torchvision:resnet50", 80.0),
+    step_row("timm:tresnet_m", None),
+]
+
+
+def section_of(folder):
+    (section,) = sections(read_records(folder))
+    return section
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "expected"),
+    [
+        ("tresnet_m", 224, {"tresnet_m.miil_in1k": 80.816, "tresnet_m.miil_in21k_ft_in1k": 83.09}),
+        ("timm:tresnet_m", 448, {"tresnet_m.miil_in1k_448": 81.71}),
+        ("torchvision:resnet50", 224, {"resnet50.IMAGENET1K_V2": 80.858}),
+        ("torchvision:resnet50", 160, {}),
+        ("timm:resnet50", 224, {}),
+    ],
+)
+def test_accuracy_is_as_published(model, size, expected):
+    assert published_top1(model, size) == expected
+
+
+def test_points_are_best_speeds_at_published_accuracies(tmp_path):
+    put(tmp_path, "train", "bench_train", ROWS)
+    section = section_of(tmp_path)
+    found = [
+        (row["model"], row["p50_images_per_s"]) for row, _ in speed_points(section, "bench_train")
+    ]
+    assert found == [
+        ("tresnet_m", 120.0),
+        ("timm:resnet50", 70.0),
+        ("torchvision:resnet50", 80.0),
+    ]
+    assert speed_points(section, "bench_infer") == []
+
+
+def test_the_newest_record_of_a_contender_counts(tmp_path):
+    for name, speed, day in (("old", 200.0, "01"), ("new", 100.0, "02")):
+        date = f"2026-01-{day}T00:00:00+00:00"
+        put(tmp_path, name, "bench_train", [step_row("tresnet_l", speed)], date=date)
+    ((row, record),) = speed_points(section_of(tmp_path), "bench_train")
+    assert (row["p50_images_per_s"], record) == (100.0, "new.json")
+
+
+def test_a_later_record_of_a_single_setting_is_not_a_contenders_best(tmp_path):
+    """benchmarks/gpu.sh measures memory, eagerly, after the comparison of all settings."""
+    compiled = step_row("timm:tresnet_m", 150.0, compile="default")
+    put(tmp_path, "all", "bench_train", [compiled, step_row("timm:tresnet_m", 100.0)])
+    rows = [step_row("timm:tresnet_m", speed, batch_size=int(speed)) for speed in (98.0, 99.0)]
+    put(tmp_path, "memory", "bench_train", rows, date="2026-02-01T00:00:00+00:00")
+    ((row, record),) = speed_points(section_of(tmp_path), "bench_train")
+    assert (row["p50_images_per_s"], record) == (150.0, "all.json")
+
+
+def test_memory_over_batches_is_of_one_record(tmp_path):
+    put(tmp_path, "a", "bench_train", ROWS)
+    one = step_row("tresnet_m", 90.0, batch_size=256, max_allocated_mib=5000.0)
+    put(tmp_path, "b", "bench_train", [one], date="2026-02-01T00:00:00+00:00")
+    found = memory_lines(section_of(tmp_path))
+    lines = {label.partition(",")[0]: line for label, line in found.items()}
+    assert lines.keys() == {"tresnet_m", "timm:resnet50", "torchvision:resnet50"}
+    assert lines["tresnet_m"] == ({64: 500.0, 128: 900.0}, "a.json")
+
+
+def test_pictures_are_drawn_and_marked(tmp_path):
+    pytest.importorskip("matplotlib")
+    put(tmp_path, "train", "bench_train", ROWS, device=CPU)
+    speed, memory = draw_pictures(section_of(tmp_path), tmp_path, "svg")
+    assert speed.name == "speed_cpu-test-cpu-2-threads-torch2.15.0.svg"
+    assert memory.name == "memory_cpu-test-cpu-2-threads-torch2.15.0.svg"
+    for path in (speed, memory):
+        text = path.read_text()
+        assert text.startswith("<?xml")
+        assert "<!-- CPU: Test CPU, 2 threads, PyTorch 2.15.0 -->" in text
+        assert "<!-- records: train.json" in text
+    assert "<!-- tresnet_m.miil_in1k -->" in speed.read_text()
+    before = speed.read_bytes()
+    draw_pictures(section_of(tmp_path), tmp_path, "svg")
+    assert speed.read_bytes() == before
+
+
+def test_without_figures_there_is_no_picture(tmp_path):
+    put(tmp_path, "train", "bench_train", [step_row("tresnet_m", None)])
+    assert draw_pictures(section_of(tmp_path), tmp_path, "png") == []
+
+
+def test_pictures_need_matplotlib(tmp_path, monkeypatch):
+    put(tmp_path, "train", "bench_train", ROWS)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'tresnet\[plot\]'"):
+        draw_pictures(section_of(tmp_path), tmp_path, "png")

@@ -1,6 +1,6 @@
 """The loaders that `tresnet bench loader` compares, and images to load where there are none."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -117,6 +117,20 @@ def our_loader(
         transform = eval_transform(EvalTransform(size=size), dtype=dtype)
     dataset = Repeated(open_folder(root, split, transform), length)
     return create_loader(dataset, batch_size, training=training, workers=workers)
+
+
+def loaders_in(root: Path, split: Split, **shared: int) -> dict[str, Callable[[], Any]]:
+    """What opens each of the loaders that are compared; `shared` is what `TimmLoader` takes.
+
+    Raises:
+        DataError: there are no images at `root`/`split`.
+    """
+    our_loader(root, split, torch.uint8, **shared).close()  # complain before anything is measured
+    return {
+        "tresnet, uint8": lambda: our_loader(root, split, torch.uint8, **shared),
+        "tresnet, float": lambda: our_loader(root, split, torch.float32, **shared),
+        "timm, float": lambda: TimmLoader(root, split, **shared),
+    }
 
 
 def write_jpegs(root: Path, split: Split, count: int = JPEGS) -> None:

@@ -1,223 +1,240 @@
-"""What a benchmark compares: a case is one model with every setting that changes its speed."""
+"""What a benchmark of models compares: a case is one model with every setting that changes its speed."""
 
 import dataclasses
 import functools
+import math
+import types
+import typing
 from collections.abc import Sequence
+from typing import Any
 
-import torch
+from tresnet.errors import InputError, MissingDependencyError
 
-from tresnet.errors import InputError
-from tresnet.measure.macs import without_computing
-from tresnet.models.named import (
-    build_named,
-    check_name,
-    default_input_shape,
-    split_name,
-)
-from tresnet.models.tresnet import RECOMPUTE
-from tresnet.ops.abn import IMPLS
-from tresnet.steps.compiled import TRAINING_PARTITIONER
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-CASTS = ("autocast", "pure")
 INPUTS = ("float", "uint8")
-COMPILE_MODES = (
-    "none",
-    "default",
-    "reduce-overhead",
-    "max-autotune",
-    "max-autotune-no-cudagraphs",
-)
-NORMS = ("abn", "batchnorm", "inplace_abn")
 _MOST = 2**31 - 1  # more images or pixels overflow what PyTorch counts in
-# What the compiler's partitioner is told while it divides a step into forward and backward.
-PARTITIONERS = {"aggressive": TRAINING_PARTITIONER}
+_OURS_ALONE = ("norm", "impl", "pad", "jit", "fold")
+_TRAINING_ALONE = (
+    *("recompute", "grad_checkpointing", "cuda_graph"),
+    *("opt", "ema_decay", "clip_grad", "accumulate"),
+)
+_INFERENCE_ALONE = ("dtype", "fold", "freeze")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CaseSettings:
+    """The settings of a case, named as in train.py, eval.py and `tresnet.create`.
+
+    The text under a field is its help on the command line.
+    """
+
+    input_size: int | None = None
+    """Side of the square image in pixels; by default each model's own."""
+    norm: str | None = None
+    """Norm of our models: abn (the default), batchnorm or inplace_abn; others have their own."""
+    impl: str | None = None
+    """Whose kernels our models run: auto (the default), triton or reference."""
+    recompute: str | None = None
+    """What backward rebuilds instead of keeping: none, activations (the default of ours) or outputs. A
+    compiled model of others takes none (its default) or activations."""
+    pad: bool = False
+    """Pad the channels of our models to multiples of 8."""
+    jit: bool = False
+    """Run the helper functions of our models as TorchScript."""
+    grad_checkpointing: bool = False
+    """Compute the activations of whole blocks a second time in backward."""
+    fold: bool | None = None
+    """Fold batch norms into convolutions, in inference of our models; by default they are."""
+    amp: str | None = None
+    """Autocast: off, bf16 or fp16 (with a gradient scaler). By default bf16 in training on a GPU."""
+    dtype: str | None = None
+    """Type of the weights in inference: fp32, bf16 or fp16. By default bf16 on a GPU, without amp."""
+    channels_last: bool = False
+    """Store images and weights channels last."""
+    compile: str = "none"
+    """Mode of torch.compile: default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs; none
+    is eager."""
+    freeze: bool = False
+    """Compile the weights in as constants, in inference."""
+    cuda_graph: bool = False
+    """Replay forward and backward of a training step as a CUDA graph."""
+    layout_opt: bool = False
+    """Compile with Inductor's layout optimisation forced (TORCHINDUCTOR_FORCE_LAYOUT_OPT=1): without it
+    PyTorch 2.12 and later may lose channels_last in backward."""
+    opt: str = "sgd"
+    """Optimizer, by timm's name."""
+    ema_decay: float = 0.0
+    """Share of the weights' moving average kept at each update; 0 for no average."""
+    clip_grad: float | None = None
+    """Largest norm of the gradients."""
+    accumulate: int = 1
+    """Forward and backward passes of an update, each of `batch_size` images."""
+    input: str = "float"
+    """What a step is fed: float images in [0, 1], or uint8 ones. Our channels-last stem reads bytes as
+    they are; others divide by 255 within the step."""
 
 
 @dataclasses.dataclass(frozen=True)
-class BenchCase:
+class BenchCase(CaseSettings):
     """One model and its settings.
 
     Attributes:
         model: ours, `timm:NAME` or `torchvision:NAME`.
-        batch_size: images a step.
-        input_size: side of the square input in pixels; None takes the model's own.
-        dtype: fp32, bf16 or fp16; 16-bit training keeps fp32 weights.
-        cast: how a 16-bit dtype is reached: `autocast` (weights fp32, operators choose) or `pure`
-            (weights and input converted; inference only). None means autocast in training and pure
-            in inference. Without effect for fp32.
-        channels_last: memory format of weights and input.
-        compile: a mode of torch.compile, or `none` for eager.
-        norm: our models' norm, None for `abn`; peers have no choice.
-        fold: our model folded by `tresnet.surgery.fold`; inference only.
-        freeze: compile the weights in as constants (Inductor's freezing, which packs them for the
-            device and fuses activations into convolutions); compiled inference only.
-        impl: how our norm `abn` runs: auto, reference, recompute or triton; None leaves the model
-            as it was built.
-        partitioner: what a compiled training step recomputes in backward: `aggressive` is
-            what `tresnet.models.compiled.compile_model` does; None is PyTorch's default.
-        pad: our model's channels padded to multiples of 8 (`tresnet.surgery.pad_channels`), which
-            `fold` does anyway.
-        recompute: what backward rebuilds, as `TResNet.set_recompute` takes it; None leaves the model
-            as it was built. Training with our norm `abn` only.
-        input: `float` images in [0, 1], or `uint8` ones, as a loader of bytes feeds them. Bytes go into
-            our stem as they are where the case is channels_last; else, and for peers, dividing by
-            255 is the first thing in the step (and compiled with it).
+        batch_size: images of a forward pass.
     """
 
-    model: str
+    model: str = ""
     batch_size: int = 64
-    input_size: int | None = None
-    dtype: str = "bf16"
-    cast: str | None = None
-    channels_last: bool = False
-    compile: str = "none"
-    norm: str | None = None
-    fold: bool = False
-    freeze: bool = False
-    impl: str | None = None
-    partitioner: str | None = None
-    pad: bool = False
-    recompute: str | None = None
-    input: str = "float"
 
-    def checked(self, training: bool) -> "BenchCase":
-        """The case with `cast` and `norm` filled in; one of ours is sure to build and run.
+    @property
+    def ours(self) -> bool:
+        """Whether the model is one of this package."""
+        from tresnet.models.named import split_name
+
+        return split_name(self.model)[0] == "tresnet"
+
+    def checked(self, training: bool, on_gpu: bool = False) -> "BenchCase":
+        """The case with every default filled in; one of ours is sure to build and run.
 
         Raises:
-            InputError: a value out of range, an unknown model, an input size it cannot take, or
-                `pure` in training.
-            MissingDependencyError: norm `inplace_abn` without the package.
+            InputError: a value out of range, an unknown model, an input size it cannot take, or a
+                setting that does not apply.
         """
+        from tresnet.models.named import check_name
+
         check_name(self.model)
-        ours = split_name(self.model)[0] == "tresnet"
-        if self.norm is not None and not ours:
-            raise InputError(f"expected no norm for {self.model}, got {self.norm!r}: only ours has")
-        self._check_rewrites(training, ours)
+        self._check_what_applies(training)
+        amp = self.amp or ("bf16" if on_gpu and training else "off")
+        dtype = self.dtype or ("bf16" if on_gpu and amp == "off" else "fp32")
         case = dataclasses.replace(
             self,
-            cast=self._resolved_cast(training),
-            norm=(self.norm or "abn") if ours else None,
+            amp=amp,
+            dtype=None if training else dtype,
+            norm=(self.norm or "abn") if self.ours else None,
+            fold=False if training or not self.ours else self.fold is not False,
         )
-        for field, value, choices in (
-            ("dtype", case.dtype, tuple(DTYPES)),
-            ("compile", case.compile, COMPILE_MODES),
-            ("norm", case.norm, NORMS),
-            ("impl", case.impl, IMPLS),
-            ("partitioner", case.partitioner, tuple(PARTITIONERS)),
-            ("input", case.input, INPUTS),
-        ):
-            if value is not None and value not in choices:
-                raise InputError(f"expected {field} out of {', '.join(choices)}, got {value!r}")
-        for field, size in (("batch size", case.batch_size), ("input size", case.input_size)):
-            if size is not None and not 1 <= size <= _MOST:
-                least = "at least 1" if size < 1 else f"at most {_MOST}"
-                raise InputError(f"expected {field} of {least}, got {size}")
-        case._check_impl()
-        case._check_partitioner(training)
-        if case.norm is not None:
-            _rehearse(case.model, case.norm, case.input_size, case.impl)
+        case._check_values()
+        if case.ours:
+            _rehearse(case.model, case.input_size, **_model_options(case))
         return case
 
-    def _check_impl(self) -> None:
-        if self.impl is not None and self.norm != "abn":
-            raise InputError(
-                f"expected no impl for {self.model} with norm {self.norm}, got {self.impl!r}: "
-                "only our norm 'abn' has several"
-            )
-
-    def _check_partitioner(self, training: bool) -> None:
-        if self.partitioner is not None and (not training or self.compile == "none"):
-            raise InputError(
-                f"expected a compiled training step with partitioner={self.partitioner} for "
-                f"{self.model}, got {'training' if training else 'inference'} with "
-                f"compile={self.compile}"
-            )
-
-    def _check_rewrites(self, training: bool, ours: bool) -> None:
-        if self.recompute is not None:
-            if not (training and ours and self.norm in (None, "abn")):
+    def _check_what_applies(self, training: bool) -> None:
+        where = "inference" if training else "training"
+        for name in _INFERENCE_ALONE if training else _TRAINING_ALONE:
+            if getattr(self, name) != _DEFAULTS[name]:
                 raise InputError(
-                    f"expected no recompute for {self.model}, got {self.recompute!r}: only the norm "
-                    "'abn' of ours has a choice, in training"
+                    f"expected no {name} for {self.model}, got {getattr(self, name)!r}: it is for "
+                    f"{where}"
                 )
-            if self.recompute not in RECOMPUTE:
+        for name in _OURS_ALONE if not self.ours else ():
+            if getattr(self, name) not in (_DEFAULTS[name], False):
                 raise InputError(
-                    f"expected recompute out of {', '.join(RECOMPUTE)}, got {self.recompute!r}"
+                    f"expected no {name} for {self.model}, got {getattr(self, name)!r}: only our "
+                    "models have one"
                 )
-        for field in ("fold", "freeze"):
-            if training and getattr(self, field):
-                raise InputError(f"expected {field}=false in training, got true for {self.model}")
-        for field in ("fold", "pad"):
-            if getattr(self, field) and not ours:
+        for name in ("freeze", "layout_opt", *(() if self.ours else ("recompute",))):
+            if getattr(self, name) and self.compile == "none":
                 raise InputError(
-                    f"expected {field}=false for {self.model}, got true: only ours can"
+                    f"expected a compile mode with {name}={_text(getattr(self, name))} for "
+                    f"{self.model}, got none"
                 )
-        if self.freeze and self.compile == "none":
-            raise InputError(f"expected a compile mode with freeze=true for {self.model}, got none")
 
-    def _resolved_cast(self, training: bool) -> str | None:
-        if self.cast is not None and self.cast not in CASTS:
-            raise InputError(f"expected cast out of {', '.join(CASTS)}, got {self.cast!r}")
-        if self.dtype == "fp32":
-            return None
-        if training and self.cast == "pure":
-            raise InputError(
-                "expected cast autocast in training, got 'pure': 16-bit weights lose small updates"
-            )
-        return self.cast or ("autocast" if training else "pure")
+    def _check_values(self) -> None:
+        from tresnet.models.tresnet import RECOMPUTE
+        from tresnet.steps.settings import AMP_DTYPES, COMPILE_MODES, DTYPES
+
+        choices: dict[str, Sequence[str]] = {
+            "amp": tuple(AMP_DTYPES),
+            "dtype": tuple(DTYPES),
+            "compile": COMPILE_MODES,
+            "recompute": tuple(RECOMPUTE) if self.ours else ("none", "activations"),
+            "input": INPUTS,
+        }
+        for name, known in choices.items():
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise InputError(f"expected {name} out of {', '.join(known)}, got {value!r}")
+        for name, most in (("batch_size", _MOST), ("input_size", _MOST), ("accumulate", _MOST)):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= most:
+                least = "at least 1" if value < 1 else f"at most {most}"
+                raise InputError(f"expected {name.replace('_', ' ')} of {least}, got {value}")
+        if not 0 <= self.ema_decay < 1:
+            raise InputError(f"expected ema_decay in [0, 1), got {self.ema_decay}")
+        if self.clip_grad is not None and not 0 < self.clip_grad < math.inf:
+            raise InputError(f"expected clip_grad above 0, got {self.clip_grad}")
 
     def label(self) -> str:
-        """The case in one short line, for progress and tables."""
-        parts = [self.model, f"batch {self.batch_size}", self.dtype]
-        if self.input != "float":
-            parts.append(f"{self.input} input")
-        if self.cast is not None:
-            parts.append(self.cast)
-        if self.norm is not None:
-            parts.append(self.norm)
-        if self.impl is not None:
-            parts.append(f"impl {self.impl}")
-        if self.recompute is not None:
-            parts.append(f"recompute {self.recompute}")
-        if self.fold:
-            parts.append("folded")
-        if self.pad:
-            parts.append("padded")
-        if self.channels_last:
-            parts.append("channels_last")
-        if self.compile != "none":
-            parts.append(f"compile {self.compile}" + (" freeze" if self.freeze else ""))
-        if self.partitioner is not None:
-            parts.append(f"partitioner {self.partitioner}")
+        """The case in one short line: what differs from the defaults."""
+        parts = [self.model, f"batch {self.batch_size}"]
+        if self.amp is not None:
+            parts.append(self.dtype or "fp32" if self.amp == "off" else f"amp {self.amp}")
+        for field in dataclasses.fields(CaseSettings):
+            name, value = field.name, getattr(self, field.name)
+            if name in ("input_size", "amp", "dtype") or value in (
+                None,
+                _DEFAULTS[name],
+                False,
+            ):
+                continue
+            parts.append(name if value is True else f"{name} {value}")
         return ", ".join(parts)
 
 
+_DEFAULTS: dict[str, Any] = {
+    field.name: field.default for field in dataclasses.fields(CaseSettings)
+}
+
+
+def _model_options(case: BenchCase) -> dict[str, Any]:
+    """What a model of ours is built with."""
+    names = ("norm", "impl", "recompute", "pad", "jit")
+    return {name: getattr(case, name) for name in names}
+
+
+def build(case: BenchCase) -> Any:
+    """The model of a case, with random weights, on the CPU.
+
+    Raises:
+        MissingDependencyError: norm `inplace_abn` without that package.
+    """
+    from tresnet.models.named import build_named
+
+    return build_named(case.model, **(_model_options(case) if case.ours else {}))
+
+
 @functools.cache
-def _rehearse(model: str, norm: str, input_size: int | None, impl: str | None) -> None:
+def _rehearse(model: str, input_size: int | None, **options: Any) -> None:
     """Let one of our models complain before anything was measured, not after half an hour."""
+    import torch
+
+    from tresnet.measure.macs import without_computing
+    from tresnet.models.named import build_named, default_input_shape
+
     with without_computing():
-        built = build_named(model, norm=norm)
-        if impl is not None:
-            built.set_impl(impl)  # pyright: ignore[reportCallIssue]
+        try:
+            built = build_named(model, **options)
+        except MissingDependencyError:  # its row will say so
+            return
         size = default_input_shape(built)[-1] if input_size is None else input_size
         built.check_input(torch.empty(1, 3, size, size))  # pyright: ignore[reportCallIssue]
 
 
-def parse_case(text: str, defaults: BenchCase) -> BenchCase:
+def parse_case(text: str, defaults: CaseSettings, batch_size: int = 64) -> BenchCase:
     """`timm:resnet50@compile=default,batch_size=128` to a case; `defaults` gives the rest.
 
-    The norm of `defaults` is for our models alone.
+    What only our models have is taken from `defaults` for them alone.
 
     Raises:
         InputError: an option that is not of the form key=value, an unknown or repeated key, a bad
             value.
     """
     model, _, options = text.partition("@")
-    ours = split_name(model)[0] == "tresnet"
-    case = dataclasses.replace(defaults, model=model, norm=defaults.norm if ours else None)
-    kinds = {field.name: field.type for field in dataclasses.fields(BenchCase)}
-    del kinds["model"]
+    shared = {name: getattr(defaults, name) for name in _DEFAULTS}
+    case = BenchCase(model=model, batch_size=batch_size, **shared)
+    if not case.ours:
+        own = {name: _DEFAULTS[name] for name in (*_OURS_ALONE, "recompute")}
+        case = dataclasses.replace(case, **own)
+    kinds = {**typing.get_type_hints(CaseSettings), "batch_size": int}
     changes: dict[str, object] = {}
     for option in filter(None, options.split(",")):
         key, equals, value = option.partition("=")
@@ -227,34 +244,44 @@ def parse_case(text: str, defaults: BenchCase) -> BenchCase:
             )
         if key in changes:
             raise InputError(f"expected {key}= once for {model}, got it again as {option!r}")
-        changes[key] = _parse_value(key, value)
+        changes[key] = _parse_value(key, value, kinds[key])
     return dataclasses.replace(case, **changes)
 
 
 def parse_cases(
-    texts: Sequence[str], defaults: BenchCase, batch_sizes: Sequence[int]
+    texts: Sequence[str], defaults: CaseSettings, batch_sizes: Sequence[int]
 ) -> list[BenchCase]:
     """Every model at every batch size; a model with its own `batch_size=` appears once."""
+    if not texts:
+        raise InputError("expected at least one model to measure, got none")
     if not batch_sizes:
         raise InputError("expected at least one batch size, got none")
     cases: list[BenchCase] = []
     for text in texts:
         sizes = batch_sizes[:1] if "batch_size=" in text else batch_sizes
-        cases += [
-            parse_case(text, dataclasses.replace(defaults, batch_size=size)) for size in sizes
-        ]
+        cases += [parse_case(text, defaults, size) for size in sizes]
     return cases
 
 
-def _parse_value(key: str, value: str) -> object:
+def _parse_value(key: str, value: str, kind: Any) -> object:
     if not value:
         raise InputError(f"expected a value after {key}=, got none")
-    if key in ("batch_size", "input_size"):
-        if not (value.isascii() and value.isdigit() and len(value) < 20):
-            raise InputError(f"expected {key}= a whole number, got {value!r}")
-        return int(value)
-    if key in ("channels_last", "fold", "freeze", "pad"):
+    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    if bool in kinds:
         if value not in ("true", "false"):
             raise InputError(f"expected {key}=true or false, got {value!r}")
         return value == "true"
+    if int in kinds:
+        if not (value.isascii() and value.isdigit() and len(value) < 20):
+            raise InputError(f"expected {key}= a whole number, got {value!r}")
+        return int(value)
+    if float in kinds:
+        try:
+            return float(value)
+        except ValueError:
+            raise InputError(f"expected {key}= a number, got {value!r}") from None
     return value
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,34 +1,38 @@
-"""The largest training batch that fits, found by running real steps."""
+"""`tresnet bench max-batch`: the largest training batch that fits, found by running real steps."""
 
+import contextlib
 import dataclasses
 import gc
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from tresnet import env
 from tresnet.errors import InputError
-from tresnet.measure.bench import bench_switches
 from tresnet.measure.cases import BenchCase
-from tresnet.measure.memory import (
-    MemoryMeter,
-    failure_in_short,
-    is_library_failure,
-    is_out_of_memory,
-    to_mib,
+from tresnet.measure.memory import MemoryMeter, is_out_of_memory, to_mib
+from tresnet.measure.models import prepare
+from tresnet.measure.records import RecordFile
+from tresnet.measure.runner import (
+    Contender,
+    NoResultError,
+    Outcome,
+    RunSettings,
+    check_numbers,
+    run,
+    searching_algorithms,
 )
-from tresnet.measure.results import check_time_limit
-from tresnet.measure.steps import prepare
-from tresnet.models.named import split_name
 
 # The first step has no optimizer state yet: memory is at its peak in the second.
 _STEPS = 2
 # The first stride past the foreseen edge, as a share of it.
 _STRIDE = 1 / 32
+# Share of a case's time after which no batch is tried: the rest is for the one that is running.
+_TRYING_SHARE = 0.75
 _NO_BATCH = 2**20  # a bound where none is given
 
 
@@ -41,16 +45,16 @@ class LargestSettings:
         first: the batch tried first, then twice as much.
         granularity: the answer is a multiple of this, and this is how exact it is.
         at_most: larger batches are not tried; None for no bound.
-        memory_limit_gib: of PyTorch's allocator (the CUDA context comes on top); None for all.
+        memory_gib: of PyTorch's allocator (the CUDA context comes on top); None for all.
         seed: of weights and input.
-        time_limit_s: for each case; after it no batch is tried. None for no limit.
+        time_limit_s: of all cases, each of which has an equal share. None for no limit.
     """
 
     device: str = "cuda"
     first: int = 64
     granularity: int = 16
     at_most: int | None = None
-    memory_limit_gib: float | None = None
+    memory_gib: float | None = None
     seed: int = 0
     time_limit_s: float | None = None
 
@@ -60,128 +64,139 @@ class LargestSettings:
         Raises:
             InputError: one is out of range, or a CPU's memory is to be filled.
         """
-        for name in ("first", "granularity"):
-            if getattr(self, name) < 1:
-                raise InputError(f"expected {name} of at least 1, got {getattr(self, name)}")
+        check_numbers(self, first=1, granularity=1)
+        RunSettings(time_limit_s=self.time_limit_s)
         if self.first % self.granularity:
             raise InputError(
                 f"expected a first batch divisible by {self.granularity}, got {self.first}"
             )
         if self.at_most is not None and self.at_most < self.first:
             raise InputError(f"expected at_most of at least {self.first}, got {self.at_most}")
-        if self.memory_limit_gib is not None and not 0 < self.memory_limit_gib < math.inf:
-            raise InputError(f"expected a memory limit above 0 GiB, got {self.memory_limit_gib}")
-        check_time_limit(self.time_limit_s)
+        if self.memory_gib is not None and not 0 < self.memory_gib < math.inf:
+            raise InputError(f"expected a memory limit above 0 GiB, got {self.memory_gib}")
         if self.at_most is None and not self.device.startswith("cuda"):
             raise InputError(
                 f"expected at_most on {self.device}, got none: only a GPU says when it is full"
             )
 
-
-@dataclasses.dataclass
-class LargestRow:
-    """The answer for a case.
-
-    Attributes:
-        case: with every default resolved; its batch is the first one tried.
-        status: `ok`, `out_of_memory` (not even one batch of the granularity fits), `out_of_time`
-            (none was tried) or `failed`.
-        error: first line of what went wrong.
-        largest_batch: the largest that ran.
-        limited_by: `memory`, or the bound or the time limit that was given.
-        memory_limit_mib: what the allocator was allowed, or the device's memory.
-        max_allocated_mib: peak at the largest batch.
-        tries: each batch tried, and whether it ran.
-    """
-
-    case: BenchCase
-    status: str = "ok"
-    error: str | None = None
-    largest_batch: int | None = None
-    limited_by: str | None = None
-    memory_limit_mib: float | None = None
-    max_allocated_mib: float | None = None
-    tries: list[tuple[int, bool]] = dataclasses.field(default_factory=list)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The row for a record."""
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        del own["case"]
-        return {**dataclasses.asdict(self.case), **own}
+    @property
+    def bound(self) -> int | None:
+        """The largest multiple of the granularity that may be tried."""
+        return None if self.at_most is None else self.at_most // self.granularity * self.granularity
 
 
 def largest_batches(
-    cases: Sequence[BenchCase], settings: LargestSettings, log: Callable[[str], object]
-) -> list[LargestRow]:
-    """Find the largest training batch of each case.
+    cases: Sequence[BenchCase],
+    settings: LargestSettings,
+    *,
+    output_dir: str | os.PathLike[str],
+    argv: Sequence[str],
+    log: Callable[[str], object],
+) -> tuple[Outcome, RecordFile]:
+    """Find the largest training batch of each case, and record it.
 
     Two small batches foretell the edge (every buffer grows with the batch by a constant); real steps
-    around it find it.
+    around it find it. cuDNN does not search for algorithms meanwhile, as each new batch would cost it
+    seconds; the answer is then run with that search, and made smaller should it not fit.
 
     Args:
         cases: what to try; their batch sizes are not used.
         settings: shared by all.
+        output_dir: of the record.
+        argv: the command line, for the record.
         log: called with a line for each try.
 
     Raises:
-        InputError: no cases, or one that cannot be run at all.
-        MissingDependencyError: norm `inplace_abn` without the package.
+        InputError: a case that cannot be run at all; nothing has run then.
     """
-    if not cases:
-        raise InputError("expected at least one model to measure, got none")
     device = env.timed_device(settings.device)
     first = [dataclasses.replace(case, batch_size=settings.first) for case in cases]
-    rows = [LargestRow(case.checked(training=True)) for case in first]
-    compiling = any(row.case.compile != "none" for row in rows)
-    with bench_switches(device, compiling), _limited(device, settings.memory_limit_gib) as limit:
-        for row in rows:
-            row.memory_limit_mib = to_mib(limit)
-            _Search(row, settings, device, limit, log).run()
-            if row.case.compile != "none":
-                torch.compiler.reset()
-    return rows
+    checked = [case.checked(True, device.type == "cuda") for case in first]
+    record = RecordFile(
+        output_dir,
+        "bench_max_batch",
+        device=device,
+        settings=dataclasses.asdict(settings),
+        argv=argv,
+    )
+    share_s = None if settings.time_limit_s is None else settings.time_limit_s / len(checked)
+    compiles = any(case.compile != "none" for case in checked)
+    with searching_algorithms(False), _limited(device, settings.memory_gib) as limit:
+        outcome = run(
+            [[LargestContender(case, settings, device, limit, share_s, log)] for case in checked],
+            RunSettings(rounds=0, case_limit_s=share_s),
+            log=log,
+            save=record.write,
+            device=device,
+            compiles=compiles,
+        )
+    return outcome, record
 
 
-class _Search:
-    """The search for one case."""
+class LargestContender(Contender):
+    """The search for one case.
+
+    Its columns: `largest_batch`, the largest that ran; `limited_by`: `memory`, or the bound or the
+    time limit that was given; `memory_limit_mib`: what the allocator was allowed, or the device's
+    memory; `max_allocated_mib`: peak at the largest batch; `tries`: each batch tried, and whether it
+    ran.
+    """
 
     def __init__(
         self,
-        row: LargestRow,
+        case: BenchCase,
         settings: LargestSettings,
         device: torch.device,
         limit_bytes: int | None,
+        share_s: float | None,
         log: Callable[[str], object],
     ) -> None:
-        self._row, self._settings, self._device = row, settings, device
+        """Keep a checked case, what the allocator may take, and the time there is."""
+        self._case, self._settings, self._device = case, settings, device
         self._limit_bytes, self._log = limit_bytes, log
         self._peaks: dict[int, int] = {}
-        limit_s = settings.time_limit_s
-        self._deadline_s = None if limit_s is None else time.perf_counter() + limit_s
+        self._time_s = math.inf if share_s is None else _TRYING_SHARE * share_s
+        self._deadline_s = math.inf
+        self.label = case.label()
+        self.columns: dict[str, Any] = {
+            "model": case.model,
+            **dataclasses.asdict(case),
+            "largest_batch": None,
+            "limited_by": None,
+            "memory_limit_mib": to_mib(limit_bytes),
+            "max_allocated_mib": None,
+            "tries": [],
+        }
 
-    def run(self) -> None:
-        row, grain = self._row, self._settings.granularity
+    def set_up(self) -> None:
+        """Search."""
+        settings, grain = self._settings, self._settings.granularity
+        self._deadline_s = time.perf_counter() + self._time_s
         try:
-            largest = find_edge(
-                self._fits, self._foreseen, self._settings.first, grain, self._bound()
-            )
-            ended_by = f"at most {largest}" if largest == self._bound() else "memory"
+            largest = find_edge(self._fits, self._foreseen, settings.first, grain, settings.bound)
+            ended_by = f"at most {largest}" if largest == settings.bound else "memory"
         except TimeoutError:
-            largest = max((batch for batch, fits in row.tries if fits), default=0)
+            largest = self.columns["largest_batch"]
             ended_by = "the time limit"
-        if row.status == "failed":
-            return
         if not largest:
-            row.status, row.error = "out_of_memory", f"not even a batch of {grain} fits"
-            if not row.tries:
-                row.status, row.error = "out_of_time", "the time limit had passed"
-            return
-        row.largest_batch, row.max_allocated_mib = largest, to_mib(self._peaks.get(largest))
-        row.limited_by = ended_by
+            if not self.columns["tries"]:
+                raise NoResultError("out_of_time", "the time limit had passed")
+            raise NoResultError("out_of_memory", f"not even a batch of {grain} fits")
+        largest = self._with_search(largest)
+        self.columns |= {
+            "largest_batch": largest,
+            "limited_by": ended_by,
+            "max_allocated_mib": to_mib(self._peaks.get(largest)),
+        }
 
-    def _bound(self) -> int | None:
-        at_most, grain = self._settings.at_most, self._settings.granularity
-        return None if at_most is None else at_most // grain * grain
+    def _with_search(self, largest: int) -> int:
+        """The largest that fits with cuDNN's search for algorithms too, from `largest` down."""
+        if self._device.type != "cuda":
+            return largest
+        with searching_algorithms():
+            while largest > self._settings.granularity and not self._fits(largest):
+                largest -= self._settings.granularity
+        return largest
 
     def _foreseen(self) -> int | None:
         """The edge by the line through the last two peaks; None where memory is not known."""
@@ -192,40 +207,33 @@ class _Search:
         return large + int((self._limit_bytes - high) / per_image) if per_image > 0 else None
 
     def _fits(self, batch: int) -> bool:
-        """Whether training steps at this batch run; False too after a failure of another kind."""
-        row = self._row
-        if row.status == "failed":
-            return False
-        if self._deadline_s is not None and time.perf_counter() > self._deadline_s:
+        """Whether training steps at this batch run."""
+        if time.perf_counter() > self._deadline_s:
             raise TimeoutError
         meter = MemoryMeter(self._device)
-        fits, failure, input_size = True, None, row.case.input_size
         meter.reset_peak()
-        case = dataclasses.replace(row.case, batch_size=batch)
+        case, fits = dataclasses.replace(self._case, batch_size=batch), True
         try:
-            step = prepare(case, True, self._device, self._settings.seed)
-            input_size = step.input_size
+            step, _, self.columns["input_size"] = prepare(
+                case, True, self._device, self._settings.seed
+            )
             for _ in range(_STEPS):
-                float(step.run())
+                float(step())
         except Exception as error:
-            # a peer may refuse its input in any way of its own
-            if split_name(row.case.model)[0] == "tresnet" and not is_library_failure(error):
+            if not is_out_of_memory(error):
                 raise
             fits = False
-            if not is_out_of_memory(error):
-                failure = failure_in_short(error)
         peak = meter.snapshot().max_allocated
         step = None  # frees the memory, as does leaving the handler
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        if failure is not None:
-            row.status, row.error = "failed", failure
-        row.case = dataclasses.replace(row.case, input_size=input_size)
         if fits and peak is not None:
             self._peaks[batch] = peak
-        row.tries.append((batch, fits))
-        self._log(f"{case.label()}: {failure or ('fits' if fits else 'does not fit')}")
+        self.columns["tries"].append((batch, fits))
+        if fits:  # what a search that is interrupted has found
+            self.columns["largest_batch"] = max(batch, self.columns["largest_batch"] or 0)
+        self._log(f"{case.label()}: {'fits' if fits else 'does not fit'}")
         return fits
 
 
@@ -283,7 +291,7 @@ class _Edge:
         return fits
 
 
-@contextmanager
+@contextlib.contextmanager
 def _limited(device: torch.device, limit_gib: float | None) -> Iterator[int | None]:
     """Inside, PyTorch's allocator may take no more; yields the bytes there are, None on a CPU."""
     if device.type != "cuda":

@@ -1,10 +1,11 @@
-"""Images per second of data loaders that take turns over epochs of the same length.
+"""`tresnet bench loader`: images per second of data loaders that take turns over epochs.
 
 Nobody computes with the images meanwhile: what is timed is how fast workers decode, augment and hand
 over batches. A worker's batches come in bursts, so a whole visit is timed, not each batch.
 """
 
 import dataclasses
+import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -13,19 +14,26 @@ from torch import Tensor
 
 from tresnet.errors import InputError
 from tresnet.measure.clock import HostClock
+from tresnet.measure.records import RecordFile
+from tresnet.measure.runner import Contender, Outcome, Rounds, RunSettings, check_numbers, run
 
 Epoch = Iterable[tuple[Tensor, Any]]
+METHOD = {
+    "order": "every round visits every loader, forwards and backwards in turn",
+    "timed": "from the last warm-up batch to the last batch of an epoch",
+    "timm": "create_dataset and create_loader without the prefetcher; it divides by a deviation of 1, "
+    "which its API cannot leave out",
+}
 
 
 @dataclasses.dataclass(frozen=True)
-class LoaderSettings:
-    """How a comparison of loaders runs.
+class LoaderSettings(RunSettings):
+    """How a comparison of loaders runs; every round is one epoch of each.
 
     Attributes:
         batch_size: images in a batch.
         input_size: side of the square image in pixels.
         workers: processes that load; 0 loads in this one.
-        rounds: visits to each loader, each of one epoch.
         batches: timed ones of each visit.
         warmup_batches: before them; the first have the start of the workers or the epoch in them.
     """
@@ -33,16 +41,15 @@ class LoaderSettings:
     batch_size: int = 64
     input_size: int = 224
     workers: int = 2
-    rounds: int = 5
     batches: int = 8
     warmup_batches: int = 4
 
     def __post_init__(self) -> None:
         """Raise `InputError` for what nothing can be measured with."""
-        for field in dataclasses.fields(self):
-            value, least = getattr(self, field.name), 0 if field.name == "workers" else 1
-            if value < least:
-                raise InputError(f"expected {field.name} of at least {least}, got {value}")
+        super().__post_init__()
+        check_numbers(
+            self, rounds=1, batch_size=1, input_size=1, workers=0, batches=1, warmup_batches=1
+        )
 
     @property
     def epoch_images(self) -> int:
@@ -50,78 +57,86 @@ class LoaderSettings:
         return self.batch_size * (self.warmup_batches + self.batches)
 
 
-@dataclasses.dataclass(frozen=True)
-class LoaderRow:
-    """One loader.
+class LoaderContender(Contender):
+    """A loader: an iterable of batches (images, labels) with a `close`."""
 
-    Attributes:
-        case: its name.
-        dtype: of the images.
-        batch_bytes: of the images of one batch: what workers hand over and a GPU is sent.
-        p50_images_per_s: median over the rounds.
-        ratio_to_first: median over the rounds of its images/s over the first case's.
-        round_images_per_s: one value a round.
-    """
+    def __init__(self, name: str, opened: Callable[[], Epoch], settings: LoaderSettings) -> None:
+        """Keep what opens it."""
+        self._open, self._settings = opened, settings
+        self._epoch: Any = None
+        self._clock = HostClock()
+        self.label, self.units = name, settings.batch_size
+        # batch_bytes: what workers hand over and a GPU is sent
+        self.columns: dict[str, Any] = {"case": name, "dtype": None, "batch_bytes": None}
 
-    case: str
-    dtype: str
-    batch_bytes: int
-    p50_images_per_s: float
-    ratio_to_first: float
-    round_images_per_s: list[float]
+    def set_up(self) -> None:
+        """Open the loader; each visit warms up by itself."""
+        self._epoch = self._open()
+
+    def visit(self) -> Sequence[float]:
+        """Mean seconds of a batch of one epoch."""
+        marks: list[float] = []
+        images: Tensor | None = None
+        for batch in self._epoch:
+            marks.append(self._clock.mark())
+            images = batch[0]
+        warm, size = self._settings.warmup_batches, self._settings.batch_size
+        expected = warm + self._settings.batches
+        if images is None or len(marks) != expected or len(images) != size:
+            raise InputError(
+                f"expected an epoch of {expected} batches of {size} images, got {len(marks)}"
+            )
+        self.columns |= {
+            "dtype": str(images.dtype).removeprefix("torch."),
+            "batch_bytes": images.nbytes,
+        }
+        elapsed_s = self._clock.seconds(marks[warm - 1], marks[-1])
+        return [elapsed_s / self._settings.batches]
+
+    def figures(self, rounds: Rounds) -> dict[str, Any]:
+        """Images/s of each round, their median and range."""
+        rates = [self.units / time_s for visit in rounds for time_s in visit]
+        return {
+            "p50_images_per_s": statistics.median(rates) if rates else None,
+            "least_images_per_s": min(rates, default=None),
+            "most_images_per_s": max(rates, default=None),
+            "round_images_per_s": rates,
+        }
+
+    def close(self) -> None:
+        """Stop the workers."""
+        if self._epoch is not None:
+            self._epoch.close()
+            self._epoch = None
 
 
 def compare_loaders(
-    cases: Mapping[str, Epoch],
+    loaders: Mapping[str, Callable[[], Epoch]],
     settings: LoaderSettings,
-    log: Callable[[str], object] = lambda line: None,
-) -> list[LoaderRow]:
-    """Time the loaders in turns, forwards and backwards through them.
+    *,
+    about: Mapping[str, Any],
+    output_dir: str | os.PathLike[str],
+    argv: Sequence[str],
+    log: Callable[[str], object],
+) -> tuple[Outcome, RecordFile]:
+    """Time loaders in turns, and record it.
 
     Args:
-        cases: what each gives an epoch of `settings.epoch_images` images when it is iterated.
+        loaders: what opens each, by name; the first is the base of the ratios.
         settings: shared by all.
+        about: further settings for the record, what is loaded say.
+        output_dir: of the record.
+        argv: the command line, for the record.
         log: called with a line of progress.
-
-    Returns:
-        One row a case, in their order; the first is the base of the ratios.
     """
-    rates: dict[str, list[float]] = {name: [] for name in cases}
-    batches: dict[str, Tensor] = {}
-    names = list(cases)
-    for number in range(settings.rounds):
-        for name in names if number % 2 == 0 else reversed(names):
-            seconds, batches[name] = _visit(cases[name], settings)
-            rates[name].append(settings.batch_size * settings.batches / seconds)
-        log(f"round {number + 1} of {settings.rounds} done")
-    return [_row(name, batches[name], rates[name], rates[names[0]]) for name in names]
-
-
-def _visit(epoch: Epoch, settings: LoaderSettings) -> tuple[float, Tensor]:
-    """Seconds of the timed batches of one epoch, and its last batch of images."""
-    clock = HostClock()
-    marks: list[float] = []
-    images: Tensor | None = None
-    for batch in epoch:
-        marks.append(clock.mark())
-        images = batch[0]
-    expected = settings.warmup_batches + settings.batches
-    if images is None or len(marks) != expected or len(images) != settings.batch_size:
-        raise InputError(
-            f"expected an epoch of {expected} batches of {settings.batch_size} images, "
-            f"got {len(marks)}"
-        )
-    return clock.seconds(marks[settings.warmup_batches - 1], marks[-1]), images
-
-
-def _row(name: str, images: Tensor, rates: Sequence[float], first: Sequence[float]) -> LoaderRow:
-    return LoaderRow(
-        case=name,
-        dtype=str(images.dtype).removeprefix("torch."),
-        batch_bytes=images.nbytes,
-        p50_images_per_s=statistics.median(rates),
-        ratio_to_first=statistics.median(
-            own / base for own, base in zip(rates, first, strict=True)
-        ),
-        round_images_per_s=list(rates),
+    record = RecordFile(
+        output_dir,
+        "bench_loader",
+        device=None,
+        settings={**dataclasses.asdict(settings), **about, "method": METHOD},
+        warmup_steps=settings.warmup_batches,
+        runs=settings.rounds,
+        argv=argv,
     )
+    group = [LoaderContender(name, opened, settings) for name, opened in loaders.items()]
+    return run([group], settings, log=log, save=record.write), record

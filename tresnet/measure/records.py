@@ -16,64 +16,90 @@ from tresnet import env
 from tresnet.errors import InputError
 from tresnet.files import atomic_write
 
-# Of the keys and their meaning; `tresnet.measure.read_records` refuses what it does not know.
-FORMAT = 1
+# Of the keys and their meaning; `tresnet.measure.report` refuses what it does not know.
+FORMAT = 2
+
+
+class RecordFile:
+    """One record, `<what>_<device>_torch<version>_<date>.json`, written as often as there is news.
+
+    The name is taken at the first `write`; an existing record is never touched: a taken name gets a
+    counter, `..._2.json`.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        what: str,
+        *,
+        device: torch.device | str | None,
+        settings: Mapping[str, Any],
+        warmup_steps: int = 0,
+        runs: int = 1,
+        argv: Sequence[str] | None = None,
+    ) -> None:
+        """Keep what to write.
+
+        Args:
+            directory: where records live; made at the first `write` if missing.
+            what: kind of measurement, for example `bench_train`.
+            device: what is measured on; None means the CPU.
+            settings: the options all rows share, as plain values.
+            warmup_steps: steps run before anything is timed.
+            runs: timed steps (or repeats) behind each row's percentiles.
+            argv: the command line; None for this process's. Absolute paths lose their directories.
+
+        Raises:
+            InputError: the directory cannot be written.
+        """
+        check_directory(directory)
+        self.path: Path | None = None
+        self._directory, self._device = Path(directory), device
+        self._head: dict[str, Any] = {
+            "format": FORMAT,
+            "what": what,
+            "command": public_command(sys.argv if argv is None else argv),
+        }
+        self._rest = {"settings": dict(settings), "warmup_steps": warmup_steps, "runs": runs}
+
+    def write(self, rows: Sequence[Mapping[str, Any]]) -> Path:
+        """Write the whole record, over what this object wrote before.
+
+        Args:
+            rows: the results, as plain values; None for what was not measured.
+
+        Raises:
+            InputError: there are no rows, or the directory cannot be written.
+            ValueError: a value is NaN or infinite, which JSON cannot hold.
+        """
+        if not rows:
+            raise InputError(
+                "expected something measured to record, got nothing: allow more time or ask for more"
+            )
+        if "environment" not in self._head:
+            self._head["environment"] = env.describe(self._device)
+        content = {**self._head, **self._rest, "rows": [dict(row) for row in rows]}
+        text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+        try:
+            if self.path is None:
+                self._directory.mkdir(parents=True, exist_ok=True)
+                stem = _stem(self._head["what"], self._head["environment"]["device"])
+                path = _reserve(self._directory, stem)
+                _fill(path, text)
+                self.path = path
+            else:
+                with atomic_write(self.path) as temporary:
+                    temporary.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise _unwritable(self._directory, error) from error
+        return self.path
 
 
 def write_record(
-    directory: str | os.PathLike[str],
-    what: str,
-    *,
-    device: torch.device | str | None,
-    settings: Mapping[str, Any],
-    rows: Sequence[Mapping[str, Any]],
-    warmup_steps: int,
-    runs: int,
-    argv: Sequence[str] | None = None,
+    directory: str | os.PathLike[str], what: str, *, rows: Sequence[Mapping[str, Any]], **about: Any
 ) -> Path:
-    """Write `<what>_<device>_torch<version>_<date>.json` and never touch an existing record.
-
-    Args:
-        directory: where records live; made if missing.
-        what: kind of measurement, for example `bench_train`.
-        device: what was measured on; None means the CPU.
-        settings: the options all rows share, as plain values.
-        rows: the results, as plain values; None for what was not measured.
-        warmup_steps: steps run before anything was timed.
-        runs: timed steps (or repeats) behind each row's percentiles.
-        argv: the command line; None for this process's. Absolute paths lose their directories.
-
-    Returns:
-        The path of the new file. A taken name gets a counter: `..._2.json`.
-
-    Raises:
-        InputError: there are no rows, or the directory cannot be written.
-        ValueError: a value is NaN or infinite, which JSON cannot hold.
-    """
-    if not rows:
-        raise InputError(
-            "expected something measured to record, got nothing: allow more time or ask for more"
-        )
-    environment = env.describe(device)
-    content = {
-        "format": FORMAT,
-        "what": what,
-        "command": public_command(sys.argv if argv is None else argv),
-        "environment": environment,
-        "settings": dict(settings),
-        "warmup_steps": warmup_steps,
-        "runs": runs,
-        "rows": [dict(row) for row in rows],
-    }
-    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-    try:
-        folder = Path(directory)
-        folder.mkdir(parents=True, exist_ok=True)
-        path = _reserve(folder, _stem(what, environment["device"]))
-        _fill(path, text)
-    except OSError as error:
-        raise _unwritable(directory, error) from error
-    return path
+    """Write a record once; `about` is what `RecordFile` takes."""
+    return RecordFile(directory, what, **about).write(rows)
 
 
 def write_new(path: Path, text: str) -> None:

@@ -1,31 +1,72 @@
-"""Tables drawn from records, in Markdown.
+"""`tresnet bench report`: records read back and drawn as tables in Markdown and pictures.
 
-Figures of different devices or PyTorch versions never share a table: each pair has a section of its
-own. Ratios are taken between the rows of one record alone, and each table names its record.
+Figures of different devices or PyTorch versions never share a table or a picture: each pair has a
+section of its own. Ratios are taken between the rows of one record alone, and each table names its
+record.
 """
 
 import collections
 import dataclasses
+import json
+import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from tresnet.errors import InputError, MissingDependencyError
+from tresnet.files import write_text
 from tresnet.measure.cases import BenchCase
-from tresnet.measure.read_records import Record
+from tresnet.measure.records import FORMAT
+from tresnet.models.named import split_name
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Row = Mapping[str, Any]
 _CASE_FIELDS = tuple(field.name for field in dataclasses.fields(BenchCase))
-_TITLES = {"bench_train": "Training", "bench_infer": "Inference"}
+_PANELS = {"bench_train": "training", "bench_infer": "inference"}
+# Hues of Okabe and Ito's set, which people with colour blindness can tell apart.
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+_MARKERS = ("o", "s", "^", "D", "v", "P")
+_NUMBER = (int, float, type(None))
+_CASE = {"model": str, "batch_size": int, "status": str, "compile": str, "input": str}
+_STEP = {
+    **_CASE,
+    **dict.fromkeys(("p50_images_per_s", "max_allocated_mib", "rss_peak_mib"), _NUMBER),
+}
+# What the rows of each kind of record must hold; kinds that are not here are not drawn.
+_COLUMNS: dict[str, dict[str, Any]] = {
+    "bench_train": {**_STEP, "round_p50_images_per_s": list},
+    "bench_infer": {**_STEP, "round_p50_images_per_s": list},
+    "bench_max_batch": {**_CASE, "largest_batch": _NUMBER, "memory_limit_mib": _NUMBER},
+    "bench_ops": {
+        **dict.fromkeys(("op", "place", "dtype", "direction", "contender", "status"), str),
+        **dict.fromkeys(("p50_us", "gb_per_s", "share_of_copy"), _NUMBER),
+        "shape": list,
+    },
+}
 
 
 @dataclasses.dataclass(frozen=True)
-class Section:
-    """The records of one device and one PyTorch version, oldest first."""
+class Record:
+    """One record: its file's name, and of its content what is drawn.
 
+    `device` is the GPU with its power limit, or the CPU with the threads used: figures of two devices
+    are never comparable.
+    """
+
+    name: str
+    what: str
+    command: str
+    date_utc: str
     device: str
-    torch: str
     on_gpu: bool
-    records: tuple[Record, ...]
+    torch: str
+    settings: Mapping[str, Any]
+    rows: Sequence[Row]
 
     @property
     def title(self) -> str:
@@ -33,26 +74,140 @@ class Section:
         return f"{self.device}, PyTorch {self.torch}"
 
 
-def sections(records: Iterable[Record]) -> list[Section]:
-    """Records by device and PyTorch version, GPUs first."""
-    groups: dict[tuple[bool, str, str], list[Record]] = {}
-    for record in records:
-        groups.setdefault((not record.on_gpu, record.device, record.torch), []).append(record)
-    return [
-        Section(device, torch, not on_cpu, tuple(group))
-        for (on_cpu, device, torch), group in sorted(groups.items())
-    ]
-
-
-def section_markdown(section: Section, above: Sequence[str] = ()) -> str:
-    """Every table of a section.
+def read_records(
+    folder: Path, passed_over: Callable[[InputError], object] | None = None
+) -> list[Record]:
+    """Every record of a folder, oldest first.
 
     Args:
-        section: what to draw.
-        above: pictures and tables of the whole section, as Markdown, to stand above the others.
+        folder: where they are.
+        passed_over: told of each file that is no sound record, which is then left out; None to
+            raise it.
+
+    Raises:
+        InputError: no folder, no record in it that can be read, or a damaged one.
     """
-    parts = [f"### {section.title}", *above]
-    for record in section.records:
+    if not folder.is_dir():
+        raise InputError(f"expected a folder of records, got {folder}: tresnet bench writes one")
+    records, faults = [], []
+    for path in sorted(path for path in folder.glob("*.json") if path.is_file()):
+        try:
+            records.append(read_record(path))
+        except InputError as error:
+            if passed_over is None:
+                raise
+            passed_over(error)
+            faults.append(str(error))
+    if not records:
+        found = "; ".join(faults[:3]) or "none"
+        raise InputError(f"expected records (*.json) in {folder}, found {found}: measure first")
+    return sorted(records, key=lambda one: (one.date_utc, one.name))
+
+
+def drawable(folder: Path, say: Callable[[str], object]) -> list[Record]:
+    """The records of a folder that can be drawn; `say` is told why others are not.
+
+    Raises:
+        InputError: there are none.
+    """
+    records = read_records(folder, lambda error: say(f"warning: not drawn: {error}"))
+    for record in records:
+        if record.what not in DRAWN:
+            say(f"not drawn: {record.name}, a record of {record.what}")
+    drawn = [record for record in records if record.what in DRAWN]
+    if not drawn:
+        raise InputError(f"expected records of {', '.join(DRAWN)} in {folder}, found others only")
+    return drawn
+
+
+def replace_between(path: Path, begin: str, end: str, text: str) -> None:
+    """Replace what stands between two markers of a file, whole or not at all.
+
+    Raises:
+        InputError: no such file, or the markers are not in it once each, in this order.
+        WriteError: it cannot be written.
+    """
+    try:
+        before, found, rest = path.read_text(encoding="utf-8").partition(begin)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"expected a Markdown file, got {path} ({error})") from error
+    _, found_end, after = rest.partition(end)
+    if not found or not found_end or begin in rest or end in before + after:
+        raise InputError(
+            f"expected the lines {begin} and {end} once each, in this order, in {path}"
+        )
+    write_text(path, f"{before}{begin}{text}{end}{after}")
+
+
+def read_record(path: Path) -> Record:
+    """One record.
+
+    Raises:
+        InputError: the file is unreadable, damaged, or of another format; its name is in the text.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse)
+        if content["format"] != FORMAT:
+            raise ValueError(f"format {content['format']!r}, not {FORMAT}")
+        environment = content["environment"]
+        datetime.fromisoformat(environment["date_utc"])
+        device, cpu = environment["device"], environment["cpu"]
+        on_gpu, limit_w = device["type"] == "cuda", device.get("power_limit_w")
+        if on_gpu:
+            name = device["name"] + ("" if limit_w is None else f" at {limit_w:.0f} W")
+        else:
+            threads = f"{cpu['torch_threads']:d} thread{'s' if cpu['torch_threads'] > 1 else ''}"
+            name = f"CPU: {cpu['model'] or 'of unknown model'}, {threads}"
+        for number, row in enumerate(content["rows"], 1):
+            _check_row(content["what"], row, f"row {number}")
+        return Record(
+            name=path.name,
+            what=content["what"],
+            command=content["command"],
+            date_utc=environment["date_utc"],
+            device=name,
+            on_gpu=on_gpu,
+            torch=environment["packages"]["torch"],
+            settings=content["settings"],
+            rows=content["rows"],
+        )
+    except (OSError, ValueError, RecursionError) as error:
+        fault = str(error)
+    except KeyError as error:
+        fault = f"a file without {error}"
+    except (TypeError, AttributeError) as error:
+        fault = f"values of another type ({error})"
+    raise InputError(
+        f"{path}: expected a sound record, got {fault[:200]}: remove it, or measure again"
+    )
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} for a number")
+
+
+def _check_row(what: str, row: Row, where: str) -> None:
+    for column, kind in _COLUMNS.get(what, {}).items():
+        value = row[column]
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise TypeError(f"{where}: {column} = {value!r}")
+        for number in value if isinstance(value, list) else (value,):
+            if isinstance(value, (int, float, list)) and not 0 < number < 2**63:
+                raise ValueError(f"{where}: {column} = {value!r}")
+
+
+def sections(records: Iterable[Record]) -> list[list[Record]]:
+    """Records by device and PyTorch version, GPUs first, each section oldest first."""
+    groups: dict[tuple[bool, str], list[Record]] = {}
+    for record in records:
+        groups.setdefault((not record.on_gpu, record.title), []).append(record)
+    return [group for _, group in sorted(groups.items(), key=lambda item: item[0])]
+
+
+def section_markdown(section: Sequence[Record], above: Sequence[str] = ()) -> str:
+    """Every table of a section, below pictures or other Markdown of the whole section."""
+    parts = [f"### {section[0].title}", *above]
+    for record in section:
         tables = [table for draw in DRAWN.get(record.what, ()) if (table := draw(record))]
         if tables:
             source = f"Record: `{record.name}` ({record.date_utc}), `{record.command}`"
@@ -61,12 +216,9 @@ def section_markdown(section: Section, above: Sequence[str] = ()) -> str:
 
 
 def contender(row: Row) -> str:
-    """Who a row speaks for: a model, the package its norm comes from if that is another's, its input.
-
-    A step that begins with bytes does more than one that begins with floats.
-    """
+    """Who a row speaks for: a model, the package its norm comes from if that is another's, its input."""
     name = f"{row['model']} with inplace-abn" if row["norm"] == "inplace_abn" else row["model"]
-    return f"{name} on uint8" if row.get("input") == "uint8" else name
+    return f"{name} on uint8" if row["input"] == "uint8" else name
 
 
 def settings_of(row: Row) -> str:
@@ -81,140 +233,153 @@ def peak_mib(row: Row) -> float | None:
     return row["max_allocated_mib"] if on_gpu else row["rss_peak_mib"]
 
 
-def best_rows(rows: Iterable[Row], key: str = "p50_images_per_s") -> dict[tuple[str, int], Row]:
-    """For each contender and input size, in the order of the rows, the row with the most of `key`.
-
-    Rows that failed count only where nothing else is left.
-    """
+def best_rows(rows: Iterable[Row], key: str = "p50_images_per_s") -> list[Row]:
+    """The row with the most of `key` for each contender and input size; failed ones count last."""
     best: dict[tuple[str, int], Row] = {}
     for row in rows:
         name = (contender(row), row["input_size"])
         if name not in best or _value(row, key) > _value(best[name], key):
             best[name] = row
-    return best
+    return list(best.values())
 
 
 def _value(row: Row, key: str) -> float:
     return row[key] if row["status"] == "ok" and row[key] is not None else -1.0
 
 
+def _ours(rows: Sequence[Row]) -> Row:
+    """What the others are compared with: our first model, or the first at all."""
+    own = (row for row in rows if split_name(row["model"])[0] == "tresnet")
+    return next(own, rows[0])
+
+
 def speed_table(record: Record) -> str:
-    """The fastest case of each contender, and how much faster the first contender is."""
-    rows = list(best_rows(record.rows).values())
+    """The fastest case of each contender, and how much faster our first one is."""
+    rows = best_rows(record.rows)
     if not rows:
         return ""
-    first = rows[0]
-    measured = collections.Counter((contender(row), row["input_size"]) for row in record.rows)
+    ours = _ours(rows)
+    tried = collections.Counter((contender(row), row["input_size"]) for row in record.rows)
+    peak = "Peak MiB" if record.on_gpu else "Peak MiB of the process"
     header = [
         "model",
         "its best settings",
         "of",
         "batch",
         "images/s",
-        f"{contender(first)} ÷ it",
-        _peak_title(record),
+        f"{contender(ours)} ÷ it",
+        peak,
     ]
     lines = [
         [
             contender(row),
             settings_of(row),
-            str(measured[contender(row), row["input_size"]]),
+            str(tried[contender(row), row["input_size"]]),
             str(row["batch_size"]),
             _number(row["p50_images_per_s"]) if row["status"] == "ok" else row["status"],
-            _number(speed_ratio(record, first, row), 2),
+            _number(speed_ratio(record, ours, row), 2),
             _number(peak_mib(row)),
         ]
         for row in rows
     ]
     turns = "in turns" if record.settings.get("interleave") else "one after another"
-    title = f"**{_TITLES[record.what]}**, images per second (median step), measured {turns}:"
+    what = _PANELS[record.what].capitalize()
+    title = f"**{what}**, images per second (median step), measured {turns}:"
     return "\n\n".join([title, markdown_table(header, lines), *_failures(record)])
 
 
-def speed_ratio(record: Record, first: Row, row: Row) -> float | None:
-    """Images/s of `first` over those of `row`: the median over rounds where they took turns."""
-    if _value(first, "p50_images_per_s") <= 0 or _value(row, "p50_images_per_s") <= 0:
+def speed_ratio(record: Record, ours: Row, row: Row) -> float | None:
+    """Images/s of `ours` over those of `row`: the median over rounds where they took turns."""
+    if min(_value(ours, "p50_images_per_s"), _value(row, "p50_images_per_s")) <= 0:
         return None
-    ours, theirs = first["round_p50_images_per_s"], row["round_p50_images_per_s"]
-    if record.settings.get("interleave") and ours and len(ours) == len(theirs):
-        return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
-    return first["p50_images_per_s"] / row["p50_images_per_s"]
+    pairs = zip(ours["round_p50_images_per_s"], row["round_p50_images_per_s"], strict=False)
+    ratios = [own / theirs for own, theirs in pairs]
+    if record.settings.get("interleave") and ratios:
+        return statistics.median(ratios)
+    return ours["p50_images_per_s"] / row["p50_images_per_s"]
 
 
 def memory_table(record: Record) -> str:
     """Peak memory by batch size, where a case was measured at several."""
+    cases = _peaks(record)
+    if max(map(len, cases.values()), default=0) < 2:
+        return ""
+    batches = sorted({batch for peaks in cases.values() for batch in peaks})
+    name, ours = next(
+        ((n, p) for n, p in cases.items() if ":" not in n[0]), next(iter(cases.items()))
+    )
+    header = ["model", "settings", *(f"batch {batch}" for batch in batches)]
+    lines = [
+        [*case, *(_beside(peaks.get(batch), ours.get(batch)) for batch in batches)]
+        for case, peaks in cases.items()
+    ]
+    title = f"**Peak MiB of a training step** (in brackets {name[0]} ÷ it):"
+    return "\n\n".join([title, markdown_table(header, lines)])
+
+
+def _peaks(record: Record) -> dict[tuple[str, str], dict[int, float]]:
+    """Peak memory by batch size, for each contender and its settings."""
     cases: dict[tuple[str, str], dict[int, float]] = {}
     for row in record.rows:
         peak = peak_mib(row)
         if row["status"] == "ok" and peak is not None:
             cases.setdefault((contender(row), settings_of(row)), {})[row["batch_size"]] = peak
-    batches = sorted({batch for peaks in cases.values() for batch in peaks})
-    if max(map(len, cases.values()), default=0) < 2:
-        return ""
-    (first_name, _), first = next(iter(cases.items()))
-    header = ["model", "settings", *(f"batch {batch}" for batch in batches)]
-    lines = [
-        [name, settings, *(_beside(peaks.get(batch), first.get(batch)) for batch in batches)]
-        for (name, settings), peaks in cases.items()
-    ]
-    title = f"**{_peak_title(record)} of a training step** (in brackets {first_name} ÷ it):"
-    return "\n\n".join([title, markdown_table(header, lines)])
+    return cases
 
 
-def _beside(value: float | None, first: float | None) -> str:
-    """A value, and the first case's over it."""
-    ratio = "" if value is None or first is None else f" ({first / value:.2f})"
-    return _number(value) + ratio
+def _beside(value: float | None, ours: float | None) -> str:
+    """A value, and ours over it."""
+    return _number(value) + ("" if value is None or ours is None else f" ({ours / value:.2f})")
 
 
 def largest_table(record: Record) -> str:
     """The largest training batch of each case."""
-    rows = list(best_rows(record.rows, "largest_batch").values())
+    rows = best_rows(record.rows, "largest_batch")
     if not rows:
         return ""
-    first = rows[0]
-    header = ["model", "settings", "largest batch", "ended by", f"{contender(first)} ÷ it"]
+    ours = _ours(rows)
+    most = _value(ours, "largest_batch")
+    header = ["model", "settings", "largest batch", "ended by", f"{contender(ours)} ÷ it"]
     lines = []
     for row in rows:
         found = _value(row, "largest_batch")
-        ratio = _value(first, "largest_batch") / found if found > 0 else None
         lines.append(
             [
                 contender(row),
                 settings_of(row),
                 str(row["largest_batch"]) if found > 0 else row["status"],
                 row["limited_by"] or "-",
-                _number(ratio, 2) if _value(first, "largest_batch") > 0 else "-",
+                _number(most / found if min(most, found) > 0 else None, 2),
             ]
         )
-    limit_mib = first["memory_limit_mib"]
+    limit_mib = ours["memory_limit_mib"]
     within = "" if limit_mib is None else f" in {limit_mib / 1024:,.1f} GiB"
-    return "\n\n".join([f"**Largest training batch**{within}:", markdown_table(header, lines)])
+    table = markdown_table(header, lines)
+    return "\n\n".join([f"**Largest training batch**{within}:", table, *_failures(record)])
 
 
 def ops_table(record: Record) -> str:
     """Bandwidth of the ideal bytes of each operation, and its share of a copy's."""
-    if not record.rows:
-        return ""
     contenders = list(dict.fromkeys(row["contender"] for row in record.rows))
     places: dict[tuple[str, ...], dict[str, Row]] = {}
     for row in record.rows:
         shape = " x ".join(map(str, row["shape"]))
         key = (row["op"], row["place"], shape, row["dtype"], row["direction"])
         places.setdefault(key, {})[row["contender"]] = row
+    if not places:
+        return ""
     header = ["operation", "where", "input", "dtype", "direction", *contenders]
     lines = [
         [*key, *(_bandwidth(rows.get(name)) for name in contenders)] for key, rows in places.items()
     ]
     title = "**Operations**, GB/s of the ideal bytes (share of a copy of the same bytes):"
     notes = dict.fromkeys(
-        f"* {row['contender']}, {row['op']}: {row['status'].replace('_', ' ')}: {row['note']}"
+        f"* {row['contender']}, {row['op']}: {row['status'].replace('_', ' ')}: {row['error']}"
         for row in record.rows
         if row["status"] != "ok"
     )
-    return "\n\n".join(
-        [title, markdown_table(header, lines), *(["\n".join(notes)] if notes else [])]
-    )
+    table = markdown_table(header, lines)
+    return "\n\n".join([title, table, *(["\n".join(notes)] if notes else [])])
 
 
 def _bandwidth(row: Row | None) -> str:
@@ -232,10 +397,6 @@ def _failures(record: Record) -> list[str]:
         if row["status"] != "ok"
     ]
     return ["\n".join(lines)] if lines else []
-
-
-def _peak_title(record: Record) -> str:
-    return "Peak MiB" if record.on_gpu else "Peak MiB of the process"
 
 
 def _number(value: float | None, digits: int = 0) -> str:
@@ -259,3 +420,147 @@ DRAWN: dict[str, tuple[Callable[[Record], str], ...]] = {
     "bench_max_batch": (largest_table,),
     "bench_ops": (ops_table,),
 }
+
+
+def published_top1(model: str, input_size: int | None) -> Mapping[str, float]:
+    """ImageNet-1k top-1, in percent, of published weights of a model at an input size, by their name.
+
+    Ours and timm's TResNets share their weights: both take the table in weights/manifest.json.
+    torchvision's are its default weights', as its own metadata states them; empty for other models.
+    """
+    source, name = split_name(model)
+    if source == "torchvision":
+        from torchvision.models import get_model_weights
+
+        weights = get_model_weights(name).DEFAULT  # pyright: ignore[reportAttributeAccessIssue]
+        top1 = weights.meta.get("_metrics", {}).get("ImageNet-1K", {}).get("acc@1")
+        if top1 is None or weights.transforms().crop_size != [input_size]:
+            return {}
+        return {f"{name}.{weights.name}": top1}
+    from tresnet.checkpoints.published import entries
+
+    return {
+        tag: entry.top1
+        for tag, entry in entries().items()
+        if (entry.model, entry.num_classes, entry.input_size[-1]) == (name, 1000, input_size)
+        and entry.top1 is not None
+    }
+
+
+def speed_points(section: Sequence[Record], what: str) -> list[tuple[Row, str]]:
+    """Each contender at its best, with the name of the record.
+
+    Of several records the one counts that gave a contender the most settings, the newest of those: a
+    later measurement of its memory in a single setting is not its best.
+    """
+    best: dict[tuple[str, int], tuple[int, Row, str]] = {}
+    for record in section:  # oldest first
+        if record.what != what:
+            continue
+        done = [row for row in record.rows if row["status"] == "ok"]
+        for row in best_rows(done):
+            key = (contender(row), row["input_size"])
+            tried = len({settings_of(o) for o in done if (contender(o), o["input_size"]) == key})
+            if key not in best or tried >= best[key][0]:
+                best[key] = tried, row, record.name
+    return [(row, name) for _, row, name in best.values()]
+
+
+def memory_lines(section: Sequence[Record]) -> dict[str, tuple[dict[int, float], str]]:
+    """Peaks of each training case by batch size, from the newest record that has most of them."""
+    lines: dict[str, tuple[dict[int, float], str]] = {}
+    for record in section:
+        for case, peaks in _peaks(record).items() if record.what == "bench_train" else ():
+            label = ", ".join(case)
+            if label not in lines or len(peaks) >= len(lines[label][0]):
+                lines[label] = dict(sorted(peaks.items())), record.name
+    return lines
+
+
+def draw_pictures(section: Sequence[Record], folder: Path, suffix: str) -> list[Path]:
+    """Draw a section's speed against published accuracy, and its memory against batch size.
+
+    Args:
+        section: one device, one PyTorch version.
+        folder: where to, existing; an earlier picture of the section is replaced.
+        suffix: `png` or `svg`.
+
+    Returns:
+        The files: speed, memory, both or none.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
+    title = section[0].title
+    slug = re.sub(r"[^a-z0-9.]+", "-", title.lower().replace(", pytorch ", "-torch"))
+    files = []
+    panels = {what: found for what in _PANELS if (found := speed_points(section, what))}
+    if any(published_top1(r["model"], r["input_size"]) for p in panels.values() for r, _ in p):
+        files.append(folder / f"speed_{slug}.{suffix}")
+        _save(files[-1], title, 2 + 6 * len(panels), lambda figure: _draw_speed(figure, panels))
+    lines = memory_lines(section)
+    if lines:
+        files.append(folder / f"memory_{slug}.{suffix}")
+        whole = "" if section[0].on_gpu else " of the whole process"
+        _save(files[-1], title, 12, lambda figure: _draw_memory(figure, lines, whole))
+    return files
+
+
+def _save(path: Path, title: str, width: float, draw: "Callable[[Figure], Iterable[str]]") -> None:
+    try:
+        import matplotlib as mpl
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingDependencyError(
+            "pictures need matplotlib: pip install 'tresnet[plot]'"
+        ) from error
+    # A figure of its own: pyplot would keep it and may look for a screen.
+    figure = Figure(figsize=(width, 5.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    records = ", ".join(dict.fromkeys(draw(figure)))
+    figure.suptitle(title, x=0.01, ha="left")
+    figure.supxlabel(f"records: {records}", fontsize=6, x=0.01, ha="left")
+    with mpl.rc_context({"svg.hashsalt": path.stem}):  # the same picture is the same file
+        metadata = {"Date": None} if path.suffix == ".svg" else None
+        figure.savefig(path, dpi=150, metadata=metadata)
+
+
+def _draw_speed(figure: "Figure", panels: dict[str, list[tuple[Row, str]]]) -> Iterable[str]:
+    """Images/s of each contender against the accuracy of its published weights."""
+    names = list(dict.fromkeys(contender(row) for found in panels.values() for row, _ in found))
+    axes: Sequence[Axes] = figure.subplots(1, len(panels), squeeze=False)[0]
+    for ax, (what, found) in zip(axes, panels.items(), strict=True):
+        for row, _ in found:
+            top1 = published_top1(row["model"], row["input_size"])
+            speeds = [row["p50_images_per_s"]] * len(top1)
+            style = {**_style(names.index(contender(row))), "linestyle": ""}
+            ax.plot(speeds, list(top1.values()), label=contender(row), **style)
+            for weights, y in top1.items():
+                ax.annotate(weights, (speeds[0], y), xytext=(0, 7), fontsize=7, ha="right",
+                            textcoords="offset points")  # fmt: skip
+        ax.set_xlabel(f"images/s, {_PANELS[what]}, each at its best settings")
+        ax.set_ylabel("ImageNet top-1 of published weights (not measured here), %")
+        ax.set_xlim(left=0)
+        ax.margins(x=0.1, y=0.15)
+    figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, loc="outside right upper")
+    return [record for found in panels.values() for _, record in found]
+
+
+def _draw_memory(
+    figure: "Figure", lines: dict[str, tuple[dict[int, float], str]], whole: str
+) -> Iterable[str]:
+    axes = figure.subplots()
+    for index, (label, (peaks, _)) in enumerate(lines.items()):
+        axes.plot(list(peaks), list(peaks.values()), label=label, **_style(index))
+    axes.set_xlabel("images in a batch")
+    axes.set_ylabel(f"peak memory{whole} in a training step, MiB")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    figure.legend(frameon=False, fontsize=7, loc="outside right upper")
+    return [record for _, record in lines.values()]
+
+
+def _style(index: int) -> dict[str, Any]:
+    marker = _MARKERS[(index // len(_COLORS) + index) % len(_MARKERS)]
+    return {"color": _COLORS[index % len(_COLORS)], "marker": marker, "linewidth": 1.2}

@@ -1,0 +1,261 @@
+"""`tresnet bench`: its commands print a table, leave a record, and say what is wrong."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.measure.record_files import CPU, put, step_row
+from tresnet.cli.bench import BEGIN, END, PARTLY_FAILED_EXIT_CODE
+from tresnet.cli.main import INTERRUPTED_EXIT_CODE
+from tresnet.cli.main import main as run
+from tresnet.measure import largest_batch, models
+from tresnet.measure.clock import HeldClock
+
+# timm leaves it to the garbage collector to close image files.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+
+SMALL = ["--batch-size", "2", "--input-size", "32", "--rounds", "2"]
+SHORT = [*SMALL, "--steps", "1", "--warmup-steps", "1", "--device", "cpu"]
+OPS = ["ops", "blur", *SMALL, "--contenders", "eager", "--device", "cpu"]
+SEARCH = ["max-batch", "tresnet_t", "timm:test_resnet", "--input-size", "32", "--device", "cpu"]
+SEARCH += ["--first", "2", "--granularity", "2", "--at-most", "4"]
+LOADER = ["loader", "--batch-size", "2", "--input-size", "16", "--workers", "0", "--rounds", "2"]
+LOADER += ["--batches", "1", "--warmup-batches", "1"]
+EVERY = [["train", "tresnet_t", *SHORT], ["infer", "tresnet_t", *SHORT], OPS, SEARCH, LOADER]
+
+
+def bench(arguments, folder):
+    return run(["bench", *arguments, "--output-dir", str(folder)])
+
+
+def record_in(folder):
+    (path,) = folder.glob("*.json")
+    return json.loads(path.read_text())
+
+
+def test_train_prints_a_table_and_writes_a_record(tmp_path, capsys):
+    shared = ["--amp", "bf16", "--opt", "adamw", "--ema-decay", "0.9", "--channels-last"]
+    cases = ["tresnet_t", "timm:test_resnet@channels_last=false,batch_size=3,amp=off"]
+    assert bench(["train", *cases, *SHORT, *shared], tmp_path) == 0
+    printed = capsys.readouterr()
+    header, ours, theirs = printed.out.splitlines()
+    assert header.split()[:2] == ["case", "size"]
+    assert ours.startswith("tresnet_t, batch 2, amp bf16, norm abn, channels_last, opt adamw, ema")
+    assert theirs.startswith("timm:test_resnet, batch 3, fp32, opt adamw")
+    assert "round 2 of 2 done" in printed.err
+    record = record_in(tmp_path)
+    assert record["what"] == "bench_train"
+    assert record["command"].startswith("tresnet bench train tresnet_t timm:test_resnet@")
+    assert str(tmp_path) not in json.dumps(record)
+    assert (record["warmup_steps"], record["runs"]) == (1, 2)
+    assert [row["batch_size"] for row in record["rows"]] == [2, 3]
+    assert [row["channels_last"] for row in record["rows"]] == [True, False]
+
+
+def test_inference_is_folded_unless_asked_otherwise(tmp_path):
+    assert (
+        bench(["infer", "tresnet_t", "tresnet_t@fold=false", *SHORT, "--sequential"], tmp_path) == 0
+    )
+    rows = record_in(tmp_path)["rows"]
+    assert [row["fold"] for row in rows] == [True, False]
+    assert [row["ratio_to_first"] for row in rows] == [None, None]
+
+
+def test_other_measurements_print_a_table_and_write_a_record(tmp_path, capsys):
+    assert bench(OPS, tmp_path / "ops") == 0
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header.split()[-4:] == ["GB/s", "x", "copy", "status"]
+    assert len(lines) == 3 * 2 * 2
+    assert lines[0].startswith("blur, into stage 2, fp32, forward, copy ")
+    assert record_in(tmp_path / "ops")["settings"]["method"]["copy"].startswith("clone of half")
+    assert bench(SEARCH, tmp_path / "search") == 0
+    _, ours, theirs = capsys.readouterr().out.splitlines()
+    assert ours.split()[-6:] == ["4", "at", "most", "4", "-", "ok"]
+    assert theirs.startswith("timm:test_resnet, batch 2, fp32 ")
+    assert bench(LOADER, tmp_path / "loader") == 0
+    record = record_in(tmp_path / "loader")
+    assert record["settings"]["data"] == "64 made-up JPEGs of 500 x 375"
+    names = ["tresnet, uint8", "tresnet, float", "timm, float"]
+    assert [row["case"] for row in record["rows"]] == names
+    assert [row["batch_bytes"] for row in record["rows"]] == [
+        2 * 3 * 16 * 16 * size for size in (1, 4, 4)
+    ]
+
+
+def breaks(monkeypatch, kind, action):
+    """Do `action` while the second contender of a command is at work."""
+    if kind == "ops":
+        times, seconds = [], HeldClock.seconds_per_call
+
+        def timed(self, prepare):
+            times.append(1)
+            return action() if len(times) == 4 else seconds(self, prepare)
+
+        monkeypatch.setattr(HeldClock, "seconds_per_call", timed)
+        return
+    module = largest_batch if kind == "max-batch" else models
+    prepare = module.prepare
+
+    def prepared(case, *arguments):
+        return action() if case.model == "timm:test_resnet" else prepare(case, *arguments)
+
+    monkeypatch.setattr(module, "prepare", prepared)
+
+
+BREAKABLE = {"train": ["train", "tresnet_t", "timm:test_resnet", *SHORT]}
+BREAKABLE |= {"ops": OPS, "max-batch": SEARCH}
+
+
+def fail():
+    raise KeyError("nobody foresaw this")
+
+
+@pytest.mark.parametrize("kind", BREAKABLE)
+def test_a_contender_that_fails_is_a_row_and_exit_code_1(kind, tmp_path, monkeypatch, capsys):
+    breaks(monkeypatch, kind, fail)
+    assert bench(BREAKABLE[kind], tmp_path) == PARTLY_FAILED_EXIT_CODE
+    statuses = [row["status"] for row in record_in(tmp_path)["rows"]]
+    assert statuses == ["ok", "failed"] + ["ok"] * (len(statuses) - 2)
+    assert "KeyError: 'nobody foresaw this'" in capsys.readouterr().err
+    assert record_in(tmp_path)["rows"][1]["trace"][-1] == "KeyError: 'nobody foresaw this'"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("kind", BREAKABLE)
+def test_a_signal_leaves_the_table_and_the_record(kind, number, tmp_path, monkeypatch, capsys):
+    breaks(monkeypatch, kind, lambda: os.kill(os.getpid(), number))
+    assert bench(BREAKABLE[kind], tmp_path) == INTERRUPTED_EXIT_CODE
+    statuses = [row["status"] for row in record_in(tmp_path)["rows"]]
+    assert statuses == ["ok"] + ["interrupted"] * (len(statuses) - 1)
+    printed = capsys.readouterr()
+    assert "interrupted" in printed.out
+    assert printed.err.splitlines()[-1] == "error: interrupted"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train"], "at least one model to measure, got none"),
+        (["train", "tresnet_t@speed=high"], "expected MODEL@key=value"),
+        (["train", "tresnet_t", "--batch-size"], "expected at least one batch size, got none"),
+        (["train", "tresnet_t", "--batch-size", "9" * 20], "batch size of at most 2147483647, got"),
+        (["train", "tresnet_t", "--time-limit-s", "inf"], "a time limit above 0 s, got inf"),
+        (["train", "tresnet_t", "--rounds", "0"], "expected rounds of at least 1, got 0"),
+        (["train", "tresnet_t", "--input-size", "33"], "divisible by 2"),
+        (["max-batch", "tresnet_t"], "expected at_most on cpu, got none"),
+        (["ops", "conv"], "expected an operation out of abn_join"),
+        (["ops", "--input-size", "100"], "divisible by 32, got 100"),
+        (["ops", "--time-limit-s", "nan"], "a time limit above 0 s, got nan"),
+        (["loader", "--data", "nowhere"], "nowhere is not a folder: check --data"),
+        (["loader", "--workers", "-1"], "expected workers of at least 0, got -1"),
+    ],
+)
+def test_bad_input_leaves_nothing(arguments, message, tmp_path, capsys):
+    device = [] if arguments[0] == "loader" else ["--device", "cpu"]
+    assert bench([*arguments, *device], tmp_path / "a" / "b") == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert message in error
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", EVERY, ids=lambda arguments: arguments[0])
+def test_device_and_directory_are_checked_before_the_work(arguments, tmp_path, capsys):
+    if "--device" in arguments:
+        for device in ("meta", "banana", "cuda:99", "xpu:7"):
+            assert bench([*arguments, "--device", device], tmp_path / "a") == 2
+            assert "expected a device" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    for name in ("file", "file/sub"):
+        assert bench(arguments, tmp_path / name) == 2
+        (error,) = capsys.readouterr().err.splitlines()
+        assert error.startswith("error: expected a directory that records can be written to")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    records = tmp_path / "records"
+    records.mkdir()
+    rows = [step_row("tresnet_m", 100.0), step_row("timm:tresnet_m", 50.0)]
+    put(records, "gpu", "bench_train", rows)
+    put(records, "cpu", "bench_train", rows, device=CPU)
+    put(records, "convs", "bench_convs", [])
+    return records
+
+
+def test_the_report_is_printed_past_broken_records(folder, capsys):
+    (folder / "empty.json").touch()
+    assert run(["bench", "report", "--records", str(folder)]) == 0
+    printed = capsys.readouterr()
+    assert [line for line in printed.out.splitlines() if line.startswith("#")] == [
+        "### Test GPU 80GB at 700 W, PyTorch 2.15.0",
+        "### CPU: Test CPU, 2 threads, PyTorch 2.15.0",
+    ]
+    assert "not drawn: convs.json, a record of bench_convs" in printed.err
+    (warning,) = [line for line in printed.err.splitlines() if line.startswith("warning: ")]
+    assert "empty.json: expected a sound record" in warning
+
+
+def test_a_page_gets_the_records_of_gpus(folder, tmp_path):
+    pytest.importorskip("matplotlib")
+    page, pictures = tmp_path / "docs" / "PAGE.md", tmp_path / "pictures"
+    page.parent.mkdir()
+    pictures.mkdir()
+    page.write_text(f"# Page\n\n{BEGIN}\nold\n{END}\n\nthe rest\n")
+    arguments = ["bench", "report", "--records", str(folder), "--into", str(page)]
+    for _ in range(2):
+        assert run([*arguments, "--pictures", str(pictures)]) == 0
+        text = page.read_text()
+        assert text.startswith(f"# Page\n\n{BEGIN}\n\n### Test GPU")
+        assert text.endswith(f"\n\n{END}\n\nthe rest\n")
+        assert "old" not in text
+        assert "CPU" not in text
+        assert text.count("](../pictures/speed_") == 1
+    (folder / "gpu.json").unlink()
+    assert run(arguments) == 0
+    assert page.read_text() == (
+        f"# Page\n\n{BEGIN}\n\nNo record of a GPU exists yet: this project has had none to measure "
+        f"on.\n\n{END}\n\nthe rest\n"
+    )
+
+
+def test_the_readme_is_what_its_records_give(tmp_path):
+    root = Path(__file__).resolve().parents[2]
+    page = tmp_path / "README.md"
+    page.write_text((root / "README.md").read_text())
+    records = root / "benchmarks" / "records"
+    assert run(["bench", "report", "--records", str(records), "--into", str(page)]) == 0
+    assert page.read_text() == (root / "README.md").read_text()
+
+
+def test_bad_input_of_the_report(folder, tmp_path, capsys):
+    def error(*arguments):
+        assert run(["bench", "report", "--records", *map(str, arguments)]) == 2
+        return capsys.readouterr().err.splitlines()[-1]
+
+    assert "expected a folder of records" in error(tmp_path / "none")
+    assert "expected a Markdown file" in error(folder, "--into", tmp_path / "none.md")
+    assert "create it first" in error(folder, "--pictures", tmp_path / "missing")
+    page = tmp_path / "PAGE.md"
+    for text in ("no markers", BEGIN, f"{END}\n{BEGIN}", f"{BEGIN}{END}{BEGIN}{END}"):
+        page.write_text(text)
+        assert "once each, in this order, in" in error(folder, "--into", page)
+        assert page.read_text() == text
+    for name in ("gpu", "cpu"):
+        (folder / f"{name}.json").unlink()
+    assert "found others only" in error(folder)
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_the_default(tmp_path):
+    assert bench(["train", "tresnet_t", *SHORT[:-2]], tmp_path) == 0
+    record = record_in(tmp_path)
+    assert record["environment"]["device"]["type"] == "cuda"
+    assert record["rows"][0]["amp"] == "bf16"
+    assert record["rows"][0]["max_allocated_mib"] > 0
+    assert torch.cuda.is_available()

@@ -1,0 +1,242 @@
+"""Models side by side: what is timed is the step that train.py and eval.py run."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tresnet.errors import InputError
+from tresnet.measure import models
+from tresnet.measure.cases import BenchCase
+from tresnet.measure.memory import MemorySnapshot
+from tresnet.measure.models import BenchSettings, ModelContender, bench_models, prepare, speed
+from tresnet.steps import OptimConfig, TrainingCompute, TrainingStep, create_training_step
+
+pytestmark = pytest.mark.usefixtures("quick")
+CPU = torch.device("cpu")
+QUICK = {"warmup_steps": 1, "rounds": 2, "steps_per_round": 1}
+
+
+def case(model="tresnet_t", **changes):
+    return BenchCase(model, **{"batch_size": 2, "input_size": 32, **changes})
+
+
+def measured(training, cases, folder, **changes):
+    settings = BenchSettings(**{**QUICK, **changes})
+    return bench_models(
+        training, cases, settings, output_dir=folder, argv=["tresnet"], log=lambda line: None
+    )
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_models_side_by_side_on_the_cpu(training, tmp_path):
+    cases = [
+        case(input_size=None),
+        case(norm="batchnorm", channels_last=True, amp="bf16"),
+        case("timm:test_resnet", **({"opt": "adamw", "accumulate": 2} if training else {})),
+        case("torchvision:squeezenet1_1", **({} if training else {"dtype": "bf16"})),
+    ]
+    outcome, record = measured(training, cases, tmp_path)
+    assert json.loads(record.path.read_text())["rows"] == outcome.rows
+    assert [(row["status"], row["error"]) for row in outcome.rows] == [("ok", None)] * 4
+    assert [row["model"] for row in outcome.rows] == [one.model for one in cases]
+    assert outcome.rows[0]["ratio_to_first"] == 1.0
+    for row in outcome.rows:
+        assert row["p20_images_per_s"] <= row["p50_images_per_s"] <= row["p80_images_per_s"]
+        assert len(row["round_p50_images_per_s"]) == 2
+        assert row["warmup_s"] > 0
+        assert row["rss_peak_mib"] > 100
+        assert row["max_allocated_mib"] is None
+        assert row["input_size"] == 32
+    assert (outcome.rows[0]["parameters"] == 1_459_816) == training  # folded in inference
+
+
+def test_percentiles_are_of_times():
+    times_s = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+    assert speed(times_s, 60) == {
+        "p20_images_per_s": pytest.approx(60 / 0.5),
+        "p50_images_per_s": pytest.approx(60 / 0.35),
+        "p80_images_per_s": pytest.approx(60 / 0.2),
+        "p50_step_time_ms": pytest.approx(350),
+    }
+    assert set(speed([], 60).values()) == {None}
+
+
+class Operations(TorchDispatchMode):
+    """The names of all operators that run within it."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def operations(step):
+    step()  # buffers of the optimizer are made
+    with Operations() as found:
+        step()
+    return found.names
+
+
+def test_a_timed_step_does_what_a_step_of_a_training_run_does(monkeypatch):
+    """Nothing but the images' way to the device is left out."""
+    from tresnet.models.named import build_named
+
+    step = create_training_step(
+        build_named("tresnet_t"), TrainingCompute("bf16", True), CPU, optimizer=OptimConfig()
+    )
+    images, labels = torch.rand(2, 3, 32, 32), torch.zeros(2, dtype=torch.int64)
+    images = step.feed.images(images)
+
+    def trained():
+        step.backward(images, labels, nn.functional.cross_entropy)
+        step.update(1)
+
+    timed, _, _ = prepare(case(amp="bf16", channels_last=True).checked(True), True, CPU, seed=0)
+    assert operations(timed) == operations(trained)
+    assert len(operations(timed)) > 500
+
+
+def test_settings_reach_the_step(monkeypatch):
+    """An average, clipped gradients and several passes, as train.py has them."""
+    calls = []
+    backward, update = TrainingStep.backward, TrainingStep.update
+    monkeypatch.setattr(
+        TrainingStep, "backward", lambda *a, **k: calls.append(k) or backward(*a, **k)
+    )
+    monkeypatch.setattr(
+        TrainingStep, "update", lambda self, n: calls.append((n, self.average)) or update(self, n)
+    )
+    chosen = case(accumulate=2, ema_decay=0.9, clip_grad=1e-9, norm="batchnorm").checked(True)
+    step, model, _ = prepare(chosen, True, CPU, seed=0)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    step()
+    assert calls[:2] == [{"passes": 2, "is_last": False}, {"passes": 2, "is_last": True}]
+    number, average = calls[2]
+    assert number == 1
+    assert average.decay == 0.9
+    for old, new in zip(before, model.parameters(), strict=True):
+        torch.testing.assert_close(old, new, rtol=0, atol=1e-4)  # weight decay alone is left
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "reads"),
+    [
+        ("tresnet_t", {"channels_last": True}, torch.uint8),
+        ("tresnet_t", {}, torch.float32),
+        ("timm:test_resnet", {"channels_last": True}, torch.float32),
+        ("timm:test_resnet", {"dtype": "bf16"}, torch.bfloat16),
+    ],
+)
+def test_bytes_are_fed_to_ours_and_divided_for_others(model, changes, reads):
+    chosen = case(model, input="uint8", fold=False if model == "tresnet_t" else None, **changes)
+    step, built, _ = prepare(chosen.checked(False), False, CPU, seed=0)
+    seen = []
+    built.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    step()
+    (images,) = seen
+    assert images.dtype == reads
+    layout = torch.channels_last if chosen.channels_last else torch.contiguous_format
+    assert images.is_contiguous(memory_format=layout)
+    largest = 255 if reads == torch.uint8 else 1
+    assert images.float().max() == pytest.approx(largest, rel=0.01)
+
+
+def test_fold_and_pad_are_what_is_timed():
+    sizes = {}
+    for fold in (False, True):
+        step, model, _ = prepare(case(fold=fold).checked(False), False, CPU, seed=0)
+        sizes[fold] = sum(parameter.numel() for parameter in model.parameters())
+        logits = step()
+        sizes[fold, "sum"] = logits.double().sum()
+    assert sizes[True] < sizes[False]  # one bias for gamma and beta
+    torch.testing.assert_close(sizes[True, "sum"], sizes[False, "sum"], rtol=1e-3, atol=1e-4)
+
+
+def test_inductors_layout_optimisation_is_forced_while_a_case_is_compiled(monkeypatch):
+    from torch._inductor import config
+
+    told = []
+
+    def compiled(model, **how):
+        return lambda images: told.append(config.force_layout_optimization) or model(images)
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    settings = BenchSettings(**QUICK)
+    for layout_opt in (True, False):
+        chosen = case("timm:test_resnet", compile="default", layout_opt=layout_opt).checked(True)
+        contender = ModelContender(chosen, True, settings, CPU, MemorySnapshot())
+        contender.set_up()
+    warm, steady = [True], [False] * models.SETTLE_STEPS
+    assert told == warm + steady + [False] + steady
+
+
+def test_a_loss_that_is_not_finite_is_no_result(tmp_path, monkeypatch):
+    build = models.build
+
+    def spoilt(one):
+        model = build(one)
+        if one.batch_size == 3:
+            next(model.parameters()).data.fill_(torch.nan)
+        return model
+
+    monkeypatch.setattr(models, "build", spoilt)
+    outcome, _ = measured(False, [case("timm:test_resnet", batch_size=3), case()], tmp_path)
+    assert [row["status"] for row in outcome.rows] == ["not_finite", "ok"]
+    assert outcome.rows[1]["ratio_to_first"] is None
+
+
+def test_bad_settings():
+    with pytest.raises(InputError, match="expected warmup_steps of at least 1, got 0"):
+        BenchSettings(warmup_steps=0)
+    with pytest.raises(InputError, match="expected rounds of at least 1, got 0"):
+        BenchSettings(rounds=0)
+
+
+def test_memory_of_other_cases_is_subtracted():
+    gpu = MemorySnapshot
+    primed = gpu(allocated=10, reserved=20, max_allocated=10)
+    before = gpu(allocated=110, reserved=220, max_allocated=500)
+    after = gpu(allocated=160, reserved=320, max_allocated=400, device_used=9)
+    own = models._own_memory(after, before, primed)
+    assert own == gpu(allocated=60, reserved=120, max_allocated=300, device_used=9)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("training", [True, False])
+def test_side_by_side_on_a_gpu(training, tmp_path, cuda_device):
+    cases = [
+        case(batch_size=16, channels_last=True),
+        case(batch_size=16, amp="fp16", norm="batchnorm"),
+        case("timm:test_resnet", batch_size=16, amp="off"),
+    ]
+    outcome, _ = measured(training, cases, tmp_path, device="cuda", warmup_steps=3)
+    assert [(row["status"], row["error"]) for row in outcome.rows] == [("ok", None)] * 3
+    for row in outcome.rows:
+        assert row["rss_peak_mib"] is None
+        assert 0 < row["max_allocated_mib"] <= row["reserved_mib"]
+
+
+@pytest.mark.gpu
+def test_memory_of_a_case_does_not_depend_on_its_place(tmp_path, cuda_device):
+    one, other = case(batch_size=64), case("timm:test_resnet", batch_size=64, input_size=160)
+    peaks = [
+        [row["max_allocated_mib"] for row in measured(True, cases, tmp_path, device="cuda")[0].rows]
+        for cases in ([one, other], [other, one])
+    ]
+    assert peaks[0] == pytest.approx(peaks[1][::-1], rel=0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("training", [True, False])
+def test_compiled_models_on_a_gpu(training, mode, tmp_path, cuda_device):
+    cases = [case("timm:test_resnet", batch_size=batch, compile=mode) for batch in (8, 16)]
+    outcome, _ = measured(training, cases, tmp_path, device="cuda", interleave=False)
+    assert [(row["status"], row["error"]) for row in outcome.rows] == [("ok", None)] * 2

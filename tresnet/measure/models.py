@@ -1,0 +1,375 @@
+"""`tresnet bench train` and `infer`: images per second and peak memory of models side by side.
+
+The step that is timed is the one that `train.py` and `eval.py` run (`tresnet.steps`), on a synthetic
+batch that is on the device already. Peak memory is that of steady steps, after warm-up, and counts
+the case itself: what the other cases keep on the GPU meanwhile (weights, optimizer state) is
+subtracted from `max_allocated` and `reserved`. `device_used` (the whole device) and a CPU's
+`rss_peak` (the whole process) cannot be split: only the first case of a run, or a run without
+interleaving, has them for itself.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tresnet import env
+from tresnet.measure.cases import BenchCase, build
+from tresnet.measure.clock import clock_for
+from tresnet.measure.macs import count_parameters
+from tresnet.measure.memory import MemoryMeter, MemorySnapshot
+from tresnet.measure.records import RecordFile
+from tresnet.measure.runner import (
+    Contender,
+    NoResultError,
+    Outcome,
+    Rounds,
+    RunSettings,
+    check_numbers,
+    run,
+    searching_algorithms,
+)
+from tresnet.models.named import default_input_shape
+from tresnet.steps import (
+    EmaConfig,
+    InferenceCompute,
+    InferenceStep,
+    OptimConfig,
+    TrainingCompute,
+    create_training_step,
+)
+
+SETTLE_STEPS = 2
+_CLASSES = 1000
+_LR = 1e-3  # small: what is timed must not diverge
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchSettings(RunSettings):
+    """What all cases of a run share.
+
+    Attributes:
+        device: where to run, for example `cuda`, `cuda:1` or `cpu`.
+        warmup_steps: untimed steps of each case before its memory is read, compilation included.
+        steps_per_round: timed steps of each visit.
+        interleave: visit every case in every round; else finish and free a case before the next
+            is built (for cases that do not fit on the device together, CUDA graphs above all).
+        seed: of weights and input.
+    """
+
+    device: str = "cpu"
+    warmup_steps: int = 10
+    steps_per_round: int = 10
+    interleave: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` for what nothing can be measured with."""
+        super().__post_init__()
+        check_numbers(self, rounds=1, warmup_steps=1, steps_per_round=1)
+
+
+def bench_models(
+    training: bool,
+    cases: Sequence[BenchCase],
+    settings: BenchSettings,
+    *,
+    output_dir: str | os.PathLike[str],
+    argv: Sequence[str],
+    log: Callable[[str], object],
+) -> tuple[Outcome, RecordFile]:
+    """Time training steps, or forward passes in inference, of each case, and record it.
+
+    Args:
+        training: forward, loss, backward and update; else forward alone.
+        cases: what to compare, in order; the first is the base of the ratios.
+        settings: shared by all.
+        output_dir: of the record.
+        argv: the command line, for the record.
+        log: called with a line of progress.
+
+    Raises:
+        InputError: a case that cannot be run at all; nothing has run then.
+    """
+    device = env.timed_device(settings.device)
+    checked = [case.checked(training, device.type == "cuda") for case in cases]
+    record = RecordFile(
+        output_dir,
+        "bench_train" if training else "bench_infer",
+        device=device,
+        settings={**dataclasses.asdict(settings), "method": _method(training)},
+        warmup_steps=settings.warmup_steps,
+        runs=settings.rounds * settings.steps_per_round,
+        argv=argv,
+    )
+    with searching_algorithms(), _current(device):
+        primed = _prime(device)
+        everyone = [ModelContender(case, training, settings, device, primed) for case in checked]
+        groups = [everyone] if settings.interleave else [[one] for one in everyone]
+        compiles = any(case.compile != "none" for case in checked)
+        outcome = run(
+            groups, settings, log=log, save=record.write, device=device, compiles=compiles
+        )
+    return outcome, record
+
+
+class ModelContender(Contender):
+    """A case, timed step by step."""
+
+    def __init__(
+        self,
+        case: BenchCase,
+        training: bool,
+        settings: BenchSettings,
+        device: torch.device,
+        primed: MemorySnapshot,
+    ) -> None:
+        """Keep a checked case; nothing is built yet."""
+        self._case, self._training, self._settings = case, training, settings
+        self._device, self._primed = device, primed
+        self._clock, self._meter = clock_for(device), MemoryMeter(device)
+        self._step: Callable[[], Tensor] | None = None
+        self.label = case.label()
+        self.units = case.batch_size * case.accumulate
+        self.columns: dict[str, Any] = {
+            "model": case.model,
+            **dataclasses.asdict(case),
+            "parameters": None,
+            "warmup_s": None,
+            **MemorySnapshot().to_dict(),
+        }
+
+    def set_up(self) -> None:
+        """Build, warm up and read the peak memory of steady steps."""
+        before, began_s = self._meter.snapshot(), time.perf_counter()
+        step, model, size = prepare(self._case, self._training, self._device, self._settings.seed)
+        with _inductor(self._case):
+            for _ in range(self._settings.warmup_steps):
+                step()
+        self._clock.wait(self._clock.mark())
+        self.columns |= {
+            "warmup_s": time.perf_counter() - began_s,
+            "input_size": size,
+            "parameters": count_parameters(model),
+        }
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # the search for algorithms may have taken more than a step
+        self._meter.reset_peak()
+        self._step = step
+        self._settled()
+        self._clock.wait(self._clock.mark())
+        self.columns |= _own_memory(self._meter.snapshot(), before, self._primed).to_dict()
+
+    def visit(self) -> Sequence[float]:
+        """Seconds of each step of a round."""
+        assert self._step is not None, "set up before"
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # else the allocator would do so while the clock runs
+        output = self._settled()
+        marks = [self._clock.mark()]
+        for _ in range(self._settings.steps_per_round):
+            output = self._step()
+            marks.append(self._clock.mark())
+        self._clock.wait(marks[-1])
+        if not math.isfinite(float(output.float().sum())):
+            raise NoResultError("not_finite", "the loss or output is not finite")
+        return [self._clock.seconds(begin, end) for begin, end in itertools.pairwise(marks)]
+
+    def _settled(self) -> Tensor:
+        assert self._step is not None, "set up before"
+        for _ in range(SETTLE_STEPS - 1):
+            self._step()
+        return self._step()
+
+    def figures(self, rounds: Rounds) -> dict[str, Any]:
+        """Percentiles of images/s over all steps, and the median of each round."""
+        times_s = [time_s for visit in rounds for time_s in visit]
+        return {
+            **speed(times_s, self.units),
+            "round_p50_images_per_s": [
+                speed(visit, self.units)["p50_images_per_s"] for visit in rounds if visit
+            ],
+        }
+
+    def close(self) -> None:
+        """Free the model."""
+        self._step = None
+
+
+def speed(times_s: Sequence[float], images: float) -> dict[str, float | None]:
+    """Percentiles over steps of so many images each.
+
+    p20 images/s is exceeded by 80 % of the steps, p80 by 20 %: they are the images over the percentile
+    of the times, so p20 images/s belongs to the 80th percentile of time. Times between two measured
+    ones are interpolated linearly.
+    """
+    names = ("p20_images_per_s", "p50_images_per_s", "p80_images_per_s")
+    if not times_s:
+        return {**dict.fromkeys(names), "p50_step_time_ms": None}
+    percentiles_s = [float(value) for value in np.percentile(times_s, (80, 50, 20))]
+    return {
+        **{name: images / time_s for name, time_s in zip(names, percentiles_s, strict=True)},
+        "p50_step_time_ms": percentiles_s[1] * 1000,
+    }
+
+
+def prepare(
+    case: BenchCase, training: bool, device: torch.device, seed: int
+) -> tuple[Callable[[], Tensor], nn.Module, int]:
+    """Build a checked case's model, input and step on `device`.
+
+    Returns:
+        A function that does one step and returns the loss or the logits, the model that runs, and the
+        side of its images.
+    """
+    torch.manual_seed(seed)
+    model = build(case)
+    size = case.input_size or default_input_shape(model)[-1]
+    classes = getattr(model, "num_classes", _CLASSES)
+    labels = torch.randint(classes, (case.batch_size,), device=device)
+    if case.input == "uint8":
+        raw = torch.randint(256, (case.batch_size, 3, size, size), dtype=torch.uint8)
+    else:
+        raw = torch.rand(case.batch_size, 3, size, size)
+    layout = torch.channels_last if case.channels_last else torch.contiguous_format
+    raw = raw.to(device).contiguous(memory_format=layout)
+    if not training:
+        step = InferenceStep(
+            model,
+            InferenceCompute(
+                amp=case.amp,  # pyright: ignore[reportArgumentType]  checked
+                channels_last=case.channels_last,
+                compile=case.compile,  # pyright: ignore[reportArgumentType]
+                dtype=case.dtype,  # pyright: ignore[reportArgumentType]
+                fold=bool(case.fold),
+                freeze=case.freeze,
+            ),
+            device,
+        )
+        images = _fed(step.feed, raw, case)
+        return (lambda: step(images())), step.model, size
+    return _training_step(case, model, device, raw, labels), model, size
+
+
+def _training_step(
+    case: BenchCase, model: nn.Module, device: torch.device, raw: Tensor, labels: Tensor
+) -> Callable[[], Tensor]:
+    step = create_training_step(
+        model,
+        TrainingCompute(case.amp, case.channels_last, case.compile, case.cuda_graph),  # pyright: ignore[reportArgumentType]
+        device,
+        optimizer=OptimConfig(
+            opt=case.opt, lr=_LR, clip_grad=case.clip_grad, accumulate=case.accumulate
+        ),
+        ema=EmaConfig(case.ema_decay),
+        grad_checkpointing=case.grad_checkpointing,
+        recompute=None if case.ours else case.recompute,
+    )
+    images, numbers = _fed(step.feed, raw, case), itertools.count(1)
+
+    def train() -> Tensor:
+        loss = labels
+        for number in range(1, case.accumulate + 1):
+            loss, _ = step.backward(
+                images(),
+                labels,
+                functional.cross_entropy,
+                passes=case.accumulate,
+                is_last=number == case.accumulate,
+            )
+        step.update(next(numbers))
+        return loss
+
+    return train
+
+
+def _fed(feed: Any, raw: Tensor, case: BenchCase) -> Callable[[], Tensor]:
+    """The images of each step: made ready beforehand, but for bytes, whose conversion is timed."""
+    if case.input == "uint8":
+        return functools.partial(feed.images, raw)
+    images = feed.images(raw)
+    return lambda: images
+
+
+@contextlib.contextmanager
+def _inductor(case: BenchCase) -> Iterator[None]:
+    """Inside, compile with the options of a case that are Inductor's own."""
+    if not case.layout_opt:
+        yield
+        return
+    from torch._inductor import config
+
+    with config.patch(force_layout_optimization=True):
+        yield
+
+
+@contextlib.contextmanager
+def _current(device: torch.device) -> Iterator[None]:
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        yield
+
+
+def _method(training: bool) -> dict[str, Any]:
+    """How it was measured, in words and switches, for the record."""
+    return {
+        "input": "one synthetic batch, already on the device; of bytes where input is uint8, which our "
+        "channels_last stem reads, and others divide by 255 within the step",
+        "step": "tresnet.steps: "
+        + ("forward, cross entropy, backward, update" if training else "forward, eval mode"),
+        "optimizer": f"timm's, learning rate {_LR:g}, the rest as train.py's defaults"
+        if training
+        else None,
+        "order": "every case is timed once right after its set-up; then every round visits every case, "
+        "forwards and backwards in turn; case after case if interleave is false",
+        "settle_steps": SETTLE_STEPS,
+        "percentiles": "images / percentile of all timed step times; p20 is the slow end",
+        "clock": "CUDA events between steps; on a CPU time.perf_counter",
+        "peak_memory": "of steady steps, less what other cases keep allocated; device_used_mib "
+        "and rss_peak_mib are of the whole device and process",
+        "cudnn_benchmark": "all plans (benchmark_limit 0)",
+        "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32,
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+    }
+
+
+def _prime(device: torch.device) -> MemorySnapshot:
+    """Make the matrix library allocate its workspaces, which stay; returns the memory after.
+
+    They belong to every case, but only the first would be seen to allocate them.
+    """
+    if device.type == "cuda":
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            block = torch.ones(256, 256, device=device, dtype=dtype, requires_grad=True)
+            (block @ block).sum().backward()
+        torch.cuda.synchronize(device)
+        del block
+        torch.cuda.empty_cache()
+    return MemoryMeter(device).snapshot()
+
+
+def _own_memory(
+    after: MemorySnapshot, before: MemorySnapshot, primed: MemorySnapshot
+) -> MemorySnapshot:
+    """`after` less what other cases held `before`; what was there when primed is everyone's."""
+
+    def own(now: int | None, earlier: int | None, shared: int | None) -> int | None:
+        if now is None or earlier is None or shared is None:
+            return now
+        return now - max(0, earlier - shared)
+
+    return dataclasses.replace(
+        after,
+        allocated=own(after.allocated, before.allocated, primed.allocated),
+        reserved=own(after.reserved, before.reserved, primed.reserved),
+        max_allocated=own(after.max_allocated, before.allocated, primed.allocated),
+    )

@@ -1,0 +1,398 @@
+"""The one runner of every benchmark: turns, time limit, failures, interruption, the record.
+
+A benchmark is a list of groups of contenders. A contender is set up, warmed up and timed for one
+round right away; then all contenders of its group are timed in further rounds, forwards and
+backwards through the list, so that a drift of clocks or temperature meets them all alike. After each
+contender and each round the record is written, so that whatever ends the run (a failure, a hang, a
+signal, a power cut) costs what was being measured at that moment and nothing else.
+"""
+
+import abc
+import contextlib
+import dataclasses
+import gc
+import math
+import signal
+import statistics
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from tresnet.errors import InputError, MissingDependencyError
+from tresnet.measure.memory import failure_in_short, is_out_of_memory
+
+# Share of the time limit after which no contender is begun: the rest is for the rounds.
+_SET_UP_SHARE = 0.75
+# Cases of one architecture share code objects, and torch.compile stops compiling a code object at
+# its limit (8): every case must find room, or it would silently be timed in eager mode.
+_RECOMPILE_LIMIT = 256
+_TRACE_LINES = 12
+
+Rounds = Sequence[Sequence[float]]
+Group = Sequence["Contender"]
+
+
+class NoResultError(Exception):
+    """A contender says itself why it has no figures."""
+
+    def __init__(self, status: str, reason: str) -> None:
+        """Keep the status of its row, and the reason in words."""
+        super().__init__(reason)
+        self.status = status
+
+
+class _OutOfTime(BaseException):
+    """The time limit rang; no `except Exception` of a library shall swallow it."""
+
+
+class Contender(abc.ABC):
+    """One thing to measure.
+
+    Attributes:
+        label: it in one line, for progress.
+        columns: of its row in the record: what is measured, and what `set_up` and `visit` find.
+        units: of work in one timed step: images, or bytes.
+        compared_with: contenders of a group are compared with the first that has the same word here.
+        ratio_column: where that ratio goes.
+    """
+
+    label: str
+    columns: dict[str, Any]
+    units: float = 1.0
+    compared_with: str = ""
+    ratio_column: str = "ratio_to_first"
+
+    @abc.abstractmethod
+    def set_up(self) -> None:
+        """Make it ready to be timed, warmed up."""
+
+    def visit(self) -> Sequence[float]:
+        """Time it for one round: seconds of each step."""
+        return []
+
+    def figures(self, rounds: Rounds) -> dict[str, Any]:
+        """Further columns, from the times of all rounds; the same columns where there are none."""
+        return {}
+
+    def close(self) -> None:  # noqa: B027  most have nothing to close
+        """Free what it holds. Called once or more, in whatever state it is."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSettings:
+    """How any benchmark runs.
+
+    Attributes:
+        rounds: visits to each contender; 0 sets them up alone.
+        time_limit_s: of the whole run: after three quarters of it no contender is begun, and at its
+            end the measurement ends with what there is. None for no limit.
+        case_limit_s: of a single contender's set-up with its first round, and of a later visit.
+    """
+
+    rounds: int = 5
+    time_limit_s: float | None = None
+    case_limit_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` for what nothing can be measured with."""
+        check_numbers(self, rounds=0)
+        for limit_s in (self.time_limit_s, self.case_limit_s):
+            if limit_s is not None and not 0 < limit_s < math.inf:
+                raise InputError(f"expected a time limit above 0 s, got {limit_s}")
+
+
+def check_numbers(settings: object, **least: float) -> None:
+    """Raise `InputError` if a number among the settings is below its least."""
+    for name, bound in least.items():
+        if getattr(settings, name) < bound:
+            raise InputError(
+                f"expected {name} of at least {bound}, got {getattr(settings, name)}: raise it"
+            )
+
+
+@dataclasses.dataclass
+class _Row:
+    contender: Contender
+    status: str = "not_begun"
+    error: str | None = None
+    trace: list[str] = dataclasses.field(default_factory=list)
+    rounds: list[list[float]] = dataclasses.field(default_factory=list)
+    ratio: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        contender = self.contender
+        return {
+            **contender.columns,
+            "status": self.status,
+            "error": self.error,
+            "trace": self.trace,
+            **contender.figures(self.rounds),
+            contender.ratio_column: self.ratio,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a run found.
+
+    Attributes:
+        rows: one for each contender, in order: its columns; `status` (`ok`, `failed`,
+            `out_of_memory`, `out_of_time`, `left_out`, `not_begun`, `interrupted`, or a word of the
+            contender's own); `error`, which says in a line why it is not `ok`; `trace`, the last
+            lines of an exception; and its figures, None where nothing was timed.
+        labels: of the contenders.
+        interrupted: whether the user or a signal ended the run.
+    """
+
+    rows: list[dict[str, Any]]
+    labels: list[str]
+    interrupted: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether every row was measured, or left out for a reason that is no failure."""
+        return not self.interrupted and all(
+            row["status"] in ("ok", "left_out") for row in self.rows
+        )
+
+
+def run(
+    groups: Sequence[Group],
+    settings: RunSettings,
+    *,
+    log: Callable[[str], object],
+    save: Callable[[list[dict[str, Any]]], object] = lambda rows: None,
+    device: torch.device | None = None,
+    compiles: bool = False,
+) -> Outcome:
+    """Measure all contenders; nothing that one of them raises reaches the caller.
+
+    Args:
+        groups: what takes turns with each other; a group is closed before the next is begun.
+        settings: rounds and limits.
+        log: told a line of progress.
+        save: called with all rows whenever there is something new: writes the record.
+        device: a GPU whose cache is emptied between contenders, or None or the CPU.
+        compiles: whether torch.compile is used: every case must find room in its caches.
+
+    Raises:
+        KeyboardInterrupt: before any contender has come to an end.
+    """
+    return _Run(groups, settings, log, save, device, compiles).measure()
+
+
+class _Run:
+    """A run: all rows, and the time it began."""
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        settings: RunSettings,
+        log: Callable[[str], object],
+        save: Callable[[list[dict[str, Any]]], object],
+        device: torch.device | None,
+        compiles: bool,
+    ) -> None:
+        self._groups = [[_Row(contender) for contender in group] for group in groups]
+        self._rows = [row for group in self._groups for row in group]
+        self._settings, self._log, self._save_rows = settings, log, save
+        self._device, self._compiles = device, compiles
+        self._began_s = time.perf_counter()
+
+    def measure(self) -> Outcome:
+        interrupted = False
+        with stopped_by_signals(), _room_to_compile(self._compiles):
+            try:
+                for group in self._groups:
+                    self._measure_group(group)
+            except KeyboardInterrupt:
+                interrupted = True
+                for row in self._rows:
+                    if row.status in ("not_begun", "begun"):
+                        row.status, row.error = "interrupted", "not timed when the run was stopped"
+                if not self._save():
+                    raise
+            finally:
+                for row in self._rows:
+                    row.contender.close()
+        labels = [row.contender.label for row in self._rows]
+        return Outcome([row.to_dict() for row in self._rows], labels, interrupted)
+
+    def _measure_group(self, group: Sequence[_Row]) -> None:
+        for row in group:
+            if self._left_s(_SET_UP_SHARE) <= 0:
+                limit_s = self._settings.time_limit_s
+                row.status = "out_of_time"
+                row.error = f"not begun: the time limit of {limit_s:g} s was near"
+                continue
+            row.status = "begun"
+            self._save()
+            self._guarded(row, self._begin)
+            self._save()
+        for number in range(1, self._settings.rounds):
+            alive = [row for row in group if row.status == "ok"]
+            if not alive:
+                break
+            for row in alive if number % 2 == 0 else reversed(alive):
+                if self._left_s() > 0:
+                    self._guarded(row, self._visit)
+            self._save()
+            if self._left_s() <= 0:
+                self._log(f"the time limit ends the measurement in round {number + 1}")
+                break
+            self._log(f"round {number + 1} of {self._settings.rounds} done")
+        for row in group:
+            row.contender.close()
+        self._tidy()
+        if self._compiles:
+            torch.compiler.reset()
+
+    def _begin(self, row: _Row) -> None:
+        """Set a contender up and time its first round."""
+        self._tidy()
+        row.contender.set_up()
+        if self._settings.rounds:
+            self._visit(row)
+        row.status = "ok"
+        self._log(f"{row.contender.label}: set up and timed once")
+
+    def _visit(self, row: _Row) -> None:
+        row.rounds.append(list(row.contender.visit()))
+
+    def _guarded(self, row: _Row, action: Callable[[_Row], None]) -> None:
+        """Do `action`: whatever it raises ends this contender alone, and what was timed stays."""
+        timed = bool(row.rounds)
+        try:
+            with _alarm(min(self._left_s(), self._settings.case_limit_s or math.inf)):
+                action(row)
+            return
+        except _OutOfTime:
+            row.status = "ok" if timed else "out_of_time"
+            row.error = "stopped at the time limit"
+        except NoResultError as refusal:
+            row.status, row.error = refusal.status, str(refusal)
+        except MissingDependencyError as error:
+            row.status, row.error = "left_out", str(error)
+        except Exception as error:
+            row.status = "out_of_memory" if is_out_of_memory(error) else "failed"
+            row.error = failure_in_short(error)
+            row.trace = _last_lines(error)
+        # outside the handlers: the exception would keep the contender's tensors alive
+        self._log(f"{row.contender.label}: {row.status}: {row.error}")
+        if row.status != "ok":
+            row.contender.close()
+            self._tidy()
+
+    def _left_s(self, share: float = 1.0) -> float:
+        """Seconds until this share of the time limit has gone."""
+        limit_s = self._settings.time_limit_s
+        if limit_s is None:
+            return math.inf
+        return share * limit_s - (time.perf_counter() - self._began_s)
+
+    def _save(self) -> bool:
+        """Write the record, once there is anything to write."""
+        if all(row.status in ("not_begun", "begun", "interrupted") for row in self._rows):
+            return False
+        for group in self._groups:
+            _compare(group)
+        self._save_rows([row.to_dict() for row in self._rows])
+        return True
+
+    def _tidy(self) -> None:
+        gc.collect()
+        if self._device is not None and self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _compare(group: Sequence[_Row]) -> None:
+    """Set each row's speed in relation to the first row's: the median over their common rounds."""
+    if len(group) < 2:
+        return
+    for row in group:
+        first = next(
+            other for other in group if other.contender.compared_with == row.contender.compared_with
+        )
+        ratios = [own / base for own, base in zip(_rates(row), _rates(first), strict=False)]
+        row.ratio = statistics.median(ratios) if ratios else None
+
+
+def _rates(row: _Row) -> list[float]:
+    """Units a second in each round, by its median step."""
+    return [row.contender.units / statistics.median(times) for times in row.rounds if times]
+
+
+def _last_lines(error: BaseException) -> list[str]:
+    lines = "".join(traceback.format_exception(error)).splitlines()
+    return [line[:200] for line in lines[-_TRACE_LINES:]]
+
+
+@contextlib.contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP (a terminal closed) end the work like Ctrl-C."""
+
+    def stop(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = [(number, signal.signal(number, stop)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _alarm(limit_s: float) -> Iterator[None]:
+    """Inside, raise `_OutOfTime` after so many seconds, as soon as Python runs again."""
+    main = threading.current_thread() is threading.main_thread()
+    if limit_s == math.inf or not main or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def ring(number: int, frame: object) -> None:
+        raise _OutOfTime
+
+    began_s = time.perf_counter()
+    handler = signal.signal(signal.SIGALRM, ring)
+    others_s, interval_s = signal.setitimer(signal.ITIMER_REAL, max(limit_s, 1e-3))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if others_s:  # somebody else's alarm, a test's say, goes on
+            left_s = others_s - (time.perf_counter() - began_s)
+            signal.setitimer(signal.ITIMER_REAL, max(left_s, 1e-3), interval_s)
+
+
+@contextlib.contextmanager
+def _room_to_compile(compiles: bool) -> Iterator[None]:
+    """Inside, every case is compiled for its own shapes, as the first one is."""
+    if not compiles:
+        yield
+        return
+    from torch._dynamo import config
+
+    with config.patch(recompile_limit=_RECOMPILE_LIMIT, automatic_dynamic_shapes=False):
+        yield
+
+
+@contextlib.contextmanager
+def searching_algorithms(searches: bool = True) -> Iterator[None]:
+    """Inside, cuDNN tries all its algorithms for each new shape, or, with False, none."""
+    cudnn = torch.backends.cudnn
+    before = cudnn.benchmark, cudnn.benchmark_limit
+    cudnn.benchmark, cudnn.benchmark_limit = searches, 0
+    try:
+        yield
+    finally:
+        cudnn.benchmark, cudnn.benchmark_limit = before
