@@ -80,7 +80,7 @@ def _fit_stem(stem: Tensor, weights: Weights, model: TResNet) -> Tensor:
         source = stem.shape[1] // pixels
     else:
         return stem
-    if stem.dim() != 4 or stem.shape[1] != pixels * source:
+    if stem.dim() != 4 or not source or stem.shape[1] != pixels * source:
         return stem
     return adapt_stem(stem, source, model.config.in_chans)
 

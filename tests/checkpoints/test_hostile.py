@@ -1,0 +1,339 @@
+"""Damaged, malicious and absurd files: an error of ours that names the file, and no model changed."""
+
+import io
+import json
+import pickle
+import random
+import struct
+import zipfile
+
+import pytest
+import safetensors.torch
+import torch
+
+from tests.checkpoints.small import same, small, snapshot, trained
+from tresnet.checkpoints.creation import create
+from tresnet.checkpoints.load import load_checkpoint
+from tresnet.checkpoints.read import checksum, read_weights
+from tresnet.checkpoints.save import checkpoint_metadata, save_checkpoint
+from tresnet.checkpoints.weights import open_weights
+from tresnet.errors import CheckpointError, InputError, TResNetError
+
+TINY = {"layers": (1, 1, 1, 1), "width_factor": 1 / 32}
+SEEDS = range(250)  # mutations of each format
+
+
+def tiny():
+    return trained(small(**TINY))
+
+
+def flip(data, chance):
+    """One bit, as often in the headers as in the tensors."""
+    end = chance.choice([200, 20_000, len(data)])
+    start = chance.choice([0, max(len(data) - end, 0)])
+    at = min(start + chance.randrange(end), len(data) - 1)
+    return data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :]
+
+
+def cut(data, chance):
+    return data[: chance.randrange(len(data))]
+
+
+def splice(data, chance):
+    """A piece overwritten, doubled or taken out."""
+    a, b = sorted(chance.randrange(len(data)) for _ in range(2))
+    b = min(b, a + 400)
+    middle = chance.choice([b"", bytes(b - a), data[a:b] * 2, chance.randbytes(b - a)])
+    return data[:a] + middle + data[b:]
+
+
+def remake_zip(data, chance):
+    """Members renamed, doubled, compressed, left out, or changed under a sound checksum."""
+    try:
+        members = {i: zipfile.ZipFile(io.BytesIO(data)).read(i) for i in names(data)}
+    except zipfile.BadZipFile:  # a safetensors file
+        return remake_header(data, chance)
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as archive:
+        for name, content in members.items():
+            if name.endswith("data.pkl") or chance.random() < 0.05:
+                content = chance.choice([flip, splice])(content, chance)
+            if chance.random() < 0.02:
+                name = name + "x"
+            kind = zipfile.ZIP_DEFLATED if chance.random() < 0.1 else zipfile.ZIP_STORED
+            archive.writestr(zipfile.ZipInfo(name), content, kind)
+    return made.getvalue()
+
+
+def remake_header(data, chance):
+    """Numbers and words of a safetensors header, or of the metadata in it, replaced."""
+    length = struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8 : 8 + length])
+    inner = json.loads(header["__metadata__"].get("tresnet", "{}"))
+    target = chance.choice([header, inner])
+    for _ in range(chance.randrange(1, 4)):
+        node = target
+        while isinstance(node, dict | list) and node:
+            keys = list(node) if isinstance(node, dict) else range(len(node))
+            parent, key = node, chance.choice(list(keys))
+            node = node[key]
+        parent[key] = chance.choice([-1, 0, 2.5, 10**9, "x", None, True, [], {}, [1e300], "F4"])
+    if target is inner:
+        header["__metadata__"]["tresnet"] = json.dumps(inner)
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data[8 + length :]
+
+
+def names(data):
+    return zipfile.ZipFile(io.BytesIO(data)).namelist()
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """The bytes of a sound file of each kind, its tensors and its metadata."""
+    folder, files = tmp_path_factory.mktemp("sound"), {}
+    for kind in ("a.safetensors", "a.pth", "timm.pth"):
+        format = "timm" if kind == "timm.pth" else "tresnet"
+        save_checkpoint(tiny(), folder / kind, format=format)
+        files[kind] = (folder / kind).read_bytes()
+    return files
+
+
+@pytest.mark.parametrize("kind", ["a.safetensors", "a.pth", "timm.pth"])
+def test_mutated_files_change_no_model_and_are_named(tmp_path, sound, kind):
+    """What loads from a file of ours is what was saved; what does not leaves every bit alone."""
+    expected, model, refused = snapshot(tiny()), trained(small(**TINY), seed=1), 0
+    before, path = snapshot(model), tmp_path / kind
+    for seed in SEEDS:
+        chance = random.Random(seed)
+        mutate = chance.choice([flip, flip, cut, splice, remake_zip])
+        path.write_bytes(mutate(sound[kind], chance))
+        try:
+            config = open_weights(path).weights.config
+            load_checkpoint(model, path)
+        except TResNetError as error:
+            refused += 1
+            message = str(error)
+            assert kind in message, seed
+            assert same(before, model.state_dict()), seed
+            continue
+        if kind != "timm.pth":  # the state dict of others has no checksum
+            assert same(expected, model.state_dict()), seed
+            assert config == tiny().config, seed
+        model = trained(small(**TINY), seed=1)
+    assert refused > len(SEEDS) / 3
+
+
+def write(path, tensors, metadata=None, **changes):
+    """A file of ours with a sound checksum, whatever it says."""
+    metadata = metadata or checkpoint_metadata(tiny())
+    metadata = {**metadata, **changes}
+    contents = {"state_dict": tensors, "tresnet": metadata}
+    torch.save({**contents, "tresnet_sha256": checksum(tensors, metadata)}, path)
+
+
+def test_a_file_of_this_helper_is_sound(tmp_path):
+    write(tmp_path / "a.pth", tiny().state_dict())
+    assert same(create(weights=tmp_path / "a.pth").state_dict(), tiny().state_dict())
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
+def test_the_checksum_holds_for_tensors_names_and_metadata(tmp_path, suffix):
+    path = tmp_path / f"a{suffix}"
+    save_checkpoint(tiny(), path)
+    data = path.read_bytes()
+    weight = tiny().body.layer4[0].conv3.conv.weight
+    for wanted in (weight.detach().numpy().tobytes()[:64], b"bilinear", b"layer1.0.conv1.bn.bias"):
+        at = data.rindex(wanted) + 3
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        with pytest.raises(CheckpointError, match=r"damaged|not a readable"):
+            read_weights(path)
+
+
+def test_files_without_a_checksum_are_read(tmp_path):
+    """Those of others, and those of the first version of our format."""
+    tensors = tiny().state_dict()
+    torch.save(tensors, tmp_path / "a.pth")
+    read_weights(tmp_path / "a.pth")
+    old = {**checkpoint_metadata(tiny()), "format_version": 1}
+    torch.save({"state_dict": tensors, "tresnet": old}, tmp_path / "b.pth")
+    read_weights(tmp_path / "b.pth")
+    old["format_version"] = 2
+    torch.save({"state_dict": tensors, "tresnet": old}, tmp_path / "b.pth")
+    with pytest.raises(CheckpointError, match="do not have the checksum"):
+        read_weights(tmp_path / "b.pth")
+
+
+def config(**changes):
+    return {"config": {**tiny().config.to_dict(), **changes}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (config(layers=[1, 1, 10**9, 1]), "layers as four whole numbers from 1 to 1000"),
+        (config(layers=[1, 1, 900, 1]), "says it holds .* but its tensors are of"),
+        (config(width_factor=1e6), "width_factor from 1/64 to 64"),
+        (config(width_factor=60.0), "says it holds .* but its tensors are of"),
+        (config(num_classes=10**9), "num_classes as a whole number"),
+        (config(num_classes=10**6), "1000000 classes.* but its tensors are of .* 5 classes"),
+        (config(stem_slope="x"), "stem_slope as a finite number, got 'x'"),
+        (config(stem_slope=None), "stem_slope as a finite number, got None"),
+        (config(norm="layer"), "expected norm out of"),
+        (config(variant="tresnet_q"), "unknown model 'tresnet_q'"),
+        (config(surprise=1), "surprise"),
+        ({"config": None}, "config with named values, got None"),
+        ({"config": {}}, "missing .* 'variant'"),
+        ({"config": [1]}, "config with named values"),
+        ({"variant": None}, "expected variant 'tresnet_m', got None"),
+        ({"pretrained_cfg": None}, "pretrained_cfg with named values, got None"),
+        ({"pretrained_cfg": {"crop_pct": "abc"}}, "crop_pct above 0, to 1, got 'abc'"),
+        ({"pretrained_cfg": {"crop_pct": 0}}, "crop_pct above 0, to 1, got 0"),
+        ({"pretrained_cfg": {"input_size": "xyz"}}, r"input_size \(3, height, width\), got 'xyz'"),
+        ({"pretrained_cfg": {"input_size": [3, 10**9, 32]}}, "input_size"),
+        ({"pretrained_cfg": {"crop_mode": []}}, "crop_mode out of center, squash, border"),
+        ({"pretrained_cfg": {"interpolation": "magic"}}, "interpolation out of"),
+        ({"pretrained_cfg": {"mean": ["a"]}}, "mean as numbers"),
+        ({"user": None}, "user with named values, got None"),
+        ({"user": {"classes": ["a"]}}, "the names of 5 classes, got 1"),
+        ({"user": {"classes": [1, 2, 3, 4, 5]}}, "classes as a list of names"),
+        ({"user": {"labels": 3}}, "labels 'single' or 'multi', got 3"),
+        ({"format_version": 3}, "written in format 3"),
+        ({"format_version": True}, "written in format True"),
+        ({"user": {"x": torch.ones(1)}}, "no plain values"),
+        ({"user": {"x": float("nan")}}, "no plain values"),
+    ],
+)
+def test_metadata_are_checked_before_anything_is_made_of_them(tmp_path, changes, message):
+    path = tmp_path / "a.pth"
+    metadata = {**checkpoint_metadata(tiny()), **changes}
+    try:
+        write(path, tiny().state_dict(), metadata)
+    except (TypeError, ValueError):  # no JSON has a tensor, so there is no checksum either
+        torch.save({"state_dict": tiny().state_dict(), "tresnet": metadata}, path)
+    with pytest.raises(CheckpointError, match=message) as info:
+        create(weights=path)
+    assert "a.pth" in str(info.value)
+
+
+def with_tensor(name, value):
+    tensors = dict(tiny().state_dict())
+    tensors[name] = value
+    return tensors
+
+
+FC = "head.fc.weight"
+STEM = "body.conv1.conv.weight"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (with_tensor("head.fc.bias", torch.empty(5, device="meta")), "meta device"),
+        (with_tensor("head.fc.bias", torch.zeros(5).to(torch.float8_e4m3fn)), "float8_e4m3fn"),
+        (with_tensor("head.fc.bias", torch.zeros(5, dtype=torch.complex64)), "complex64"),
+        (with_tensor("head.fc.bias", torch.zeros(5).to_sparse()), "sparse or quantised"),
+        (with_tensor("head.fc.bias", None), "NoneType"),
+        (with_tensor(7, torch.zeros(5)), "7 .a name that is no text"),
+        (with_tensor(FC, torch.zeros(1, 1).expand(10**7, 64)), "larger than its storage"),
+        (with_tensor("body.layer1.9999999999.x", torch.zeros(1)), "does not fit|not a usable"),
+        (with_tensor("body.layer1." + "9" * 5000 + ".x", torch.zeros(1)), "does not fit|usable"),
+        (with_tensor(STEM, torch.zeros(0, 48, 3, 3)), "only a part of a TResNet"),
+        (with_tensor(STEM, torch.zeros(2, 0, 3, 3)), "only a part of a TResNet"),
+        (with_tensor(STEM, torch.zeros(())), "only a part of a TResNet"),
+        (with_tensor(STEM, torch.zeros(5000, 48, 3, 3)), "not a usable TResNet.*width_factor"),
+        (with_tensor("body.conv1.bn.running_var", -torch.ones(2)), "negative variances"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_tensors_are_checked_before_anything_is_made_of_them(tmp_path, tensors, message):
+    path = tmp_path / "a.pth"
+    torch.save(tensors, path)
+    with pytest.raises(CheckpointError, match=message) as info:
+        create(weights=path)
+    assert "a.pth" in str(info.value)
+    model = trained(small(**TINY), seed=1)
+    before = snapshot(model)
+    with pytest.raises(CheckpointError):
+        load_checkpoint(model, path)
+    assert same(before, model.state_dict())
+
+
+def test_a_dict_that_contains_itself(tmp_path):
+    contents = {"state_dict": {}}
+    contents["state_dict"]["state_dict"] = contents["state_dict"]
+    torch.save(contents, tmp_path / "a.pth")
+    with pytest.raises(CheckpointError, match="holds no weights"):
+        read_weights(tmp_path / "a.pth")
+    metadata = checkpoint_metadata(tiny())
+    metadata["user"]["self"] = metadata
+    torch.save({"state_dict": tiny().state_dict(), "tresnet": metadata}, tmp_path / "b.pth")
+    with pytest.raises(CheckpointError, match="no plain values"):
+        read_weights(tmp_path / "b.pth")
+
+
+def test_deep_json(tmp_path):
+    deep = '{"format_version": 2, "user": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    path = tmp_path / "a.safetensors"
+    safetensors.torch.save_file({"a": torch.ones(1)}, path, {"tresnet": deep})
+    with pytest.raises(CheckpointError, match=r"a.safetensors is not a readable .*recursion"):
+        read_weights(path)
+
+
+@pytest.mark.parametrize("fault", ["encrypted", "method", "crc"])
+def test_bad_members_of_a_zip(tmp_path, fault):
+    save_checkpoint(tiny(), tmp_path / "a.pth")
+    data = bytearray((tmp_path / "a.pth").read_bytes())
+    for mark, flags in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        at = data.index(mark)
+        while at >= 0:
+            offset = {"encrypted": flags, "method": flags + 2, "crc": flags + 8}[fault]
+            data[at + offset] ^= 0x41
+            at = data.find(mark, at + 4)
+    (tmp_path / "a.pth").write_bytes(data)
+    try:
+        found = create(weights=tmp_path / "a.pth")
+    except CheckpointError as error:
+        message = str(error)
+        assert "a.pth is not a readable torch file" in message
+    else:  # torch itself does not look at that
+        assert same(found.state_dict(), tiny().state_dict())
+
+
+def test_a_pickle_bomb_of_names_runs_nothing(tmp_path):
+    class Exits:
+        def __reduce__(self):
+            return exit, (3,)
+
+    (tmp_path / "a.pth").write_bytes(pickle.dumps({"model": Exits()}, protocol=2))
+    with pytest.raises(CheckpointError, match="holds code or objects besides tensors"):
+        read_weights(tmp_path / "a.pth")
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    import os
+
+    os.mkfifo(tmp_path / "a.pth")
+    with pytest.raises(CheckpointError, match="got a pipe or device"):
+        read_weights(tmp_path / "a.pth")
+
+
+@pytest.mark.parametrize("weights", [5, 2.5, [], "a\0b.pth", "x" * 5000 + ".pth"])
+def test_what_is_no_path(weights):
+    with pytest.raises(
+        (InputError, CheckpointError), match=r"expected a tag or|cannot be read|no file of weights"
+    ):
+        create(weights=weights)
+
+
+def test_a_name_that_is_not_utf8(tmp_path):
+    import os
+
+    path = os.fsencode(tmp_path) + b"/\xff.safetensors"
+    save_checkpoint(tiny(), tmp_path / "a.safetensors")
+    os.rename(tmp_path / "a.safetensors", path)
+    try:
+        found = create(weights=os.fsdecode(path))
+    except CheckpointError:  # safetensors opens no such name
+        return
+    assert same(found.state_dict(), tiny().state_dict())
