@@ -1,13 +1,22 @@
+import contextlib
+import os
+import pty
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
+from PIL import Image
 
+from tresnet.checkpoints.save import save_checkpoint
 from tresnet.cli import info, main
 from tresnet.cli.main import main as run
 from tresnet.cli.output import format_table
 from tresnet.env import package_version
+from tresnet.models.zoo import build
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ("list", "info", "bench", "predict", "convert")
@@ -122,6 +131,80 @@ def test_help_imports_no_models_and_no_data():
     assert own <= {name for name in loaded if name.startswith("tresnet")}
 
 
+def tresnet(*arguments, code="", **kwargs):
+    """The command in a process of its own, after `code`."""
+    program = f"import os, sys\nfrom tresnet.cli.main import main\n{code}\nsys.exit(main())"
+    command = [sys.executable, "-W", "error", "-c", program, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, timeout=100, **kwargs)
+
+
+def test_text_that_the_output_cannot_take(tmp_path):
+    """A class called u-umlaut under ASCII, and a file whose name is no UTF-8."""
+    torch.manual_seed(0)
+    path, image = tmp_path / "a.safetensors", os.fsencode(tmp_path) + b"/\xff.png"
+    save_checkpoint(build("tresnet_t", num_classes=1), path, metadata={"classes": ["\u00fc"]})
+    Image.new("L", (8, 8)).save(tmp_path / "a.png")
+    os.rename(tmp_path / "a.png", image)
+    arguments = ["predict", image, b"\xfe.png", "--weights", path]
+    result = tresnet(*arguments, env={**os.environ, "PYTHONIOENCODING": "ascii:strict"})
+    assert result.stdout.endswith(b"\\udcff.png: \\xfc (100.0 %)\n")
+    assert result.stderr.startswith(b"error: expected an image, but \\udcfe.png cannot be read")
+    assert (result.stderr.count(b"\n"), result.returncode) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("redirect", "code", "words"),
+    [
+        ("/dev/full", 2, b"error: the output cannot be written: No space left on device\n"),
+        ("closed", 0, b""),
+        ("gone", 141, b""),
+    ],
+)
+def test_output_that_cannot_be_written(redirect, code, words):
+    ends = {
+        "/dev/full": "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)",
+        "closed": "sys.stdout = None",
+        "gone": "end, write = os.pipe(); os.close(end); os.dup2(write, 1)",
+    }
+    result = tresnet("list", "*_t", code=ends[redirect])
+    assert (result.returncode, result.stderr) == (code, words)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.15, 0.6, 1.2])
+def test_ctrl_c_at_any_moment(after_s):
+    """While packages are imported, too: what is interrupted there can fail in many ways."""
+    program = "from tresnet.cli.main import main\nprint(flush=True)\nexit(main())"
+    command = [sys.executable, "-c", program, "info", "tresnet_xl"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe) as process:
+        process.stdout.readline()
+        time.sleep(after_s)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    if after_s > 0:  # the handler may not have been there yet
+        assert (process.returncode, errors) == (130, b"error: interrupted\n")
+    assert process.returncode != 0
+
+
+def test_no_color_has_no_bold_either():
+    """On a terminal, where there are styles."""
+    shown = {}
+    for value in ("", "1"):
+        ours, theirs = pty.openpty()
+        environment = {**os.environ, "NO_COLOR": value, "TERM": "xterm"}
+        command = [sys.executable, "-m", main.__name__, "--help"]
+        subprocess.run(command, cwd=ROOT, stdout=theirs, env=environment, check=True, timeout=100)
+        os.close(theirs)
+        shown[value] = b""
+        with contextlib.suppress(OSError):  # the end of a terminal
+            while chunk := os.read(ours, 65536):
+                shown[value] += chunk
+        os.close(ours)
+    assert b"\x1b[" in shown[""]
+    assert b"\x1b[" not in shown["1"]
+    assert b"predict" in shown["1"]
+
+
 def test_table_aligns_numbers_right_and_words_left():
     table = format_table(["model", "n"], [["tresnet_t", "7"], ["b", "1,000.5"], ["c", "-"]])
     assert table.splitlines() == [
@@ -134,16 +217,3 @@ def test_table_aligns_numbers_right_and_words_left():
 
 def test_table_without_rows():
     assert format_table(["a", "b"], []) == "a  b"
-
-
-def test_output_that_nobody_reads_is_no_crash(capsys, monkeypatch):
-    def gone(_):
-        raise BrokenPipeError
-
-    redirected = []
-    monkeypatch.setattr("tresnet.cli.list.say", gone)
-    monkeypatch.setattr("os.dup2", lambda *ends: redirected.append(ends))
-    monkeypatch.setattr("sys.stdout.fileno", lambda: 1, raising=False)
-    assert run(["list"]) == 141
-    assert [to for _, to in redirected] == [1]
-    assert capsys.readouterr().err == ""

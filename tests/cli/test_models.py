@@ -52,4 +52,7 @@ def test_info_of_bad_sizes(capsys):
     assert run(["info", "tresnet_m", "--input-size", "225"]) == 2
     assert "divisible by 4" in capsys.readouterr().err
     assert run(["info", "tresnet_m", "--num-classes", "-1"]) == 2
-    assert "expected num_classes of 0 or more, got -1" in capsys.readouterr().err
+    assert (
+        "expected num_classes as a whole number from 0 to 10000000, got -1"
+        in capsys.readouterr().err
+    )

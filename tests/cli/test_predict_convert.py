@@ -1,4 +1,8 @@
+import dataclasses
+import typing
+
 import pytest
+import safetensors
 import torch
 from PIL import Image
 
@@ -6,8 +10,9 @@ from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.checkpoints.weights import describe
 from tresnet.cli.main import main as run
-from tresnet.cli.predict import name_classes
+from tresnet.cli.predict import Predict, name_classes
 from tresnet.models.zoo import build
+from tresnet.steps import InferenceCompute
 
 CLASSES = ["zero", "one", "two"]
 
@@ -88,6 +93,54 @@ def test_predict_nothing(weights, capsys):
     assert "at least one image file, got none" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "options",
+    ["--no-fold", "--pad", "--impl reference", "--dtype bf16", "--amp bf16", "--channels-last"],
+)
+def test_predict_computes_as_training_and_evaluation_can(options, weights, image, capsys):
+    assert run(["predict", str(image), "--weights", str(weights), *options.split()]) == 0
+    assert capsys.readouterr().out == f"{image}: two (93.6 %)\n"
+
+
+def test_predict_has_the_options_of_every_inference():
+    for field in dataclasses.fields(InferenceCompute):
+        ours = Predict.__dataclass_fields__[field.name]
+        theirs = typing.get_type_hints(InferenceCompute)[field.name]
+        assert (typing.get_type_hints(Predict)[field.name], ours.default) == (theirs, field.default)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_diverged_predict_nothing(value, image, tmp_path, capsys):
+    model = build("tresnet_t", num_classes=3)
+    with torch.no_grad():
+        model.get_parameter("head.fc.bias")[1] = value
+    save_checkpoint(model, tmp_path / "a.pth")
+    assert run(["predict", str(image), "--weights", str(tmp_path / "a.pth")]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "holds infinities or NaN, in head.fc.bias" in printed.err
+
+
+@pytest.mark.parametrize("command", ["predict", "convert"])
+def test_weights_are_read_once(command, weights, image, tmp_path, monkeypatch, capsys):
+    opened = []
+    read = safetensors.safe_open
+    monkeypatch.setattr(safetensors, "safe_open", lambda *a, **k: opened.append(a) or read(*a, **k))
+    arguments = {
+        "predict": [str(image), "--weights", str(weights)],
+        "convert": [str(weights), str(tmp_path / "a.pth")],
+    }[command]
+    assert run([command, *arguments]) == 0
+    assert len(opened) == 1
+
+
+def test_convert_to_a_missing_directory(weights, tmp_path, capsys):
+    assert run(["convert", str(weights), str(tmp_path / "no" / "a.pth")]) == 2
+    error = capsys.readouterr().err
+    assert f"the directory {tmp_path / 'no'} does not exist" in error
+    assert "space" not in error
+
+
 def test_predict_needs_a_classifier(image, tmp_path, capsys):
     path = tmp_path / "headless.safetensors"
     save_checkpoint(build("tresnet_t", num_classes=0), path)
@@ -154,3 +207,10 @@ def test_convert_a_damaged_file(tmp_path, capsys):
     source.write_bytes(b"\x00" * 100)
     assert run(["convert", str(source), str(tmp_path / "out.pth")]) == 2
     assert "damaged.safetensors" in capsys.readouterr().err
+
+
+def test_each_of_several_labels_has_a_probability_of_its_own():
+    logits = torch.tensor([0.0, 4.0, 4.0])
+    assert name_classes(logits, ("a", "b", "c"), 3, several=True) == (
+        "b (98.2 %), c (98.2 %), a (50.0 %)"
+    )

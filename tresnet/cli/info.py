@@ -31,8 +31,6 @@ class Info:
         from tresnet.measure.macs import count_macs, count_parameters, without_computing
         from tresnet.models.zoo import build
 
-        if self.num_classes < 0:
-            raise InputError(f"expected num_classes of 0 or more, got {self.num_classes}")
         if self.input_size is not None and self.input_size < 1:
             raise InputError(f"expected an input_size of at least 1, got {self.input_size}")
         with without_computing():

@@ -1,26 +1,18 @@
 """Entry point of the `tresnet` command."""
 
+import contextlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+import threading
+from collections.abc import Iterator, Sequence
 
-from tresnet.cli.bench import Bench
-from tresnet.cli.convert import Convert
-from tresnet.cli.info import Info
-from tresnet.cli.list import List
-from tresnet.cli.memory import Memory
-from tresnet.cli.output import fail, say
-from tresnet.cli.predict import Predict
+from tresnet.cli.output import fail, prepare, say
 from tresnet.errors import TResNetError
 
 BAD_INPUT_EXIT_CODE = 2
 BROKEN_PIPE_EXIT_CODE = 141  # 128 + SIGPIPE
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells report it
-
-_DESCRIPTION = """TResNet image classifiers: models, weights, predictions and measurements.
-
-`tresnet COMMAND --help` explains a command; `tresnet --version` prints the version."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,15 +29,61 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: after `--help` (0) or arguments that do not parse (2).
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments == ["--version"]:
-        from tresnet.env import package_version
+    with _noted_interrupts() as interrupts:
+        try:
+            prepare()
+            return _run(arguments)
+        except Exception:
+            if not interrupts:
+                raise
+        except KeyboardInterrupt:
+            pass
+    fail("interrupted")
+    return INTERRUPTED_EXIT_CODE
 
-        say(f"tresnet {package_version() or 'of unknown version'}")
-        return 0
+
+@contextlib.contextmanager
+def _noted_interrupts() -> Iterator[list[int]]:
+    """Note each Ctrl-C: what is interrupted while it is imported raises nearly anything."""
+    noted: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        noted.append(number)
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield noted
+        return
+    before = signal.signal(signal.SIGINT, note)
     try:
-        return _parse(arguments).run(arguments)
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _run(arguments: list[str]) -> int:
+    try:
+        if arguments == ["--version"]:
+            from tresnet.env import package_version
+
+            say(f"tresnet {package_version() or 'of unknown version'}")
+            code = 0
+        else:
+            from tresnet.cli.commands import parse
+
+            code = parse(arguments).run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, `head` say, has gone: nothing is left to say
+        _give_up_output()
+        return BROKEN_PIPE_EXIT_CODE
     except TResNetError as error:
         fail(error)
+        return BAD_INPUT_EXIT_CODE
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        _give_up_output()
+        fail(f"the output cannot be written: {error.strerror}")
         return BAD_INPUT_EXIT_CODE
     except (RuntimeError, MemoryError) as error:
         from tresnet.measure.memory import is_out_of_memory
@@ -54,36 +92,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         fail(f"the memory is full: {str(error).partition(chr(10))[0]}: ask for smaller sizes")
         return BAD_INPUT_EXIT_CODE
-    except KeyboardInterrupt:
-        fail("interrupted")
-        return INTERRUPTED_EXIT_CODE
-    except BrokenPipeError:  # the reader, `head` say, has gone: nothing is left to say
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE_EXIT_CODE
+    return code
 
 
-def _parse(arguments: Sequence[str]) -> List | Info | Bench | Memory | Predict | Convert:
-    import tyro
-    from tyro.conf import (
-        DisallowNone,
-        FlagCreatePairsOff,
-        OmitArgPrefixes,
-        OmitSubcommandPrefixes,
-        subcommand,
-    )
-
-    return tyro.cli(
-        Annotated[List, subcommand("list")]
-        | Annotated[Info, subcommand("info")]
-        | Annotated[Bench, subcommand("bench")]
-        | Annotated[Memory, subcommand("memory")]
-        | Annotated[Predict, subcommand("predict")]
-        | Annotated[Convert, subcommand("convert")],  # pyright: ignore[reportArgumentType]
-        prog="tresnet",
-        description=_DESCRIPTION,
-        args=arguments,
-        config=(DisallowNone, FlagCreatePairsOff, OmitArgPrefixes, OmitSubcommandPrefixes),
-    )
+def _give_up_output() -> None:
+    """Keep Python from writing, once more and in vain, what is left when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

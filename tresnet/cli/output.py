@@ -1,7 +1,23 @@
 """What the commands print: results on stdout, progress and errors on stderr."""
 
+import contextlib
+import io
+import os
 import sys
 from collections.abc import Sequence
+
+
+def prepare() -> None:
+    """Make the streams take any text, and help plain where the user asks for that."""
+    if os.environ.get("NO_COLOR"):
+        os.environ.setdefault("PYTHON_TYRO_ANSI_CODES", "False")  # read when tyro is imported
+    if sys.stdout is None:  # closed by the shell
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            with contextlib.suppress(ValueError):  # closed
+                # a name that is no UTF-8, or a word that the terminal's encoding lacks
+                stream.reconfigure(errors="backslashreplace")
 
 
 def say(text: str) -> None:

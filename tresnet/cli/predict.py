@@ -1,16 +1,18 @@
 """`tresnet predict`: names what image files show."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from tresnet.cli.output import fail, say
+from tresnet.cli.output import fail, progress, say
 from tresnet.errors import DataError, InputError
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
+
+    from tresnet.checkpoints.weights import OpenWeights
+    from tresnet.steps import InferenceStep
 
 BAD_IMAGE_EXIT_CODE = 2
 
@@ -31,25 +33,47 @@ class Predict:
     device: str = "cpu"
     """Where to compute, such as cuda."""
 
+    impl: Literal["auto", "triton", "reference"] = "auto"
+    """What computes the norms: Triton kernels, or plain operators."""
+
+    pad: bool = False
+    """Widths in multiples of 8, as tensor cores want them: the same outputs."""
+
+    amp: Literal["off", "bf16", "fp16"] = "off"
+    """Autocast to a 16-bit type."""
+
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Type of the weights."""
+
+    channels_last: bool = False
+    """Memory layout that is fastest on GPUs."""
+
+    compile: Literal[
+        "none", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
+    ] = "none"
+    """Mode of torch.compile."""
+
+    freeze: bool = False
+    """With --compile: compile the weights in as constants."""
+
+    fold: bool = True
+    """Fold each batch norm into the convolution before it: the same outputs up to rounding."""
+
     def run(self, argv: list[str]) -> int:
         """Print a line an image."""
-        from tresnet.checkpoints.creation import create
         from tresnet.checkpoints.weights import open_weights
         from tresnet.data.folder import load_rgb
         from tresnet.data.transforms import EvalTransform, eval_transform
-        from tresnet.env import usable_device
 
         if not self.images:
             raise InputError("expected at least one image file, got none")
         if self.topk < 1:
             raise InputError(f"expected topk of at least 1, got {self.topk}")
-        device = usable_device(self.device)
         opened = open_weights(self.weights)
-        opened.check_finite()
-        model = create(weights=opened, device=device).eval()
         known = opened.info
         if known.num_classes == 0:
             raise InputError(f"expected weights of a classifier, but {self.weights} has no classes")
+        step = self._step(opened)
         transform = eval_transform(
             EvalTransform(
                 size=known.input_size[-1],
@@ -67,10 +91,22 @@ class Predict:
                 fail(error)
                 exit_code = BAD_IMAGE_EXIT_CODE
             else:
-                logits = _logits(model, image.to(device))
-                named = name_classes(logits, known.classes, self.topk, several)
-                say(f"{path}: {named}")
+                logits = step(step.feed.images(image[None]))[0]
+                say(f"{path}: {name_classes(logits, known.classes, self.topk, several)}")
         return exit_code
+
+    def _step(self, opened: "OpenWeights") -> "InferenceStep":
+        from tresnet.checkpoints.creation import create
+        from tresnet.env import usable_device
+        from tresnet.steps import InferenceCompute, InferenceStep
+
+        device = usable_device(self.device)
+        opened.check_finite()
+        compute = InferenceCompute(
+            **{f.name: getattr(self, f.name) for f in dataclasses.fields(InferenceCompute)}
+        )
+        model = create(weights=opened, device=device, impl=self.impl, pad=self.pad)
+        return InferenceStep(model, compute, device, say=progress)
 
 
 def name_classes(
@@ -91,11 +127,3 @@ def name_classes(
         f"{name} ({chance:.1%})".replace("%", " %")
         for name, chance in zip(names, chances.tolist(), strict=True)
     )
-
-
-def _logits(model: "torch.nn.Module", image: "Tensor") -> "Tensor":
-    """(3, H, W) in [0, 1] to (num_classes,)."""
-    import torch
-
-    with torch.inference_mode():
-        return model(image[None])[0]

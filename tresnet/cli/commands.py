@@ -1,0 +1,44 @@
+"""The commands of `tresnet`, and how their options are parsed."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import tyro
+from tyro.conf import (
+    DisallowNone,
+    FlagCreatePairsOff,
+    OmitArgPrefixes,
+    OmitSubcommandPrefixes,
+    subcommand,
+)
+
+from tresnet.cli.bench import Bench
+from tresnet.cli.convert import Convert
+from tresnet.cli.info import Info
+from tresnet.cli.list import List
+from tresnet.cli.memory import Memory
+from tresnet.cli.predict import Predict
+
+_DESCRIPTION = """TResNet image classifiers: models, weights, predictions and measurements.
+
+`tresnet COMMAND --help` explains a command; `tresnet --version` prints the version."""
+
+
+def parse(arguments: Sequence[str]) -> List | Info | Bench | Memory | Predict | Convert:
+    """Return the command with its options.
+
+    Raises:
+        SystemExit: after `--help` (0) or arguments that do not parse (2).
+    """
+    return tyro.cli(
+        Annotated[List, subcommand("list")]
+        | Annotated[Info, subcommand("info")]
+        | Annotated[Bench, subcommand("bench")]
+        | Annotated[Memory, subcommand("memory")]
+        | Annotated[Predict, subcommand("predict")]
+        | Annotated[Convert, subcommand("convert")],  # pyright: ignore[reportArgumentType]
+        prog="tresnet",
+        description=_DESCRIPTION,
+        args=arguments,
+        config=(DisallowNone, FlagCreatePairsOff, OmitArgPrefixes, OmitSubcommandPrefixes),
+    )
