@@ -1,0 +1,218 @@
+#!/usr/bin/env python3
+"""Where a training step goes, in about a minute: a table for each case, and a trace file.
+
+    python3 benchmarks/profile_step.py timm:tresnet_m tresnet_m@impl=triton --batch-size 256 --channels-last
+
+Cases are written as for `tresnet bench train`. Time on the device is divided into convolutions (by
+shape and layout), matrix products, this package's kernels, Inductor's, copies, other small kernels
+(by operator), and gaps, in which the device waits for the host. The traces open in
+https://ui.perfetto.dev. On a CPU its operators are counted in place of kernels.
+"""
+
+import collections
+import dataclasses
+import gzip
+import json
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+from torch.profiler import ProfilerActivity, profile
+from tyro.conf import Positional, arg
+
+from tresnet import env
+from tresnet.cli.output import format_table, progress, say
+from tresnet.measure.cases import CaseSettings, parse_case
+from tresnet.measure.models import prepare
+from tresnet.measure.runner import searching_algorithms
+
+Event = dict[str, Any]
+ROOT = Path(__file__).resolve().parents[1]
+DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+COPIES = re.compile(r"gpu_mem|memcpy|memset|aten::(copy_|_to_copy|to|clone|contiguous)$")
+PRODUCTS = re.compile(r"aten::(addmm|mm|bmm|linear|matmul|_addmm)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(CaseSettings):
+    """What is profiled."""
+
+    models: Annotated[Positional[tuple[str, ...]], arg(metavar="MODEL [MODEL ...]")]
+    """As `tresnet bench train` takes them."""
+    batch_size: int = 64
+    """Images of a step."""
+    warmup_steps: int = 5
+    """Steps before, compilation included."""
+    steps: int = 3
+    """Steps that are recorded."""
+    most_lines: int = 25
+    """Lines of the table; the smallest are added up."""
+    device: str | None = None
+    """By default a GPU if there is one."""
+    output_dir: Path = Path("benchmarks/traces")
+    """Where the traces go."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Something the device did: its class, what exactly, and for how long."""
+
+    kind: str
+    detail: str
+    microseconds: float
+
+
+def our_kernels() -> frozenset[str]:
+    """The names of this package's Triton kernels, from its sources: importing them takes Triton."""
+    found: set[str] = set()
+    for path in (ROOT / "tresnet" / "ops").rglob("*.py"):
+        found.update(re.findall(r"@triton\.jit[^\n]*\ndef (\w+)", path.read_text(encoding="utf-8")))
+    return frozenset(found)
+
+
+def read_work(events: Sequence[Event], ours: frozenset[str]) -> list[Work]:
+    """What the device did, from the events of a trace: kernels of a GPU, or operators of a CPU."""
+    operators = [event for event in events if event.get("cat") == "cpu_op" and "dur" in event]
+    kernels = [event for event in events if event.get("cat") in DEVICE_WORK]
+    if not kernels:
+        return [_work(op["name"], op, time, ours) for op, time in _own_times(operators) if time > 0]
+    by_id = {op["args"].get("External id"): op for op in operators}
+    nothing: Event = {"name": "", "args": {}}
+    return [
+        _work(
+            kernel["name"] if kernel["cat"] == "kernel" else kernel["cat"],
+            by_id.get(kernel["args"].get("External id"), nothing),
+            kernel["dur"],
+            ours,
+        )
+        for kernel in kernels
+    ]
+
+
+def _work(name: str, operator: Event, microseconds: float, ours: frozenset[str]) -> Work:
+    op = operator["name"]
+    if "conv" in op.lower() and operator["args"].get("Input Dims"):
+        return Work("convolution", _convolution(operator), microseconds)
+    if name in ours or op.startswith("tresnet::"):
+        return Work("our kernels", name, microseconds)
+    if name.startswith("triton_"):
+        return Work("Inductor's kernels", re.sub(r"_\d+$", "", name)[:60], microseconds)
+    if COPIES.match(name) or COPIES.match(op):
+        return Work("copies", op or name, microseconds)
+    if PRODUCTS.match(op):
+        return Work("matrix products", op, microseconds)
+    return Work("other small kernels", op or name[:60], microseconds)
+
+
+def _convolution(operator: Event) -> str:
+    """`backward 8x64x56x56 * 64x64x3x3, channels_last`."""
+    backward = "backward" in operator["name"]
+    dims, strides = (operator["args"].get(key, []) for key in ("Input Dims", "Input Strides"))
+    first = 1 if backward else 0  # the output's gradient comes before
+    sizes = " * ".join("x".join(map(str, size)) for size in dims[first : first + 2])
+    channel_stride = (strides[first : first + 1] or [[]])[0][1:2]
+    layout = ", channels_last" if channel_stride == [1] else ""
+    return f"{'backward' if backward else 'forward'} {sizes}{layout}"
+
+
+def _own_times(operators: Iterable[Event]) -> list[tuple[Event, float]]:
+    """Operators with their time less that of those they call, on each thread."""
+    found: list[list[Any]] = []
+    open_ones: dict[Any, list[list[Any]]] = collections.defaultdict(list)
+    for op in sorted(operators, key=lambda event: (event["ts"], -event["dur"])):
+        stack = open_ones[op["tid"]]
+        while stack and stack[-1][0]["ts"] + stack[-1][0]["dur"] <= op["ts"]:
+            stack.pop()
+        if stack:
+            stack[-1][1] -= op["dur"]
+        stack.append([op, op["dur"]])
+        found.append(stack[-1])
+    return [(op, time) for op, time in found]
+
+
+def gaps(events: Sequence[Event]) -> float:
+    """Microseconds between the first and the last work of the device in which it did nothing."""
+    kernels = [event for event in events if event.get("cat") in DEVICE_WORK]
+    busy = kernels or [event for event in events if event.get("cat") == "cpu_op" and "dur" in event]
+    idle, until = 0.0, None
+    for event in sorted(busy, key=lambda one: one["ts"]):
+        if until is not None:
+            idle += max(0.0, event["ts"] - until)
+        until = max(until or 0.0, event["ts"] + event["dur"])
+    return idle
+
+
+def table(events: Sequence[Event], steps: int, most_lines: int, ours: frozenset[str]) -> str:
+    """Time by class and detail, in microseconds a step, the largest first."""
+    work = read_work(events, ours)
+    idle = Work("gaps", "nothing runs", gaps(events))
+    whole = sum(one.microseconds for one in work) + idle.microseconds
+    kinds: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
+    lines: dict[tuple[str, str], list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
+    for one in (*work, idle):
+        for entry in (kinds[one.kind], lines[one.kind, one.detail]):
+            entry[0] += one.microseconds
+            entry[1] += 1
+
+    def cells(entry: Sequence[float]) -> list[str]:
+        time, calls = entry
+        return [f"{time / steps:,.0f}", f"{calls / steps:,.0f}", f"{100 * time / whole:.1f}"]
+
+    rows = [[kind, "all", *cells(entry)] for kind, entry in _largest_first(kinds)]
+    details = [(key, entry) for key, entry in _largest_first(lines)]
+    rows += [[kind, detail, *cells(entry)] for (kind, detail), entry in details[:most_lines]]
+    rest = details[most_lines:]
+    if rest:
+        added = [sum(entry[index] for _, entry in rest) for index in (0, 1)]
+        rows.append(["the rest", f"{len(rest)} more", *cells(added)])
+    return format_table(["class", "what", "us a step", "calls", "%"], rows)
+
+
+def _largest_first(entries: dict[Any, list[float]]) -> list[tuple[Any, list[float]]]:
+    return sorted(entries.items(), key=lambda item: -item[1][0])
+
+
+def profiled(model: str, options: Options, device: torch.device) -> list[Event]:
+    """Record a case's steps, write the trace, and return its events."""
+    case = parse_case(model, options, options.batch_size).checked(True, device.type == "cuda")
+    say(f"\n{case.label()}")
+    step, _, _ = prepare(case, True, device, seed=0)
+    for _ in range(options.warmup_steps):
+        step()
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+        torch.cuda.synchronize(device)
+    with profile(activities=activities, record_shapes=True) as recorded:
+        for _ in range(options.steps):
+            step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    options.output_dir.mkdir(parents=True, exist_ok=True)
+    path = options.output_dir / f"{re.sub(r'[^a-z0-9]+', '_', case.label().lower())}.json.gz"
+    recorded.export_chrome_trace(str(path))
+    progress(f"trace: {path}")
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        return json.load(file)["traceEvents"]
+
+
+def main(options: Options) -> int:
+    """Profile every case; one that fails leaves the others."""
+    device, failed, ours = env.timed_device(env.device_or_default(options.device)), 0, our_kernels()
+    with searching_algorithms():
+        for model in options.models:
+            try:
+                events = profiled(model, options, device)
+                say(table(events, options.steps, options.most_lines, ours))
+            except Exception as error:
+                failed = 1
+                progress(f"{model}: {type(error).__name__}: {error}")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options, description=__doc__)))
