@@ -9,7 +9,7 @@ from tests.live_storages import live_after
 from tests.ops.kernels import DEVICE, LAYOUTS, large_tiles, poisoned_memory  # noqa: F401
 from tresnet.errors import InputError
 from tresnet.models.tresnet import RECOMPUTE
-from tresnet.ops.abn import library
+from tresnet.ops.abn import launch
 
 
 def make(impl="triton", **options):
@@ -69,11 +69,11 @@ def test_inference_equals_the_plain_one_and_takes_bytes():
 
 
 def test_the_choice_reaches_blurs_and_the_stem(monkeypatch):
-    from tresnet.ops.blur_pool import library as blur_library
-    from tresnet.ops.space_to_depth import library as stem_library
+    from tresnet.ops.blur_pool import launch as blur_launch
+    from tresnet.ops.space_to_depth import launch as stem_launch
 
     names = []
-    for module, name in ((blur_library, "blur_pool"), (stem_library, "stem_input")):
+    for module, name in ((blur_launch, "blur"), (stem_launch, "stem_input")):
         kernel = getattr(module, name)
         monkeypatch.setattr(
             module, name, lambda *a, kernel=kernel, name=name: names.append(name) or kernel(*a)
@@ -83,7 +83,7 @@ def test_the_choice_reaches_blurs_and_the_stem(monkeypatch):
         module.register_forward_hook(lambda *_: None)
     images = torch.zeros(1, 3, 32, 32, dtype=torch.uint8, device=DEVICE)
     model(images)
-    assert set(names) == {"blur_pool", "stem_input"}
+    assert set(names) == {"blur", "stem_input"}
     names.clear()
     model.set_impl("reference")
     model(images)
@@ -100,14 +100,14 @@ def test_a_folded_model_takes_bytes():
 def calls(monkeypatch):
     """The names of the operators that ran."""
     names = []
-    for name in ("bn_statistics", "bn_apply"):
-        operator = getattr(library, name)
+    for name in ("statistics", "apply"):
+        operator = getattr(launch, name)
 
         def counted(*args, operator=operator, name=name):
             names.append(name)
             return operator(*args)
 
-        monkeypatch.setattr(library, name, counted)
+        monkeypatch.setattr(launch, name, counted)
     return names
 
 
@@ -133,7 +133,7 @@ def test_one_statistics_pass_and_one_apply_a_norm(monkeypatch):
     names = calls(monkeypatch)
     model(torch.rand(2, 3, 32, 32, device=DEVICE))
     norms = sum(type(m).__name__ == "ABN" for m in model.modules())
-    assert names.count("bn_statistics") == names.count("bn_apply") == norms
+    assert names.count("statistics") == names.count("apply") == norms
 
 
 def test_changed_parts_are_not_bypassed():

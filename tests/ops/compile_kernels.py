@@ -26,9 +26,9 @@ from triton.compiler import ASTSource
 
 from tresnet.ops.abn import kernels, launch
 from tresnet.ops.blur_pool import kernels as blur_kernels
-from tresnet.ops.blur_pool import library as blur_library
+from tresnet.ops.blur_pool import launch as blur_launch
 from tresnet.ops.space_to_depth import kernels as stem_kernels
-from tresnet.ops.space_to_depth import library as stem_library
+from tresnet.ops.space_to_depth import launch as stem_launch
 
 POINTERS = {
     torch.float32: "*fp32",
@@ -130,7 +130,7 @@ def launches(dtype: torch.dtype, layout: torch.memory_format, channels: int) -> 
     stats = torch.empty(4, channels, device="meta")
     gate = torch.empty(256, channels, device="meta")
     for per_sample in (False, True):
-        launch.statistics(x, vector, (vector, vector), 0.1, 1e-5, per_sample)
+        launch.statistics(x, vector, vector, vector, 0.1, 1e-5, per_sample, True)
     for blur in (False, True):
         launch.squeeze(x, stats, vector, 1e-3, blur)
     for slope, blur, se, join in (
@@ -149,29 +149,29 @@ def launches(dtype: torch.dtype, layout: torch.memory_format, channels: int) -> 
             launch.grad_sums(grad, x, None, out, gates, stats, vector, slope, blur)
         partial, _ = launch.grad_sums(grad, x, out, None, gates, stats, vector, slope, blur)
         launch.merge_grad_sums(partial, gates, gates, stats, 256 * 28 * 28)
-        launch.grad_apply(grad, x, stats, vector, gates, gates, stats[2:], slope, blur, True)
+        launch.grad_apply(grad, x, stats, vector, gates, gates, stats, slope, blur, True)
     return recorder.launches
 
 
 def blur_launches(dtype: torch.dtype) -> list[Any]:
     """The blur and its transpose, channels last and first, wide and odd."""
     recorder = Recorder(blur_kernels)
-    blur_library._kernels = lambda: recorder  # pyright: ignore[reportAttributeAccessIssue]
+    blur_launch._kernels = lambda: recorder  # pyright: ignore[reportAttributeAccessIssue]
     for layout, widths in CHANNELS.items():
         for channels in widths:
             x = torch.empty(8, channels, 28, 28, dtype=dtype, device="meta")
-            y = blur_library.blur_pool._init_fn(x.to(memory_format=layout))
-            blur_library.transposed_blur_pool._init_fn(y, 28, 28)
+            y = blur_launch.blur.__wrapped__(x.to(memory_format=layout))
+            blur_launch.transposed_blur.__wrapped__(y, 28, 28)
     return recorder.launches
 
 
 def stem_launches(dtype: torch.dtype) -> list[Any]:
     """The stem's kernel on bytes, channels last and first."""
     recorder = Recorder(stem_kernels)
-    stem_library._kernels = lambda: recorder  # pyright: ignore[reportAttributeAccessIssue]
+    stem_launch._kernels = lambda: recorder  # pyright: ignore[reportAttributeAccessIssue]
     images = torch.empty(8, 3, 224, 224, dtype=torch.uint8, device="meta")
     for layout in (torch.channels_last, torch.contiguous_format):
-        stem_library.stem_input._init_fn(images.to(memory_format=layout), 4, dtype)
+        stem_launch.stem_input.__wrapped__(images.to(memory_format=layout), 4, dtype)
     return recorder.launches
 
 

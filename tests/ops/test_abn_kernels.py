@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.ops.kernels import DEVICE, LAYOUTS, poisoned_memory  # noqa: F401
 from tresnet.errors import InputError
 from tresnet.ops import recompute, tiles
-from tresnet.ops.abn import SEWeights, abn, launch, library
+from tresnet.ops.abn import SEWeights, abn, launch
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def test_rounds_once_in_16_bits(chain, gamma, dtype):
 def test_large_mean_does_not_cancel():
     """Variance 1 about a mean of 1000: the sum of squares in float32 would lose it."""
     x = (torch.randn(8, 4, 6, 6) + 1000).to(DEVICE)
-    stats, _ = library.bn_statistics(
+    stats, _ = launch.statistics(
         x, torch.ones(4, device=DEVICE), *torch.zeros(2, 4, device=DEVICE), 0.1, 1e-5, False, False
     )
     exact = x.double().var((0, 2, 3), unbiased=False)
@@ -352,20 +352,22 @@ def test_operators_keep_their_promises():
     vector, stats = torch.randn(6, device=DEVICE), torch.rand(4, 6, device=DEVICE)
     gate, half = torch.rand(2, 6, device=DEVICE), torch.randn(2, 6, 3, 2, device=DEVICE)
     half = half.to(memory_format=torch.channels_last)
-    partial, _ = library.bn_grad_sums(half, x, None, None, gate, stats, vector, 0.1, True)
+    partial, _ = launch.grad_sums(half, x, None, None, gate, stats, vector, 0.1, True)
     calls = [
-        (library.bn_statistics, (x, vector, vector.clone(), vector.abs(), 0.1, 1e-5, True, True)),
-        (library.bn_running_statistics, (vector, vector, vector.abs(), 1e-5)),
-        (library.bn_squeeze, (x, stats, vector, 0.1, True)),
-        (library.bn_apply, (x, stats, vector, gate, None, 0.1, True)),
-        (library.bn_apply, (x, stats, vector, gate, x.clone(), None, False)),
-        (library.bn_grad_sums, (half, x, None, None, gate, stats, vector, 0.1, True)),
-        (library.bn_grad_sums, (x.clone(), x, x.clone(), None, None, stats, vector, None, False)),
-        (library.bn_merge_grad_sums, (partial, gate, gate, stats, 40)),
-        (library.bn_grad_apply, (half, x, stats, vector, gate, gate, stats, 0.1, True, True)),
+        (launch.statistics, (x, vector, vector.clone(), vector.abs(), 0.1, 1e-5, True, True)),
+        (launch.running_statistics, (vector, vector, vector.abs(), 1e-5)),
+        (launch.squeeze, (x, stats, vector, 0.1, True)),
+        (launch.apply, (x, stats, vector, gate, None, 0.1, True)),
+        (launch.apply, (x, stats, vector, gate, x.clone(), None, False)),
+        (launch.grad_sums, (half, x, None, None, gate, stats, vector, 0.1, True)),
+        (launch.grad_sums, (x.clone(), x, x.clone(), None, None, stats, vector, None, False)),
+        (launch.merge_grad_sums, (partial, gate, gate, stats, 40)),
+        (launch.grad_apply, (half, x, stats, vector, gate, gate, stats, 0.1, True, True)),
     ]
     for operator, arguments in calls:
-        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(
+            operator.recorded, arguments, test_utils=("test_schema", "test_faketensor")
+        )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -381,11 +383,11 @@ def test_partial_sums_are_as_many_as_the_compiler_is_told(blur, se, layout, monk
     gate = torch.rand(2, 3, device=DEVICE) if se else None
     grad = torch.nn.functional.avg_pool2d(x, 2, ceil_mode=True) if blur else x.clone()
     arguments = (grad, x, None, None, gate, stats, vector, 0.1, blur)
-    groups = len(library.bn_grad_sums(*arguments)[0])
+    groups = len(launch.grad_sums(*arguments)[0])
     assert groups >= 8
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments]
-        assert len(library.bn_grad_sums(*fakes)[0]) == groups
+        assert len(launch.grad_sums(*fakes)[0]) == groups
 
 
 def test_backward_inside_autocast_computes_in_float32():
@@ -432,7 +434,7 @@ def test_the_second_derivative_is_pytorch_s(chain, keep_output, training):
 
 def test_no_gradient_is_computed_for_an_input_that_wants_none(monkeypatch):
     parts = tensors((2, 4, 6, 6), CHAINS["abn"], "nhwc")
-    monkeypatch.setattr(library, "bn_grad_apply", None)
+    monkeypatch.setattr(launch, "grad_apply", None)
     leaves = {name: parts[name].clone().requires_grad_(name != "x") for name in parts}
     running = torch.zeros(4, device=DEVICE), torch.ones(4, device=DEVICE)
     y = abn(*leaves.values(), *running, training=True, slope=1e-2, impl="triton")

@@ -5,9 +5,10 @@ import torch
 
 from tests.ops.kernels import DEVICE, LAYOUTS, poisoned_memory  # noqa: F401
 from tresnet.errors import InputError
-from tresnet.ops.blur_pool import blur_pool, library
+from tresnet.ops.blur_pool import blur_pool
+from tresnet.ops.blur_pool import launch as blur_launch
 from tresnet.ops.blur_pool.cases import CASES
-from tresnet.ops.space_to_depth import library as stem_library
+from tresnet.ops.space_to_depth import launch as stem_launch
 from tresnet.ops.space_to_depth import stem_input
 
 SMALL = {name: shape for name, shape in CASES.items() if name != "stage_2"}
@@ -45,8 +46,8 @@ def test_blur_has_a_second_derivative():
 
 
 def test_unknown_impl_is_an_error():
-    with pytest.raises(InputError, match="'auto', 'reference' or 'triton', got 'recompute'"):
-        blur_pool(torch.randn(1, 1, 4, 4), impl="recompute")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InputError, match="'auto', 'triton' or 'reference', got 'fast'"):
+        blur_pool(torch.randn(1, 1, 4, 4), impl="fast")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -96,7 +97,7 @@ def test_stem_reads_a_crop_without_a_copy(layout, left):
 )
 def test_stem_reads_neighbours_together(shape, layout, block, together):
     images = torch.randint(256, shape, dtype=torch.uint8).to(memory_format=LAYOUTS[layout])
-    assert stem_library._run(images, block) == together
+    assert stem_launch._run(images, block) == together
     ours = stem_input(images.to(DEVICE), block, torch.float32, impl="triton")
     assert torch.equal(ours.cpu(), stem_input(images, block, torch.float32, impl="reference"))
 
@@ -115,6 +116,8 @@ def test_operators_keep_their_promises():
     checks = ("test_schema", "test_faketensor")
     for layout in LAYOUTS.values():
         y = x.to(memory_format=layout)
-        torch.library.opcheck(library.blur_pool, (y,), test_utils=checks)
-        torch.library.opcheck(library.transposed_blur_pool, (y, 11, 14), test_utils=checks)
-    torch.library.opcheck(stem_library.stem_input, (images, 4, torch.float32), test_utils=checks)
+        torch.library.opcheck(blur_launch.blur.recorded, (y,), test_utils=checks)
+        torch.library.opcheck(blur_launch.transposed_blur.recorded, (y, 11, 14), test_utils=checks)
+    torch.library.opcheck(
+        stem_launch.stem_input.recorded, (images, 4, torch.float32), test_utils=checks
+    )

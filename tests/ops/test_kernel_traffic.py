@@ -13,9 +13,9 @@ import torch
 
 from tests.ops.kernels import DEVICE
 from tresnet.ops import tiles
-from tresnet.ops.abn import library
-from tresnet.ops.blur_pool import library as blur_library
-from tresnet.ops.space_to_depth import library as stem_library
+from tresnet.ops.abn import launch
+from tresnet.ops.blur_pool import launch as blur_launch
+from tresnet.ops.space_to_depth import launch as stem_launch
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = (2, 32, 24, 24)
@@ -79,33 +79,33 @@ def operations():
     big, small = x.numel() * 4, half.numel() * 4
     images = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
     images = images.to(memory_format=torch.channels_last)
-    bn = library
+    bn = launch
     return {
         "statistics": (
-            lambda: bn.bn_statistics(x, vector, vector.clone(), vector.abs(), 0.1, 1e-5, False, True),
+            lambda: bn.statistics(x, vector, vector.clone(), vector.abs(), 0.1, 1e-5, False, True),
             big, 0, 1.0,
         ),
-        "apply": (lambda: bn.bn_apply(x, stats, vector, None, None, 0.1, False), big, big, 1.0),
-        "apply_blur": (lambda: bn.bn_apply(x, stats, vector, None, None, 0.1, True), big, small, 25 / 16),
-        "apply_join": (lambda: bn.bn_apply(x, stats, vector, gate, x + 1, None, False), 2 * big, big, 1.0),
-        "squeeze": (lambda: bn.bn_squeeze(x, stats, vector, 0.1, True), big, 0, 1.0),
-        "grad_sums": (lambda: bn.bn_grad_sums(x + 1, x, None, None, None, stats, vector, 0.1, False), 2 * big, 0, 1.0),
+        "apply": (lambda: bn.apply(x, stats, vector, None, None, 0.1, False), big, big, 1.0),
+        "apply_blur": (lambda: bn.apply(x, stats, vector, None, None, 0.1, True), big, small, 25 / 16),
+        "apply_join": (lambda: bn.apply(x, stats, vector, gate, x + 1, None, False), 2 * big, big, 1.0),
+        "squeeze": (lambda: bn.squeeze(x, stats, vector, 0.1, True), big, 0, 1.0),
+        "grad_sums": (lambda: bn.grad_sums(x + 1, x, None, None, None, stats, vector, 0.1, False), 2 * big, 0, 1.0),
         "grad_sums_join": (
-            lambda: bn.bn_grad_sums(x + 1, x, x + 2, None, gate, stats, vector, None, False), 3 * big, big, 1.0,
+            lambda: bn.grad_sums(x + 1, x, x + 2, None, gate, stats, vector, None, False), 3 * big, big, 1.0,
         ),
         "grad_sums_blur": (
-            lambda: bn.bn_grad_sums(half, x, None, None, None, stats, vector, 0.1, True), big + small, 0, 1.6,
+            lambda: bn.grad_sums(half, x, None, None, None, stats, vector, 0.1, True), big + small, 0, 1.6,
         ),
         "grad_apply": (
-            lambda: bn.bn_grad_apply(x + 1, x, stats, vector, None, None, stats, 0.1, False, True), 2 * big, big, 1.0,
+            lambda: bn.grad_apply(x + 1, x, stats, vector, None, None, stats, 0.1, False, True), 2 * big, big, 1.0,
         ),
         "grad_apply_blur": (
-            lambda: bn.bn_grad_apply(half, x, stats, vector, gate, gate, stats, 0.1, True, True), big + small, big, 1.6,
+            lambda: bn.grad_apply(half, x, stats, vector, gate, gate, stats, 0.1, True, True), big + small, big, 1.6,
         ),
-        "blur": (lambda: blur_library.blur_pool(x), big, small, 2.25),
-        "transposed_blur": (lambda: blur_library.transposed_blur_pool(half, h, w), small, big, 4.0),
+        "blur": (lambda: blur_launch.blur(x), big, small, 2.25),
+        "transposed_blur": (lambda: blur_launch.transposed_blur(half, h, w), small, big, 4.0),
         "stem": (
-            lambda: stem_library.stem_input(images, 4, torch.float32),
+            lambda: stem_launch.stem_input(images, 4, torch.float32),
             images.numel(), 4 * images.numel(), 1.0,
         ),
     }  # fmt: skip

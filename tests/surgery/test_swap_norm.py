@@ -105,7 +105,7 @@ def test_how_the_norms_are_computed_survives_another_norm(between):
     if between == "inplace_abn":
         pytest.importorskip("inplace_abn", reason="the inplace-abn package is not installed")
     model = positive(network())
-    model.set_impl("recompute")
+    model.set_impl("triton")
     model.set_recompute("outputs")
     model.body.conv1.bn.set_impl("reference")
     model.body.conv1.bn.synchronised = True
@@ -113,7 +113,7 @@ def test_how_the_norms_are_computed_survives_another_norm(between):
     swap_norm(swap_norm(model, between), "abn")
     stem, *others = norms(model)
     assert (stem.impl, stem.synchronised) == ("reference", True)
-    assert {(module.impl, module.synchronised) for module in others} == {("recompute", False)}
+    assert {(module.impl, module.synchronised) for module in others} == {("triton", False)}
     assert model.recompute == "outputs"
     assert [m.keep_output for m in model.modules() if hasattr(m, "keep_output")] == kept
 

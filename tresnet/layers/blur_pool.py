@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from tresnet.ops import blur_pool as op
 from tresnet.ops.blur_pool import reference
+from tresnet.ops.dispatch import Impl
 
 
 class BlurPool2d(nn.Module):
@@ -18,7 +19,9 @@ class BlurPool2d(nn.Module):
         """
         super().__init__()
         self.jit = jit
-        self.impl = "auto"  # or "reference" or "triton", as in `tresnet.ops.blur_pool.blur_pool`
+        self.impl: Impl = (
+            "auto"  # or "reference" or "triton", as in `tresnet.ops.blur_pool.blur_pool`
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Blur and downsample `x`."""

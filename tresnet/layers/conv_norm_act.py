@@ -1,15 +1,14 @@
 """Convolution, norm and activation, with or without anti-aliased downsampling."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tresnet.layers.blur_pool import BlurPool2d
-from tresnet.layers.global_pool import GlobalPool2d
-from tresnet.layers.norm import ABN, norm_class, runs_as, watched
+from tresnet.layers.fusion import runs_fused
+from tresnet.layers.norm import ABN, norm_class
 from tresnet.layers.squeeze_excite import SqueezeExcite
 
 
@@ -77,20 +76,7 @@ class ConvNormAct(nn.Module):
 
     @torch.jit.unused
     def _forward_eager(self, x: Tensor) -> Tensor:
-        return self.forward_fused(x) if self.fuses(x) else self._forward_plain(x)
-
-    def fuses(self, x: Any, se: nn.Module | None = None) -> bool:
-        """Whether `forward_fused` runs on `x` and bypasses nothing that a hook or change waits for.
-
-        Args:
-            x: (N, in, H, W).
-            se: the squeeze and excitation to fuse; None or an identity for none.
-        """
-        if not (isinstance(self.bn, ABN) and self.bn.fuses(x)) or watched(self.aa):
-            return False
-        if not (runs_as(self.aa, BlurPool2d) or runs_as(self.aa, nn.Identity)):
-            return False
-        return se is None or (not watched(se) and _is_standard(se))
+        return self.forward_fused(x) if runs_fused(x, [self]) else self._forward_plain(x)
 
     def forward_fused(
         self,
@@ -100,6 +86,8 @@ class ConvNormAct(nn.Module):
         keep_output: bool = True,
     ) -> Tensor:
         """Run the layer and what follows it in a block, after the convolution in fused kernels.
+
+        Only where `tresnet.layers.fusion` has said that they run.
 
         Args:
             x: (N, in, H, W).
@@ -117,12 +105,3 @@ class ConvNormAct(nn.Module):
         if blur or added.dtype != y.dtype:
             return torch.relu_(self.bn.forward_fused(y, blur, weights) + added)
         return self.bn.forward_fused(y, blur, weights, added, keep_output)
-
-
-def _is_standard(se: nn.Module) -> bool:
-    """Whether a module is our squeeze and excitation, its parts unchanged and unwatched; or none."""
-    if isinstance(se, nn.Identity):
-        return True
-    return type(se) is SqueezeExcite and not any(
-        watched(part) or type(part) not in (GlobalPool2d, nn.Conv2d) for part in se.children()
-    )

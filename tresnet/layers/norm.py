@@ -13,11 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules import module as every_module
 
 from tresnet.errors import InputError, MissingDependencyError
-from tresnet.ops.abn import IMPLS, Impl, SEWeights, abn, reference
-from tresnet.ops.dispatch import check_impl, runs_kernels
+from tresnet.ops.abn import Settings, SEWeights, abn, fused_abn, reference
+from tresnet.ops.dispatch import Impl, check_impl, runs_kernels
 
 
 class _Frozen(threading.local):
@@ -35,33 +34,6 @@ def frozen_running_stats() -> Iterator[None]:
         yield
     finally:
         _frozen.value = before
-
-
-def watched(module: nn.Module) -> bool:
-    """Whether hooks wait for `module` to be called, so that fused operations must not bypass it.
-
-    They are its own and those of every module; a `forward` put in the place of its own counts as one.
-    A hook with the attribute `bypassable` set to True does not mind.
-    """
-    return "forward" in module.__dict__ or any(
-        not getattr(hook, "bypassable", False)
-        for hooks in (
-            module._forward_pre_hooks,
-            module._forward_hooks,
-            module._backward_pre_hooks,
-            module._backward_hooks,
-            every_module._global_forward_pre_hooks,
-            every_module._global_forward_hooks,
-            every_module._global_backward_pre_hooks,
-            every_module._global_backward_hooks,
-        )
-        for hook in hooks.values()
-    )
-
-
-def runs_as(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether `module` is of a kind, and of no class below it that computes something else."""
-    return isinstance(module, kind) and type(module).forward is kind.forward
 
 
 class NormAct(nn.BatchNorm2d):
@@ -174,7 +146,7 @@ class ABN(NormAct):
     """BN and leaky ReLU as one operation that saves one buffer for backward (`tresnet.ops.abn`).
 
     Attributes:
-        impl: 'auto', 'reference', 'recompute' or 'triton', as in `tresnet.ops.abn.abn`.
+        impl: 'auto', 'triton' or 'reference', as in `tresnet.ops.abn.abn`.
         synchronised: take the statistics of a training batch over all processes; by the kernels only.
     """
 
@@ -196,7 +168,7 @@ class ABN(NormAct):
         Raises:
             InputError: there is no such implementation.
         """
-        check_impl("set_impl", impl, IMPLS)
+        check_impl("set_impl", impl)
         self.impl = impl
 
     def forward(self, x: Tensor) -> Tensor:
@@ -205,12 +177,11 @@ class ABN(NormAct):
             return self._plain(x)
         return self._run(x, self.impl, group=self._group())
 
-    def fuses(self, x: Any) -> bool:
-        """Whether `forward_fused` runs on `x`: the kernels do, and no one watches this module."""
-        fusible = isinstance(x, Tensor) and runs_as(self, ABN) and not watched(self)
+    def kernels_run(self, x: Tensor) -> bool:
+        """Whether the fused kernels normalise `x`."""
         if self.running_mean is None:
             return False
-        return fusible and runs_kernels(x, self.impl, shared=self._group() is not None)
+        return runs_kernels(x, self.impl, shared=self._group() is not None)
 
     def forward_fused(
         self,
@@ -220,16 +191,15 @@ class ABN(NormAct):
         shortcut: Tensor | None = None,
         keep_output: bool = True,
     ) -> Tensor:
-        """Normalise, activate, and blur, excite and join where asked for, in the fewest passes."""
-        return self._run(
-            x,
-            self.impl,
-            group=self._group(),
-            blur=blur,
-            se=se,
-            shortcut=shortcut,
-            keep_output=keep_output,
+        """Normalise, activate, and blur, excite and join where asked for, in the fewest passes.
+
+        Only where `tresnet.layers.fusion` has said that the kernels run.
+        """
+        mean, var, momentum = self._statistics()
+        settings = Settings(
+            self.training, momentum, self.eps, self.slope, blur, self._group(), keep_output
         )
+        return fused_abn(x, self.weight, self.bias, (mean, var), shortcut, se, settings)
 
 
 class InplaceABN(NormAct):

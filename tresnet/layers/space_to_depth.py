@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from tresnet.ops import space_to_depth as op
+from tresnet.ops.dispatch import Impl
 from tresnet.ops.space_to_depth import reference
 
 
@@ -20,7 +21,7 @@ class SpaceToDepth(nn.Module):
         super().__init__()
         self.block_size = block_size
         self.jit = jit
-        self.impl = "auto"  # of `from_bytes`, as in `tresnet.ops.space_to_depth.stem_input`
+        self.impl: Impl = "auto"  # of `from_bytes`, as in `tresnet.ops.space_to_depth.stem_input`
 
     def forward(self, x: Tensor) -> Tensor:
         """Rearrange `x`, keeping its memory format."""

@@ -1,14 +1,38 @@
-"""What surgery refuses to replace or resize: a module that something watches or changes."""
+"""Modules that someone watches or has changed, which nothing may pass over, replace or resize."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+from torch.nn.modules import module as every_module
 from torch.nn.utils.parametrize import is_parametrized
 
 from tresnet.errors import InputError
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether hooks wait for `module` to be called, so that fused operations must not pass it over.
+
+    They are its own and those of every module; a `forward` put in the place of its own counts as one.
+    A hook with the attribute `bypassable` set to True does not mind.
+    """
+    kinds = (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_pre_hooks,
+        module._backward_hooks,
+        every_module._global_forward_pre_hooks,
+        every_module._global_forward_hooks,
+        every_module._global_backward_pre_hooks,
+        every_module._global_backward_hooks,
+    )
+    if not any(kinds):
+        return "forward" in module.__dict__
+    return "forward" in module.__dict__ or any(
+        not getattr(hook, "bypassable", False) for hooks in kinds for hook in hooks.values()
+    )
 
 
 def check_model(model: Any) -> None:

@@ -234,13 +234,19 @@ def _reference_stem(images: Tensor, like: Tensor) -> Tensor:
 
 
 def _our_abn(impl: Any, slope: float | None = SLOPE) -> Function:
-    """`abn`, with what may follow it as further keywords."""
+    """`abn`, with what may follow it as further keywords.
+
+    "recompute" is plain operators whose saved activations are rebuilt.
+    """
+    from tresnet.ops import recompute
     from tresnet.ops.abn import abn
 
+    settings: Any = {"training": True, "momentum": MOMENTUM, "eps": EPS, "slope": slope}
+    settings["impl"] = "reference" if impl == "recompute" else impl
+
     def function(x: Tensor, *vectors: Tensor, **tail: Any) -> Tensor:
-        return abn(
-            x, *vectors, training=True, momentum=MOMENTUM, eps=EPS, slope=slope, impl=impl, **tail
-        )
+        with recompute.scope(impl == "recompute"):
+            return abn(x, *vectors, **settings, **tail)
 
     return function
 

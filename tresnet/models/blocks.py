@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tresnet.layers.conv_norm_act import ConvNormAct
-from tresnet.layers.norm import NormAct, runs_as, watched
+from tresnet.layers.fusion import runs_fused
+from tresnet.layers.norm import NormAct
 from tresnet.layers.squeeze_excite import SqueezeExcite
 from tresnet.ops import recompute
 
@@ -78,15 +79,6 @@ def shortcut(
     return nn.Sequential(*layers)
 
 
-def joins(layer: nn.Module, drop_path: nn.Module | None, x: Tensor, se: nn.Module | None) -> bool:
-    """Whether `layer` runs fused with what follows it: an SE, and the join behind a drop path."""
-    if drop_path is not None and drop_path.training and not isinstance(drop_path, nn.Identity):
-        return False
-    if not isinstance(layer, ConvNormAct) or not runs_as(layer, ConvNormAct):
-        return False
-    return not watched(layer) and layer.fuses(x, se)
-
-
 class BasicBlock(nn.Module):
     """3x3, ABN, (blur), 3x3, ABN without activation, SE, add, ReLU."""
 
@@ -137,9 +129,9 @@ class BasicBlock(nn.Module):
 
     @torch.jit.unused
     def _forward_eager(self, x: Tensor) -> Tensor:
-        if not joins(self.conv2, self.drop_path, x, self.se):
+        if not runs_fused(x, (self.conv1, self.conv2), self.se, self.drop_path):
             return self._forward_plain(x)
-        y = self.conv1(x)
+        y = self.conv1.forward_fused(x)
         return self.conv2.forward_fused(y, self.se, lambda: self.downsample(x), self.keep_output)
 
 
@@ -195,8 +187,8 @@ class Bottleneck(nn.Module):
 
     @torch.jit.unused
     def _forward_eager(self, x: Tensor) -> Tensor:
-        excites = joins(self.conv2, None, x, self.se)
-        if not (excites and joins(self.conv3, self.drop_path, x, None)):
+        layers = (self.conv1, self.conv2, self.conv3)
+        if not runs_fused(x, layers, self.se, self.drop_path):
             return self._forward_plain(x)
-        y = self.conv2.forward_fused(self.conv1(x), self.se)
+        y = self.conv2.forward_fused(self.conv1.forward_fused(x), self.se)
         return self.conv3.forward_fused(y, None, lambda: self.downsample(x), self.keep_output)

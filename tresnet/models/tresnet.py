@@ -19,9 +19,8 @@ from tresnet.models.blocks import BasicBlock, BlockSettings, Bottleneck
 from tresnet.models.config import ModelConfig
 from tresnet.models.heads import Head, HeadSettings, build_head, class_groups
 from tresnet.ops import recompute
-from tresnet.ops.abn import IMPLS, Impl
 from tresnet.ops.autocast import autocast_dtype
-from tresnet.ops.dispatch import check_impl, traced
+from tresnet.ops.dispatch import Impl, check_impl, traced
 
 STAGES = ("layer1", "layer2", "layer3", "layer4")
 
@@ -362,20 +361,20 @@ class TResNet(nn.Module):
         """Choose how the norms with norm='abn', the blurs and the stem's input are computed.
 
         Args:
-            impl: 'auto' (kernels on a GPU, plain operators under `torch.compile`), 'triton',
-                'recompute' or 'reference'; see `tresnet.ops.abn.abn`.
+            impl: 'auto' (kernels on a GPU, plain operators under `torch.compile`), 'triton' or
+                'reference'; see `tresnet.ops.abn.abn`.
 
         Raises:
             InputError: there is no such implementation, or the model has another norm.
         """
         if self.config.norm != "abn":
             raise InputError(f"set_impl needs a model with norm='abn', got {self.config.norm!r}")
-        check_impl("set_impl", impl, IMPLS)
+        check_impl("set_impl", impl)
         for module in self.modules():
             if isinstance(module, ABN):
                 module.set_impl(impl)
             elif isinstance(module, BlurPool2d | SpaceToDepth):
-                module.impl = "reference" if impl == "recompute" else impl
+                module.impl = impl
 
     def set_recompute(self, what: str) -> None:
         """Choose what backward rebuilds instead of keeping; exact in every case, with norm='abn' only.

@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 import warnings
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -14,17 +15,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 from tresnet.errors import InputError
 from tresnet.ops.tiles import interpreted
 
+Impl = Literal["auto", "triton", "reference"]  # whose kernels an operation runs
+IMPLS: tuple[Impl, ...] = get_args(Impl)
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_CAPABILITY = (8, 0)
 
 _found: dict[int, str | None] = {}  # what each GPU was seen to lack: every operation asks
 
 
-def check_impl(operation: str, impl: str, known: tuple[str, ...]) -> None:
-    """Raise `InputError` if `impl` is not one of `known`."""
-    if impl not in known:
-        names = ", ".join(map(repr, known[:-1]))
-        raise InputError(f"{operation} expected impl {names} or {known[-1]!r}, got {impl!r}")
+def check_impl(operation: str, impl: str) -> None:
+    """Raise `InputError` if `impl` is not one of `IMPLS`."""
+    if impl not in IMPLS:
+        names = ", ".join(map(repr, IMPLS[:-1]))
+        raise InputError(f"{operation} expected impl {names} or {IMPLS[-1]!r}, got {impl!r}")
 
 
 def transformed() -> bool:
@@ -109,10 +112,10 @@ def _launch_failure(index: int) -> str | None:
     failures: list[str] = []
 
     def launch() -> None:
-        from tresnet.ops.blur_pool import library
+        from tresnet.ops.blur_pool import launch as blur_launch
 
         try:
-            library.blur_pool(torch.zeros(1, 1, 2, 2, device=f"cuda:{index}"))
+            blur_launch.blur(torch.zeros(1, 1, 2, 2, device=f"cuda:{index}"))
         except Exception as error:  # whatever the compiler, the linker or the driver says
             text = str(error).strip() or "no message"
             failures.append(f"{type(error).__name__}: {text.splitlines()[-1]}")

@@ -126,6 +126,11 @@ def scope(active: bool = True) -> Iterator[None]:
         current.offers.clear()  # activation checkpointing may keep the hooks until backward
 
 
+def active() -> bool:
+    """Whether offers are taken."""
+    return _active.scope is not None
+
+
 def offer(y: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> None:
     """Offer `y`, which equals `function(*inputs)`, for recomputation.
 

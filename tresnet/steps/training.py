@@ -332,7 +332,7 @@ def synchronise(model: nn.Module, compiles: bool) -> nn.Module:
     """
     norms = [module for module in model.modules() if isinstance(module, ABN)]
     example = next(model.parameters())
-    if compiles or not norms or not all(norm.fuses(example) for norm in norms):
+    if compiles or not norms or not all(norm.kernels_run(example) for norm in norms):
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)
     for norm in norms:
         norm.synchronised = True

@@ -1,6 +1,6 @@
 """Activated batch normalisation, and what follows it in a block, as one operation."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,11 +8,9 @@ from torch import Tensor
 from tresnet.errors import InputError
 from tresnet.ops import recompute
 from tresnet.ops.abn import reference
-from tresnet.ops.abn.autograd import ActivatedBatchNorm
-from tresnet.ops.dispatch import check_impl, runs_kernels, traced, transformed
-
-Impl = Literal["auto", "reference", "recompute", "triton"]
-IMPLS = ("auto", "reference", "recompute", "triton")
+from tresnet.ops.abn.fused import Settings, fused_abn
+from tresnet.ops.abn.recomputed import ActivatedBatchNorm
+from tresnet.ops.dispatch import Impl, check_impl, runs_kernels, traced
 
 
 class SEWeights(NamedTuple):
@@ -71,12 +69,12 @@ def abn(
             a single value per channel, or an empty batch; None for this process alone. "triton" only.
         keep_output: False offers the output of a join for recomputation too, so that only `x` and
             `shortcut` are kept; "triton" only.
-        impl: "reference" is plain PyTorch; "recompute" saves `x` alone for backward and offers its
-            output for recomputation; "triton" does so too, by fused kernels with float32 statistics
-            (float32, bfloat16, float16); "auto" takes "triton" on a GPU that has it, "recompute"
-            elsewhere when a gradient is needed, and plain operators under `torch.compile`, export
-            and tracing. With blur, se or shortcut it takes "triton" or "reference". Under the
-            transforms of `torch.func` plain operators run, whatever is asked for.
+        impl: "triton" runs fused kernels with float32 statistics (float32, bfloat16, float16);
+            "reference" plain operators; "auto" the kernels on a GPU where they were found right, in
+            eager mode, else plain operators. Under export, tracing and the transforms of
+            `torch.func` plain operators run, whatever is asked for. Where recomputation is asked
+            for (`tresnet.ops.recompute.scope`), either saves `x` alone for backward and offers its
+            output, which plain operators do without blur, se and shortcut only.
 
     Returns:
         (N, C, ...), or (N, C, ceil(H / 2), ceil(W / 2)) with `blur`, in the dtype of `x`.
@@ -88,7 +86,7 @@ def abn(
     tracing = torch.jit.is_tracing()
     if not tracing and (x.dim() < 2 or x.shape[1] != weight.shape[0]):
         raise InputError(f"abn expected (N, {weight.shape[0]}, ...), got {tuple(x.shape)}")
-    check_impl("abn", impl, IMPLS)
+    check_impl("abn", impl)
     plain = traced()
     if training and not plain and group is None and x.numel() == x.shape[1]:
         raise InputError(
@@ -98,20 +96,15 @@ def abn(
     statistics = (running_mean, running_var)
     options = (training, momentum, eps, slope)
     if runs_kernels(x, impl, shared=training and group is not None):
-        from tresnet.ops.abn.fused import Settings, fused_abn
-
         _check_vectors(x, bias, *statistics, *(se[2:] if se else ()))
         _check_tail(x, blur, shortcut)
         settings = Settings(*options, blur, group, keep_output)
         return fused_abn(x, weight, bias, statistics, shortcut, se, settings)
     if group is not None and training:
         raise InputError("synchronised statistics need impl='triton', which cannot run here")
-    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, bias))
     tail = blur or se is not None or shortcut is not None
-    if impl == "recompute" and tail:
-        raise InputError("impl='recompute' does not blur, excite or join: expected 'triton'")
-    simple = impl == "reference" or (impl == "auto" and (plain or not wanted))
-    if simple or tail or transformed() or (not tracing and x.numel() == 0):
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, bias))
+    if plain or tail or not (wanted and recompute.active()) or x.numel() == 0:
         y = reference.abn(x, weight, bias, *statistics, *options)
         return reference.tail(y, blur, se, shortcut)
     y, scale, shift = ActivatedBatchNorm.apply(x, weight, bias, *statistics, *options)  # pyright: ignore[reportGeneralTypeIssues]
@@ -146,4 +139,4 @@ def _check_tail(x: Tensor, blur: bool, shortcut: Tensor | None) -> None:
         )
 
 
-__all__ = ["IMPLS", "Impl", "SEWeights", "abn"]
+__all__ = ["SEWeights", "Settings", "abn", "fused_abn"]

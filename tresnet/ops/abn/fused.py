@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from tresnet.errors import InputError
 from tresnet.ops import recompute, tiles, twice
-from tresnet.ops.abn import library, reference
+from tresnet.ops.abn import launch, reference
 from tresnet.ops.autocast import autocast_off
 
 
@@ -71,9 +71,9 @@ def _statistics(
     """Statistics to normalise by (4, C), the samples' means, and the count where it is not ours."""
     mean, var = running
     if not settings.training:
-        return library.bn_running_statistics(weight, mean, var, settings.eps), None, None
+        return launch.running_statistics(weight, mean, var, settings.eps), None, None
     alone = settings.group is None
-    stats, means = library.bn_statistics(
+    stats, means = launch.statistics(
         x, weight, mean, var, settings.momentum, settings.eps, per_sample, alone
     )
     if alone:
@@ -88,28 +88,20 @@ class FusedABN(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        settings: Settings,
         x: Tensor,
         weight: Tensor,
         bias: Tensor,
         running_mean: Tensor,
         running_var: Tensor,
         shortcut: Tensor | None,
-        fc1_weight: Tensor | None,
-        fc1_bias: Tensor | None,
-        fc2_weight: Tensor | None,
-        fc2_bias: Tensor | None,
-        training: bool,
-        momentum: float,
-        eps: float,
-        slope: float | None,
-        blur: bool,
-        group: Any,
-        keep_output: bool,
+        *layers: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the output, the statistics (4, C) and the gate (N, C) that produce it from `x`."""
-        settings = Settings(training, momentum, eps, slope, blur, group, keep_output)
+        slope, blur, keep_output = settings.slope, settings.blur, settings.keep_output
+        fc1_weight, fc1_bias, fc2_weight, fc2_bias = layers
         x = tiles.dense(x)  # it is: so the compiler knows the strides of what is saved
-        linear_squeeze = training and slope is None and not blur and fc1_weight is not None
+        linear_squeeze = settings.training and slope is None and not blur and fc1_weight is not None
         stats, means, total = _statistics(
             x, weight, (running_mean, running_var), linear_squeeze, settings
         )
@@ -118,10 +110,10 @@ class FusedABN(torch.autograd.Function):
             if linear_squeeze and means is not None:  # of a linear function: no pass over x
                 squeezed = torch.addcmul(bias.float(), means - stats[0], stats[1])
             else:
-                squeezed = library.bn_squeeze(x, stats, bias, slope, blur)
+                squeezed = launch.squeeze(x, stats, bias, slope, blur)
             hidden = torch.relu(F.linear(squeezed, fc1_weight.float(), _float(fc1_bias)))
             gate = torch.sigmoid(F.linear(hidden, fc2_weight.float(), _float(fc2_bias)))
-        out = library.bn_apply(x, stats, bias, gate, shortcut, slope, blur)
+        out = launch.apply(x, stats, bias, gate, shortcut, slope, blur)
         joined = shortcut is not None
         ctx.save_for_backward(
             x, weight, bias, stats, total, fc1_weight, fc2_weight, squeezed, hidden, gate,
@@ -140,7 +132,7 @@ class FusedABN(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         """Return the gradients; arXiv 1502.03167, section 3, with SE's in the same sums."""
         if grad is None:
-            return (None,) * 17
+            return (None,) * 11
         if twice.wanted():
             return _plain_backward(ctx, grad)
         with autocast_off(grad.device.type):
@@ -153,7 +145,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         ctx.saved_tensors
     )
     grad = tiles.dense(grad.to(x.dtype), x)
-    partial, masked = library.bn_grad_sums(
+    partial, masked = launch.grad_sums(
         grad, x, out, shortcut, gate, stats, bias, settings.slope, settings.blur
     )
     spread, fc_grads = None, (None,) * 4
@@ -163,20 +155,18 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
             partial, stats, bias, gate, squeezed, hidden, fc1, fc2, pixels
         )
     count = x.numel() // x.shape[1]
-    merged = library.bn_merge_grad_sums(partial, gate, spread, stats, count)
+    merged = launch.merge_grad_sums(partial, gate, spread, stats, count)
     if total is not None:
         merged = _synchronised_factors(merged, stats, total, settings.group)
     grad_x = None
-    if ctx.needs_input_grad[0]:
+    if ctx.needs_input_grad[1]:
         source = masked if ctx.joined else grad
-        grad_x = library.bn_grad_apply(
+        grad_x = launch.grad_apply(
             source, x, stats, bias, gate, spread, merged, settings.slope, settings.blur,
             settings.training,
         )  # fmt: skip
-    return (
-        grad_x, merged[0].to(weight.dtype), merged[1].to(bias.dtype), None, None,
-        masked if ctx.joined else None, *fc_grads, *(None,) * 7,
-    )  # fmt: skip
+    grads = grad_x, merged[0].to(weight.dtype), merged[1].to(bias.dtype)
+    return None, *grads, None, None, masked if ctx.joined else None, *fc_grads
 
 
 def _plain_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -200,7 +190,7 @@ def _plain_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return reference.tail(y, settings.blur, layers if fc1 is not None else None, None)
 
     inputs = (x, weight, bias, fc1, fc1_bias, fc2, fc2_bias)
-    needs = ctx.needs_input_grad[:3] + ctx.needs_input_grad[6:10]
+    needs = ctx.needs_input_grad[1:4] + ctx.needs_input_grad[7:]
     grad, masked = grad.float(), None
     if ctx.joined:
         with torch.no_grad():
@@ -208,7 +198,7 @@ def _plain_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         grad = grad.masked_fill(negative, 0.0)
         masked = grad.to(x.dtype)
     first = twice.gradients(plain, inputs, needs, grad)
-    return *first[:3], None, None, masked, *first[3:], *(None,) * 7
+    return None, *first[:3], None, None, masked, *first[3:]
 
 
 def _float(x: Any) -> Any:
@@ -309,7 +299,7 @@ def fused_abn(
         shortcut = tiles.dense(shortcut, x)
     with autocast_off(x.device.type):
         y, stats, gate = FusedABN.apply(  # pyright: ignore[reportGeneralTypeIssues]
-            x, weight, bias, *running, shortcut, *layers, *settings
+            settings, x, weight, bias, *running, shortcut, *layers
         )
     if shortcut is not None and settings.keep_output:
         return y
@@ -320,7 +310,7 @@ def fused_abn(
         x, left = tiles.dense(x), list(factors)
         scale = left.pop(0) if gated else None
         added = tiles.dense(left[0], x) if left else None
-        return library.bn_apply(x, stats, bias, scale, added, settings.slope, settings.blur)
+        return launch.apply(x, stats, bias, scale, added, settings.slope, settings.blur)
 
     recompute.offer(y, rebuild, x, stats, bias, *factors)
     return y

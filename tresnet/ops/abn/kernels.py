@@ -13,28 +13,29 @@ s = gate * b, out = relu(s + shortcut). Without blur b is a, and so on.
 import triton
 import triton.language as tl
 
-from tresnet.ops.blur_pool.kernels import (
+from tresnet.ops.tiles.kernels import (
     aligned,
-    around,
-    outputs,
-    pixel,
-    place,
+    aligned_strides,
+    chunk_of_program,
+    load_square_gradients,
+    pixel_of_square,
     reflect,
-    share,
-    strides,
-    unblur,
+    square_of,
+    transposed_blur_at,
+    weights_of_pixel,
 )
 
 
 @triton.jit
-def _act(z, slope, HAS_ACT: tl.constexpr):
+def activate(z, slope, HAS_ACT: tl.constexpr):
+    """The leaky ReLU, where there is one."""
     if HAS_ACT:
         z = tl.where(z > 0, z, z * slope)
     return z
 
 
 @triton.jit
-def _slope_at(z, slope, HAS_ACT: tl.constexpr):
+def activation_slope(z, slope, HAS_ACT: tl.constexpr):
     """Derivative of the activation; act(z) is z times this."""
     m = tl.full(z.shape, 1.0, tl.float32)
     if HAS_ACT:
@@ -43,7 +44,7 @@ def _slope_at(z, slope, HAS_ACT: tl.constexpr):
 
 
 @triton.jit
-def _norm(mean, scale, bias, c, known):
+def load_norm(mean, scale, bias, c, known):
     """What z is computed with at channels c, as rows of a tile."""
     mu = tl.load(mean + c, mask=known, other=0.0)
     k = tl.load(scale + c, mask=known, other=0.0)
@@ -52,7 +53,7 @@ def _norm(mean, scale, bias, c, known):
 
 
 @triton.jit
-def _sizes(g, G, P, splits, chunk):
+def group_sizes(g, G, P, splits, chunk):
     """How many pixels each group g covers."""
     return tl.where(g < G, tl.minimum(chunk, P - (g % splits) * chunk), 0).to(tl.float32)
 
@@ -68,8 +69,8 @@ def moments(
     partial: (N * splits, 2, C).
     """
     P = aligned(P, AP)
-    xn, xp, xc = strides(xn, xp, xc, AP, AC)
-    group, n, start, count, c, known = place(P, C, splits, chunk, BC, AC)
+    xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
+    group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AC)
     x += n * xn + start.to(tl.int64) * xp
     pivot = tl.load(x + c * xc, mask=known, other=0.0).to(tl.float32)
     rows = tl.arange(0, BP)
@@ -103,7 +104,7 @@ def merge_moments(
     sizes = tl.zeros((BG,), tl.float32)
     for begin in range(0, G, BG):
         g = begin + groups
-        n = _sizes(g, G, P, splits, chunk)
+        n = group_sizes(g, G, P, splits, chunk)
         mask = (g < G)[:, None] & known[None, :]
         mean_g = tl.load(partial + g[:, None] * 2 * C + c[None, :], mask=mask, other=0.0)
         sums += mean_g * n[:, None]
@@ -113,7 +114,7 @@ def merge_moments(
     sums = tl.zeros((BG, BC), tl.float32)
     for begin in range(0, G, BG):
         g = begin + groups
-        n = _sizes(g, G, P, splits, chunk)
+        n = group_sizes(g, G, P, splits, chunk)
         mask = (g < G)[:, None] & known[None, :]
         mean_g = tl.load(partial + g[:, None] * 2 * C + c[None, :], mask=mask, other=0.0)
         rest_g = tl.load(partial + (g[:, None] * 2 + 1) * C + c[None, :], mask=mask, other=0.0)
@@ -181,25 +182,25 @@ def squeeze(
     With BLUR, P counts the pixels of b.
     """
     P = aligned(P, AP)
-    xn, xp, xc = strides(xn, xp, xc, AP, AC)
-    group, n, start, count, c, known = place(P, C, splits, chunk, BC, AC)
+    xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
+    group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AC)
     x += n * xn if BLUR else n * xn + start.to(tl.int64) * xp
-    mu, k, beta = _norm(mean, scale, bias, c, known)
+    mu, k, beta = load_norm(mean, scale, bias, c, known)
     rows = tl.arange(0, BP)
     total = tl.zeros((BP, BC), tl.float32)
     for begin in range(0, count, BP):
         p = begin + rows
         mask = (p < count)[:, None] & known[None, :]
         if BLUR:
-            i, j, u0, u1, v0, v1 = around(start + p, H, W, HO, WO)
+            i, j, u0, u1, v0, v1 = square_of(start + p, H, W, HO, WO)
         for corner in tl.static_range(4 if BLUR else 1):
             at, inside = p, mask
             if BLUR:
-                at, inside = pixel(i, j, mask, H, W, corner // 2, corner % 2)
+                at, inside = pixel_of_square(i, j, mask, H, W, corner // 2, corner % 2)
             value = tl.load(x + at[:, None] * xp + c[None, :] * xc, mask=inside, other=0.0)
-            a = _act((value.to(tl.float32) - mu) * k + beta, slope, HAS_ACT)
+            a = activate((value.to(tl.float32) - mu) * k + beta, slope, HAS_ACT)
             if BLUR:
-                a = a * share(u0, u1, v0, v1, corner // 2, corner % 2)
+                a = a * weights_of_pixel(u0, u1, v0, v1, corner // 2, corner % 2)
             total += tl.where(inside, a, 0.0)
     tl.store(partial + group * C + c, tl.sum(total, 0), mask=known)
 
@@ -212,9 +213,9 @@ def apply(
 ):  # fmt: skip
     """One chunk of one sample of out, without blur, from one read of x."""
     P = aligned(P, AP)
-    xn, xp, xc = strides(xn, xp, xc, AP, AC)
-    _group, n, start, count, c, known = place(P, C, splits, chunk, BC, AC)
-    mu, k, beta = _norm(mean, scale, bias, c, known)
+    xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
+    _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AC)
+    mu, k, beta = load_norm(mean, scale, bias, c, known)
     if HAS_GATE:
         factor = tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
     rows = tl.arange(0, BP)
@@ -227,7 +228,7 @@ def apply(
         mask = (p < count)[:, None] & known[None, :]
         offsets = p[:, None] * xp + c[None, :] * xc
         value = tl.load(x + offsets, mask=mask, other=0.0)
-        y = _act((value.to(tl.float32) - mu) * k + beta, slope, HAS_ACT)
+        y = activate((value.to(tl.float32) - mu) * k + beta, slope, HAS_ACT)
         if HAS_GATE:
             y = y * factor
         if JOIN:
@@ -237,25 +238,26 @@ def apply(
 
 
 @triton.jit
-def _row_sums(x, line, j, c, mask, right, W, xp, xc, mu, k, beta, slope, HAS_ACT: tl.constexpr):
+def blurred_rows(x, line, j, c, mask, right, W, xp, xc, mu, k, beta, slope, HAS_ACT: tl.constexpr):
     """Of a row of a's pixels from 4 j - 1: first + 2 second + third, third + 2 fourth + fifth.
 
     Only where `right`, too, the fourth and the fifth exist.
     """
     x += line[:, None] * xp + c[None, :] * xc
-    first = _activated(x, 4 * j - 1, mask, W, xp, mu, k, beta, slope, HAS_ACT)
-    second = _activated(x, 4 * j, mask, W, xp, mu, k, beta, slope, HAS_ACT)
-    third = _activated(x, 4 * j + 1, mask, W, xp, mu, k, beta, slope, HAS_ACT)
+    first = load_activated(x, 4 * j - 1, mask, W, xp, mu, k, beta, slope, HAS_ACT)
+    second = load_activated(x, 4 * j, mask, W, xp, mu, k, beta, slope, HAS_ACT)
+    third = load_activated(x, 4 * j + 1, mask, W, xp, mu, k, beta, slope, HAS_ACT)
     mask = mask & right
-    fourth = _activated(x, 4 * j + 2, mask, W, xp, mu, k, beta, slope, HAS_ACT)
-    fifth = _activated(x, 4 * j + 3, mask, W, xp, mu, k, beta, slope, HAS_ACT)
+    fourth = load_activated(x, 4 * j + 2, mask, W, xp, mu, k, beta, slope, HAS_ACT)
+    fifth = load_activated(x, 4 * j + 3, mask, W, xp, mu, k, beta, slope, HAS_ACT)
     return first + 2.0 * second + third, third + 2.0 * fourth + fifth
 
 
 @triton.jit
-def _activated(x, w, mask, W, xp, mu, k, beta, slope, HAS_ACT: tl.constexpr):
+def load_activated(x, w, mask, W, xp, mu, k, beta, slope, HAS_ACT: tl.constexpr):
+    """The activation of column w of a row of x, reflected at the border."""
     value = tl.load(x + reflect(w, W)[:, None] * xp, mask=mask, other=0.0).to(tl.float32)
-    return _act((value - mu) * k + beta, slope, HAS_ACT)
+    return activate((value - mu) * k + beta, slope, HAS_ACT)
 
 
 @triton.jit
@@ -269,10 +271,10 @@ def apply_blurred(
     A square needs 25 pixels of x, its outputs one by one 36: activating them is most of the work.
     """
     P = aligned(P, AP)
-    xn, xp, xc = strides(xn, xp, xc, AP, AC)
-    on, op, oc = strides(on, op, oc, AP, AC)
-    _group, n, start, count, c, known = place(P, C, splits, chunk, BC, AC)
-    mu, k, beta = _norm(mean, scale, bias, c, known)
+    xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
+    on, op, oc = aligned_strides(on, op, oc, AP, AC)
+    _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AC)
+    mu, k, beta = load_norm(mean, scale, bias, c, known)
     if HAS_GATE:
         factor = tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
     x += n * xn
@@ -283,17 +285,17 @@ def apply_blurred(
         i, j = (start + p) // ((WO + 1) // 2), (start + p) % ((WO + 1) // 2)
         lower, beside = mask & (2 * i + 1 < HO)[:, None], (2 * j + 1 < WO)[:, None]
         line = reflect(4 * i - 1, H) * W
-        left0, right0 = _row_sums(
+        left0, right0 = blurred_rows(
             x, line, j, c, mask, beside, W, xp, xc, mu, k, beta, slope, HAS_ACT
         )
         for half in tl.static_range(2):
             below = lower if half else mask
             line = reflect(4 * i + 2 * half, H) * W
-            left1, right1 = _row_sums(
+            left1, right1 = blurred_rows(
                 x, line, j, c, below, beside, W, xp, xc, mu, k, beta, slope, HAS_ACT
             )
             line = reflect(4 * i + 2 * half + 1, H) * W
-            left2, right2 = _row_sums(
+            left2, right2 = blurred_rows(
                 x, line, j, c, below, beside, W, xp, xc, mu, k, beta, slope, HAS_ACT
             )
             left = (left0 + 2.0 * left1 + left2) * 0.0625
@@ -323,10 +325,10 @@ def grad_sums(
     which stands for four of x.
     """
     P = aligned(P, AP)
-    xn, xp, xc = strides(xn, xp, xc, AP, AC)
-    gn, gp, gc = strides(gn, gp, gc, AP, AC)
-    group, n, start, count, c, known = place(P, C, splits, chunk, BC, AC)
-    mu, k, beta = _norm(mean, scale, bias, c, known)
+    xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
+    gn, gp, gc = aligned_strides(gn, gp, gc, AP, AC)
+    group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AC)
+    mu, k, beta = load_norm(mean, scale, bias, c, known)
     rows = tl.arange(0, BP)
     s1 = tl.zeros((BP, BC), tl.float32)
     s2 = tl.zeros((BP, BC), tl.float32)
@@ -341,34 +343,34 @@ def grad_sums(
         p = begin + rows
         mask = (p < count)[:, None] & known[None, :]
         if BLUR:
-            i, j, u0, u1, v0, v1 = around(start + p, H, W, HO, WO)
-            t00, t01, t10, t11 = outputs(grad, start + p, c, mask, u1, v1, WO, gp, gc)
+            i, j, u0, u1, v0, v1 = square_of(start + p, H, W, HO, WO)
+            t00, t01, t10, t11 = load_square_gradients(grad, start + p, c, mask, u1, v1, WO, gp, gc)
         for corner in tl.static_range(4 if BLUR else 1):
             at, inside = p, mask
             if BLUR:
-                at, inside = pixel(i, j, mask, H, W, corner // 2, corner % 2)
+                at, inside = pixel_of_square(i, j, mask, H, W, corner // 2, corner % 2)
             offsets = at[:, None] * xp + c[None, :] * xc
             delta = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32) - mu
             if BLUR:
-                g = unblur(t00, t01, t10, t11, u0, u1, v0, v1, corner // 2, corner % 2)
+                g = transposed_blur_at(t00, t01, t10, t11, u0, u1, v0, v1, corner // 2, corner % 2)
             else:
                 g = tl.load(grad + offsets, mask=inside, other=0.0).to(tl.float32)
             if JOIN:
                 y = tl.load(joined + offsets, mask=inside, other=0.0).to(tl.float32)
                 if JOIN == 2:
-                    s = _act(delta * k + beta, slope, HAS_ACT)
+                    s = activate(delta * k + beta, slope, HAS_ACT)
                     if HAS_GATE:
                         s = s * tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
                     y += s
                 g = tl.where(y <= 0, 0.0, g)  # NaN's gradient passes, as a ReLU's does
                 tl.store(masked + offsets, g.to(masked.dtype.element_ty), mask=inside)
-            m = _slope_at(delta * k + beta, slope, HAS_ACT)
+            m = activation_slope(delta * k + beta, slope, HAS_ACT)
             s1 += m * g
             s2 += m * g * delta
             if HAS_GATE:
                 w = tl.where(inside, m, 0.0)
                 if BLUR:
-                    w = w * share(u0, u1, v0, v1, corner // 2, corner % 2)
+                    w = w * weights_of_pixel(u0, u1, v0, v1, corner // 2, corner % 2)
                 s3 += w
                 s4 += w * delta
     kinds: tl.constexpr = 4 if HAS_GATE else 2
@@ -436,10 +438,10 @@ def grad_apply(
     the pixels of grad.
     """
     P = aligned(P, AP)
-    xn, xp, xc = strides(xn, xp, xc, AP, AC)
-    gn, gp, gc = strides(gn, gp, gc, AP, AC)
-    _group, n, start, count, c, known = place(P, C, splits, chunk, BC, AC)
-    mu, k, beta = _norm(mean, scale, bias, c, known)
+    xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
+    gn, gp, gc = aligned_strides(gn, gp, gc, AP, AC)
+    _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AC)
+    mu, k, beta = load_norm(mean, scale, bias, c, known)
     if TRAINING:
         k1 = tl.load(factors + c, mask=known, other=0.0)[None, :]
         k0 = tl.load(factors + C + c, mask=known, other=0.0)[None, :]
@@ -455,24 +457,24 @@ def grad_apply(
         p = begin + rows
         mask = (p < count)[:, None] & known[None, :]
         if BLUR:
-            i, j, u0, u1, v0, v1 = around(start + p, H, W, HO, WO)
-            t00, t01, t10, t11 = outputs(grad, start + p, c, mask, u1, v1, WO, gp, gc)
+            i, j, u0, u1, v0, v1 = square_of(start + p, H, W, HO, WO)
+            t00, t01, t10, t11 = load_square_gradients(grad, start + p, c, mask, u1, v1, WO, gp, gc)
         for corner in tl.static_range(4 if BLUR else 1):
             at, inside = p, mask
             if BLUR:
-                at, inside = pixel(i, j, mask, H, W, corner // 2, corner % 2)
+                at, inside = pixel_of_square(i, j, mask, H, W, corner // 2, corner % 2)
             offsets = at[:, None] * xp + c[None, :] * xc
             delta = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32) - mu
             if BLUR:
-                g = unblur(t00, t01, t10, t11, u0, u1, v0, v1, corner // 2, corner % 2)
+                g = transposed_blur_at(t00, t01, t10, t11, u0, u1, v0, v1, corner // 2, corner % 2)
             else:
                 g = tl.load(grad + offsets, mask=inside, other=0.0).to(tl.float32)
             if HAS_GATE:
                 part = term
                 if BLUR:
-                    part = term * share(u0, u1, v0, v1, corner // 2, corner % 2)
+                    part = term * weights_of_pixel(u0, u1, v0, v1, corner // 2, corner % 2)
                 g = g * factor + part
-            g = g * _slope_at(delta * k + beta, slope, HAS_ACT)
+            g = g * activation_slope(delta * k + beta, slope, HAS_ACT)
             result = g * k
             if TRAINING:
                 result = result + delta * k1 + k0

@@ -1,4 +1,7 @@
-"""Launches of the kernels: tensors in, tensors out."""
+"""Launches of the kernels: tensors in, tensors out.
+
+They return a tensor for everything; one that was not asked for has no elements.
+"""
 
 import functools
 from typing import Any
@@ -6,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tresnet.ops.operators import operator
 from tresnet.ops.tiles import Geometry, Plan, blurred, geometry, halved, memory_format, plan, power
 
 RUNNING_CHANNELS, RUNNING_WARPS = 256, 4
@@ -44,35 +48,70 @@ def _image(x: Tensor, blur: bool) -> tuple[int, int, int, int]:
     return (x.shape[-2], x.shape[-1], *blurred(x.shape)) if blur else (1, 1, 1, 1)
 
 
+def _nothing(x: Tensor) -> Tensor:
+    return x.new_empty(0, dtype=torch.float32)
+
+
+def _stats(x: Tensor, channels: int) -> Tensor:
+    return x.new_empty(4, channels, dtype=torch.float32)
+
+
+def _samples(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape[:2], dtype=torch.float32)
+
+
+@operator(
+    lambda x, w, mean, var, momentum, eps, per_sample, update: (
+        _stats(x, x.shape[1]),
+        _samples(x) if per_sample else _nothing(x),
+    ),
+    updates=("running_mean", "running_var"),
+)
 def statistics(
     x: Tensor,
     weight: Tensor,
-    running: tuple[Tensor, Tensor] | None,
+    running_mean: Tensor,
+    running_var: Tensor,
     momentum: float,
     eps: float,
     per_sample: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Batch statistics: stats (4, C) as `merge_moments` writes them, means (N, C) if `per_sample`."""
+    update: bool,
+) -> tuple[Tensor, Tensor]:
+    """Statistics of a batch, and an update of the running ones.
+
+    Args:
+        x: (N, C, ...), dense.
+        weight: (C,), gamma.
+        running_mean: (C,), updated in place if `update`.
+        running_var: (C,), likewise, by the unbiased variance.
+        momentum: weight of the batch in the running statistics.
+        eps: added to the variance.
+        per_sample: return the mean of each sample too.
+        update: whether the running statistics are updated.
+
+    Returns:
+        (4, C) float32: mean, gamma * invstd, invstd, biased variance; and (N, C) or nothing.
+    """
     shape = geometry(x, whole_batch=not per_sample)
     cut = plan(shape)
     groups = shape.n * cut.splits
     partial = x.new_empty(groups, 2, shape.c, dtype=torch.float32)
-    stats = x.new_empty(4, shape.c, dtype=torch.float32)
+    stats = _stats(x, shape.c)
     _kernels().moments[(cut.programs,)](
         x, partial, shape.p, shape.c, *shape.strides, cut.splits, cut.chunk,
         **cut.options,
     )  # fmt: skip
-    mean, var = (part.contiguous() for part in running or (stats, stats))
+    mean, var = running_mean.contiguous(), running_var.contiguous()
     programs, options = _merging(groups, shape.c, MERGE_TILE)
     _kernels().merge_moments[(programs,)](
         partial, weight.contiguous(), mean, var, stats, groups, shape.c, shape.p,
-        cut.splits, cut.chunk, momentum, eps, UPDATE=running is not None,
+        cut.splits, cut.chunk, momentum, eps, UPDATE=update,
         **options,
     )  # fmt: skip
-    for part, updated in zip(running or (), (mean, var), strict=False):
-        if part is not updated:  # a view with strides, of which the kernel updated a copy
+    for part, updated in ((running_mean, mean), (running_var, var)):
+        if update and part is not updated:  # has strides: the kernel updated a copy
             part.copy_(updated)
-    return stats, _merged_samples(partial, shape, cut) if per_sample else None
+    return stats, _merged_samples(partial, shape, cut) if per_sample else _nothing(x)
 
 
 def _merged_samples(partial: Tensor, shape: Geometry, cut: Plan) -> Tensor:
@@ -85,10 +124,11 @@ def _merged_samples(partial: Tensor, shape: Geometry, cut: Plan) -> Tensor:
     return means
 
 
+@operator(lambda weight, *_: _stats(weight, weight.shape[0]))
 def running_statistics(weight: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
-    """What normalises by the running statistics: stats (4, C) as `statistics` returns them."""
+    """What normalises by the running statistics: (4, C) as `statistics` returns it."""
     channels = weight.shape[0]
-    stats = weight.new_empty(4, channels, dtype=torch.float32)
+    stats = _stats(weight, channels)
     _kernels().running_moments[(-(-channels // RUNNING_CHANNELS),)](
         weight.contiguous(), mean.contiguous(), var.contiguous(), stats, channels, eps,
         BC=RUNNING_CHANNELS, num_warps=RUNNING_WARPS,
@@ -96,6 +136,7 @@ def running_statistics(weight: Tensor, mean: Tensor, var: Tensor, eps: float) ->
     return stats
 
 
+@operator(_samples)
 def squeeze(x: Tensor, stats: Tensor, bias: Tensor, slope: float | None, blur: bool) -> Tensor:
     """Mean over the pixels of each sample after activation and blur: (N, C), float32."""
     source = geometry(x, whole_batch=False)
@@ -110,6 +151,12 @@ def squeeze(x: Tensor, stats: Tensor, bias: Tensor, slope: float | None, blur: b
     return _merged_samples(partial, shape, cut)
 
 
+def _output(x: Tensor, blur: bool) -> Tensor:
+    size = (*x.shape[:2], *blurred(x.shape)) if blur else x.shape
+    return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=memory_format(x))
+
+
+@operator(lambda x, stats, bias, gate, shortcut, slope, blur: _output(x, blur))
 def apply(
     x: Tensor,
     stats: Tensor,
@@ -120,8 +167,7 @@ def apply(
     blur: bool,
 ) -> Tensor:
     """relu(gate * blur(act((x - mean) * scale + bias)) + shortcut), each part where asked for."""
-    size = (*x.shape[:2], *blurred(x.shape)) if blur else x.shape
-    out = torch.empty(size, dtype=x.dtype, device=x.device, memory_format=memory_format(x))
+    out = _output(x, blur)
     source = geometry(x, whole_batch=not blur and gate is None)
     shape = halved(x, times=2) if blur else source
     cut = plan(shape, blur, writes=True, source=source)
@@ -142,6 +188,18 @@ def apply(
     return out
 
 
+def _grad_sums_outputs(
+    grad: Tensor, x: Tensor, out: Any, shortcut: Any, gate: Any, stats: Any, bias: Any, slope: Any,
+    blur: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    _, shape, cut = grad_cut(x, gate, blur, writes=False)
+    groups, kinds = shape.n * cut.splits, 2 if gate is None else 4
+    partial = x.new_empty(groups, kinds, shape.c, dtype=torch.float32)
+    joins = out is not None or shortcut is not None
+    return partial, torch.empty_like(x) if joins else _nothing(x)
+
+
+@operator(_grad_sums_outputs)
 def grad_sums(
     grad: Tensor,
     x: Tensor,
@@ -152,19 +210,17 @@ def grad_sums(
     bias: Tensor,
     slope: float | None,
     blur: bool,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """The sums of backward's first pass, (groups, 2 or 4, C), and of a join the masked gradient.
 
     A join gives `out`, or `shortcut` where its output was not kept.
     """
     source, shape, cut = grad_cut(x, gate, blur, writes=False)
-    groups = shape.n * cut.splits
-    partial = x.new_empty(groups, 2 if gate is None else 4, shape.c, dtype=torch.float32)
+    partial, masked = _grad_sums_outputs(grad, x, out, shortcut, gate, stats, bias, slope, blur)
     joined = shortcut if out is None else out
-    masked = None if joined is None else torch.empty_like(x)
     _kernels().grad_sums[(cut.programs,)](
         grad, x, _or(joined, x), _or(gate, stats), stats, stats[1], bias.contiguous(),
-        _or(masked, x), partial, shape.p, shape.c, *_image(x, blur), *source.strides,
+        masked, partial, shape.p, shape.c, *_image(x, blur), *source.strides,
         *geometry(grad, whole_batch=False).strides, cut.splits, cut.chunk, slope or 0.0,
         HAS_ACT=slope is not None, BLUR=blur, HAS_GATE=gate is not None,
         JOIN=0 if joined is None else 2 if out is None else 1,
@@ -173,6 +229,7 @@ def grad_sums(
     return partial, masked
 
 
+@operator(lambda partial, gate, spread, stats, count: torch.empty_like(stats))
 def merge_grad_sums(
     partial: Tensor,
     gate: Tensor | None,
@@ -182,7 +239,7 @@ def merge_grad_sums(
 ) -> Tensor:
     """Gradients of weight and bias, k1 and k0, as (4, C): see the kernel."""
     groups, _, channels = partial.shape
-    out = stats.new_empty(4, channels)
+    out = torch.empty_like(stats)
     splits = 1 if gate is None else groups // gate.shape[0]
     # the gate has six values a group and channel, otherwise there are two
     programs, options = _merging(groups, channels, MERGE_TILE // (4 if gate is not None else 1))
@@ -194,6 +251,7 @@ def merge_grad_sums(
     return out
 
 
+@operator(lambda grad, x, *_: torch.empty_like(x))
 def grad_apply(
     grad: Tensor,
     x: Tensor,
@@ -201,16 +259,16 @@ def grad_apply(
     bias: Tensor,
     gate: Tensor | None,
     spread: Tensor | None,
-    factors: Tensor,
+    merged: Tensor,
     slope: float | None,
     blur: bool,
     training: bool,
 ) -> Tensor:
-    """Gradient of x; factors (2, C): k1 and k0 of `merge_grad_sums`, of batch statistics."""
+    """Second pass of backward: the gradient of `x`; merged is what `merge_grad_sums` returned."""
     grad_x = torch.empty_like(x)
     source, shape, cut = grad_cut(x, gate, blur, writes=True)
     _kernels().grad_apply[(cut.programs,)](
-        grad, x, stats, stats[1], bias.contiguous(), _or(gate, x), _or(spread, x), factors,
+        grad, x, stats, stats[1], bias.contiguous(), _or(gate, x), _or(spread, x), merged[2:],
         grad_x, shape.p, shape.c, *_image(x, blur), *source.strides,
         *geometry(grad, whole_batch=False).strides, cut.splits, cut.chunk, slope or 0.0,
         HAS_ACT=slope is not None, BLUR=blur, HAS_GATE=gate is not None, TRAINING=training,

@@ -7,11 +7,11 @@ from tresnet.errors import InputError
 from tresnet.ops import recompute
 from tresnet.ops.blur_pool import reference
 from tresnet.ops.blur_pool.autograd import BlurPool, transposed_blur_pool
-from tresnet.ops.dispatch import check_impl, runs_kernels, transformed
+from tresnet.ops.dispatch import Impl, check_impl, runs_kernels, transformed
 from tresnet.ops.scripted import scripted_if
 
 
-def blur_pool(x: Tensor, *, jit: bool = False, impl: str = "auto") -> Tensor:
+def blur_pool(x: Tensor, *, jit: bool = False, impl: Impl = "auto") -> Tensor:
     """Blur with the 3x3 binomial filter (reflected border) and keep every second pixel.
 
     Eager calls save nothing for backward. Under `torch.compile`, export, tracing and the transforms of
@@ -30,7 +30,7 @@ def blur_pool(x: Tensor, *, jit: bool = False, impl: str = "auto") -> Tensor:
         InputError: an image is smaller than 2 x 2 pixels, so that its border cannot be reflected, or
             `impl` is unknown or cannot run here.
     """
-    check_impl("blur_pool", impl, ("auto", "reference", "triton"))
+    check_impl("blur_pool", impl)
     blur, transpose = scripted_if(jit, reference.blur_pool), transposed_blur_pool
     if torch.jit.is_tracing():
         return blur(x)
@@ -40,9 +40,9 @@ def blur_pool(x: Tensor, *, jit: bool = False, impl: str = "auto") -> Tensor:
             "use larger images"
         )
     if runs_kernels(x, "reference" if jit and impl == "auto" else impl):
-        from tresnet.ops.blur_pool import library
+        from tresnet.ops.blur_pool import launch
 
-        blur, transpose = library.blur_pool, library.transposed_blur_pool
+        blur, transpose = launch.blur, launch.transposed_blur
     elif torch.compiler.is_exporting() or transformed():
         return blur(x)
     elif torch.compiler.is_compiling():

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from tresnet.errors import InputError
-from tresnet.ops.dispatch import check_impl, runs_kernels
+from tresnet.ops.dispatch import Impl, check_impl, runs_kernels
 from tresnet.ops.scripted import scripted_if
 from tresnet.ops.space_to_depth import reference
 
@@ -29,7 +29,7 @@ def space_to_depth(x: Tensor, block_size: int = 4, *, jit: bool = False) -> Tens
     return scripted_if(jit, reference.space_to_depth)(x, block_size)
 
 
-def stem_input(x: Tensor, block_size: int, dtype: torch.dtype, *, impl: str = "auto") -> Tensor:
+def stem_input(x: Tensor, block_size: int, dtype: torch.dtype, *, impl: Impl = "auto") -> Tensor:
     """Turn images of bytes into what the stem's convolution reads, in one pass.
 
     Args:
@@ -46,15 +46,15 @@ def stem_input(x: Tensor, block_size: int, dtype: torch.dtype, *, impl: str = "a
     Raises:
         InputError: `x` is not uint8 or does not fit the block, or `impl` is unknown or cannot run.
     """
-    check_impl("stem_input", impl, ("auto", "reference", "triton"))
+    check_impl("stem_input", impl)
     if x.dtype != torch.uint8:
         raise InputError(f"stem_input expected uint8 images, got {x.dtype}")
     _check(x, block_size)
     example = torch.empty((), dtype=dtype, device=x.device)
     if runs_kernels(example, impl):
-        from tresnet.ops.space_to_depth import library
+        from tresnet.ops.space_to_depth import launch
 
-        return library.stem_input(x, block_size, dtype)
+        return launch.stem_input(x, block_size, dtype)
     return reference.stem_input(x, block_size, dtype)
 
 

@@ -17,42 +17,6 @@ _backward = torch.ops.aten.native_batch_norm_backward.default
 _leaky_backward = torch.ops.aten.leaky_relu_backward.default
 
 
-def normalise(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    running: tuple[Tensor, Tensor],
-    momentum: float,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise by the batch, and update the running statistics.
-
-    Args:
-        x: (N, C, ...).
-        weight: (C,).
-        bias: (C,).
-        running: mean and variance, (C,), updated in place.
-        momentum: weight of the batch in them.
-        eps: added to the variance.
-
-    Returns:
-        The normalised, scaled and shifted `x`; its mean and 1 / sqrt(variance + eps), (C,), in
-        float32 for 16-bit data.
-    """
-    if not torch.compiler.is_compiling():
-        return torch.native_batch_norm(x, weight, bias, *running, True, momentum, eps)
-    # Inductor's decomposition of that rounds the statistics to the dtype of x on a CPU.
-    dims = [dim for dim in range(x.dim()) if dim != 1]
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    var, mean = torch.var_mean(wide, dims, correction=0)
-    count = x.numel() // x.shape[1]
-    running[0].lerp_(mean.to(running[0].dtype), momentum)
-    running[1].lerp_((var * (count / (count - 1))).to(running[1].dtype), momentum)
-    invstd = torch.rsqrt(var + eps)
-    scale = weight.to(mean.dtype) * invstd
-    return affine(x, scale, bias.to(mean.dtype) - mean * scale, None), mean, invstd
-
-
 class ActivatedBatchNorm(torch.autograd.Function):
     """BN + leaky ReLU; saves the input, the parameters and per-channel statistics."""
 
@@ -72,7 +36,9 @@ class ActivatedBatchNorm(torch.autograd.Function):
         """Return the activation and the per-channel scale and shift that produce it from `x`."""
         running = running_mean, running_var
         if training:
-            y, mean, invstd = normalise(x, weight, bias, running, momentum, eps)
+            y, mean, invstd = torch.native_batch_norm(
+                x, weight, bias, *running, True, momentum, eps
+            )
         else:
             y = torch.native_batch_norm(x, weight, bias, *running, False, momentum, eps)[0]
             mean, invstd = running_mean, torch.rsqrt(running_var + eps)

@@ -1,4 +1,4 @@
-"""The stem's kernel as an operator of PyTorch."""
+"""Launch of the stem's kernel."""
 
 import functools
 import math
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tresnet.ops.tiles import device_of
+from tresnet.ops.operators import operator
 
 BLOCK = 1024
 WIDEST = 4  # values at once: bytes in, 8 or 16 out
@@ -35,20 +35,13 @@ def _empty(x: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(size, dtype=dtype, device=x.device).permute(0, 3, 1, 2)
 
 
-@torch.library.custom_op("tresnet::stem_input", mutates_args=())
+@operator(_empty)
 def stem_input(x: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
     """Bytes (N, C, H, W) of any strides to (N, b*b*C, H/b, W/b) in [0, 1], channels_last."""
     out = _empty(x, block_size, dtype)
-    rows = out.shape[2]
-    width = out.shape[1] * out.shape[3]
-    with device_of(x):
-        _kernels().stem_input[(x.shape[0] * rows, -(-width // BLOCK))](
-            x, out, *x.stride(), rows, WIDTH=width, C=x.shape[1], BLOCK=BLOCK, B=block_size,
-            RUN=_run(x, block_size), num_warps=4,
-        )  # fmt: skip
+    rows, width = out.shape[2], out.shape[1] * out.shape[3]
+    _kernels().stem_input[(x.shape[0] * rows, -(-width // BLOCK))](
+        x, out, *x.stride(), rows, WIDTH=width, C=x.shape[1], BLOCK=BLOCK, B=block_size,
+        RUN=_run(x, block_size), num_warps=4,
+    )  # fmt: skip
     return out
-
-
-@stem_input.register_fake
-def _(x: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
-    return _empty(x, block_size, dtype)

@@ -10,8 +10,8 @@ sectors of memory, because a row's bytes are no multiple of 32, run next to each
 import math
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,11 +75,6 @@ def tuned(values: Mapping[str, int]) -> Iterator[None]:
 def interpreted() -> bool:
     """Whether Triton was told to interpret its kernels, so that they run on a CPU."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-
-def device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Make the device of `x` the current one: Triton launches on that, whatever its arguments."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def memory_format(x: Tensor) -> torch.memory_format:

@@ -1,0 +1,109 @@
+"""What the kernels share: the chunk a program covers, and the blur's arithmetic.
+
+A row of `size` pixels gives `size_out` blurred ones, each the weighted mean, by 1, 2, 1, of the pixel
+at twice its place and its two neighbours; beyond the border the row is reflected. The transposed blur
+goes by squares of two by two pixels (see `square_of`).
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def aligned(value, BY: tl.constexpr):
+    """`value`, a multiple of BY, such that the compiler sees it and loads BY values at once."""
+    return value // BY * BY
+
+
+@triton.jit
+def aligned_strides(n, p, c, AP: tl.constexpr, AC: tl.constexpr):
+    """The strides of samples, pixels and channels; the multiples they are, as `aligned`."""
+    return aligned(n, AP * AC), aligned(p, AC), aligned(c, AP)
+
+
+@triton.jit
+def chunk_of_program(P, C, splits, chunk, BC: tl.constexpr, AC: tl.constexpr):
+    """What this program covers: its group, the sample, first pixel and number of pixels of it.
+
+    Then its channels, and which of them exist.
+    """
+    columns = tl.cdiv(C, BC)
+    group = tl.program_id(0) // columns
+    start = (group % splits) * chunk
+    c = (tl.program_id(0) % columns) * BC + tl.arange(0, BC)
+    known = c < aligned(C, AC)
+    return group, (group // splits).to(tl.int64), start, tl.minimum(chunk, P - start), c, known
+
+
+@triton.jit
+def reflect(i, size):
+    """Index into a row whose border is reflected without repeating the edge."""
+    i = tl.where(i < 0, -i, i)
+    return tl.where(i >= size, 2 * size - 2 - i, i)
+
+
+@triton.jit
+def odd_pixel_weights(i, size, size_out):
+    """How much of pixel 2 i + 1 outputs i and i + 1 of a row take; nothing if there is none.
+
+    The outermost outputs read it twice: its reflection is their border. Of pixel 2 i output i takes
+    half, the others nothing.
+    """
+    near = tl.where(2 * i + 1 < size, tl.where(i == 0, 0.5, 0.25), 0.0)
+    far = tl.where(i + 1 < size_out, tl.where(2 * i + 3 == size, 0.5, 0.25), 0.0)
+    return near, far
+
+
+@triton.jit
+def square_of(p, H, W, HO, WO):
+    """Row i and column j of output p, and what `odd_pixel_weights` says of them.
+
+    The pixels (2 i, 2 j) and (2 i + 1, 2 j + 1) span four that outputs p, its right and its lower
+    neighbours read, and no others: the transposed blur brings four values back to four pixels.
+    """
+    u0, u1 = odd_pixel_weights(p // WO, H, HO)
+    v0, v1 = odd_pixel_weights(p % WO, W, WO)
+    return p // WO, p % WO, u0, u1, v0, v1
+
+
+@triton.jit
+def pixel_of_square(i, j, mask, H, W, DI: tl.constexpr, DJ: tl.constexpr):
+    """Number of the pixel (2 i + DI, 2 j + DJ), and which of the masked ones exist."""
+    h, w = 2 * i + DI, 2 * j + DJ
+    return h * W + w, mask & ((h < H) & (w < W))[:, None]
+
+
+@triton.jit
+def load_square_gradients(grad, p, c, mask, u1, v1, WO, gp, gc):
+    """The gradients of output p, its right, lower and lower right neighbours, 0 beyond the border."""
+    grad += p[:, None] * gp + c[None, :] * gc
+    right, lower = mask & (v1 > 0)[:, None], mask & (u1 > 0)[:, None]
+    t00 = tl.load(grad, mask=mask, other=0.0).to(tl.float32)
+    t01 = tl.load(grad + gp, mask=right, other=0.0).to(tl.float32)
+    t10 = tl.load(grad + WO * gp, mask=lower, other=0.0).to(tl.float32)
+    t11 = tl.load(grad + (WO + 1) * gp, mask=lower & right, other=0.0).to(tl.float32)
+    return t00, t01, t10, t11
+
+
+@triton.jit
+def spread_along_row(near, far, u0, u1, ODD: tl.constexpr):
+    """Of two outputs' gradients what the even pixel at the first, or the odd one between, gets."""
+    if ODD:
+        return u0[:, None] * near + u1[:, None] * far
+    return 0.5 * near
+
+
+@triton.jit
+def transposed_blur_at(t00, t01, t10, t11, u0, u1, v0, v1, DI: tl.constexpr, DJ: tl.constexpr):
+    """The transposed blur at `pixel_of_square`, from what `load_square_gradients` and `square_of` returned."""
+    upper = spread_along_row(t00, t01, v0, v1, DJ)
+    lower = spread_along_row(t10, t11, v0, v1, DJ)
+    return spread_along_row(upper, lower, u0, u1, DI)
+
+
+@triton.jit
+def weights_of_pixel(u0, u1, v0, v1, DI: tl.constexpr, DJ: tl.constexpr):
+    """How much of `pixel_of_square` all outputs take together: the transposed blur of ones."""
+    rows = (u0 + u1)[:, None] if DI else 0.5
+    columns = (v0 + v1)[:, None] if DJ else 0.5
+    return rows * columns
