@@ -48,3 +48,18 @@ def test_impossible_sizes_are_refused(features: int, counts: tuple[int, ...]):
 def test_other_features_are_refused():
     with pytest.raises(InputError, match=r"\(N, 12\) or \(N, 3, 4\), got \(2, 8\)"):
         GroupedLinear(4, (1, 2, 3))(torch.zeros(2, 8))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_layers_are_taken_over(bias: bool):
+    layers = [nn.Linear(8, n, bias) for n in (3, 1, 2)]
+    x = torch.randn(4, 3, 8)
+    expected = torch.cat([layer(x[:, group]) for group, layer in enumerate(layers)], 1)
+    grouped = GroupedLinear.from_linears(layers)
+    torch.testing.assert_close(grouped(x), expected)
+    grouped.weight.data.zero_()
+    assert layers[0].weight.any()
+    with pytest.raises(InputError, match="differ in their outputs alone"):
+        GroupedLinear.from_linears([*layers, nn.Linear(7, 2, bias)])
+    with pytest.raises(InputError, match="expected linear layers"):
+        GroupedLinear.from_linears([])

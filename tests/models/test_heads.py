@@ -14,8 +14,6 @@ from tresnet.layers.grouped_linear import GroupedLinear
 from tresnet.models.config import ModelConfig
 from tresnet.models.heads import class_groups
 from tresnet.models.tresnet import TResNet
-from tresnet.surgery import split
-from tresnet.surgery.merge_parallel import merge_parallel
 
 HEADS: dict[str, dict[str, Any]] = {
     "linear": {},
@@ -143,14 +141,6 @@ def test_group_attention_is_the_documents_loop_of_branches():
         pooled = branch(reduced).amax((2, 3))
         parts.append(pooled @ head.fc.weight[where].T + head.fc.bias[where])
     torch.testing.assert_close(head(x), torch.cat(parts, 1), rtol=0, atol=1e-10)
-
-
-def test_classifiers_merge_and_split():
-    fcs = [nn.Linear(8, n) for n in (3, 1, 2)]
-    merged = merge_parallel(fcs)
-    x = torch.randn(4, 8)
-    torch.testing.assert_close(merged(x), torch.cat([fc(x) for fc in fcs], 1))
-    assert [fc.out_features for fc in split(merged)] == [3, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -233,7 +233,7 @@ def test_dtype_argument():
     assert model.eval()(torch.rand(1, 3, 32, 32, dtype=torch.bfloat16)).dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize("impl", ["auto", "triton"])
+@pytest.mark.parametrize("impl", ["auto", "reference"])
 def test_transforms_of_torch_func(images, impl):
     """Gradients, directional derivatives and gradients of each sample, as from the engine."""
     model = make().double().eval()

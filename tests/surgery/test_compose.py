@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from tresnet.errors import InputError
-from tresnet.layers.grouped_conv import GroupedConv2d
 from tresnet.layers.subtracted_conv import SubtractedConv
 from tresnet.surgery.compose import compose, compose_cat, compose_sum
 
@@ -92,12 +91,6 @@ def test_a_convolution_that_comes_twice_counts_twice():
     a, b = conv(4, 4, 3), conv(4, 2, 1)
     chain = nn.Sequential(a, a)
     assert_same(compose(chain, b), nn.Sequential(chain, b))
-
-
-def test_our_grouped_convolution_is_one_too():
-    a, b = conv(4, 6, 1), GroupedConv2d(6, 4, 3, groups=2, dtype=torch.float64)
-    b.use("loop")
-    assert_same(compose(a, b), nn.Sequential(a, b))
 
 
 def test_a_smaller_common_grid_is_used():
@@ -202,7 +195,10 @@ def test_the_result_has_the_first_parts_dtype_and_trainability():
         (lambda: compose_sum(conv(4, 6, 1), nn.Tanh()), "branch 1 is Tanh"),
         (lambda: compose_sum(conv(4, 6, 1), conv(4, 5, 1)), "branch 0.*6 channels, branch 1.* 5"),
         (lambda: compose_sum(conv(4, 6, 1), nn.Identity()), "branch 0.*6 channels, branch 1 4"),
-        (lambda: compose_sum(conv(4, 6, 1), conv(4, 6, 3)), "outputs differ in size.*branch 1"),
+        (
+            lambda: compose_sum(conv(4, 6, 1), conv(4, 6, 3)),
+            "outputs that differ in size.*branch 1",
+        ),
         (lambda: compose_cat(conv(4, 6, 1), conv(4, 6, 1, 2)), "different strides"),
         (lambda: compose_cat(conv(4, 6, 1), conv(3, 6, 1)), "numbers of channels: branch 0.* 4"),
         (lambda: compose_sum(conv(4, 6, 1), coefficients=(1, 2)), "each of 1 branches, got 2"),

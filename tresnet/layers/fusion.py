@@ -32,13 +32,15 @@ def runs_fused(
         se: squeeze and excitation of the block.
         drop_path: in front of the block's join.
     """
-    norm = layers[0].bn
+    from tresnet.layers.conv_norm_act import ConvNormAct  # which imports this
+
+    norm = getattr(layers[0], "bn", None)  # none where surgery has folded it
     if not isinstance(norm, ABN) or not isinstance(x, Tensor) or not norm.kernels_run(x):
         return False
     if drop_path is not None and not _is_nothing(drop_path):
         return False
     for layer in layers:
-        if len(layers) > 1 and not _is_own(layer, type(layers[0])):
+        if len(layers) > 1 and not _is_own(layer, ConvNormAct):
             return False
         if not _is_own(layer.bn, ABN) or layer.bn.impl != norm.impl:
             return False

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +52,31 @@ class GroupedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(total, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(total, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
+
+    @classmethod
+    @torch.no_grad()
+    def from_linears(cls, layers: Sequence[nn.Linear]) -> "GroupedLinear":
+        """Take over copies of the weights of linear layers with equally many inputs.
+
+        Raises:
+            InputError: there is none, or they differ in more than their number of outputs.
+        """
+        if not layers or not all(type(layer) is nn.Linear for layer in layers):
+            raise InputError(f"expected linear layers (nn.Linear), got {list(layers)}")
+        first = layers[0]
+        kinds = {(m.in_features, m.bias is None, m.weight.dtype, m.weight.device) for m in layers}
+        if len(kinds) > 1:
+            raise InputError(
+                "expected layers that differ in their outputs alone, got different inputs, biases, "
+                f"dtypes or devices: {sorted(map(str, kinds))}"
+            )
+        place: Any = {"device": first.weight.device, "dtype": first.weight.dtype}
+        outputs = [layer.out_features for layer in layers]
+        new = cls(first.in_features, outputs, first.bias is not None, **place)
+        new.weight.copy_(torch.cat([layer.weight for layer in layers]))
+        if new.bias is not None:
+            new.bias.copy_(torch.cat([layer.bias for layer in layers]))
+        return new
 
     @property
     def groups(self) -> int:

@@ -4,8 +4,7 @@ from tresnet.models.padding import pad_channels, unpad_channels
 from tresnet.surgery.compose import compose, compose_cat, compose_sum
 from tresnet.surgery.fold import fold
 from tresnet.surgery.fuse import fuse
-from tresnet.surgery.merge_parallel import merge_parallel
-from tresnet.surgery.parallel import ParallelBranches, pick_fastest, split
+from tresnet.surgery.merge_parallel import ParallelBranches, merge_parallel, split
 from tresnet.surgery.replace_conv import replace_conv
 from tresnet.surgery.swap_norm import swap_norm
 
@@ -18,7 +17,6 @@ __all__ = [
     "fuse",
     "merge_parallel",
     "pad_channels",
-    "pick_fastest",
     "replace_conv",
     "split",
     "swap_norm",

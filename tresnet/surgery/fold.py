@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from tresnet.errors import InputError
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
-from tresnet.layers.grouped_conv import GroupedConv2d
 from tresnet.layers.norm import NORMS, NormAct
 from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.layers.watched import check_model, refuse_watched, what_watches
@@ -20,7 +19,6 @@ from tresnet.models.tresnet import TResNet
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 AnyNorm = NormAct | nn.BatchNorm2d | nn.SyncBatchNorm
 # of these alone, as classes below them may compute something else
-_CONVS = (nn.Conv2d, GroupedConv2d)
 _NORMS = (NormAct, *NORMS.values(), nn.BatchNorm2d, nn.SyncBatchNorm)
 
 
@@ -81,7 +79,7 @@ def _pairs(parent: nn.Sequential) -> list[tuple[str, str]]:
     return [
         (name, next_name)
         for (name, conv), (next_name, norm) in itertools.pairwise(parent._modules.items())
-        if type(conv) in _CONVS and type(norm) in _NORMS
+        if type(conv) is nn.Conv2d and type(norm) in _NORMS
     ]
 
 
@@ -115,7 +113,7 @@ def _check_parts(block: ConvNormAct, name: str) -> None:
     conv, norm = block.conv, block.bn
     if type(block) is not ConvNormAct:
         raise InputError(f"expected ConvNormAct, but {name} is {type(block).__name__}")
-    if type(conv) not in _CONVS:
+    if type(conv) is not nn.Conv2d:
         why = what_watches(conv)
         todo = f"it has {why}, remove it" if why else "call tresnet.surgery.fuse"
         raise InputError(
@@ -196,7 +194,7 @@ def _convolution(conv: nn.Conv2d, weight: Tensor, bias: Tensor, **changes: objec
         for name in ("stride", "padding", "dilation", "groups", "padding_mode")
     }
     old = conv.weight
-    new = type(conv)(
+    new = nn.Conv2d(
         weight.shape[1] * conv.groups,
         weight.shape[0],
         (weight.shape[2], weight.shape[3]),
@@ -204,8 +202,6 @@ def _convolution(conv: nn.Conv2d, weight: Tensor, bias: Tensor, **changes: objec
         dtype=old.dtype,
         **{**settings, **changes},
     )
-    if isinstance(conv, GroupedConv2d):
-        new.use(conv.impl)  # pyright: ignore[reportCallIssue]
     layout = torch.contiguous_format if old.is_contiguous() else torch.channels_last
     new.weight = nn.Parameter(weight.to(old.dtype).contiguous(memory_format=layout))
     new.bias = nn.Parameter(bias.to(old.dtype))
