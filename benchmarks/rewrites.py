@@ -25,16 +25,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tresnet.cli.output import format_table, progress, say
+from tresnet.layers.grouped_linear import GroupedLinear
 from tresnet.layers.norm import BatchNormAct
 from tresnet.measure.macs import count_macs, count_parameters, without_computing
 from tresnet.measure.records import RecordFile
 from tresnet.measure.runner import Contender, Outcome, Rounds, RunSettings, run
 from tresnet.ops.subtracted_conv import MODES
-from tresnet.surgery import merge_parallel, pick_fastest, replace_conv
+from tresnet.surgery import merge_parallel, replace_conv
 
 Build = Callable[[], nn.Module]
 GROUPS, CHANNELS = 12, 512  # of the branches; branch g has g + 1 classes
-_PICKED = "merged, fastest ways"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Options:
 def builds(what: str) -> dict[str, Build]:
     """What makes each model that is compared."""
     if what == "branches":
-        return {"loop": lambda: _Loop(_branches()), "merged": lambda: merge_parallel(_branches())}
+        return {"loop": lambda: _Loop(_branches()), "merged": lambda: _Merged(_branches())}
     from torchvision.models import resnet50
 
     def swapped(mode: Any) -> nn.Module:
@@ -75,7 +75,7 @@ def builds(what: str) -> dict[str, Build]:
     return {"plain": resnet50, **{mode: (lambda mode=mode: swapped(mode)) for mode in MODES}}
 
 
-def _branches() -> list[nn.Module]:
+def _branches() -> "list[_Branch]":
     return [_Branch(CHANNELS, index + 1) for index in range(GROUPS)]
 
 
@@ -101,6 +101,32 @@ class _Branch(nn.Module):
         return self.fc(torch.flatten(self.pool(torch.relu(self.body(x) + x)), 1))
 
 
+class _Attention(nn.Module):
+    """The convolutions of a branch and their input, added."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, C, H, W) to the same."""
+        return torch.relu(self.body(x) + x)
+
+
+class _Merged(nn.Module):
+    """The branches' convolutions run at once, and their linear layers."""
+
+    def __init__(self, branches: Sequence[_Branch]) -> None:
+        super().__init__()
+        self.attention = merge_parallel([_Attention(branch.body) for branch in branches])
+        self.pool = nn.AdaptiveMaxPool2d(1)
+        self.fc = GroupedLinear.from_linears([branch.fc for branch in branches])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, C, H, W) to (N, all classes)."""
+        return self.fc(torch.flatten(self.pool(self.attention(x)), 1))
+
+
 class _Loop(nn.Module):
     """The branches one after another, their outputs concatenated."""
 
@@ -123,7 +149,6 @@ class Rewrite(Contender):
             "parameters": None,
             "peak_mib": None,
             "macs": None,
-            "note": "",
         }
         self._model: nn.Module | None = None
 
@@ -138,9 +163,6 @@ class Rewrite(Contender):
         if self._options.rounds:
             self._model = self._build().to(self._options.device)
             self._x = torch.rand(shape, device=self._options.device)
-            if self.label == _PICKED:
-                ways = pick_fastest(self._model, self._x, 2)
-                self.columns["note"] = ", ".join(f"{name}: {way}" for name, way in ways.items())
 
     def visit(self) -> Sequence[float]:
         """Seconds of each step."""
@@ -225,8 +247,6 @@ def training_peak(build: Any, input_shape: tuple[int, ...]) -> int:
 def compare(options: Options) -> Outcome:
     """Count, and time, all cases."""
     compared = builds(options.what)
-    if options.what == "branches" and options.rounds:
-        compared[_PICKED] = compared["merged"]
     settings, save = RunSettings(options.rounds), lambda rows: None
     if options.output_dir is not None:
         about = {**dataclasses.asdict(options), "output_dir": None}
@@ -245,8 +265,8 @@ def main(options: Options) -> int:
     cells = [[_cell(row[column]) for column in columns] for row in outcome.rows]
     header = ["case", "parameters", "peak MiB", "MACs/image", "step ms", "x faster", "status"]
     say(format_table(header, cells))
-    for note in filter(None, (row["error"] or row["note"] for row in outcome.rows)):
-        progress(note)
+    for error in filter(None, (row["error"] for row in outcome.rows)):
+        progress(error)
     return 0 if outcome.complete else 1
 
 
