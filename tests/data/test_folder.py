@@ -7,7 +7,8 @@ import pytest
 from PIL import Image, ImageFile
 from torchvision.datasets import ImageFolder
 
-from tresnet.data.folder import BadImageError, check_same_classes, load_rgb, open_folder
+from tresnet.data.folder import check_same_classes, load_rgb, open_folder
+from tresnet.data.pictures import BadImageError
 from tresnet.errors import DataError
 
 

@@ -110,7 +110,8 @@ def test_training_follows_from_the_seed_after_pickling_too(photo):
 
 def test_without_augmentation_training_is_a_squash(photo):
     expected = eval_transform(EvalTransform(size=32, crop_mode="squash"))(photo)
-    assert torch.equal(train_transform(PLAIN)(photo), expected)
+    levels = (train_transform(PLAIN)(photo) - expected).abs() * 255
+    assert levels.max() < 1.01  # torchvision's resize rounds otherwise than Pillow's
 
 
 def test_cutout_blackens_a_quarter_of_the_image_half_the_time():

@@ -2,7 +2,6 @@
 
 from tresnet.data import digits
 from tresnet.data.folder import (
-    BadImageError,
     ImageDataset,
     check_same_classes,
     load_rgb,
@@ -10,6 +9,7 @@ from tresnet.data.folder import (
 )
 from tresnet.data.loaders import Loader, create_loader
 from tresnet.data.mixup import Mixer
+from tresnet.data.pictures import BadImageError
 from tresnet.data.transforms import (
     EvalTransform,
     TrainAugment,

@@ -10,6 +10,7 @@ import torch
 from tresnet.data.folder import open_folder
 from tresnet.data.loaders import Loader, create_loader, usable_cores
 from tresnet.data.transforms import EvalTransform, TrainAugment, eval_transform, train_transform
+from tresnet.errors import MissingDependencyError
 
 Split = Literal["train", "val"]
 # The most common size of ImageNet's images.
@@ -134,20 +135,35 @@ def loaders_in(root: Path, split: Split, **shared: int) -> dict[str, Callable[[]
 
 
 def write_jpegs(root: Path, split: Split, count: int = JPEGS) -> None:
-    """Write made-up pictures, `root`/`split`/{a,b}/N.jpg: colours that flow, with grain.
+    """Write `root`/`split`/{a,b}/N.jpg: parts of scikit-learn's two photographs, of quality 90.
 
-    Each is `JPEG_SIZE` and about as large a file as one of ImageNet, so that it takes as long to
+    Each is `JPEG_SIZE`; half of them are mirrored. Made-up pictures would take longer or shorter to
     decode.
-    """
-    from PIL import Image
 
+    Raises:
+        MissingDependencyError: scikit-learn is not installed.
+    """
+    from PIL import Image, ImageOps
+
+    sources = [Image.fromarray(pixels) for pixels in _photographs()]
     draw = np.random.default_rng(0)
-    width, height = JPEG_SIZE
     for number in range(count):
         folder = root / split / "ab"[number % 2]
         folder.mkdir(parents=True, exist_ok=True)
-        coarse = Image.fromarray(draw.integers(0, 256, (24, 32, 3), dtype=np.uint8))
-        flowing = np.asarray(coarse.resize(JPEG_SIZE, Image.Resampling.BICUBIC), dtype=np.float32)
-        grain = draw.standard_normal((height, width, 1), dtype=np.float32) * 12
-        pixels = (flowing + grain).clip(0, 255).astype(np.uint8)
-        Image.fromarray(pixels).save(folder / f"{number:03d}.jpg", quality=90)
+        bleed, x, y = draw.uniform(0, (0.15, 1, 1))
+        picture = ImageOps.fit(
+            sources[number % 2], JPEG_SIZE, Image.Resampling.LANCZOS, bleed, (x, y)
+        )
+        if number % 4 > 1:
+            picture = ImageOps.mirror(picture)
+        picture.save(folder / f"{number:03d}.jpg", quality=90)
+
+
+def _photographs() -> list[Any]:
+    try:
+        from sklearn.datasets import load_sample_images
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(
+            "photographs to load come with scikit-learn: pip install scikit-learn, or give --data"
+        ) from error
+    return load_sample_images().images

@@ -3,13 +3,12 @@
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
+from tresnet.data.pictures import Picture, named
 from tresnet.errors import DataError
 
 if TYPE_CHECKING:
@@ -18,26 +17,6 @@ if TYPE_CHECKING:
 # Fixes the classes, and their order, of a data set with any number of labels an image.
 CLASSES_FILE = "classes.txt"
 _NAMES_SHOWN = 10
-
-
-class BadImageError(DataError):
-    """One file is truncated, is not an image, or cannot be read.
-
-    Attributes:
-        path: the file.
-        reason: what the decoder or the system said.
-    """
-
-    def __init__(self, path: str, reason: str) -> None:
-        super().__init__(path, reason)
-        self.path = path
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return (
-            f"expected an image, but {self.path} cannot be read ({self.reason}): "
-            "replace or delete the file"
-        )
 
 
 class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
@@ -57,7 +36,7 @@ class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
         classes: list[str],
         paths: list[str],
         targets: torch.Tensor,
-        transform: Callable[["Image"], Any] | None = None,
+        transform: Callable[[Picture], Any] | None = None,
         skip_bad_images: bool = False,
     ) -> None:
         self.split = split
@@ -83,16 +62,17 @@ class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
         Raises:
             BadImageError: the file cannot be decoded, whatever `skip_bad_images` says.
         """
-        image = load_rgb(self.paths[index])
+        picture = open_picture(self.paths[index])
+        image = picture.rgb() if self.transform is None else self.transform(picture)
         target = self.targets[index]
         label = target.float() if self.multi else int(target)
-        return (image if self.transform is None else self.transform(image)), label
+        return image, label
 
 
 def open_folder(
     root: str | Path,
     split: str,
-    transform: Callable[["Image"], Any] | None = None,
+    transform: Callable[[Picture], Any] | None = None,
     skip_bad_images: bool = False,
 ) -> ImageDataset:
     """Open `<root>/<split>` with one sub-folder of images for each class.
@@ -104,7 +84,7 @@ def open_folder(
     Args:
         root: folder that holds the splits.
         split: "train" or "val".
-        transform: from a PIL image in RGB to what the model takes.
+        transform: from a `Picture` to what the model takes.
         skip_bad_images: kept on the data set for the loader, which counts and leaves out.
 
     Raises:
@@ -181,54 +161,28 @@ def check_same_classes(train: ImageDataset, val: ImageDataset) -> None:
         )
 
 
-def load_rgb(path: str | Path) -> "Image":
-    """Decode a whole image file as 8-bit RGB.
+def open_picture(path: str | Path) -> Picture:
+    """Read a file and the header of the image in it.
 
-    Alpha is dropped and EXIF orientation is not applied, as torchvision and timm do, so that
-    accuracies compare with theirs. Grey of 16 bits is scaled to 8 (Pillow would clip it).
+    Raises:
+        BadImageError: the file is missing, cannot be read, or is not an image.
+    """
+    with named(str(path)):
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise ValueError("not a regular file")  # opening a FIFO would wait for its writer
+        with open(path, "rb", buffering=0) as file:
+            data = file.read()
+    return Picture(data, str(path))
+
+
+def load_rgb(path: str | Path) -> "Image":
+    """Decode a whole image file as 8-bit RGB, as `Picture.rgb` says.
 
     Raises:
         BadImageError: the file is missing, truncated, not an image, or of a pixel type that has
-            no defined range (32-bit integers, floats).
+            no defined range.
     """
-    from PIL import Image
-
-    try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise ValueError("not a regular file")  # opening a FIFO would wait for its writer
-        with _strict_decoding(), Image.open(path) as image:
-            image.load()
-            return _to_rgb(image)
-    except Exception as error:  # a decoder fed garbage raises anything: SyntaxError, struct.error
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise BadImageError(str(path), reason) from error
-
-
-def _to_rgb(image: "Image") -> "Image":
-    """Convert any decoded image to mode RGB."""
-    from PIL import Image
-
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
-        wide = np.asarray(image).astype(np.int64)
-        return Image.fromarray(((wide + 128) // 257).astype(np.uint8)).convert("RGB")
-    if image.mode in ("I", "F"):
-        raise ValueError(f"pixel type {image.mode!r} has no defined range; save it with 8 bits")
-    if image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")  # Pillow warns when it goes to RGB in one step
-    return image.convert("RGB")
-
-
-@contextmanager
-def _strict_decoding() -> Iterator[None]:
-    """Switch off Pillow's process-wide leniency, which pads a truncated image with grey."""
-    from PIL import ImageFile
-
-    lenient = ImageFile.LOAD_TRUNCATED_IMAGES
-    ImageFile.LOAD_TRUNCATED_IMAGES = False
-    try:
-        yield
-    finally:
-        ImageFile.LOAD_TRUNCATED_IMAGES = lenient
+    return open_picture(path).rgb()
 
 
 def class_folders(root: Path, folder: Path) -> list[str]:

@@ -18,7 +18,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from tresnet.data.folder import BadImageError
+from tresnet.data.pictures import BadImageError
 from tresnet.data.seeding import mix_seed, preserved_generators, seed_cpu_generators
 from tresnet.errors import ConfigError, DataError
 
@@ -227,8 +227,17 @@ class _Collate:
     def __call__(self, samples: list[_Sample]) -> tuple[Any, Any, list[BadImageError], bool]:
         failures = [failure for sample in samples for failure in sample.failures]
         items = [sample.item for sample in samples if sample.item is not None]
-        images, labels = default_collate(items) if items else (None, None)
+        images, labels = _stack(items) if items else (None, None)
         return images, labels, failures, self._replace and len(items) < len(samples)
+
+
+def _stack(items: list[tuple[Any, Any]]) -> Any:
+    """One batch, whose channels are innermost in memory if those of the images are."""
+    first = items[0][0]
+    if not isinstance(first, torch.Tensor) or first.is_contiguous() or first.dim() != 3:
+        return default_collate(items)
+    images, labels = default_collate([(image.permute(1, 2, 0), label) for image, label in items])
+    return images.permute(0, 3, 1, 2), labels
 
 
 def create_loader(

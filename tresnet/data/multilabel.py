@@ -5,15 +5,13 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from tresnet.data.folder import CLASSES_FILE, ImageDataset
+from tresnet.data.pictures import Picture
 from tresnet.errors import DataError
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 SEPARATOR = ";"
 _SHOWN = 5
@@ -24,7 +22,7 @@ Listing = list[tuple[str, set[str]]]  # each image's path below its folder, and 
 def open_multilabel(
     root: str | Path,
     split: str,
-    transform: Callable[["Image"], Any] | None = None,
+    transform: Callable[[Picture], Any] | None = None,
     skip_bad_images: bool = False,
 ) -> ImageDataset:
     """Open one split of a multi-label data set.
@@ -39,7 +37,7 @@ def open_multilabel(
     Args:
         root: folder of the data set.
         split: "train" or "val".
-        transform: from a PIL image in RGB to what the model takes.
+        transform: from a `Picture` to what the model takes.
         skip_bad_images: kept on the data set for the loader, which counts and leaves out.
 
     Raises:

@@ -1,0 +1,184 @@
+"""Crops of photographs, decoded in part, are Pillow's; odd files go to Pillow or are named."""
+
+import io
+import random
+import sys
+from importlib.util import find_spec
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageFile
+
+from tresnet.data import pictures
+from tresnet.data.contenders import write_jpegs
+from tresnet.data.pictures import BadImageError, Picture
+from tresnet.data.seeding import seed_cpu_generators
+from tresnet.data.transforms import TrainAugment, train_transform
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="nvImageCodec has no wheel here")
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    root = tmp_path_factory.mktemp("photos")
+    write_jpegs(root, "train", count=8)
+    return [file.read_bytes() for file in sorted((root / "train").rglob("*.jpg"))]
+
+
+@pytest.fixture
+def decoded_in_part(monkeypatch):
+    """What nvImageCodec gave, True for a crop and False for nothing, in order."""
+    calls = []
+    decode = pictures._decode_region
+
+    def spy(data, box):
+        pixels = decode(data, box)
+        calls.append(pixels is not None)
+        return pixels
+
+    monkeypatch.setattr(pictures, "_decode_region", spy)
+    return calls
+
+
+def pillow(data):
+    """(H, W, 3) as torchvision's loader decodes it, or None where Pillow refuses."""
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            return np.asarray(image.convert("RGB"))
+    except Exception:
+        return None
+
+
+def encode(image, **options):
+    file = io.BytesIO()
+    image.save(file, options.pop("format", "JPEG"), **options)
+    return file.getvalue()
+
+
+def boxes(width, height, count):
+    """Random ones, the whole image, and its last pixel."""
+    draw = random.Random(0)
+    yield from ((0, 0, height, width), (height - 1, width - 1, 1, 1))
+    for _ in range(count):
+        top, left = draw.randrange(height), draw.randrange(width)
+        yield top, left, draw.randint(1, height - top), draw.randint(1, width - left)
+
+
+@linux
+def test_every_crop_of_a_photograph_is_pillows(photos, decoded_in_part):
+    for data in photos:
+        whole = pillow(data)
+        for top, left, height, width in boxes(500, 375, 12):
+            crop = Picture(data, "x").crop((top, left, height, width))
+            expected = whole[top : top + height, left : left + width]
+            np.testing.assert_array_equal(crop.numpy(), expected)
+    assert decoded_in_part == [True] * 14 * len(photos)
+
+
+def exif_turned():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return exif
+
+
+# name: what is saved of the photograph; whether its crops are decoded in part
+ODD = {
+    "4:4:4": (lambda im: encode(im, subsampling=0), True),
+    "4:2:2": (lambda im: encode(im, subsampling=1), True),
+    "RGB inside": (lambda im: encode(im, keep_rgb=True), True),
+    "restarts": (lambda im: encode(im, restart_marker_blocks=7), True),
+    "odd sides": (lambda im: encode(im.resize((333, 211))), True),
+    "one pixel": (lambda im: encode(im.resize((1, 1))), True),
+    "EXIF": (lambda im: encode(im, exif=exif_turned()), True),
+    "progressive": (lambda im: encode(im, progressive=True), False),
+    "grey": (lambda im: encode(im.convert("L")), False),
+    "CMYK": (lambda im: encode(im.convert("CMYK")), False),
+    "a PNG": (lambda im: encode(im, format="PNG"), False),
+    "more after its end": (lambda im: encode(im) + b"more", False),
+    "two in a row": (lambda im: encode(im) * 2, False),
+}
+
+
+@linux
+@pytest.mark.parametrize("name", ODD)
+def test_odd_files_are_read_as_pillow_reads_them(name, photos, decoded_in_part):
+    save, in_part = ODD[name]
+    data = save(Image.open(io.BytesIO(photos[0])))
+    whole = pillow(data)
+    for top, left, height, width in boxes(whole.shape[1], whole.shape[0], 4):
+        crop = Picture(data, "x").crop((top, left, height, width))
+        expected = whole[top : top + height, left : left + width]
+        np.testing.assert_array_equal(crop.numpy(), expected)
+    assert decoded_in_part == ([True] * 6 if in_part else [])
+
+
+def test_sixteen_bit_grey_and_palettes_are_cropped_too(photos):
+    wide = encode(Image.fromarray(np.full((4, 6), 32896, np.uint16)), format="PNG")
+    assert Picture(wide, "x").crop((1, 2, 3, 4)).unique().tolist() == [128]
+    palette = Image.open(io.BytesIO(photos[0])).convert("P")
+    expected = np.asarray(palette.convert("RGB"))[5:9, 7:12]
+    crop = Picture(encode(palette, format="PNG"), "x").crop((5, 7, 4, 5))
+    np.testing.assert_array_equal(crop.numpy(), expected)
+
+
+def test_damaged_files_give_pillows_pixels_or_are_named(photos, monkeypatch, capfd):
+    """Bytes changed at random, ends cut off: never other pixels than the reference's."""
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", False)
+    draw = random.Random(0)
+    outcomes = {True: 0, False: 0}
+    for number in range(200):
+        data = bytearray(draw.choice(photos))
+        for _ in range(draw.choice((1, 3, 30))):
+            data[draw.randrange(len(data) if number % 2 else 700)] = draw.randrange(256)
+        data = bytes(data[: draw.randrange(len(data))] if number % 10 == 0 else data)
+        expected = pillow(data)
+        outcomes[expected is not None] += 1
+        if expected is None:
+            with pytest.raises(BadImageError, match=r"x\.jpg cannot be read"):
+                Picture(data, "x.jpg").crop((0, 0, 20, 30))
+        else:
+            height, width = expected.shape[0] // 2, expected.shape[1]
+            crop = Picture(data, "x.jpg").crop((0, 0, height, width))
+            np.testing.assert_array_equal(crop.numpy(), expected[:height])
+    capfd.readouterr()  # what the decoders say of broken data
+    assert min(outcomes.values()) > 40
+
+
+@pytest.mark.parametrize("without", [False, True])
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_training_crops_are_timms_within_one_level(photos, interpolation, without, monkeypatch):
+    """The boxes and mirrors are drawn as by timm; resizing may round otherwise."""
+    from timm.data.transforms_factory import create_transform
+
+    if without:
+        monkeypatch.setattr(pictures, "_codec", lambda process: None)
+    plain = TrainAugment(auto_augment=None, cutout_prob=0.0, interpolation=interpolation)
+    ours = train_transform(plain, dtype=torch.uint8)
+    timms = create_transform(
+        224, is_training=True, color_jitter=None, interpolation=interpolation, use_prefetcher=True
+    )
+    for seed in range(24):
+        data = photos[seed % len(photos)]
+        seed_cpu_generators(seed)
+        mine = ours(Picture(data, "x")).int()
+        seed_cpu_generators(seed)
+        theirs = timms(Image.open(io.BytesIO(data))).int()
+        assert (mine - theirs).abs().max() <= (1 if interpolation == "bilinear" else 0)
+        assert (mine - theirs).float().mean().abs() < 0.01
+
+
+@linux
+def test_the_decoder_says_nothing_and_a_broken_one_is_reported(photos, capfd, caplog, monkeypatch):
+    pictures._codec.cache_clear()
+    box = (0, 0, 9, 9)
+    crop = Picture(photos[0], "x").crop(box)
+    assert capfd.readouterr().err == ""
+    pictures._codec.cache_clear()
+    other = ModuleType("nvidia.nvimgcodec")  # of a version with another interface
+    other.__spec__ = find_spec(other.__name__)
+    monkeypatch.setitem(sys.modules, other.__name__, other)
+    assert torch.equal(Picture(photos[0], "x").crop(box), crop)
+    pictures._codec.cache_clear()
+    assert "Pillow decodes every image" in caplog.text

@@ -1,0 +1,223 @@
+"""An image in a file's bytes: its size is known at once, its pixels are decoded where needed."""
+
+import io
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+
+from tresnet.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+logger = logging.getLogger(__name__)
+
+Box = tuple[int, int, int, int]  # top, left, height, width
+# In a JPEG's scan 255 is followed by 0 if it is data, and by 208 to 215 if decoding restarts there.
+_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7]")
+_END = b"\xff\xd9"
+
+
+class BadImageError(DataError):
+    """One file is truncated, is not an image, or cannot be read.
+
+    Attributes:
+        path: the file.
+        reason: what the decoder or the system said.
+    """
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(path, reason)
+        self.path = path
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return (
+            f"expected an image, but {self.path} cannot be read ({self.reason}): "
+            "replace or delete the file"
+        )
+
+
+@contextmanager
+def named(path: str) -> Iterator[None]:
+    """Turn any failure into a `BadImageError` of `path`.
+
+    A decoder fed garbage raises anything: SyntaxError, struct.error.
+    """
+    try:
+        yield
+    except BadImageError:
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise BadImageError(path, reason) from error
+
+
+class Picture:
+    """An encoded image that a random crop is taken from.
+
+    Pillow reads the header, and is the reference: whatever is not a plain, whole, baseline JPEG it
+    decodes. Of those nvImageCodec decodes the crop alone, to the same values.
+
+    Attributes:
+        image: Pillow's, whose pixels are not decoded yet.
+    """
+
+    def __init__(self, data: bytes, path: str) -> None:
+        """Read the header.
+
+        Args:
+            data: what the file holds.
+            path: its name, for messages.
+
+        Raises:
+            BadImageError: Pillow does not know the format.
+        """
+        from PIL import Image
+
+        self._data, self._path = data, path
+        with named(path):
+            self.image = Image.open(io.BytesIO(data))
+
+    def rgb(self) -> "Image":
+        """Decode all of it as 8-bit RGB, by Pillow.
+
+        Alpha is dropped and EXIF orientation is not applied, as torchvision and timm do, so that
+        accuracies compare with theirs. Grey of 16 bits is scaled to 8 (Pillow would clip it).
+
+        Raises:
+            BadImageError: truncated, damaged, or of a pixel type that has no defined range (32-bit
+                integers, floats).
+        """
+        with named(self._path), _strict_decoding(), self.image as image:
+            image.load()
+            return _to_rgb(image)
+
+    def crop(self, box: Box) -> torch.Tensor:
+        """Decode a part of it.
+
+        Args:
+            box: top, left, height and width, in pixels.
+
+        Returns:
+            (height, width, 3), uint8: what Pillow gives.
+
+        Raises:
+            BadImageError: as for `rgb`, of the whole image.
+        """
+        pixels = _decode_region(self._data, box) if self._is_plain() else None
+        return crop_of(self.rgb(), box) if pixels is None else pixels
+
+    def _is_plain(self) -> bool:
+        """Whether the first marker after the start of the scan is the one that ends the file.
+
+        So nothing is missing and nothing is between scans: a progressive file is not plain, nor is
+        one that Pillow would refuse for a marker that does not belong there.
+        """
+        if self.image.format != "JPEG" or self.image.mode != "RGB":
+            return False
+        marker = _MARKER.search(self._data, cast(io.BytesIO, self.image.fp).tell())
+        return marker is not None and self._data[marker.start() :] == _END
+
+
+def crop_of(image: "Image", box: Box) -> torch.Tensor:
+    """(height, width, 3) uint8 of a part of a decoded image in RGB."""
+    top, left, height, width = box
+    part = image.crop((left, top, left + width, top + height))
+    return torch.from_numpy(np.array(part))
+
+
+def _decode_region(data: bytes, box: Box) -> torch.Tensor | None:
+    """Decode a part of a JPEG, or nothing where nvImageCodec cannot."""
+    codec = _codec(os.getpid())
+    if codec is None:
+        return None
+    library, decoder, params = codec
+    top, left, height, width = box
+    region = library.Region(top, left, top + height, left + width)
+    try:
+        stream = library.CodeStream(data).get_sub_code_stream(region=region)
+        decoded = decoder.decode(stream, params=params)
+    except RuntimeError:
+        return None
+    if decoded is None or tuple(decoded.shape) != (height, width, 3):
+        return None
+    return torch.from_numpy(np.asarray(decoded))
+
+
+@cache
+def _codec(process: int) -> tuple[Any, Any, Any] | None:
+    """nvImageCodec, its decoder on the CPU and how to decode, made once in each process."""
+    if find_spec("nvidia") is None or (found := find_spec("nvidia.nvimgcodec")) is None:
+        return None
+    try:
+        with _one_extension(Path(str(found.origin)).parent / "extensions", "libjpeg_turbo_ext*"):
+            nvimgcodec = import_module("nvidia.nvimgcodec")
+            cpu = nvimgcodec.Backend(nvimgcodec.BackendKind.CPU_ONLY)
+            decoder = nvimgcodec.Decoder(
+                device_id=nvimgcodec.NVIMGCODEC_DEVICE_CPU_ONLY,
+                max_num_cpu_threads=1,  # the loader has processes
+                backends=[cpu],
+            )
+            params = nvimgcodec.DecodeParams(
+                apply_exif_orientation=False, color_spec=nvimgcodec.ColorSpec.SRGB
+            )
+    except (ImportError, AttributeError, OSError, RuntimeError) as error:
+        logger.warning("Pillow decodes every image, which takes longer: no nvImageCodec, %s", error)
+        return None
+    return nvimgcodec, decoder, params
+
+
+@contextmanager
+def _one_extension(folder: Path, pattern: str) -> Iterator[None]:
+    """Have nvImageCodec load one of its extensions: those of absent GPU libraries print errors."""
+    name = "NVIMGCODEC_EXTENSIONS_PATH"
+    before = os.environ.get(name)
+    with tempfile.TemporaryDirectory() as place:
+        for file in folder.glob(pattern):
+            (Path(place) / file.name).symlink_to(file)
+        os.environ[name] = place
+        try:
+            yield
+        finally:
+            os.environ.pop(name)
+            if before is not None:
+                os.environ[name] = before
+
+
+def _to_rgb(image: "Image") -> "Image":
+    """Convert any decoded image to mode RGB."""
+    from PIL import Image
+
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM"):
+        wide = np.asarray(image).astype(np.int64)
+        return Image.fromarray(((wide + 128) // 257).astype(np.uint8)).convert("RGB")
+    if image.mode in ("I", "F"):
+        raise ValueError(f"pixel type {image.mode!r} has no defined range; save it with 8 bits")
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")  # Pillow warns when it goes to RGB in one step
+    return image.convert("RGB")
+
+
+@contextmanager
+def _strict_decoding() -> Iterator[None]:
+    """Switch off Pillow's process-wide leniency, which pads a truncated image with grey."""
+    from PIL import ImageFile
+
+    lenient = ImageFile.LOAD_TRUNCATED_IMAGES
+    ImageFile.LOAD_TRUNCATED_IMAGES = False
+    try:
+        yield
+    finally:
+        ImageFile.LOAD_TRUNCATED_IMAGES = lenient
