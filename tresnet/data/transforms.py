@@ -194,7 +194,9 @@ class _Crop:
         from torchvision.transforms.v2 import InterpolationMode, functional
 
         if mode == InterpolationMode.BICUBIC:
-            return torch.from_numpy(np.array(functional.resize(_to_pil(part), self._size, mode)))
+            from PIL.Image import Resampling
+
+            return torch.from_numpy(np.array(_to_pil(part).resize(self._size, Resampling.BICUBIC)))
         planes = functional.resize(part.permute(2, 0, 1), self._size, mode, antialias=True)
         return planes.permute(1, 2, 0)
 
