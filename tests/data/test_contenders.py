@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from tresnet.data import contenders
-from tresnet.data.contenders import TimmLoader, our_loader, write_jpegs
+from tresnet.data.contenders import TimmLoader, our_loader, torchvision_loader, write_jpegs
 
 # timm leaves it to the garbage collector to close image files.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
@@ -28,7 +28,9 @@ def contending(folder, split):
     return [
         our_loader(folder, split, torch.uint8, **SHARED),
         our_loader(folder, split, torch.float32, **SHARED),
-        TimmLoader(folder, split, **SHARED),
+        TimmLoader(folder, split, torch.float32, **SHARED),
+        TimmLoader(folder, split, torch.uint8, **SHARED),
+        torchvision_loader(folder, split, **SHARED),
     ]
 
 
@@ -42,7 +44,11 @@ def test_the_pictures_are_of_a_photographs_size(folder):
 
 
 def test_all_evaluate_the_same_pictures(folder):
-    as_bytes, as_floats, timms = (list(loader) for loader in contending(folder, "val"))
+    as_bytes, as_floats, timms, *others = (list(loader) for loader in contending(folder, "val"))
+    for other in others:
+        for (x, labels), (y, same) in zip(as_bytes, other, strict=True):
+            assert torch.equal(x, y)
+            assert torch.equal(labels, same)
     assert len(as_bytes) == len(as_floats) == len(timms) == 2
     for (x, labels), (y, same), (z, theirs) in zip(as_bytes, as_floats, timms, strict=True):
         assert (x.dtype, y.dtype, z.dtype) == (torch.uint8, torch.float32, torch.float32)
@@ -66,7 +72,7 @@ def test_workers_end_with_their_loader(folder):
     before = set(active_children())
     for loader in (
         our_loader(folder, "val", torch.uint8, **shared),
-        TimmLoader(folder, "val", **shared),
+        TimmLoader(folder, "val", torch.uint8, **shared),
     ):
         assert len(list(loader)) == 2
         assert len(set(active_children()) - before) == 1

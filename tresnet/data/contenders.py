@@ -48,20 +48,44 @@ class Repeated(torch.utils.data.Dataset[tuple[Any, Any]]):
         self._dataset.transform = transform
 
 
-class TimmLoader:
-    """timm's loader without its prefetcher: random crop and mirror image, or resize and center crop.
+class _Closing:
+    """Iterates over a loader until it is closed."""
 
-    Its API has no way to leave the normalisation out: it is by mean 0 and deviation 1.
+    def __init__(self, loader: Any) -> None:
+        self._loader: Any = loader
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        yield from self._loader
+
+    def close(self) -> None:
+        """Stop the workers; it cannot be iterated again."""
+        self._loader = None
+
+
+class TimmLoader(_Closing):
+    """timm's loader: random crop and mirror image, or resize and center crop.
+
+    It gives bytes, as its workers hand them to its prefetcher for a GPU, or floats without one, for
+    which its API has no way to leave the normalisation out: it is by mean 0 and deviation 1.
     """
 
     def __init__(
-        self, root: Path, split: Split, length: int, batch_size: int, size: int, workers: int
+        self,
+        root: Path,
+        split: Split,
+        dtype: torch.dtype,
+        *,
+        length: int,
+        batch_size: int,
+        size: int,
+        workers: int,
     ) -> None:
         """Open the folder; the workers start with the first iteration.
 
         Args:
             root: folder that holds the splits.
             split: which one; `train` is augmented.
+            dtype: torch.uint8 or torch.float32.
             length: images of an epoch.
             batch_size: images in a batch.
             size: height and width in pixels.
@@ -72,7 +96,7 @@ class TimmLoader:
 
         training = split == "train"
         dataset = create_dataset("", root=str(root), split=split, is_training=training)
-        self._loader: Any = create(
+        loader: Any = create(
             Repeated(dataset, length),  # type: ignore[arg-type]
             size,
             batch_size,
@@ -84,15 +108,31 @@ class TimmLoader:
             num_workers=min(workers, usable_cores()),
             crop_pct=0.875,
             device=torch.device("cpu"),
-            use_prefetcher=False,
+            use_prefetcher=dtype == torch.uint8,
         )
+        super().__init__(loader.loader if dtype == torch.uint8 else loader)
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        yield from self._loader
 
-    def close(self) -> None:
-        """Stop the workers; it cannot be iterated again."""
-        self._loader = None
+def torchvision_loader(
+    root: Path, split: Split, *, length: int, batch_size: int, size: int, workers: int
+) -> Any:
+    """As torchvision trains on ImageNet, giving bytes: its ImageFolder and transforms."""
+    from torchvision import transforms
+    from torchvision.datasets import ImageFolder
+
+    steps = [transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()]
+    if split == "val":
+        steps = [transforms.Resize(int(size / 0.875)), transforms.CenterCrop(size)]
+    folder = ImageFolder(root / split, transforms.Compose([*steps, transforms.PILToTensor()]))
+    return _Closing(
+        torch.utils.data.DataLoader(
+            Repeated(folder, length),
+            batch_size,
+            shuffle=split == "train",
+            num_workers=(workers := min(workers, usable_cores())),
+            persistent_workers=workers > 0,
+        )
+    )
 
 
 def our_loader(
@@ -130,7 +170,9 @@ def loaders_in(root: Path, split: Split, **shared: int) -> dict[str, Callable[[]
     return {
         "tresnet, uint8": lambda: our_loader(root, split, torch.uint8, **shared),
         "tresnet, float": lambda: our_loader(root, split, torch.float32, **shared),
-        "timm, float": lambda: TimmLoader(root, split, **shared),
+        "timm, uint8": lambda: TimmLoader(root, split, torch.uint8, **shared),
+        "timm, float": lambda: TimmLoader(root, split, torch.float32, **shared),
+        "torchvision, uint8": lambda: torchvision_loader(root, split, **shared),
     }
 
 
