@@ -1,4 +1,4 @@
-"""Our norms are batch norms to every tool that asks, and a tool that replaces one keeps its activation."""
+"""Our norms are batch norms to every tool; one that replaces them keeps their activation."""
 
 import copy
 import os

@@ -5,7 +5,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from tests.ops.kernels import DEVICE
-from tresnet.ops import dispatch
+from tresnet.ops import dispatch, selfcheck
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="needs a machine on which a launch fails")
@@ -18,7 +18,7 @@ def test_a_launch_that_fails_is_an_obstacle_said_once(monkeypatch):
     with pytest.warns(UserWarning, match="impl='auto' runs plain PyTorch there"):
         reason = dispatch.lacking(torch.device("cuda", 0))
     assert reason is not None
-    assert reason.startswith("cannot launch Triton kernels on cuda:0 (")
+    assert reason.startswith("cannot use the Triton kernels on cuda:0 (")
     assert dispatch.lacking(torch.device("cuda", 0)) == reason
 
 
@@ -26,7 +26,7 @@ def test_no_launch_is_tried_while_a_graph_is_captured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(dispatch, "_capability", lambda index: (9, 0))
-    monkeypatch.setattr(dispatch, "_launch_failure", lambda index: "tried")
+    monkeypatch.setattr(selfcheck, "failure", lambda device: "tried")
     monkeypatch.setattr(dispatch, "_found", {})
     assert dispatch.lacking(torch.device("cuda", 0)) is None
 
@@ -38,7 +38,7 @@ def test_fake_tensors_leave_the_gpu_alone_and_go_by_what_was_found(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(dispatch, "_capability", lambda index: (7, 5))
-    monkeypatch.setattr(dispatch, "_launch_failure", lambda index: "tried")
+    monkeypatch.setattr(selfcheck, "failure", lambda device: "tried")
     monkeypatch.setattr(dispatch, "_found", {})
     assert dispatch.runs_kernels(x, "auto")
     assert dispatch.lacking(torch.device("cuda", 0)) is not None

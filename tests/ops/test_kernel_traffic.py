@@ -1,4 +1,4 @@
-"""What the kernels cost: bytes moved, counted in the interpreter, and registers, off machine code."""
+"""What the kernels cost: bytes moved, counted in the interpreter, and registers."""
 
 import json
 import subprocess
@@ -68,8 +68,9 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
 def operations():
     """Each operator on a batch, the bytes of full size it must read and write, and reads a byte.
 
-    A blurred pixel is read from nine, a quarter of them new; behind a norm four share 25. The gradient
-    of one is read for four squares of pixels. Memory delivers each byte once, caches the rest.
+    A blurred pixel is read from nine, a quarter of them new; behind a norm four share 25. The
+    gradient of one is read for four squares of pixels. Memory delivers each byte once, caches the
+    rest.
     """
     x = torch.randn(SHAPE).to(memory_format=torch.channels_last)
     n, c, h, w = SHAPE
@@ -155,8 +156,8 @@ def test_no_kernel_spills_registers(capability, dtypes):
     assert {row["narrowest"] for row in rows if row.get("RUN")} == {4}  # of bytes, channels last
 
 
-# An H100 issues 4 instructions of 32 threads a clock on each of 132 multiprocessors at 1.755 GHz, and
-# its memory moves 3.35e12 bytes a second: 8.9 instructions of a thread in the time of a byte.
+# An H100 issues 4 instructions of 32 threads a clock on each of 132 multiprocessors at 1.755 GHz,
+# and its memory moves 3.35e12 bytes a second: 8.9 instructions of a thread in the time of a byte.
 INSTRUCTIONS_A_BYTE = 4 * 32 * 132 * 1.755e9 / 3.35e12
 
 

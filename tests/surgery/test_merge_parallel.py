@@ -187,7 +187,7 @@ class MergedHead(nn.Module):
 
 
 def test_the_documents_head():
-    """Twelve groups of 80 classes (here on narrower maps): outputs, gradients, parameters, memory."""
+    """Twelve groups of 80 classes, on narrower maps: outputs, gradients, parameters, memory."""
     counts = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 14]
     heads = nn.ModuleList(GroupHead(16, n) for n in counts).double()
     merged = MergedHead(heads)

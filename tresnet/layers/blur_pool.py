@@ -9,7 +9,7 @@ from tresnet.ops.dispatch import Impl
 
 
 class BlurPool2d(nn.Module):
-    """3x3 binomial blur, reflected border, stride 2: (N, C, H, W) to (N, C, ceil(H/2), ceil(W/2))."""
+    """3x3 binomial blur, reflected border, stride 2: to (N, C, ceil(H/2), ceil(W/2))."""
 
     def __init__(self, jit: bool = False) -> None:
         """Keep the setting.

@@ -13,8 +13,8 @@ POOL_TYPES = ("avg", "fast", "max", "avgmax", "")
 class GlobalPool2d(nn.Module):
     """Pool each channel over all pixels: (N, C, H, W) to (N, C).
 
-    'avg' (or 'fast', its name in timm) is the fast global average pool of the paper; 'avgmax' is the
-    mean of average and maximum; '' returns the input.
+    'avg' (or 'fast', its name in timm) is the fast global average pool of the paper; 'avgmax' is
+    the mean of average and maximum; '' returns the input.
     """
 
     def __init__(self, pool_type: str = "avg", jit: bool = False) -> None:

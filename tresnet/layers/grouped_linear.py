@@ -13,10 +13,10 @@ from tresnet.errors import InputError
 
 
 class GroupedLinear(nn.Module):
-    """G linear layers as one batched matrix product: group g maps its C features to its n_g outputs.
+    """G linear layers as one batched matrix product: group g maps C features to its n_g outputs.
 
-    `weight` is (n_1 + ... + n_G, C) and `bias` as long: the layers' own, one after another. Multiply-
-    accumulates a sample: G max(n) C, as shorter groups are filled up with zeros.
+    `weight` is (n_1 + ... + n_G, C) and `bias` as long: the layers' own, one after another.
+    Multiply-accumulates a sample: G max(n) C, as shorter groups are filled up with zeros.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Batch normalisation with its activation, three ways behind one parameter layout.
 
 Every class holds `weight` (the plain gamma), `bias`, `running_mean`, `running_var` and
-`num_batches_tracked`, as `torch.nn.BatchNorm2d` does, and computes the same function; they differ in
-what is kept for backward.
+`num_batches_tracked`, as `torch.nn.BatchNorm2d` does, and computes the same function; they differ
+in what is kept for backward.
 """
 
 import threading
@@ -147,7 +147,8 @@ class ABN(NormAct):
 
     Attributes:
         impl: 'auto', 'triton' or 'reference', as in `tresnet.ops.abn.abn`.
-        synchronised: take the statistics of a training batch over all processes; by the kernels only.
+        synchronised: take the statistics of a training batch over all processes; by the kernels
+            only.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -205,9 +206,9 @@ class ABN(NormAct):
 class InplaceABN(NormAct):
     """BN and leaky ReLU by the inplace-abn package, which overwrites its input.
 
-    The package computes gamma = |w| + eps; here `weight` is that gamma and w = weight - eps. Where an
-    optimizer step has carried w below zero, `weight` is replaced by the gamma it stands for, which
-    leaves the function unchanged. A gamma below eps cannot be represented.
+    The package computes gamma = |w| + eps; here `weight` is that gamma and w = weight - eps. Where
+    an optimizer step has carried w below zero, `weight` is replaced by the gamma it stands for,
+    which leaves the function unchanged. A gamma below eps cannot be represented.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -15,8 +15,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def is_watched(module: nn.Module) -> bool:
     """Whether hooks wait for `module` to be called, so that fused operations must not pass it over.
 
-    They are its own and those of every module; a `forward` put in the place of its own counts as one.
-    A hook with the attribute `bypassable` set to True does not mind.
+    They are its own and those of every module; a `forward` put in the place of its own counts as
+    one. A hook with the attribute `bypassable` set to True does not mind.
     """
     kinds = (
         module._forward_pre_hooks,

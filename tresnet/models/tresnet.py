@@ -32,8 +32,9 @@ RECOMPUTE = ("none", "activations", "outputs")
 class TResNet(nn.Module):
     """Space-to-depth stem, two stages of basic blocks, two of bottlenecks, head.
 
-    Input: (N, in_chans, H, W) floating point in [0, 1], not normalised by mean and deviation, or uint8,
-    which is divided by 255 (channels_last is fastest on a GPU); H and W divisible by the block size and at least 5 blocks. Output: logits (N, num_classes).
+    Input: (N, in_chans, H, W) floating point in [0, 1], not normalised by mean and deviation, or
+    uint8, which is divided by 255 (channels_last is fastest on a GPU); H and W divisible by the
+    block size and at least 5 blocks. Output: logits (N, num_classes).
     """
 
     __jit_unused_properties__ = ("default_cfg", "head_hidden_size")
@@ -206,7 +207,7 @@ class TResNet(nn.Module):
 
     @torch.jit.unused
     def _run_stem_on_bytes(self, stage: nn.Module, x: Tensor) -> Tensor:
-        """Run the first part of the body on uint8 images, in the dtype its convolution computes in."""
+        """Run the first part of the body on uint8 images, in its convolution's dtype."""
         dtype = next(self.body.parameters()).dtype
         if dtype != torch.float64:
             dtype = autocast_dtype(x.device.type) or dtype
@@ -377,14 +378,14 @@ class TResNet(nn.Module):
                 module.impl = impl
 
     def set_recompute(self, what: str) -> None:
-        """Choose what backward rebuilds instead of keeping; exact in every case, with norm='abn' only.
+        """Choose what backward rebuilds instead of keeping: exact always, with norm='abn' only.
 
         Args:
-            what: 'activations' (the default) rebuilds what a norm, a blur or an SE scale put out, which
-                costs a read and a write of each; 'outputs' the outputs of every second block too,
-                where the fused kernels run: about a sixth less is kept; 'none' keeps everything
-                and saves those passes. A model that is compiled with `compile_model` lets the
-                compiler recompute, but for 'none'.
+            what: 'activations' (the default) rebuilds what a norm, a blur or an SE scale put out,
+                which costs a read and a write of each; 'outputs' the outputs of every second block
+                too, where the fused kernels run: about a sixth less is kept; 'none' keeps
+                everything and saves those passes. A model that is compiled with `compile_model`
+                lets the compiler recompute, but for 'none'.
 
         Raises:
             InputError: there is no such choice, or the model has another norm.
@@ -399,8 +400,9 @@ class TResNet(nn.Module):
         last = self.body[-1]
         for stage in list(self.body)[2:]:
             blocks = [m for m in stage.modules() if isinstance(m, BasicBlock | Bottleneck)]
-            # Not two in a row, which would be a chain to rebuild, nor a first one, whose shortcut is
-            # rebuilt itself. No one asks for the last output of all again: it costs nothing.
+            # Not two in a row, which would be a chain to rebuild, nor the first, whose shortcut is
+            # rebuilt itself. The very last output is dropped free of charge: backward never reads
+            # it.
             dropped = (
                 {*range(len(blocks) - 1, 0, -2)} if stage is last else {*range(1, len(blocks), 2)}
             )

@@ -1,1 +1,1 @@
-"""Tensor operations: a definition in plain PyTorch each, with gradients and faster forms beside it."""
+"""Tensor operations: each defined in plain PyTorch, with gradients and faster forms beside."""

@@ -4,8 +4,6 @@ import functools
 import importlib.util
 import os
 import shutil
-import threading
-import warnings
 from typing import Literal, get_args
 
 import torch
@@ -45,8 +43,8 @@ def runs_kernels(x: Tensor, impl: str, shared: bool = False) -> bool:
 
     "auto" takes them on a GPU that has them in eager mode; under `torch.compile`, export and tracing
     the compiler fuses plain operators. "triton" takes them wherever they can be part of the graph,
-    not under export, tracing and the transforms of `torch.func`. Other names never take them, nor does
-    an empty batch, unless its statistics are `shared` with processes that wait for them.
+    not under export, tracing and the transforms of `torch.func`. Other names never take them, nor
+    does an empty batch, unless its statistics are `shared` with processes that wait for them.
 
     Raises:
         InputError: `impl` is "triton" and they cannot run; the message says why.
@@ -72,7 +70,7 @@ def _obstacle(x: Tensor) -> str | None:
 
 
 def lacking(device: torch.device, fake: bool = False) -> str | None:
-    """What is missing on a device for the kernels to run there.
+    """What is missing on a device for the kernels to run there, and be right.
 
     For fake tensors, which may stand for another GPU, nothing is tried on the one that is there.
     """
@@ -92,7 +90,9 @@ def lacking(device: torch.device, fake: bool = False) -> str | None:
     elif torch.cuda.is_current_stream_capturing():
         return None
     else:
-        reason = _launch_failure(index)
+        from tresnet.ops import selfcheck  # which imports this
+
+        reason = selfcheck.failure(torch.device("cuda", index))
     _found[index] = reason
     return reason
 
@@ -105,29 +105,6 @@ def _has_triton() -> bool:
 @functools.cache
 def _has_compiler() -> bool:
     return bool(os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"))
-
-
-def _launch_failure(index: int) -> str | None:
-    """Why a first launch fails on a GPU, None if it works: a missing header shows only then."""
-    failures: list[str] = []
-
-    def launch() -> None:
-        from tresnet.ops.blur_pool import launch as blur_launch
-
-        try:
-            blur_launch.blur(torch.zeros(1, 1, 2, 2, device=f"cuda:{index}"))
-        except Exception as error:  # whatever the compiler, the linker or the driver says
-            text = str(error).strip() or "no message"
-            failures.append(f"{type(error).__name__}: {text.splitlines()[-1]}")
-
-    thread = threading.Thread(target=launch)  # where no fake tensors or other modes are in force
-    thread.start()
-    thread.join()
-    if not failures:
-        return None
-    reason = f"cannot launch Triton kernels on cuda:{index} ({failures[0]})"
-    warnings.warn(f"tresnet {reason}; impl='auto' runs plain PyTorch there", stacklevel=2)
-    return reason
 
 
 def _capability(index: int) -> tuple[int, int]:

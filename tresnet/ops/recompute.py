@@ -6,8 +6,8 @@ function is cheaper to run again than its result is to store. Inside `scope()`, 
 `offer` its output together with the function that rebuilds it; whoever then saves that very tensor
 for backward stores the function instead. One buffer per BN + activation remains: the output of the
 convolution. The idea is in-place ABN's (arXiv 1712.02616, section 3) with the roles of the two
-buffers exchanged: nothing is inverted, so any slope, any gamma (zero too) and any dtype give exactly
-the gradients of plain batch normalisation.
+buffers exchanged: nothing is inverted, so any slope, any gamma (zero too) and any dtype give
+exactly the gradients of plain batch normalisation.
 
 Outside a scope offers are ignored and autograd keeps what it always keeps. Activation checkpointing
 runs without one: its own hooks come first, and offers would hold on to what it lets go.
@@ -134,8 +134,8 @@ def active() -> bool:
 def offer(y: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> None:
     """Offer `y`, which equals `function(*inputs)`, for recomputation.
 
-    Each input is itself rebuilt if it was offered, and kept otherwise: offer only what is a function
-    of tensors that are kept anyway or are small.
+    Each input is itself rebuilt if it was offered, and kept otherwise: offer only what is a
+    function of tensors that are kept anyway or are small.
 
     Args:
         y: the output, unchanged since it was computed.

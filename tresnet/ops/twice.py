@@ -1,9 +1,9 @@
 """Gradients that can be differentiated again, of operations whose own backward cannot.
 
-`torch.autograd.function.once_differentiable` does not keep a wrong second derivative from anyone: its
-error shows in `Tensor.backward()` alone, and `torch.autograd.grad` returns what the paths around the
-operation give. Where a graph of backward is wanted (`create_graph=True`), the operation's plain
-definition runs again instead, at its cost in time and memory.
+`torch.autograd.function.once_differentiable` does not keep a wrong second derivative from anyone:
+its error shows in `Tensor.backward()` alone, and `torch.autograd.grad` returns what the paths
+around the operation give. Where a graph of backward is wanted (`create_graph=True`), the
+operation's plain definition runs again instead, at its cost in time and memory.
 """
 
 from collections.abc import Callable, Sequence

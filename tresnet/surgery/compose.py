@@ -1,8 +1,9 @@
 """Linear convolutions after or beside one another as one, where that is exact.
 
 A convolution reads the input, zero outside its borders, at stride * i + tap - padding. Kernels are
-written out here, without dilation and groups, so that composing them is a convolution of one with the
-other and adding them needs zeros around the smaller; `_to_module` leaves out what is zero again.
+written out here, without dilation and groups, so that composing them is a convolution of one with
+the other and adding them needs zeros around the smaller; `_to_module` leaves out what is zero
+again.
 """
 
 import math

@@ -27,10 +27,11 @@ def fold(
 ) -> ModuleT:
     """Return `model` for inference: each norm folded into its convolution, the same outputs.
 
-    y = gamma (conv(x) - mean) / sqrt(var + eps) + beta becomes one convolution with bias, computed in
-    float64 and rounded once. Besides TResNets, alone or inside another module, it folds a
-    `Conv2d` followed by a `BatchNorm2d` or one of our norms in any `nn.Sequential`. Nothing of the result asks for a
-    gradient, and it refuses training mode and checkpoints: load before, export after.
+    y = gamma (conv(x) - mean) / sqrt(var + eps) + beta becomes one convolution with bias, computed
+    in float64 and rounded once. Besides TResNets, alone or inside another module, it folds a
+    `Conv2d` followed by a `BatchNorm2d` or one of our norms in any `nn.Sequential`. Nothing of the
+    result asks for a gradient, and it refuses training mode and checkpoints: load before, export
+    after.
 
     Args:
         model: in eval mode; unchanged unless `inplace`.

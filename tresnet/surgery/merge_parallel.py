@@ -108,7 +108,7 @@ def split(parallel: ParallelBranches) -> nn.ModuleList:
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name: one that is tied for each layer, a layer that is shared once."""
+    """Parameters and buffers by name; one that is tied under each layer, a shared layer once."""
     return {
         f"{name}.{key}" if name else key: tensor
         for name, layer in module.named_modules()

@@ -28,10 +28,10 @@ def replace_conv(
     network, not a rewrite of the same: train it.
 
     Of torchvision's and timm's ResNet50 (25.56 M parameters), 'smaller' swaps the sixteen 3x3
-    convolutions and the sixteen 1x1 that do not widen, and leaves 15.87 M, the '16 M against 25 M' of the
-    module's author. The 3x3 alone give 17.71 M. Every 1x1 that widens would grow: the L of
-    2 C channels in a block's last convolution has as many weights (4 C^2) as all of what it
-    replaces, before P is counted.
+    convolutions and the sixteen 1x1 that do not widen, and leaves 15.87 M, the '16 M against 25 M'
+    of the module's author. The 3x3 alone give 17.71 M. Every 1x1 that widens would grow: the L of 2
+    C channels in a block's last convolution has as many weights (4 C^2) as all of what it replaces,
+    before P is counted.
 
     Args:
         model: changed in place.

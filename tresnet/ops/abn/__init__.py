@@ -66,7 +66,8 @@ def abn(
         se: squeeze, two layers, sigmoid, scale; computed in float32.
         shortcut: added before a ReLU; shape and dtype of what it is added to.
         group: process group over which the statistics are synchronised, of which a process may have
-            a single value per channel, or an empty batch; None for this process alone. "triton" only.
+            a single value per channel, or an empty batch; None for this process alone. "triton"
+            only.
         keep_output: False offers the output of a join for recomputation too, so that only `x` and
             `shortcut` are kept; "triton" only.
         impl: "triton" runs fused kernels with float32 statistics (float32, bfloat16, float16);

@@ -140,7 +140,7 @@ def merge_moments(
 def merge_samples(
     partial, out, C, P, splits, chunk, KINDS: tl.constexpr, BS: tl.constexpr, BC: tl.constexpr
 ):
-    """Means over each sample, out: (N, C), from its chunks' means (KINDS 2, of `moments`) or sums."""
+    """Means of each sample, out: (N, C), from its chunks' means (KINDS 2, of `moments`) or sums."""
     columns = tl.cdiv(C, BC)
     n = tl.program_id(0) // columns
     c = (tl.program_id(0) % columns) * BC + tl.arange(0, BC)
@@ -321,8 +321,8 @@ def grad_sums(
     likewise: partial (N * splits, 2 or 4, C) holds the sums of m g, m g (x - mean), and with
     HAS_GATE of m w, m w (x - mean). With JOIN the gradient is first masked by the ReLU and written
     to masked, for the second pass and the shortcut: JOIN 1 reads the ReLU's output from joined,
-    JOIN 2 computes its sign from the shortcut there. With BLUR, P counts the pixels of grad, each of
-    which stands for four of x.
+    JOIN 2 computes its sign from the shortcut there. With BLUR, P counts the pixels of grad, each
+    of which stands for four of x.
     """
     P = aligned(P, AP)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -389,8 +389,8 @@ def merge_grad_sums(
 ):  # fmt: skip
     """Merge the sums of all groups into out (4, C): gradients of weight and bias, k1, k0.
 
-    k1 and k0 are what `grad_apply` reads. stats: (4, C) as `merge_moments` writes it; spread (N, C):
-    the gradient of the squeeze over the number of squeezed pixels.
+    k1 and k0 are what `grad_apply` reads. stats: (4, C) as `merge_moments` writes it; spread (N,
+    C): the gradient of the squeeze over the number of squeezed pixels.
     """
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     known = c < C

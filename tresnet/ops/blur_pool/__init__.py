@@ -14,8 +14,8 @@ from tresnet.ops.scripted import scripted_if
 def blur_pool(x: Tensor, *, jit: bool = False, impl: Impl = "auto") -> Tensor:
     """Blur with the 3x3 binomial filter (reflected border) and keep every second pixel.
 
-    Eager calls save nothing for backward. Under `torch.compile`, export, tracing and the transforms of
-    `torch.func` the operation is plain PyTorch.
+    Eager calls save nothing for backward. Under `torch.compile`, export, tracing and the transforms
+    of `torch.func` the operation is plain PyTorch.
 
     Args:
         x: (N, C, H, W), floating point, H and W at least 2.
@@ -27,8 +27,8 @@ def blur_pool(x: Tensor, *, jit: bool = False, impl: Impl = "auto") -> Tensor:
         (N, C, ceil(H / 2), ceil(W / 2)) in the dtype of `x`.
 
     Raises:
-        InputError: an image is smaller than 2 x 2 pixels, so that its border cannot be reflected, or
-            `impl` is unknown or cannot run here.
+        InputError: an image is smaller than 2 x 2 pixels, so that its border cannot be reflected,
+            or `impl` is unknown or cannot run here.
     """
     check_impl("blur_pool", impl)
     blur, transpose = scripted_if(jit, reference.blur_pool), transposed_blur_pool

@@ -17,7 +17,7 @@ def binomial_filter(x: Tensor) -> Tensor:
 
 
 def blur_pool(x: Tensor) -> Tensor:
-    """Blur with the 3x3 binomial filter and keep every second pixel (Zhang 2019; paper section 2.1).
+    """Blur with the 3x3 binomial filter and keep every second pixel (Zhang 2019; paper 2.1).
 
     Args:
         x: (N, C, H, W), floating point, H and W at least 2.
@@ -30,7 +30,7 @@ def blur_pool(x: Tensor) -> Tensor:
 
 
 def blur_pool_by_slices(x: Tensor) -> Tensor:
-    """Do what `blur_pool` does by sums of strided slices, which a compiler fuses with what is around.
+    """Do what `blur_pool` does by sums of strided slices, which a compiler fuses with the rest.
 
     A depthwise convolution is a kernel of its own to the compiler, its padded input a copy.
     """

@@ -1,4 +1,4 @@
-"""Triton kernel of the stem's input: bytes to scaled values in space-to-depth order, in one pass."""
+"""Triton kernel of the stem's input: bytes to scaled values in space-to-depth order, at once."""
 
 import triton
 import triton.language as tl

@@ -1,12 +1,14 @@
 """How the Triton kernels see a batch of feature maps, and how their work is cut.
 
 A batch is (n, p, c): sample, pixel, channel, with one stride each, so that one kernel reads
-channels_last and contiguous memory along its contiguous direction. Tiles give each of 128 threads 16
-values, 8 where there is a blur; reductions are cut into enough programs to fill the multiprocessors
-of a large GPU several times over. Programs are numbered with the channels first: those that share
-sectors of memory, because a row's bytes are no multiple of 32, run next to each other.
+channels_last and contiguous memory along its contiguous direction. Tiles give each of 128 threads
+16 values, 8 where there is a blur; reductions are cut into enough programs to fill the
+multiprocessors of a large GPU several times over. Programs are numbered with the channels first:
+those that share sectors of memory, because a row's bytes are no multiple of 32, run next to each
+other.
 """
 
+import functools
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -17,7 +19,8 @@ import torch
 from torch import Tensor
 
 # Values of a tile; the blur's, of 16 bits and side by side in memory: several of its pixels are in
-# registers at once, which would spill at 2048, at 1024 in float32, and at 512 where each is loaded alone.
+# registers at once, which would spill at 2048, at 1024 in float32, and at 512 where each is loaded
+# alone.
 TILE, BLUR_TILE = 2048, 1024
 WARPS = 4
 PROGRAMS = 1024
@@ -34,7 +37,7 @@ TUNABLE = {
 
 
 class Geometry(NamedTuple):
-    """A tensor as (samples, pixels, channels) with a stride each, in elements of `itemsize` bytes."""
+    """A tensor as (samples, pixels, channels), a stride each, in elements of `itemsize` bytes."""
 
     n: int
     p: int
@@ -152,9 +155,25 @@ def plan(
         blur: the kernel has the blur's index arithmetic.
         writes: the kernel writes a map: a chunk has `MOST_TILES` at most. One of a reduction leaves
             partial sums, and is as long as `PROGRAMS` allows.
-        source: what is read, if not of this shape: its channels may be apart where those of a single
-            pixel, written, are not.
+        source: what is read, if not of this shape: its channels may be apart where those of a
+            single pixel, written, are not.
     """
+    if not all(type(size) is int for size in shape[:3]):  # symbols of a dynamic shape
+        return _plan(shape, blur, writes, source)
+    return _remembered_plan(
+        shape, blur, writes, source, (TILE, BLUR_TILE, WARPS, PROGRAMS, MOST_TILES)
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _remembered_plan(
+    shape: Geometry, blur: bool, writes: bool, source: Geometry | None, limits: tuple[int, ...]
+) -> Plan:
+    """`_plan`, which takes longer than a launch; `limits` are what `tuned` changes."""
+    return _plan(shape, blur, writes, source)
+
+
+def _plan(shape: Geometry, blur: bool, writes: bool, source: Geometry | None) -> Plan:
     bp, bc = tile(shape, blur)
     columns = -(-shape.c // bc)
     wanted = max(-(-PROGRAMS // (shape.n * columns)), 1)

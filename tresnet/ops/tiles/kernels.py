@@ -1,8 +1,8 @@
 """What the kernels share: the chunk a program covers, and the blur's arithmetic.
 
-A row of `size` pixels gives `size_out` blurred ones, each the weighted mean, by 1, 2, 1, of the pixel
-at twice its place and its two neighbours; beyond the border the row is reflected. The transposed blur
-goes by squares of two by two pixels (see `square_of`).
+A row of `size` pixels gives `size_out` blurred ones, each the weighted mean, by 1, 2, 1, of the
+pixel at twice its place and its two neighbours; beyond the border the row is reflected. The
+transposed blur goes by squares of two by two pixels (see `square_of`).
 """
 
 import triton
@@ -75,7 +75,7 @@ def pixel_of_square(i, j, mask, H, W, DI: tl.constexpr, DJ: tl.constexpr):
 
 @triton.jit
 def load_square_gradients(grad, p, c, mask, u1, v1, WO, gp, gc):
-    """The gradients of output p, its right, lower and lower right neighbours, 0 beyond the border."""
+    """The gradients of output p and its right, lower and lower right neighbours; 0 beyond."""
     grad += p[:, None] * gp + c[None, :] * gc
     right, lower = mask & (v1 > 0)[:, None], mask & (u1 > 0)[:, None]
     t00 = tl.load(grad, mask=mask, other=0.0).to(tl.float32)
@@ -95,7 +95,7 @@ def spread_along_row(near, far, u0, u1, ODD: tl.constexpr):
 
 @triton.jit
 def transposed_blur_at(t00, t01, t10, t11, u0, u1, v0, v1, DI: tl.constexpr, DJ: tl.constexpr):
-    """The transposed blur at `pixel_of_square`, from what `load_square_gradients` and `square_of` returned."""
+    """The transposed blur at `pixel_of_square`, from `load_square_gradients` and `square_of`."""
     upper = spread_along_row(t00, t01, v0, v1, DJ)
     lower = spread_along_row(t10, t11, v0, v1, DJ)
     return spread_along_row(upper, lower, u0, u1, DI)

@@ -1,0 +1,188 @@
+"""Whether the kernels give on a GPU what plain operators give: asked before they are first used.
+
+Small maps go through every kernel, forward and backward, and through the definitions in float64.
+That they agree is remembered on disk for this GPU, driver and version of everything that compiles;
+that they do not is asked again by the next process, as its cause may be gone by then.
+"""
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LIMIT_S = 120.0  # of compiling and running them all; some seconds are usual, without a cache
+# Of the largest value: what float32 sums, and what one or two roundings to 16 bits, may be off.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+class _Case(NamedTuple):
+    """A use of the kernels, that together with the others launches each of them."""
+
+    dtype: torch.dtype
+    layout: torch.memory_format
+    shape: tuple[int, int, int, int]
+    slope: float | None
+    blur: bool = False
+    se: bool = False
+    join: bool = False
+    training: bool = True
+
+
+_CASES = (
+    _Case(torch.bfloat16, torch.channels_last, (3, 40, 10, 9), 1e-3, blur=True, se=True),
+    _Case(torch.float32, torch.contiguous_format, (2, 12, 7, 5), None, se=True, join=True),
+    _Case(torch.float16, torch.channels_last, (2, 16, 6, 6), 1e-2),
+    _Case(torch.float32, torch.channels_last, (2, 16, 6, 6), 1e-2, training=False),
+)
+
+
+def failure(device: torch.device) -> str | None:
+    """Return why the kernels are not to be used on `device`, None if they are right; warns once."""
+    known = _memory(device)
+    if known.is_file():
+        return None
+    found: list[str] = []
+
+    def run() -> None:
+        try:
+            check(device)
+        except Exception as error:  # whatever the compiler, the linker or the driver says
+            text = str(error).strip() or "no message"
+            found.append(f"{type(error).__name__}: {text.splitlines()[-1]}")
+
+    # in a thread, where no fake tensors, autocast or other modes are in force, and of which a hang
+    # can be left alone
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(LIMIT_S)
+    if thread.is_alive():
+        found.append(f"not finished after {LIMIT_S:.0f} s")
+    if found:
+        reason = f"cannot use the Triton kernels on {device} ({found[0]})"
+        warnings.warn(f"tresnet {reason}; impl='auto' runs plain PyTorch there", stacklevel=2)
+        return reason
+    with contextlib.suppress(OSError):  # a home that cannot be written to
+        known.parent.mkdir(parents=True, exist_ok=True)
+        known.touch()
+    return None
+
+
+def check(device: torch.device) -> None:
+    """Run all kernels on `device` and compare.
+
+    Raises:
+        ArithmeticError: a result differs from the definition's by more than rounding.
+        Exception: they cannot be compiled or launched.
+    """
+    for index, case in enumerate(_CASES):
+        _check_norm(case, torch.Generator().manual_seed(index), device)
+    _check_blur(device)
+    _check_stem(device)
+
+
+def _check_norm(case: _Case, random: torch.Generator, device: torch.device) -> None:
+    from tresnet.ops.abn import Settings, SEWeights, fused_abn, reference
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, generator=random).to(device)
+
+    channels = case.shape[1]
+    parts = {"x": draw(*case.shape).to(case.dtype).contiguous(memory_format=case.layout) + 0.5}
+    parts |= {"weight": draw(channels), "bias": draw(channels)}
+    if case.se:
+        sizes = ((8, channels), (8,), (channels, 8), (channels,))
+        names = ("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
+        parts |= {name: draw(*size) / 2 for name, size in zip(names, sizes, strict=True)}
+    if case.join:
+        parts["shortcut"] = draw(*case.shape).to(case.dtype)
+    settings = Settings(case.training, 0.1, 1e-5, case.slope, case.blur, None)
+    running = draw(channels) / 4, draw(channels).square() + 0.5
+
+    def kernels(values: dict[str, Tensor], running: tuple[Tensor, Tensor]) -> Tensor:
+        x, weight, bias, *layers = (v for name, v in values.items() if name != "shortcut")
+        se = SEWeights(*layers) if layers else None
+        return fused_abn(x, weight, bias, running, values.get("shortcut"), se, settings)
+
+    def plain(values: dict[str, Tensor], running: tuple[Tensor, Tensor]) -> Tensor:
+        x, weight, bias, *layers = (v for name, v in values.items() if name != "shortcut")
+        y = reference.abn(x, weight, bias, *running, case.training, 0.1, 1e-5, case.slope)
+        return reference.tail(y, case.blur, layers or None, values.get("shortcut"))
+
+    results = []
+    for run, wide in ((kernels, False), (plain, True)):
+        leaves = {k: (v.double() if wide else v.clone()).requires_grad_() for k, v in parts.items()}
+        own = [(v.double() if wide else v.clone()) for v in running]
+        y = run(leaves, (own[0], own[1]))
+        probe = torch.linspace(-1, 1, y.numel(), device=device).view(y.shape).to(case.dtype)
+        grads = torch.autograd.grad(y, list(leaves.values()), probe.to(y.dtype))
+        names = (
+            "output",
+            "running mean",
+            "running variance",
+            *(f"gradient of {k}" for k in leaves),
+        )
+        results.append(dict(zip(names, (y.detach(), *own, *grads), strict=True)))
+    # PyTorch may multiply the matrices of an SE in TF32, which rounds like float16
+    dtype = torch.float16 if case.se and case.dtype == torch.float32 else case.dtype
+    for name, expected in results[1].items():
+        _compare(f"{name}, {case}", results[0][name], expected, TOLERANCE[dtype])
+
+
+def _check_blur(device: torch.device) -> None:
+    from tresnet.ops.blur_pool import launch, reference, transposed_blur_pool
+
+    x = torch.linspace(-1, 1, 2 * 6 * 7 * 5, device=device).view(2, 6, 7, 5)
+    y = launch.blur(x)
+    _compare("blur", y, reference.blur_pool(x.double()), 1e-5)
+    expected = transposed_blur_pool(y.double(), 7, 5)
+    _compare("transposed blur", launch.transposed_blur(y, 7, 5), expected, 1e-5)
+
+
+def _check_stem(device: torch.device) -> None:
+    from tresnet.ops.space_to_depth import launch, reference
+
+    images = (torch.arange(2 * 3 * 8 * 12, device=device) % 251).to(torch.uint8).view(2, 3, 8, 12)
+    expected = reference.stem_input(images, 4, torch.float64)
+    _compare("stem", launch.stem_input(images, 4, torch.float32), expected, 1e-6)
+
+
+def _compare(name: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
+    error = (found.double() - expected).abs().max().item()  # waits for the GPU
+    allowed = tolerance * expected.abs().max().item()
+    if not error <= allowed:  # NaN is not
+        raise ArithmeticError(f"{name}: off by {error:.3g}, allowed are {allowed:.3g}")
+
+
+def _memory(device: torch.device) -> Path:
+    """The file that is there if the kernels were right on this device, with these versions."""
+    parts = [torch.__version__, str(device.type), str(torch.version.cuda), str(torch.version.hip)]
+    parts.append(_or_none(lambda: importlib.metadata.version("triton")))
+    parts.append(_or_none(Path("/proc/driver/nvidia/version").read_text))
+    if device.type == "cuda":
+        parts.append(_or_none(lambda: str(torch.cuda.get_device_properties(device))))
+    digest = hashlib.sha256("\n".join([*parts, _sources()]).encode())
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "tresnet" / f"kernels-right-{digest.hexdigest()[:32]}"
+
+
+@functools.cache
+def _sources() -> str:
+    """What tells this version of the kernels and their definitions from others."""
+    sources = sorted(Path(__file__).parent.rglob("*.py"))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+
+
+def _or_none(ask: Callable[[], str]) -> str:
+    try:
+        return ask()
+    except Exception:  # what cannot be asked does not tell machines apart
+        return "none"
