@@ -17,8 +17,10 @@ MIB = 2**20
 def test_mib_is_two_to_the_twenty_and_bytes_stay_int():
     snapshot = MemorySnapshot(allocated=3 * MIB, reserved=MIB // 2)
     assert isinstance(snapshot.allocated, int)
-    assert snapshot.allocated_mib == 3.0
-    assert snapshot.reserved_mib == 0.5
+    assert snapshot.to_dict()["allocated_mib"] == 3.0
+    assert snapshot.to_dict()["reserved_mib"] == 0.5
+    assert MemorySnapshot(max_allocated=MIB, device_used=9).peak_mib == 1.0
+    assert MemorySnapshot(rss_peak=2 * MIB).peak_mib == 2.0
 
 
 def test_cpu_has_no_gpu_columns_and_none_is_not_zero():

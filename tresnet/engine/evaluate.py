@@ -136,7 +136,6 @@ def run_over(
     with bar, torch.inference_mode():
         for images, targets in loader:
             images, targets = to_device(images, targets)
-            meter.data_ready()
             take(predict(images), targets)
             meter.step(len(images))
             images_seen += len(images)

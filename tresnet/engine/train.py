@@ -312,7 +312,6 @@ class Trainer:
         """Forward and backward of each batch, then one update of the weights."""
         progress = self.progress
         for images, labels in group:
-            self.throughput.data_ready()
             number = progress.epoch * len(self.train_loader) + progress.batch
             progress.batch += 1
             count, is_last = len(images), images is group[-1][0]
@@ -494,5 +493,5 @@ def _format(figures: dict[str, Any]) -> str:
 
 def _short(memory: MemorySnapshot) -> str:
     """The one figure of memory that matters most: the peak, on the GPU if there is one."""
-    peak = memory.max_allocated_mib if memory.rss_peak_mib is None else memory.rss_peak_mib
+    peak = memory.peak_mib
     return "" if peak is None else f"{peak:.0f} MiB"

@@ -43,38 +43,15 @@ class MemorySnapshot:
     rss_peak: int | None = None
 
     @property
-    def allocated_mib(self) -> float | None:
-        """`allocated` in MiB."""
-        return to_mib(self.allocated)
-
-    @property
-    def reserved_mib(self) -> float | None:
-        """`reserved` in MiB."""
-        return to_mib(self.reserved)
-
-    @property
-    def max_allocated_mib(self) -> float | None:
-        """`max_allocated` in MiB."""
-        return to_mib(self.max_allocated)
-
-    @property
-    def device_used_mib(self) -> float | None:
-        """`device_used` in MiB."""
-        return to_mib(self.device_used)
-
-    @property
-    def rss_peak_mib(self) -> float | None:
-        """`rss_peak` in MiB."""
-        return to_mib(self.rss_peak)
+    def peak_mib(self) -> float | None:
+        """The peak of the run: on a GPU that of its tensors, else that of the process."""
+        return to_mib(self.max_allocated if self.rss_peak is None else self.rss_peak)
 
     def to_dict(self) -> dict[str, float | None]:
         """The five columns in MiB, ready for a log row; None stays None (an empty cell)."""
         return {
-            "allocated_mib": self.allocated_mib,
-            "reserved_mib": self.reserved_mib,
-            "max_allocated_mib": self.max_allocated_mib,
-            "device_used_mib": self.device_used_mib,
-            "rss_peak_mib": self.rss_peak_mib,
+            f"{field.name}_mib": to_mib(getattr(self, field.name))
+            for field in dataclasses.fields(self)
         }
 
     def format(self) -> str:
