@@ -12,7 +12,7 @@ from pathlib import Path
 import tyro
 
 from tresnet.checkpoints.published import entries
-from tresnet.cli.main import _parse
+from tresnet.cli.commands import parse
 from tresnet.engine.command import parse_train
 from tresnet.engine.evaluate_weights import EvalConfig
 
@@ -70,7 +70,7 @@ def test_tresnet_commands_parse():
     lines = commands("tresnet")
     assert len(lines) == 12
     for line in lines:
-        assert dataclasses.is_dataclass(_parse(line)), line
+        assert dataclasses.is_dataclass(parse(line)), line
 
 
 def rows(*header: str) -> list[list[str]]:

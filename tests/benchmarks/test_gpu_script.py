@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tresnet.cli.bench import BenchInfer, BenchTrain
-from tresnet.cli.main import _parse
+from tresnet.cli.commands import parse
 from tresnet.measure.report import read_records
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu.sh"
@@ -84,7 +84,7 @@ def test_the_command_lines_for_a_gpu_are_sound(tmp_path, stub):
     assert stages_in(out) == list(itertools.chain(*PARTS.values()))
     lines = [line.split() for line in (tmp_path / "argv").read_text().splitlines()]
     benches = [line[2:] for line in lines if line[:3] == ["-m", "tresnet.cli.main", "bench"]]
-    tasks = [_parse(line).task for line in benches]
+    tasks = [parse(line).task for line in benches]
     assert Counter(type(task).__name__ for task in tasks) == {
         "BenchOps": 1,
         "BenchTrain": 9 + 7,  # compiled beforehand, then measured

@@ -125,45 +125,83 @@ def stem_bytes(x: int, y: int) -> tuple[int, int]:
     return x + y, 0
 
 
-def _abn_inputs(
-    shape: tuple[int, ...], place: Place, dtype: torch.dtype, device: torch.device
-) -> Inputs:
-    channels = shape[1]
-    weight = torch.rand(channels, device=device).add_(0.5).requires_grad_()
-    bias = torch.randn(channels, device=device).mul_(0.1).requires_grad_()
-    running = torch.zeros(channels, device=device), torch.ones(channels, device=device)
-    return Inputs((_map(shape, dtype, device),), (weight, bias, *running))
+class _Abn:
+    """BN and leaky ReLU with what follows: "", "blur", "se", or "join" (without activation)."""
+
+    def __init__(self, follows: str = "") -> None:
+        self.follows = follows
+        self.slope = None if follows == "join" else SLOPE
+
+    def make(
+        self, shape: tuple[int, ...], place: Place, dtype: torch.dtype, device: torch.device
+    ) -> Inputs:
+        """Maps: x, and the shortcut. Vectors: those of BN, then the blur's filter or the gate."""
+        channels = shape[1]
+        maps = [_map(shape, dtype, device) for _ in range(1 + (self.follows == "join"))]
+        weight = torch.rand(channels, device=device).add_(0.5).requires_grad_()
+        bias = torch.randn(channels, device=device).mul_(0.1).requires_grad_()
+        running = torch.zeros(channels, device=device), torch.ones(channels, device=device)
+        more = [_binomial(channels, dtype, device)] if self.follows == "blur" else []
+        if place.se and self.follows in ("se", "join"):
+            shapes = ((place.se, channels), (place.se,), (channels, place.se), (channels,))
+            more = [torch.randn(one, device=device).mul_(0.1).requires_grad_() for one in shapes]
+        return Inputs(tuple(maps), (weight, bias, *running, *more))
+
+    def reference(self, x: Tensor, *rest: Tensor) -> Tensor:
+        """Plain PyTorch."""
+
+        def norm(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+            y = F.batch_norm(x, mean, var, weight, bias, True, MOMENTUM, EPS)
+            return y if self.slope is None else F.leaky_relu_(y, self.slope)
+
+        return self._composed(norm, x, *rest)
+
+    def ours(self, impl: str) -> Function:
+        """`abn`; "recompute" is plain operators whose saved activations are rebuilt."""
+        from tresnet.ops import recompute
+        from tresnet.ops.abn import SEWeights, abn
+
+        settings: Any = {"training": True, "momentum": MOMENTUM, "eps": EPS, "slope": self.slope}
+        settings["impl"] = "reference" if impl == "recompute" else impl
+
+        def norm(x: Tensor, *vectors: Tensor) -> Tensor:
+            with recompute.scope(impl == "recompute"):
+                return abn(x, *vectors, **settings)
+
+        def fused(x: Tensor, *rest: Tensor) -> Tensor:
+            shortcut, vectors = self._parted(rest)
+            more = vectors[4:]
+            if self.follows == "blur":
+                return abn(x, *vectors[:4], **settings, blur=True)
+            gate = SEWeights(*more) if more else None
+            return abn(x, *vectors[:4], **settings, se=gate, shortcut=shortcut)
+
+        if impl == "triton":
+            return fused
+        return lambda x, *rest: self._composed(norm, x, *rest)
+
+    def _parted(self, rest: tuple[Tensor, ...]) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+        """The shortcut, and the vectors."""
+        return (rest[0], rest[1:]) if self.follows == "join" else (None, rest)
+
+    def _composed(self, norm: Function, x: Tensor, *rest: Tensor) -> Tensor:
+        shortcut, vectors = self._parted(rest)
+        y, more = norm(x, *vectors[:4]), vectors[4:]
+        if self.follows == "blur":
+            return _reference_blur(y, *more)
+        y = _reference_se(y, *more) if more else y
+        return y if shortcut is None else torch.relu_(y + shortcut)
 
 
-def _se_inputs(
-    shape: tuple[int, ...], place: Place, dtype: torch.dtype, device: torch.device
-) -> Inputs:
-    plain, channels = _abn_inputs(shape, place, dtype, device), shape[1]
-    if not place.se:
-        return plain
-    shapes = ((place.se, channels), (place.se,), (channels, place.se), (channels,))
-    gate = [torch.randn(one, device=device).mul_(0.1).requires_grad_() for one in shapes]
-    return Inputs(plain.maps, (*plain.vectors, *gate))
-
-
-def _join_inputs(
-    shape: tuple[int, ...], place: Place, dtype: torch.dtype, device: torch.device
-) -> Inputs:
-    plain = _se_inputs(shape, place, dtype, device)
-    return Inputs((*plain.maps, _map(shape, dtype, device)), plain.vectors)
+def _abn(places: tuple[Place, ...], follows: str, nbytes: Callable[..., tuple[int, int]]) -> Op:
+    op = _Abn(follows)
+    return Op(places, op.make, op.reference, op.ours, ("recompute", "triton"), nbytes)
 
 
 def _blur_inputs(
     shape: tuple[int, ...], place: Place, dtype: torch.dtype, device: torch.device
 ) -> Inputs:
     return Inputs((_map(shape, dtype, device),), (_binomial(shape[1], dtype, device),))
-
-
-def _abn_blur_inputs(
-    shape: tuple[int, ...], place: Place, dtype: torch.dtype, device: torch.device
-) -> Inputs:
-    plain = _abn_inputs(shape, place, dtype, device)
-    return Inputs(plain.maps, (*plain.vectors, _binomial(shape[1], dtype, device)))
 
 
 def _binomial(channels: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -186,19 +224,6 @@ def _map(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Te
     return x.requires_grad_()
 
 
-def _reference_abn(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    *,
-    slope: float | None = SLOPE,
-) -> Tensor:
-    y = F.batch_norm(x, mean, var, weight, bias, True, MOMENTUM, EPS)
-    return y if slope is None else F.leaky_relu_(y, slope)
-
-
 def _reference_blur(x: Tensor, binomial: Tensor) -> Tensor:
     padded = F.pad(x, [1, 1, 1, 1], mode="reflect")
     return F.conv2d(padded, binomial, stride=2, groups=x.shape[1])
@@ -210,80 +235,12 @@ def _reference_se(x: Tensor, *gate: Tensor) -> Tensor:
     return x * torch.sigmoid(F.linear(hidden, fc2_weight, fc2_bias))[:, :, None, None]
 
 
-def _reference_abn_blur(x: Tensor, *vectors: Tensor) -> Tensor:
-    return _reference_blur(_reference_abn(x, *vectors[:4]), vectors[4])
-
-
-def _reference_abn_se(x: Tensor, *vectors: Tensor) -> Tensor:
-    return _reference_se(_reference_abn(x, *vectors[:4]), *vectors[4:])
-
-
-def _reference_abn_join(x: Tensor, shortcut: Tensor, *vectors: Tensor) -> Tensor:
-    y = _reference_abn(x, *vectors[:4], slope=None)
-    if len(vectors) > 4:
-        y = _reference_se(y, *vectors[4:])
-    return torch.relu_(y + shortcut)
-
-
 def _reference_stem(images: Tensor, like: Tensor) -> Tensor:
     n, c, h, w = images.shape
     b = BLOCK_SIZE
     x = images.to(like.dtype).div_(255).view(n, c, h // b, b, w // b, b)
     x = x.permute(0, 3, 5, 1, 2, 4).reshape(n, b * b * c, h // b, w // b)
     return x.contiguous(memory_format=torch.channels_last)
-
-
-def _our_abn(impl: Any, slope: float | None = SLOPE) -> Function:
-    """`abn`, with what may follow it as further keywords.
-
-    "recompute" is plain operators whose saved activations are rebuilt.
-    """
-    from tresnet.ops import recompute
-    from tresnet.ops.abn import abn
-
-    settings: Any = {"training": True, "momentum": MOMENTUM, "eps": EPS, "slope": slope}
-    settings["impl"] = "reference" if impl == "recompute" else impl
-
-    def function(x: Tensor, *vectors: Tensor, **tail: Any) -> Tensor:
-        with recompute.scope(impl == "recompute"):
-            return abn(x, *vectors, **settings, **tail)
-
-    return function
-
-
-def _our_abn_blur(impl: str) -> Function:
-    plain = _our_abn(impl)
-    if impl != "triton":
-        blur = _our_blur("reference")
-        return lambda x, *vectors: blur(plain(x, *vectors[:4]))
-    return lambda x, *vectors: plain(x, *vectors[:4], blur=True)
-
-
-def _our_abn_se(impl: str) -> Function:
-    plain = _our_abn(impl)
-    if impl != "triton":
-        return lambda x, *vectors: _reference_se(plain(x, *vectors[:4]), *vectors[4:])
-    return lambda x, *vectors: plain(x, *vectors[:4], se=_se_weights(vectors))
-
-
-def _our_abn_join(impl: str) -> Function:
-    plain = _our_abn(impl, slope=None)
-
-    def composed(x: Tensor, shortcut: Tensor, *vectors: Tensor) -> Tensor:
-        y = plain(x, *vectors[:4])
-        y = _reference_se(y, *vectors[4:]) if len(vectors) > 4 else y
-        return torch.relu_(y + shortcut)
-
-    def fused(x: Tensor, shortcut: Tensor, *vectors: Tensor) -> Tensor:
-        return plain(x, *vectors[:4], se=_se_weights(vectors), shortcut=shortcut)
-
-    return fused if impl == "triton" else composed
-
-
-def _se_weights(vectors: tuple[Tensor, ...]) -> Any:
-    from tresnet.ops.abn import SEWeights
-
-    return SEWeights(*vectors[4:]) if len(vectors) > 4 else None
 
 
 def _our_blur(impl: Any) -> Function:
@@ -315,24 +272,14 @@ _JOINS = (
     Place("stage 3 outer", 1024, 16),
     Place("stage 4 outer", 2048, 32),
 )
-_ABN = ("recompute", "triton")
 _PLAIN = ("reference", "triton")
 
 # The heaviest first: a measurement that is cut short has what counts most.
 OPS: dict[str, Op] = {
-    "abn_join": Op(_JOINS, _join_inputs, _reference_abn_join, _our_abn_join, _ABN, abn_join_bytes),
-    "abn": Op(_INNER, _abn_inputs, _reference_abn, _our_abn, _ABN, abn_bytes),
-    "abn_blur": Op(
-        _HALVED, _abn_blur_inputs, _reference_abn_blur, _our_abn_blur, _ABN, abn_blur_bytes
-    ),
-    "abn_se": Op(
-        (Place("stage 3 inner", 256, 16, se=128),),
-        _se_inputs,
-        _reference_abn_se,
-        _our_abn_se,
-        _ABN,
-        abn_se_bytes,
-    ),
+    "abn_join": _abn(_JOINS, "join", abn_join_bytes),
+    "abn": _abn(_INNER, "", abn_bytes),
+    "abn_blur": _abn(_HALVED, "blur", abn_blur_bytes),
+    "abn_se": _abn((Place("stage 3 inner", 256, 16, se=128),), "se", abn_se_bytes),
     "blur": Op(_HALVED, _blur_inputs, _reference_blur, _our_blur, _PLAIN, blur_bytes),
     "stem": Op(
         (Place("image", 3, 1),), _stem_inputs, _reference_stem, _our_stem, _PLAIN, stem_bytes
