@@ -20,11 +20,11 @@ from tresnet.engine.train import create_step
 from tresnet.engine.validate import validate
 from tresnet.errors import ConfigError, DataError, TrainingError
 from tresnet.memory import Device, Fits, Workspaces, present_device
+from tresnet.memory.device import GIB, MIB
 from tresnet.memory.fit import fits
 from tresnet.memory.plan import make_plan
 from tresnet.memory.predict import record
 from tresnet.memory.replay import held_at_peak_bytes
-from tresnet.memory.sizes import GIB, MIB
 from tresnet.steps import TrainingStep
 from tresnet.steps.optim import peak_lr
 
@@ -91,7 +91,8 @@ def test_the_predicted_step_is_the_one_that_runs(changes):
         configs.replace(recipe("digits"), batch_size=32, layers=(1, 1, 1, 1), **changes)
     )
     model = create_model(config, CLASSES)
-    plan = make_plan(model, batch_size=32, **batch_size.step_of(config, len(CLASSES), 1))
+    step = batch_size.step_of(config, len(CLASSES), 1)
+    _, model, plan = make_plan(model, batch_size=32, **step)
     trace = record(model, plan, BARE, Workspaces(), device_type="cpu")
     # Buffers are rounded up to 512 B, which is 0.3 to 0.6 % here.
     ratio = held_at_peak_bytes(trace) / held_by_the_step(config)
@@ -101,7 +102,7 @@ def test_the_predicted_step_is_the_one_that_runs(changes):
 def test_processes_among_others_have_buckets(tiny):
     config = resolve(tiny())
     alone, among = (batch_size.step_of(config, 3, world) for world in (1, 8))
-    assert (alone["ddp"], among["ddp"], among["ddp_bucket_view"]) == (False, True, True)
+    assert (alone["ddp"], among["ddp"]) == (False, True)
 
 
 # -- auto --------------------------------------------------------------------------------------
@@ -123,7 +124,7 @@ def test_a_run_takes_the_largest_batch_that_is_sure_to_fit(tiny, small_gpu, caps
     answers = {}
     model = create_model(saved, ["a", "b", "c"])
     for n in (batch, batch + 8):
-        plan = make_plan(model, batch_size=n, **batch_size.step_of(saved, 3, 1))
+        plan = make_plan(model, batch_size=n, **batch_size.step_of(saved, 3, 1))[2]
         answers[n] = fits(record(model, plan, SMALL, Workspaces()), SMALL)
     assert answers[batch] is Fits.YES
     assert answers[batch + 8] is not Fits.YES

@@ -7,11 +7,9 @@ from torch import nn
 from tresnet.errors import InputError
 from tresnet.memory import Workspaces
 from tresnet.memory.convolutions import collect, cuda_meter, measure_all, summarise
-from tresnet.memory.device import GENERIC
-from tresnet.memory.models import find_model
+from tresnet.memory.device import GENERIC, MIB
 from tresnet.memory.plan import make_plan
 from tresnet.memory.predict import record
-from tresnet.memory.sizes import MIB
 
 
 class Two(nn.Module):
@@ -27,7 +25,7 @@ class Two(nn.Module):
 
 
 def found(model, **step):
-    plan = make_plan(model, **{"batch_size": 2, "input_size": (8, 16, 16), **step})
+    _, model, plan = make_plan(model, **{"batch_size": 2, "input_size": (8, 16, 16), **step})
     return plan, collect(model, plan)
 
 
@@ -45,9 +43,8 @@ def test_every_distinct_convolution_is_found_once():
 @pytest.mark.parametrize("step", [{}, {"amp": "bf16", "channels_last": True}, {"train": False}])
 def test_a_table_of_them_answers_for_the_whole_step(step):
     """Every convolution that a prediction looks up has been collected under the same key."""
-    model = find_model("tresnet_t")[1]
-    plan = make_plan(model, batch_size=4, **step)
-    table, left = measure_all(collect(model, plan).values(), lambda c: 3 * MIB, lambda: True)
+    _, model, plan = make_plan("tresnet_t", batch_size=4, **step)
+    table, left = measure_all(collect(model, plan).values(), lambda c: 3 * MIB, time_limit_s=60)
     assert left == {}
     trace = record(model, plan, GENERIC, Workspaces(table))
     convolutions = [o for o in trace.operations if o.name.startswith("aten.convolution")]
@@ -73,17 +70,19 @@ def test_they_run_for_real_and_give_what_autograd_gives(step):
         assert layout == ("last" if step.get("channels_last") else "first")
 
 
-def test_failures_and_the_end_of_time_are_kept_apart():
+def test_failures_and_the_end_of_time_are_kept_apart(monkeypatch):
     convolutions = list(found(Two())[1].values())
-    asked = []
+    now, asked = [0.0], []
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
 
     def meter(convolution):
         asked.append(convolution.key)
+        now[0] += 1
         if len(asked) == 2:
             raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2.00 GiB")
         return 100 * len(asked)
 
-    table, left = measure_all(convolutions, meter, lambda: len(asked) < 3)
+    table, left = measure_all(convolutions, meter, time_limit_s=3)
     keys = [c.key for c in convolutions]
     assert table == {keys[0]: 100, keys[2]: 300}
     assert left == {
@@ -143,10 +142,9 @@ def test_the_meter_reads_the_peak_beyond_inputs_and_outputs(monkeypatch):
 
 @pytest.mark.gpu
 def test_a_gpu_says_what_cudnn_borrows():
-    model = find_model("torchvision:vgg16_bn")[1]
-    convolutions = collect(model, make_plan(model, batch_size=8)).values()
+    convolutions = collect(*make_plan("torchvision:vgg16_bn", batch_size=8)[1:]).values()
     table, left = measure_all(
-        convolutions, cuda_meter(torch.device("cuda"), benchmark=False), lambda: True
+        convolutions, cuda_meter(torch.device("cuda"), benchmark=False), time_limit_s=300
     )
     assert left == {}
     assert min(table.values()) >= 0

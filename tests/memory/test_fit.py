@@ -6,14 +6,11 @@ from torch import nn
 
 from tresnet.errors import InputError
 from tresnet.memory import Device, Fits, Workspaces, max_batch, predict
-from tresnet.memory.affine import AffineTrace
-from tresnet.memory.device import GENERIC
-from tresnet.memory.fit import fits
-from tresnet.memory.models import find_model
+from tresnet.memory.device import GENERIC, MIB
+from tresnet.memory.fit import AffineTrace, fits
 from tresnet.memory.plan import make_plan
 from tresnet.memory.predict import record
 from tresnet.memory.replay import held_at_peak_bytes, replay
-from tresnet.memory.sizes import MIB
 
 SMALL_GPU = Device(
     "small",
@@ -44,12 +41,13 @@ STEP = {"input_size": (1, 512, 512), "loss": mean}
 
 
 def trace(name, batch_size, **step):
-    _, model = find_model(name)
-    plan = make_plan(model, batch_size=batch_size, **step)
+    _, model, plan = make_plan(name, batch_size=batch_size, **step)
     return record(model, plan, GENERIC, Workspaces())
 
 
-@pytest.mark.parametrize("step", [{"amp": "bf16", "optimizer": "adamw"}, {"train": False}])
+@pytest.mark.parametrize(
+    "step", [{"amp": "bf16", "optimizer": "adamw", "ema_decay": 0.9}, {"train": False}]
+)
 def test_traces_of_other_batches_are_foreseen(step):
     small = AffineTrace((2, trace("tresnet_t", 2, **step)), (4, trace("tresnet_t", 4, **step)))
     foreseen, real = small.at(24), trace("tresnet_t", 24, **step)

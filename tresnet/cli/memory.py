@@ -1,43 +1,64 @@
-"""`tresnet memory`: predict, measure and compare the GPU memory of a step; find the largest batch."""
+"""`tresnet memory`: predict and measure the GPU memory of a step; find the largest batch."""
 
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any
 
 from tyro.conf import Positional, arg, subcommand
 
-from tresnet.cli.memory_compare import MemoryCompare
-from tresnet.cli.memory_max_batch import MemoryMaxBatch
-from tresnet.cli.memory_options import (
-    PARTLY_FAILED_EXIT_CODE,
-    GpuOptions,
-    Measured,
-    StepOptions,
-    cell,
-)
-from tresnet.cli.memory_workspaces import MemoryWorkspaces
-from tresnet.cli.output import format_table, progress, say
+from tresnet.cli.output import fail, format_table, progress, say
+from tresnet.measure.cases import CaseSettings
 
-if TYPE_CHECKING:
-    from tresnet.memory import Prediction
+PARTLY_FAILED_EXIT_CODE = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Step(CaseSettings):
+    infer: bool = False
+    """Inference instead of training."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Predicted(_Step):
+    ddp: bool = False
+    """Add DistributedDataParallel's gradient buckets."""
+
+    gpu_memory: str | None = None
+    """The GPU's memory, such as 80GiB."""
+
+    gpu: str | None = None
+    """Its name: a100, h100, h200, rtx3090, rtx4090 or v100; by default the one that is there."""
+
+    workspaces: Path | None = None
+    """A table of cuDNN workspaces measured on it."""
+
+    def arguments(self) -> dict[str, Any]:
+        """What `predict` and `max_batch` take, the model and the batch size apart."""
+        from tresnet.memory import Workspaces
+
+        return {
+            **settings_of(self),
+            "train": not self.infer,
+            "ddp": self.ddp,
+            "gpu_memory": self.gpu_memory,
+            "device": self.gpu,
+            "workspaces": None if self.workspaces is None else Workspaces.load(self.workspaces),
+        }
 
 
 @dataclasses.dataclass(frozen=True)
-class MemoryPredict(StepOptions, GpuOptions):
+class MemoryPredict(_Predicted):
     """Predict the peak memory of a step, without a GPU."""
 
     model: Annotated[Positional[str], arg(metavar="MODEL")] = "tresnet_m"
     """Ours (tresnet_m), timm:NAME or torchvision:NAME."""
 
     batch_size: int = 64
-    """Images a step."""
+    """Images a pass."""
 
-    method: Literal["trace", "formula"] = "trace"
-    """How: by tracing the step, or by a sum over layers for comparison."""
-
-    page: Path | None = None
-    """Also write an HTML page with the timeline and the modules."""
+    snapshot: Path | None = None
+    """Also write a snapshot for PyTorch's memory viewer (pytorch.org/memory_viz)."""
 
     plot: Path | None = None
     """Also draw the timeline: .png, .svg or .pdf."""
@@ -48,58 +69,154 @@ class MemoryPredict(StepOptions, GpuOptions):
     def run(self, argv: list[str]) -> int:
         """Print the prediction; write what else was asked for."""
         from tresnet.memory import predict
-        from tresnet.memory.page import check_page, write_page
-        from tresnet.memory.plot import check_plot, plot
+        from tresnet.memory.plot import plot
+        from tresnet.memory.snapshot import write_snapshot
 
-        for path, check in ((self.plot, check_plot), (self.page, check_page)):
-            if path is not None:
-                check(path)
-        prediction = predict(
-            self.model,
-            batch_size=self.batch_size,
-            method=self.method,
-            model_options=self.model_options(self.model),
-            **self.step(),
-            **self.keywords(),
-        )
-        say(json.dumps(_as_json(prediction)) if self.json else str(prediction))
+        predicted = predict(self.model, batch_size=self.batch_size, **self.arguments())
+        say(json.dumps(predicted.to_dict()) if self.json else str(predicted))
         if self.plot is not None:
-            progress(f"picture: {plot(prediction, self.plot)}")
-        if self.page is not None:
-            progress(f"page: {write_page(prediction, self.page)}")
+            progress(f"picture: {plot(predicted, self.plot)}")
+        if self.snapshot is not None:
+            progress(f"snapshot: {write_snapshot(predicted, self.snapshot)}")
         return 0
 
 
 @dataclasses.dataclass(frozen=True)
-class MemoryMeasure(Measured):
+class MemoryMaxBatch(_Predicted):
+    """Find the largest batch that fits, without a GPU."""
+
+    model: Annotated[Positional[str], arg(metavar="MODEL")] = "tresnet_m"
+    """Ours (tresnet_m), timm:NAME or torchvision:NAME."""
+
+    def run(self, argv: list[str]) -> int:
+        """Print what fits, what may, and what does not."""
+        from tresnet.memory import max_batch
+
+        say(str(max_batch(self.model, **self.arguments())))
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cases(CaseSettings):
+    models: Annotated[Positional[tuple[str, ...]], arg(metavar="MODEL [MODEL ...]")] = ()
+    """Ours (tresnet_m), timm:NAME or torchvision:NAME. A model may have its own settings, by the
+    names of the options: tresnet_m@norm=inplace_abn,amp=fp16."""
+
+    batch_sizes: Annotated[tuple[int, ...], arg(name="batch-size")] = (64,)
+    """Images a pass; several give one case each."""
+
+    device: str = "cuda"
+    """Such as cuda or cuda:1."""
+
+    def cases(self) -> list[Any]:
+        """Every model at every batch size."""
+        from tresnet.measure.cases import parse_cases
+
+        return parse_cases(self.models, self, self.batch_sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryMeasure(_Cases):
     """Measure memory by phase, each case in a fresh process."""
+
+    infer: bool = False
+    """Inference instead of training."""
+
+    timeout_s: float = 300
+    """Seconds a case may take."""
+
+    output_dir: Path = Path("benchmarks/records")
+    """Where the record is written."""
 
     def run(self, argv: list[str]) -> int:
         """Print one line a phase and write a record."""
-        self.check()
-        rows = [{**dataclasses.asdict(c), **self.measured(c)} for c in self.cases()]
+        from tresnet import env
+        from tresnet.measure.phases import STEPS, measure_in_new_process
+        from tresnet.measure.records import RecordFile
+
+        env.timed_device(self.device)
+        about = {"device": self.device, "settings": {"training": not self.infer}, "runs": STEPS}
+        record = RecordFile(self.output_dir, "memory", **about, argv=["tresnet", *argv])
+        rows: list[dict[str, Any]] = []
+        for case in self.cases():
+            case.checked(not self.infer)
+            progress(f"measuring {case.label()}")
+            result = measure_in_new_process(case, not self.infer, self.device, self.timeout_s)
+            rows.append({**dataclasses.asdict(case), **result})
+            record.write(rows)
+            if "error" in result:
+                fail(f"{case.label()}: {result['error']}")
         columns = ["allocated_mib", "reserved_mib", "max_allocated_mib", "device_used_mib",
                    "rss_peak_mib"]  # fmt: skip
         lines = [
-            [row["name"], phase, *(cell(values[c]) for c in columns)]
+            [row["model"], str(row["batch_size"]), phase]
+            + ["-" if values[c] is None else f"{values[c]:.1f}" for c in columns]
             for row in rows
             for phase, values in row.get("phases", {}).items()
         ]
-        if lines:
-            say(format_table(["case", "phase", *columns], lines))
-        self.write("memory", rows, argv)
+        say(format_table(["model", "batch", "phase", *columns], lines))
+        progress(f"record: {record.path}")
         return PARTLY_FAILED_EXIT_CODE if any("error" in row for row in rows) else 0
 
 
 @dataclasses.dataclass(frozen=True)
+class MemoryWorkspaces(_Cases):
+    """Measure the memory that cuDNN borrows for each convolution of a training step; needs a GPU.
+
+    `--workspaces FILE` of `predict` and `max-batch` then counts it.
+    """
+
+    output: Annotated[Path, arg(aliases=["-o"], metavar="FILE")] = Path("workspaces.json")
+    """The table to write, JSON. It must not exist."""
+
+    cudnn_benchmark: bool = False
+    """Let cuDNN try all its kernels, as train.py does; what the search borrows counts."""
+
+    time_limit_s: float = 540
+    """Seconds after which no further convolution is begun; what was measured is written."""
+
+    def run(self, argv: list[str]) -> int:
+        """Measure and write the table."""
+        from tresnet import env
+        from tresnet.measure.records import check_directory, public_command, write_new
+        from tresnet.memory import convolutions as measuring
+        from tresnet.memory.plan import make_plan
+
+        device = env.timed_device(self.device)
+        meter = measuring.cuda_meter(device, benchmark=self.cudnn_benchmark)
+        check_directory(self.output.parent)
+        check_new(self.output)
+        found: dict[str, measuring.Convolution] = {}
+        for case in self.cases():
+            step = make_plan(case.model, batch_size=case.batch_size, **settings_of(case))
+            found |= measuring.collect(*step[1:])
+        progress(f"measuring {len(found)} convolutions")
+        table, unmeasured = measuring.measure_all(found.values(), meter, self.time_limit_s)
+        content = {
+            "what": "workspaces",
+            "command": public_command(["tresnet", *argv]),
+            "environment": env.describe(device),
+            "settings": {"cudnn_benchmark": self.cudnn_benchmark},
+            "unmeasured": unmeasured,
+            "workspaces": table,
+        }
+        write_new(self.output, json.dumps(content, indent=1) + "\n")
+        say(measuring.summarise(table))
+        progress(f"table: {self.output}")
+        if unmeasured:
+            key, reason = next(iter(unmeasured.items()))
+            fail(f"{len(unmeasured)} convolutions not measured, such as {key}: {reason}")
+        return PARTLY_FAILED_EXIT_CODE if unmeasured else 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Memory:
-    """Predict, measure and compare the GPU memory of a training step or an inference."""
+    """Predict and measure the GPU memory of a training step or an inference."""
 
     command: (
         Annotated[MemoryPredict, subcommand("predict")]
         | Annotated[MemoryMeasure, subcommand("measure")]
         | Annotated[MemoryMaxBatch, subcommand("max-batch")]
-        | Annotated[MemoryCompare, subcommand("compare")]
         | Annotated[MemoryWorkspaces, subcommand("workspaces")]
     )
 
@@ -108,26 +225,19 @@ class Memory:
         return self.command.run(argv)
 
 
-def _as_json(prediction: "Prediction") -> dict[str, Any]:
-    """The prediction as plain values, in MiB."""
-    estimates = {
-        name: {"mib": e.mib, "low_mib": e.band_mib[0], "high_mib": e.band_mib[1]}
-        for name, e in (
-            ("allocated", prediction.allocated),
-            ("reserved", prediction.reserved),
-            ("device_total", prediction.device_total),
-        )
+def settings_of(case: CaseSettings) -> dict[str, Any]:
+    """The settings that are not at their defaults, as `tresnet.memory.predict` takes them."""
+    given = {
+        field.name: getattr(case, field.name)
+        for field in dataclasses.fields(CaseSettings)
+        if getattr(case, field.name) != field.default
     }
-    mib = 2**20
-    return {
-        "model": prediction.model,
-        "step": prediction.plan.describe(),
-        **estimates,
-        "by_category_mib": {k.value: n / mib for k, n in prediction.by_category.items()},
-        "peak_operation": str(prediction.peak_operation),
-        "fits": None
-        if prediction.device.capacity_bytes is None
-        else prediction.out_of_memory is None,
-        "seconds": prediction.seconds,
-        "notes": list(prediction.notes),
-    }
+    return {"optimizer" if name == "opt" else name: value for name, value in given.items()}
+
+
+def check_new(path: Path) -> None:
+    """Raise `InputError` if there is such a file already."""
+    from tresnet.errors import InputError
+
+    if path.exists():
+        raise InputError(f"expected a new file to write, but {path} exists: remove it")

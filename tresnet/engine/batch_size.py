@@ -2,11 +2,11 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tresnet.engine import config as configs
 from tresnet.engine.config import AUTO, TrainConfig
@@ -16,7 +16,6 @@ from tresnet.engine.losses import plain_loss
 from tresnet.engine.resolve import create_model
 from tresnet.errors import ConfigError, InputError, TResNetError
 from tresnet.ops.dispatch import lacking
-from tresnet.steps import optim
 
 if TYPE_CHECKING:
     from tresnet.memory import Device, MaxBatch
@@ -85,7 +84,7 @@ def gpu_of(config: TrainConfig, device: torch.device) -> "Device":
         ConfigError: The device is no GPU.
     """
     from tresnet.memory import present_device
-    from tresnet.memory.sizes import parse_size
+    from tresnet.memory.device import parse_size
 
     if device.type != "cuda":
         raise ConfigError(
@@ -118,21 +117,21 @@ def step_of(config: TrainConfig, classes: int, world: int) -> dict[str, Any]:
     Synchronised batch norm is predicted as the plain one: what it saves differs by a few vectors.
     """
     size, mixes = config.data.input_size, config.augment.mixes
-    keeps_bytes = config.compute.channels_last and not mixes  # see `tresnet.steps.feed`
     assert size is not None, "filled in by resolve"
     return {
         "input_size": (3, size, size),
-        "input_dtype": torch.uint8 if keeps_bytes else torch.float32,
-        "amp": None if config.compute.amp == "off" else config.compute.amp,
-        "optimizer": _optimizer(config),
+        "input": "uint8",
+        "mixes": mixes,
+        "amp": config.compute.amp,
+        "optimizer": config.optim,
+        "clip_grad": config.optim.clip_grad,
+        "accumulate": config.optim.accumulate,
+        "ema_decay": config.ema.ema_decay,
         "loss": _loss(config),
         "target_size": (classes,) if mixes or config.labels.multi else None,
         "channels_last": config.compute.channels_last,
-        "accumulation_steps": config.optim.accumulate,
-        "checkpointing": config.model.grad_checkpointing,
-        "ema": config.ema.ema_decay > 0,
+        "grad_checkpointing": config.model.grad_checkpointing,
         "ddp": world > 1,
-        "ddp_bucket_view": True,
     }
 
 
@@ -147,7 +146,7 @@ def _find(
     config: TrainConfig, classes: Sequence[str], images: int, gpu: "Device", world: int
 ) -> tuple[int, str]:
     """The number, and where it is from."""
-    from tresnet.memory.sizes import mib
+    from tresnet.memory.device import mib
 
     try:
         answer = largest(config, classes, gpu, world)
@@ -255,27 +254,8 @@ def _parts(tried: int, limit: int, *, pairs: bool) -> int | None:
     return None
 
 
-def _optimizer(config: TrainConfig) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
-    """Makes the run's optimizer, with its two groups, of any parameters."""
-
-    def build(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        groups: dict[bool, list[nn.Parameter]] = {False: [], True: []}
-        for parameter in parameters:
-            groups[parameter.ndim > 1].append(parameter)
-        decays = {False: 0.0, True: config.optim.weight_decay}
-        listed = [
-            {"params": group, "weight_decay": decays[decayed]}
-            for decayed, group in groups.items()
-            if group
-        ]
-        return optim.create_optimizer(listed, config.optim, global_batch=1)
-
-    return build
-
-
 def _loss(config: TrainConfig) -> Callable[[Tensor, Tensor], Tensor]:
     """The run's loss of float32 logits; mixed batches have soft targets."""
     from timm.loss import SoftTargetCrossEntropy
 
-    loss = SoftTargetCrossEntropy() if config.augment.mixes else plain_loss(config)
-    return lambda logits, target: loss(logits.float(), target)
+    return SoftTargetCrossEntropy() if config.augment.mixes else plain_loss(config)

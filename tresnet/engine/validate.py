@@ -95,7 +95,7 @@ def _range_problems(config: TrainConfig) -> Iterator[str]:
     except ConfigError as error:
         yield str(error)
     if "gpu_memory" in values:
-        from tresnet.memory.sizes import parse_size
+        from tresnet.memory.device import parse_size
 
         try:
             parse_size(values["gpu_memory"])

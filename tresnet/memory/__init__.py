@@ -1,10 +1,31 @@
-"""GPU memory predicted before the run, explained and compared."""
+"""GPU memory predicted before the run, and explained.
+
+A step of `tresnet.steps` runs on fake tensors; what it allocates and frees is a trace; the trace is
+run through a simulated allocator. Where a prediction is wrong, look here:
+
+| what is wrong | where |
+|---|---|
+| the wrong step is predicted: model, settings, batch, loss | `plan.py`, `predict.py` |
+| the optimizer, the average, loss scaling, clipping | `tresnet/steps`, `patches.py` |
+| layout or dtype: channels-last, autocast, what bfloat16 convolutions return | `patches.py` |
+| the weights and buffers, their order on the device, DDP's buckets | `machine.py` |
+| attention: which kernel runs and what it keeps | `attention.py` |
+| a tensor lives too long or dies too early in backward | `walk.py` |
+| a buffer is missing, counted twice or in the wrong category | `recorder.py` |
+| cuDNN's or another kernel's workspace | `workspaces.py`; measured by `convolutions.py` |
+| allocated is right but reserved is not | `allocator.py` |
+| the sums, the peak, its band | `replay.py`, `predict.py` |
+| cuBLAS's workspace, the context, the size of a GPU | `device.py` |
+| the largest batch | `fit.py` |
+
+Every change to torch's internals is in `patches.py`; `tests/memory/test_patches.py` says when torch
+has changed.
+"""
 
 from tresnet.memory.device import Device, describe_device, find_device, list_devices, present_device
-from tresnet.memory.events import Category, Phase
 from tresnet.memory.fit import Fits, MaxBatch, max_batch
-from tresnet.memory.predict import predict
-from tresnet.memory.result import Estimate, Prediction
+from tresnet.memory.predict import Estimate, Prediction, predict
+from tresnet.memory.trace import Category, Phase
 from tresnet.memory.workspaces import Workspaces
 
 __all__ = [

@@ -11,10 +11,10 @@ collection are off, as they are by default.
 """
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from tresnet.memory.sizes import MIB, mib
+from tresnet.memory.device import MIB, mib
 
 MIN_BLOCK_BYTES = 512
 SMALL_REQUEST_BYTES = MIB
@@ -30,13 +30,10 @@ _SEGMENT_GAP_BYTES = MIB
 class SimulatedOutOfMemoryError(Exception):
     """The simulated device has no room for a request, even after its cache was emptied."""
 
-    def __init__(self, requested_bytes: int, allocated_bytes: int, capacity_bytes: int) -> None:
-        super().__init__(
-            f"{mib(requested_bytes)} requested with {mib(allocated_bytes)} allocated "
-            f"of {mib(capacity_bytes)}"
-        )
+    def __init__(self, requested_bytes: int, free_bytes: int) -> None:
+        super().__init__(f"{mib(requested_bytes)} requested, {mib(free_bytes)} free")
         self.requested_bytes = requested_bytes
-        self.allocated_bytes = allocated_bytes
+        self.free_bytes = free_bytes
 
 
 def round_request(n_bytes: int) -> int:
@@ -99,10 +96,16 @@ class CachingAllocator:
 
     Args:
         capacity_bytes: what the device has for segments; None for no limit.
+        on_segment: called with `segment_alloc` or `segment_free`, the address and the bytes.
     """
 
-    def __init__(self, capacity_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        capacity_bytes: int | None = None,
+        on_segment: Callable[[str, int, int], None] = lambda action, address, n_bytes: None,
+    ) -> None:
         self.capacity_bytes = capacity_bytes
+        self._on_segment = on_segment
         self.allocated_bytes = 0
         self.reserved_bytes = 0
         self.peak_allocated_bytes = 0
@@ -160,6 +163,7 @@ class CachingAllocator:
                 pool.remove(block)
                 del self._segments[block.address]
                 self.reserved_bytes -= block.n_bytes
+                self._on_segment("segment_free", block.address, block.n_bytes)
 
     def reset_peaks(self) -> None:
         """Start both peaks again from what is held now."""
@@ -193,11 +197,12 @@ class CachingAllocator:
             self.empty_cache()
             if not self._has_room(n_bytes):
                 assert self.capacity_bytes is not None
-                raise SimulatedOutOfMemoryError(wanted, self.allocated_bytes, self.capacity_bytes)
+                raise SimulatedOutOfMemoryError(wanted, self.capacity_bytes - self.reserved_bytes)
         block = Block(self._next_address, n_bytes, small)
         self._segments[block.address] = block
         self._next_address += n_bytes + _SEGMENT_GAP_BYTES
         self.reserved_bytes += n_bytes
+        self._on_segment("segment_alloc", block.address, n_bytes)
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         return block
 

@@ -5,30 +5,12 @@ math path, which keeps the whole attention matrix. So the choice is made here, b
 `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` for devices since Ampere.
 """
 
-import contextlib
-import warnings
-from collections.abc import Iterator
-
 import torch
 
 aten = torch.ops.aten
 
 # Every backward of the flash kernel works on head sizes up to this.
 _FLASH_MAX_HEAD = 256
-
-
-@contextlib.contextmanager
-def cuda_attention() -> Iterator[None]:
-    """Route `scaled_dot_product_attention` on CUDA tensors to the kernel a GPU would run."""
-    library = torch.library.Library("aten", "IMPL")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for key in ("AutogradCUDA", "CUDA"):
-                library.impl("scaled_dot_product_attention", attend, key, allow_override=True)
-        yield
-    finally:
-        library._destroy()
 
 
 def attend(

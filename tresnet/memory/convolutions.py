@@ -3,8 +3,8 @@
 The result is the table that `tresnet.memory.workspaces.Workspaces` reads: bytes by convolution.
 """
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,34 +12,27 @@ import torch
 from torch import nn
 
 from tresnet.errors import InputError
-from tresnet.memory.device import GENERIC
+from tresnet.memory.device import GENERIC, mib
 from tresnet.memory.plan import Plan
 from tresnet.memory.predict import record
-from tresnet.memory.workspaces import CONVOLUTIONS, Workspace, Workspaces, convolution_key
+from tresnet.memory.workspaces import CONVOLUTIONS, Workspaces, convolution_key
 
 # The first run of a shape may search among kernels, the second is like all later ones.
 _RUNS = 2
 
-Meter = Callable[["Convolution"], int]
-
 
 @dataclass(frozen=True)
-class Operand:
+class _Operand:
     """A tensor's form, without its values."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
-    def make(self, device: torch.device | str) -> torch.Tensor:
-        """A tensor of this form, filled with zeros."""
-        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
-        return made.zero_()
-
 
 @dataclass(frozen=True)
 class Convolution:
-    """One convolution, forward or backward, with operands in place of tensors."""
+    """One convolution, forward or backward, with forms in place of tensors."""
 
     key: str
     func: Any
@@ -47,13 +40,30 @@ class Convolution:
 
     def prepare(self, device: torch.device | str) -> Callable[[], Any]:
         """Make the tensors; the function returned runs the convolution on them."""
-        made = [a.make(device) if isinstance(a, Operand) else a for a in self.arguments]
+        made = [
+            torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device=device).zero_()
+            if isinstance(a, _Operand)
+            else a
+            for a in self.arguments
+        ]
+        return torch.no_grad()(lambda: self.func(*made))
 
-        def run() -> Any:
-            with torch.no_grad():
-                return self.func(*made)
 
-        return run
+@dataclass(frozen=True)
+class _Collector(Workspaces):
+    """Keeps the convolutions it is asked about, and says that they borrow nothing."""
+
+    found: dict[str, Convolution] = field(default_factory=dict)
+
+    def of(self, func: Any, args: tuple, outputs: list[torch.Tensor]) -> tuple[int, int]:
+        if func in CONVOLUTIONS:
+            key = convolution_key(func, args)
+            forms = (
+                _Operand(tuple(a.shape), a.stride(), a.dtype) if isinstance(a, torch.Tensor) else a
+                for a in args
+            )
+            self.found.setdefault(key, Convolution(key, func, tuple(forms)))
+        return 0, 0
 
 
 def collect(model: nn.Module, plan: Plan) -> dict[str, Convolution]:
@@ -67,53 +77,33 @@ def collect(model: nn.Module, plan: Plan) -> dict[str, Convolution]:
     return collector.found
 
 
-@dataclass(frozen=True)
-class _Collector(Workspaces):
-    """Keeps the convolutions it is asked about, and says that they borrow nothing."""
-
-    found: dict[str, Convolution] = field(default_factory=dict)
-
-    def of(
-        self, func: Any, args: tuple, kwargs: dict, outputs: list[torch.Tensor]
-    ) -> Workspace | None:
-        """Keep a convolution; nothing is borrowed."""
-        if func in CONVOLUTIONS:
-            key = convolution_key(func, args)
-            if key not in self.found:
-                self.found[key] = Convolution(key, func, tuple(_formless(a) for a in args))
-        return None
-
-
-def _formless(argument: Any) -> Any:
-    if isinstance(argument, torch.Tensor):
-        return Operand(tuple(argument.shape), argument.stride(), argument.dtype)
-    return argument
-
-
 def measure_all(
-    convolutions: Iterable[Convolution], meter: Meter, more_time: Callable[[], bool]
+    convolutions: Iterable[Convolution],
+    meter: Callable[[Convolution], int],
+    time_limit_s: float,
 ) -> tuple[dict[str, int], dict[str, str]]:
     """Bytes borrowed by each convolution, and why others have none.
 
     Args:
         convolutions: what to run.
         meter: runs one and says what it borrowed.
-        more_time: whether to go on; asked before each.
+        time_limit_s: after this no further one is begun.
     """
+    end_s = time.monotonic() + time_limit_s
     table: dict[str, int] = {}
     unmeasured: dict[str, str] = {}
     for convolution in convolutions:
-        if not more_time():
+        if time.monotonic() >= end_s:
             unmeasured[convolution.key] = "no time was left"
             continue
         try:
             table[convolution.key] = meter(convolution)
         except RuntimeError as error:  # out of memory, or no kernel for it
-            unmeasured[convolution.key] = str(error).strip().splitlines()[0]
+            unmeasured[convolution.key] = (str(error).strip() or "no message").splitlines()[0]
     return table, unmeasured
 
 
-def cuda_meter(device: torch.device, *, benchmark: bool) -> Meter:
+def cuda_meter(device: torch.device, *, benchmark: bool) -> Callable[[Convolution], int]:
     """A meter that runs convolutions on a GPU and reads the caching allocator's peak.
 
     Args:
@@ -134,7 +124,8 @@ def cuda_meter(device: torch.device, *, benchmark: bool) -> Meter:
     def meter(convolution: Convolution) -> int:
         torch.cuda.empty_cache()
         run = convolution.prepare(device)
-        with _cudnn_benchmark(benchmark):
+        tf32 = torch.backends.cudnn.allow_tf32
+        with torch.backends.cudnn.flags(enabled=True, benchmark=benchmark, allow_tf32=tf32):
             return max(_borrowed_bytes(run, device) for _ in range(_RUNS))
 
     return meter
@@ -151,21 +142,11 @@ def _borrowed_bytes(run: Callable[[], Any], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - held
 
 
-@contextlib.contextmanager
-def _cudnn_benchmark(on: bool) -> Iterator[None]:
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = on
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
-
-
-def summarise(table: Mapping[str, int]) -> str:
+def summarise(table: dict[str, int]) -> str:
     """How many convolutions borrow, and which the most."""
     borrowing = [key for key, n_bytes in table.items() if n_bytes]
     line = f"{len(table)} convolutions measured, {len(borrowing)} borrow memory"
     if not borrowing:
         return line
     most = max(borrowing, key=lambda key: table[key])
-    return f"{line}, at most {table[most] / 2**20:.1f} MiB: {most}"
+    return f"{line}, at most {mib(table[most])}: {most}"

@@ -1,22 +1,18 @@
-"""The largest batch that fits, by bisection on the predictor."""
+"""Whether a batch fits, and the largest that does."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
 from typing import Any
 
-from torch import nn
-
 from tresnet.errors import InputError
-from tresnet.memory.affine import AffineTrace
 from tresnet.memory.device import Device, find_device
-from tresnet.memory.events import Trace
-from tresnet.memory.models import ModelLike, find_model
-from tresnet.memory.plan import make_plan
+from tresnet.memory.plan import ModelLike, make_plan
 from tresnet.memory.predict import record
 from tresnet.memory.replay import held_at_peak_bytes, replay
-from tresnet.memory.workspaces import Workspaces
+from tresnet.memory.trace import Trace
+from tresnet.memory.workspaces import HIGH_LIMIT_BYTES, Workspaces
 
 # Two small batches from which all others are foreseen; batch norm refuses one image a batch
 # where the last features are 1x1.
@@ -39,13 +35,12 @@ class MaxBatch:
     """The answer: `batch_size` fits (0 if not even one image does), from `no_from` on none does.
 
     What lies between depends on what cannot be known beforehand: the size of the context, and
-    the workspaces cuDNN takes. `traced` counts the steps traced to find it.
+    the workspaces cuDNN takes.
     """
 
     batch_size: int
     no_from: int
     device: Device
-    traced: int
 
     def answer(self, batch_size: int) -> Fits:
         """Whether a batch of this size fits."""
@@ -72,7 +67,11 @@ def fits(trace: Trace, device: Device) -> Fits:
     """
     capacity = _capacity(device)
     worst = int((capacity - device.context_high_bytes) * (1 - _DOUBT))
-    if worst > 0 and all(_runs(trace, worst, highest_workspaces=high) for high in (True, False)):
+    runs = (
+        replay(trace, worst, highest_workspaces=high).out_of_memory_event is None
+        for high in (True, False)
+    )
+    if worst > 0 and all(runs):
         return Fits.YES
     at_least = held_at_peak_bytes(trace) * (1 - _DOUBT) + device.context_low_bytes
     return Fits.NO if at_least > capacity else Fits.UNCERTAIN
@@ -84,8 +83,7 @@ def max_batch(
     gpu_memory: str | int | None = None,
     device: str | Device | None = None,
     workspaces: Workspaces | None = None,
-    model_options: dict[str, object] | None = None,
-    **step: Any,
+    **settings: Any,
 ) -> MaxBatch:
     """Find the largest batch that fits.
 
@@ -97,69 +95,52 @@ def max_batch(
         gpu_memory: the GPU's memory, such as `80GiB`.
         device: the GPU, if its memory is not given.
         workspaces: as for `predict`.
-        model_options: as for `predict`.
-        **step: as for `predict`, without the batch size.
+        **settings: as for `predict`, without the batch size.
 
     Raises:
         InputError: neither a memory nor a device with one is given, or as for `predict`.
     """
     described = find_device(device, gpu_memory)
     _capacity(described)
-    _, module = find_model(model, model_options)
-    tracer = _Tracer(module, step, described, workspaces or Workspaces())
-    foreseen = AffineTrace(*((n, tracer.trace(n)) for n in _SMALL_BATCHES))
+    if "batch_size" in settings:
+        raise InputError("expected no batch_size, which is what is looked for: leave it out")
+    _, module, plan = make_plan(model, batch_size=1, **settings)
+
+    def trace(batch_size: int) -> Trace:
+        sized = replace(plan, batch_size=batch_size)
+        return record(module, sized, described, workspaces or Workspaces())
+
+    foreseen = AffineTrace(*((n, trace(n)) for n in _SMALL_BATCHES))
 
     @cache
     def foresee(batch_size: int) -> Fits:
         return fits(foreseen.at(batch_size), described)
 
-    yes = _edge(tracer, foresee, lambda answer: answer is Fits.YES)
-    no = _edge(tracer, foresee, lambda answer: answer is not Fits.NO)
-    return MaxBatch(yes, no + 1, described, tracer.traced)
+    @cache
+    def answer(batch_size: int) -> Fits:
+        try:
+            return fits(trace(batch_size), described)
+        except InputError:
+            # Batch norm in training refuses one image; there is nothing smaller to try.
+            if batch_size > 1:
+                raise
+            return Fits.NO
+
+    yes = _edge(lambda n: foresee(n) is Fits.YES, lambda n: answer(n) is Fits.YES)
+    no = _edge(lambda n: foresee(n) is not Fits.NO, lambda n: answer(n) is not Fits.NO)
+    return MaxBatch(yes, no + 1, described)
 
 
-class _Tracer:
-    """Traces of one model by batch size, each answer remembered."""
-
-    def __init__(
-        self, model: nn.Module, step: dict[str, Any], device: Device, workspaces: Workspaces
-    ) -> None:
-        self._model, self._step = model, step
-        self._device, self._workspaces = device, workspaces
-        self._answers: dict[int, Fits] = {}
-        self.traced = 0
-
-    def trace(self, batch_size: int) -> Trace:
-        self.traced += 1
-        plan = make_plan(self._model, batch_size=batch_size, **self._step)
-        return record(self._model, plan, self._device, self._workspaces)
-
-    def answer(self, batch_size: int) -> Fits:
-        if batch_size not in self._answers:
-            try:
-                trace = self.trace(batch_size)
-            except InputError:
-                # Batch norm in training refuses one image; there is nothing smaller to try.
-                if batch_size > 1:
-                    raise
-                return Fits.NO
-            self._answers[batch_size] = fits(trace, self._device)
-        return self._answers[batch_size]
-
-
-def _edge(tracer: _Tracer, foresee: Callable[[int], Fits], good: Callable[[Fits], bool]) -> int:
-    """The largest batch whose answer is good: foreseen, then corrected by tracing."""
-    edge = _bisect(lambda n: good(foresee(n)), 0, _LIMIT)
-    stride = 1
-    while edge > 0 and not good(tracer.answer(edge)):
-        below = max(edge - stride, 0)
-        edge, stride = below, stride * 2
+def _edge(foreseen: Callable[[int], bool], holds: Callable[[int], bool]) -> int:
+    """The largest batch for which `holds`: foreseen, then corrected in growing strides."""
+    edge, stride = _bisect(foreseen, 0, _LIMIT), 1
+    while edge > 0 and not holds(edge):
+        edge, stride = max(edge - stride, 0), stride * 2
     if stride > 1:
-        return _bisect(lambda n: good(tracer.answer(n)), edge, edge + stride)
-    stride = 1
-    while good(tracer.answer(edge + stride)):
+        return _bisect(holds, edge, edge + stride)
+    while holds(edge + stride):
         edge, stride = edge + stride, stride * 2
-    return _bisect(lambda n: good(tracer.answer(n)), edge, edge + stride)
+    return _bisect(holds, edge, edge + stride)
 
 
 def _bisect(holds: Callable[[int], bool], low: int, high: int) -> int:
@@ -173,14 +154,56 @@ def _bisect(holds: Callable[[int], bool], low: int, high: int) -> int:
     return low
 
 
-def _runs(trace: Trace, capacity_bytes: int, *, highest_workspaces: bool) -> bool:
-    replayed = replay(trace, capacity_bytes, highest_workspaces=highest_workspaces)
-    return replayed.out_of_memory_event is None
-
-
 def _capacity(device: Device) -> int:
     if device.capacity_bytes is None:
         raise InputError(
             "expected how much memory the GPU has: give gpu_memory='80GiB' or a device"
         )
     return device.capacity_bytes
+
+
+class AffineTrace:
+    """Two traces of one step at two batch sizes, and the line through every buffer's size.
+
+    Raises:
+        InputError: the traces differ in more than sizes, so nothing follows from them.
+    """
+
+    def __init__(self, first: tuple[int, Trace], second: tuple[int, Trace]) -> None:
+        (self._n, self._trace), (other_n, other) = first, second
+        if self._trace.events != other.events:
+            raise InputError(
+                f"expected a model that does the same at every batch size, got other operations "
+                f"at batch {other_n} than at {self._n}: predict each batch size instead"
+            )
+        span = other_n - self._n
+        pairs = zip(self._trace.buffers, other.buffers, strict=True)
+        self._growth = [(b.n_bytes - a.n_bytes) / span for a, b in pairs]
+        pairs = zip(self._trace.operations, other.operations, strict=True)
+        self._high_growth = [
+            (b.workspace_high_bytes - a.workspace_high_bytes) / span for a, b in pairs
+        ]
+
+    def at(self, batch_size: int) -> Trace:
+        """The trace a batch of this size would give."""
+        more = batch_size - self._n
+        buffers = [
+            replace(b, n_bytes=_grown(b.n_bytes, growth, more))
+            for b, growth in zip(self._trace.buffers, self._growth, strict=True)
+        ]
+        operations = [
+            replace(
+                o,
+                workspace_high_bytes=min(
+                    _grown(o.workspace_high_bytes, growth, more), HIGH_LIMIT_BYTES
+                ),
+            )
+            if growth
+            else o
+            for o, growth in zip(self._trace.operations, self._high_growth, strict=True)
+        ]
+        return Trace(buffers, operations, self._trace.events, self._trace.step_starts)
+
+
+def _grown(n_bytes: int, growth: float, more: int) -> int:
+    return max(round(n_bytes + growth * more), 0)

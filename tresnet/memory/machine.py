@@ -1,42 +1,49 @@
-"""The fake GPU: fake tensors, a recorder, boxed saved tensors and the backward walk together."""
+"""The fake GPU: fake tensors, a recorder, patches of torch and the backward walk together.
+
+Any code may run on it. A step of `tresnet.steps` is attributed to its parts, as the machine is its
+watch:
+
+    machine = FakeMachine(device, Workspaces())
+    copied = machine.copy(model)
+    with machine.running():
+        step = create_training_step(copied, compute, machine.device, watch=machine)
+        machine.adopt(step.model)
+        ...
+    trace = machine.trace.settled()
+"""
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+import copy
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from tresnet.memory.buckets import Buckets
-from tresnet.memory.device import Device
-from tresnet.memory.events import Category, Phase, Trace
-from tresnet.memory.fake import (
-    fake_autocast,
-    fake_copy,
-    fake_cuda,
-    fake_device,
-    follow_modules,
-    in_order_of_to,
-)
-from tresnet.memory.plan import Plan
+from tresnet.errors import InputError
+from tresnet.memory import patches
+from tresnet.memory.device import MIB, Device
 from tresnet.memory.recorder import Recorder
-from tresnet.memory.saved import SavedTensors
 from tresnet.memory.shapes import ShapeMemory
-from tresnet.memory.walk import BackwardWalk, remember_materialize_grads
+from tresnet.memory.trace import Category, Phase, Trace
+from tresnet.memory.walk import BackwardWalk, SavedTensors
 from tresnet.memory.workspaces import Workspaces
+from tresnet.steps import Watch
+
+# Of DistributedDataParallel; the first bucket is small, so that communication starts early.
+_BUCKET_BYTES = 25 * MIB
+_FIRST_BUCKET_BYTES = MIB
 
 
-class FakeMachine:
-    """Runs steps on fakes and records them; implements `tresnet.memory.step.Machine`.
+class FakeMachine(Watch):
+    """Runs any code on fakes of a GPU's tensors and records what it does to memory.
 
     Args:
         device: the GPU it stands for.
         workspaces: what kernels borrow.
         real_engine: run backward with the autograd engine, which only works for fakes of CPU
             tensors; the tests compare the walk with it.
-        remember_shapes: False fakes every operation anew; the tests compare.
-        device_type: `cuda` or `cpu`; None for what this build of torch can fake.
+        device_type: `cuda` or `cpu`; None for CUDA, or the CPU where torch was built without.
     """
 
     def __init__(
@@ -46,109 +53,187 @@ class FakeMachine:
         *,
         real_engine: bool = False,
         device_type: str | None = None,
-        remember_shapes: bool = True,
     ) -> None:
-        self.device = torch.device(device_type) if device_type else fake_device()
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-        shapes = ShapeMemory(self.mode, enabled=remember_shapes)
-        self.recorder = Recorder(self.device.type, device, workspaces, shapes)
+        if device_type is None:
+            device_type = "cuda" if torch.backends.cuda.is_built() else "cpu"
+        self.device = torch.device("cuda:0" if device_type == "cuda" else device_type)
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+        shapes = ShapeMemory(self._mode)
+        self._recorder = Recorder(device_type, device, workspaces, shapes)
         self._saved = SavedTensors()
         self._real_engine = real_engine
-        self._buckets: Buckets | None = None
+        self._buckets: _Buckets | None = None
         self._walk = BackwardWalk(
             self._saved,
-            sum_in_place=self.device.type == "cuda",
-            before_node=self.recorder.enter_node,
+            sum_in_place=device_type == "cuda",
+            before_node=self._recorder.enter_node,
             on_gradient=self._gradient_arrived,
         )
 
     @property
     def trace(self) -> Trace:
         """What has been recorded so far."""
-        return self.recorder.trace
+        return self._recorder.trace
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """The surroundings in which models are placed and steps run."""
+        """The surroundings in which code runs."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(fake_cuda(self.mode))
-            stack.enter_context(self.recorder)
+            stack.enter_context(self._mode)
+            stack.enter_context(patches.gpu_answers())
+            stack.enter_context(self._recorder)
             if not self._real_engine:
                 stack.enter_context(self._saved.recording())
-                stack.enter_context(remember_materialize_grads())
-                stack.enter_context(self._walk_for_autograd())
+                stack.enter_context(patches.backward_replaced(self._walk.backward))
             yield
 
-    def copy(self, model: nn.Module, plan: Plan) -> nn.Module:
-        """A copy of `model` without data, not yet on the device; call it outside `running()`."""
-        return fake_copy(model, self.mode, self.device, channels_last=plan.channels_last)
+    def copy(self, model: nn.Module) -> nn.Module:
+        """A copy of `model` on the CPU without data; call it outside `running()`.
 
-    def place(self, copied: nn.Module, plan: Plan) -> None:
-        """Put a copy on the device, as `model.to(device)` and DDP would."""
-        names = {id(p): name.rpartition(".")[0] for name, p in copied.named_parameters()}
-        with self.during(Phase.SETUP):
-            for tensor, is_parameter in in_order_of_to(copied):
-                category = Category.PARAMETERS if is_parameter else Category.BUFFERS
-                self.recorder.see(tensor, category, names.get(id(tensor), ""))
-            if plan.train and plan.ddp:
-                self._buckets = Buckets(copied, plan)
-                with self.during(Phase.SETUP, Category.BUCKETS):
-                    self._buckets.allocate()
-        self.recorder.mark_masters(copied.parameters())
-        follow_modules(copied, self.recorder.enter_module, self.recorder.leave_module)
+        Raises:
+            InputError: lazy parameters without a shape, or a model that cannot be copied.
+        """
+        return fake_copy(model, self._mode)
 
-    # -- tresnet.memory.step.Machine ----------------------------------------------------------
+    def adopt(self, model: nn.Module, *, ddp: bool = False) -> None:
+        """Attribute what a model on the device holds and does; with DDP's buckets where asked."""
+        for module_name, module in model.named_modules():
+            for tensors, category in (
+                (module._parameters, Category.PARAMETERS),
+                (module._buffers, Category.BUFFERS),
+            ):
+                for tensor in tensors.values():
+                    if tensor is not None:
+                        self._recorder.claim(tensor, category, module_name)
+        if ddp:
+            self._buckets = _Buckets(model)
+            with self.during(Phase.SETUP, Category.BUCKETS):
+                self._buckets.lay_out()
+        self._recorder.mark_masters(model.parameters())
+        _follow_modules(model, self._recorder.enter_module, self._recorder.leave_module)
 
     def during(
-        self, phase: Phase, category: Category | None = None
+        self, part: str, category: Category | None = None
     ) -> contextlib.AbstractContextManager[None]:
-        """Attribute what happens inside to a phase, and new buffers to a category."""
-        return self.recorder.during(phase, category)
+        """Attribute what happens inside to a part of the step, and new buffers to a category."""
+        return self._recorder.during(Phase(part), category)
 
-    def empty(
-        self, shape: tuple[int, ...], dtype: torch.dtype, *, channels_last: bool = False
-    ) -> torch.Tensor:
-        """A fake tensor on the device."""
-        layout = torch.channels_last if channels_last else torch.contiguous_format
-        return torch.empty(shape, dtype=dtype, device=self.device, memory_format=layout)
-
-    def autocast(self, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[None]:
-        """Autocast to `dtype`; None for none."""
-        return fake_autocast(self.device.type, dtype)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """Run backward and let go of all that was saved for it."""
-        if self._real_engine:
-            loss.backward()
-            return
-        self._walk.backward(loss)
-        self._walk.finish()
-        self.recorder.leave_backward()
-
-    def relabel(self, tensors: list[Any], category: Category) -> None:
+    def relabel(self, tensors: Iterable[object], category: Category) -> None:
         """Say what tensors turned out to be for."""
-        self.recorder.relabel(tensors, category)
+        self._recorder.relabel(tensors, category)
 
     def start_step(self) -> None:
         """Mark where a step begins; DDP lays its buckets out again before the second."""
-        self.recorder.start_step()
-        if self._buckets is not None and self.recorder.step == 2:
+        self._recorder.start_step()
+        if self._buckets is not None and self._recorder.step == 2:
             with self.during(Phase.SETUP, Category.BUCKETS):
-                self._buckets.rebuild()
-
-    # -----------------------------------------------------------------------------------------
+                self._buckets.lay_out()
 
     def _gradient_arrived(self, parameter: torch.Tensor) -> None:
         if self._buckets is not None:
-            self._buckets.gradient_arrived(parameter)
-        self.recorder.relabel([parameter.grad], Category.GRADIENTS)
+            self._buckets.take(parameter)
+        if parameter.grad is not None:
+            self._recorder.relabel([parameter.grad], Category.GRADIENTS)
 
-    @contextlib.contextmanager
-    def _walk_for_autograd(self) -> Iterator[None]:
-        """Reentrant checkpointing calls `torch.autograd.backward` from inside a node."""
-        real = torch.autograd.backward
-        torch.autograd.backward = self._walk.backward  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            torch.autograd.backward = real
+
+class _Buckets:
+    """The gradient buckets of DistributedDataParallel with `gradient_as_bucket_view`.
+
+    Laid out over the reversed parameters; after the first backward pass in the order in which
+    gradients arrived, which are views into them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._order = [p for p in model.parameters() if p.requires_grad][::-1]
+        self._arrived: dict[torch.Tensor, None] = {}
+        self._places: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
+
+    def lay_out(self) -> None:
+        """One flat tensor for every run of parameters of one dtype up to the limit."""
+        self._order = [*self._arrived, *(p for p in self._order if p not in self._arrived)]
+        self._places.clear()
+        open_groups: dict[torch.dtype, list[torch.Tensor]] = {}
+        limits: dict[torch.dtype, int] = {}
+        for parameter in self._order:
+            group = open_groups.setdefault(parameter.dtype, [])
+            group.append(parameter)
+            n_bytes = sum(p.numel() * p.element_size() for p in group)
+            if n_bytes >= limits.get(parameter.dtype, _FIRST_BUCKET_BYTES):
+                self._make(open_groups.pop(parameter.dtype))
+                limits[parameter.dtype] = _BUCKET_BYTES
+        for group in open_groups.values():
+            self._make(group)
+
+    def _make(self, group: list[torch.Tensor]) -> None:
+        n_elements = sum(p.numel() for p in group)
+        flat = torch.empty(n_elements, dtype=group[0].dtype, device=group[0].device)
+        offset = 0
+        for parameter in group:
+            self._places[parameter] = flat, offset
+            offset += parameter.numel()
+
+    def take(self, parameter: torch.Tensor) -> None:
+        """Put a gradient that has arrived into its place."""
+        self._arrived.setdefault(parameter)
+        flat, offset = self._places[parameter]
+        view = flat.narrow(0, offset, parameter.numel())
+        parameter.grad = view.as_strided(parameter.shape, parameter.stride(), view.storage_offset())
+
+
+def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """A copy of `model` whose parameters and buffers are fakes on the CPU; it stays untouched.
+
+    No tensor data is copied. Tied parameters stay tied.
+
+    Raises:
+        InputError: lazy parameters without a shape, or a model that cannot be copied.
+    """
+    memo: dict[int, object] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
+            raise InputError(
+                f"expected a model whose parameters have shapes, got an uninitialised one in "
+                f"{type(model).__name__}: run one batch through it first"
+            )
+        memo[id(tensor)] = _fake_like(tensor, mode)
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise InputError(
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}): "
+            "pass a function that builds it, for example predict(lambda: MyModel(), ...)"
+        ) from error
+
+
+def _fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A fake of the same shape, strides and dtype on the CPU, of its own storage."""
+    meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    fake = FakeTensor(mode, meta, torch.device("cpu"))
+    if isinstance(tensor, nn.Parameter):
+        # What nn.Parameter does, less a dispatched detach.
+        fake._is_param = True  # type: ignore[attr-defined]
+        fake.requires_grad_(tensor.requires_grad)
+    return fake
+
+
+def _follow_modules(
+    model: nn.Module, enter: Callable[[str], None], leave: Callable[[], None]
+) -> None:
+    """Call `enter(name)` and `leave()` around every submodule's forward, of a private copy.
+
+    Our layers stay fused, as they are without hooks: what runs in one operation counts for the
+    module that runs it.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+
+        def before(_module: nn.Module, _args: object, name: str = name) -> None:
+            enter(name)
+
+        def after(_module: nn.Module, _args: object, _output: object) -> None:
+            leave()
+
+        before.bypassable = after.bypassable = True  # pyright: ignore[reportFunctionMemberAccess]
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after, always_call=True)

@@ -1,39 +1,73 @@
 """A picture of memory over one step, with matplotlib."""
 
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tresnet.errors import MissingDependencyError
-from tresnet.memory.output import check_path, writing
-from tresnet.memory.palette import COLORS
-from tresnet.memory.result import Prediction
-from tresnet.memory.sizes import MIB
-from tresnet.memory.timeline import STACK, Point, phases, timeline
+from tresnet.errors import InputError, MissingDependencyError
+from tresnet.files import atomic_write
+from tresnet.memory.device import MIB
+from tresnet.memory.predict import Prediction
+from tresnet.memory.trace import Category, Operation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+# From what lasts longest to what comes and goes, the order of stacking. Hues of Okabe and Ito's
+# set, which people with colour blindness can tell apart, and tints of them.
+COLORS = {
+    Category.PARAMETERS: "#0072b2",
+    Category.BUFFERS: "#5fa8d3",
+    Category.GRADIENTS: "#d55e00",
+    Category.OPTIMIZER: "#8c564b",
+    Category.EMA: "#b07aa1",
+    Category.BUCKETS: "#e6a157",
+    Category.INPUT: "#7f7f7f",
+    Category.CAST_WEIGHTS: "#56b4e9",
+    Category.ACTIVATIONS: "#009e73",
+    Category.ACTIVATION_GRADIENTS: "#f0c419",
+    Category.TEMPORARY: "#cc79a7",
+    Category.WORKSPACE: "#4d4d4d",
+    Category.ROUNDING: "#c8c8c8",
+}
 _SUFFIXES = (".png", ".svg", ".pdf")
 _DPI = 150
 # Room above the curves for the names of the phases and of the peak.
 _HEADROOM = 1.3
 
 
-def check_plot(path: str | Path) -> Path:
-    """Whether `plot` can draw there, asked before a prediction is made.
+@dataclass(frozen=True)
+class Point:
+    """The fullest moment of one operation, and what it consists of."""
 
-    Raises:
-        InputError: another suffix, or a folder that is not there or not writable.
-        MissingDependencyError: matplotlib is not installed.
-    """
-    path = check_path(path, _SUFFIXES)
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise MissingDependencyError(
-            "pictures need matplotlib: pip install 'tresnet[plot]'"
-        ) from error
-    return path
+    operation: Operation
+    allocated_bytes: int
+    reserved_bytes: int
+    by_category_bytes: dict[Category, int]
+
+
+def timeline(prediction: Prediction) -> list[Point]:
+    """The points of the last step, in the order in which operations ran."""
+    trace, replayed = prediction.trace, prediction.replay
+    first = trace.step_starts[-1] if trace.step_starts else 0
+    sizes: dict[Category, int] = defaultdict(int)
+    points: dict[int, Point] = {}
+    for index, allocated in enumerate(replayed.allocated_bytes):
+        event = trace.events[index]
+        buffer = trace.buffers[event.buffer]
+        sizes[buffer.category] += buffer.n_bytes if event.alive else -buffer.n_bytes
+        known = points.get(event.op)
+        if index < first or (known is not None and allocated <= known.allocated_bytes):
+            continue
+        points[event.op] = Point(
+            trace.operations[event.op],
+            allocated,
+            replayed.reserved_bytes[index],
+            {**sizes, Category.ROUNDING: allocated - sum(sizes.values())},
+        )
+    return [points[op] for op in sorted(points)]
 
 
 def plot(prediction: Prediction, path: str | Path) -> Path:
@@ -44,35 +78,41 @@ def plot(prediction: Prediction, path: str | Path) -> Path:
         path: where to, ending in .png, .svg or .pdf.
 
     Raises:
-        InputError: as for `check_plot`, or the file cannot be written.
+        InputError: another suffix.
         MissingDependencyError: matplotlib is not installed.
+        WriteError: the file cannot be written; what was there before stays.
     """
-    path = check_plot(path)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+    path = Path(path)
+    kind = path.suffix.lower()
+    if kind not in _SUFFIXES:
+        raise InputError(f"expected a path ending in {', '.join(_SUFFIXES)}, got {path.name!r}")
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingDependencyError(
+            "pictures need matplotlib: pip install 'tresnet[plot]'"
+        ) from error
     # A figure of its own: pyplot would keep it and may look for a screen.
     figure = Figure(figsize=(11, 5.5), layout="constrained")
     FigureCanvasAgg(figure)
     _draw(figure.subplots(), prediction)
-    kind = path.suffix.lower().removeprefix(".")
-    with writing(path) as temporary:
-        figure.savefig(
-            temporary, format=kind, dpi=_DPI, metadata={"Date": None} if kind == "svg" else None
-        )
+    metadata = {"Date": None} if kind == ".svg" else None
+    with atomic_write(path) as temporary:
+        figure.savefig(temporary, format=kind[1:], dpi=_DPI, metadata=metadata)
     return path
 
 
 def _draw(axes: "Axes", prediction: Prediction) -> None:
     points = timeline(prediction)
     x = list(range(len(points)))
-    series = list(zip(*(p.by_category_bytes for p in points), strict=True))
-    shown = [i for i, _ in enumerate(STACK) if series and any(series[i])]
+    series = {c: [p.by_category_bytes.get(c, 0) / MIB for p in points] for c in COLORS}
+    shown = [category for category in COLORS if any(series[category])]
     axes.stackplot(
         x,
-        [[n / MIB for n in series[i]] for i in shown],
-        colors=[COLORS[STACK[i]] for i in shown],
-        labels=[str(STACK[i]) for i in shown],
+        [series[category] for category in shown],
+        colors=[COLORS[category] for category in shown],
+        labels=[str(category) for category in shown],
         step="mid",
         linewidth=0,
     )
@@ -94,13 +134,15 @@ def _draw(axes: "Axes", prediction: Prediction) -> None:
 
 
 def _mark_phases(axes: Any, points: list[Point]) -> None:
-    for span in phases(points):
-        axes.axvline(span.first, color="#999999", linewidth=0.6)
+    first = 0
+    for phase, run in groupby(p.operation.phase for p in points):
+        length = len(list(run))
+        axes.axvline(first, color="#999999", linewidth=0.6)
         # A phase of a few operations has no room for its name.
-        if span.last - span.first > len(points) / 25:
+        if length > len(points) / 25:
             axes.annotate(
-                span.phase.value,
-                ((span.first + span.last) / 2, 1.0),
+                phase.value,
+                (first + length / 2, 1.0),
                 xycoords=("data", "axes fraction"),
                 xytext=(0, -4),
                 textcoords="offset points",
@@ -108,6 +150,7 @@ def _mark_phases(axes: Any, points: list[Point]) -> None:
                 va="top",
                 color="#444444",
             )
+        first += length
 
 
 def _mark_peak(axes: Any, points: list[Point], prediction: Prediction) -> None:

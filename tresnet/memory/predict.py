@@ -4,25 +4,23 @@ import contextlib
 import gc
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses import fake_tensor as fakes
+from torch.utils._pytree import tree_map_only
 
 from tresnet.errors import InputError, TResNetError
-from tresnet.memory.allocator import SMALL_SEGMENT_BYTES
-from tresnet.memory.device import Device, find_device
-from tresnet.memory.events import Category, Phase, Trace
-from tresnet.memory.formula import formula
+from tresnet.memory.device import MIB, Device, find_device
 from tresnet.memory.machine import FakeMachine
-from tresnet.memory.models import ModelLike, find_model
-from tresnet.memory.plan import Plan, make_plan
-from tresnet.memory.replay import Replay, activations_by_module, breakdown, replay
-from tresnet.memory.result import Estimate, Prediction
-from tresnet.memory.step import start
+from tresnet.memory.plan import ModelLike, Plan, apply_checkpointing, default_loss, make_plan
+from tresnet.memory.replay import Replay, breakdown, free_bytes, replay
+from tresnet.memory.trace import Category, Operation, Phase, Trace
 from tresnet.memory.workspaces import Workspaces
+from tresnet.steps import EmaConfig, InferenceStep, OptimConfig, create_training_step
 
 # The first step makes gradients and optimizer state, the second reaches the peak that all later
 # ones reach too.
@@ -39,48 +37,122 @@ _DOUBT_CPU_FAKE_FP32 = 0.02
 _DOUBT_CPU_FAKE_AMP = 0.10
 
 
+@dataclass(frozen=True)
+class Estimate:
+    """A number of bytes and the band it is stated with."""
+
+    expected_bytes: int
+    low_bytes: int
+    high_bytes: int
+
+    @property
+    def mib(self) -> float:
+        """The expected size."""
+        return self.expected_bytes / MIB
+
+    @property
+    def band_mib(self) -> tuple[float, float]:
+        """The lowest and the highest size."""
+        return self.low_bytes / MIB, self.high_bytes / MIB
+
+    def __str__(self) -> str:
+        low, high = self.band_mib
+        return f"{self.mib:.1f} MiB ({low:.0f} to {high:.0f})"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Memory of one step, predicted.
+
+    Three numbers that must not be mixed: `allocated` is the peak of what tensors hold
+    (`torch.cuda.max_memory_allocated`), `reserved` the peak of what the caching allocator took
+    from the device (`max_memory_reserved`), `device_total` that plus the stated context, which is
+    what NVML shows. `end_allocated_bytes` is held once the steps are over.
+
+    `by_category` sums to the expected `allocated`, which `peak_operation` reached.
+    `out_of_memory` is the operation that did not fit into the device, if one did not.
+    """
+
+    model: str
+    plan: Plan
+    device: Device
+    allocated: Estimate
+    reserved: Estimate
+    device_total: Estimate
+    end_allocated_bytes: int
+    by_category: dict[Category, int]
+    peak_operation: Operation | None
+    out_of_memory: Operation | None
+    notes: tuple[str, ...]
+    seconds: float
+    trace: Trace
+    replay: Replay
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.model}: {self.plan.describe()}",
+            f"allocated     {self.allocated}",
+            f"reserved      {self.reserved}",
+            f"device total  {self.device_total}",
+            f"peak at       {self.peak_operation}",
+        ]
+        if self.out_of_memory is not None:
+            lines.append(f"out of memory at {self.out_of_memory}")
+        lines += [f"  {name:<22}{n / MIB:>12.1f} MiB" for name, n in self.by_category.items()]
+        return "\n".join([*lines, *self.notes])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The prediction as plain values, in MiB."""
+        estimates = {
+            name: {"mib": e.mib, "low_mib": e.band_mib[0], "high_mib": e.band_mib[1]}
+            for name in ("allocated", "reserved", "device_total")
+            for e in (getattr(self, name),)
+        }
+        known = self.device.capacity_bytes is not None
+        return {
+            "model": self.model,
+            "step": self.plan.describe(),
+            **estimates,
+            "by_category_mib": {k.value: n / MIB for k, n in self.by_category.items()},
+            "peak_operation": str(self.peak_operation),
+            "fits": self.out_of_memory is None if known else None,
+            "seconds": self.seconds,
+            "notes": list(self.notes),
+        }
+
+
 def predict(
     model: ModelLike,
     *,
-    batch_size: int,
     device: str | Device | None = None,
     gpu_memory: str | int | None = None,
     workspaces: Workspaces | None = None,
-    model_options: dict[str, object] | None = None,
-    method: str = "trace",
-    **step: Any,
+    **settings: Any,
 ) -> Prediction:
     """Predict the peak memory of one training step or inference. No GPU is used, nothing runs.
 
     Args:
         model: `tresnet_m`, `timm:resnet50`, `torchvision:vgg16_bn`, a `torch.nn.Module` on the
             CPU or meta device, which is left as it is, or a function that builds one.
-        batch_size: images a step.
         device: the GPU to predict for: one of `tresnet.memory.list_devices()` or a `Device`; by
             default the one of this machine, or none in particular.
         gpu_memory: its memory, such as `80GiB`, in place of the described one.
         workspaces: a table of cuDNN workspaces measured on that GPU.
-        model_options: keyword arguments for a model given by name.
-        method: `trace`; or `formula` for the sum over layers that people use, which knows neither
-            reserved nor a band: `tresnet.memory.formula`.
-        **step: what the step is; see `tresnet.memory.plan.make_plan`: input_size, input_dtype, amp,
-            optimizer, optimizer_options, train, loss, target_size, channels_last, accumulation_steps,
-            checkpointing, ema, ddp, ddp_bucket_mib, ddp_bucket_view, zero_grad_to_none.
+        **settings: `batch_size` and the other settings of the step, see `tresnet.memory.plan.Plan`
+            (input_size, amp, optimizer, train, accumulate, ...); for a model given by name also
+            its options (norm, impl, recompute, pad, num_classes, ...).
 
     Raises:
         InputError: an argument does not fit, the model rejects its input, or one of its
             operations cannot be faked; the message names it and says what to do.
+        ConfigError: timm has no optimizer of that name.
     """
     began = time.perf_counter()
     described = find_device(device, gpu_memory)
-    name, module = find_model(model, model_options)
-    plan = make_plan(module, batch_size=batch_size, **step)
-    if method == "formula":
-        return _by_formula(name, module, plan, described, began)
-    if method != "trace":
-        raise InputError(f"expected method 'trace' or 'formula', got {method!r}")
+    name, module, plan = make_plan(model, **settings)
     trace = record(module, plan, described, workspaces or Workspaces())
-    return conclude(name, plan, described, trace, began)
+    prediction = conclude(name, plan, described, trace)
+    return replace(prediction, seconds=time.perf_counter() - began)
 
 
 def record(
@@ -97,20 +169,119 @@ def record(
     Raises:
         InputError: the model rejects its input, or cannot be faked.
     """
+    import timm.optim
+    import timm.utils  # noqa: F401
+
     machine = FakeMachine(device, workspaces, **machine_options)
-    copied = machine.copy(model, plan)
+    copied = [machine.copy(model)]
     with _no_garbage_collection(), machine.running():
-        machine.place(copied, plan)
         try:
-            run = start(copied, plan, machine)
-            for _ in range(steps):
-                run.step()
+            # The step alone holds the model, which it may fold.
+            run = (_training if plan.train else _inference)(copied.pop(), plan, machine)
+            for number in range(1, steps + 1):
+                machine.start_step()
+                run(number)
         except TResNetError:
             raise
         except Exception as error:
             raise _explained(error, machine.trace, plan) from error
         # What follows is the teardown, which is not part of the run.
         return machine.trace.settled()
+
+
+def _training(model: nn.Module, plan: Plan, machine: FakeMachine) -> Callable[[int], None]:
+    """The training step of train.py, as a function of the number of the update."""
+    if not any(p.requires_grad for p in model.parameters()):
+        raise InputError(
+            "expected a model with parameters to train, got none that requires a gradient: "
+            "predict with train=False"
+        )
+    apply_checkpointing(model, plan.grad_checkpointing)
+    loss = plan.loss or default_loss
+    optim = OptimConfig(clip_grad=plan.clip_grad)
+    if isinstance(plan.optimizer, str | OptimConfig):
+        optim = OptimConfig(plan.optimizer) if isinstance(plan.optimizer, str) else plan.optimizer
+        optim, build = replace(optim, clip_grad=plan.clip_grad), None
+    else:
+        build = plan.optimizer
+    with machine.during(Phase.SETUP, Category.BUFFERS):
+        step = create_training_step(
+            model,
+            plan.compute,
+            machine.device,
+            optimizer=optim,
+            build_optimizer=build,
+            ema=EmaConfig(plan.ema_decay),
+            mixes=plan.mixes,
+            watch=machine,
+        )
+    machine.adopt(step.model, ddp=plan.ddp)
+    if step.average is not None:
+        averaged = step.average.module
+        machine.relabel([*averaged.parameters(), *averaged.buffers()], Category.EMA)
+    step.model.register_forward_hook(_as_logits)
+    held: list[object] = []
+
+    def criterion(output: Any, targets: torch.Tensor) -> torch.Tensor:
+        return loss(output.value if isinstance(output, _Outputs) else output, targets)
+
+    def run_pass(is_last: bool, number: int) -> None:
+        with machine.during(Phase.INPUT):
+            images, targets = step.feed(*plan.batch())
+        held[:] = step.backward(images, targets, criterion, plan.accumulate, is_last)
+        if is_last:
+            step.update(number)
+            for state in step.optimizer.state.values():
+                machine.relabel(list(state.values()), Category.OPTIMIZER)
+
+    def run(number: int) -> None:
+        for index in range(plan.accumulate):
+            run_pass(index == plan.accumulate - 1, number)
+
+    return run
+
+
+def _inference(model: nn.Module, plan: Plan, machine: FakeMachine) -> Callable[[int], None]:
+    """The inference step of eval.py."""
+    with machine.during(Phase.SETUP):
+        step = InferenceStep(model, plan.compute, machine.device, watch=machine)
+    machine.adopt(step.model)
+    step.model.register_forward_hook(_as_logits)
+    held: list[object] = []
+
+    def run(number: int) -> None:
+        with machine.during(Phase.INPUT):
+            images = step.feed.images(plan.batch()[0])
+        held[:] = [step(images)]
+
+    return run
+
+
+class _Outputs:
+    """What a model returned, several tensors say, where a step expects logits."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def float(self) -> "_Outputs":
+        return self._mapped(lambda t: t.float() if t.is_floating_point() else t)
+
+    def detach(self) -> "_Outputs":
+        return self._mapped(torch.Tensor.detach)
+
+    def __getitem__(self, index: object) -> "_Outputs":
+        return self
+
+    def _mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "_Outputs":
+        return _Outputs(tree_map_only(torch.Tensor, function, self.value))
+
+
+def _as_logits(model: nn.Module, inputs: object, output: Any) -> Any:
+    """A hook; as it may be bypassed, our models run as they do without it."""
+    return output if isinstance(output, torch.Tensor) else _Outputs(output)
+
+
+_as_logits.bypassable = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 @contextlib.contextmanager
@@ -125,16 +296,13 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def conclude(
-    name: str, plan: Plan, device: Device, trace: Trace, began: float | None = None
-) -> Prediction:
+def conclude(name: str, plan: Plan, device: Device, trace: Trace) -> Prediction:
     """Run the trace through the allocator and state the results with their bands."""
-    began = time.perf_counter() if began is None else began
-    free = None
-    if device.capacity_bytes is not None:
-        free = max(device.capacity_bytes - device.context_bytes, SMALL_SEGMENT_BYTES)
-    replayed = replay(trace, free)
-    allocated = _allocated(plan, replayed)
+    replayed = replay(trace, free_bytes(device))
+    doubt = _doubt(plan)
+    expected = replayed.peak_allocated_bytes
+    high = max(replayed.high_bytes, expected)
+    allocated = Estimate(expected, int(expected * (1 - doubt)), int(high * (1 + doubt)))
     reserved = _reserved(replayed, allocated)
     failed = replayed.out_of_memory_event
     at_peak = trace.events[replayed.peak_event].op if replayed.allocated_bytes else None
@@ -144,60 +312,20 @@ def conclude(
         device=device,
         allocated=allocated,
         reserved=reserved,
-        device_total=_device_total(device, reserved),
+        device_total=Estimate(
+            reserved.expected_bytes + device.context_bytes,
+            reserved.low_bytes + device.context_low_bytes,
+            reserved.high_bytes + device.context_high_bytes,
+        ),
         end_allocated_bytes=replayed.allocated_bytes[-1] if replayed.allocated_bytes else 0,
         by_category=breakdown(trace, replayed),
-        by_module=activations_by_module(trace, replayed),
         peak_operation=None if at_peak is None else trace.operations[at_peak],
         out_of_memory=None if failed is None else trace.operations[trace.events[failed].op],
         notes=tuple(_notes(plan)),
-        seconds=time.perf_counter() - began,
+        seconds=0.0,
         trace=trace,
         replay=replayed,
     )
-
-
-def _by_formula(
-    name: str, model: nn.Module, plan: Plan, device: Device, began: float
-) -> Prediction:
-    """The formula's one number as a prediction: its total stands for all three."""
-    terms = formula(model, plan)
-    total = terms.training_bytes if plan.train else terms.inference_bytes
-    estimate = Estimate(total, total, total)
-    return Prediction(
-        model=name,
-        plan=plan,
-        device=device,
-        allocated=estimate,
-        reserved=estimate,
-        device_total=_device_total(device, estimate),
-        end_allocated_bytes=0,
-        by_category={
-            Category.INPUT: terms.data_bytes,
-            Category.PARAMETERS: terms.weight_bytes,
-            Category.ACTIVATIONS: terms.output_bytes,
-        },
-        by_module={},
-        peak_operation=None,
-        out_of_memory=None,
-        notes=("by formula: a sum over layers, with no allocator and no band",),
-        seconds=time.perf_counter() - began,
-        trace=Trace(),
-        replay=replay(Trace()),
-    )
-
-
-def _doubt(plan: Plan) -> float:
-    """The share by which allocated may be off, workspaces apart."""
-    if torch.backends.cuda.is_built():
-        return _DOUBT
-    return _DOUBT_CPU_FAKE_FP32 if plan.amp is None else _DOUBT_CPU_FAKE_AMP
-
-
-def _allocated(plan: Plan, replayed: Replay) -> Estimate:
-    expected, doubt = replayed.peak_allocated_bytes, _doubt(plan)
-    high = max(replayed.high_bytes, expected)
-    return Estimate(expected, int(expected * (1 - doubt)), int(high * (1 + doubt)))
 
 
 def _reserved(replayed: Replay, allocated: Estimate) -> Estimate:
@@ -207,12 +335,11 @@ def _reserved(replayed: Replay, allocated: Estimate) -> Estimate:
     return Estimate(expected, min(allocated.low_bytes, expected), high)
 
 
-def _device_total(device: Device, reserved: Estimate) -> Estimate:
-    return Estimate(
-        reserved.expected_bytes + device.context_bytes,
-        reserved.low_bytes + device.context_low_bytes,
-        reserved.high_bytes + device.context_high_bytes,
-    )
+def _doubt(plan: Plan) -> float:
+    """The share by which allocated may be off, workspaces apart."""
+    if torch.backends.cuda.is_built():
+        return _DOUBT
+    return _DOUBT_CPU_FAKE_FP32 if plan.amp == "off" else _DOUBT_CPU_FAKE_AMP
 
 
 def _notes(plan: Plan) -> list[str]:
@@ -226,12 +353,14 @@ def _notes(plan: Plan) -> list[str]:
 
 def _explained(error: Exception, trace: Trace, plan: Plan) -> InputError:
     """The user's view of what went wrong while the step ran on fakes."""
-    operation = trace.operations[-1]
+    operation = trace.operations[-1] if trace.operations else Operation("", Phase.SETUP, "", 0)
     where = f" in {operation.module}" if operation.module else ""
+    first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
     if isinstance(error, fakes.DataDependentOutputException | fakes.DynamicOutputShapeException):
         return InputError(
             f"{operation.name}{where} depends on the values of a tensor, which a prediction does "
-            f"not have ({_innermost(error)}): replace it, or pass the part of the model without it"
+            f"not have ({_innermost(error) or first_line}): replace it, or pass the part of the "
+            "model without it"
         )
     if isinstance(error, fakes.UnsupportedFakeTensorException | NotImplementedError) or (
         isinstance(error, fakes.UnsupportedOperatorException)
@@ -239,33 +368,34 @@ def _explained(error: Exception, trace: Trace, plan: Plan) -> InputError:
         or "Meta" in str(error)
     ):
         return InputError(
-            f"{operation.name}{where} cannot be faked ({_first_line(error)}): give it a fake "
+            f"{operation.name}{where} cannot be faked ({first_line}): give it a fake "
             "kernel with torch.library.register_fake, or replace it for the prediction"
         )
-    if "data is not allocated" in str(error):
+    if "data is not allocated" in str(error) or "CUDA support was not enabled" in str(error):
         return InputError(
             f"something after {operation.name}{where} reads a tensor's data outside of PyTorch's "
-            f"operators ({_first_line(error)}): replace it for the prediction, such as "
+            f"operators ({first_line}): replace it for the prediction, such as "
             "norm='inplace_abn' by norm='abn'"
         )
-    if operation.phase is Phase.OPTIMIZER:
+    if operation.phase is Phase.SETUP:
+        return InputError(
+            f"the step could not be set up on fakes ({type(error).__name__}: {first_line}): check "
+            "the model and the optimizer"
+        )
+    if operation.phase is Phase.UPDATE:
         return InputError(
             f"the optimizer {plan.optimizer_name} failed on fakes after {operation.name} "
-            f"({type(error).__name__}: {_first_line(error)}): predict with another one"
+            f"({type(error).__name__}: {first_line}): predict with another one"
         )
     shape = "x".join(map(str, plan.input_shape))
     return InputError(
         f"the model failed on a fake input of {shape} at {operation.name}{where} "
-        f"({type(error).__name__}: {_first_line(error)}): check input_size and the model"
+        f"({type(error).__name__}: {first_line}): check input_size and the model"
     )
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _innermost(error: Exception) -> str:
+def _innermost(error: Exception) -> str | None:
     """The line of the model that asked: the last one outside of torch."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [f for f in frames if "/torch/" not in f.filename and "tresnet/memory" not in f.filename]
-    return f"{ours[-1].line} in {ours[-1].name}" if ours else _first_line(error)
+    return f"{ours[-1].line} in {ours[-1].name}" if ours else None

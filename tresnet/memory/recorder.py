@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tresnet.memory.device import Device
-from tresnet.memory.events import Category, Operation, Phase, Trace
 from tresnet.memory.shapes import ShapeMemory
+from tresnet.memory.trace import Category, Operation, Phase, Trace
 from tresnet.memory.workspaces import Workspaces
 
 aten = torch.ops.aten
@@ -23,7 +24,13 @@ _BORN_IN = {
     Phase.INPUT: Category.INPUT,
     Phase.FORWARD: Category.ACTIVATIONS,
     Phase.BACKWARD: Category.ACTIVATION_GRADIENTS,
-    Phase.OPTIMIZER: Category.TEMPORARY,
+    Phase.UPDATE: Category.TEMPORARY,
+}
+# What `.item()` says where a value cannot matter to memory: an update's steps and flags are one,
+# and nothing is wrong with what is set up. Elsewhere it is an error.
+_ANSWERS = {
+    Phase.SETUP: {torch.bool: False},
+    Phase.UPDATE: {torch.bool: True, torch.int32: 1, torch.int64: 1},
 }
 
 
@@ -72,6 +79,7 @@ class Recorder(TorchDispatchMode):
             yield
         finally:
             self.phase, self.category = before
+            self._node_module = None
 
     def start_step(self) -> None:
         """Mark where a step begins."""
@@ -96,10 +104,6 @@ class Recorder(TorchDispatchMode):
         at = bisect_right(starts, node._sequence_nr()) - 1
         self._node_module = names[at] if at >= 0 else ""
 
-    def leave_backward(self) -> None:
-        """No node runs any more."""
-        self._node_module = None
-
     def _note_module(self) -> None:
         if self.phase is Phase.FORWARD:
             self._module_from[0].append(torch.autograd._get_sequence_nr())
@@ -114,9 +118,7 @@ class Recorder(TorchDispatchMode):
 
     # -- tensors ------------------------------------------------------------------------------
 
-    def see(
-        self, tensor: torch.Tensor, category: Category | None = None, module: str | None = None
-    ) -> None:
+    def see(self, tensor: torch.Tensor, category: Category | None = None) -> None:
         """Record the birth of the tensor's storage, unless it is known or elsewhere."""
         fake_device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
         if fake_device.type != self._device_type:
@@ -126,7 +128,7 @@ class Recorder(TorchDispatchMode):
         if key in self._buffers:
             return
         category = category or self.category or _BORN_IN[self.phase]
-        buffer = self.trace.birth(storage.nbytes(), category, module or self.module)
+        buffer = self.trace.birth(storage.nbytes(), category, self.module)
 
         def died(_: object, key: int = key, buffer: int = buffer) -> None:
             del self._buffers[key]
@@ -135,13 +137,20 @@ class Recorder(TorchDispatchMode):
 
         self._buffers[key] = buffer, weakref.ref(storage, died)
 
+    def claim(self, tensor: torch.Tensor, category: Category, module: str | None = None) -> None:
+        """Say what the tensor's storage turned out to be for, and for which module."""
+        self.see(tensor)
+        known = self._buffers.get(tensor.untyped_storage()._cdata)
+        if known is not None:
+            buffer = self.trace.buffers[known[0]]
+            buffer.category = category
+            buffer.module = buffer.module if module is None else module
+
     def relabel(self, tensors: Iterable[object], category: Category) -> None:
-        """Say what the tensors' storages turned out to be for."""
+        """Say what the tensors among these turned out to be for."""
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
-                known = self._buffers.get(tensor.untyped_storage()._cdata)
-                if known is not None:
-                    self.trace.buffers[known[0]].category = category
+                self.claim(tensor, category)
 
     def mark_masters(self, parameters: Iterable[torch.Tensor]) -> None:
         """Remember the parameters, so that autocast's copies of them are told apart."""
@@ -156,19 +165,28 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return _device_of(func, args, kwargs)
-        if self.phase is Phase.OPTIMIZER and _changes_nothing(func):
-            return _any_value(args[0]) if func is aten._local_scalar_dense.default else None
-        operation = Operation(_op_name(func), self.phase, self.module, self.step)
+        if func is aten._local_scalar_dense.default and self.phase in _ANSWERS:
+            return _ANSWERS[self.phase].get(args[0].dtype, 1.0)
+        if self.phase is Phase.UPDATE and _changes_nothing(func):
+            return None
+        if torch.is_inference_mode_enabled():  # operations arrive whole there
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+        operation = Operation(
+            func._schema.name.replace("::", "."), self.phase, self.module, self.step
+        )
         self.trace.begin(operation)
         if func in _BLAS:
             self._blas_workspace()
         out = self._shapes.run(func, args, kwargs)
-        tensors = list(_tensors_in(out))
+        tensors = [out] if isinstance(out, torch.Tensor) else _tensors_in(out)
         category = self._cast_category(func, args)
         for tensor in tensors:
             self.see(tensor, category)
         operation.shapes = tuple(tuple(t.shape) for t in tensors)
-        self._borrow(operation, func, args, kwargs, tensors)
+        self._borrow(operation, func, args, tensors)
         return out
 
     def _cast_category(self, func: Any, args: tuple) -> Category | None:
@@ -186,22 +204,13 @@ class Recorder(TorchDispatchMode):
             self.trace.birth(n_bytes, Category.WORKSPACE, "")
 
     def _borrow(
-        self,
-        operation: Operation,
-        func: Any,
-        args: tuple,
-        kwargs: dict,
-        outputs: list[torch.Tensor],
+        self, operation: Operation, func: Any, args: tuple, outputs: list[torch.Tensor]
     ) -> None:
         """Record what the kernel takes and gives back while it runs."""
-        workspace = self._workspaces.of(func, args, kwargs, outputs)
-        if workspace is None:
-            return
-        operation.workspace_high_bytes = workspace.high_bytes - workspace.expected_bytes
-        if workspace.expected_bytes:
-            buffer = self.trace.birth(
-                workspace.expected_bytes, Category.WORKSPACE, operation.module
-            )
+        expected_bytes, high_bytes = self._workspaces.of(func, args, outputs)
+        operation.workspace_high_bytes = high_bytes - expected_bytes
+        if expected_bytes:
+            buffer = self.trace.birth(expected_bytes, Category.WORKSPACE, operation.module)
             self.trace.death(buffer)
 
 
@@ -214,28 +223,15 @@ def _device_of(func: Any, args: tuple, kwargs: dict) -> torch.device:
 
 
 def _changes_nothing(func: Any) -> bool:
-    """Whether an operation of the optimizer neither makes nor frees memory.
+    """Whether an operation of the update neither makes nor frees memory.
 
-    In-place foreach operations are slow to fake, over hundreds of tensors; `.item()` has no
-    value to read, and the steps and flags that optimizers read do not change what they allocate.
+    Operations in place over hundreds of tensors are slow to fake.
     """
     name = func._schema.name
-    return func is aten._local_scalar_dense.default or (
-        name.startswith("aten::_foreach_") and name.endswith("_")
+    return name.startswith("aten::_amp_") or (
+        name.startswith(("aten::_foreach_", "aten::_fused_")) and name.endswith("_")
     )
 
 
-def _any_value(tensor: torch.Tensor) -> float | int:
-    return 1.0 if tensor.is_floating_point() else 1
-
-
-def _op_name(func: Any) -> str:
-    return func._schema.name.replace("::", ".")
-
-
-def _tensors_in(out: object) -> Iterator[torch.Tensor]:
-    if isinstance(out, torch.Tensor):
-        yield out
-    elif isinstance(out, tuple | list):
-        for item in out:
-            yield from _tensors_in(item)
+def _tensors_in(out: object) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]

@@ -4,12 +4,14 @@ from collections import Counter
 from dataclasses import dataclass
 
 from tresnet.memory.allocator import (
+    SMALL_SEGMENT_BYTES,
     Block,
     CachingAllocator,
     SimulatedOutOfMemoryError,
     round_request,
 )
-from tresnet.memory.events import Category, Trace
+from tresnet.memory.device import Device
+from tresnet.memory.trace import Category, Trace
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,13 @@ class Replay:
     def peak_reserved_bytes(self) -> int:
         """What `torch.cuda.max_memory_reserved` would say."""
         return max(self.reserved_bytes, default=0)
+
+
+def free_bytes(device: Device) -> int | None:
+    """What a device has for the allocator beside its context; None for no limit."""
+    if device.capacity_bytes is None:
+        return None
+    return max(device.capacity_bytes - device.context_bytes, SMALL_SEGMENT_BYTES)
 
 
 def replay(
@@ -85,40 +94,11 @@ def held_at_peak_bytes(trace: Trace) -> int:
     return most
 
 
-def live_buffers(trace: Trace, event: int) -> list[int]:
-    """The buffers alive after `event`."""
-    live: dict[int, None] = {}
-    for step in trace.events[: event + 1]:
-        if step.alive:
-            live[step.buffer] = None
-        else:
-            live.pop(step.buffer, None)
-    return list(live)
-
-
 def breakdown(trace: Trace, replayed: Replay) -> dict[Category, int]:
     """Bytes by category at the peak, largest first; they sum to the peak of allocated."""
-    return _sorted(_live_bytes(trace, replayed, by_module=False))
-
-
-def activations_by_module(trace: Trace, replayed: Replay) -> dict[str, int]:
-    """Bytes of activations and their gradients alive at the peak, by the module they came from."""
-    return _sorted(_live_bytes(trace, replayed, by_module=True))
-
-
-def _live_bytes(trace: Trace, replayed: Replay, *, by_module: bool) -> Counter:
     sizes: Counter = Counter()
-    live = [trace.buffers[i] for i in live_buffers(trace, replayed.peak_event)]
-    for buffer in live:
-        if not by_module:
-            sizes[buffer.category] += buffer.n_bytes
-        elif buffer.category in (Category.ACTIVATIONS, Category.ACTIVATION_GRADIENTS):
-            sizes[buffer.module] += buffer.n_bytes
-    if not by_module:
-        rounding = replayed.peak_allocated_bytes - sum(b.n_bytes for b in live)
-        sizes[Category.ROUNDING] = rounding
-    return sizes
-
-
-def _sorted(sizes: Counter) -> dict:
-    return {name: n for name, n in sizes.most_common() if n}
+    for event in trace.events[: replayed.peak_event + 1]:
+        buffer = trace.buffers[event.buffer]
+        sizes[buffer.category] += buffer.n_bytes if event.alive else -buffer.n_bytes
+    sizes[Category.ROUNDING] = replayed.peak_allocated_bytes - sum(sizes.values())
+    return {category: n_bytes for category, n_bytes in sizes.most_common() if n_bytes}

@@ -1,25 +1,141 @@
 """A backward pass in Python that runs nodes and frees memory as the autograd engine does.
 
-The C++ engine refuses tensors of a device that is not there. This walk calls the nodes of the
+The C++ engine refuses tensors of a device that is not there. `BackwardWalk` calls the nodes of the
 graph itself: highest sequence number first, gradients into leaves at once, saved tensors released
-as soon as their node has run. Held to the real engine on fake CPU tensors in the tests.
+as soon as their node has run. The tests hold it to the real engine on fakes of CPU tensors.
+
+The engine releases what a node saved when the node has run, while the node itself may live on in
+the caller's loss. Python cannot release it, so `SavedTensors` packs every tensor that is saved into
+a `Box` that can be emptied, hooks of the model included (activation checkpointing, `save_on_cpu`,
+our own `abn`).
 """
 
 import contextlib
 import heapq
 import itertools
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._C import _autograd
 
-from tresnet.memory.saved import SavedTensors
+from tresnet.memory import patches
 
 Node = Any  # torch.autograd.graph.Node, or the Python node of a custom Function
 Gradients = list[torch.Tensor | None]
+PackHook = Callable[[torch.Tensor], Any]
+UnpackHook = Callable[[Any], torch.Tensor]
 
-_task_ids = itertools.count(1)
+# References to a tensor in a local variable that nobody else knows: the variable and the argument
+# of sys.getrefcount.
+_LOCAL = 2
+# Owners of the storage of such a tensor: the tensor and the Python storage made for the question.
+_LONE_STORAGE = 2
+
+
+class _Hooks:
+    """A pair of hooks, owned by their scope and by the full boxes alone.
+
+    Autograd lets go of its hooks when the last tensor packed by them is released.
+    """
+
+    __slots__ = ("__weakref__", "pack", "unpack")
+
+    def __init__(self, pack: PackHook, unpack: UnpackHook) -> None:
+        self.pack = pack
+        self.unpack = unpack
+
+
+class Box:
+    """What a pack hook returned, and its hooks, until `empty`."""
+
+    __slots__ = ("__weakref__", "content", "hooks")
+
+    def __init__(self, content: object, hooks: _Hooks) -> None:
+        self.content: object = content
+        self.hooks: _Hooks | None = hooks
+
+    def empty(self) -> None:
+        """Let go of the content and of the hooks."""
+        self.content = self.hooks = None
+
+
+class SavedTensors:
+    """Boxes every tensor that autograd saves inside `recording()`."""
+
+    def __init__(self) -> None:
+        self._scopes: list[_Hooks] = []
+        self._depth = 0
+        self._read: list[Box] = []
+        self._all: list[weakref.ref[Box]] = []
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Box all saved tensors, also those that go through hooks pushed inside."""
+        with patches.saved_tensor_hooks_replaced(self._boxed, self._scopes.pop):
+            _autograd._push_saved_tensors_default_hooks(_identity, _identity)
+            try:
+                yield
+            finally:
+                _autograd._pop_saved_tensors_default_hooks()
+                # A box with the output of the node that owns it is a cycle nobody else can see.
+                self.empty_all()
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[list[Box]]:
+        """The boxes opened inside, in order, except those opened while opening another."""
+        outer, self._read = self._read, []
+        depth, self._depth = self._depth, 0
+        try:
+            yield self._read
+        finally:
+            self._read, self._depth = outer, depth
+
+    def empty_all(self) -> None:
+        """Empty every box that is left, as a whole backward pass would."""
+        for reference in self._all:
+            box = reference()
+            if box is not None:
+                box.empty()
+        self._all.clear()
+
+    def _boxed(self, pack: PackHook, unpack: UnpackHook) -> tuple[PackHook, UnpackHook]:
+        hooks = _Hooks(pack, unpack)
+        self._scopes.append(hooks)
+        reference = weakref.ref(hooks)
+
+        # Autograd owns these two functions until the node dies: they must not own the hooks.
+        def pack_box(tensor: torch.Tensor) -> Box:
+            owner = reference()
+            if owner is None:
+                raise RuntimeError("a tensor was saved after its hooks were popped")
+            box = Box(owner.pack(tensor), owner)
+            self._all.append(weakref.ref(box))
+            return box
+
+        # torch.utils.checkpoint reads these: it must not take our boxing for a hook of the user.
+        if pack is _identity or getattr(pack, "_checkpoint_internal", False):
+            pack_box._checkpoint_internal = True  # type: ignore[attr-defined]
+            pack_box._user_hooks = getattr(pack, "_user_hooks", None)  # type: ignore[attr-defined]
+        return pack_box, self._unpack_box
+
+    def _unpack_box(self, box: Box) -> torch.Tensor:
+        if box.hooks is None:
+            raise RuntimeError("a saved tensor was read after backward had released it")
+        self._depth += 1
+        try:
+            tensor = box.hooks.unpack(box.content)
+        finally:
+            self._depth -= 1
+        if self._depth == 0:
+            self._read.append(box)
+        return tensor
+
+
+def _identity(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 class BackwardWalk:
@@ -43,6 +159,7 @@ class BackwardWalk:
     ) -> None:
         self._saved = saved
         self._sum_in_place = sum_in_place
+        self._depth = 0
         self._before_node = before_node or (lambda node: None)
         self._on_gradient = on_gradient or (lambda parameter: None)
 
@@ -50,14 +167,20 @@ class BackwardWalk:
         self,
         tensors: torch.Tensor | Sequence[torch.Tensor],
         grad_tensors: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+        *_: object,
+        **__: object,
     ) -> None:
-        """Accumulate gradients into the leaves below `tensors`, like `torch.autograd.backward`."""
+        """Accumulate gradients into the leaves below `tensors`, like `torch.autograd.backward`.
+
+        The graph is used up: its other arguments have no effect. Nodes may call this in turn.
+        """
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         if grad_tensors is None or isinstance(grad_tensors, torch.Tensor):
             seeds: Gradients = [grad_tensors] * len(roots)
         else:
             seeds = list(grad_tensors)
-        with torch.no_grad(), _graph_task():
+        self._depth += 1
+        with torch.no_grad(), patches.graph_task():
             task = _Task(self._sum_in_place)
             for index, root in enumerate(roots):
                 seed, seeds[index] = seeds[index], None
@@ -70,10 +193,9 @@ class BackwardWalk:
                 del ready
                 self._run(task, node, gradients)
                 del node, gradients
-
-    def finish(self) -> None:
-        """Release what no node asked for: the graph has been run as a whole."""
-        self._saved.empty_all()
+        self._depth -= 1
+        if self._depth == 0:
+            self._saved.empty_all()  # what no node asked for
 
     def _run(self, task: "_Task", node: Node, gradients: Gradients) -> None:
         self._before_node(node)
@@ -181,7 +303,7 @@ def _call_custom(node: Node, gradients: Gradients, edges: tuple) -> Gradients:
     cover the tensors alone. Arguments that need a gradient match edges that lead somewhere.
     """
     for index, meta in enumerate(node._input_metadata):
-        if gradients[index] is None and wants_zeros(node):
+        if gradients[index] is None and patches.wants_zeros(node):
             gradients[index] = torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
     arguments = tuple(gradients)
     gradients.clear()
@@ -205,13 +327,6 @@ def _is_leaf(node: Node) -> bool:
     return type(node).__name__ == "AccumulateGrad"
 
 
-# References to a tensor in a local variable that nobody else knows: the variable and the argument
-# of sys.getrefcount.
-_LOCAL = 2
-# Owners of the storage of such a tensor: the tensor and the Python storage made for the question.
-_LONE_STORAGE = 2
-
-
 def _add(buffer: Gradients, index: int, gradient: torch.Tensor, *, in_place: bool) -> None:
     """Sum two gradients for one input; in place where the first belongs to nobody else."""
     held, buffer[index] = buffer[index], None
@@ -232,40 +347,3 @@ def _layout_follows(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
         size == 1 or mine == theirs
         for size, mine, theirs in zip(leaf.shape, gradient.stride(), leaf.stride(), strict=True)
     )
-
-
-_SETTING = "_tresnet_materialize_grads"
-
-
-def wants_zeros(node: Node) -> bool:
-    """Whether a custom Function gets zeros for outputs that no gradient reached."""
-    return getattr(node, _SETTING, True)
-
-
-@contextlib.contextmanager
-def remember_materialize_grads() -> Iterator[None]:
-    """Keep what custom Functions say to `ctx.set_materialize_grads`, which torch will not tell."""
-    context = torch.autograd.function.FunctionCtx
-    real = context.set_materialize_grads
-
-    def remember(ctx: Any, value: bool) -> None:
-        real(ctx, value)
-        setattr(ctx, _SETTING, value)
-
-    context.set_materialize_grads = remember  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        context.set_materialize_grads = real
-
-
-@contextlib.contextmanager
-def _graph_task() -> Iterator[None]:
-    """Give this walk a task id: torch.utils.checkpoint recomputes once for each id."""
-    task_id = next(_task_ids)
-    real = torch._C._current_graph_task_id
-    torch._C._current_graph_task_id = lambda: task_id
-    try:
-        yield
-    finally:
-        torch._C._current_graph_task_id = real

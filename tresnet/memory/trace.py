@@ -34,7 +34,7 @@ class Phase(StrEnum):
     INPUT = "input"
     FORWARD = "forward"
     BACKWARD = "backward"
-    OPTIMIZER = "optimizer"
+    UPDATE = "update"
 
 
 @dataclass(slots=True)

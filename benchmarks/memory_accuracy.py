@@ -1,0 +1,159 @@
+"""Hold predictions of GPU memory to measurements, on a machine with a GPU; writes a record.
+
+    python benchmarks/memory_accuracy.py [MODEL ...]        # all our models and twelve peers
+    python benchmarks/memory_accuracy.py --max-batch MODEL  # the predicted batch, and 10 % more
+
+Ours train in fp32 and bf16, with SGD and AdamW, and infer in both; peers train in fp32 with SGD
+and in bf16 with AdamW. `tests/memory/test_gpu_records.py` predicts the rows of committed records
+again.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from tresnet.measure.cases import BenchCase
+from tresnet.measure.phases import measure_in_new_process
+from tresnet.measure.records import RecordFile
+from tresnet.memory import Device, MaxBatch, Workspaces, describe_device, max_batch, predict
+
+OURS = ("tresnet_t", "tresnet_s", "tresnet_m", "tresnet_l", "tresnet_xl", "tresnet_v2_l")
+PEERS = tuple(
+    f"timm:{name}"
+    for name in (
+        *("resnet50", "seresnext50_32x4d", "tresnet_m", "densenet121", "efficientnet_b0"),
+        *("mobilenetv3_large_100", "regnety_032", "nf_resnet50", "convnext_tiny"),
+        *("vit_small_patch16_224", "swin_tiny_patch4_window7_224", "vgg16_bn"),
+    )
+)
+BATCH_SIZE = 64
+# What the predictor is held to, in percent of what was measured.
+ALLOCATED_MEAN_PERCENT = 2.0
+ALLOCATED_PERCENT = 5.0
+RESERVED_PERCENT = 10.0
+
+Row = dict[str, Any]
+
+
+def matrix(models: Sequence[str] = ()) -> list[Row]:
+    """The steps to compare, as `predict` takes them; those of the models named."""
+    steps = [{"amp": amp, "opt": opt} for amp in ("off", "bf16") for opt in ("sgd", "adamw")]
+    infer = [{"amp": amp, "train": False} for amp in ("off", "bf16")]
+    rows = [{"model": name, "step": step} for name in OURS for step in (*steps, *infer)]
+    rows += [{"model": name, "step": step} for name in PEERS for step in (steps[0], steps[3])]
+    return [row for row in rows if not models or row["model"] in models]
+
+
+def predicted(row: Row, device: Device | None = None, table: Workspaces | None = None) -> Row:
+    """A row with today's prediction, and its errors where it was measured."""
+    step = {**row["step"]}
+    if "opt" in step:
+        step["optimizer"] = step.pop("opt")
+    p = predict(row["model"], batch_size=BATCH_SIZE, device=device, workspaces=table, **step)
+    said = {"allocated_mib": p.allocated.mib, "reserved_mib": p.reserved.mib}
+    errors = {
+        f"{what}_error_percent": 100 * (said[f"{what}_mib"] / row["measured"][f"{what}_mib"] - 1)
+        if row.get("measured")
+        else None
+        for what in ("allocated", "reserved")
+    }
+    return {**row, "predicted": said, **errors}
+
+
+def measured(row: Row, run: Callable[[BenchCase, bool], Row]) -> Row:
+    """A row with what a fresh process measured, or the reason why not."""
+    step = {name: value for name, value in row["step"].items() if name != "train"}
+    result = run(
+        BenchCase(model=row["model"], batch_size=BATCH_SIZE, **step), row["step"].get("train", True)
+    )
+    if "error" in result:
+        return {**row, "measured": None, "error": result["error"]}
+    after = result["phases"]["train"]
+    numbers = {"allocated_mib": after["max_allocated_mib"], "reserved_mib": after["reserved_mib"]}
+    return {**row, "measured": numbers, "error": None}
+
+
+def predict_again(record: Mapping[str, Any], models: Iterable[str] | None = None) -> list[Row]:
+    """The measured rows of a record with the predictions of today, for the record's GPU."""
+    gpu = record["environment"]["device"]
+    major, minor = map(int, gpu["compute_capability"].split("."))
+    device = describe_device(gpu["name"], int(gpu["memory_mib"] * 2**20), (major, minor))
+    wanted = None if models is None else set(models)
+    return [
+        predicted(row, device)
+        for row in record["rows"]
+        if row["measured"] and (wanted is None or row["model"] in wanted)
+    ]
+
+
+def misses(rows: Sequence[Row]) -> list[str]:
+    """Where predictions miss measurements by more than they may, in words."""
+    errors = [abs(row["allocated_error_percent"]) for row in rows if row.get("measured")]
+    mean = sum(errors) / len(errors) if errors else 0
+    found = []
+    if mean > ALLOCATED_MEAN_PERCENT:
+        found.append(f"allocated: mean error {mean:.2f} %, expected {ALLOCATED_MEAN_PERCENT} %")
+    for row in rows:
+        for what, limit in (("allocated", ALLOCATED_PERCENT), ("reserved", RESERVED_PERCENT)):
+            error = row[f"{what}_error_percent"]
+            if error is not None and abs(error) > limit:
+                found.append(
+                    f"{row['model']} {row['step']}: {what} off by {error:+.2f} %, expected "
+                    f"{limit} %"
+                )
+    return found
+
+
+def try_out(found: MaxBatch, run: Callable[[int], Row]) -> list[Row]:
+    """Run the largest batch and one 10 % larger: did what the prediction says?"""
+    largest, rows = found.batch_size, []
+    for batch_size in (largest, max(round(largest * 1.1), largest + 1)) if largest else (1,):
+        result, answer = run(batch_size), found.answer(batch_size).value
+        ran, error = "phases" in result, result.get("error")
+        full = error is not None and "out of memory" in error.lower()
+        holds = {"yes": ran, "no": full, "uncertain": ran or full}[answer]
+        row = {"batch_size": batch_size, "answer": answer, "ran": ran, "holds": holds}
+        rows.append({**row, "error": error})
+    return rows
+
+
+def main() -> int:
+    """Measure, print a line for each case and write the record after each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("models", nargs="*")
+    parser.add_argument("--max-batch", action="store_true")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--timeout-s", type=float, default=300)
+    parser.add_argument("--output-dir", default="benchmarks/records")
+    options = parser.parse_args()
+    about = {"device": options.device, "settings": {"batch_size": BATCH_SIZE}}
+    what = "memory_max_batch" if options.max_batch else "memory_matrix"
+    record = RecordFile(options.output_dir, what, **about)
+
+    def run(case: BenchCase, training: bool) -> Row:
+        return measure_in_new_process(case, training, options.device, options.timeout_s)
+
+    rows: list[Row] = []
+    if options.max_batch:
+        for model in options.models:
+            case = BenchCase(model=model, amp="bf16")
+            rows += try_out(
+                max_batch(model, amp="bf16"),
+                lambda n, case=case: run(dataclasses.replace(case, batch_size=n), True),
+            )
+            record.write(rows)
+        print(*rows, sep="\n")
+        return 0 if all(row["holds"] for row in rows) else 1
+    for row in matrix(options.models):
+        rows.append(predicted(measured(row, run)))
+        record.write(rows)
+        print(rows[-1])
+    found = misses(rows)
+    print(*found, sep="\n")
+    return 1 if found or any(row["error"] for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

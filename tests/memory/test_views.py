@@ -1,0 +1,106 @@
+"""The timeline of a prediction, its picture, and its snapshot in PyTorch's own tools."""
+
+import itertools
+import pickle
+import sys
+
+import pytest
+from torch.cuda import _memory_viz
+
+from tresnet.errors import InputError, MissingDependencyError, WriteError
+from tresnet.memory import Category, Phase, predict
+from tresnet.memory.plot import COLORS, plot, timeline
+from tresnet.memory.snapshot import snapshot, write_snapshot
+
+WRITERS = [(plot, "memory.png"), (write_snapshot, "memory.pickle")]
+
+
+@pytest.fixture(scope="module")
+def prediction():
+    return predict("tresnet_t", batch_size=16, optimizer="adamw")
+
+
+def test_points_add_up_and_reach_the_peak(prediction):
+    points = timeline(prediction)
+    assert max(p.allocated_bytes for p in points) == prediction.allocated.expected_bytes
+    for point in points:
+        assert sum(point.by_category_bytes.values()) == point.allocated_bytes
+        assert min(point.by_category_bytes.values()) >= 0
+        assert point.allocated_bytes <= point.reserved_bytes
+    phases = [phase for phase, _ in itertools.groupby(p.operation.phase for p in points)]
+    assert [p for p in phases if p in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)] == [
+        Phase.FORWARD,
+        Phase.BACKWARD,
+        Phase.UPDATE,
+    ], phases
+
+
+def test_every_category_has_a_colour_of_its_own():
+    assert set(COLORS) == set(Category)
+    assert len(set(COLORS.values())) == len(COLORS)
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_picture_is_drawn(prediction, tmp_path, suffix):
+    pytest.importorskip("matplotlib")
+    content = plot(prediction, tmp_path / f"memory{suffix}").read_bytes()
+    assert content.startswith(b"\x89PNG" if suffix == ".png" else b"<?xml")
+    assert len(content) > 10_000
+
+
+def test_picture_needs_a_format_and_matplotlib(prediction, tmp_path, monkeypatch):
+    with pytest.raises(InputError, match=r"expected a path ending in .png"):
+        plot(prediction, tmp_path / "memory.doc")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'tresnet\[plot\]'"):
+        plot(prediction, tmp_path / "memory.png")
+
+
+def test_pytorchs_viewer_reads_the_snapshot(prediction, tmp_path):
+    path = write_snapshot(prediction, tmp_path / "memory.pickle")
+    content = pickle.loads(path.read_bytes())
+    summary = _memory_viz.segsum(content)  # checks that blocks and segments add up
+    assert f"segments: {len(content['segments'])}" in summary
+    assert "cudaMalloc" in _memory_viz.trace(content)
+    assert "Active Memory Timeline" in _memory_viz.trace_plot(content)
+    flames = _memory_viz.memory(content, format_flamegraph=lambda text: text)
+    line = "stream_0;active_allocated;setup:0:body;setup:0:body.conv1;setup:0:body.conv1.conv;"
+    assert line in flames
+
+
+def test_the_snapshot_agrees_with_the_prediction(prediction):
+    content = snapshot(prediction)
+    held = sum(segment["allocated_size"] for segment in content["segments"])
+    assert held == prediction.end_allocated_bytes
+    reserved = most = 0
+    for entry in content["device_traces"][0]:
+        reserved += entry["size"] if entry["action"] == "segment_alloc" else 0
+        reserved -= entry["size"] if entry["action"] == "segment_free" else 0
+        most = max(most, reserved)
+    assert most == prediction.reserved.expected_bytes
+    assert reserved == sum(segment["total_size"] for segment in content["segments"])
+
+
+def test_the_snapshot_of_too_little_memory_ends_where_it_was_full():
+    full = predict("tresnet_t", batch_size=4096, gpu_memory="1GiB")
+    *_, last = snapshot(full)["device_traces"][0]
+    assert last["action"] == "oom"
+    assert last["size"] > last["device_free"]
+    assert last["frames"][0]["name"] == full.out_of_memory.name
+
+
+@pytest.mark.parametrize(("write", "name"), WRITERS, ids=["plot", "snapshot"])
+def test_a_failed_write_leaves_the_old_file(prediction, tmp_path, write, name, monkeypatch):
+    with pytest.raises(WriteError, match="does not exist"):
+        write(prediction, tmp_path / "none" / name)
+    path = tmp_path / name
+    path.write_text("old")
+
+    def full_disk(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full_disk)
+    with pytest.raises(WriteError, match="No space left"):
+        write(prediction, path)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,78 @@
+"""Memory of a case by phase, each case in a process of its own: nothing is left over from another.
+
+The process is `python -m tresnet.measure.phases JSON`, which prints one JSON object.
+"""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from typing import Any
+
+from tresnet.errors import TResNetError
+from tresnet.measure.cases import BenchCase
+
+# Two steps reach the peak; the others let cuDNN and the cache settle.
+STEPS = 5
+_BAD_INPUT_EXIT_CODE = 2
+
+
+def measure_phases(
+    case: BenchCase, training: bool, device: str, steps: int = STEPS
+) -> dict[str, dict[str, float | None]]:
+    """Run steps of a case here and now: the memory columns at every phase, in MiB.
+
+    Raises:
+        InputError: there is no such device, or the case cannot be run.
+    """
+    from tresnet import env
+    from tresnet.measure.memory import MemoryMeter
+    from tresnet.measure.models import prepare
+
+    where = env.timed_device(device)
+    checked = case.checked(training, where.type == "cuda")
+    meter = MemoryMeter(where, log=lambda line: None)
+    meter.phase("initial")
+    step, *held = prepare(checked, training, where, seed=0)
+    meter.phase("model")
+    for _ in range(steps):
+        step()
+    meter.phase("train")
+    del step, held
+    meter.phase("final")
+    return {name: snapshot.to_dict() for name, snapshot in meter.phases.items()}
+
+
+def measure_in_new_process(
+    case: BenchCase, training: bool, device: str, timeout_s: float
+) -> dict[str, Any]:
+    """The `phases` of a case from a fresh process, or `error` with what went wrong."""
+    task = {"case": dataclasses.asdict(case), "training": training, "device": device}
+    command = [sys.executable, "-m", "tresnet.measure.phases", json.dumps(task)]
+    try:
+        done = subprocess.run(  # the interpreter that runs us, with our own arguments
+            command, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"not finished after {timeout_s:.0f} s"}
+    lines = done.stdout.strip().splitlines()
+    if done.returncode == 0 and lines:
+        return {"phases": json.loads(lines[-1])}
+    last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    return {"error": f"exit code {done.returncode}: {last}"}
+
+
+def main() -> int:
+    """Measure the case given as JSON."""
+    task = json.loads(sys.argv[1])
+    try:
+        phases = measure_phases(BenchCase(**task["case"]), task["training"], task["device"])
+    except TResNetError as error:
+        sys.stderr.write(f"{error}\n")
+        return _BAD_INPUT_EXIT_CODE
+    sys.stdout.write(json.dumps(phases) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,291 @@
+"""Every change that a prediction makes to torch while it runs, and undoes afterwards.
+
+PyTorch asks the GPU, or a C++ engine that wants one, at the places below; there is none, so they
+are answered here as a GPU would answer. Each function is one patch. `tests/memory/test_patches.py`
+holds a canary for each: it fails when torch no longer needs the patch, or no longer heeds it.
+"""
+
+import contextlib
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import _autograd
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.function import FunctionCtx
+from torch.optim.optimizer import _foreach_supported_types
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tresnet.memory.attention import attend
+
+_task_ids = itertools.count(1)
+_MATERIALIZE = "_tresnet_materialize_grads"
+
+
+@contextlib.contextmanager
+def gpu_answers() -> Iterator[None]:
+    """What fakes of CUDA tensors need to run as on a GPU: all the patches of operators."""
+    with contextlib.ExitStack() as stack:
+        for patch in (
+            attention_chosen_by_rule,
+            autocast_without_gpu,
+            bfloat16_convolutions_on_cudnn,
+            attention_layers_in_pieces,
+            foreach_optimizers,
+            modules_converted,
+            fakes_deepcopied,
+            generators_on_cpu,
+            properties_without_gpu,
+            scaled_updates_are_made,
+        ):
+            stack.enter_context(patch())
+        yield
+
+
+@contextlib.contextmanager
+def attention_chosen_by_rule() -> Iterator[None]:
+    """`scaled_dot_product_attention` runs the kernel that `attention.attend` chooses.
+
+    PyTorch's own choice asks the driver; without one it takes the plain operators, which keep the
+    whole attention matrix.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for key in ("AutogradCUDA", "CUDA"):
+                library.impl("scaled_dot_product_attention", attend, key, allow_override=True)
+        yield
+    finally:
+        library._destroy()
+
+
+@contextlib.contextmanager
+def autocast_without_gpu() -> Iterator[None]:
+    """`torch.autocast("cuda")` and `torch.GradScaler("cuda")` do not switch themselves off."""
+    with (
+        _replaced(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+        _replaced(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def bfloat16_convolutions_on_cudnn() -> Iterator[None]:
+    """Convolutions in bfloat16 go to cuDNN, as on GPUs since Ampere, and so have its layout.
+
+    With no GPU to ask, PyTorch takes a kernel of its own, whose output is never channels last. All
+    fake modes share one cache of what operations return: it is emptied before and after.
+    """
+    real = torch._C._select_conv_backend
+
+    def select(*args: Any, **kwargs: Any) -> Any:
+        return real(
+            *map(_bfloat16_as_float16, args),
+            **{name: _bfloat16_as_float16(value) for name, value in kwargs.items()},
+        )
+
+    FakeTensorMode.cache_clear()
+    try:
+        with _replaced(torch._C, "_select_conv_backend", select):
+            yield
+    finally:
+        FakeTensorMode.cache_clear()
+
+
+def _bfloat16_as_float16(value: Any) -> Any:
+    if not isinstance(value, FakeTensor) or value.dtype is not torch.bfloat16:
+        return value
+    if value.device.type != "cuda":
+        return value
+    with value.fake_mode:
+        return torch.empty_strided(
+            value.shape, value.stride(), dtype=torch.float16, device=value.device
+        )
+
+
+@contextlib.contextmanager
+def attention_layers_in_pieces() -> Iterator[None]:
+    """`nn.MultiheadAttention` runs its operators one by one, not as one that hides its memory."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextlib.contextmanager
+def foreach_optimizers() -> Iterator[None]:
+    """Optimizers and clipping take the foreach operators, their default on a GPU."""
+    _foreach_supported_types.append(FakeTensor)
+    try:
+        yield
+    finally:
+        _foreach_supported_types.remove(FakeTensor)
+
+
+@contextlib.contextmanager
+def modules_converted() -> Iterator[None]:
+    """`module.to(...)` of fakes puts new parameters into the module; tied ones stay tied.
+
+    PyTorch swaps the contents of the old and the new one, which fakes refuse.
+    """
+    made = WeakIdKeyDictionary()
+
+    def apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+        for child in module.children():
+            apply(child, fn)
+        for tensors in (module._parameters, module._buffers):
+            for name, old in tensors.items():
+                if old is None:
+                    continue
+                if old not in made:
+                    with torch.no_grad():
+                        new = fn(old)
+                    if new is old:
+                        continue
+                    is_parameter = isinstance(old, nn.Parameter)
+                    made[old] = nn.Parameter(new, old.requires_grad) if is_parameter else new
+                tensors[name] = made[old]
+        return module
+
+    with _replaced(nn.Module, "_apply", apply):
+        yield
+
+
+@contextlib.contextmanager
+def fakes_deepcopied() -> Iterator[None]:
+    """`copy.deepcopy` of a fake, as a moving average or a fold makes, clones the tensor.
+
+    PyTorch goes on to copy the tensor's attributes, and with them the fake mode.
+    """
+
+    def deepcopied(fake: FakeTensor, memo: dict[int, Any]) -> torch.Tensor:
+        if id(fake) not in memo:
+            with torch.no_grad():
+                clone = fake.clone()
+            is_parameter = isinstance(fake, nn.Parameter)
+            memo[id(fake)] = nn.Parameter(clone, fake.requires_grad) if is_parameter else clone
+        return memo[id(fake)]
+
+    with _replaced(FakeTensor, "__deepcopy__", deepcopied):
+        yield
+
+
+class _CpuGenerator(torch.Generator):
+    def __new__(cls, device: object = None) -> "_CpuGenerator":
+        return super().__new__(cls, "cpu")  # pyright: ignore[reportCallIssue]
+
+
+@contextlib.contextmanager
+def generators_on_cpu() -> Iterator[None]:
+    """`torch.Generator("cuda")`, which timm's average makes, is one of the CPU."""
+    with _replaced(torch, "Generator", _CpuGenerator):
+        yield
+
+
+@contextlib.contextmanager
+def properties_without_gpu() -> Iterator[None]:
+    """`torch.cuda.get_device_properties`, which timm's optimizers ask, describes an A100."""
+    if torch.cuda.is_available():
+        yield
+        return
+    a100 = SimpleNamespace(major=8, minor=0, multi_processor_count=108, L2_cache_size=40 * 2**20)
+    with _replaced(torch.cuda, "get_device_properties", lambda device=None: a100):
+        yield
+
+
+@contextlib.contextmanager
+def scaled_updates_are_made() -> Iterator[None]:
+    """`GradScaler.step` updates: whether a gradient overflowed is a value, which fakes lack."""
+
+    def step(
+        scaler: object, optimizer: torch.optim.Optimizer, state: object, *args: Any, **kwargs: Any
+    ) -> Any:
+        return optimizer.step(*args, **kwargs)
+
+    with _replaced(torch.amp.GradScaler, "_maybe_opt_step", step):
+        yield
+
+
+@contextlib.contextmanager
+def backward_replaced(backward: Callable[..., None]) -> Iterator[None]:
+    """`loss.backward()` and reentrant checkpointing call `backward`, not the C++ engine.
+
+    The engine refuses tensors of a device that is not there.
+    """
+    with _replaced(torch.autograd, "backward", backward), unset_gradients_remembered():
+        yield
+
+
+@contextlib.contextmanager
+def unset_gradients_remembered() -> Iterator[None]:
+    """Keep what custom Functions say to `ctx.set_materialize_grads`, which torch does not tell."""
+    real = FunctionCtx.set_materialize_grads
+
+    def remember(ctx: Any, value: bool) -> None:
+        real(ctx, value)
+        setattr(ctx, _MATERIALIZE, value)
+
+    with _replaced(FunctionCtx, "set_materialize_grads", remember):
+        yield
+
+
+def wants_zeros(node: Any) -> bool:
+    """Whether a custom Function gets zeros for outputs that no gradient reached."""
+    return getattr(node, _MATERIALIZE, True)
+
+
+@contextlib.contextmanager
+def graph_task() -> Iterator[None]:
+    """One backward pass has one task id: torch.utils.checkpoint recomputes once for each id."""
+    task_id = next(_task_ids)
+    with _replaced(torch._C, "_current_graph_task_id", lambda: task_id):
+        yield
+
+
+@contextlib.contextmanager
+def saved_tensor_hooks_replaced(
+    wrap: Callable[[Any, Any], tuple[Any, Any]], popped: Callable[[], object]
+) -> Iterator[None]:
+    """Every pair of hooks for saved tensors goes through `wrap` before autograd gets it.
+
+    Args:
+        wrap: from (pack, unpack) to the pair that autograd shall have.
+        popped: called after a pair was taken off again.
+    """
+    push = _autograd._push_saved_tensors_default_hooks
+    pop = _autograd._pop_saved_tensors_default_hooks
+
+    def pop_hooks() -> None:
+        pop()
+        popped()
+
+    with (
+        _replaced(
+            _autograd,
+            "_push_saved_tensors_default_hooks",
+            lambda pack, unpack: push(*wrap(pack, unpack)),
+        ),
+        _replaced(_autograd, "_pop_saved_tensors_default_hooks", pop_hooks),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    inherited = isinstance(owner, type) and name not in vars(owner)
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)

@@ -1,0 +1,120 @@
+"""A prediction as a snapshot of the caching allocator, for PyTorch's own memory viewer.
+
+The file has the format of `torch.cuda.memory._dump_snapshot`: open it at pytorch.org/memory_viz, or
+with `python -m torch.cuda._memory_viz`. In the place of a stack of Python frames, each allocation
+has its operation and the modules around it; the frame's file is the phase, its line the step.
+"""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+from tresnet.files import atomic_write
+from tresnet.memory.allocator import Block, CachingAllocator, SimulatedOutOfMemoryError
+from tresnet.memory.predict import Prediction
+from tresnet.memory.replay import free_bytes
+from tresnet.memory.trace import Buffer, Event, Trace
+
+
+def write_snapshot(prediction: Prediction, path: str | Path) -> Path:
+    """Write the snapshot: every allocation of the traced steps, and what is held after them.
+
+    Raises:
+        WriteError: the file cannot be written; what was there before stays.
+    """
+    content = snapshot(prediction)
+    with atomic_write(path) as temporary, temporary.open("wb") as file:
+        pickle.dump(content, file)
+    return Path(path)
+
+
+def snapshot(prediction: Prediction) -> dict[str, Any]:
+    """What `torch.cuda.memory._snapshot` would return after the steps."""
+    trace = prediction.trace
+    recording = _Recording(trace, free_bytes(prediction.device))
+    for event in trace.events:
+        try:
+            recording.replay(event)
+        except SimulatedOutOfMemoryError as error:
+            recording.add("oom", 0, error.requested_bytes, device_free=error.free_bytes)
+            break
+    return {
+        "segments": recording.segments(),
+        "device_traces": [recording.entries],
+        "allocator_settings": {},
+    }
+
+
+class _Recording:
+    """Replays a trace and keeps each action of the allocator."""
+
+    def __init__(self, trace: Trace, capacity_bytes: int | None) -> None:
+        self.entries: list[dict[str, Any]] = []
+        self._trace = trace
+        self._frames: list[dict[str, Any]] = []
+        self._allocator = CachingAllocator(capacity_bytes, on_segment=self.add)
+        self._blocks: dict[int, Block | None] = {}
+        self._buffer_at: dict[int, Buffer] = {}
+
+    def replay(self, event: Event) -> None:
+        """Serve a birth or a death."""
+        buffer = self._trace.buffers[event.buffer]
+        self._frames = self._frames_of(buffer)
+        if event.alive:
+            block = self._blocks[event.buffer] = self._allocator.malloc(buffer.n_bytes)
+            if block is not None:
+                self._buffer_at[block.address] = buffer
+                self.add("alloc", block.address, buffer.n_bytes, category=buffer.category.value)
+            return
+        block = self._blocks.pop(event.buffer)
+        if block is not None:
+            del self._buffer_at[block.address]
+            for action in ("free_requested", "free_completed"):
+                self.add(action, block.address, buffer.n_bytes)
+            self._allocator.free(block)
+
+    def add(self, action: str, address: int, n_bytes: int, **more: Any) -> None:
+        """Keep an action."""
+        entry = {"action": action, "addr": address, "size": n_bytes, "stream": 0}
+        now = len(self.entries)
+        self.entries.append({**entry, "time_us": now, "frames": self._frames, **more})
+
+    def segments(self) -> list[dict[str, Any]]:
+        """What the device is left with."""
+        return [self._describe(blocks) for blocks in self._allocator.segments()]
+
+    def _describe(self, blocks: list[Block]) -> dict[str, Any]:
+        total = sum(b.n_bytes for b in blocks)
+        allocated = sum(b.n_bytes for b in blocks if not b.free)
+        return {
+            "device": 0,
+            "address": blocks[0].address,
+            "total_size": total,
+            "allocated_size": allocated,
+            "active_size": allocated,
+            "stream": 0,
+            "segment_type": "small" if blocks[0].small else "large",
+            "segment_pool_id": (0, 0),
+            "blocks": [self._describe_block(b) for b in blocks],
+        }
+
+    def _describe_block(self, block: Block) -> dict[str, Any]:
+        described: dict[str, Any] = {"address": block.address, "size": block.n_bytes}
+        if block.free:
+            return {**described, "requested_size": 0, "state": "inactive", "frames": []}
+        buffer = self._buffer_at[block.address]
+        return {
+            **described,
+            "requested_size": buffer.n_bytes,
+            "state": "active_allocated",
+            "frames": self._frames_of(buffer),
+            "category": buffer.category.value,
+        }
+
+    def _frames_of(self, buffer: Buffer) -> list[dict[str, Any]]:
+        """The operation that made a buffer, then its modules from the innermost outwards."""
+        operation = self._trace.operations[buffer.op]
+        parts = buffer.module.split(".") if buffer.module else []
+        modules = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+        place = {"filename": operation.phase.value, "line": operation.step}
+        return [{**place, "name": name} for name in (operation.name, *modules)]
