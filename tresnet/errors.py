@@ -21,6 +21,10 @@ class CheckpointError(TResNetError, RuntimeError):
     """A file of weights is damaged, unsafe, or belongs to another model."""
 
 
+class ExportError(TResNetError, RuntimeError):
+    """An exported file does not compute what the model does; it was removed."""
+
+
 class DataError(TResNetError, ValueError):
     """A data set is empty, incomplete or holds files that are not images."""
 

@@ -14,6 +14,7 @@ from tyro.conf import (
 
 from tresnet.cli.bench import Bench
 from tresnet.cli.convert import Convert
+from tresnet.cli.export import Export
 from tresnet.cli.info import Info
 from tresnet.cli.list import List
 from tresnet.cli.memory import Memory
@@ -24,7 +25,7 @@ _DESCRIPTION = """TResNet image classifiers: models, weights, predictions and me
 `tresnet COMMAND --help` explains a command; `tresnet --version` prints the version."""
 
 
-def parse(arguments: Sequence[str]) -> List | Info | Bench | Memory | Predict | Convert:
+def parse(arguments: Sequence[str]) -> List | Info | Bench | Memory | Predict | Convert | Export:
     """Return the command with its options.
 
     Raises:
@@ -36,7 +37,8 @@ def parse(arguments: Sequence[str]) -> List | Info | Bench | Memory | Predict | 
         | Annotated[Bench, subcommand("bench")]
         | Annotated[Memory, subcommand("memory")]
         | Annotated[Predict, subcommand("predict")]
-        | Annotated[Convert, subcommand("convert")],  # pyright: ignore[reportArgumentType]
+        | Annotated[Convert, subcommand("convert")]
+        | Annotated[Export, subcommand("export")],  # pyright: ignore[reportArgumentType]
         prog="tresnet",
         description=_DESCRIPTION,
         args=arguments,

@@ -1,0 +1,334 @@
+"""What is exported computes what the model does, in its own runtime, or is not there."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import tresnet
+from tests.models.public_network import randomise
+from tresnet.cli.main import main as run
+from tresnet.data import digits
+from tresnet.errors import (
+    CheckpointError,
+    DataError,
+    ExportError,
+    InputError,
+    MissingDependencyError,
+)
+from tresnet.export import FORMATS, ExportOptions, export_model, load_aoti
+from tresnet.export.plain import BlurByPools, plain_model
+from tresnet.ops.blur_pool import reference
+
+WEIGHTS = "tresnet_t_digits"
+QUICK = ("onnx", "pt2", "openvino")  # the fourth, aoti, compiles C++
+
+
+def needs(format, extra=()):
+    for package in (*FORMATS[format].packages, *extra):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: pip install 'tresnet[onnx,openvino,int8]'")
+
+
+def suffix(format):
+    return FORMATS[format].suffixes[0]
+
+
+def small(**options):
+    """A model with a value of its own in every tensor."""
+    options = {"layers": (1, 1, 1, 1), "num_classes": 5, **options}
+    name = options.pop("name", "tresnet_t")
+    return randomise(tresnet.create(name, **options), torch.Generator().manual_seed(1)).eval()
+
+
+def images(count=3, height=32, width=32):
+    shape = (count, 3, height, width)
+    return torch.randint(0, 256, shape, dtype=torch.uint8)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return digits.write(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return tresnet.create(weights=WEIGHTS).eval()
+
+
+@pytest.mark.parametrize("size", [(2, 2), (2, 3), (3, 2), (8, 8), (7, 9), (12, 5)])
+def test_the_blur_is_two_average_pools(size):
+    x = torch.randn(2, 3, *size, dtype=torch.float64)
+    torch.testing.assert_close(BlurByPools()(x), reference.blur_pool(x), rtol=1e-14, atol=1e-14)
+
+
+def test_what_is_exported_has_plain_operators_of_at_most_four_dimensions():
+    plain = plain_model(small(block_size=4))
+    program = torch.export.export(plain, (torch.rand(2, 3, 64, 64),))
+    nodes = [node for node in program.graph.nodes if node.op == "call_function"]
+    kinds = {node.target.overloadpacket.__name__ for node in nodes}
+    assert kinds <= {
+        *("conv2d", "leaky_relu_", "relu_", "relu", "avg_pool2d", "add", "mean", "slice"),
+        *("unsqueeze", "select", "sigmoid", "mul", "linear", "dropout"),
+    }
+    assert max(node.meta["val"].dim() for node in nodes) == 4
+
+
+@pytest.mark.parametrize("format", QUICK)
+@pytest.mark.parametrize("input", ["float", "uint8"])
+def test_real_images_get_the_same_classes(format, input, trained, root, tmp_path):
+    needs(format)
+    options = ExportOptions(format, input=input, data=root)
+    done = export_model(trained, tmp_path / f"digits{suffix(format)}", options)
+    assert done.images == 359
+    assert done.top1 == done.model_top1 > 98
+    assert done.difference <= FORMATS[format].limit
+    assert {path.suffix for path in tmp_path.iterdir()} == set(FORMATS[format].suffixes)
+
+
+@pytest.mark.parametrize("format", QUICK)
+def test_heights_and_widths_may_vary_where_asked_for(format, tmp_path):
+    needs(format)
+    model, path = small(), tmp_path / f"free{suffix(format)}"
+    export_model(model, path, ExportOptions(format, dynamic_size=True))
+    x = images(4, 22, 50) / 255
+    with torch.no_grad():
+        torch.testing.assert_close(FORMATS[format].open(path)(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+def test_a_fixed_size_is_kept(tmp_path):
+    needs("onnx")
+    path = tmp_path / "fixed.onnx"
+    export_model(small(), path, ExportOptions("onnx", input_size=40))
+    opened = FORMATS["onnx"].open(path)
+    assert opened(images(7, 40, 40) / 255).shape == (7, 5)
+    with pytest.raises(Exception, match="(?i)dimension"):
+        opened(images(7, 44, 40) / 255)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"head": "group_attention", "num_classes": 7, "head_groups": [3, 4], "head_channels": 16},
+        {"head": "ml_decoder", "head_channels": 16},
+        {"num_classes": 0},
+        {"num_classes": 0, "global_pool": ""},
+        {"global_pool": "avgmax"},
+        {"norm": "batchnorm"},
+        {"norm": "inplace_abn"},
+        {"name": "tresnet_v2_l", "width_factor": 0.25},
+        {"name": "tresnet_l", "width_factor": 0.3, "block_size": 2},  # padded widths
+        {"in_chans": 1},
+    ],
+    ids=str,
+)
+def test_every_head_and_norm_can_be_exported(options, tmp_path):
+    needs("onnx")
+    if options.get("norm") == "inplace_abn":
+        pytest.importorskip("inplace_abn")
+    model = small(**options)
+    done = export_model(model, tmp_path / "head.onnx", ExportOptions(input_size=80))
+    assert done.difference <= 1e-5
+
+
+@pytest.mark.parametrize("format", ["onnx", "pt2"])
+def test_eight_bits_cost_at_most_three_tenths_of_a_point(format, trained, root, tmp_path):
+    needs(format, ["torchao"] if format == "pt2" else [])
+    sizes = []
+    for int8 in (False, True):
+        path = tmp_path / f"int8_{int8}{suffix(format)}"
+        done = export_model(trained, path, ExportOptions(format, int8=int8, data=root))
+        sizes.append(path.stat().st_size)
+        assert done.top1 >= done.model_top1 - 0.3
+    assert sizes[1] < 0.4 * sizes[0]
+
+
+def test_classes_and_preprocessing_travel_with_the_file(tmp_path):
+    model, classes = small(num_classes=2), ("katze", "hünd")
+    for format in QUICK:
+        needs(format)
+        path = tmp_path / f"named{suffix(format)}"
+        export_model(model, path, ExportOptions(format, input="uint8"), classes=classes)
+        assert tuple(stored(format, path)["classes"]) == classes
+        assert stored(format, path)["images"]["input"] == "uint8"
+        assert stored(format, path)["preprocessing"]["crop_mode"] == "center"
+
+
+def stored(format, path):
+    """The metadata as the runtime itself reads them."""
+    if format == "onnx":
+        import onnxruntime
+
+        texts = onnxruntime.InferenceSession(path).get_modelmeta().custom_metadata_map
+        return {key: json.loads(text) for key, text in texts.items()}
+    if format == "openvino":
+        import openvino
+
+        model = openvino.Core().read_model(path)
+        found = model.get_rt_info(["tresnet"])
+        return {key: json.loads(found[key].astype(str)) for key in found.astype(dict)}
+    files = {"tresnet": ""}
+    torch.export.load(path, extra_files=files)
+    return json.loads(files["tresnet"])
+
+
+class Doubled(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return 2 * self.inner(x)
+
+
+@pytest.mark.parametrize("existing", [None, b"what was there"])
+def test_a_file_that_computes_something_else_is_not_left(existing, tmp_path, monkeypatch):
+    monkeypatch.setattr("tresnet.export.write.plain_model", lambda m: wrong(plain_model(m)))
+
+    def wrong(plain):
+        plain.head = Doubled(plain.head)
+        return plain
+
+    path = tmp_path / "wrong.pt2"
+    if existing:
+        path.write_bytes(existing)
+    with pytest.raises(ExportError, match=r"within 1e-05 of the model's, got .* removed"):
+        export_model(small(), path, ExportOptions("pt2", overwrite=True))
+    assert [file.read_bytes() for file in tmp_path.iterdir()] == ([existing] if existing else [])
+
+
+def test_eight_bits_that_cost_accuracy_are_refused(trained, root, tmp_path, monkeypatch):
+    needs("onnx")
+    monkeypatch.setattr("tresnet.export.write.INT8_TOP1_FALL", -1.0)
+    with pytest.raises(ExportError, match=r"top-1 within .* on 359 images .* without int8"):
+        export_model(trained, tmp_path / "x.onnx", ExportOptions(int8=True, data=root))
+    assert not list(tmp_path.iterdir())
+
+
+def bad(message, error=InputError, model=small, path="x.pt2", format="pt2", **options):
+    return pytest.param(model, path, ExportOptions(format, **options), error, message, id=message)
+
+
+@pytest.mark.parametrize(
+    ("model", "path", "options", "error", "message"),
+    [
+        bad("expected a format out of onnx, pt2", format="tflite"),
+        bad("ends in .onnx for onnx", format="onnx"),
+        bad("with int8, got 'openvino'", format="openvino", int8=True),
+        bad("there.pt2 exists: choose", path="there.pt2"),
+        bad("no_such does not exist", path="no_such/x.pt2"),
+        bad("input 'float' or 'uint8', got 'fp16'", input="fp16"),
+        bad("input_size divisible by 2 and at least 10, got 33", input_size=33),
+        bad("channels_last is for aoti alone", channels_last=True),
+        bad("int8 needs data", int8=True),
+        bad("in eval mode", model=lambda: small().train()),
+        bad("float32, got torch.float16", model=lambda: small().half()),
+        bad("gives logits, got FeatureExtractor", model=lambda: small(features_only=True)),
+        bad("gives logits, got Linear", model=lambda: nn.Linear(2, 2)),
+        bad("is not a folder", error=DataError, data=Path("no_data")),
+    ],
+)
+def test_bad_input_is_named(model, path, options, error, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    there = tmp_path / "there.pt2"
+    there.write_bytes(b"mine")
+    with pytest.raises(error, match=message):
+        export_model(model(), Path(path), options)
+    assert list(tmp_path.iterdir()) == [there]
+    assert there.read_bytes() == b"mine"
+
+
+def test_folders_of_other_classes_are_refused(root, tmp_path):
+    with pytest.raises(DataError, match="expected the 5 classes of the model .* got 10 class"):
+        export_model(small(), tmp_path / "x.pt2", ExportOptions("pt2", data=root))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("format", "extra", "int8"),
+    [("onnx", "onnx", False), ("openvino", "openvino", False), ("pt2", "int8", True)],
+)
+def test_a_missing_package_is_named_with_its_extra(format, extra, int8, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    options = ExportOptions(format, int8=int8, data=tmp_path)
+    with pytest.raises(MissingDependencyError, match=rf"pip install 'tresnet\[{extra}\]'"):
+        export_model(small(), tmp_path / f"x{suffix(format)}", options)
+
+
+def test_the_command_exports_weights_by_their_tag(root, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(["export", WEIGHTS, "--format", "pt2", "--data", str(root)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"{WEIGHTS}.pt2")
+    assert "top-1 on 359 images" in shown
+    assert tuple(stored("pt2", f"{WEIGHTS}.pt2")["classes"]) == digits.CLASSES
+    assert run(["export", WEIGHTS, "--format", "pt2"]) == 2
+    assert "exists: choose another name" in capsys.readouterr().err
+    assert run(["export", "no_such_model", "--format", "pt2"]) == 2
+    assert "no_such_model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [None, b"no package"])
+def test_what_is_no_package_is_not_opened(content, tmp_path):
+    path = tmp_path / "x.pt2"
+    if content:
+        path.write_bytes(content)
+    with pytest.raises(CheckpointError, match="no package"):
+        load_aoti(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_compiled_package_refuses_what_it_would_misread(channels_last, tmp_path):
+    model, path = small(), tmp_path / "x.pt2"
+    options = ExportOptions("aoti", channels_last=channels_last, dynamic_size=True)
+    done = export_model(model, path, options, classes=tuple("abcde"))
+    assert done.difference <= 1e-5
+    package = load_aoti(path)
+    assert package.metadata["classes"] == list("abcde")
+    layouts = [torch.contiguous_format, torch.channels_last]
+    layout, other = layouts[::-1] if channels_last else layouts
+    with torch.no_grad():
+        for count, height, width in ((1, 32, 32), (5, 22, 50)):
+            x = (images(count, height, width) / 255).contiguous(memory_format=layout)
+            torch.testing.assert_close(package(x), model(x), rtol=1e-5, atol=1e-5)
+        # What the check is for: the package alone says nothing and is wrong.
+        raw = torch._inductor.aoti_load_package(str(path))
+        wrong = raw(x.contiguous(memory_format=other))
+        assert not torch.allclose(wrong, model(x), rtol=1e-2, atol=1e-2)
+    for given, message in (
+        (x.contiguous(memory_format=other), "expected images in torch"),
+        (x.double(), "expected torch.float32"),
+        (images(), "expected torch.float32"),
+        (x[:, :1], r"expected images \(N, 3, H, W\)"),
+        (x[:, :, :21], "divisible by 2"),
+        (x[:0], "at least one image"),
+        (x.numpy(), "got ndarray"),
+    ):
+        with pytest.raises(InputError, match=message):
+            package(given)
+
+
+@pytest.mark.slow
+def test_a_compiled_package_of_one_size_refuses_others(tmp_path):
+    path = tmp_path / "x.pt2"
+    export_model(small(), path, ExportOptions("aoti", input="uint8"))
+    with pytest.raises(InputError, match=r"height and width \(32, 32\), got \(34, 32\)"):
+        load_aoti(path)(images(1, 34, 32))
+
+
+def test_a_killed_export_leaves_nothing_of_its_name(tmp_path):
+    """A process that ends in the middle of writing has not touched the output."""
+    code = (
+        "import os, tresnet, tresnet.export.write as w; from pathlib import Path\n"
+        "w._checked = lambda *a: os._exit(9)\n"
+        "w.export_model(tresnet.create('tresnet_t').eval(), Path('x.pt2'), w.ExportOptions('pt2'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=200, check=False)
+    assert done.returncode == 9
+    assert not (tmp_path / "x.pt2").exists()
