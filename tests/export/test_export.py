@@ -107,7 +107,7 @@ def test_a_fixed_size_is_kept(tmp_path):
     export_model(small(), path, ExportOptions("onnx", input_size=40))
     opened = FORMATS["onnx"].open(path)
     assert opened(images(7, 40, 40) / 255).shape == (7, 5)
-    with pytest.raises(Exception, match="(?i)dimension"):
+    with pytest.raises(Exception, match=r"(?i)dimension"):
         opened(images(7, 44, 40) / 255)
 
 
@@ -243,8 +243,16 @@ def test_bad_input_is_named(model, path, options, error, message, tmp_path, monk
     assert there.read_bytes() == b"mine"
 
 
+def test_images_to_compare_with_are_for_one_label_of_colour_images(root, tmp_path):
+    options, path = ExportOptions("pt2", data=root), tmp_path / "x.pt2"
+    with pytest.raises(InputError, match="one label and 3 channels, got labels 'multi'"):
+        export_model(small(), path, options, labels="multi")
+    with pytest.raises(InputError, match="and 1 channels: leave it out"):
+        export_model(small(in_chans=1), path, options)
+
+
 def test_folders_of_other_classes_are_refused(root, tmp_path):
-    with pytest.raises(DataError, match="expected the 5 classes of the model .* got 10 class"):
+    with pytest.raises(DataError, match=r"expected the 5 classes of the model .* got 10 class"):
         export_model(small(), tmp_path / "x.pt2", ExportOptions("pt2", data=root))
     assert not list(tmp_path.iterdir())
 
@@ -326,7 +334,7 @@ def test_a_killed_export_leaves_nothing_of_its_name(tmp_path):
     """A process that ends in the middle of writing has not touched the output."""
     code = (
         "import os, tresnet, tresnet.export.write as w; from pathlib import Path\n"
-        "w._checked = lambda *a: os._exit(9)\n"
+        "w.shutil.copyfile = lambda *a: os._exit(9)\n"
         "w.export_model(tresnet.create('tresnet_t').eval(), Path('x.pt2'), w.ExportOptions('pt2'))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=200, check=False)

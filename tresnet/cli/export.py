@@ -47,17 +47,24 @@ class Export:
 
     def run(self, argv: list[str]) -> int:
         """Export and print how the file compares."""
-        from tresnet.checkpoints import create, describe
+        from tresnet.checkpoints import create, open_weights
         from tresnet.export import FORMATS, ExportOptions, export_model
         from tresnet.models.zoo import list_models
 
-        known = None if self.model in list_models() else describe(self.model)
-        model = create(self.model) if known is None else create(weights=self.model)
+        name, known = self.model, None
+        if name in list_models():
+            model = create(name)
+        else:
+            opened = open_weights(name)
+            opened.check_finite()
+            model, known = create(weights=opened), opened.info
+            if known.entry is None:
+                name = Path(name).stem
         suffix = FORMATS[self.format].suffixes[0]
         fields = dataclasses.fields(ExportOptions)
         done = export_model(
             model.eval(),
-            self.output or Path(f"{Path(self.model).stem}{suffix}"),
+            self.output or Path(f"{name}{suffix}"),
             ExportOptions(**{field.name: getattr(self, field.name) for field in fields}),
             classes=known and known.classes,
             labels="single" if known is None else known.user.get("labels", "single"),

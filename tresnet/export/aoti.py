@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tresnet.errors import CheckpointError, InputError
-from tresnet.export.plain import Images
+from tresnet.export.images import Images
 
 
 class CompiledPackage:

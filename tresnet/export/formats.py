@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from tresnet.errors import InputError, MissingDependencyError
+from tresnet.errors import ExportError, InputError, MissingDependencyError
 from tresnet.export.aoti import load_aoti
+from tresnet.export.images import Images
+from tresnet.export.plain import trace
 
 METADATA_KEY = "tresnet"
 Run = Callable[[Tensor], Tensor]
@@ -26,11 +28,13 @@ class Job(NamedTuple):
 
     Attributes:
         program: the traced model.
+        images: what it takes.
         metadata: told to those who open the file; plain values.
         calibration: batches as the model takes them, for the ranges of 8-bit values; else None.
     """
 
     program: ExportedProgram
+    images: Images
     metadata: dict[str, Any]
     calibration: Sequence[Tensor] | None
 
@@ -117,6 +121,10 @@ def open_onnx(path: Path, threads: int | None = None) -> Run:
 def _write_pt2(job: Job, path: Path) -> None:
     program = job.program if job.calibration is None else _quantise_pt2(job)
     torch.export.save(program, path, extra_files={METADATA_KEY: json.dumps(job.metadata)})
+    example = job.images.prepare(job.images.random(3, job.images.height, job.images.width))
+    with torch.inference_mode():
+        if not torch.equal(open_pt2(path)(example), program.module()(example)):
+            raise ExportError("expected the same bits from the program that was read back")
 
 
 def _quantise_pt2(job: Job) -> ExportedProgram:
@@ -134,18 +142,7 @@ def _quantise_pt2(job: Job) -> ExportedProgram:
         observed = prepare_pt2e(job.program.module(), quantizer)
         for batch in job.calibration:
             observed(batch)
-        shapes = _dynamic(job.program)
-        return torch.export.export(
-            convert_pt2e(observed), (job.calibration[0],), dynamic_shapes=shapes
-        )
-
-
-def _dynamic(program: ExportedProgram) -> tuple[dict[int, Any]]:
-    """The same dimensions free as in `program`, for tracing it again."""
-    node = next(n for n in program.graph.nodes if n.name in program.graph_signature.user_inputs)
-    shape = node.meta["val"].shape
-    free = [i for i, side in enumerate(shape) if isinstance(side, torch.SymInt)]
-    return (dict.fromkeys(free, torch.export.Dim.DYNAMIC),)
+        return trace(convert_pt2e(observed), job.images, torch.device("cpu"))
 
 
 def open_pt2(path: Path) -> Run:

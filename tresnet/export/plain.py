@@ -1,8 +1,6 @@
 """The model as other runtimes take it: folded, of convolutions, pools, activations and a head."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,100 +8,11 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from tresnet.errors import InputError
+from tresnet.export.images import Images
 from tresnet.layers.blur_pool import BlurPool2d
 from tresnet.layers.norm import NormAct
 from tresnet.models.tresnet import TResNet
-from tresnet.ops.unit_floats import unit_floats
 from tresnet.surgery.fold import fold
-
-Input = Literal["float", "uint8"]
-
-
-@dataclass(frozen=True)
-class Images:
-    """The images that an exported model takes: (N, channels, height, width), any N.
-
-    Attributes:
-        channels: of an image.
-        height: in pixels; where `dynamic_size`, that of the example it was traced with.
-        width: in pixels, likewise.
-        multiple: what height and width must be divisible by, at least five times.
-        dynamic_size: whether other heights and widths will do.
-        input: 'float' in [0, 1], or 'uint8'.
-        channels_last: the layout in memory, which compiled packages are made for.
-    """
-
-    channels: int
-    height: int
-    width: int
-    multiple: int
-    dynamic_size: bool
-    input: Input
-    channels_last: bool = False
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the tensor."""
-        return torch.uint8 if self.input == "uint8" else torch.float32
-
-    @property
-    def memory_format(self) -> torch.memory_format:
-        """Of the tensor."""
-        return torch.channels_last if self.channels_last else torch.contiguous_format
-
-    def check(self, x: Any) -> None:
-        """Check images that a caller wants computed.
-
-        Raises:
-            InputError: type, shape or layout differ from these.
-        """
-        if not isinstance(x, Tensor) or x.dim() != 4 or x.shape[1] != self.channels:
-            got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise InputError(f"expected images (N, {self.channels}, H, W), got {got}")
-        if x.dtype != self.dtype:
-            what = "bytes" if self.input == "uint8" else "floats in [0, 1]"
-            raise InputError(
-                f"expected {self.dtype} ({what}), got {x.dtype}: convert, or export anew"
-            )
-        size, (h, w) = (self.height, self.width), x.shape[2:]
-        if not self.dynamic_size and (h, w) != size:
-            raise InputError(
-                f"expected height and width {size}, got {(h, w)}: resize, or export with "
-                "dynamic_size"
-            )
-        if h % self.multiple or w % self.multiple or min(h, w) < 5 * self.multiple:
-            raise InputError(
-                f"expected height and width divisible by {self.multiple} and at least "
-                f"{5 * self.multiple}, got {(h, w)}: pad or resize"
-            )
-        if len(x) == 0:
-            raise InputError("expected at least one image, got none")
-        if not x.is_contiguous(memory_format=self.memory_format):
-            raise InputError(
-                f"expected images in {self.memory_format}, got strides {x.stride()} for shape "
-                f"{tuple(x.shape)}: call x.contiguous(memory_format={self.memory_format})"
-            )
-
-    def prepare(self, images: Tensor) -> Tensor:
-        """Images of bytes in the type and layout that is taken."""
-        if self.input == "uint8":
-            return images.contiguous(memory_format=self.memory_format)
-        return unit_floats(images, memory_format=self.memory_format)
-
-    def random(self, count: int, height: int, width: int) -> Tensor:
-        """Noise of bytes (count, channels, height, width), the same each time."""
-        generator = torch.Generator().manual_seed(count)
-        shape = (count, self.channels, height, width)
-        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-
-    def samples(self) -> Iterator[Tensor]:
-        """Bytes of two batch sizes and, where they may vary, two more image sizes."""
-        yield self.random(1, self.height, self.width)
-        yield self.random(3, self.height, self.width)
-        if self.dynamic_size:  # one with odd feature maps, neither square
-            side = self.multiple
-            yield self.random(2, self.height + side, self.width + 4 * side)
-            yield self.random(1, 7 * side, 5 * side)
 
 
 class BlurByPools(nn.Module):
@@ -155,6 +64,8 @@ def trace(plain: nn.Module, images: Images, device: torch.device) -> ExportedPro
     shape: dict[int, Any] = {0: Dim("batch", min=1)}
     if images.dynamic_size:
         for dim, name in ((2, "height"), (3, "width")):
-            shape[dim] = images.multiple * Dim(f"{name}_blocks", min=5)
+            shape[dim] = images.multiple * Dim(
+                f"{name}_blocks", min=images.least // images.multiple
+            )
     with torch.no_grad():
         return torch.export.export(plain, (example,), dynamic_shapes=(shape,))

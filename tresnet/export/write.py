@@ -3,7 +3,6 @@
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tresnet.data import EvalTransform, eval_transform, open_folder
+from tresnet.data import ImageDataset
 from tresnet.env import package_version
-from tresnet.errors import DataError, ExportError, InputError
+from tresnet.errors import ExportError, InputError
 from tresnet.export.formats import Format, Job, Run, find_format
-from tresnet.export.plain import Images, Input, plain_model, trace
+from tresnet.export.images import Images, Input, open_labelled, spread
+from tresnet.export.plain import plain_model, trace
 from tresnet.files import atomic_write
 from tresnet.models.tresnet import TResNet
 from tresnet.ops.unit_floats import unit_floats
 
 CALIBRATION_IMAGES = 512
 TOP1_IMAGES = 5000
-BATCH = 32
 # In points of a hundred: 8 bits may change the likeliest class of some images; else rounding may, of
 # one image in ten thousand.
 INT8_TOP1_FALL = 0.3
@@ -102,19 +101,19 @@ def export_model(
     _check_options(path, options, format)
     plain = plain_model(model)
     assert isinstance(model, TResNet), "checked by plain_model"
-    images = _images(plain, options)
-    calibration = None
-    if options.int8:
-        assert options.data is not None, "checked above"
-        found = _labelled(options.data, "train", model, images, CALIBRATION_IMAGES, classes)
-        calibration = [images.prepare(batch) for batch, _ in found]
+    images = _images(model, options)
+    train, val = _data(model, images, options, classes, labels)
     device = next(plain.parameters()).device
     if options.format != "aoti":
         plain, device = plain.cpu(), torch.device("cpu")
     if options.channels_last:
         plain = plain.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-    metadata = _metadata(model, images, device, classes, labels, options)
-    job = Job(trace(plain, images, device), metadata, calibration)
+    job = Job(
+        trace(plain, images, device),
+        images,
+        _metadata(model, images, device, classes, labels, options),
+        None if train is None else _calibration(train, images),
+    )
     with contextlib.ExitStack() as stack:
         # Placed in the opposite order: the file that the user names comes last.
         places = {
@@ -124,11 +123,21 @@ def export_model(
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         file = scratch / f"model{format.suffixes[0]}"
         format.write(job, file)
-        run = _on(device, format.open(file))
-        exported = _checked(run, model, images, options, format, path, classes)
+        opened = format.open(file)
+
+        def run(batch: Tensor) -> Tensor:
+            return opened(images.prepare(batch).to(device)).cpu()
+
+        difference = max(_difference(run, model, batch) for batch in images.samples())
+        if not options.int8 and not difference <= format.limit:
+            raise ExportError(
+                f"expected logits within {format.limit:g} of the model's, got {difference:.2g} from "
+                f"the {options.format} file, which was removed: report it with the command"
+            )
+        real = () if val is None else _top1(run, model, val, options)
         for suffix, place in places.items():
             shutil.copyfile(file.with_suffix(suffix), place)
-    return exported
+    return Exported(path, difference, *real)
 
 
 def _check_options(path: Path, options: ExportOptions, format: Format) -> None:
@@ -154,23 +163,45 @@ def _check_options(path: Path, options: ExportOptions, format: Format) -> None:
         )
 
 
-def _images(plain: TResNet, options: ExportOptions) -> Images:
-    config = plain.config
-    side = options.input_size or plain.pretrained_cfg["input_size"][-1]
-    block = config.block_size
-    if side % block or side < 5 * block:
-        raise InputError(
-            f"expected an input_size divisible by {block} and at least {5 * block}, got {side}"
-        )
-    return Images(
+def _images(model: TResNet, options: ExportOptions) -> Images:
+    config = model.config
+    side = options.input_size or model.pretrained_cfg["input_size"][-1]
+    images = Images(
         config.in_chans,
         side,
         side,
-        block,
+        config.block_size,
         options.dynamic_size,
         options.input,
         options.channels_last,
     )
+    if side % images.multiple or side < images.least:
+        raise InputError(
+            f"expected an input_size divisible by {images.multiple} and at least {images.least}, "
+            f"got {side}"
+        )
+    return images
+
+
+def _data(
+    model: TResNet,
+    images: Images,
+    options: ExportOptions,
+    classes: tuple[str, ...] | None,
+    labels: str,
+) -> tuple[ImageDataset | None, ImageDataset | None]:
+    """Images to calibrate with, and to compare top-1 on, where there are to be any."""
+    if options.data is None:
+        return None, None
+    if labels != "single" or images.channels != 3:
+        raise InputError(
+            f"data is for models of one label and 3 channels, got labels {labels!r} and "
+            f"{images.channels} channels: leave it out"
+        )
+    val = open_labelled(options.data, "val", model, images, classes)
+    if not options.int8:
+        return None, val
+    return open_labelled(options.data, "train", model, images, classes), val
 
 
 def _metadata(
@@ -197,47 +228,33 @@ def _metadata(
     }
 
 
-def _on(device: torch.device, run: Run) -> Run:
-    return lambda x: run(x.to(device)).cpu()
+def _calibration(train: ImageDataset, images: Images) -> list[Tensor]:
+    return [images.prepare(batch) for batch, _ in spread(train, CALIBRATION_IMAGES)]
 
 
-def _checked(
-    run: Run,
-    model: TResNet,
-    images: Images,
-    options: ExportOptions,
-    format: Format,
-    path: Path,
-    classes: tuple[str, ...] | None,
-) -> Exported:
-    """Compare what the written file computes with the model, on noise and on real images."""
-    difference = max(_difference(run, model, images, batch) for batch in images.samples())
-    if not options.int8 and not difference <= format.limit:
-        raise ExportError(
-            f"expected logits within {format.limit:g} of the model's, got {difference:.2g} from the "
-            f"{options.format} file, which was removed: report it with the command"
-        )
+def _top1(
+    run: Run, model: TResNet, val: ImageDataset, options: ExportOptions
+) -> tuple[int, float, float]:
+    """On how many real images top-1 was compared, the model's and the file's in per cent."""
     count = right = model_right = 0
-    if options.data is not None:
-        found = _labelled(options.data, "val", model, images, TOP1_IMAGES, classes)
-        for batch, targets in found:
-            count += len(batch)
-            right += int((run(images.prepare(batch)).argmax(1) == targets).sum())
-            model_right += int((_logits(model, batch).argmax(1) == targets).sum())
-    top1, model_top1 = (100 * n / count if count else None for n in (right, model_right))
-    if top1 is not None and model_top1 is not None:
-        allowed = INT8_TOP1_FALL if options.int8 else TOP1_FALL
-        if model_top1 - top1 > allowed:
-            raise ExportError(
-                f"expected top-1 within {allowed} points of the model's {model_top1:.2f} % on "
-                f"{count} images of {options.data}, got {top1:.2f} % from the {options.format} file, "
-                "which was removed" + (": export without int8" if options.int8 else "")
-            )
-    return Exported(path, difference, count, model_top1, top1)
+    for batch, targets in spread(val, TOP1_IMAGES):
+        count += len(batch)
+        right += int((run(batch).argmax(1) == targets).sum())
+        model_right += int((_logits(model, batch).argmax(1) == targets).sum())
+    top1, model_top1 = 100 * right / count, 100 * model_right / count
+    allowed = INT8_TOP1_FALL if options.int8 else TOP1_FALL
+    if model_top1 - top1 > allowed:
+        raise ExportError(
+            f"expected top-1 within {allowed} points of the model's {model_top1:.2f} % on "
+            f"{count} images of {options.data}, got {top1:.2f} % from the {options.format} file, "
+            "which was removed" + (": export without int8" if options.int8 else "")
+        )
+    return count, model_top1, top1
 
 
-def _difference(run: Run, model: TResNet, images: Images, batch: Tensor) -> float:
-    expected, got = _logits(model, batch), run(images.prepare(batch))
+def _difference(run: Run, model: TResNet, batch: Tensor) -> float:
+    """The largest difference of logits, as a share of the largest logit and of 1."""
+    expected, got = _logits(model, batch), run(batch)
     if not bool(expected.isfinite().all()):
         raise ExportError("expected finite logits, but the model itself gives infinities or NaN")
     if got.shape != expected.shape or not bool(got.isfinite().all()):
@@ -253,31 +270,3 @@ def _logits(model: TResNet, batch: Tensor) -> Tensor:
     device = next(model.parameters()).device
     with torch.inference_mode():
         return model(unit_floats(batch).to(device)).cpu()
-
-
-def _labelled(
-    root: Path,
-    split: str,
-    model: TResNet,
-    images: Images,
-    most: int,
-    classes: tuple[str, ...] | None,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of bytes (N, 3, H, W) and labels (N,): at most so many images, spread over all."""
-    cfg = model.pretrained_cfg
-    wanted = {key: cfg[key] for key in ("crop_mode", "crop_pct", "interpolation")}
-    transform = eval_transform(EvalTransform(images.height, **wanted), dtype=torch.uint8)
-    dataset = open_folder(root, split, transform)
-    if len(dataset.classes) != model.config.num_classes or (
-        classes is not None and dataset.classes != list(classes)
-    ):
-        raise DataError(
-            f"expected the {model.config.num_classes} classes of the model in {root}/{split}, in "
-            f"their order, got {len(dataset.classes)} class folders: "
-            f"{', '.join(dataset.classes[:5])}, ..."
-        )
-    chosen = torch.linspace(0, len(dataset) - 1, min(most, len(dataset))).long().tolist()
-    for begin in range(0, len(chosen), BATCH):
-        pairs = [dataset[index] for index in chosen[begin : begin + BATCH]]
-        batch, labels = zip(*pairs, strict=True)
-        yield torch.stack(batch), torch.tensor(labels)

@@ -1,0 +1,141 @@
+"""The images that an exported model takes: noise to check it with, and real ones."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tresnet.data import EvalTransform, ImageDataset, eval_transform, open_folder
+from tresnet.errors import DataError, InputError
+from tresnet.models.tresnet import TResNet
+from tresnet.ops.unit_floats import unit_floats
+
+BATCH = 32
+Input = Literal["float", "uint8"]
+
+
+@dataclass(frozen=True)
+class Images:
+    """The images that an exported model takes: (N, channels, height, width), any N.
+
+    Attributes:
+        channels: of an image.
+        height: in pixels; where `dynamic_size`, that of the example it was traced with.
+        width: in pixels, likewise.
+        multiple: what height and width must be divisible by.
+        dynamic_size: whether other heights and widths will do.
+        input: 'float' in [0, 1], or 'uint8'.
+        channels_last: the layout in memory, which compiled packages are made for.
+    """
+
+    channels: int
+    height: int
+    width: int
+    multiple: int
+    dynamic_size: bool
+    input: Input
+    channels_last: bool = False
+
+    @property
+    def least(self) -> int:
+        """Smallest height and width: torch.export takes dimensions that may vary for 2 or more.
+
+        So must be those of the last feature map, an eighth of the input in blocks, rounded up.
+        """
+        return (9 if self.dynamic_size else 5) * self.multiple
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the tensor."""
+        return torch.uint8 if self.input == "uint8" else torch.float32
+
+    @property
+    def memory_format(self) -> torch.memory_format:
+        """Of the tensor."""
+        return torch.channels_last if self.channels_last else torch.contiguous_format
+
+    def check(self, x: Any) -> None:
+        """Check images that a caller wants computed.
+
+        Raises:
+            InputError: type, shape or layout differ from these.
+        """
+        if not isinstance(x, Tensor) or x.dim() != 4 or x.shape[1] != self.channels:
+            got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise InputError(f"expected images (N, {self.channels}, H, W), got {got}")
+        if x.dtype != self.dtype:
+            what = "bytes" if self.input == "uint8" else "floats in [0, 1]"
+            raise InputError(
+                f"expected {self.dtype} ({what}), got {x.dtype}: convert, or export anew"
+            )
+        size, (h, w) = (self.height, self.width), x.shape[2:]
+        if not self.dynamic_size and (h, w) != size:
+            raise InputError(
+                f"expected height and width {size}, got {(h, w)}: resize, or export with "
+                "dynamic_size"
+            )
+        if h % self.multiple or w % self.multiple or min(h, w) < self.least:
+            raise InputError(
+                f"expected height and width divisible by {self.multiple} and at least "
+                f"{self.least}, got {(h, w)}: pad or resize"
+            )
+        if len(x) == 0:
+            raise InputError("expected at least one image, got none")
+        if not x.is_contiguous(memory_format=self.memory_format):
+            raise InputError(
+                f"expected images in {self.memory_format}, got strides {x.stride()} for shape "
+                f"{tuple(x.shape)}: call x.contiguous(memory_format={self.memory_format})"
+            )
+
+    def prepare(self, images: Tensor) -> Tensor:
+        """Images of bytes in the type and layout that is taken."""
+        if self.input == "uint8":
+            return images.contiguous(memory_format=self.memory_format)
+        return unit_floats(images, memory_format=self.memory_format)
+
+    def random(self, count: int, height: int, width: int) -> Tensor:
+        """Noise of bytes (count, channels, height, width), the same each time."""
+        generator = torch.Generator().manual_seed(count)
+        shape = (count, self.channels, height, width)
+        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+
+    def samples(self) -> Iterator[Tensor]:
+        """Bytes of two batch sizes and, where they may vary, two more image sizes."""
+        yield self.random(1, self.height, self.width)
+        yield self.random(3, self.height, self.width)
+        if self.dynamic_size:  # one with odd feature maps, neither square
+            side = self.multiple
+            yield self.random(2, self.height + side, self.width + 4 * side)
+            yield self.random(1, 11 * side, 9 * side)
+
+
+def open_labelled(
+    root: Path, split: str, model: TResNet, images: Images, classes: tuple[str, ...] | None
+) -> ImageDataset:
+    """Open class folders whose images are brought to the model's size, as bytes.
+
+    Raises:
+        DataError: the folder is incomplete, or its classes are not the model's.
+    """
+    wanted = {key: model.pretrained_cfg[key] for key in ("crop_mode", "crop_pct", "interpolation")}
+    transform = eval_transform(EvalTransform(images.height, **wanted), dtype=torch.uint8)
+    dataset = open_folder(root, split, transform)
+    expected = model.config.num_classes if classes is None else len(classes)
+    if len(dataset.classes) != expected or dataset.classes != list(classes or dataset.classes):
+        raise DataError(
+            f"expected the {expected} classes of the model in {root}/{split}, in their order, got "
+            f"{len(dataset.classes)} class folders: {', '.join(dataset.classes[:5])}, ..."
+        )
+    return dataset
+
+
+def spread(dataset: ImageDataset, most: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of bytes (N, 3, H, W) and labels (N,): at most so many images, from all over."""
+    chosen = torch.linspace(0, len(dataset) - 1, min(most, len(dataset))).long().tolist()
+    for begin in range(0, len(chosen), BATCH):
+        pairs = [dataset[index] for index in chosen[begin : begin + BATCH]]
+        batch, labels = zip(*pairs, strict=True)
+        yield torch.stack(batch), torch.tensor(labels)
