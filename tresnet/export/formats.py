@@ -142,7 +142,10 @@ def _quantise_pt2(job: Job) -> ExportedProgram:
         observed = prepare_pt2e(job.program.module(), quantizer)
         for batch in job.calibration:
             observed(batch)
-        return trace(convert_pt2e(observed), job.images, torch.device("cpu"))
+        made = convert_pt2e(observed)
+        # Made anew, it holds what its graph uses, not the 32-bit weights beside the 8-bit ones.
+        made = torch.fx.GraphModule(made, made.graph)
+        return trace(made, job.images, torch.device("cpu"))
 
 
 def open_pt2(path: Path) -> Run:

@@ -134,7 +134,7 @@ def export_model(
                 f"expected logits within {format.limit:g} of the model's, got {difference:.2g} from "
                 f"the {options.format} file, which was removed: report it with the command"
             )
-        real = () if val is None else _top1(run, model, val, options)
+        real = (0, None, None) if val is None else _top1(run, model, val, options)
         for suffix, place in places.items():
             shutil.copyfile(file.with_suffix(suffix), place)
     return Exported(path, difference, *real)
@@ -157,6 +157,11 @@ def _check_options(path: Path, options: ExportOptions, format: Format) -> None:
         raise InputError(f"expected input 'float' or 'uint8', got {options.input!r}")
     if options.channels_last and options.format != "aoti":
         raise InputError(f"channels_last is for aoti alone, got format {options.format!r}")
+    if options.dynamic_size and options.format == "aoti":
+        raise InputError(
+            "aoti takes one size, as packages compiled for any computed NaN in other sizes (torch "
+            "2.15): export one for each size, or take format 'pt2'"
+        )
     if options.int8 and options.data is None:
         raise InputError(
             "int8 needs data, a directory of images (train/CLASS, val/CLASS), to take the ranges from"
