@@ -5,6 +5,7 @@ OMP_NUM_THREADS=2 python benchmarks/runtimes.py
 
 import argparse
 import copy
+import itertools
 import os
 import tempfile
 import time
@@ -14,23 +15,52 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import tresnet
 from tresnet.export.formats import FORMATS, Job, open_onnx, open_openvino, open_pt2
 from tresnet.export.images import Images
 from tresnet.export.plain import plain_model, trace
-from tresnet.measure.records import write_record
+from tresnet.measure.models import speed
+from tresnet.measure.records import RecordFile
+from tresnet.measure.runner import Contender, Rounds, RunSettings, run
 from tresnet.steps import InferenceCompute, InferenceStep
 
-WARMUP = 3
+WARMUP, STEPS = 3, 3
 Call = Callable[[], Any]
 
 
-def contenders(name: str, size: int, batch: int, scratch: Path) -> dict[tuple[str, str], Call]:
-    """What is timed, by runtime and type: each a call that computes the same images."""
+class Runtime(Contender):
+    """One runtime with one type of numbers."""
+
+    def __init__(self, runtime: str, dtype: str, images: int, make: Callable[[], Call]) -> None:
+        """Keep what `make` makes at set-up: a call that computes the images."""
+        self.label, self.columns = f"{runtime}, {dtype}", {"runtime": runtime, "dtype": dtype}
+        self.units, self._make = images, make
+
+    def set_up(self) -> None:
+        """Export or compile, then warm up."""
+        self._call = self._make()
+        for _ in range(WARMUP):
+            self._call()
+
+    def visit(self) -> list[float]:
+        """Seconds of each of a few calls."""
+        times_s = []
+        for _ in range(STEPS):
+            began_s = time.perf_counter()
+            self._call()
+            times_s.append(time.perf_counter() - began_s)
+        return times_s
+
+    def figures(self, rounds: Rounds) -> dict[str, Any]:
+        """Percentiles over all calls."""
+        return speed(list(itertools.chain(*rounds)), self.units)
+
+
+def contenders(name: str, size: int, batch: int, scratch: Path) -> list[Contender]:
+    """All runtimes, on the same images and weights."""
     torch.manual_seed(0)
     model = tresnet.create(name).eval()
     images = Images(3, size, size, model.config.block_size, False, "float")
@@ -38,31 +68,38 @@ def contenders(name: str, size: int, batch: int, scratch: Path) -> dict[tuple[st
     program = trace(plain_model(model), images, x.device)
 
     def written(format: str, *calibration: Tensor) -> Path:
-        file = scratch / f"{len(calibration)}{FORMATS[format].suffixes[0]}"
-        # Ranges taken from noise: the accuracy is of no use, the time is the same.
-        FORMATS[format].write(Job(program, images, {}, calibration or None), file)
+        # 8-bit ranges taken from noise: the accuracy is of no use, the time is the same.
+        file = scratch / f"{format}{len(calibration)}{FORMATS[format].suffixes[0]}"
+        if not file.exists():
+            FORMATS[format].write(Job(program, images, {}, calibration or None), file)
         return file
 
-    onnx, onnx8, openvino = written("onnx"), written("onnx", x), written("openvino")
-    quantised = torch.compile(open_pt2(written("pt2", x)), options={"freezing": True})
-    return {
-        ("PyTorch eager", "fp32"): ours(model, x),
-        ("PyTorch compiled", "fp32"): ours(model, x, compile="default", freeze=True),
-        ("PyTorch compiled", "bf16"): ours(model, x, compile="default", freeze=True, dtype="bf16"),
-        ("PyTorch compiled", "int8"): torch.no_grad()(lambda: quantised(x)),
-        ("onnxruntime", "fp32"): partial(open_onnx(onnx), x),
-        ("onnxruntime", "int8"): partial(open_onnx(onnx8), x),
-        ("OpenVINO", "fp32"): partial(open_openvino(openvino), x),
-        ("OpenVINO", "bf16"): partial(open_openvino(openvino, precision="bf16"), x),
-        ("OpenVINO", "int8"): partial(open_openvino(onnx8), x),
-    }
+    def ours(**compute: Any) -> Call:
+        settings = InferenceCompute(channels_last=True, **compute)
+        step = InferenceStep(copy.deepcopy(model), settings, x.device, say=lambda line: None)
+        return partial(step, step.feed.images(x))
 
+    def ours_int8() -> Call:
+        module = torch.compile(open_pt2(written("pt2", x)), options={"freezing": True})
+        return torch.no_grad()(lambda: module(x))
 
-def ours(model: nn.Module, x: Tensor, **compute: Any) -> Call:
-    """The package's own inference step, folded."""
-    settings = InferenceCompute(channels_last=True, **compute)
-    step = InferenceStep(copy.deepcopy(model), settings, x.device, say=lambda line: None)
-    return partial(step, step.feed.images(x))
+    compiled: dict[str, Any] = {"compile": "default", "freeze": True}
+    made: list[tuple[str, str, Callable[[], Call]]] = [
+        ("PyTorch compiled", "fp32", partial(ours, **compiled)),
+        ("PyTorch eager", "fp32", ours),
+        ("onnxruntime", "fp32", lambda: partial(open_onnx(written("onnx")), x)),
+        ("OpenVINO", "fp32", lambda: partial(open_openvino(written("openvino")), x)),
+        ("PyTorch compiled", "bf16", partial(ours, dtype="bf16", **compiled)),
+        (
+            "OpenVINO",
+            "bf16",
+            lambda: partial(open_openvino(written("openvino"), precision="bf16"), x),
+        ),
+        ("PyTorch compiled", "int8", ours_int8),
+        ("onnxruntime", "int8", lambda: partial(open_onnx(written("onnx", x)), x)),
+        ("OpenVINO", "int8", lambda: partial(open_openvino(written("onnx", x)), x)),
+    ]
+    return [Runtime(runtime, dtype, batch, make) for runtime, dtype, make in made]
 
 
 def main() -> None:
@@ -71,42 +108,29 @@ def main() -> None:
     options.add_argument("--model", default="tresnet_m")
     options.add_argument("--size", type=int, default=224)
     options.add_argument("--batch", type=int, default=1)
-    options.add_argument("--turns", type=int, default=21)
+    options.add_argument("--rounds", type=int, default=11)
     options.add_argument("--note", default="", help="about the machine while this ran")
     options.add_argument("--output-dir", type=Path, default=Path(__file__).parent / "records")
     asked = options.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        calls = contenders(asked.model, asked.size, asked.batch, Path(scratch))
-        for call in calls.values():
-            for _ in range(WARMUP):
-                call()
-        times_s: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
-        load_before = os.getloadavg()[0]
-        for turn in range(asked.turns):  # there and back: a drift meets all alike
-            for key in list(calls)[:: 1 if turn % 2 else -1]:
-                began_s = time.perf_counter()
-                calls[key]()
-                times_s[key].append(time.perf_counter() - began_s)
-    rows = []
-    for (runtime, dtype), seconds in times_s.items():
-        least, p20, p50, p80 = (1e3 * np.percentile(seconds, (0, 20, 50, 80))).tolist()
-        times_ms = {"least_ms": least, "p20_ms": p20, "p50_ms": p50, "p80_ms": p80}
-        rows.append({"runtime": runtime, "dtype": dtype, **times_ms})
-        print(f"{runtime:18}{dtype:6}" + "".join(f"{ms:9.1f}" for ms in times_ms.values()))
-    settings = {key: value for key, value in vars(asked).items() if key != "output_dir"}
-    settings["load_average"] = [load_before, os.getloadavg()[0]]
-    settings["runtimes"] = {name: version(name) for name in ("onnxruntime", "openvino", "torchao")}
-    print(
-        write_record(
-            asked.output_dir,
-            "runtimes",
-            device=None,
-            settings=settings,
-            rows=rows,
-            warmup_steps=WARMUP,
-            runs=asked.turns,
-        )
+    packages = ("onnxruntime", "openvino", "torchao")
+    record = RecordFile(
+        asked.output_dir,
+        "runtimes",
+        device=None,
+        settings={
+            **{key: value for key, value in vars(asked).items() if key != "output_dir"},
+            "load_average_before": os.getloadavg()[0],
+            "packages": {name: version(name) for name in packages},
+        },
+        warmup_steps=WARMUP,
+        runs=asked.rounds * STEPS,
     )
+    with tempfile.TemporaryDirectory() as scratch:
+        group = contenders(asked.model, asked.size, asked.batch, Path(scratch))
+        found = run([group], RunSettings(asked.rounds), log=print, save=record.write, compiles=True)
+    for label, row in zip(found.labels, found.rows, strict=True):
+        print(f"{label:26}{row['p50_step_time_ms'] or 0:8.1f} ms  {row['status']}")
+    print(record.path)
 
 
 if __name__ == "__main__":

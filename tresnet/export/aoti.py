@@ -15,8 +15,8 @@ from tresnet.export.images import Images
 class CompiledPackage:
     """A model compiled ahead of time.
 
-    The package itself looks neither at types nor at strides: given another memory format it reads
-    one pixel for another and returns nonsense, without a word. This refuses such images.
+    The package itself looks neither at types nor at strides: given bytes in another memory format
+    it takes one pixel for another and returns nonsense, without a word. This refuses such images.
 
     Attributes:
         images: what it takes.
