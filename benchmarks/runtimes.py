@@ -56,7 +56,8 @@ class Runtime(Contender):
 
     def figures(self, rounds: Rounds) -> dict[str, Any]:
         """Percentiles over all calls."""
-        return speed(list(itertools.chain(*rounds)), self.units)
+        times_s = list(itertools.chain(*rounds))
+        return {"calls": len(times_s), **speed(times_s, self.units)}
 
 
 def contenders(name: str, size: int, batch: int, scratch: Path) -> list[Contender]:
