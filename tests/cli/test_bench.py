@@ -78,11 +78,12 @@ def test_other_measurements_print_a_table_and_write_a_record(tmp_path, capsys):
     assert theirs.startswith("timm:test_resnet, batch 2, fp32 ")
     assert bench(LOADER, tmp_path / "loader") == 0
     record = record_in(tmp_path / "loader")
-    assert record["settings"]["data"] == "64 made-up JPEGs of 500 x 375"
-    names = ["tresnet, uint8", "tresnet, float", "timm, float"]
+    assert record["settings"]["data"] == "64 photographs of 500 x 375, JPEG"
+    names = ["tresnet, uint8", "tresnet, float", "timm, uint8", "timm, float"]
+    names.append("torchvision, uint8")
     assert [row["case"] for row in record["rows"]] == names
     assert [row["batch_bytes"] for row in record["rows"]] == [
-        2 * 3 * 16 * 16 * size for size in (1, 4, 4)
+        2 * 3 * 16 * 16 * size for size in (1, 4, 1, 4, 1)
     ]
 
 

@@ -189,11 +189,11 @@ class BenchOps(_Options):
 
 @dataclasses.dataclass(frozen=True)
 class BenchLoader:
-    """Time data loaders in turns: ours giving bytes, ours giving floats, and timm's."""
+    """Time data loaders in turns: ours, timm's and torchvision's."""
 
     data: Path | None = None
     """Directory with train/CLASS/ or val/CLASS/ image folders; by default 64 JPEGs of 500 x 375
-    pixels, made up for the run. Files are read over and over, so from the system's cache."""
+    pixels, cut from scikit-learn's photographs. Files are read over and over, so from the system's cache."""
 
     split: Literal["train", "val"] = "train"
     """train: random crop and mirror image. val: resize and center crop."""
@@ -264,7 +264,7 @@ def _images(data: Path | None, split: Literal["train", "val"]) -> Iterator[tuple
         return
     with tempfile.TemporaryDirectory() as folder:
         write_jpegs(Path(folder), split)
-        yield Path(folder), f"{JPEGS} made-up JPEGs of {JPEG_SIZE[0]} x {JPEG_SIZE[1]}"
+        yield Path(folder), f"{JPEGS} photographs of {JPEG_SIZE[0]} x {JPEG_SIZE[1]}, JPEG"
 
 
 @dataclasses.dataclass(frozen=True)

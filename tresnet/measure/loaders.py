@@ -21,8 +21,8 @@ Epoch = Iterable[tuple[Tensor, Any]]
 METHOD = {
     "order": "every round visits every loader, forwards and backwards in turn",
     "timed": "from the last warm-up batch to the last batch of an epoch",
-    "timm": "create_dataset and create_loader without the prefetcher; it divides by a deviation of 1, "
-    "which its API cannot leave out",
+    "timm": "create_dataset and create_loader: bytes are what its workers give its prefetcher, floats "
+    "are without it, divided by a deviation of 1, which its API cannot leave out",
 }
 
 
