@@ -105,6 +105,7 @@ def join(device: str) -> Iterator[Processes]:
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
         torch.backends.cudnn.benchmark = True  # batches keep their size: search kernels once
+        torch.backends.cudnn.benchmark_limit = 0  # among all of them, as `tresnet bench` does
     if world == 1:
         yield Processes(0, 1, chosen)
         return

@@ -1,4 +1,4 @@
-"""What a step is made of: frozen dataclasses, whose fields are options of each command that runs it.
+"""What a step is made of: frozen dataclasses, options of each command that runs it.
 
 The text under a field is its help on the command line.
 """

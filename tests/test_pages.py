@@ -1,0 +1,139 @@
+"""What README.md and docs/ say: Python runs, command lines parse, links lead somewhere, figures hold."""
+
+import dataclasses
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tyro
+
+from tresnet.checkpoints.published import entries
+from tresnet.cli.main import _parse as parse
+from tresnet.engine.command import parse_train
+from tresnet.engine.evaluate_weights import EvalConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+GOLDEN = json.loads((ROOT / "tests" / "golden" / "zoo.json").read_text())
+# Of blocks that cannot run here.
+ELSEWHERE = ("<!-- needs a download -->\n", "<!-- at an earlier commit -->\n")
+# What a page may call besides our own programs, up to its own arguments.
+OTHERS = (
+    "pip install",
+    "benchmarks/gpu.sh",
+    "python3 -m venv",
+    ". .venv",
+    "pytest",
+    "sphinx-build",
+)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """Code blocks of a language, less those marked as not for here."""
+    found = re.findall(rf"(?m)(^.*\n)```{language}\n((?:(?!```).*\n)*)```", page.read_text())
+    return [code for before, code in found if before not in ELSEWHERE]
+
+
+def command_lines() -> list[tuple[Path, str]]:
+    lines = []
+    for page in PAGES:
+        text = "\n".join(blocks(page, "bash")).replace("&&", "\n").replace("\\\n", " ")
+        lines += [(page, line.strip()) for line in text.splitlines() if line.strip()]
+    return lines
+
+
+def test_python_blocks_run(tmp_path: Path):
+    """In a process of its own: the plugin changes what timm builds."""
+    code = "\n".join(code for page in PAGES for code in blocks(page, "python"))
+    result = subprocess.run(
+        # PyTorch 2.11 warns of its own use of TorchScript
+        [sys.executable, "-W", "error", "-W", "ignore:`torch.jit", "-c", code],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "mine.pth").is_file()
+
+
+@pytest.mark.parametrize(("page", "line"), command_lines(), ids=lambda part: str(part)[-60:])
+def test_a_command_line_parses(page: Path, line: str):
+    words = shlex.split(line, comments=True)
+    if "train.py" in words:
+        arguments = words[words.index("train.py") + 1 :]
+        if "--resume" not in words or "auto" in words:
+            assert parse_train(arguments).config.data.data
+    elif "eval.py" in words:
+        arguments = words[words.index("eval.py") + 1 :]
+        config = (tyro.conf.OmitArgPrefixes,)
+        assert tyro.cli(EvalConfig, args=arguments, config=config).weights
+    elif words[0] == "tresnet":
+        assert dataclasses.is_dataclass(parse(words[1:]))
+    elif words[:1] == ["python"]:
+        assert words[1] == "-m" or (ROOT / words[1]).is_file()
+    else:
+        assert line.removeprefix("OMP_NUM_THREADS=2 ").startswith(OTHERS), f"{page}: {line}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_records_are_there(page: Path):
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)|srcset=\"([^\"]+)\"|src=\"([^\"]+)\"", text):
+        link = next(filter(None, target))
+        assert link.startswith("http") or (page.parent / link).exists(), link
+    for record in re.findall(r"benchmarks/[\w./-]+\.(?:json|csv|py|sh)", text):
+        assert "..." in record or (ROOT / record).is_file(), record
+
+
+def rows(page: str, *header: str) -> list[list[str]]:
+    """Cells of the table with these first columns."""
+    text = (ROOT / page).read_text()
+    start = text.index(f"| {' | '.join(header)} |")
+    lines = text[start:].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_model_table_holds_the_golden_figures():
+    table = {row[0]: row[1:4] for row in rows("README.md", "model", "parameters")}
+    expected = {
+        name: [f"{golden['parameters']:,}", golden["macs"] / 1e9, str(golden["pixels"])]
+        for name, golden in GOLDEN.items()
+    }
+    assert table.keys() == expected.keys()
+    for name, (parameters, gmacs, pixels) in table.items():
+        assert [parameters, pixels] == [expected[name][0], expected[name][2]], name
+        digits = len(gmacs.partition(".")[2])
+        assert gmacs == f"{expected[name][1]:.{digits}f}", name
+
+
+def test_accuracy_table_is_the_manifests():
+    table = rows("docs/weights.md", "weights", "input")
+    quoted = {row[0]: [float(cell) for cell in row[1:]] for row in table}
+    manifest = {
+        tag: [entry.input_size[-1], entry.top1, entry.top5]
+        for tag, entry in entries().items()
+        if entry.accuracy_source and "results-imagenet.csv" in entry.accuracy_source
+    }
+    assert quoted == manifest
+
+
+@pytest.mark.slow
+def test_the_pages_build_without_a_warning(tmp_path: Path):
+    pytest.importorskip("furo", reason="pip install -e '.[docs]'")
+    result = subprocess.run(
+        [sys.executable, "-m", "sphinx", "-W", "-q", "-b", "html", "docs", str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "tresnet.create" in (tmp_path / "reference" / "python.html").read_text()
