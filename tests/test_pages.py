@@ -13,7 +13,7 @@ import pytest
 import tyro
 
 from tresnet.checkpoints.published import entries
-from tresnet.cli.main import _parse as parse
+from tresnet.cli.commands import parse
 from tresnet.engine.command import parse_train
 from tresnet.engine.evaluate_weights import EvalConfig
 
