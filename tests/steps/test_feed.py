@@ -54,12 +54,13 @@ def test_a_gpu_makes_the_same_floats():
 )
 def test_bytes_reach_the_model_where_nothing_needs_floats(tiny, changes, trained, tested):
     config = resolve(tiny(**changes))
-    loaded = run_images.open_images(config, ALONE)
-    step = create_step(create_model(config, loaded.classes), config, ALONE, 6)
+    splits = run_images.open_splits(config, ALONE)
+    train_loader, val_loader = run_images.create_loaders(config, splits, ALONE)
+    step = create_step(create_model(config, splits.classes), config, ALONE, 6)
     testing = InferenceStep(step.averaged, config.compute, CPU)
     for loader, feed, dtype in (
-        (loaded.train, step.feed, trained),
-        (loaded.val, testing.feed, tested),
+        (train_loader, step.feed, trained),
+        (val_loader, testing.feed, tested),
     ):
         images, labels = next(iter(loader))
         assert images.dtype == torch.uint8
