@@ -121,7 +121,7 @@ def record_memory() -> None:
     from tresnet import memory
 
     batch_sizes = [32, 64, 128, 192, 256, 384, 512]
-    asked = {"amp": "bf16", "channels_last": True, "device": "H100"}
+    asked = {"amp": "bf16", "channels_last": True}
     cases = {
         "timm tresnet_m": ("timm:tresnet_m", {}),
         "tresnet_m": ("tresnet_m", {}),
@@ -130,10 +130,7 @@ def record_memory() -> None:
     lines = []
     for name, (model, options) in cases.items():
         peaks = [
-            memory.predict(
-                model, batch_size=n, model_options=options, **asked
-            ).allocated.expected_bytes
-            / 2**20
+            memory.predict(model, batch_size=n, **options, **asked).allocated.expected_bytes / 2**20
             for n in batch_sizes
         ]
         lines.append({"name": name, "peak_allocated_mib": [round(peak, 1) for peak in peaks]})
