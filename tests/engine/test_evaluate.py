@@ -3,6 +3,7 @@ import torch
 from torch.nn import functional
 
 from tresnet.data import create_loader
+from tresnet.engine.config import LabelConfig
 from tresnet.engine.distributed import Processes
 from tresnet.engine.evaluate import evaluate
 from tresnet.errors import DataError
@@ -23,15 +24,20 @@ class Numbers(torch.utils.data.Dataset):
         return torch.full((1, 1, 1), float(index)), self.labels[index]
 
 
+class LookUp:
+    def __init__(self, logits):
+        self.logits = logits
+
+    def feed(self, images, targets):
+        return images, targets
+
+    def __call__(self, images):
+        return self.logits[images[:, 0, 0, 0].long()]
+
+
 def run(logits, labels, batch_size=3, **options):
     loader = create_loader(Numbers(labels), batch_size, training=False)
-    return evaluate(
-        lambda images: logits[images[:, 0, 0, 0].long()],
-        loader,
-        ALONE,
-        to_device=lambda images, targets: (images, targets),
-        **options,
-    )
+    return evaluate(LabelConfig(), LookUp(logits), loader, ALONE, **options)
 
 
 def test_metrics_are_means_over_all_images_whatever_the_batches():

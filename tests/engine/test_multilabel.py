@@ -12,8 +12,8 @@ from tresnet.checkpoints.weights import describe
 from tresnet.engine import config as configs
 from tresnet.engine.command import eval_main, train_main
 from tresnet.engine.config import LabelConfig, TrainConfig
+from tresnet.engine.evaluate import average_precision, f1_scores
 from tresnet.engine.losses import Losses
-from tresnet.engine.multilabel import average_precision, f1_scores
 from tresnet.engine.recipes import recipe
 from tresnet.engine.train import train
 from tresnet.engine.validate import validate

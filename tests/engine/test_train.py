@@ -14,7 +14,7 @@ from tests.engine.images import write_images
 from tests.engine.runs import assert_same_run, rows_of
 from tresnet.checkpoints.weights import describe
 from tresnet.engine import config as configs
-from tresnet.engine import state
+from tresnet.engine import state, trainer
 from tresnet.engine import train as training
 from tresnet.engine.evaluate import Metrics
 from tresnet.engine.logs import RunLog
@@ -113,8 +113,8 @@ def test_the_best_checkpoint_says_what_it_is_and_gives_its_figures_again(tiny):
 def test_between_equal_accuracies_the_lower_loss_is_best(tiny, monkeypatch):
     scripted = iter([(50, 0.5), (50, 0.4), (50, 0.6), (40, 0.1), (50, 0.4)])
     monkeypatch.setattr(
-        training,
-        "evaluate_labels",
+        trainer,
+        "evaluate",
         lambda *a, **k: Metrics(11, *reversed(next(scripted)), 100, None, 0),
     )
     result = train(tiny(epochs=4))
@@ -196,7 +196,7 @@ def die_at(patch, point):
     when, what, number = point.split()
     places = {
         "state": (state, "save"),
-        "best": (training, "save_checkpoint"),
+        "best": (trainer, "save_checkpoint"),
         "final": (state, "add_row"),
         "row": (RunLog, "row"),
     }
@@ -501,7 +501,7 @@ def test_an_evaluation_that_fails_does_not_lose_its_epoch(tiny, whole, monkeypat
         raise DataError("none could be read")
 
     with monkeypatch.context() as patch:
-        patch.setattr(training, "evaluate_labels", failing)
+        patch.setattr(trainer, "evaluate", failing)
         with pytest.raises(
             DataError, match=r"none could be read; the last good .* of update 6: go"
         ):

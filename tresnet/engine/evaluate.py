@@ -2,14 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from tresnet.data import Loader
+from tresnet.engine.config import LabelConfig
 from tresnet.engine.console import Console
 from tresnet.engine.distributed import Processes
 from tresnet.errors import DataError
@@ -18,7 +18,7 @@ from tresnet.measure.throughput import ThroughputMeter
 
 @dataclasses.dataclass(frozen=True)
 class Metrics:
-    """Over all images of all processes.
+    """Of images with one label each, over all processes.
 
     Attributes:
         images: How many were read and classified.
@@ -47,11 +47,8 @@ class Metrics:
 
     def saved(self) -> dict[str, Any]:
         """What is kept beside the weights."""
-        return {
-            "top1": self.top1,
-            "top5": self.top5,
-            "loss": self.loss if math.isfinite(self.loss) else None,
-        }
+        loss = self.loss if math.isfinite(self.loss) else None
+        return {"top1": self.top1, "top5": self.top5, "loss": loss}
 
     def summary(self) -> str:
         """One line for people."""
@@ -59,96 +56,196 @@ class Metrics:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ran:
-    """What a pass over a split took.
+class MultiLabelMetrics:
+    """Of images with any number of labels each, over all processes.
 
     Attributes:
-        images: How many were read, over all processes.
+        images: How many were read and classified.
+        loss: Mean binary cross-entropy over images and classes.
+        map: Mean of the classes' average precision in percent; classes nobody has are left out.
+        per_class_ap: Average precision of each class in percent; None where no image has it.
+        f1_micro: F1 in percent over all labels at once, at `threshold`.
+        f1_macro: Mean of the classes' F1 in percent; 0 for a class neither had nor predicted.
+        threshold: Probability from which a label counts as predicted.
         images_per_s: Summed over processes, loading included; None if it went too fast to tell.
         skipped: Unreadable files that were left out.
     """
 
     images: int
+    loss: float
+    map: float
+    per_class_ap: tuple[float | None, ...]
+    f1_micro: float
+    f1_macro: float
+    threshold: float
     images_per_s: float | None
     skipped: int
 
+    @property
+    def score(self) -> float:
+        """What the best checkpoint is chosen by, in percent."""
+        return self.map
+
+    def figures(self) -> dict[str, float]:
+        """The columns of the log."""
+        return {"val_loss": self.loss, "val_map": self.map, "val_f1": self.f1_micro}
+
+    def saved(self) -> dict[str, Any]:
+        """What is kept beside the weights."""
+        scores = {"map": self.map, "f1": self.f1_micro, "threshold": self.threshold}
+        loss = self.loss if math.isfinite(self.loss) else None
+        return {"labels": "multi", **scores, "loss": loss}
+
+    def summary(self) -> str:
+        """One line for people."""
+        return (
+            f"mAP {self.map:.2f} %, F1 {self.f1_micro:.2f} % (macro {self.f1_macro:.2f} %) at"
+            f" {self.threshold:g}, loss {self.loss:.4f}"
+        )
+
+
+class Step(Protocol):
+    """What an `InferenceStep` does."""
+
+    @property
+    def feed(self) -> Any:
+        """Moves images and labels to the device."""
+        ...
+
+    def __call__(self, images: Tensor, /) -> Tensor:
+        """Logits (N, classes) in float32 of images from `feed`."""
+        ...
+
 
 def evaluate(
-    predict: Callable[[Tensor], Tensor],
+    labels: LabelConfig,
+    step: Step,
     loader: Loader,
     processes: Processes,
     *,
-    to_device: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
     class_map: list[int] | None = None,
     console: Console | None = None,
-) -> Metrics:
-    """Run a model over a split (a collective).
+) -> Metrics | MultiLabelMetrics:
+    """Run a model over a split, with one label an image or several as configured (a collective).
 
     Args:
-        predict: From a batch as `to_device` gives it to logits (N, classes) in float32.
+        labels: How many labels an image has, and the threshold of F1.
+        step: Moves a batch to the device and computes its logits.
         loader: This process's share, in evaluation mode.
         processes: This process's place.
-        to_device: Moves images and labels to the device.
         class_map: The model's class of each label; None where they are the same.
         console: Shows a bar; None for silence.
 
     Raises:
-        DataError: No image could be read.
+        DataError: No image could be read, or none has any label.
     """
-    sums = torch.zeros(3, dtype=torch.float64, device=processes.device)
-    labels_of = None if class_map is None else torch.tensor(class_map, device=processes.device)
-
-    def take(logits: Tensor, targets: Tensor) -> None:
-        sums.add_(_batch_sums(logits, targets if labels_of is None else labels_of[targets]))
-
-    ran = run_over(predict, loader, processes, to_device=to_device, take=take, console=console)
-    loss, hits1, hits5 = (value / ran.images for value in processes.sum(*sums.tolist()))
-    return Metrics(ran.images, loss, 100 * hits1, 100 * hits5, ran.images_per_s, ran.skipped)
-
-
-def run_over(
-    predict: Callable[[Tensor], Tensor],
-    loader: Loader,
-    processes: Processes,
-    *,
-    to_device: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
-    take: Callable[[Tensor, Tensor], None],
-    console: Console | None = None,
-) -> Ran:
-    """Run a model over a split and hand each batch's logits and labels to `take` (a collective).
-
-    Args:
-        predict: From a batch as `to_device` gives it to logits (N, classes) in float32.
-        loader: This process's share, in evaluation mode.
-        processes: This process's place.
-        to_device: Moves images and labels to the device.
-        take: Given logits and labels on the device.
-        console: Shows a bar; None for silence.
-
-    Raises:
-        DataError: No image could be read.
-    """
+    sums = _ManyLabels(labels.threshold) if labels.multi else _OneLabel(processes.device)
     meter = ThroughputMeter(processes.device)
     if len(loader) == 1:  # otherwise the first batch, with start-up costs, is not timed
         meter.start()
-    images_seen = 0
+    seen = 0
     bar = (console or Console(False, False)).bar("evaluating", len(loader))
     with bar, torch.inference_mode():
-        for images, targets in loader:
-            images, targets = to_device(images, targets)
-            take(predict(images), targets)
+        for batch, labels_of_batch in loader:
+            images, targets = step.feed(batch, labels_of_batch)
+            meter.data_ready()
+            sums.add(step(images), targets, class_map)
             meter.step(len(images))
-            images_seen += len(images)
+            seen += len(images)
             bar.advance()
-    rate = meter.average_images_per_s()
-    seen, rate, skipped = processes.sum(images_seen, rate or 0.0, len(loader.skipped))
+    rate = meter.average_images_per_s() or 0.0
+    seen, rate, skipped = processes.sum(seen, rate, len(loader.skipped))
     if seen == 0:
         raise DataError("expected images to evaluate, but none could be read")
-    return Ran(int(seen), rate or None, int(skipped))
+    metrics = sums.metrics(processes, int(seen))
+    return dataclasses.replace(metrics, images_per_s=rate or None, skipped=int(skipped))
 
 
-def _batch_sums(logits: Tensor, targets: Tensor) -> Tensor:
-    """Sums over a batch of loss, top-1 hits and top-5 hits: (3,) in float64."""
-    loss = functional.cross_entropy(logits, targets, reduction="sum")
-    best = logits.topk(min(5, logits.shape[1]), dim=1).indices == targets[:, None]
-    return torch.stack([loss.double(), best[:, 0].sum().double(), best.sum().double()])
+class _OneLabel:
+    """Sums of loss, top-1 hits and top-5 hits, left on the device until the end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._sums = torch.zeros(3, dtype=torch.float64, device=device)
+
+    def add(self, logits: Tensor, targets: Tensor, class_map: list[int] | None) -> None:
+        if class_map is not None:
+            targets = torch.tensor(class_map, device=targets.device)[targets]
+        loss = functional.cross_entropy(logits, targets, reduction="sum")
+        best = logits.topk(min(5, logits.shape[1]), dim=1).indices == targets[:, None]
+        self._sums += torch.stack([loss.double(), best[:, 0].sum().double(), best.sum().double()])
+
+    def metrics(self, processes: Processes, images: int) -> Metrics:
+        loss, top1, top5 = (value / images for value in processes.sum(*self._sums.tolist()))
+        return Metrics(images, loss, 100 * top1, 100 * top5, None, 0)
+
+
+class _ManyLabels:
+    """All logits and labels: the order of all images' scores decides."""
+
+    def __init__(self, threshold: float) -> None:
+        self._threshold = threshold
+        self._batches: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, logits: Tensor, targets: Tensor, class_map: list[int] | None) -> None:
+        own = logits if class_map is None else logits[:, class_map]
+        self._batches.append((own.cpu(), targets.cpu()))
+
+    def metrics(self, processes: Processes, images: int) -> MultiLabelMetrics:
+        own = [torch.cat(part).numpy() for part in zip(*self._batches, strict=True)]
+        shares = [share for share in processes.gather(own) if share]
+        logits, targets = (
+            torch.cat([torch.from_numpy(part) for part in parts])
+            for parts in zip(*shares, strict=True)
+        )
+        precisions = [average_precision(*pair) for pair in zip(logits.T, targets.T, strict=True)]
+        known = [value for value in precisions if value is not None]
+        if not known:
+            raise DataError("expected labels to evaluate, but no image has any")
+        micro, macro = f1_scores(logits.sigmoid() >= self._threshold, targets > 0.5)
+        return MultiLabelMetrics(
+            images=images,
+            loss=float(functional.binary_cross_entropy_with_logits(logits, targets)),
+            map=100 * sum(known) / len(known),
+            per_class_ap=tuple(None if value is None else 100 * value for value in precisions),
+            f1_micro=100 * micro,
+            f1_macro=100 * macro,
+            threshold=self._threshold,
+            images_per_s=None,
+            skipped=0,
+        )
+
+
+def average_precision(scores: Tensor, targets: Tensor) -> float | None:
+    """Sum over the thresholds of precision times the recall gained there.
+
+    Images of equal score pass a threshold together, as in scikit-learn.
+
+    Args:
+        scores: (N,), higher for likelier.
+        targets: (N,), 0 or 1.
+
+    Returns:
+        A share from 0 to 1; None if no image has the label.
+    """
+    if not bool(targets.any()):
+        return None
+    order = scores.argsort(descending=True, stable=True)
+    ranked, hits = scores[order], targets[order].double().cumsum(0)
+    last_of_equals = torch.ones(len(ranked), dtype=torch.bool)
+    last_of_equals[:-1] = ranked[1:] != ranked[:-1]
+    hits, passed = hits[last_of_equals], torch.arange(1, len(ranked) + 1)[last_of_equals]
+    gained = torch.diff(hits, prepend=hits.new_zeros(1)) / hits[-1]
+    return min(1.0, float((gained * hits / passed).sum()))  # the last bit may round up
+
+
+def f1_scores(predicted: Tensor, targets: Tensor) -> tuple[float, float]:
+    """F1 over all labels at once, and the mean of the classes' own; 0 where nothing is there.
+
+    Args:
+        predicted: (N, C), booleans.
+        targets: (N, C), booleans.
+    """
+    both = (predicted & targets).sum(0).double()
+    either = predicted.sum(0).double() + targets.sum(0).double()
+    micro = 2 * both.sum() / either.sum().clamp(min=1)
+    return float(micro), float((2 * both / either.clamp(min=1)).mean())

@@ -18,8 +18,7 @@ from tresnet.engine import distributed, fields, images
 from tresnet.engine.config import LabelConfig
 from tresnet.engine.console import Console
 from tresnet.engine.distributed import Processes
-from tresnet.engine.evaluate import Metrics
-from tresnet.engine.multilabel import MultiLabelMetrics, evaluate_labels
+from tresnet.engine.evaluate import Metrics, MultiLabelMetrics, evaluate
 from tresnet.engine.resolve import class_map
 from tresnet.errors import ConfigError, WriteError
 from tresnet.measure.memory import MemoryMeter, MemorySnapshot
@@ -210,7 +209,7 @@ def _measure(
     try:
         labels = LabelConfig("bce" if config.labels == "multi" else "cross-entropy")
         labels = dataclasses.replace(labels, threshold=config.threshold)
-        return evaluate_labels(labels, step, loader, processes, class_map=mapping, console=console)
+        return evaluate(labels, step, loader, processes, class_map=mapping, console=console)
     finally:
         loader.close()
 

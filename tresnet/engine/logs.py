@@ -32,6 +32,19 @@ COLUMNS = (
 )
 
 
+_TEXTS = {
+    "loss": "loss {:.4f}",
+    "accuracy": "accuracy {:.2f} %",
+    "val_loss": "val loss {:.4f}",
+    "val_top1": "top-1 {:.2f} %",
+    "val_top5": "top-5 {:.2f} %",
+    "val_map": "mAP {:.2f} %",
+    "val_f1": "F1 {:.2f} %",
+    "images_per_s": "{:.0f} images/s",
+    "lr": "lr {:.3g}",
+}
+
+
 class RunLog:
     """The table of a run: a row each for the phases initial and model, for each epoch, and final.
 
@@ -127,3 +140,10 @@ def _summary_writer() -> Any:
     except ImportError:
         return None
     return SummaryWriter
+
+
+def in_words(figures: dict[str, Any]) -> str:
+    """Figures of a row for people, such as `loss 1.2345  top-1 67.89 %`."""
+    return "  ".join(
+        text.format(figures[name]) for name, text in _TEXTS.items() if figures.get(name) is not None
+    )
