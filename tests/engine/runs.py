@@ -4,7 +4,7 @@ import json
 
 import torch
 
-VARYING = ("images_per_s", "rss_peak_mib", "elapsed_s")
+VARYING = ("images_per_s", "data_wait_pct", "rss_peak_mib", "elapsed_s")
 
 
 def rows_of(run_dir, phase="train"):

@@ -25,7 +25,14 @@ def test_the_columns_are_those_users_read():
         "device_used_mib",
         "rss_peak_mib",
     ]
-    assert list(COLUMNS) == [*progress, *tested, "images_per_s", *memory, "elapsed_s"]
+    assert list(COLUMNS) == [
+        *progress,
+        *tested,
+        "images_per_s",
+        "data_wait_pct",
+        *memory,
+        "elapsed_s",
+    ]
 
 
 def test_rows_are_written_twice_and_absent_values_are_empty(tmp_path):

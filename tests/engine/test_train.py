@@ -1,10 +1,12 @@
 import csv
 import io
 import itertools
+import json
 import os
 import re
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 from tests.engine.images import write_images
 from tests.engine.runs import assert_same_run, rows_of
 from tresnet.checkpoints.weights import describe
+from tresnet.data import ImageDataset
 from tresnet.engine import config as configs
 from tresnet.engine import state, trainer
 from tresnet.engine import train as training
@@ -467,6 +470,35 @@ def test_weights_of_other_classes_of_the_same_number_are_refused(tiny, tmp_path)
     write_images(tmp_path / "three", "val", 6, names)
     with pytest.raises(ConfigError, match="only the weights have blue, green; only the data have"):
         train(tiny(name="other", weights=weights, data=str(tmp_path / "three")))
+
+
+@pytest.mark.parametrize(("loading_s", "words"), [(0.05, "data is the bottleneck"), (0, None)])
+def test_a_run_that_waits_for_its_data_says_so_and_what_would_cure_it(
+    tiny, monkeypatch, capsys, loading_s, words
+):
+    """Loading takes 1 of 2 seconds or so: another worker is enough; or takes nearly no time."""
+    load, backward = ImageDataset.__getitem__, TrainingStep.backward
+
+    def loading(self, index):
+        time.sleep(loading_s / 4)
+        return load(self, index)
+
+    def computing(*args):
+        time.sleep(0.05)
+        return backward(*args)
+
+    monkeypatch.setattr(ImageDataset, "__getitem__", loading)
+    monkeypatch.setattr(TrainingStep, "backward", computing)
+    run_dir = train(tiny()).run_dir
+    shares = [json.loads(line)["data_wait_pct"] for line in (run_dir / "log.jsonl").open()]
+    assert shares[:2] == [None, None]
+    out = capsys.readouterr().out
+    if words is None:
+        assert max(shares[2:4]) < 20
+    else:
+        assert 20 < shares[2] < 70
+        assert out.count(words) == 1
+        assert "--workers 1 would be enough (now 0)" in out or "--workers 2 would be" in out
 
 
 def test_each_evaluation_is_where_it_should_be(tiny):

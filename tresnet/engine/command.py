@@ -160,7 +160,7 @@ def _shown(action: Callable[[], int]) -> int:
 def _known(error: RuntimeError) -> str | None:
     """What to say of an error that another process's end causes; None of any other."""
     text = " ".join(str(error).split())
-    if "DataLoader worker" in text:
+    if "DataLoader worker (pid" in text:  # "in DataLoader worker" is of an error of the code's own
         return (
             f"a process that loads images has ended: {text}. Try fewer --workers; a run goes on from"
             " its last checkpoint by --resume"

@@ -1,4 +1,10 @@
-"""Builds dataclasses from plain values, and says which value does not fit its field and why."""
+"""Builds dataclasses from plain values, and says which value does not fit its field and why.
+
+Libraries were tried for this: msgspec passes over unknown fields of dataclasses and does not name
+the choices of a Literal; dacite takes True for an int, leaves an int where a float is meant, and
+calls a wrong choice "Literal"; cattrs needs a hook for `int | Literal["auto"]`. None suggests the
+nearest name, and what would have to be built around them is longer than this.
+"""
 
 import dataclasses
 import difflib

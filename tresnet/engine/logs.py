@@ -10,6 +10,8 @@ from typing import Any
 
 from tresnet import files
 
+FILES = ("log.csv", "log.jsonl")
+EVENTS = "events.out.tfevents"  # how TensorBoard's names begin
 COLUMNS = (
     "phase",
     "epoch",
@@ -23,6 +25,7 @@ COLUMNS = (
     "val_map",
     "val_f1",
     "images_per_s",
+    "data_wait_pct",
     "allocated_mib",
     "reserved_mib",
     "max_allocated_mib",
@@ -41,6 +44,7 @@ _TEXTS = {
     "val_map": "mAP {:.2f} %",
     "val_f1": "F1 {:.2f} %",
     "images_per_s": "{:.0f} images/s",
+    "data_wait_pct": "waiting {:.0f} %",
     "lr": "lr {:.3g}",
 }
 
@@ -49,7 +53,8 @@ class RunLog:
     """The table of a run: a row each for the phases initial and model, for each epoch, and final.
 
     `step` counts updates of the weights, `accuracy`, `val_top*`, `val_map` and `val_f1` are in
-    percent, `images_per_s` is over all processes. A cell that does not apply is empty in the CSV and
+    percent, `images_per_s` is over all processes, `data_wait_pct` the share of the time in which
+    training waited for images. A cell that does not apply is empty in the CSV and
     null in the JSONL.
     """
 
@@ -67,7 +72,7 @@ class RunLog:
         Raises:
             WriteError: The files cannot be written.
         """
-        self._csv, self._jsonl = directory / "log.csv", directory / "log.jsonl"
+        self._csv, self._jsonl = (directory / name for name in FILES)
         self._rows = rows
         files.write_text(self._csv, "".join(map(_csv_line, [COLUMNS, *map(_cells, rows)])))
         files.write_text(self._jsonl, "".join(map(_json_line, rows)))

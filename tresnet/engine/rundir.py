@@ -10,7 +10,7 @@ from typing import Any
 
 from tresnet import files
 from tresnet.engine import config as configs
-from tresnet.engine import state
+from tresnet.engine import logs, state
 from tresnet.engine.config import AUTO, TrainConfig
 from tresnet.errors import CheckpointError, ConfigError
 
@@ -90,9 +90,12 @@ def create(config: TrainConfig, now: datetime.datetime, held: contextlib.ExitSta
 
 def discard(directory: Path) -> None:
     """Remove the directory of a run that could not begin, so that its name is free again."""
+    own = (CONFIG, ENVIRONMENT, files.LOCK, *logs.FILES)
     for path in directory.iterdir():
-        path.unlink()
-    directory.rmdir()
+        if path.name in own or path.name.startswith(logs.EVENTS):
+            path.unlink()
+    with contextlib.suppress(OSError):  # it holds something that is not ours
+        directory.rmdir()
 
 
 def load_config(directory: Path, say: Say) -> TrainConfig:

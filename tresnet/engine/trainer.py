@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import math
 import signal
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import torch
 from tresnet import env
 from tresnet.checkpoints.load import load_checkpoint
 from tresnet.checkpoints.save import save_checkpoint
-from tresnet.data.loaders import Batch, Loader
+from tresnet.data.loaders import Batch, Loader, usable_cores
 from tresnet.engine import batch_size, rundir, state
 from tresnet.engine.console import Bar, Console
 from tresnet.engine.distributed import Processes
@@ -29,6 +30,8 @@ from tresnet.errors import DataError, TrainingError, WriteError
 from tresnet.measure.memory import MemoryMeter, MemorySnapshot
 from tresnet.measure.throughput import ThroughputMeter
 from tresnet.steps import InferenceStep, TrainingStep
+
+STALL_PCT = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +87,7 @@ class Trainer:
         self.console = console
         self.tally = Tally()
         self.log: RunLog | None = None
+        self._told_of_stall = False
         self._resumed_at = self._saved_update = record.progress.update
         self._saved_s = time.monotonic()
         self._started_s = self._saved_s - record.progress.elapsed_s
@@ -248,6 +252,7 @@ class Trainer:
         rate = self.throughput.images_per_s()
         if rate is not None:
             figures["images_per_s"] = rate * self.processes.world
+            figures["data_wait_pct"] = 100 * (self.throughput.data_wait_fraction() or 0.0)
         if self.losses.has_accuracy(progress.epoch):
             figures["accuracy"] = 100 * look.hits / look.images
         at_interval = progress.update % self.config.run.log_interval == 0
@@ -267,8 +272,9 @@ class Trainer:
         """Evaluate if it is time, write the epoch's row, and keep the best and the last state."""
         progress, config = self.progress, self.config
         memory = self.memory.phase("train")
-        rate = self.throughput.average_images_per_s() or 0.0
-        (rate,) = self.processes.sum(rate)
+        rates = [self.throughput.average_images_per_s(wait) or 0.0 for wait in (False, True)]
+        rate, unhindered = self.processes.sum(*rates)
+        waiting = 100 * (1 - rate / unhindered) if unhindered else None
         done = progress.epoch + 1
         is_last = done == config.schedule.epochs
         metrics = None
@@ -278,7 +284,7 @@ class Trainer:
         figures: dict[str, Any] = {"loss": progress.loss_sum / max(progress.images, 1)}
         if self.losses.has_accuracy(progress.epoch):
             figures["accuracy"] = 100 * progress.hits / max(progress.images, 1)
-        figures |= {"lr": self.step.lr, "images_per_s": rate or None}
+        figures |= {"lr": self.step.lr, "images_per_s": rate or None, "data_wait_pct": waiting}
         if metrics is not None:
             progress.last_score = metrics.score
             figures |= metrics.figures()
@@ -292,6 +298,9 @@ class Trainer:
         self.console.say(
             f"epoch {done}/{config.schedule.epochs}  {in_words(figures)}  {_short(memory)}"
         )
+        if waiting is not None and waiting >= STALL_PCT and not self._told_of_stall:
+            self._told_of_stall = True
+            self.console.say(_stall(waiting, config.data.workers, self.processes.world))
         self._save_state()
 
     def _evaluate(self) -> Metrics | MultiLabelMetrics:
@@ -371,6 +380,24 @@ class Trainer:
             **memory.to_dict(),
             **figures,
         )
+
+
+def _stall(waiting_pct: float, workers: int, processes: int) -> str:
+    """That data are what a run waits for, and how many workers would be enough.
+
+    With w workers a batch takes 1 / w of what it takes to load; the rest of the time, without the
+    waiting, is computing. Without workers loading and computing take turns.
+    """
+    waiting, cores = waiting_pct / 100, usable_cores()
+    workers = min(workers, cores)
+    needed = math.ceil((workers or waiting) / max(1 - waiting, 0.01))
+    text = f"data is the bottleneck: {waiting_pct:.0f} % of the time was spent waiting for it"
+    if needed * processes <= cores:
+        return f"{text}; --workers {needed} would be enough (now {workers})"
+    return (
+        f"{text}; that would take {needed} workers for each of {processes} processes, but there are"
+        f" {cores} cores: try smaller image files or less augmentation"
+    )
 
 
 def _short(memory: MemorySnapshot) -> str:
