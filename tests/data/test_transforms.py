@@ -11,13 +11,23 @@ from tresnet.data.seeding import seed_cpu_generators
 from tresnet.data.transforms import (
     EvalTransform,
     TrainAugment,
-    digits_augment,
     eval_transform,
     train_transform,
 )
 from tresnet.errors import ConfigError
 
 NO_NORM = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
+DIGITS = TrainAugment(  # as the recipe digits has it
+    size=32,
+    random_crop=False,
+    hflip=0,
+    affine_degrees=10,
+    affine_translate=0.1,
+    affine_scale=(0.9, 1.1),
+    affine_shear=5,
+    auto_augment=None,
+    cutout_prob=0,
+)
 PLAIN = TrainAugment(size=32, random_crop=False, hflip=0, auto_augment=None, cutout_prob=0)
 
 
@@ -81,7 +91,7 @@ def test_uint8_and_float32_are_the_same_picture(photo):
         TrainAugment(size=40, auto_augment="rand-m9-mstd0.5", interpolation="random"),
         TrainAugment(size=40, auto_augment="3a", interpolation="bicubic", cutout_prob=1.0),
         TrainAugment(size=40, cutout_prob=1.0, cutout_area=(0.02, 0.33), cutout_min_aspect=0.3),
-        digits_augment(40),
+        replace(DIGITS, size=40),
     ],
 )
 def test_training_stays_in_zero_to_one(photo, cfg):
@@ -139,7 +149,7 @@ def test_mirror_and_digits():
     mirrored = train_transform(replace(PLAIN, hflip=1.0))(left)
     assert mirrored[:, :, 16:].min() == 1
     assert mirrored[:, :, :16].max() == 0
-    digit = train_transform(digits_augment())
+    digit = train_transform(DIGITS)
     seed_cpu_generators(0)
     # The left half stays on the left, however it is shifted, turned and zoomed.
     for _ in range(50):

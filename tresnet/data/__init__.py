@@ -13,7 +13,6 @@ from tresnet.data.pictures import BadImageError
 from tresnet.data.transforms import (
     EvalTransform,
     TrainAugment,
-    digits_augment,
     eval_transform,
     train_transform,
 )
@@ -28,7 +27,6 @@ __all__ = [
     "check_same_classes",
     "create_loader",
     "digits",
-    "digits_augment",
     "eval_transform",
     "load_rgb",
     "open_folder",

@@ -6,6 +6,7 @@ data name no writers, so both splits may hold digits of one hand.
 """
 
 import hashlib
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -21,7 +22,7 @@ IMAGES = 1797
 COUNTS = {"train": 1438, "val": 359}
 SPLIT_SEED = 0
 VAL_FRACTION = 0.2
-# SHA-256 over every image's place and pixels, see _digest; fixes both the data and the split.
+# SHA-256 over every image's place and pixels, see digest; fixes both the data and the split.
 DIGEST = "70c36a9ad3fa6dae1b2b6abb55ace8d81db22aafc329cc19600b6c89ab097fa1"
 
 
@@ -41,30 +42,29 @@ def write(root: str | Path) -> Path:
     """
     target = Path(root) / "digits"
     if target.exists() or target.is_symlink():
-        _require_intact(target)
+        require_intact(target, DIGEST)
         return target
     images, labels = load()
 
     def fill(folder: Path) -> None:
         _write_pngs(folder, images, labels)
-        if _digest(folder) != DIGEST:
+        if digest(folder) != DIGEST:
             raise DataError(
                 f"expected the {IMAGES} digits of scikit-learn 1.5 or later, but the installed "
                 "version ships other data: pip install 'tresnet[demo]'"
             )
 
-    place(target, fill, _require_intact)
+    place(target, fill, DIGEST)
     return target
 
 
-def place(target: Path, fill: Callable[[Path], None], check: Callable[[Path], None]) -> None:
+def place(target: Path, fill: Callable[[Path], None], expected: str) -> None:
     """Let a folder appear whole or not at all: written beside its place, then renamed.
 
     Args:
         target: its place.
         fill: writes the folder it is given, which is not there yet.
-        check: raises DataError unless the folder it is given is as `fill` writes it; called if
-            another process was first.
+        expected: its digest, which is held against it if another process was first.
     """
     with files.explained(target):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ def place(target: Path, fill: Callable[[Path], None], check: Callable[[Path], No
         except OSError:
             if not target.exists():
                 raise
-            check(target)
+            require_intact(target, expected)
     finally:
         shutil.rmtree(workspace, ignore_errors=True)
 
@@ -133,31 +133,38 @@ def _write_pngs(folder: Path, images: np.ndarray, labels: np.ndarray) -> None:
         Image.fromarray(pixels[index]).save(folder / split / str(label) / f"{index:04d}.png")
 
 
-def _require_intact(target: Path) -> None:
-    """Raise DataError unless `target` holds exactly the files and pixels that `write` makes."""
-    found = _digest(target)
-    if found != DIGEST:
+def require_intact(target: Path, expected: str) -> None:
+    """Raise DataError unless `target` holds exactly the files and pixels of an earlier writing."""
+    if digest(target) != expected:
         raise DataError(
-            f"expected the {IMAGES} digits as written by tresnet in {target}, but found other or "
+            f"expected the {target.name} as written by tresnet in {target}, but found other or "
             "damaged content, which is left alone: move or delete that folder, or pass another root"
         )
 
 
-def _digest(folder: Path) -> str | None:
-    """Hash every image file's place and decoded pixels; None if one cannot be decoded.
+def digest(folder: Path) -> str | None:
+    """SHA-256 over every image's place and pixels and every table; None if one cannot be read.
 
     Pixels rather than bytes, because another zlib may compress the same picture differently.
     """
     from PIL import Image
     from torchvision.datasets.folder import is_image_file  # what ImageFolder would read
 
-    digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if is_image_file(path.name)):
+    found = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        is_table = path.suffix == ".csv"
+        if not is_table and not is_image_file(path.name):
+            continue
+        place = os.fsencode(path.relative_to(folder).as_posix())
         try:
+            if not path.is_file():  # opening a FIFO would wait for its writer
+                return None
+            if is_table:
+                found.update(place + b"\n" + path.read_bytes())
+                continue
             with Image.open(path) as image:
                 pixels = image.tobytes()
-                head = f"{path.relative_to(folder).as_posix()} {image.mode} {image.size}\n"
+                found.update(place + f" {image.mode} {image.size}\n".encode() + pixels)
         except Exception:  # a decoder fed garbage raises anything
             return None
-        digest.update(head.encode() + pixels)
-    return digest.hexdigest()
+    return found.hexdigest()

@@ -5,7 +5,6 @@ grid. Train canvases show digits of its train split only, val canvases of val. E
 Python's `random()`, whose values are the same on any machine and version.
 """
 
-import hashlib
 import random
 from pathlib import Path
 
@@ -13,14 +12,13 @@ import numpy as np
 
 from tresnet.data import digits
 from tresnet.data.multilabel import write_csv
-from tresnet.errors import DataError
 
 NAME = "digits_multilabel"
 COUNTS = {"train": 3000, "val": 750}
 CELL, DIGIT = 20, 16
 SIZE = 2 * CELL
-# SHA-256 over every file's place and content (pixels of images), see _digest.
-DIGEST = "798f1f00c11b27924c7f8644449000e3d2a8f6fd82e51133a7be47439b0f6fb6"
+# SHA-256 over every file's place and content (pixels of images), see digits.digest.
+DIGEST = "0ab7169744c3d2b63d5377b242dda643c4483db3b80a0c0d126f1cf2e50a4d31"
 
 
 def write(root: str | Path) -> Path:
@@ -37,15 +35,15 @@ def write(root: str | Path) -> Path:
     """
     target = Path(root) / NAME
     if target.exists() or target.is_symlink():
-        _require_intact(target)
+        digits.require_intact(target, DIGEST)
         return target
     images, labels = digits.load()
 
     def fill(folder: Path) -> None:
         _write_splits(folder, digits.to_uint8(images), labels)
-        _require_intact(folder)
+        digits.require_intact(folder, DIGEST)
 
-    digits.place(target, fill, _require_intact)
+    digits.place(target, fill, DIGEST)
     return target
 
 
@@ -91,29 +89,3 @@ def _write_splits(folder: Path, pixels: np.ndarray, labels: np.ndarray) -> None:
             Image.fromarray(image).save(folder / name)
             table[name] = marks
         write_csv(folder / f"{split}.csv", digits.CLASSES, table)
-
-
-def _require_intact(target: Path) -> None:
-    if _digest(target) != DIGEST:
-        raise DataError(
-            f"expected the canvases as written by tresnet in {target}, but found other or damaged "
-            "content, which is left alone: move or delete that folder, or pass another root"
-        )
-
-
-def _digest(folder: Path) -> str | None:
-    """Hash every image's place and pixels and the tables' text; None if one cannot be read."""
-    from PIL import Image
-
-    digest = hashlib.sha256()
-    for path in sorted([*folder.rglob("*.png"), *folder.glob("*.csv")]):
-        digest.update(path.relative_to(folder).as_posix().encode())
-        try:
-            if path.suffix == ".csv":
-                digest.update(path.read_bytes())
-                continue
-            with Image.open(path) as image:
-                digest.update(image.tobytes())
-        except Exception:  # a decoder fed garbage raises anything
-            return None
-    return digest.hexdigest()

@@ -63,7 +63,6 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
         seed: int,
         rank: int,
         world_size: int,
-        drop_last: bool,
     ) -> None:
         self._training = training
         self._seed = seed
@@ -77,11 +76,10 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
                 num_replicas=world_size,
                 rank=rank,
                 seed=mix_seed(seed),
-                drop_last=drop_last,
+                drop_last=True,
             )
         full, rest = divmod(len(self._order), batch_size)
-        self._batches = full + (1 if rest and not drop_last else 0)
-        self.images_per_epoch = full * batch_size if drop_last else len(self._order)
+        self._batches = full if training else full + bool(rest)
 
     def set_epoch(self, epoch: int, start_batch: int) -> None:
         """Choose the epoch to iterate and the batch to begin with."""
@@ -121,7 +119,6 @@ class Loader:
     Attributes:
         skipped: unreadable files met so far on this rank, path to reason: each file once,
             whichever worker met it and however often.
-        images_per_epoch: images this rank is given in a whole epoch, readable or not.
     """
 
     def __init__(
@@ -135,7 +132,6 @@ class Loader:
         self._loader: DataLoader[Any] | None = None
         self._skip_bad_images = skip_bad_images
         self.skipped: dict[str, str] = {}
-        self.images_per_epoch = batches.images_per_epoch
 
     def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
         """Choose the epoch that the next iteration yields, from its batch `start_batch` on.
@@ -248,33 +244,30 @@ def create_loader(
     workers: int = 0,
     seed: int = 0,
     distributed: tuple[int, int] = (0, 1),
-    drop_last: bool | None = None,
     pin_memory: bool = False,
-    prefetch_batches: int = 2,
 ) -> Loader:
     """Make the loader of one rank.
 
     Args:
         dataset: images and labels, for instance from `open_folder`.
         batch_size: images in a batch on this rank.
-        training: shuffle by epoch and seed the augmentation; else go in order.
+        training: shuffle by epoch, seed the augmentation and leave out a last batch that is not
+            full; else go in order.
         workers: processes that decode, at most one a core; 0 decodes in this one. The batches are
             the same.
         seed: of the order and the augmentation; the same on all ranks.
         distributed: (rank, number of ranks).
-        drop_last: leave out a last batch that is not full; None does so in training only.
         pin_memory: copy batches to page-locked memory, for a GPU.
-        prefetch_batches: batches that each worker prepares ahead.
 
     Raises:
         ConfigError: a number is out of range.
         DataError: a training epoch would have no batch.
     """
     rank, world_size = distributed
-    if batch_size < 1 or workers < 0 or not 0 <= rank < world_size or prefetch_batches < 1:
+    if batch_size < 1 or workers < 0 or not 0 <= rank < world_size:
         raise ConfigError(
-            "expected batch_size >= 1, workers >= 0, prefetch_batches >= 1 and 0 <= rank < ranks, "
-            f"got {batch_size}, {workers}, {prefetch_batches} and rank {rank} of {world_size}"
+            "expected batch_size >= 1, workers >= 0 and 0 <= rank < ranks, got "
+            f"{batch_size}, {workers} and rank {rank} of {world_size}"
         )
     batches = EpochBatches(
         dataset,
@@ -283,7 +276,6 @@ def create_loader(
         seed=seed,
         rank=rank,
         world_size=world_size,
-        drop_last=training if drop_last is None else drop_last,
     )
     if training and not len(batches):
         raise DataError(
@@ -302,7 +294,6 @@ def create_loader(
         pin_memory=pin_memory,
         worker_init_fn=_start_worker,
         persistent_workers=workers > 0,
-        prefetch_factor=prefetch_batches if workers else None,
         generator=torch.Generator(),  # its own, so that iterating leaves the global one alone
     )
     return Loader(batches, start_workers, skip_bad_images)

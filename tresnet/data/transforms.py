@@ -107,21 +107,6 @@ class EvalTransform:
         return 0.875 if self.crop_mode == "center" else 1.0
 
 
-def digits_augment(size: int = 32) -> TrainAugment:
-    """Changes that keep a handwritten digit what it is: small shifts, turns and zooms, no mirror."""
-    return TrainAugment(
-        size=size,
-        random_crop=False,
-        hflip=0.0,
-        affine_degrees=10.0,
-        affine_translate=0.1,
-        affine_scale=(0.9, 1.1),
-        affine_shear=5.0,
-        auto_augment=None,
-        cutout_prob=0.0,
-    )
-
-
 def train_transform(cfg: TrainAugment, *, dtype: torch.dtype = torch.float32) -> Transform:
     """Build the random transform of `cfg` out of timm's and torchvision's parts.
 
