@@ -17,7 +17,7 @@ class Look:
         images: How many.
         loss_sums: Of each batch, the sum over its images.
         hits: How many were classified correctly.
-        first_bad: The first update with a loss that is no finite number, or None.
+        first_bad: The first update whose loss is nan or infinite, or None.
     """
 
     images: int

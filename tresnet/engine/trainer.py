@@ -103,6 +103,7 @@ class Trainer:
             stopped_by = self._train_epoch()
             if not stopped_by:
                 self._finish_epoch()
+        stopped_by = stopped_by or self._poll(None)[0]
         metrics = None if stopped_by else self._finish_run()
         if stopped_by:
             self.console.say(
@@ -238,7 +239,7 @@ class Trainer:
         progress = self.progress
         if look.first_bad is not None:
             raise TrainingError(
-                f"the loss is no finite number at update {look.first_bad}, in epoch"
+                f"the loss is not finite (nan or infinite) at update {look.first_bad}, in epoch"
                 f" {progress.epoch + 1}: {self.last_good()}. Try a lower --lr, --clip-grad, or"
                 " --amp bf16 in place of fp16"
             )
@@ -334,7 +335,7 @@ class Trainer:
         """Write the last state, unless the weights have gone bad since the loss was looked at."""
         if not self.step.is_finite():
             raise TrainingError(
-                f"the weights are no finite numbers after update {self.progress.update}:"
+                f"the weights are not finite (nan or infinite) after update {self.progress.update}:"
                 f" {self.last_good()}. Try a lower --lr or --clip-grad"
             )
         self.progress.elapsed_s = time.monotonic() - self._started_s
