@@ -87,7 +87,9 @@ def test_a_damaged_folder_is_reported_and_left_alone(written, tmp_path, damage):
         case "extra":
             shutil.copy(victim, folder / "train" / "3" / victim.name)
     after_damage = listing(folder)
-    with pytest.raises(DataError, match=r"1797 digits.*digits, but found other or damaged"):
+    with pytest.raises(
+        DataError, match=r"the digits as written .*digits, but found other or damaged"
+    ):
         digits.write(tmp_path)
     assert listing(folder) == after_damage
 

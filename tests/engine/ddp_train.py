@@ -1,4 +1,7 @@
-"""Started by torchrun: CONFIG [--resume RUN_DIR] [--without-norms] [--kill RANK UPDATE SIGNAL]."""
+"""Started by torchrun: CONFIG [--resume RUN_DIR] [--without-norms] and what goes wrong.
+
+--kill RANK UPDATE SIGNAL, or --unlink FILE before the second update.
+"""
 
 import argparse
 import os
@@ -8,6 +11,7 @@ import torch
 from torch import nn
 
 from tresnet.checkpoints.creation import create
+from tresnet.engine import command
 from tresnet.engine import config as configs
 from tresnet.engine import resolve as resolving
 from tresnet.engine.distributed import leave
@@ -41,14 +45,14 @@ def create_without_norms(*args, **kwargs):
     return model
 
 
-def kill_at(rank, update, signum):
-    """One process alone receives a signal during an update, if torchrun has not restarted it."""
+def before(rank, update, action):
+    """One process alone does something before an update, if torchrun has not restarted it."""
     original = TrainingStep.update
 
     def updating(self, number):
         first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
         if first and (int(os.environ["RANK"]), number) == (rank, update):
-            os.kill(os.getpid(), signum)
+            action()
         original(self, number)
 
     TrainingStep.update = updating
@@ -58,12 +62,16 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("config", type=Path)
     parser.add_argument("--resume", type=Path)
+    parser.add_argument("--unlink", type=Path)
     parser.add_argument("--without-norms", action="store_true")
     parser.add_argument("--kill", type=int, nargs=3)
     options = parser.parse_args()
     if options.without_norms:
         resolving.create = create_without_norms
     if options.kill:
-        kill_at(*options.kill)
-    result = train(configs.load(options.config), options.resume)
-    leave(128 + result.stopped_by if result.stopped_by else 0)
+        rank, update, signum = options.kill
+        before(rank, update, lambda: os.kill(os.getpid(), signum))
+    if options.unlink:
+        before(0, 2, options.unlink.unlink)
+    command.train = lambda *_: train(configs.load(options.config), options.resume)
+    leave(command.train_main([]))

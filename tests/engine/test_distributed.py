@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.engine import ddp_train
+from tests.engine.images import write_images
 from tests.engine.runs import assert_same_run, rows_of, tensors_of
 from tresnet.engine import config as configs
 from tresnet.engine import resolve as resolving
@@ -94,6 +95,29 @@ def test_torchrun_restarts_a_killed_run_which_goes_on_bit_for_bit(tiny, tmp_path
         "killed"
     ]
     assert_same_run(tmp_path / "runs" / "killed", tmp_path / "runs" / "whole")
+
+
+@pytest.mark.slow
+def test_an_image_that_one_process_misses_stops_all_of_them_after_saving(tiny, tmp_path):
+    for split, count in (("train", 26), ("val", 11)):
+        write_images(tmp_path / "images", split, count)
+    options = {"data": str(tmp_path / "images"), "batch_size": 2, "accumulate": 2}
+    whole, lacking = (saved(tiny(name=name, **options), tmp_path) for name in ("whole", "lacking"))
+    done = torchrun(SCRIPT, whole)
+    assert done.returncode == 0, done.stderr
+    victim = next((tmp_path / "images" / "train" / "red").iterdir())
+    content = victim.read_bytes()
+    done = torchrun(SCRIPT, lacking, "--unlink", victim)
+    run_dir = tmp_path / "runs" / "lacking"
+    update = state.read(run_dir / "last.pt")[0].progress.update
+    assert done.returncode != 0
+    assert f"{victim.name} cannot be read" in done.stderr
+    assert "error: " in done.stderr
+    assert f"of update {update}: go on with --resume {run_dir}" in done.stderr
+    victim.write_bytes(content)
+    done = torchrun(SCRIPT, lacking, "--resume", run_dir)
+    assert done.returncode == 0, done.stderr
+    assert_same_run(run_dir, tmp_path / "runs" / "whole")
 
 
 @pytest.mark.slow

@@ -490,7 +490,8 @@ def test_a_run_that_waits_for_its_data_says_so_and_what_would_cure_it(
     monkeypatch.setattr(ImageDataset, "__getitem__", loading)
     monkeypatch.setattr(TrainingStep, "backward", computing)
     run_dir = train(tiny()).run_dir
-    shares = [json.loads(line)["data_wait_pct"] for line in (run_dir / "log.jsonl").open()]
+    lines = (run_dir / "log.jsonl").read_text().splitlines()
+    shares = [json.loads(line)["data_wait_pct"] for line in lines]
     assert shares[:2] == [None, None]
     out = capsys.readouterr().out
     if words is None:
