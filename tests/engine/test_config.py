@@ -132,6 +132,8 @@ def test_a_fitting_configuration_passes():
             "--recompute outputs: only the fused kernels",
         ),
         ({"recompute": "none", "norm": "batchnorm"}, "none: expected --norm abn, got batchnorm"),
+        ({"runs": "l\udcfcufe"}, r"--runs: expected printable UTF-8 text, got 'l\udcfcufe'"),
+        ({"name": "a\0b"}, r"--name: expected printable UTF-8 text, got 'a\x00b'"),
         ({"mix_off_epochs": 301}, "--mix-off-epochs: expected at most the 300 epochs"),
         (
             {"sync_bn": True, "norm": "inplace_abn"},

@@ -26,6 +26,8 @@ def test_a_run_is_named_by_model_data_and_date_and_never_takes_anothers_place(ti
     stem = "tresnet_t_place_20300102-030405"
     assert [d.name for d in directories] == [stem, f"{stem}-2", f"{stem}-3"]
     assert configs.load(directories[2] / rundir.CONFIG) == config
+    odd = rundir.create(tiny(name=None, data="any bytes\udcfc"), NOW, held)
+    assert odd.name == "tresnet_t_any bytes?_20300102-030405"
 
 
 def test_a_named_run_that_exists_is_refused_and_left_alone(tiny, held):

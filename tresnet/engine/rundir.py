@@ -165,7 +165,7 @@ def _make_named(config: TrainConfig) -> Path:
 
 
 def _make_new(parent: Path, config: TrainConfig, now: datetime.datetime) -> Path:
-    data = Path(config.data.data or "").name
+    data = Path(config.data.data or "").name.encode(errors="replace").decode()
     stem = f"{config.model.model}_{data}_{now:%Y%m%d-%H%M%S}"
     number = 1
     while True:

@@ -141,6 +141,10 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
             f"--loss {config.labels.loss} takes labels as they are: expected no --mixup, --cutmix or"
             " --label-smoothing"
         )
+    for name in ("runs", "name"):  # safetensors opens its files by such names alone
+        text = getattr(config.run, name) or ""
+        if not text.isprintable() or text.encode(errors="replace").decode() != text:
+            yield f"--{name}: expected printable UTF-8 text, got {text!a}"
     if augment.mix_off_epochs > config.schedule.epochs:
         yield (
             f"--mix-off-epochs: expected at most the {config.schedule.epochs} epochs of --epochs,"
