@@ -1,9 +1,10 @@
 """Started by torchrun: CONFIG [--resume RUN_DIR] [--without-norms] and what goes wrong.
 
---kill RANK UPDATE SIGNAL, or --unlink FILE before the second update.
+--kill RANK UPDATE SIGNAL, again for after a restart, or --unlink FILE before the second update.
 """
 
 import argparse
+import functools
 import os
 from pathlib import Path
 
@@ -45,13 +46,13 @@ def create_without_norms(*args, **kwargs):
     return model
 
 
-def before(rank, update, action):
-    """One process alone does something before an update, if torchrun has not restarted it."""
+def before(rank, update, action, restarts=0):
+    """One process alone does something before an update, after so many restarts by torchrun."""
     original = TrainingStep.update
 
     def updating(self, number):
-        first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-        if first and (int(os.environ["RANK"]), number) == (rank, update):
+        is_time = (int(os.environ["RANK"]), number) == (rank, update)
+        if is_time and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) == restarts:
             action()
         original(self, number)
 
@@ -64,13 +65,12 @@ if __name__ == "__main__":
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--unlink", type=Path)
     parser.add_argument("--without-norms", action="store_true")
-    parser.add_argument("--kill", type=int, nargs=3)
+    parser.add_argument("--kill", type=int, nargs=3, action="append")
     options = parser.parse_args()
     if options.without_norms:
         resolving.create = create_without_norms
-    if options.kill:
-        rank, update, signum = options.kill
-        before(rank, update, lambda: os.kill(os.getpid(), signum))
+    for restarts, (rank, update, signum) in enumerate(options.kill or []):
+        before(rank, update, functools.partial(os.kill, os.getpid(), signum), restarts)
     if options.unlink:
         before(0, 2, options.unlink.unlink)
     command.train = lambda *_: train(configs.load(options.config), options.resume)
