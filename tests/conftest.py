@@ -1,6 +1,7 @@
 """What every test gets: a fixed seed, few threads, and the skips that a machine's lacks demand."""
 
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         missing = [name for name in marker.args if not (WEIGHTS / name).is_file()]
         if missing:
             pytest.skip(f"not downloaded: {', '.join(missing)} under {WEIGHTS}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Let the processes of xdist hand on what was printed of names that are not UTF-8."""
+    report = yield
+    report.sections = [
+        (title, text.encode(errors="backslashreplace").decode()) for title, text in report.sections
+    ]
+    return report
 
 
 @pytest.fixture(autouse=True)

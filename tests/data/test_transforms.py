@@ -1,3 +1,4 @@
+import math
 import pickle
 from dataclasses import FrozenInstanceError, replace
 
@@ -169,6 +170,7 @@ def test_mirror_and_digits():
         (lambda: TrainAugment(affine_scale=(0.0, 1.0)), "affine_scale as 0 < smallest"),
         (lambda: TrainAugment(cutout_min_aspect=2.0), "cutout_min_aspect"),
         (lambda: TrainAugment(affine_degrees=-1), "affine_degrees and affine_shear of 0 or more"),
+        (lambda: TrainAugment(affine_shear=math.nan), "affine_shear of 0 or more, got 0.0 and nan"),
         (lambda: EvalTransform(crop_pct=87.5), r"crop_pct in \(0, 1\], got 87.5"),
         (lambda: EvalTransform(crop_mode="fit"), "'center' or 'squash', got 'fit'"),
         (lambda: train_transform(TrainAugment(auto_augment="best")), "a policy timm knows.*'best'"),

@@ -18,6 +18,8 @@ from tresnet.engine.recipes import recipe
 from tresnet.engine.resolve import resolve
 from tresnet.errors import DataError
 
+ROOT = Path(__file__).resolve().parents[2]
+
 
 def test_options_change_the_recipes_defaults_by_their_short_names():
     options = (
@@ -189,6 +191,17 @@ def test_a_reader_that_has_seen_enough_of_the_help_is_no_error(monkeypatch, caps
     assert capsys.readouterr().err == (
         "error: cannot write to standard output: No space left on device\n"
     )
+
+
+def test_a_run_needs_no_terminal_at_all(tiny, tmp_path):
+    """As a shell or a daemon's manager leaves it: neither descriptor is there."""
+    train = [sys.executable, str(ROOT / "train.py"), *options_of(tiny(epochs=1))]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["bash", "-c", 'exec "$@" >&- 2>&-', "bash", *train], env=environment, timeout=200
+    )
+    assert done.returncode == 0
+    assert "final,1,6" in (tmp_path / "runs" / "run" / "log.csv").read_text()
 
 
 @pytest.mark.parametrize("stream", [closed_pipe, full_device])

@@ -23,7 +23,8 @@ from tresnet.engine.evaluate import Metrics
 from tresnet.engine.logs import RunLog
 from tresnet.engine.train import train
 from tresnet.errors import CheckpointError, ConfigError, DataError, TrainingError, WriteError
-from tresnet.steps import TrainingStep
+from tresnet.steps import ScheduleConfig, TrainingStep
+from tresnet.steps.optim import create_schedule
 
 
 def kill_after(monkeypatch, update, signum=signal.SIGTERM):
@@ -261,11 +262,44 @@ def test_damaged_files_beside_the_state_do_not_keep_a_run_from_going_on(
     assert configs.load(stopped / "config.json").schedule.epochs == 2
 
 
+def test_a_directory_in_the_place_of_the_state_before_is_named(tiny, stopped):
+    (stopped / "previous.pt").unlink(missing_ok=True)
+    (stopped / "previous.pt").mkdir()
+    with pytest.raises(WriteError, match=r"cannot write .*previous\.pt"):
+        train(tiny(), resume=stopped)
+
+
 def test_a_damaged_state_is_replaced_by_the_one_before(tiny, whole, stopped, capsys):
     (stopped / "last.pt").write_bytes(b"garbage")
     train(tiny(), resume=stopped)
     assert "going on from" in capsys.readouterr().out
     assert_same_run(stopped, whole)
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_damaged_best_is_told_at_once_and_replaced(tiny, whole, stopped, capsys, finished):
+    if finished:
+        train(tiny(), resume=stopped)
+    best = stopped / "best.safetensors"
+    best.write_bytes(best.read_bytes()[:1000])
+    capsys.readouterr()
+    train(tiny(), resume=stopped)
+    said = capsys.readouterr().out
+    assert said.index("the best of what follows takes its place") < said.index("result: top-1")
+    assert describe(best).num_classes == 3
+    assert_same_run(stopped, whole)
+
+
+def test_the_logged_rate_is_that_of_the_last_update(tiny, whole):
+    """One cycle over 12 updates, as PyTorch has it."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.02)
+    made = create_schedule(optimizer, ScheduleConfig(epochs=2), 12)
+    used = []
+    for _ in range(12):
+        used.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        made.step()
+    assert [row["lr"] for row in rows_of(whole)] == pytest.approx([used[5], used[11]])
 
 
 def test_auto_begins_a_run_and_goes_on_with_it(tiny, whole, monkeypatch):

@@ -29,8 +29,10 @@ class FakeClock:
         return end - begin
 
 
-def run_steps(meter, clock, count, work_s=1.0, images=8):
+def run_steps(meter, clock, count, wait_s=0.0, work_s=1.0, images=8):
     for _ in range(count):
+        clock.now_s += wait_s
+        meter.data_ready()
         clock.now_s += work_s
         meter.step(images)
 
@@ -52,6 +54,7 @@ def test_nothing_measured_is_none_not_zero():
     meter, _ = make()
     assert meter.images_per_s() is None
     assert meter.average_images_per_s() is None
+    assert meter.data_wait_fraction() is None
     meter.start()
     assert meter.images_per_s() is None
 
@@ -71,6 +74,16 @@ def test_window_looks_back_and_average_looks_at_all():
     run_steps(meter, clock, 3, work_s=1)
     assert meter.images_per_s() == pytest.approx(8)
     assert meter.average_images_per_s() == pytest.approx(8 * 8 / 23)
+
+
+def test_data_wait_can_be_left_out():
+    meter, clock = make(window=2)
+    meter.start()
+    run_steps(meter, clock, 4, wait_s=3, work_s=1)
+    assert meter.images_per_s() == pytest.approx(2)
+    assert meter.images_per_s(exclude_data_wait=True) == pytest.approx(8)
+    assert meter.data_wait_fraction() == pytest.approx(0.75)
+    assert meter.average_images_per_s(exclude_data_wait=True) == pytest.approx(8)
 
 
 def test_start_leaves_out_a_pause():

@@ -1,5 +1,6 @@
 """From an image to the tensor TResNet takes: RGB in [0, 1], no mean/std normalisation."""
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ class TrainAugment:
             _check_range(name, getattr(self, name))
         if not 0 < self.cutout_min_aspect <= 1:
             raise ConfigError(f"expected cutout_min_aspect in (0, 1], got {self.cutout_min_aspect}")
-        if self.affine_degrees < 0 or self.affine_shear < 0:
+        if not (0 <= self.affine_degrees < math.inf and 0 <= self.affine_shear < math.inf):
             raise ConfigError(
                 "expected affine_degrees and affine_shear of 0 or more, "
                 f"got {self.affine_degrees} and {self.affine_shear}"

@@ -113,6 +113,9 @@ def _guard(action: Callable[[], int]) -> int:
     """Turn the errors that a user can cause into one message on stderr and an exit code."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # as the scripts set it
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell or a daemon's manager
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # names of files and classes may be any bytes
             stream.reconfigure(errors="backslashreplace")

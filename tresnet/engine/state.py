@@ -20,7 +20,7 @@ from tresnet.engine import fields
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.distributed import Processes
 from tresnet.errors import CheckpointError, ConfigError
-from tresnet.files import atomic_write
+from tresnet.files import atomic_write, explained
 from tresnet.steps import TrainingStep
 
 FORMAT = 2
@@ -124,11 +124,12 @@ def save(directory: Path, step: TrainingStep, record: Record, processes: Process
     with atomic_write(path) as temporary:
         _write(content, temporary)
         if path.exists():
-            previous.unlink(missing_ok=True)
-            try:
-                os.link(path, previous)  # so that there is a last.pt at any moment
-            except OSError:  # a file system without links
-                os.replace(path, previous)
+            with explained(previous):
+                previous.unlink(missing_ok=True)
+                try:
+                    os.link(path, previous)  # so that there is a last.pt at any moment
+                except OSError:  # a file system without links
+                    os.replace(path, previous)
 
 
 def add_row(directory: Path, row: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ import torch
 from tresnet import env
 from tresnet.checkpoints.load import load_checkpoint
 from tresnet.checkpoints.save import save_checkpoint
+from tresnet.checkpoints.weights import open_weights
 from tresnet.data.loaders import Batch, Loader, usable_cores
 from tresnet.engine import batch_size, rundir, state
 from tresnet.engine.console import Bar, Console
@@ -26,7 +27,7 @@ from tresnet.engine.losses import Losses
 from tresnet.engine.signals import StopRequest
 from tresnet.engine.state import BEST, LAST, Record
 from tresnet.engine.tally import Tally
-from tresnet.errors import DataError, TrainingError, WriteError
+from tresnet.errors import CheckpointError, DataError, TrainingError, WriteError
 from tresnet.measure.memory import MemoryMeter, MemorySnapshot
 from tresnet.measure.throughput import ThroughputMeter
 from tresnet.steps import InferenceStep, TrainingStep
@@ -95,6 +96,7 @@ class Trainer:
     def run(self) -> TrainResult:
         """Train the epochs that remain and evaluate the best checkpoint."""
         self._introduce()
+        self._forget_a_damaged_best()
         finished = any(row["phase"] == "final" for row in self.record.rows)
         if self.processes.is_main and not finished:
             self._open_log()
@@ -104,6 +106,8 @@ class Trainer:
             if not stopped_by:
                 self._finish_epoch()
         stopped_by = stopped_by or self._poll(None)[0]
+        if not stopped_by and not self.progress.best_epoch:
+            self._keep_as_best(self._evaluate(), self.progress.epoch)
         metrics = None if stopped_by else self._finish_run()
         if stopped_by:
             self.console.say(
@@ -290,9 +294,7 @@ class Trainer:
             progress.last_score = metrics.score
             figures |= metrics.figures()
             if (metrics.score, -metrics.loss) > (progress.best_score, -progress.best_loss):
-                progress.best_score, progress.best_loss = metrics.score, metrics.loss
-                progress.best_epoch = done
-                self._save_best(metrics)
+                self._keep_as_best(metrics, done)
         progress.next_epoch()
         if self.log is not None:
             self._row("train", memory, **figures)
@@ -314,7 +316,23 @@ class Trainer:
             console=self.console,
         )
 
-    def _save_best(self, metrics: Metrics | MultiLabelMetrics) -> None:
+    def _forget_a_damaged_best(self) -> None:
+        """Look for the best epoch anew where a resumed run's file of it is damaged or gone."""
+        progress, problem = self.progress, None
+        if progress.best_epoch and self.processes.is_main:
+            try:
+                open_weights(self.run_dir / BEST)
+            except CheckpointError as error:
+                problem = str(error)
+        problem = self.processes.from_main(problem)
+        if problem is not None:
+            self.console.say(f"warning: {problem}; the best of what follows takes its place")
+            progress.best_score, progress.best_loss, progress.best_epoch = -1.0, math.inf, 0
+
+    def _keep_as_best(self, metrics: Metrics | MultiLabelMetrics, epoch: int) -> None:
+        progress = self.progress
+        progress.best_score, progress.best_loss = metrics.score, metrics.loss
+        progress.best_epoch = epoch
         if not self.processes.is_main:
             return
         path = self.run_dir / BEST
@@ -403,5 +421,5 @@ def _stall(waiting_pct: float, workers: int, processes: int) -> str:
 
 def _short(memory: MemorySnapshot) -> str:
     """The one figure of memory that matters most: the peak, on the GPU if there is one."""
-    peak = memory.max_allocated_mib if memory.rss_peak_mib is None else memory.rss_peak_mib
+    peak = memory.peak_mib
     return "" if peak is None else f"{peak:.0f} MiB"

@@ -104,6 +104,7 @@ class TrainingStep:
         self._watch = watch or Watch()
         self._no_sync = no_sync
         self._pass: Pass = self._eager_pass
+        self._lr = self._next_lr()
 
     @property
     def averaged(self) -> nn.Module:
@@ -112,8 +113,11 @@ class TrainingStep:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the next update."""
-        return self.optimizer.param_groups[0]["lr"]
+        """The learning rate of the last update; before the first, of that."""
+        return self._lr
+
+    def _next_lr(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
 
     def backward(
         self,
@@ -175,6 +179,7 @@ class TrainingStep:
 
     def update(self, number: int) -> None:
         """Change the weights by the gradients gathered; `number` counts updates from 1."""
+        self._lr = self._next_lr()
         with self._watch.during("update"):
             if self._clip_grad is not None:
                 self.scaler.unscale_(self.optimizer)
@@ -202,6 +207,7 @@ class TrainingStep:
             "optimizer": self.optimizer.state_dict(),
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
+            "lr": self._lr,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -213,6 +219,7 @@ class TrainingStep:
         if self.schedule is not None:
             self.schedule.load_state_dict(state["schedule"])
         self.scaler.load_state_dict(state["scaler"])
+        self._lr = state["lr"]
 
 
 def create_training_step(
