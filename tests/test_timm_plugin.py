@@ -1,4 +1,5 @@
 import copy
+import json
 import logging
 import subprocess
 import sys
@@ -9,7 +10,9 @@ import timm.data
 import timm.optim
 import timm.utils
 import torch
-from timm.models import _registry
+from timm.models import _hub, _registry
+from timm.models._features_fx import get_notrace_modules
+from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
 
 from tests.checkpoints.small import CLASSES, same, small, small_public, trained
 from tresnet.checkpoints.save import save_checkpoint
@@ -211,6 +214,84 @@ def test_data_config():
     assert timm.data.resolve_model_data_config(model)["crop_pct"] == 0.875
 
 
+def traced(model, training):
+    """A model traced symbolically, as timm and torchvision do."""
+    kinds = {"leaf_modules": list(get_notrace_modules())}
+    nodes = get_graph_node_names(model, tracer_kwargs=kinds)[not training]
+    model.train(training)
+    return create_feature_extractor(model, [nodes[-1]], tracer_kwargs=kinds)
+
+
+@pytest.mark.parametrize("name", list_models())
+def test_what_timm_tests_of_its_models(name):
+    """Outputs, gradients, traced and scripted too, features, and heads taken off and put on."""
+    model, x = create(name, num_classes=7).eval(), torch.rand(2, 3, 64, 64)
+    expected = model(x)
+    assert expected.shape == (2, 7)
+    assert torch.equal(model.forward_head(model.forward_features(x)), expected)
+    features, maps = model.forward_intermediates(x)
+    assert torch.equal(features, model.forward_features(x))
+    assert [m.shape[1] for m in maps] == [info["num_chs"] for info in model.feature_info]
+    assert torch.equal(next(iter(traced(model, False)(x).values())), expected)
+    graph = torch.jit.script(torch.fx.GraphModule(*graph_of(traced(model, False))))
+    torch.testing.assert_close(next(iter(graph(x).values())), expected)
+    torch.testing.assert_close(torch.jit.script(model)(x), expected)
+    trained_graph = traced(model, True)
+    next(iter(trained_graph(x).values())).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    model.reset_classifier(0, "")
+    assert model.eval()(x).shape == features.shape
+    model.reset_classifier(3, "avg")
+    assert model(x).shape == (2, 3)
+
+
+def graph_of(extractor):
+    extractor.eval()
+    return extractor, extractor.graph
+
+
+@pytest.mark.parametrize("name", timm.list_pretrained("tresnet_*") + list_models())
+def test_the_configuration_says_what_the_model_does(name):
+    model = timm.create_model(name, device="meta").eval()
+    cfg, state = model.default_cfg, model.state_dict()
+    x = torch.empty(1, *cfg["input_size"], device="meta")
+    features = model.forward_features(x)
+    assert features.shape[2:] == cfg["pool_size"]
+    assert model.forward_head(features, pre_logits=True).shape == (1, model.head_hidden_size)
+    assert model(x).shape == (1, cfg["num_classes"])
+    assert {f"{cfg[key]}.weight" for key in ("first_conv", "classifier")} <= set(state)
+    assert timm.create_model(name, features_only=True, device="meta").default_cfg == cfg
+
+
+@pytest.mark.parametrize("source", ["local-dir:", "hf-hub:"])
+@pytest.mark.parametrize("saved", ["tresnet", "timm"])
+def test_a_directory_in_timms_layout(tmp_path, monkeypatch, source, saved):
+    """config.json and model.safetensors, read by ours as by timm's own loader."""
+    model, folder = trained(create(num_classes=CLASSES)).eval(), tmp_path / "layout"
+    folder.mkdir()
+    save_checkpoint(model, folder / "model.safetensors", format=saved)
+    config = {
+        "architecture": "tresnet_m",
+        "num_classes": CLASSES,
+        "model_args": SMALL,
+        "pretrained_cfg": {"input_size": [3, 224, 224], "first_conv": "body.conv1.conv"},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(
+        _hub, "hf_hub_download", lambda repo_id, filename, **_: str(folder / filename)
+    )
+    place = folder if source == "local-dir:" else "user/name"
+    found = timm.create_model(f"{source}{place}", pretrained=True)
+    assert same(model.state_dict(), found.state_dict())
+    assert found.config.layers == (1, 2, 1, 1)
+
+
+def test_a_directory_without_weights(tmp_path):
+    (tmp_path / "config.json").write_text('{"architecture": "tresnet_m", "num_classes": 5}')
+    with pytest.raises(CheckpointError, match=r"expected model.safetensors or pytorch_model.bin"):
+        timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
+
+
 def test_no_published_weights():
     with pytest.raises(RuntimeError, match="No pretrained weights exist for tresnet_s"):
         create("tresnet_s", pretrained=True)
@@ -242,3 +323,13 @@ def test_timms_scripts_see_our_models(tmp_path):
         [*command, script, "tresnet_m", "--x"], capture_output=True, text=True, check=False
     )
     assert run.stdout == "__main__ tresnet.models.tresnet ['tresnet_m', '--x']\n", run.stderr
+
+
+@pytest.mark.parametrize("name", ["nope.py", "."])
+def test_a_script_that_is_not_there(tmp_path, name):
+    command = [sys.executable, "-W", "error", "-m", "tresnet.timm_plugin", name]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.stderr == (
+        f"error: expected a script of timm's, got {name}: there is no such file\n"
+    )
+    assert run.returncode == 1

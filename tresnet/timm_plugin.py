@@ -22,15 +22,20 @@ from timm.models import (
     register_model,
     resolve_pretrained_cfg,
 )
+from timm.models._features_fx import register_notrace_module
 from torch import Tensor
 
 from tresnet.checkpoints.fit import fit
-from tresnet.checkpoints.load import model_tensors
+from tresnet.checkpoints.load import load_weights, model_tensors
 from tresnet.checkpoints.published import WeightsEntry, entries, weights_dir
 from tresnet.checkpoints.read import WeightsFile, read_weights, unwrap
-from tresnet.checkpoints.remap import identify, to_ours
-from tresnet.errors import InputError
+from tresnet.checkpoints.remap import Weights, identify, to_ours
+from tresnet.errors import CheckpointError, InputError
+from tresnet.layers.conv_norm_act import ConvNormAct
+from tresnet.layers.space_to_depth import SpaceToDepth
+from tresnet.models.blocks import BasicBlock, Bottleneck
 from tresnet.models.features import FeatureExtractor
+from tresnet.models.heads import GroupAttentionHead, LinearHead, MLDecoderHead
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import build, list_models
 
@@ -61,6 +66,7 @@ def _timm_cfg(entry: WeightsEntry) -> dict[str, Any]:
     }
 
 
+_HEADS = (LinearHead, GroupAttentionHead, MLDecoderHead)
 _COMMON = {
     "mean": (0.0, 0.0, 0.0),
     "std": (1.0, 1.0, 1.0),
@@ -103,19 +109,42 @@ def _create(
     if cfg.get("global_pool"):
         defaults["global_pool"] = cfg["global_pool"]
     model = build(name, **{**defaults, **kwargs})
-    model.pretrained_cfg = {**cfg, "pool_size": model.pretrained_cfg["pool_size"]}
+    reduction = model.feature_info[-1]["reduction"]
+    pool_size = tuple(side // reduction for side in cfg["input_size"][1:])
+    model.pretrained_cfg = {**cfg, "pool_size": pool_size}
     if pretrained:
-        # our filter adapts the stem, whose inputs are pixels x colours
-        source = {**cfg, "first_conv": None}
-        load_pretrained(
-            model,
-            source,
-            num_classes=model.num_classes,
-            in_chans=model.in_chans,
-            filter_fn=_convert,
-            cache_dir=cache_dir,
-        )
+        _load(model, cfg, cache_dir)
     return FeatureExtractor(model, out_indices) if features_only else model
+
+
+def _load(model: TResNet, cfg: dict[str, Any], cache_dir: str | Path | None) -> None:
+    """Load the weights a configuration names: files by ourselves, with the metadata in them."""
+    if cfg.get("file") and not cfg.get("state_dict"):
+        weights = to_ours(read_weights(_file_in(Path(cfg["file"]))))
+        load_weights(model, weights, _needs_new_head(weights, model))
+        return
+    load_pretrained(
+        model,
+        {**cfg, "first_conv": None},  # our filter adapts the stem: its inputs are pixels x colours
+        num_classes=model.num_classes,
+        in_chans=model.in_chans,
+        filter_fn=_convert,
+        cache_dir=cache_dir,
+    )
+
+
+def _file_in(path: Path) -> Path:
+    """Return the file itself, or that of a directory as timm and its hub lay them out."""
+    if not path.is_dir():
+        return path
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (path / name).is_file():
+            return path / name
+    raise CheckpointError(f"expected model.safetensors or pytorch_model.bin in {path}, got neither")
+
+
+def _needs_new_head(weights: Weights, model: TResNet) -> bool:
+    return identify(weights.tensors).num_classes != model.num_classes
 
 
 def _convert(state_dict: dict[str, Any], model: TResNet) -> dict[str, Tensor]:
@@ -124,14 +153,9 @@ def _convert(state_dict: dict[str, Any], model: TResNet) -> dict[str, Tensor]:
     Every key is checked here, because timm loads non-strictly as soon as the classes differ.
     """
     cfg = model.pretrained_cfg
-    if cfg.get("file") and not cfg.get("state_dict"):
-        file = read_weights(cfg["file"])  # again, for the metadata, which timm does not read
-    else:
-        name = cfg.get("hf_hub_id") or cfg.get("url") or "the state dict"
-        file = WeightsFile(Path(name), unwrap(state_dict, Path(name)))
-    weights = to_ours(file)
-    new_head = identify(weights.tensors).num_classes != model.num_classes
-    tensors = fit(weights, model, model_tensors(model), new_head)
+    name = Path(cfg.get("hf_hub_id") or cfg.get("url") or "the state dict")
+    weights = to_ours(WeightsFile(name, unwrap(state_dict, name)))
+    tensors = fit(weights, model, model_tensors(model), _needs_new_head(weights, model))
     model.set_slopes(*weights.slopes)
     return tensors
 
@@ -152,6 +176,9 @@ def _register() -> None:
         warnings.filterwarnings("ignore", "Overwriting tresnet_")
         for name in list_models():
             globals()[name] = register_model(_entrypoint(name))
+    # What timm's symbolic tracing takes as a whole: inside, shapes and dtypes decide what runs.
+    for module in (SpaceToDepth, ConvNormAct, BasicBlock, Bottleneck, *_HEADS):
+        register_notrace_module(module)
 
 
 def _run_script() -> None:
@@ -160,6 +187,9 @@ def _run_script() -> None:
         sys.exit("usage: python -m tresnet.timm_plugin SCRIPT [ARGUMENTS OF THE SCRIPT]")
     import runpy
 
+    script = Path(sys.argv[1])
+    if not script.is_file():
+        sys.exit(f"error: expected a script of timm's, got {script}: there is no such file")
     del sys.argv[0]
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
     runpy.run_path(sys.argv[0], run_name="__main__")

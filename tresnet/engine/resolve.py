@@ -50,11 +50,9 @@ def input_defaults(model: str | None, weights: str | None) -> tuple[str, dict[st
     if model is None:
         raise ConfigError("--model: name a model, or --weights that say which it is")
     size = zoo.find_variant(model).input_size
-    # a small image is shown whole; the published models take the middle 0.875 at 224
-    crop_pct = 0.875 if size >= 224 else 1.0
     return model, {
         "input_size": size,
-        "crop_pct": crop_pct,
+        "crop_pct": zoo.default_crop_pct(size),
         "crop_mode": "center",
         "interpolation": "bilinear",
     }

@@ -16,6 +16,8 @@ class FeatureExtractor(nn.Module):
     `channels()`, `reduction()` and `module_name()` list one value a map.
     """
 
+    __jit_unused_properties__ = ("default_cfg",)
+
     def __init__(self, model: TResNet, out_indices: int | Sequence[int] | None = None) -> None:
         """Take over the body of `model` up to the last stage needed.
 
@@ -33,6 +35,11 @@ class FeatureExtractor(nn.Module):
         self.model = model
         self.feature_info: Any = FeatureInfo(model.feature_info, tuple(self.out_indices))
         self.widths = self.feature_info.channels()
+
+    @property
+    def default_cfg(self) -> dict[str, Any]:
+        """The pretrained configuration, under timm's older name."""
+        return self.pretrained_cfg
 
     def forward(self, x: Tensor) -> list[Tensor]:
         """(N, in_chans, H, W) to one (N, C_i, H / r_i, W / r_i) a chosen stage."""

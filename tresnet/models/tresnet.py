@@ -221,7 +221,8 @@ class TResNet(nn.Module):
 
         No other output is held on to: backward can rebuild the stem's, and others.
         """
-        if not (torch.compiler.is_exporting() or torch.jit.is_tracing()):
+        symbolic = isinstance(x, torch.fx.Proxy)  # has neither shape nor dtype to look at
+        if not (symbolic or torch.compiler.is_exporting() or torch.jit.is_tracing()):
             self.check_input(x)
         # A checkpointed block keeps its input alone: offers would hold on to more until the end.
         offers = not traced() and self.config.norm == "abn" and self.recompute != "none"
@@ -229,7 +230,9 @@ class TResNet(nn.Module):
         outputs = {}
         with recompute.scope(offers and torch.is_grad_enabled()):
             for index, stage in enumerate(list(self.body)[: max(wanted) + 1]):
-                if x.dtype == torch.uint8:
+                if symbolic:
+                    x = stage(x)
+                elif x.dtype == torch.uint8:
                     x = self._run_stem_on_bytes(stage, x)
                 else:
                     x = self._run_stage(stage, x)
