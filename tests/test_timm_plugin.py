@@ -222,6 +222,7 @@ def traced(model, training):
     return create_feature_extractor(model, [nodes[-1]], tracer_kwargs=kinds)
 
 
+@pytest.mark.filterwarnings("ignore:The TorchScript type system")  # of fx's own GraphModule
 @pytest.mark.parametrize("name", list_models())
 def test_what_timm_tests_of_its_models(name):
     """Outputs, gradients, traced and scripted too, features, and heads taken off and put on."""

@@ -3,7 +3,6 @@
 import typing
 
 import pytest
-from tresnet.cli.memory_options import StepOptions
 
 from tresnet.cli.predict import Predict
 from tresnet.engine.config import ModelConfig as TrainedModel
@@ -16,7 +15,7 @@ from tresnet.ops.dispatch import Impl
 CHOICES = {"norm": set(NORMS), "impl": set(typing.get_args(Impl)), "recompute": set(RECOMPUTE)}
 
 
-@pytest.mark.parametrize("options", [TrainedModel, EvalConfig, Predict, StepOptions])
+@pytest.mark.parametrize("options", [TrainedModel, EvalConfig, Predict])
 def test_choices_are_those_of_the_registries(options):
     hints = typing.get_type_hints(options)
     for name in CHOICES.keys() & hints.keys():
