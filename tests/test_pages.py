@@ -21,7 +21,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "zoo.json").read_text())
 # Of blocks that cannot run here.
-ELSEWHERE = ("<!-- needs a download -->\n", "<!-- at an earlier commit -->\n")
+ELSEWHERE = tuple(
+    f"<!-- {why} -->\n"
+    for why in ("needs a download", "needs files of your own", "at an earlier commit")
+)
 # What a page may call besides our own programs, up to its own arguments.
 OTHERS = (
     "pip install",

@@ -9,9 +9,7 @@ import pytest
 from tests.measure.record_files import CPU, GPU, content, largest_row, op_row, put, step_row
 from tresnet.errors import InputError, MissingDependencyError
 from tresnet.measure.report import (
-    draw_pictures,
     largest_table,
-    memory_lines,
     memory_table,
     ops_table,
     published_top1,
@@ -19,9 +17,9 @@ from tresnet.measure.report import (
     read_records,
     section_markdown,
     sections,
-    speed_points,
     speed_table,
 )
+from tresnet.measure.report_pictures import draw_pictures, memory_lines, speed_points
 
 
 def damaged(change, what="bench_train", row=None):

@@ -305,7 +305,7 @@ class BenchReport:
 
     def _links(self, section: Any) -> list[str]:
         """Draw a section's pictures and return their Markdown, relative to the file it goes into."""
-        from tresnet.measure.report import draw_pictures
+        from tresnet.measure.report_pictures import draw_pictures
 
         if self.pictures is None:
             return []
