@@ -155,13 +155,10 @@ def test_a_signal_ends_the_stage_and_leaves_its_output(tmp_path, stub):
 
 @pytest.mark.slow
 def test_a_rehearsal_measures_with_tiny_models(tmp_path):
-    stages = ["eager_256", "max_batch", "profile_eager", "report"]
-    code, out, error = result_of(tmp_path, "--rehearse", *stages)
+    """A stage without kernels: interpreted, those of the others take minutes."""
+    code, out, error = result_of(tmp_path, "--rehearse", "infer", "report")
     assert code == 0, out + error
-    kinds = {record.what: record for record in read_records(tmp_path / "records")}
-    assert kinds.keys() == {"bench_train", "bench_max_batch"}
-    for record in kinds.values():
-        for row in record.rows:
-            assert row["status"] == "ok" or row["norm"] == "inplace_abn", row
+    (record,) = read_records(tmp_path / "records")
+    assert record.what == "bench_infer"
+    assert {row["status"] for row in record.rows} == {"ok"}
     assert "### CPU" in (tmp_path / "report.md").read_text()
-    assert sum(name.endswith(".json.gz") for name in packed(tmp_path, "profile_eager")) == 2
