@@ -1,6 +1,7 @@
 """What every test gets: a fixed seed, few threads, and the skips that a machine's lacks demand."""
 
 import os
+import signal
 from collections.abc import Generator
 from pathlib import Path
 
@@ -16,6 +17,8 @@ MAX_THREADS = 4  # the tests' tensors are small: more threads cost more than the
 
 
 def pytest_configure() -> None:
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as shells start what runs behind them
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(min(torch.get_num_threads(), MAX_THREADS) // processes, 1))
 
