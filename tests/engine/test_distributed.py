@@ -1,3 +1,4 @@
+import datetime
 import json
 import os
 import shutil
@@ -5,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,10 @@ from tests.engine import ddp_train
 from tests.engine.conftest import config_on
 from tests.engine.runs import assert_same_run, rows_of, tensors_of
 from tresnet.engine import config as configs
+from tresnet.engine import distributed, state
 from tresnet.engine import resolve as resolving
-from tresnet.engine import state
 from tresnet.engine.train import train
+from tresnet.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(Path(__file__).with_name("ddp_train.py"))
@@ -86,6 +89,20 @@ def test_a_signal_to_one_process_stops_all_and_the_run_goes_on_bit_for_bit(tiny,
     done = torchrun(SCRIPT, config, "--resume", run_dir)
     assert done.returncode == 0, done.stderr
     assert_same_run(run_dir, whole)
+
+
+def test_processes_meet_under_a_name_of_their_own_whatever_ended_ones_left_in_the_store():
+    store, timeout = torch.distributed.HashStore(), datetime.timedelta(seconds=20)
+    names = []
+    for attempt in range(3):
+        store.set("asks/2", f"of a process that ended in attempt {attempt}")
+        with ThreadPoolExecutor() as pool:
+            found = set(pool.map(lambda rank: distributed.meet(store, rank, 3, timeout), range(3)))
+        assert len(found) == 1
+        names += found
+    assert len(set(names)) == 3
+    with pytest.raises(ConfigError, match="expected 3 processes, 0 of the other 2 have come"):
+        distributed.meet(store, 0, 3, timeout / 100)
 
 
 @pytest.mark.slow

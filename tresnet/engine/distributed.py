@@ -5,6 +5,8 @@ import dataclasses
 import datetime
 import os
 import sys
+import time
+import uuid
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -110,11 +112,44 @@ def join(device: str) -> Iterator[Processes]:
         yield Processes(0, 1, chosen)
         return
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=datetime.timedelta(minutes=TIMEOUT_MIN))
-    yield Processes(dist.get_rank(), world, chosen)
+    timeout = datetime.timedelta(minutes=TIMEOUT_MIN)
+    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+    store = dist.PrefixStore(meet(store, rank, world, timeout), store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    yield Processes(rank, world, chosen)
     # Only after success: when one process fails the others wait in a collective, and leaving the
     # group would wait for them too. torchrun ends them.
     dist.destroy_process_group()
+
+
+def meet(store: dist.Store, rank: int, world: int, timeout: datetime.timedelta) -> str:
+    """A name that the processes alive now agree on, and that no earlier ones have used.
+
+    torchrun keeps one store over its restarts. Under the same names, a process that is quicker than
+    its neighbour reads the address of that neighbour's predecessor, which is dead: the restart
+    fails (two of three tries with torch 2.15). So each process asks under a name
+    of its own, process 0 answers whoever asks, and goes on when all have said that they heard.
+    """
+    own = uuid.uuid4().hex
+    if rank:
+        store.set(f"asks/{rank}", own)
+        name = store.get(f"answer/{own}").decode()
+        store.set(f"{name}/heard/{rank}", b"")
+        return name
+    asked = [f"asks/{other}" for other in range(1, world)]
+    heard = [f"{own}/heard/{other}" for other in range(1, world)]
+    deadline = time.monotonic() + timeout.total_seconds()
+    while not store.check(heard):
+        for key in asked:
+            if store.check([key]):  # an ended process may have asked: its answer is not read
+                store.set(f"answer/{store.get(key).decode()}", own)
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"expected {world} processes, {len([key for key in heard if store.check([key])])} "
+                f"of the other {world - 1} have come in time: their output says why"
+            )
+        time.sleep(0.01)
+    return own
 
 
 def pick_device(name: str, local_rank: int, world: int) -> torch.device:
