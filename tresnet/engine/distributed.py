@@ -134,7 +134,7 @@ def meet(store: dist.Store, rank: int, world: int, timeout: datetime.timedelta) 
     if rank:
         store.set(f"asks/{rank}", own)
         name = store.get(f"answer/{own}").decode()
-        store.set(f"{name}/heard/{rank}", b"")
+        store.set(f"{name}/heard/{rank}", "yes")
         return name
     asked = [f"asks/{other}" for other in range(1, world)]
     heard = [f"{own}/heard/{other}" for other in range(1, world)]
