@@ -1,6 +1,7 @@
 """The rules of the source tree: who may import whom, how large a file may grow, how files are read."""
 
 import ast
+import importlib
 import re
 import shutil
 import subprocess
@@ -75,6 +76,18 @@ def test_functions_fit_a_screen():
         if node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES
     ]
     assert long == []
+
+
+def test_no_module_is_hidden_by_a_function_of_its_name():
+    """The plugin changes timm where it is imported, and is left out."""
+    for package, name in [
+        (".".join(path.relative_to(ROOT).parent.parts), path.stem)
+        for path in SOURCES
+        if len(path.relative_to(ROOT).parts) > 1
+        and path.stem not in ("__init__", "kernels", "timm_plugin")
+    ]:
+        module = importlib.import_module(f"{package}.{name}")
+        assert getattr(importlib.import_module(package), name) is module
 
 
 def unsafe_reading(call: ast.Call) -> str | None:

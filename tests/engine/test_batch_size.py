@@ -23,7 +23,7 @@ from tresnet.memory import Device, Fits, Workspaces, present_device
 from tresnet.memory.device import GIB, MIB
 from tresnet.memory.fit import fits
 from tresnet.memory.plan import make_plan
-from tresnet.memory.predict import record
+from tresnet.memory.prediction import record
 from tresnet.memory.replay import held_at_peak_bytes
 from tresnet.steps import TrainingStep
 from tresnet.steps.optim import peak_lr

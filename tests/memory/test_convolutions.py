@@ -9,7 +9,7 @@ from tresnet.memory import Workspaces
 from tresnet.memory.convolutions import collect, cuda_meter, measure_all, summarise
 from tresnet.memory.device import GENERIC, MIB
 from tresnet.memory.plan import make_plan
-from tresnet.memory.predict import record
+from tresnet.memory.prediction import record
 
 
 class Two(nn.Module):

@@ -9,7 +9,7 @@ from tresnet.memory import Device, Fits, Workspaces, max_batch, predict
 from tresnet.memory.device import GENERIC, MIB
 from tresnet.memory.fit import AffineTrace, fits
 from tresnet.memory.plan import make_plan
-from tresnet.memory.predict import record
+from tresnet.memory.prediction import record
 from tresnet.memory.replay import held_at_peak_bytes, replay
 
 SMALL_GPU = Device(

@@ -7,7 +7,7 @@ import torch
 
 from tresnet.memory.device import GENERIC
 from tresnet.memory.plan import make_plan
-from tresnet.memory.predict import record
+from tresnet.memory.prediction import record
 from tresnet.memory.replay import replay
 from tresnet.memory.workspaces import Workspaces
 

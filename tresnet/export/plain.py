@@ -12,7 +12,7 @@ from tresnet.export.images import Images
 from tresnet.layers.blur_pool import BlurPool2d
 from tresnet.layers.norm import NormAct
 from tresnet.models.tresnet import TResNet
-from tresnet.surgery.fold import fold
+from tresnet.surgery.folding import fold
 
 
 class BlurByPools(nn.Module):

@@ -5,7 +5,7 @@ run through a simulated allocator. Where a prediction is wrong, look here:
 
 | what is wrong | where |
 |---|---|
-| the wrong step is predicted: model, settings, batch, loss | `plan.py`, `predict.py` |
+| the wrong step is predicted: model, settings, batch, loss | `plan.py`, `prediction.py` |
 | the optimizer, the average, loss scaling, clipping | `tresnet/steps`, `patches.py` |
 | layout or dtype: channels-last, autocast, what bfloat16 convolutions return | `patches.py` |
 | the weights and buffers, their order on the device, DDP's buckets | `machine.py` |
@@ -14,7 +14,7 @@ run through a simulated allocator. Where a prediction is wrong, look here:
 | a buffer is missing, counted twice or in the wrong category | `recorder.py` |
 | cuDNN's or another kernel's workspace | `workspaces.py`; measured by `convolutions.py` |
 | allocated is right but reserved is not | `allocator.py` |
-| the sums, the peak, its band | `replay.py`, `predict.py` |
+| the sums, the peak, its band | `replay.py`, `prediction.py` |
 | cuBLAS's workspace, the context, the size of a GPU | `device.py` |
 | the largest batch | `fit.py` |
 
@@ -24,7 +24,7 @@ has changed.
 
 from tresnet.memory.device import Device, describe_device, find_device, list_devices, present_device
 from tresnet.memory.fit import Fits, MaxBatch, max_batch
-from tresnet.memory.predict import Estimate, Prediction, predict
+from tresnet.memory.prediction import Estimate, Prediction, predict
 from tresnet.memory.trace import Category, Phase
 from tresnet.memory.workspaces import Workspaces
 

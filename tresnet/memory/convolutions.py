@@ -14,7 +14,7 @@ from torch import nn
 from tresnet.errors import InputError
 from tresnet.memory.device import GENERIC, mib
 from tresnet.memory.plan import Plan
-from tresnet.memory.predict import record
+from tresnet.memory.prediction import record
 from tresnet.memory.workspaces import CONVOLUTIONS, Workspaces, convolution_key
 
 # The first run of a shape may search among kernels, the second is like all later ones.
@@ -70,7 +70,7 @@ def collect(model: nn.Module, plan: Plan) -> dict[str, Convolution]:
     """The distinct convolutions of one step, by the key that `Workspaces` looks them up with.
 
     Raises:
-        InputError: as for `tresnet.memory.predict.record`.
+        InputError: as for `tresnet.memory.prediction.record`.
     """
     collector = _Collector()
     record(model, plan, GENERIC, collector, steps=1)

@@ -9,7 +9,7 @@ from typing import Any
 from tresnet.errors import InputError
 from tresnet.memory.device import Device, find_device
 from tresnet.memory.plan import ModelLike, make_plan
-from tresnet.memory.predict import record
+from tresnet.memory.prediction import record
 from tresnet.memory.replay import held_at_peak_bytes, replay
 from tresnet.memory.trace import Trace
 from tresnet.memory.workspaces import HIGH_LIMIT_BYTES, Workspaces

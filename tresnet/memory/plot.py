@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tresnet.errors import InputError, MissingDependencyError
 from tresnet.files import atomic_write
 from tresnet.memory.device import MIB
-from tresnet.memory.predict import Prediction
+from tresnet.memory.prediction import Prediction
 from tresnet.memory.trace import Category, Operation
 
 if TYPE_CHECKING:

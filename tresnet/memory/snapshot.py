@@ -11,7 +11,7 @@ from typing import Any
 
 from tresnet.files import atomic_write
 from tresnet.memory.allocator import Block, CachingAllocator, SimulatedOutOfMemoryError
-from tresnet.memory.predict import Prediction
+from tresnet.memory.prediction import Prediction
 from tresnet.memory.replay import free_bytes
 from tresnet.memory.trace import Buffer, Event, Trace
 

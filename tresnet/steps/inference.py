@@ -10,7 +10,7 @@ from tresnet.steps.compiled import compile_model
 from tresnet.steps.feed import Feed, reads_bytes
 from tresnet.steps.settings import DTYPES, Compute, InferenceCompute
 from tresnet.steps.watch import Watch
-from tresnet.surgery.fold import fold
+from tresnet.surgery.folding import fold
 
 
 class InferenceStep:

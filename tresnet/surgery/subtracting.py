@@ -1,4 +1,4 @@
-"""Convolutions of any model swapped for subtracted ones."""
+"""Convolutions of any model swapped for subtracted ones, and those baked into plain ones."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -7,7 +7,7 @@ from torch import nn
 
 from tresnet.errors import InputError
 from tresnet.layers.subtracted_conv import SubtractedConv
-from tresnet.layers.watched import check_model, what_watches
+from tresnet.layers.watched import check_model, refuse_watched, what_watches
 from tresnet.ops.subtracted_conv import MODES, Mode
 
 Which = Literal["smaller", "spatial", "all"]
@@ -143,3 +143,44 @@ def _nothing(model: nn.Module, count: int, unsuitable: dict[str, str]) -> str:
         f"expected convolutions to replace, but of the {count} of {what} {len(unsuitable)} have no "
         f"counterpart{detail}, and none of the others is chosen by `which`"
     )
+
+
+def fuse(model: nn.Module) -> nn.Module:
+    """Replace each `SubtractedConv` of `model` by the `nn.Conv2d` it amounts to, in place.
+
+    Outputs stay the same, to rounding; the factors are gone, so train before.
+
+    Args:
+        model: any module, or a `SubtractedConv` itself.
+
+    Returns:
+        The model, or, where it is itself a `SubtractedConv`, the convolution.
+
+    Raises:
+        InputError: there is nothing to fuse, or something watches or changes it.
+    """
+    check_model(model)
+    refuse_watched(
+        {
+            name or "the module": module
+            for outer, conv in model.named_modules()
+            if isinstance(conv, SubtractedConv)
+            for name, module in conv.named_modules(prefix=outer)
+        }
+    )
+    if isinstance(model, SubtractedConv):
+        return model.to_conv()
+    # not named_children, which names a shared child once only
+    found = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent._modules.items()
+        if isinstance(child, SubtractedConv)
+    ]
+    if not found:
+        raise InputError(f"expected a SubtractedConv in {type(model).__name__}, found none")
+    # a convolution that several parents share stays shared
+    fused = {id(child): child.to_conv() for _, _, child in found}
+    for parent, name, child in found:
+        setattr(parent, name, fused[id(child)])
+    return model

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tresnet.errors import InputError
 from tresnet.layers.subtracted_conv import SubtractedConv
-from tresnet.surgery.compose import compose, compose_cat, compose_sum
+from tresnet.surgery.composing import compose, compose_cat, compose_sum
 
 SIZES = [(14, 15), (13, 16)]
 

@@ -9,8 +9,7 @@ from torch import nn
 import tresnet
 from tresnet.errors import InputError
 from tresnet.layers.subtracted_conv import SubtractedConv
-from tresnet.surgery.fuse import fuse
-from tresnet.surgery.replace_conv import factor_parameters, replace_conv
+from tresnet.surgery.subtracting import factor_parameters, fuse, replace_conv
 
 
 def resnet50(source: str) -> nn.Module:
