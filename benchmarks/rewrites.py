@@ -29,7 +29,8 @@ from tresnet.layers.grouped_linear import GroupedLinear
 from tresnet.layers.norm import BatchNormAct
 from tresnet.measure.macs import count_macs, count_parameters, without_computing
 from tresnet.measure.records import RecordFile
-from tresnet.measure.runner import Contender, Outcome, Rounds, RunSettings, run
+from tresnet.measure.runner import Contender, Outcome, Rounds, run
+from tresnet.measure.settings import RunSettings
 from tresnet.ops.subtracted_conv import MODES
 from tresnet.surgery import merge_parallel, replace_conv
 
@@ -247,15 +248,14 @@ def training_peak(build: Any, input_shape: tuple[int, ...]) -> int:
 def compare(options: Options) -> Outcome:
     """Count, and time, all cases."""
     compared = builds(options.what)
-    settings, save = RunSettings(options.rounds), lambda rows: None
+    record = None
     if options.output_dir is not None:
         about = {**dataclasses.asdict(options), "output_dir": None}
         record = RecordFile(
             options.output_dir, f"bench_{options.what}", device=options.device, settings=about
         )
-        save = record.write
     group = [Rewrite(name, build, options) for name, build in compared.items()]
-    return run([group], settings, log=progress, save=save, device=torch.device(options.device))
+    return run([group], RunSettings(options.rounds), log=progress, record=record)
 
 
 def main(options: Options) -> int:

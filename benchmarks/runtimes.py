@@ -24,7 +24,8 @@ from tresnet.export.images import Images
 from tresnet.export.plain import plain_model, trace
 from tresnet.measure.models import speed
 from tresnet.measure.records import RecordFile
-from tresnet.measure.runner import Contender, Rounds, RunSettings, run
+from tresnet.measure.runner import Contender, Rounds, run
+from tresnet.measure.settings import RunSettings
 from tresnet.steps import InferenceCompute, InferenceStep
 
 WARMUP, STEPS = 3, 3
@@ -128,7 +129,7 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as scratch:
         group = contenders(asked.model, asked.size, asked.batch, Path(scratch))
-        found = run([group], RunSettings(asked.rounds), log=print, save=record.write, compiles=True)
+        found = run([group], RunSettings(asked.rounds), log=print, record=record, compiles=True)
     for label, row in zip(found.labels, found.rows, strict=True):
         print(f"{label:26}{row['p50_step_time_ms'] or 0:8.1f} ms  {row['status']}")
     print(record.path)

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from tests.measure.record_files import CPU, put, step_row
-from tresnet.cli.bench import BEGIN, END, PARTLY_FAILED_EXIT_CODE
+from tresnet.cli.bench import BEGIN, END
 from tresnet.cli.main import INTERRUPTED_EXIT_CODE
 from tresnet.cli.main import main as run
+from tresnet.cli.output import PARTLY_FAILED_EXIT_CODE
 from tresnet.measure import largest_batch, models
 from tresnet.measure.clock import HeldClock
 

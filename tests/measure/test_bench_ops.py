@@ -1,18 +1,22 @@
 """Operations beside a copy: what is timed is checked, and what fails costs the others nothing."""
 
-import dataclasses
 import json
 
 import pytest
 import torch
 
 from tresnet.errors import InputError
+from tresnet.layers.blur_pool import BlurPool2d
+from tresnet.layers.norm import NormAct
+from tresnet.layers.squeeze_excite import SqueezeExcite
 from tresnet.measure import bench_ops as module
-from tresnet.measure.bench_ops import OpsSettings, bench_ops, parse_contender
+from tresnet.measure.bench_ops import bench_ops, parse_contender
 from tresnet.measure.clock import HeldClock
-from tresnet.measure.ops_table import OPS
+from tresnet.measure.macs import without_computing
+from tresnet.measure.operations import OPS, SLOPE
 from tresnet.measure.report import read_record
-from tresnet.measure.runner import RunSettings
+from tresnet.measure.settings import OpsSettings
+from tresnet.models.zoo import build
 from tresnet.ops import tiles
 from tresnet.ops.abn import launch
 from tresnet.ops.tiles import interpreted
@@ -33,16 +37,11 @@ def without_inductor(monkeypatch):
 def measured(tmp_path):
     """Measure operations; returns the rows, as they are in the record."""
 
-    def measure(names, rounds=1, limit_s=None, **settings):
-        outcome, record = bench_ops(
-            names,
-            OpsSettings(**{"batch_size": 2, "input_size": 32, **settings}),
-            RunSettings(rounds, limit_s),
-            output_dir=tmp_path,
-            argv=["tresnet"],
-            log=lambda line: None,
-        )
-        assert json.loads(json.dumps(outcome.rows)) == read_record(record.path).rows
+    def measure(*names, **settings):
+        small = {"batch_size": 2, "input_size": 32, "rounds": 1, "device": "cpu"}
+        chosen = OpsSettings(ops=names, output_dir=tmp_path, **{**small, **settings})
+        outcome = bench_ops(chosen, ["tresnet"], str)
+        assert json.loads(json.dumps(outcome.rows)) == read_record(outcome.path).rows
         return outcome.rows
 
     return measure
@@ -51,13 +50,12 @@ def measured(tmp_path):
 def replace(monkeypatch, name, **changes):
     """Replace parts of an operation of the table, and all its places but the first."""
     op = OPS[name]
-    changes = {"places": op.places[:1], **changes}
-    monkeypatch.setitem(module.OPS, name, dataclasses.replace(op, **changes))
+    monkeypatch.setitem(OPS, name, op._replace(**{"places": op.places[:1], **changes}))
 
 
 def test_abn_on_the_cpu(measured):
-    rows = measured(["abn"], rounds=2, dtypes=("fp32", "bf16"))
-    assert len(rows) == 2 * len(OPS["abn"].places) * 2 * (3 + len(OPS["abn"].impls))
+    rows = measured("abn", rounds=2, dtype=("fp32", "bf16"))
+    assert len(rows) == 2 * len(OPS["abn"].places) * 2 * 4
     for row in rows:
         if row["contender"] == "triton":
             assert (row["status"], row["p50_us"], row["gb_per_s"]) == ("left_out", None, None)
@@ -75,59 +73,17 @@ def test_abn_on_the_cpu(measured):
     assert first["ideal_bytes"] == 3 * 2 * 64 * 8 * 8 * 4
 
 
-def test_the_heaviest_operation_comes_first():
-    assert next(iter(OPS)) == "abn_join"
-
-
 @needs_interpreter
 @pytest.mark.parametrize("name", OPS)
-def test_kernels_go_through_all_buffers(monkeypatch, measured, name):
-    """As on a GPU: some forward passes, then as many backward ones."""
-    op = OPS[name]
-    small = dataclasses.replace(op.places[0], channels=3, reduction=4 if name == "stem" else 8)
-    ours = op.ours
-    replace(
-        monkeypatch, name, ours=lambda impl: ours("triton"), impls=("reference",), places=(small,)
-    )
-    rows = measured([name], dtypes=("bf16",))
+def test_kernels_compute_what_plain_operators_do_through_all_buffers(monkeypatch, measured, name):
+    """As on a GPU: some forward passes, then as many backward ones, compared with float64."""
+    place = OPS[name].places[0]
+    small = place._replace(channels=3, reduction=4 if name == "stem" else 8, se=place.se and 4)
+    replace(monkeypatch, name, places=(small,))
+    monkeypatch.setattr(module, "_times_kernels", lambda device: True)
+    rows = measured(name, dtype=("bf16",))
     assert [(row["contender"], row["error"]) for row in rows if row["status"] != "ok"] == []
     assert len(rows) == (4 if name == "stem" else 8)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("eager", ("eager", {})),
-        ("triton", ("triton", {})),
-        ("triton@warps=8,most_tiles=3", ("triton", {"warps": 8, "most_tiles": 3})),
-    ],
-)
-def test_contenders_are_read(text, expected):
-    assert parse_contender(text) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "cudnn",
-            "expected a contender out of copy, eager, inductor, .*triton",
-        ),
-        ("triton@", "expected triton@key=number"),
-        ("triton@stages=2", "with keys out of tile, blur_tile, warps, programs, most_tiles"),
-        ("triton@warps=8,warps=4", "each once"),
-        ("triton@warps=0", "expected a power of two from 1 to 32 for warps"),
-        ("triton@blur_tile=4", "from 256 to 65536 for blur_tile"),
-        ("triton@warps=-4", "expected triton@key=number"),
-        ("triton@programs=9999999999", "expected triton@key=number"),
-        ("triton@programs=0", "expected a number from 1 to 65536 for programs"),
-        ("triton@tile=3000", "expected a power of two from 512"),
-        ("eager@warps=4", "expected triton@key=number"),
-    ],
-)
-def test_other_contenders_are_errors(text, message):
-    with pytest.raises(InputError, match=message):
-        OpsSettings(contenders=(text,))
 
 
 @needs_interpreter
@@ -141,13 +97,12 @@ def test_kernels_cut_otherwise_are_contenders_of_their_own(monkeypatch, measured
         seen.add((case, cut.options["num_warps"], tiles.TILE))
         return cut
 
-    small = dataclasses.replace(OPS["abn"].places[0], channels=3, reduction=8)
-    replace(monkeypatch, "abn", places=(small,))
+    replace(monkeypatch, "abn", places=(OPS["abn"].places[0]._replace(channels=3, reduction=8),))
     monkeypatch.setattr(launch, "plan", spied)
     monkeypatch.setattr(module, "_times_kernels", lambda device: True)
     before = tiles.TILE, tiles.WARPS
     for case in ("triton", "triton@warps=2,tile=512"):
-        rows = measured(["abn"], contenders=(case,))
+        rows = measured("abn", contenders=(case,))
         assert [(row["contender"], row["status"]) for row in rows] == [
             ("copy", "ok"),
             (case, "ok"),
@@ -156,25 +111,40 @@ def test_kernels_cut_otherwise_are_contenders_of_their_own(monkeypatch, measured
     assert before == (tiles.TILE, tiles.WARPS)
 
 
-def test_operations_without_the_contenders_are_passed_over(measured):
-    rows = measured(["blur", "abn"], contenders=(OPS["abn"].impls[0], "copy"))
-    assert {row["op"] for row in rows} == {"abn", "blur"} - (
-        set() if OPS["abn"].impls[0] in OPS["blur"].impls else {"blur"}
+def test_contenders_are_read():
+    assert parse_contender("eager") == ("eager", {})
+    assert parse_contender("triton@warps=8,most_tiles=3") == (
+        "triton",
+        {"warps": 8, "most_tiles": 3},
     )
-    with pytest.raises(InputError, match="expected an operation that has a contender out of copy"):
-        measured(["blur"], contenders=("copy",))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("cudnn", "expected a contender out of copy, eager, inductor, triton, got 'cudnn'"),
+        ("triton@", r"expected triton@key=number,\.\.\. with each key once out of tile \(a power"),
+        *(
+            (text, rf"warps \(a power of two from 1 to 32\), .*; got '{text}'")
+            for text in (
+                *("triton@stages=2", "triton@warps=8,warps=4", "triton@warps=0", "triton@warps=-4"),
+                *("triton@blur_tile=4", "triton@programs=9999999999", "triton@tile=3000"),
+                *("triton@programs=0", "eager@warps=4"),
+            )
+        ),
+    ],
+)
+def test_other_contenders_are_errors(text, message, measured):
+    with pytest.raises(InputError, match=message):
+        measured("abn", contenders=(text,))
 
 
 @pytest.mark.parametrize(("factor", "text"), [(1.01, "0.01"), (float("nan"), "nan")])
 def test_what_computes_something_else_is_not_timed(monkeypatch, measured, factor, text):
-    right = OPS["abn"].ours
-
-    def wrong(impl):
-        return lambda x, *vectors: right(impl)(x, *vectors) * factor
-
-    impl = OPS["abn"].impls[0]
-    replace(monkeypatch, "abn", ours=wrong, impls=(impl,))
-    rows = [row for row in measured(["abn"]) if row["contender"] == impl]
+    right = OPS["abn"].plain
+    replace(monkeypatch, "abn", fused=lambda *inputs: right(*inputs) * factor)
+    monkeypatch.setattr(module, "_times_kernels", lambda device: True)
+    rows = [row for row in measured("abn") if row["contender"] == "triton"]
     assert [(row["status"], row["p50_us"]) for row in rows] == [("wrong", None)] * 2
     assert rows[0]["error"].startswith(f"relative error {text}, allowed are 0.001")
 
@@ -188,14 +158,15 @@ def test_what_computes_something_else_is_not_timed(monkeypatch, measured, factor
     ],
 )
 def test_one_contenders_failure_leaves_the_others(monkeypatch, measured, error, status):
-    def fail(impl):
+    def fail(*inputs):
         raise error
 
-    replace(monkeypatch, "abn", ours=fail, impls=("reference",))
-    rows = measured(["abn"])
-    failed = [row for row in rows if row["contender"] == "reference"]
+    replace(monkeypatch, "abn", fused=fail)
+    monkeypatch.setattr(module, "_times_kernels", lambda device: True)
+    rows = measured("abn")
+    failed = [row for row in rows if row["contender"] == "triton"]
     assert [(row["status"], row["error"]) for row in failed] == [(status, str(error))] * 2
-    assert all(row["p50_us"] > 0 for row in rows if row["contender"] != "reference")
+    assert all(row["p50_us"] > 0 for row in rows if row["contender"] != "triton")
 
 
 def test_inputs_beyond_the_memory_leave_the_other_places_alone(monkeypatch, measured):
@@ -207,7 +178,7 @@ def test_inputs_beyond_the_memory_leave_the_other_places_alone(monkeypatch, meas
         return make(shape, place, *arguments)
 
     replace(monkeypatch, "blur", make=making, places=OPS["blur"].places)
-    rows = measured(["blur"])
+    rows = measured("blur")
     full = [row for row in rows if row["place"] == first.name]
     assert {row["status"] for row in full} == {"out_of_memory"}
     assert full[0]["error"] == "CUDA out of memory. Tried to allocate 9 GiB"
@@ -221,15 +192,69 @@ def test_inputs_beyond_the_memory_leave_the_other_places_alone(monkeypatch, meas
         ({"batch_size": 1}, "expected batch_size of at least 2, got 1"),
         ({"rounds": 0}, "expected rounds of at least 1, got 0"),
         ({"input_size": 48}, "expected input_size divisible by 32, got 48"),
-        ({"limit_s": 0.0}, "expected a time limit above 0 s, got 0.0"),
         ({"device": "xpu:7"}, "expected a device of this machine"),
     ],
 )
 def test_bad_settings(changes, message, measured):
     with pytest.raises(InputError, match=message):
-        measured(["abn"], **changes)
-    with pytest.raises(InputError, match=r"expected an operation out of abn_join, .* got 'conv'"):
-        measured(["conv"])
+        measured("abn", **changes)
+
+
+def test_places_are_those_of_the_model():
+    norms, gates, blurs = set(), set(), set()
+
+    def note(module, arguments, output):
+        shape = (arguments[0].shape[1], 224 // arguments[0].shape[2])
+        if isinstance(module, SqueezeExcite):
+            gates.add((*shape, module.fc1.out_channels))
+        elif isinstance(module, BlurPool2d):
+            blurs.add(shape)
+        else:
+            norms.add((*shape, module.slope))
+
+    with without_computing():
+        model = build("tresnet_m")
+        for module in model.modules():
+            if isinstance(module, NormAct | SqueezeExcite | BlurPool2d):
+                module.register_forward_hook(note)
+        model(torch.empty(2, 3, 224, 224))
+    for name, op in OPS.items():
+        for place in op.places:
+            shape = (place.channels, place.reduction)
+            if name.startswith("abn"):
+                assert (*shape, None if name == "abn_join" else SLOPE) in norms, (name, place)
+            if place.se:
+                assert (*shape, place.se) in gates, (name, place)
+            if "blur" in name:
+                assert shape in blurs, (name, place)
+    # no place of the model is left out
+    halved = {(p.channels, p.reduction) for p in OPS["blur"].places}
+    assert halved == blurs
+    joined = {(p.channels, p.reduction) for p in OPS["abn_join"].places}
+    assert joined == {(c, r) for c, r, slope in norms if slope is None}
+    assert next(iter(OPS)) == "abn_join"  # the heaviest comes first
+
+
+@pytest.mark.parametrize(
+    ("name", "forward", "backward"),
+    [
+        ("abn", 3, 5),
+        ("abn_blur", 2.25, 3.5),
+        ("abn_se", 4, 5),
+        ("abn_join", 4, 7),
+        ("blur", 1.25, 1.25),
+        ("stem", 3, None),
+    ],
+)
+def test_ideal_bytes_in_sizes_of_the_input(name, forward, backward):
+    op, shape = OPS[name], (2, 3 if name == "stem" else 8, 8, 8)
+    inputs = op.make(shape, op.places[0], torch.bfloat16, torch.device("cpu"))
+    x, y = inputs.maps[0], op.plain(*inputs.maps, *inputs.vectors)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    assert bool(inputs.differentiated()) == (backward is not None)
+    expected = {"forward": forward * x.nbytes}
+    expected |= {} if backward is None else {"backward": backward * x.nbytes}
+    assert op.ideal_bytes(x.nbytes, y.nbytes) == expected
 
 
 class FakeGpu:
@@ -237,9 +262,6 @@ class FakeGpu:
 
     def __init__(self, host_cycles):
         self.host_cycles, self.slept = host_cycles, []
-
-    def sleep(self, cycles):
-        self.slept.append(cycles)
 
     def event(self, enable_timing):
         gpu = self
@@ -267,7 +289,7 @@ def test_the_gpu_is_held_until_the_host_has_queued_everything(
     monkeypatch, host_cycles, sleeps, late
 ):
     gpu = FakeGpu(host_cycles)
-    monkeypatch.setattr(torch.cuda, "_sleep", gpu.sleep)
+    monkeypatch.setattr(torch.cuda, "_sleep", gpu.slept.append)
     monkeypatch.setattr(torch.cuda, "Event", gpu.event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     clock, prepared = HeldClock(torch.device("cuda")), []
@@ -277,8 +299,8 @@ def test_the_gpu_is_held_until_the_host_has_queued_everything(
 
 
 @pytest.mark.gpu
-def test_operations_on_a_gpu(measured, cuda_device):
-    rows = measured(["abn", "blur"], rounds=3, device="cuda", batch_size=32, input_size=224)
+def test_operations_on_a_gpu(measured):
+    rows = measured("abn", "blur", rounds=3, device="cuda", batch_size=32, input_size=224)
     assert [(row["contender"], row["error"]) for row in rows if row["status"] != "ok"] == []
     for row in rows:
         assert 0 < row["gb_per_s"] < 20_000

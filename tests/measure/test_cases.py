@@ -1,7 +1,7 @@
 import pytest
 
 from tresnet.errors import InputError
-from tresnet.measure.cases import BenchCase, CaseSettings, parse_case, parse_cases
+from tresnet.measure.cases import BenchCase, Cases, CaseSettings, parse_case
 
 
 def test_defaults_follow_from_the_device_and_the_work():
@@ -79,8 +79,8 @@ def test_a_model_may_have_its_own_settings():
         ("batch_size=\u00b2", "expected batch_size= a whole number, got '\u00b2'"),
         ("batch_size=" + "9" * 5000, "expected batch_size= a whole number, got '99"),
         ("clip_grad=much", "expected clip_grad= a number, got 'much'"),
-        ("channels_last=1", "expected channels_last=true or false, got '1'"),
-        ("fold=yes", "expected fold=true or false, got 'yes'"),
+        ("channels_last=1", "expected channels_last= true or false, got '1'"),
+        ("fold=yes", "expected fold= true or false, got 'yes'"),
         ("norm=", "expected a value after norm=, got none"),
         ("pad=true,pad=false", "expected pad= once for tresnet_t, got it again"),
     ],
@@ -91,16 +91,16 @@ def test_bad_settings_of_a_model(option, message):
 
 
 def test_every_model_at_every_batch_size_but_its_own():
-    cases = parse_cases(["tresnet_t", "timm:resnet50@batch_size=3"], CaseSettings(), [8, 16])
-    assert [(case.model, case.batch_size) for case in cases] == [
+    chosen = Cases(models=("tresnet_t", "timm:resnet50@batch_size=3"), batch_sizes=(8, 16))
+    assert [(case.model, case.batch_size) for case in chosen.cases()] == [
         ("tresnet_t", 8),
         ("tresnet_t", 16),
         ("timm:resnet50", 3),
     ]
     with pytest.raises(InputError, match="at least one model"):
-        parse_cases([], CaseSettings(), [8])
+        Cases().cases()
     with pytest.raises(InputError, match="at least one batch size"):
-        parse_cases(["tresnet_t"], CaseSettings(), [])
+        Cases(models=("tresnet_t",), batch_sizes=()).cases()
 
 
 def test_the_label_names_what_differs_from_the_defaults():

@@ -7,27 +7,27 @@ import torch
 from tresnet.errors import InputError
 from tresnet.measure import largest_batch
 from tresnet.measure.cases import BenchCase
-from tresnet.measure.largest_batch import LargestSettings, find_edge, largest_batches
+from tresnet.measure.largest_batch import LargestContender, find_edge, largest_batches
+from tresnet.measure.settings import LargestSettings
 
 pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.mark.parametrize("edge", [0, 15, 16, 47, 64, 100, 128, 500, 1000, 1023, 1024, 1300, 9999])
 @pytest.mark.parametrize("guess", [None, -1000, 100, 960, 1024, 1100, 4000])
-@pytest.mark.parametrize("at_most", [None, 64, 128, 1008])
-def test_the_edge_is_found(edge, guess, at_most):
+@pytest.mark.parametrize("bound", [2**20, 64, 128, 1008])
+def test_the_edge_is_found(edge, guess, bound):
     tried = []
 
     def fits(batch):
         tried.append(batch)
         return batch <= edge
 
-    found = find_edge(fits, lambda: guess, first=64, grain=16, at_most=at_most)
-    wanted = edge // 16 * 16
-    assert found == (wanted if at_most is None else min(wanted, at_most))
+    found = find_edge(fits, lambda: guess, first=64, grain=16, bound=bound)
+    assert found == min(edge // 16 * 16, bound)
     assert len(tried) == len(set(tried)) <= (5 if (edge, guess) == (1000, 1024) else 24)
     assert all(batch % 16 == 0 for batch in tried)
-    assert at_most is None or max(tried) <= at_most
+    assert max(tried) <= bound
 
 
 def case(model="tresnet_t", **changes):
@@ -46,10 +46,8 @@ def search(tmp_path):
 
     def searched(*cases, **changes):
         lines = []
-        outcome, _ = largest_batches(
-            cases, settings(**changes), output_dir=tmp_path, argv=["tresnet"], log=lines.append
-        )
-        return outcome, lines
+        chosen = settings(**{"output_dir": tmp_path, **changes})
+        return largest_batches(cases, chosen, ["tresnet"], lines.append), lines
 
     return searched
 
@@ -118,32 +116,27 @@ def test_a_search_that_is_stopped_keeps_what_it_found(number, monkeypatch, searc
         if line.startswith("timm:test_resnet, batch 4"):
             os.kill(os.getpid(), number)
 
-    outcome, record = largest_batches(
-        [case(), case("timm:test_resnet")],
-        settings(),
-        output_dir=tmp_path,
-        argv=["tresnet"],
-        log=stopping,
-    )
+    cases = [case(), case("timm:test_resnet")]
+    outcome = largest_batches(cases, settings(output_dir=tmp_path), ["tresnet"], stopping)
     assert outcome.interrupted
     assert [(row["status"], row["largest_batch"]) for row in outcome.rows] == [
         ("ok", 6),
         ("interrupted", 4),
     ]
-    assert record.path.is_file()
+    assert outcome.path.is_file()
 
 
 def test_cudnn_searches_only_for_the_answer(monkeypatch, tmp_path):
     seen = []
 
-    class Stub(largest_batch.LargestContender):
+    class Stub(LargestContender):
         def _fits(self, batch):
             seen.append((batch, torch.backends.cudnn.benchmark))
             return batch <= (6 if torch.backends.cudnn.benchmark else 10)
 
     with largest_batch.searching_algorithms(False):
         chosen = settings(device="cuda", at_most=None)
-        found = Stub(case(), chosen, torch.device("cuda"), None, None, str)
+        found = Stub(case(), chosen, torch.device("cuda"), None, str)
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
         found.set_up()
     assert found.columns["largest_batch"] == 6
@@ -163,19 +156,16 @@ def test_cudnn_searches_only_for_the_answer(monkeypatch, tmp_path):
         ({"memory_gib": 0.0}, "expected a memory limit above 0 GiB, got 0.0"),
     ],
 )
-def test_bad_settings(changes, message):
+def test_bad_settings(changes, message, search):
     with pytest.raises(InputError, match=message):
-        settings(**changes)
+        search(case(), **changes)
 
 
 @pytest.mark.gpu
 def test_a_memory_limit_is_kept(tmp_path, cuda_device):
     def largest(gib):
-        chosen = LargestSettings("cuda", memory_gib=gib)
-        outcome, _ = largest_batches(
-            [case()], chosen, output_dir=tmp_path, argv=["tresnet"], log=str
-        )
-        return outcome.rows[0]
+        chosen = LargestSettings(device="cuda", memory_gib=gib, output_dir=tmp_path)
+        return largest_batches([case()], chosen, ["tresnet"], str).rows[0]
 
     row = largest(1.0)
     assert row["limited_by"] == "memory"

@@ -1,5 +1,6 @@
 """Loaders in turns, on a clock that the loaders themselves move."""
 
+import dataclasses
 import json
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 
 from tresnet.errors import InputError
 from tresnet.measure import loaders
-from tresnet.measure.loaders import LoaderSettings, compare_loaders
+from tresnet.measure.loaders import bench_loaders, compare_loaders
+from tresnet.measure.settings import LoaderSettings
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -51,15 +53,10 @@ def clock(monkeypatch):
 
 
 def compared(folder, **epochs):
-    outcome, record = compare_loaders(
-        {name: lambda epoch=epoch: epoch for name, epoch in epochs.items()},
-        SETTINGS,
-        about={"data": "made up"},
-        output_dir=folder,
-        argv=["tresnet"],
-        log=lambda line: None,
-    )
-    assert json.loads(record.path.read_text())["settings"]["data"] == "made up"
+    settings = dataclasses.replace(SETTINGS, output_dir=folder)
+    opened = {name: lambda epoch=epoch: epoch for name, epoch in epochs.items()}
+    outcome = compare_loaders(opened, settings, "made up", ["tresnet"], str)
+    assert json.loads(outcome.path.read_text())["settings"]["data"] == "made up"
     return outcome.rows
 
 
@@ -83,9 +80,7 @@ def test_an_epoch_that_is_too_short_is_no_measurement(batches, tmp_path):
     assert f"an epoch of 8 batches of 2 images, got {batches}" in short["error"]
 
 
-def test_settings_are_checked():
-    assert SETTINGS.epoch_images == 16
-    with pytest.raises(InputError, match="expected warmup_batches of at least 1, got 0"):
-        LoaderSettings(warmup_batches=0)
-    with pytest.raises(InputError, match="expected workers of at least 0, got -1"):
-        LoaderSettings(workers=-1)
+@pytest.mark.parametrize(("name", "value"), [("warmup_batches", 0), ("workers", -1)])
+def test_settings_are_checked(name, value):
+    with pytest.raises(InputError, match=f"expected {name} of at least {value + 1}, got {value}"):
+        bench_loaders(LoaderSettings(**{name: value}), ["tresnet"], str)

@@ -11,12 +11,13 @@ from tresnet.errors import InputError
 from tresnet.measure import models
 from tresnet.measure.cases import BenchCase
 from tresnet.measure.memory import MemorySnapshot
-from tresnet.measure.models import BenchSettings, ModelContender, bench_models, prepare, speed
+from tresnet.measure.models import ModelContender, bench_models, prepare, speed
+from tresnet.measure.settings import StepSettings
 from tresnet.steps import OptimConfig, TrainingCompute, TrainingStep, create_training_step
 
 pytestmark = pytest.mark.usefixtures("quick")
 CPU = torch.device("cpu")
-QUICK = {"warmup_steps": 1, "rounds": 2, "steps_per_round": 1}
+QUICK = {"warmup_steps": 1, "rounds": 2, "steps": 1, "device": "cpu"}
 
 
 def case(model="tresnet_t", **changes):
@@ -24,10 +25,8 @@ def case(model="tresnet_t", **changes):
 
 
 def measured(training, cases, folder, **changes):
-    settings = BenchSettings(**{**QUICK, **changes})
-    return bench_models(
-        training, cases, settings, output_dir=folder, argv=["tresnet"], log=lambda line: None
-    )
+    settings = StepSettings(**{**QUICK, "output_dir": folder, **changes})
+    return bench_models(training, cases, settings, ["tresnet"], str)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -38,8 +37,8 @@ def test_models_side_by_side_on_the_cpu(training, tmp_path):
         case("timm:test_resnet", **({"opt": "adamw", "accumulate": 2} if training else {})),
         case("torchvision:squeezenet1_1", **({} if training else {"dtype": "bf16"})),
     ]
-    outcome, record = measured(training, cases, tmp_path)
-    assert json.loads(record.path.read_text())["rows"] == outcome.rows
+    outcome = measured(training, cases, tmp_path)
+    assert json.loads(outcome.path.read_text())["rows"] == outcome.rows
     assert [(row["status"], row["error"]) for row in outcome.rows] == [("ok", None)] * 4
     assert [row["model"] for row in outcome.rows] == [one.model for one in cases]
     assert outcome.rows[0]["ratio_to_first"] == 1.0
@@ -167,7 +166,7 @@ def test_inductors_layout_optimisation_is_forced_while_a_case_is_compiled(monkey
         return lambda images: told.append(config.force_layout_optimization) or model(images)
 
     monkeypatch.setattr(torch, "compile", compiled)
-    settings = BenchSettings(**QUICK)
+    settings = StepSettings(**QUICK)
     for layout_opt in (True, False):
         chosen = case("timm:test_resnet", compile="default", layout_opt=layout_opt).checked(True)
         contender = ModelContender(chosen, True, settings, CPU, MemorySnapshot())
@@ -186,16 +185,15 @@ def test_a_loss_that_is_not_finite_is_no_result(tmp_path, monkeypatch):
         return model
 
     monkeypatch.setattr(models, "build", spoilt)
-    outcome, _ = measured(False, [case("timm:test_resnet", batch_size=3), case()], tmp_path)
+    outcome = measured(False, [case("timm:test_resnet", batch_size=3), case()], tmp_path)
     assert [row["status"] for row in outcome.rows] == ["not_finite", "ok"]
     assert outcome.rows[1]["ratio_to_first"] is None
 
 
-def test_bad_settings():
-    with pytest.raises(InputError, match="expected warmup_steps of at least 1, got 0"):
-        BenchSettings(warmup_steps=0)
-    with pytest.raises(InputError, match="expected rounds of at least 1, got 0"):
-        BenchSettings(rounds=0)
+@pytest.mark.parametrize("name", ["rounds", "warmup_steps", "steps"])
+def test_bad_settings(name, tmp_path):
+    with pytest.raises(InputError, match=f"expected {name} of at least 1, got 0"):
+        measured(True, [case()], tmp_path, **{name: 0})
 
 
 def test_memory_of_other_cases_is_subtracted():
@@ -215,7 +213,7 @@ def test_side_by_side_on_a_gpu(training, tmp_path, cuda_device):
         case(batch_size=16, amp="fp16", norm="batchnorm"),
         case("timm:test_resnet", batch_size=16, amp="off"),
     ]
-    outcome, _ = measured(training, cases, tmp_path, device="cuda", warmup_steps=3)
+    outcome = measured(training, cases, tmp_path, device="cuda", warmup_steps=3)
     assert [(row["status"], row["error"]) for row in outcome.rows] == [("ok", None)] * 3
     for row in outcome.rows:
         assert row["rss_peak_mib"] is None
@@ -226,7 +224,7 @@ def test_side_by_side_on_a_gpu(training, tmp_path, cuda_device):
 def test_memory_of_a_case_does_not_depend_on_its_place(tmp_path, cuda_device):
     one, other = case(batch_size=64), case("timm:test_resnet", batch_size=64, input_size=160)
     peaks = [
-        [row["max_allocated_mib"] for row in measured(True, cases, tmp_path, device="cuda")[0].rows]
+        [row["max_allocated_mib"] for row in measured(True, cases, tmp_path, device="cuda").rows]
         for cases in ([one, other], [other, one])
     ]
     assert peaks[0] == pytest.approx(peaks[1][::-1], rel=0.02)
@@ -238,5 +236,5 @@ def test_memory_of_a_case_does_not_depend_on_its_place(tmp_path, cuda_device):
 @pytest.mark.parametrize("training", [True, False])
 def test_compiled_models_on_a_gpu(training, mode, tmp_path, cuda_device):
     cases = [case("timm:test_resnet", batch_size=batch, compile=mode) for batch in (8, 16)]
-    outcome, _ = measured(training, cases, tmp_path, device="cuda", interleave=False)
+    outcome = measured(training, cases, tmp_path, device="cuda", sequential=True)
     assert [(row["status"], row["error"]) for row in outcome.rows] == [("ok", None)] * 2

@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from tresnet.cli.output import progress, say
-from tresnet.errors import InputError
+from tresnet.cli.output import check_new, progress, say
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +31,7 @@ class Convert:
         from tresnet.checkpoints.save import save_checkpoint
         from tresnet.checkpoints.weights import open_weights
 
-        if self.target.exists():
-            raise InputError(f"expected a new file to write, but {self.target} exists: remove it")
+        check_new(self.target)
         opened = open_weights(self.source)
         model = create(self.model, weights=opened)
         metadata = opened.info.user or None

@@ -71,7 +71,7 @@ def _run(arguments: list[str]) -> int:
         else:
             from tresnet.cli.commands import parse
 
-            code = parse(arguments).run(arguments)
+            code = parse(arguments).run(["tresnet", *arguments])
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, `head` say, has gone: nothing is left to say
         _give_up_output()

@@ -7,20 +7,24 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional, arg, subcommand
 
-from tresnet.cli.output import fail, format_table, progress, say
-from tresnet.measure.cases import CaseSettings
-
-PARTLY_FAILED_EXIT_CODE = 1
+from tresnet.cli.output import (
+    PARTLY_FAILED_EXIT_CODE,
+    check_new,
+    fail,
+    finish,
+    format_table,
+    progress,
+    say,
+)
+from tresnet.measure.cases import Cases, CaseSettings
+from tresnet.measure.settings import PhaseSettings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Step(CaseSettings):
+class _Predicted(CaseSettings):
     infer: bool = False
     """Inference instead of training."""
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Predicted(_Step):
     ddp: bool = False
     """Add DistributedDataParallel's gradient buckets."""
 
@@ -97,74 +101,35 @@ class MemoryMaxBatch(_Predicted):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Cases(CaseSettings):
-    models: Annotated[Positional[tuple[str, ...]], arg(metavar="MODEL [MODEL ...]")] = ()
-    """Ours (tresnet_m), timm:NAME or torchvision:NAME. A model may have its own settings, by the
-    names of the options: tresnet_m@norm=inplace_abn,amp=fp16."""
-
-    batch_sizes: Annotated[tuple[int, ...], arg(name="batch-size")] = (64,)
-    """Images a pass; several give one case each."""
-
-    device: str = "cuda"
-    """Such as cuda or cuda:1."""
-
-    def cases(self) -> list[Any]:
-        """Every model at every batch size."""
-        from tresnet.measure.cases import parse_cases
-
-        return parse_cases(self.models, self, self.batch_sizes)
-
-
-@dataclasses.dataclass(frozen=True)
-class MemoryMeasure(_Cases):
+class MemoryMeasure(PhaseSettings, Cases):
     """Measure memory by phase, each case in a fresh process."""
-
-    infer: bool = False
-    """Inference instead of training."""
-
-    timeout_s: float = 300
-    """Seconds a case may take."""
-
-    output_dir: Path = Path("benchmarks/records")
-    """Where the record is written."""
 
     def run(self, argv: list[str]) -> int:
         """Print one line a phase and write a record."""
-        from tresnet import env
-        from tresnet.measure.phases import STEPS, measure_in_new_process
-        from tresnet.measure.records import RecordFile
+        from tresnet.measure.phases import measure_memory
 
-        env.timed_device(self.device)
-        about = {"device": self.device, "settings": {"training": not self.infer}, "runs": STEPS}
-        record = RecordFile(self.output_dir, "memory", **about, argv=["tresnet", *argv])
-        rows: list[dict[str, Any]] = []
-        for case in self.cases():
-            case.checked(not self.infer)
-            progress(f"measuring {case.label()}")
-            result = measure_in_new_process(case, not self.infer, self.device, self.timeout_s)
-            rows.append({**dataclasses.asdict(case), **result})
-            record.write(rows)
-            if "error" in result:
-                fail(f"{case.label()}: {result['error']}")
+        outcome = measure_memory(self.cases(), self, argv, progress)
         columns = ["allocated_mib", "reserved_mib", "max_allocated_mib", "device_used_mib",
                    "rss_peak_mib"]  # fmt: skip
         lines = [
             [row["model"], str(row["batch_size"]), phase]
             + ["-" if values[c] is None else f"{values[c]:.1f}" for c in columns]
-            for row in rows
-            for phase, values in row.get("phases", {}).items()
+            for row in outcome.rows
+            for phase, values in (row["phases"] or {}).items()
         ]
         say(format_table(["model", "batch", "phase", *columns], lines))
-        progress(f"record: {record.path}")
-        return PARTLY_FAILED_EXIT_CODE if any("error" in row for row in rows) else 0
+        return finish(outcome)
 
 
 @dataclasses.dataclass(frozen=True)
-class MemoryWorkspaces(_Cases):
+class MemoryWorkspaces(Cases):
     """Measure the memory that cuDNN borrows for each convolution of a training step; needs a GPU.
 
     `--workspaces FILE` of `predict` and `max-batch` then counts it.
     """
+
+    device: str = "cuda"
+    """Such as cuda or cuda:1."""
 
     output: Annotated[Path, arg(aliases=["-o"], metavar="FILE")] = Path("workspaces.json")
     """The table to write, JSON. It must not exist."""
@@ -178,7 +143,8 @@ class MemoryWorkspaces(_Cases):
     def run(self, argv: list[str]) -> int:
         """Measure and write the table."""
         from tresnet import env
-        from tresnet.measure.records import check_directory, public_command, write_new
+        from tresnet.files import write_text
+        from tresnet.measure.records import check_directory, public_command
         from tresnet.memory import convolutions as measuring
         from tresnet.memory.plan import make_plan
 
@@ -194,13 +160,14 @@ class MemoryWorkspaces(_Cases):
         table, unmeasured = measuring.measure_all(found.values(), meter, self.time_limit_s)
         content = {
             "what": "workspaces",
-            "command": public_command(["tresnet", *argv]),
+            "command": public_command(argv),
             "environment": env.describe(device),
             "settings": {"cudnn_benchmark": self.cudnn_benchmark},
             "unmeasured": unmeasured,
             "workspaces": table,
         }
-        write_new(self.output, json.dumps(content, indent=1) + "\n")
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        write_text(self.output, json.dumps(content, indent=1) + "\n")
         say(measuring.summarise(table))
         progress(f"table: {self.output}")
         if unmeasured:
@@ -233,11 +200,3 @@ def settings_of(case: CaseSettings) -> dict[str, Any]:
         if getattr(case, field.name) != field.default
     }
     return {"optimizer" if name == "opt" else name: value for name, value in given.items()}
-
-
-def check_new(path: Path) -> None:
-    """Raise `InputError` if there is such a file already."""
-    from tresnet.errors import InputError
-
-    if path.exists():
-        raise InputError(f"expected a new file to write, but {path} exists: remove it")

@@ -5,6 +5,15 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tresnet.errors import InputError
+
+if TYPE_CHECKING:
+    from tresnet.measure.runner import Outcome
+
+PARTLY_FAILED_EXIT_CODE = 1
 
 
 def prepare() -> None:
@@ -54,3 +63,23 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _is_number(cell: str) -> bool:
     return cell in ("", "-") or cell.replace(",", "").replace(".", "", 1).isdigit()
+
+
+def finish(outcome: "Outcome") -> int:
+    """Say why figures are missing, and where the record is; return the exit code."""
+    notes: dict[str, str] = {}
+    for label, row in zip(outcome.labels, outcome.rows, strict=True):
+        for note in filter(None, (row["error"], row.get("note"))):
+            notes.setdefault(note, label)
+    for note, label in notes.items():
+        progress(f"{label}: {note}")
+    progress(f"record: {outcome.path}")
+    if outcome.interrupted:
+        raise KeyboardInterrupt
+    return 0 if outcome.complete else PARTLY_FAILED_EXIT_CODE
+
+
+def check_new(path: Path) -> None:
+    """Raise `InputError` if there is such a file already."""
+    if path.exists():
+        raise InputError(f"expected a new file to write, but {path} exists: remove it")

@@ -5,11 +5,10 @@ allows. Inputs, outputs and gradients rotate over enough buffers that a GPU's L2
 them. What a contender computes is compared with float64 before it is timed.
 """
 
-import dataclasses
 import functools
 import itertools
 import math
-import os
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,23 +19,23 @@ from torch import Tensor
 from tresnet import env
 from tresnet.errors import InputError, TResNetError
 from tresnet.measure.clock import Calls, HeldClock
-from tresnet.measure.ops_table import BLOCK_SIZE, OPS, Function, Inputs, Place
+from tresnet.measure.operations import BLOCK_SIZE, OPS, Function, Inputs, Place
 from tresnet.measure.records import RecordFile
 from tresnet.measure.runner import (
     Contender,
     Group,
+    Log,
     NoResultError,
     Outcome,
     Rounds,
-    RunSettings,
-    check_numbers,
     run,
     searching_algorithms,
 )
+from tresnet.measure.settings import OpsSettings
 from tresnet.ops import tiles
+from tresnet.steps.settings import DTYPES
 
-DIRECTIONS = ("forward", "backward")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CONTENDERS = ("copy", "eager", "inductor", "triton")
 _LEAST_SIZE = 8 * BLOCK_SIZE
 # All buffers of a kind together hold this many times the L2 cache.
 _TIMES_CACHE = 3
@@ -48,7 +47,7 @@ _ERROR_FACTOR, _ERROR_FLOOR = 3.0, 1e-3
 # How the figures came about, for the record.
 METHOD = {
     "layout": "channels last, in training; parameters in fp32",
-    "ideal_bytes": "feature maps the data flow must read or write, see tresnet.measure.ops_table",
+    "ideal_bytes": "feature maps the data flow must read or write, see tresnet.measure.operations",
     "copy": "clone of half the ideal bytes: as many moved",
     "buffers": f"{_TIMES_CACHE} times the L2 cache of a GPU, {_MOST_BUFFERS} at most",
     "order": "every round visits every contender, forwards and backwards in turn",
@@ -59,144 +58,74 @@ METHOD = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class OpsSettings:
-    """What all operations of a run share.
-
-    Attributes:
-        device: such as `cuda` or `cpu`.
-        dtypes: of the feature maps; parameters are fp32. Empty for bf16 on a GPU, fp32 on a CPU.
-        batch_size: images.
-        input_size: side of the image in pixels; the feature maps follow from it.
-        seed: of the inputs.
-        contenders: besides the copy: eager, inductor, this package's implementations; such as
-            `triton@warps=8,tile=4096` for kernels cut otherwise, by names of
-            `tresnet.ops.tiles.TUNABLE`. Empty for all but these.
-    """
-
-    device: str = "cpu"
-    dtypes: tuple[str, ...] = ()
-    batch_size: int = 128
-    input_size: int = 224
-    seed: int = 0
-    contenders: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        """Check the numbers and the contenders.
-
-        Raises:
-            InputError: one is out of range, or unknown.
-        """
-        check_numbers(self, batch_size=2)
-        if self.input_size < _LEAST_SIZE or self.input_size % _LEAST_SIZE:
-            raise InputError(
-                f"expected input_size divisible by {_LEAST_SIZE}, got {self.input_size}"
-            )
-        impls = dict.fromkeys(impl for op in OPS.values() for impl in op.impls)
-        known = ("copy", "eager", "inductor", *impls)
-        for contender in self.contenders:
-            if parse_contender(contender)[0] not in known:
-                raise InputError(
-                    f"expected a contender out of {', '.join(known)}, got {contender!r}"
-                )
-
-    def contenders_for(self, name: str) -> tuple[str, ...]:
-        """Those that an operation has, in order, each once; none if none of those asked for."""
-        own = ("copy", "eager", "inductor", *OPS[name].impls)
-        if not self.contenders:
-            return own
-        asked = [one for one in self.contenders if parse_contender(one)[0] in own]
-        return tuple(dict.fromkeys(("copy", *asked))) if set(asked) - {"copy"} else ()
-
-
 def parse_contender(text: str) -> tuple[str, dict[str, int]]:
-    """`triton@warps=8,tile=4096` to the implementation and how its kernels are cut.
+    """`triton@warps=8,tile=4096` to the contender and how its kernels are cut.
 
     Raises:
-        InputError: a name that cannot be tuned, a number it cannot be, or another contender.
+        InputError: another contender, a name that cannot be tuned, or a number it cannot be.
     """
     name, at, options = text.partition("@")
+    if name not in CONTENDERS:
+        raise InputError(f"expected a contender out of {', '.join(CONTENDERS)}, got {text!r}")
     tuning: dict[str, int] = {}
     for option in options.split(",") if at else ():
         key, _, value = option.partition("=")
-        number = int(value) if value.isascii() and value.isdigit() and len(value) < 10 else -1
-        if name != "triton" or key not in tiles.TUNABLE or key in tuning or number < 0:
-            raise InputError(
-                f"expected triton@key=number,... with keys out of {', '.join(tiles.TUNABLE)}, each "
-                f"once, got {text!r}"
+        number = int(value) if re.fullmatch("[0-9]{1,9}", value) else -1
+        least, most, power = tiles.TUNABLE.get(key, (0, -1, False))
+        fits = least <= number <= most and not (power and number & (number - 1))
+        if name != "triton" or key in tuning or not fits:
+            known = ", ".join(
+                f"{key} ({'a power of two' if power else 'a number'} from {least} to {most})"
+                for key, (least, most, power) in tiles.TUNABLE.items()
             )
-        least, most, power = tiles.TUNABLE[key]
-        if not least <= number <= most or (power and number & (number - 1)):
-            kind = "a power of two" if power else "a number"
-            raise InputError(f"expected {kind} from {least} to {most} for {key}, got {text!r}")
+            raise InputError(
+                f"expected triton@key=number,... with each key once out of {known}; got {text!r}"
+            )
         tuning[key] = number
     return name, tuning
 
 
-def bench_ops(
-    names: Sequence[str],
-    settings: OpsSettings,
-    running: RunSettings,
-    *,
-    output_dir: str | os.PathLike[str],
-    argv: Sequence[str],
-    log: Callable[[str], object],
-) -> tuple[Outcome, RecordFile]:
+def bench_ops(settings: OpsSettings, argv: Sequence[str], log: Log) -> Outcome:
     """Measure operations at all their places and record it.
 
     Args:
-        names: of the table of operations; empty for all, the heaviest first.
-        settings: shared by all.
-        running: rounds and time limits.
-        output_dir: of the record.
+        settings: which, and how.
         argv: the command line, for the record.
         log: called with a line of progress.
 
     Raises:
-        InputError: an unknown name, no such device, or nothing to measure.
+        InputError: a setting out of range, an unknown name, or no such device.
     """
-    check_numbers(running, rounds=1)
-    device = env.timed_device(settings.device)
-    groups = ops_groups(names, settings, device)
-    record = RecordFile(
-        output_dir,
-        "bench_ops",
-        device=device,
-        settings={**dataclasses.asdict(settings), **dataclasses.asdict(running), "method": METHOD},
-        warmup_steps=1,
-        runs=running.rounds,
-        argv=argv,
-    )
-    compiles = any(one.columns["contender"] == "inductor" for group in groups for one in group)
-    with searching_algorithms():
-        outcome = run(groups, running, log=log, save=record.write, device=device, compiles=compiles)
-    return outcome, record
-
-
-def ops_groups(names: Sequence[str], settings: OpsSettings, device: torch.device) -> list[Group]:
-    """The contenders, grouped by operation, dtype and place."""
-    for name in names:
+    settings.check()
+    if settings.input_size < _LEAST_SIZE or settings.input_size % _LEAST_SIZE:
+        raise InputError(
+            f"expected input_size divisible by {_LEAST_SIZE}, got {settings.input_size}"
+        )
+    for name in settings.ops:
         if name not in OPS:
             raise InputError(f"expected an operation out of {', '.join(OPS)}, got {name!r}")
-    dtypes = settings.dtypes or (("bf16",) if device.type == "cuda" else ("fp32",))
+    contenders = tuple(dict.fromkeys(("copy", *(settings.contenders or CONTENDERS[1:]))))
+    parsed = [parse_contender(text)[0] for text in contenders]
+    device = env.timed_device(env.device_or_default(settings.device))
     groups: list[Group] = []
-    for name, dtype in itertools.product(names or tuple(OPS), dtypes):
-        for place in OPS[name].places if settings.contenders_for(name) else ():
+    dtypes = settings.dtype or (("bf16",) if device.type == "cuda" else ("fp32",))
+    for name, dtype in itertools.product(settings.ops or OPS, dtypes):
+        for place in OPS[name].places:
             shared = _Shared(name, place, dtype, device, settings)
-            backward = OPS[name].ideal_bytes(1, 1)[1] > 0
-            groups.append(
-                [
-                    _OpContender(shared, contender, direction)
-                    for direction in DIRECTIONS[: 1 + backward]
-                    for contender in settings.contenders_for(name)
-                ]
-            )
-    if not groups:
-        raise InputError(
-            f"expected an operation that has a contender out of {', '.join(settings.contenders)}, "
-            f"got {', '.join(names) or 'none'}"
-        )
-    return groups
+            directions = OPS[name].ideal_bytes(1, 1)
+            pairs = itertools.product(directions, contenders)
+            groups.append([_OpContender(shared, one, direction) for direction, one in pairs])
+    record = RecordFile(
+        settings.output_dir,
+        "bench_ops",
+        device=device,
+        settings={**settings.to_dict(), "method": METHOD},
+        warmup_steps=1,
+        runs=settings.rounds,
+        argv=argv,
+    )
+    with searching_algorithms():
+        return run(groups, settings, log=log, record=record, compiles="inductor" in parsed)
 
 
 class _Shared:
@@ -209,7 +138,6 @@ class _Shared:
         self.name, self.place, self.dtype, self.device = name, place, dtype, device
         self.op, self.shape = OPS[name], (settings.batch_size, place.channels, side, side)
         self.clock = HeldClock(device)
-        self.users: set[object] = set()
         self._seed = settings.seed
         self._functions: dict[str, tuple[Function, float]] = {}
 
@@ -221,7 +149,7 @@ class _Shared:
     @functools.cached_property
     def output(self) -> Tensor:
         with torch.no_grad():
-            return self.op.reference(*self.inputs.maps, *self.inputs.vectors)
+            return self.op.plain(*self.inputs.maps, *self.inputs.vectors)
 
     @functools.cached_property
     def grad(self) -> Tensor:
@@ -230,12 +158,12 @@ class _Shared:
 
     @functools.cached_property
     def truth(self) -> list[Tensor]:
-        return self.computed(self.op.reference, _converted(self.inputs, torch.float64))
+        return self.computed(self.op.plain, _converted(self.inputs, torch.float64))
 
     @functools.cached_property
     def allowed(self) -> float:
         """The largest error, by that of eager PyTorch."""
-        found = self.computed(self.op.reference, self.inputs)
+        found = self.computed(self.op.plain, self.inputs)
         return _ERROR_FACTOR * _relative_error(found, self.truth) + _ERROR_FLOOR
 
     @functools.cached_property
@@ -245,8 +173,7 @@ class _Shared:
 
     def ideal_bytes(self, direction: str) -> int:
         """Of one pass."""
-        ideal = self.op.ideal_bytes(_size(self.inputs.maps[0]), _size(self.output))
-        return ideal[DIRECTIONS.index(direction)]
+        return self.op.ideal_bytes(self.inputs.maps[0].nbytes, self.output.nbytes)[direction]
 
     def computed(self, function: Function, inputs: Inputs) -> list[Tensor]:
         """Output and gradients."""
@@ -267,28 +194,26 @@ class _Shared:
     def _function(self, contender: str) -> Function:
         impl = parse_contender(contender)[0]
         if impl == "eager":
-            return self.op.reference
+            return self.op.plain
         if impl == "inductor":
-            return torch.compile(self.op.reference, fullgraph=True, dynamic=False)
-        if impl == "triton" and not _times_kernels(self.device):
+            return torch.compile(self.op.plain, fullgraph=True, dynamic=False)
+        if not _times_kernels(self.device):
             raise InputError("the kernels need a GPU: interpreted, their time says nothing")
-        return self.op.ours(impl)
+        return self.op.fused
 
     def rotated(self, tensors: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
         """Copies of `tensors`, enough that the cache holds none of them."""
-        count = _buffers_of(self.device, _size(self.inputs.maps[0]) + _size(self.output))
+        count = _buffers_of(self.device, self.inputs.maps[0].nbytes + self.output.nbytes)
         return [
             tuple(one.detach().clone().requires_grad_(one.requires_grad) for one in tensors)
             for _ in range(count)
         ]
 
-    def left_by(self, user: object) -> None:
-        """Free everything when the last contender is done."""
-        self.users.discard(user)
-        if not self.users:
-            self._functions.clear()
-            for name in ("inputs", "output", "grad", "truth", "allowed", "buffers"):
-                self.__dict__.pop(name, None)
+    def free(self) -> None:
+        """Forget all of it; what is asked for again is made again, the same."""
+        self._functions.clear()
+        for name in ("inputs", "output", "grad", "truth", "allowed", "buffers"):
+            self.__dict__.pop(name, None)
 
 
 class _OpContender(Contender):
@@ -313,7 +238,6 @@ class _OpContender(Contender):
             "note": None,
         }
         self.label = f"{shared.name}, {shared.place.name}, {shared.dtype}, {direction}, {contender}"
-        shared.users.add(self)
 
     def set_up(self) -> None:
         """Make the inputs, compare what is computed with float64, and warm up."""
@@ -361,9 +285,9 @@ class _OpContender(Contender):
         }
 
     def close(self) -> None:
-        """Leave the inputs to the others."""
+        """Free the inputs."""
         self._calls = tuple
-        self._shared.left_by(self)
+        self._shared.free()
 
     def _forwards(self, function: Function) -> Calls:
         vectors = self._shared.inputs.vectors
@@ -407,7 +331,3 @@ def _relative_error(found: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
         float((a.to(b.dtype) - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True)
     ]
     return math.nan if any(map(math.isnan, errors)) else max(errors)
-
-
-def _size(x: Tensor) -> int:
-    return x.numel() * x.element_size()

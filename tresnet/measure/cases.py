@@ -3,14 +3,14 @@
 import dataclasses
 import functools
 import math
-import types
 import typing
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+from tyro.conf import Positional, arg
 
 from tresnet.errors import InputError, MissingDependencyError
 
-INPUTS = ("float", "uint8")
 _MOST = 2**31 - 1  # more images or pixels overflow what PyTorch counts in
 _OURS_ALONE = ("norm", "impl", "pad", "jit", "fold")
 _TRAINING_ALONE = (
@@ -114,28 +114,26 @@ class BenchCase(CaseSettings):
         )
         case._check_values()
         if case.ours:
-            _rehearse(case.model, case.input_size, **_model_options(case))
+            _rehearse(dataclasses.replace(case, batch_size=1))
         return case
 
     def _check_what_applies(self, training: bool) -> None:
         where = "inference" if training else "training"
-        for name in _INFERENCE_ALONE if training else _TRAINING_ALONE:
-            if getattr(self, name) != _DEFAULTS[name]:
-                raise InputError(
-                    f"expected no {name} for {self.model}, got {getattr(self, name)!r}: it is for "
-                    f"{where}"
-                )
-        for name in _OURS_ALONE if not self.ours else ():
-            if getattr(self, name) not in (_DEFAULTS[name], False):
-                raise InputError(
-                    f"expected no {name} for {self.model}, got {getattr(self, name)!r}: only our "
-                    "models have one"
-                )
+        reasons = dict.fromkeys(
+            _INFERENCE_ALONE if training else _TRAINING_ALONE, f"it is for {where}"
+        )
+        if not self.ours:
+            reasons = dict.fromkeys(_OURS_ALONE, "only our models have one") | reasons
+        for name, reason in reasons.items():
+            value = getattr(self, name)
+            if value not in (_DEFAULTS[name], False):
+                raise InputError(f"expected no {name} for {self.model}, got {value!r}: {reason}")
         for name in ("freeze", "layout_opt", *(() if self.ours else ("recompute",))):
-            if getattr(self, name) and self.compile == "none":
+            value = getattr(self, name)
+            if value and self.compile == "none":
                 raise InputError(
-                    f"expected a compile mode with {name}={_text(getattr(self, name))} for "
-                    f"{self.model}, got none"
+                    f"expected a compile mode with {name}={str(value).lower()} for {self.model}, "
+                    "got none"
                 )
 
     def _check_values(self) -> None:
@@ -147,16 +145,16 @@ class BenchCase(CaseSettings):
             "dtype": tuple(DTYPES),
             "compile": COMPILE_MODES,
             "recompute": tuple(RECOMPUTE) if self.ours else ("none", "activations"),
-            "input": INPUTS,
+            "input": ("float", "uint8"),
         }
         for name, known in choices.items():
             value = getattr(self, name)
             if value is not None and value not in known:
                 raise InputError(f"expected {name} out of {', '.join(known)}, got {value!r}")
-        for name, most in (("batch_size", _MOST), ("input_size", _MOST), ("accumulate", _MOST)):
+        for name in ("batch_size", "input_size", "accumulate"):
             value = getattr(self, name)
-            if value is not None and not 1 <= value <= most:
-                least = "at least 1" if value < 1 else f"at most {most}"
+            if value is not None and not 1 <= value <= _MOST:
+                least = "at least 1" if value < 1 else f"at most {_MOST}"
                 raise InputError(f"expected {name.replace('_', ' ')} of {least}, got {value}")
         if not 0 <= self.ema_decay < 1:
             raise InputError(f"expected ema_decay in [0, 1), got {self.ema_decay}")
@@ -170,13 +168,9 @@ class BenchCase(CaseSettings):
             parts.append(self.dtype or "fp32" if self.amp == "off" else f"amp {self.amp}")
         for field in dataclasses.fields(CaseSettings):
             name, value = field.name, getattr(self, field.name)
-            if name in ("input_size", "amp", "dtype") or value in (
-                None,
-                _DEFAULTS[name],
-                False,
-            ):
-                continue
-            parts.append(name if value is True else f"{name} {value}")
+            usual = value in (None, field.default, False)
+            if not usual and name not in ("input_size", "amp", "dtype"):
+                parts.append(name if value is True else f"{name} {value}")
         return ", ".join(parts)
 
 
@@ -185,10 +179,31 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-def _model_options(case: BenchCase) -> dict[str, Any]:
-    """What a model of ours is built with."""
-    names = ("norm", "impl", "recompute", "pad", "jit")
-    return {name: getattr(case, name) for name in names}
+@dataclasses.dataclass(frozen=True)
+class Cases(CaseSettings):
+    """Models, and the settings that they share unless they have their own."""
+
+    models: Annotated[Positional[tuple[str, ...]], arg(metavar="MODEL [MODEL ...]")] = ()
+    """Ours (tresnet_m), timm:NAME or torchvision:NAME. A model may have its own settings, by the names
+    of the options: tresnet_m@norm=inplace_abn,amp=fp16 or timm:resnet50@compile=default."""
+    batch_sizes: Annotated[tuple[int, ...], arg(name="batch-size")] = (64,)
+    """Images a step; several give one case each."""
+
+    def cases(self) -> list[BenchCase]:
+        """Every model at every batch size; one with its own `batch_size=` appears once.
+
+        Raises:
+            InputError: none, or a setting that cannot be read.
+        """
+        if not self.models:
+            raise InputError("expected at least one model to measure, got none")
+        if not self.batch_sizes:
+            raise InputError("expected at least one batch size, got none")
+        return [
+            parse_case(text, self, size)
+            for text in self.models
+            for size in (self.batch_sizes[:1] if "batch_size=" in text else self.batch_sizes)
+        ]
 
 
 def build(case: BenchCase) -> Any:
@@ -199,24 +214,25 @@ def build(case: BenchCase) -> Any:
     """
     from tresnet.models.named import build_named
 
-    return build_named(case.model, **(_model_options(case) if case.ours else {}))
+    names = ("norm", "impl", "recompute", "pad", "jit") if case.ours else ()
+    return build_named(case.model, **{name: getattr(case, name) for name in names})
 
 
 @functools.cache
-def _rehearse(model: str, input_size: int | None, **options: Any) -> None:
+def _rehearse(case: BenchCase) -> None:
     """Let one of our models complain before anything was measured, not after half an hour."""
     import torch
 
     from tresnet.measure.macs import without_computing
-    from tresnet.models.named import build_named, default_input_shape
+    from tresnet.models.named import default_input_shape
 
     with without_computing():
         try:
-            built = build_named(model, **options)
+            model = build(case)
         except MissingDependencyError:  # its row will say so
             return
-        size = default_input_shape(built)[-1] if input_size is None else input_size
-        built.check_input(torch.empty(1, 3, size, size))  # pyright: ignore[reportCallIssue]
+        size = case.input_size or default_input_shape(model)[-1]
+        model.check_input(torch.empty(1, 3, size, size))
 
 
 def parse_case(text: str, defaults: CaseSettings, batch_size: int = 64) -> BenchCase:
@@ -244,44 +260,20 @@ def parse_case(text: str, defaults: CaseSettings, batch_size: int = 64) -> Bench
             )
         if key in changes:
             raise InputError(f"expected {key}= once for {model}, got it again as {option!r}")
-        changes[key] = _parse_value(key, value, kinds[key])
+        if not value:
+            raise InputError(f"expected a value after {key}=, got none")
+        kind = next(one for one in _READERS if one in (kinds[key], *typing.get_args(kinds[key])))
+        what, read = _READERS[kind]
+        try:
+            changes[key] = read(value)
+        except (ValueError, KeyError):
+            raise InputError(f"expected {key}= {what}, got {value!r}") from None
     return dataclasses.replace(case, **changes)
 
 
-def parse_cases(
-    texts: Sequence[str], defaults: CaseSettings, batch_sizes: Sequence[int]
-) -> list[BenchCase]:
-    """Every model at every batch size; a model with its own `batch_size=` appears once."""
-    if not texts:
-        raise InputError("expected at least one model to measure, got none")
-    if not batch_sizes:
-        raise InputError("expected at least one batch size, got none")
-    cases: list[BenchCase] = []
-    for text in texts:
-        sizes = batch_sizes[:1] if "batch_size=" in text else batch_sizes
-        cases += [parse_case(text, defaults, size) for size in sizes]
-    return cases
-
-
-def _parse_value(key: str, value: str, kind: Any) -> object:
-    if not value:
-        raise InputError(f"expected a value after {key}=, got none")
-    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    if bool in kinds:
-        if value not in ("true", "false"):
-            raise InputError(f"expected {key}=true or false, got {value!r}")
-        return value == "true"
-    if int in kinds:
-        if not (value.isascii() and value.isdigit() and len(value) < 20):
-            raise InputError(f"expected {key}= a whole number, got {value!r}")
-        return int(value)
-    if float in kinds:
-        try:
-            return float(value)
-        except ValueError:
-            raise InputError(f"expected {key}= a number, got {value!r}") from None
-    return value
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+_READERS: dict[type, tuple[str, Callable[[str], object]]] = {
+    bool: ("true or false", {"true": True, "false": False}.__getitem__),
+    int: ("a whole number", int),
+    float: ("a number", float),
+    str: ("a word", str),
+}

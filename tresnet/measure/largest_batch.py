@@ -2,9 +2,7 @@
 
 import contextlib
 import dataclasses
-import gc
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,13 +17,14 @@ from tresnet.measure.models import prepare
 from tresnet.measure.records import RecordFile
 from tresnet.measure.runner import (
     Contender,
+    Log,
     NoResultError,
     Outcome,
-    RunSettings,
-    check_numbers,
     run,
     searching_algorithms,
+    tidy,
 )
+from tresnet.measure.settings import LargestSettings
 
 # The first step has no optimizer state yet: memory is at its peak in the second.
 _STEPS = 2
@@ -36,63 +35,9 @@ _TRYING_SHARE = 0.75
 _NO_BATCH = 2**20  # a bound where none is given
 
 
-@dataclasses.dataclass(frozen=True)
-class LargestSettings:
-    """What all cases of a search share.
-
-    Attributes:
-        device: where to run.
-        first: the batch tried first, then twice as much.
-        granularity: the answer is a multiple of this, and this is how exact it is.
-        at_most: larger batches are not tried; None for no bound.
-        memory_gib: of PyTorch's allocator (the CUDA context comes on top); None for all.
-        seed: of weights and input.
-        time_limit_s: of all cases, each of which has an equal share. None for no limit.
-    """
-
-    device: str = "cuda"
-    first: int = 64
-    granularity: int = 16
-    at_most: int | None = None
-    memory_gib: float | None = None
-    seed: int = 0
-    time_limit_s: float | None = None
-
-    def __post_init__(self) -> None:
-        """Check the numbers.
-
-        Raises:
-            InputError: one is out of range, or a CPU's memory is to be filled.
-        """
-        check_numbers(self, first=1, granularity=1)
-        RunSettings(time_limit_s=self.time_limit_s)
-        if self.first % self.granularity:
-            raise InputError(
-                f"expected a first batch divisible by {self.granularity}, got {self.first}"
-            )
-        if self.at_most is not None and self.at_most < self.first:
-            raise InputError(f"expected at_most of at least {self.first}, got {self.at_most}")
-        if self.memory_gib is not None and not 0 < self.memory_gib < math.inf:
-            raise InputError(f"expected a memory limit above 0 GiB, got {self.memory_gib}")
-        if self.at_most is None and not self.device.startswith("cuda"):
-            raise InputError(
-                f"expected at_most on {self.device}, got none: only a GPU says when it is full"
-            )
-
-    @property
-    def bound(self) -> int | None:
-        """The largest multiple of the granularity that may be tried."""
-        return None if self.at_most is None else self.at_most // self.granularity * self.granularity
-
-
 def largest_batches(
-    cases: Sequence[BenchCase],
-    settings: LargestSettings,
-    *,
-    output_dir: str | os.PathLike[str],
-    argv: Sequence[str],
-    log: Callable[[str], object],
-) -> tuple[Outcome, RecordFile]:
+    cases: Sequence[BenchCase], settings: LargestSettings, argv: Sequence[str], log: Log
+) -> Outcome:
     """Find the largest training batch of each case, and record it.
 
     Two small batches foretell the edge (every buffer grows with the batch by a constant); real steps
@@ -102,35 +47,31 @@ def largest_batches(
     Args:
         cases: what to try; their batch sizes are not used.
         settings: shared by all.
-        output_dir: of the record.
         argv: the command line, for the record.
         log: called with a line for each try.
 
     Raises:
         InputError: a case that cannot be run at all; nothing has run then.
     """
-    device = env.timed_device(settings.device)
+    settings.check()
+    device = env.timed_device(env.device_or_default(settings.device))
+    if settings.at_most is None and device.type != "cuda":
+        raise InputError(f"expected at_most on {device}, got none: only a GPU says when it is full")
     first = [dataclasses.replace(case, batch_size=settings.first) for case in cases]
     checked = [case.checked(True, device.type == "cuda") for case in first]
     record = RecordFile(
-        output_dir,
+        settings.output_dir,
         "bench_max_batch",
         device=device,
-        settings=dataclasses.asdict(settings),
+        settings=settings.to_dict(),
         argv=argv,
     )
     share_s = None if settings.time_limit_s is None else settings.time_limit_s / len(checked)
+    each = dataclasses.replace(settings, time_limit_s=None, case_limit_s=share_s)
     compiles = any(case.compile != "none" for case in checked)
     with searching_algorithms(False), _limited(device, settings.memory_gib) as limit:
-        outcome = run(
-            [[LargestContender(case, settings, device, limit, share_s, log)] for case in checked],
-            RunSettings(rounds=0, case_limit_s=share_s),
-            log=log,
-            save=record.write,
-            device=device,
-            compiles=compiles,
-        )
-    return outcome, record
+        groups = [[LargestContender(case, each, device, limit, log)] for case in checked]
+        return run(groups, each, log=log, record=record, compiles=compiles)
 
 
 class LargestContender(Contender):
@@ -148,14 +89,12 @@ class LargestContender(Contender):
         settings: LargestSettings,
         device: torch.device,
         limit_bytes: int | None,
-        share_s: float | None,
-        log: Callable[[str], object],
+        log: Log,
     ) -> None:
-        """Keep a checked case, what the allocator may take, and the time there is."""
+        """Keep a checked case, and what the allocator may take."""
         self._case, self._settings, self._device = case, settings, device
         self._limit_bytes, self._log = limit_bytes, log
         self._peaks: dict[int, int] = {}
-        self._time_s = math.inf if share_s is None else _TRYING_SHARE * share_s
         self._deadline_s = math.inf
         self.label = case.label()
         self.columns: dict[str, Any] = {
@@ -170,11 +109,14 @@ class LargestContender(Contender):
 
     def set_up(self) -> None:
         """Search."""
-        settings, grain = self._settings, self._settings.granularity
-        self._deadline_s = time.perf_counter() + self._time_s
+        first, grain = self._settings.first, self._settings.granularity
+        self._deadline_s = time.perf_counter() + _TRYING_SHARE * (
+            self._settings.case_limit_s or math.inf
+        )
+        bound = (self._settings.at_most or _NO_BATCH) // grain * grain
         try:
-            largest = find_edge(self._fits, self._foreseen, settings.first, grain, settings.bound)
-            ended_by = f"at most {largest}" if largest == settings.bound else "memory"
+            largest = find_edge(self._fits, self._foreseen, first, grain, bound)
+            ended_by = f"at most {largest}" if largest == bound else "memory"
         except TimeoutError:
             largest = self.columns["largest_batch"]
             ended_by = "the time limit"
@@ -225,9 +167,7 @@ class LargestContender(Contender):
             fits = False
         peak = meter.snapshot().max_allocated
         step = None  # frees the memory, as does leaving the handler
-        gc.collect()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        tidy()
         if fits and peak is not None:
             self._peaks[batch] = peak
         self.columns["tries"].append((batch, fits))
@@ -242,7 +182,7 @@ def find_edge(
     foreseen: Callable[[], int | None],
     first: int,
     grain: int,
-    at_most: int | None,
+    bound: int,
 ) -> int:
     """The largest multiple of `grain` that fits; 0 if none does.
 
@@ -251,44 +191,23 @@ def find_edge(
         foreseen: a guess of the edge, asked after two batches have fitted; None for no idea.
         first: tried first, a multiple of `grain`.
         grain: a positive number.
-        at_most: nothing above is tried; a multiple of `grain`, or None.
+        bound: nothing above is tried; a multiple of `grain`.
     """
-    bound = _NO_BATCH // grain * grain if at_most is None else at_most
-    edge = _Edge(fits, 0, bound + grain)
-    for batch in (first, 2 * first):
-        if batch < edge.failing and batch > edge.fitting:
-            edge.attempt(batch)
-    if edge.fitting == 2 * first < bound:
-        guess = foreseen() or 2 * edge.fitting
-        candidate = min(max(guess // grain * grain, edge.fitting + grain), bound)
-        stride = max(int(candidate * _STRIDE) // grain * grain, grain)
-        # from the guess in strides that double, up or down, until the edge lies between
-        sign = 1 if candidate < edge.failing and edge.attempt(candidate) else -1
-        while edge.fitting < candidate + sign * stride < edge.failing:
-            candidate += sign * stride
-            stride *= 2
-            if edge.attempt(candidate) != (sign > 0):
-                break
-    while edge.failing - edge.fitting > grain:
-        edge.attempt((edge.fitting + edge.failing) // 2 // grain * grain)
-    return edge.fitting
-
-
-@dataclasses.dataclass
-class _Edge:
-    """The largest batch known to fit, and the smallest known not to."""
-
-    fits: Callable[[int], bool]
-    fitting: int
-    failing: int
-
-    def attempt(self, batch: int) -> bool:
-        fits = self.fits(batch)
-        if fits:
-            self.fitting = batch
-        else:
-            self.failing = batch
-        return fits
+    fitting, failing = 0, bound + grain
+    target, stride, seen = first, first, [False, False]
+    while failing - fitting > grain:
+        batch = min(max(target // grain * grain, fitting + grain), failing - grain)
+        fit = fits(batch)
+        fitting, failing = (batch, failing) if fit else (fitting, batch)
+        seen[fit] = True
+        if all(seen):  # the edge lies between
+            target = (fitting + failing) // 2
+        elif batch == 2 * first and (guess := foreseen()) is not None:
+            target, stride, seen = guess, max(int(guess * _STRIDE), grain), [False, False]
+        else:  # from there in strides that double, up or down
+            target = batch + stride if fit else batch - stride
+            stride = stride if batch == first else 2 * stride
+    return fitting
 
 
 @contextlib.contextmanager

@@ -4,18 +4,21 @@ Nobody computes with the images meanwhile: what is timed is how fast workers dec
 over batches. A worker's batches come in bursts, so a whole visit is timed, not each batch.
 """
 
-import dataclasses
-import os
+import contextlib
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from tresnet.data.contenders import JPEG_SIZE, JPEGS, loaders_in, write_jpegs
 from tresnet.errors import InputError
 from tresnet.measure.clock import HostClock
 from tresnet.measure.records import RecordFile
-from tresnet.measure.runner import Contender, Outcome, Rounds, RunSettings, check_numbers, run
+from tresnet.measure.runner import Contender, Log, Outcome, Rounds, run
+from tresnet.measure.settings import LoaderSettings
 
 Epoch = Iterable[tuple[Tensor, Any]]
 METHOD = {
@@ -24,37 +27,6 @@ METHOD = {
     "timm": "create_dataset and create_loader: bytes are what its workers give its prefetcher, floats "
     "are without it, divided by a deviation of 1, which its API cannot leave out",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class LoaderSettings(RunSettings):
-    """How a comparison of loaders runs; every round is one epoch of each.
-
-    Attributes:
-        batch_size: images in a batch.
-        input_size: side of the square image in pixels.
-        workers: processes that load; 0 loads in this one.
-        batches: timed ones of each visit.
-        warmup_batches: before them; the first have the start of the workers or the epoch in them.
-    """
-
-    batch_size: int = 64
-    input_size: int = 224
-    workers: int = 2
-    batches: int = 8
-    warmup_batches: int = 4
-
-    def __post_init__(self) -> None:
-        """Raise `InputError` for what nothing can be measured with."""
-        super().__post_init__()
-        check_numbers(
-            self, rounds=1, batch_size=1, input_size=1, workers=0, batches=1, warmup_batches=1
-        )
-
-    @property
-    def epoch_images(self) -> int:
-        """Images of one visit."""
-        return self.batch_size * (self.warmup_batches + self.batches)
 
 
 class LoaderContender(Contender):
@@ -110,33 +82,53 @@ class LoaderContender(Contender):
             self._epoch = None
 
 
+def bench_loaders(settings: LoaderSettings, argv: Sequence[str], log: Log) -> Outcome:
+    """Time our, timm's and torchvision's loaders in turns, and record it.
+
+    Raises:
+        InputError: a setting is out of range.
+        DataError: there are no images.
+    """
+    settings.check()
+    with _images(settings) as (folder, data):
+        loaders = loaders_in(
+            folder,
+            settings.split,
+            length=settings.epoch_images,
+            batch_size=settings.batch_size,
+            size=settings.input_size,
+            workers=settings.workers,
+        )
+        return compare_loaders(loaders, settings, data, argv, log)
+
+
 def compare_loaders(
     loaders: Mapping[str, Callable[[], Epoch]],
     settings: LoaderSettings,
-    *,
-    about: Mapping[str, Any],
-    output_dir: str | os.PathLike[str],
+    data: str,
     argv: Sequence[str],
-    log: Callable[[str], object],
-) -> tuple[Outcome, RecordFile]:
-    """Time loaders in turns, and record it.
-
-    Args:
-        loaders: what opens each, by name; the first is the base of the ratios.
-        settings: shared by all.
-        about: further settings for the record, what is loaded say.
-        output_dir: of the record.
-        argv: the command line, for the record.
-        log: called with a line of progress.
-    """
+    log: Log,
+) -> Outcome:
+    """Time what each of `loaders` opens; the first is the base of the ratios. `data` names it."""
     record = RecordFile(
-        output_dir,
+        settings.output_dir,
         "bench_loader",
         device=None,
-        settings={**dataclasses.asdict(settings), **about, "method": METHOD},
+        settings={**settings.to_dict(), "data": data, "method": METHOD},
         warmup_steps=settings.warmup_batches,
         runs=settings.rounds,
         argv=argv,
     )
     group = [LoaderContender(name, opened, settings) for name, opened in loaders.items()]
-    return run([group], settings, log=log, save=record.write), record
+    return run([group], settings, log=log, record=record)
+
+
+@contextlib.contextmanager
+def _images(settings: LoaderSettings) -> Iterator[tuple[Path, str]]:
+    """The folder that was given, or one that is there for the run alone; and what to call it."""
+    if settings.data is not None:
+        yield settings.data, settings.data.resolve().name
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        write_jpegs(Path(folder), settings.split)
+        yield Path(folder), f"{JPEGS} photographs of {JPEG_SIZE[0]} x {JPEG_SIZE[1]}, JPEG"

@@ -13,9 +13,8 @@ import dataclasses
 import functools
 import itertools
 import math
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,14 +30,14 @@ from tresnet.measure.memory import MemoryMeter, MemorySnapshot
 from tresnet.measure.records import RecordFile
 from tresnet.measure.runner import (
     Contender,
+    Log,
     NoResultError,
     Outcome,
     Rounds,
-    RunSettings,
-    check_numbers,
     run,
     searching_algorithms,
 )
+from tresnet.measure.settings import StepSettings
 from tresnet.models.named import default_input_shape
 from tresnet.steps import (
     EmaConfig,
@@ -52,75 +51,67 @@ from tresnet.steps import (
 SETTLE_STEPS = 2
 _CLASSES = 1000
 _LR = 1e-3  # small: what is timed must not diverge
-
-
-@dataclasses.dataclass(frozen=True)
-class BenchSettings(RunSettings):
-    """What all cases of a run share.
-
-    Attributes:
-        device: where to run, for example `cuda`, `cuda:1` or `cpu`.
-        warmup_steps: untimed steps of each case before its memory is read, compilation included.
-        steps_per_round: timed steps of each visit.
-        interleave: visit every case in every round; else finish and free a case before the next
-            is built (for cases that do not fit on the device together, CUDA graphs above all).
-        seed: of weights and input.
-    """
-
-    device: str = "cpu"
-    warmup_steps: int = 10
-    steps_per_round: int = 10
-    interleave: bool = True
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Raise `InputError` for what nothing can be measured with."""
-        super().__post_init__()
-        check_numbers(self, rounds=1, warmup_steps=1, steps_per_round=1)
+# How it was measured, for the record.
+_METHOD = {
+    "input": "one synthetic batch, already on the device; of bytes where input is uint8, which our "
+    "channels_last stem reads, and others divide by 255 within the step",
+    "step": "tresnet.steps, as train.py and eval.py run it",
+    "optimizer": f"timm's, learning rate {_LR:g}, the rest as train.py's defaults",
+    "order": "every case is timed once right after its set-up; then every round visits every case, "
+    "forwards and backwards in turn; case after case if sequential",
+    "settle_steps": SETTLE_STEPS,
+    "percentiles": "images / percentile of all timed step times; p20 is the slow end",
+    "clock": "CUDA events between steps; on a CPU time.perf_counter",
+    "peak_memory": "of steady steps, less what other cases keep allocated; device_used_mib "
+    "and rss_peak_mib are of the whole device and process",
+    "cudnn_benchmark": "all plans (benchmark_limit 0)",
+}
 
 
 def bench_models(
     training: bool,
     cases: Sequence[BenchCase],
-    settings: BenchSettings,
-    *,
-    output_dir: str | os.PathLike[str],
+    settings: StepSettings,
     argv: Sequence[str],
-    log: Callable[[str], object],
-) -> tuple[Outcome, RecordFile]:
+    log: Log,
+) -> Outcome:
     """Time training steps, or forward passes in inference, of each case, and record it.
 
     Args:
         training: forward, loss, backward and update; else forward alone.
         cases: what to compare, in order; the first is the base of the ratios.
         settings: shared by all.
-        output_dir: of the record.
         argv: the command line, for the record.
         log: called with a line of progress.
 
     Raises:
         InputError: a case that cannot be run at all; nothing has run then.
     """
-    device = env.timed_device(settings.device)
+    settings.check()
+    device = env.timed_device(env.device_or_default(settings.device))
     checked = [case.checked(training, device.type == "cuda") for case in cases]
     record = RecordFile(
-        output_dir,
+        settings.output_dir,
         "bench_train" if training else "bench_infer",
         device=device,
-        settings={**dataclasses.asdict(settings), "method": _method(training)},
+        settings={
+            **settings.to_dict(),
+            "interleave": not settings.sequential,  # the report's word
+            "method": _METHOD,
+            "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32,
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        },
         warmup_steps=settings.warmup_steps,
-        runs=settings.rounds * settings.steps_per_round,
+        runs=settings.rounds * settings.steps,
         argv=argv,
     )
-    with searching_algorithms(), _current(device):
+    current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with searching_algorithms(), current:
         primed = _prime(device)
         everyone = [ModelContender(case, training, settings, device, primed) for case in checked]
-        groups = [everyone] if settings.interleave else [[one] for one in everyone]
+        groups = [[one] for one in everyone] if settings.sequential else [everyone]
         compiles = any(case.compile != "none" for case in checked)
-        outcome = run(
-            groups, settings, log=log, save=record.write, device=device, compiles=compiles
-        )
-    return outcome, record
+        return run(groups, settings, log=log, record=record, compiles=compiles)
 
 
 class ModelContender(Contender):
@@ -130,7 +121,7 @@ class ModelContender(Contender):
         self,
         case: BenchCase,
         training: bool,
-        settings: BenchSettings,
+        settings: StepSettings,
         device: torch.device,
         primed: MemorySnapshot,
     ) -> None:
@@ -162,8 +153,7 @@ class ModelContender(Contender):
             "input_size": size,
             "parameters": count_parameters(model),
         }
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # the search for algorithms may have taken more than a step
+        torch.cuda.empty_cache()  # the search for algorithms may have taken more than a step
         self._meter.reset_peak()
         self._step = step
         self._settled()
@@ -173,11 +163,10 @@ class ModelContender(Contender):
     def visit(self) -> Sequence[float]:
         """Seconds of each step of a round."""
         assert self._step is not None, "set up before"
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # else the allocator would do so while the clock runs
+        torch.cuda.empty_cache()  # else the allocator would do so while the clock runs
         output = self._settled()
         marks = [self._clock.mark()]
-        for _ in range(self._settings.steps_per_round):
+        for _ in range(self._settings.steps):
             output = self._step()
             marks.append(self._clock.mark())
         self._clock.wait(marks[-1])
@@ -243,22 +232,11 @@ def prepare(
         raw = torch.rand(case.batch_size, 3, size, size)
     layout = torch.channels_last if case.channels_last else torch.contiguous_format
     raw = raw.to(device).contiguous(memory_format=layout)
-    if not training:
-        step = InferenceStep(
-            model,
-            InferenceCompute(
-                amp=case.amp,  # pyright: ignore[reportArgumentType]  checked
-                channels_last=case.channels_last,
-                compile=case.compile,  # pyright: ignore[reportArgumentType]
-                dtype=case.dtype,  # pyright: ignore[reportArgumentType]
-                fold=bool(case.fold),
-                freeze=case.freeze,
-            ),
-            device,
-        )
-        images = _fed(step.feed, raw, case)
-        return (lambda: step(images())), step.model, size
-    return _training_step(case, model, device, raw, labels), model, size
+    if training:
+        return _training_step(case, model, device, raw, labels), model, size
+    step = InferenceStep(model, _picked(InferenceCompute, case), device)
+    images = _fed(step.feed, raw, case)
+    return (lambda: step(images())), step.model, size
 
 
 def _training_step(
@@ -266,11 +244,9 @@ def _training_step(
 ) -> Callable[[], Tensor]:
     step = create_training_step(
         model,
-        TrainingCompute(case.amp, case.channels_last, case.compile, case.cuda_graph),  # pyright: ignore[reportArgumentType]
+        _picked(TrainingCompute, case),
         device,
-        optimizer=OptimConfig(
-            opt=case.opt, lr=_LR, clip_grad=case.clip_grad, accumulate=case.accumulate
-        ),
+        optimizer=_picked(OptimConfig, case, lr=_LR),
         ema=EmaConfig(case.ema_decay),
         grad_checkpointing=case.grad_checkpointing,
         recompute=None if case.ours else case.recompute,
@@ -293,6 +269,12 @@ def _training_step(
     return train
 
 
+def _picked(kind: Callable[..., Any], case: BenchCase, **others: Any) -> Any:
+    """A configuration of a step out of the settings of a checked case that have its names."""
+    names = {field.name for field in dataclasses.fields(kind)} & case.__dataclass_fields__.keys()  # pyright: ignore[reportArgumentType]
+    return kind(**{name: getattr(case, name) for name in names}, **others)
+
+
 def _fed(feed: Any, raw: Tensor, case: BenchCase) -> Callable[[], Tensor]:
     """The images of each step: made ready beforehand, but for bytes, whose conversion is timed."""
     if case.input == "uint8":
@@ -301,45 +283,13 @@ def _fed(feed: Any, raw: Tensor, case: BenchCase) -> Callable[[], Tensor]:
     return lambda: images
 
 
-@contextlib.contextmanager
-def _inductor(case: BenchCase) -> Iterator[None]:
+def _inductor(case: BenchCase) -> contextlib.AbstractContextManager[Any]:
     """Inside, compile with the options of a case that are Inductor's own."""
     if not case.layout_opt:
-        yield
-        return
+        return contextlib.nullcontext()
     from torch._inductor import config
 
-    with config.patch(force_layout_optimization=True):
-        yield
-
-
-@contextlib.contextmanager
-def _current(device: torch.device) -> Iterator[None]:
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        yield
-
-
-def _method(training: bool) -> dict[str, Any]:
-    """How it was measured, in words and switches, for the record."""
-    return {
-        "input": "one synthetic batch, already on the device; of bytes where input is uint8, which our "
-        "channels_last stem reads, and others divide by 255 within the step",
-        "step": "tresnet.steps: "
-        + ("forward, cross entropy, backward, update" if training else "forward, eval mode"),
-        "optimizer": f"timm's, learning rate {_LR:g}, the rest as train.py's defaults"
-        if training
-        else None,
-        "order": "every case is timed once right after its set-up; then every round visits every case, "
-        "forwards and backwards in turn; case after case if interleave is false",
-        "settle_steps": SETTLE_STEPS,
-        "percentiles": "images / percentile of all timed step times; p20 is the slow end",
-        "clock": "CUDA events between steps; on a CPU time.perf_counter",
-        "peak_memory": "of steady steps, less what other cases keep allocated; device_used_mib "
-        "and rss_peak_mib are of the whole device and process",
-        "cudnn_benchmark": "all plans (benchmark_limit 0)",
-        "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32,
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-    }
+    return config.patch(force_layout_optimization=True)
 
 
 def _prime(device: torch.device) -> MemorySnapshot:
@@ -362,14 +312,13 @@ def _own_memory(
 ) -> MemorySnapshot:
     """`after` less what other cases held `before`; what was there when primed is everyone's."""
 
-    def own(now: int | None, earlier: int | None, shared: int | None) -> int | None:
-        if now is None or earlier is None or shared is None:
-            return now
-        return now - max(0, earlier - shared)
+    def own(name: str, of: str) -> int | None:
+        now, earlier, shared = getattr(after, name), getattr(before, of), getattr(primed, of)
+        return now if None in (now, earlier, shared) else now - max(0, earlier - shared)
 
     return dataclasses.replace(
         after,
-        allocated=own(after.allocated, before.allocated, primed.allocated),
-        reserved=own(after.reserved, before.reserved, primed.reserved),
-        max_allocated=own(after.max_allocated, before.allocated, primed.allocated),
+        allocated=own("allocated", "allocated"),
+        reserved=own("reserved", "reserved"),
+        max_allocated=own("max_allocated", "allocated"),
     )

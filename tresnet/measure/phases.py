@@ -7,14 +7,20 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from tresnet import env
 from tresnet.errors import TResNetError
 from tresnet.measure.cases import BenchCase
+from tresnet.measure.memory import MemoryMeter
+from tresnet.measure.models import prepare
+from tresnet.measure.records import RecordFile
+from tresnet.measure.runner import Contender, NoResultError, Outcome, run
+from tresnet.measure.settings import PhaseSettings
 
 # Two steps reach the peak; the others let cuDNN and the cache settle.
 STEPS = 5
-_BAD_INPUT_EXIT_CODE = 2
 
 
 def measure_phases(
@@ -25,10 +31,6 @@ def measure_phases(
     Raises:
         InputError: there is no such device, or the case cannot be run.
     """
-    from tresnet import env
-    from tresnet.measure.memory import MemoryMeter
-    from tresnet.measure.models import prepare
-
     where = env.timed_device(device)
     checked = case.checked(training, where.type == "cuda")
     meter = MemoryMeter(where, log=lambda line: None)
@@ -43,8 +45,49 @@ def measure_phases(
     return {name: snapshot.to_dict() for name, snapshot in meter.phases.items()}
 
 
+def measure_memory(
+    cases: Sequence[BenchCase],
+    settings: PhaseSettings,
+    argv: Sequence[str],
+    log: Callable[[str], object],
+) -> Outcome:
+    """Measure each case in a process of its own, and record it.
+
+    Raises:
+        InputError: there is no such device, or a case cannot be run.
+    """
+    settings.check()
+    device = env.timed_device(env.device_or_default(settings.device))
+    training = not settings.infer
+    for case in cases:
+        case.checked(training)
+    record = RecordFile(
+        settings.output_dir,
+        "memory",
+        device=device,
+        settings={"training": training},
+        runs=STEPS,
+        argv=argv,
+    )
+    group = [_Case(case, training, str(device)) for case in cases]
+    return run([group], settings, log=log, record=record)
+
+
+class _Case(Contender):
+    def __init__(self, case: BenchCase, training: bool, device: str) -> None:
+        self.label, self._arguments = case.label(), (case, training, device)
+        self.columns = {**dataclasses.asdict(case), "phases": None}
+
+    def set_up(self) -> None:
+        """Measure it."""
+        result = measure_in_new_process(*self._arguments, timeout_s=None)
+        if "error" in result:
+            raise NoResultError("failed", result["error"])
+        self.columns |= result
+
+
 def measure_in_new_process(
-    case: BenchCase, training: bool, device: str, timeout_s: float
+    case: BenchCase, training: bool, device: str, timeout_s: float | None
 ) -> dict[str, Any]:
     """The `phases` of a case from a fresh process, or `error` with what went wrong."""
     task = {"case": dataclasses.asdict(case), "training": training, "device": device}
@@ -69,7 +112,7 @@ def main() -> int:
         phases = measure_phases(BenchCase(**task["case"]), task["training"], task["device"])
     except TResNetError as error:
         sys.stderr.write(f"{error}\n")
-        return _BAD_INPUT_EXIT_CODE
+        return 2
     sys.stdout.write(json.dumps(phases) + "\n")
     return 0
 

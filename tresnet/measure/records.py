@@ -1,5 +1,6 @@
 """Records: one JSON file per measurement, with everything needed to repeat and to doubt it."""
 
+import itertools
 import json
 import os
 import re
@@ -14,7 +15,7 @@ import torch
 
 from tresnet import env
 from tresnet.errors import InputError
-from tresnet.files import atomic_write
+from tresnet.files import explained, write_text
 
 # Of the keys and their meaning; `tresnet.measure.report` refuses what it does not know.
 FORMAT = 2
@@ -69,7 +70,8 @@ class RecordFile:
             rows: the results, as plain values; None for what was not measured.
 
         Raises:
-            InputError: there are no rows, or the directory cannot be written.
+            InputError: there are no rows.
+            WriteError: the directory cannot be written.
             ValueError: a value is NaN or infinite, which JSON cannot hold.
         """
         if not rows:
@@ -80,55 +82,37 @@ class RecordFile:
             self._head["environment"] = env.describe(self._device)
         content = {**self._head, **self._rest, "rows": [dict(row) for row in rows]}
         text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+        if self.path is not None:
+            write_text(self.path, text)
+            return self.path
+        path = self._reserve()
         try:
-            if self.path is None:
-                self._directory.mkdir(parents=True, exist_ok=True)
-                stem = _stem(self._head["what"], self._head["environment"]["device"])
-                path = _reserve(self._directory, stem)
-                _fill(path, text)
-                self.path = path
-            else:
-                with atomic_write(self.path) as temporary:
-                    temporary.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise _unwritable(self._directory, error) from error
-        return self.path
+            write_text(path, text)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        self.path = path
+        return path
 
-
-def write_record(
-    directory: str | os.PathLike[str], what: str, *, rows: Sequence[Mapping[str, Any]], **about: Any
-) -> Path:
-    """Write a record once; `about` is what `RecordFile` takes."""
-    return RecordFile(directory, what, **about).write(rows)
-
-
-def write_new(path: Path, text: str) -> None:
-    """Write a file that is not there yet, whole or not at all, and make its directory if missing.
-
-    Raises:
-        InputError: it is there, or cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unwritable(path.parent, error) from error
-    try:
-        path.touch(exist_ok=False)
-        _fill(path, text)
-    except FileExistsError as error:
-        raise InputError(f"expected a new file to write, but {path} exists: remove it") from error
-    except OSError as error:
-        raise _unwritable(path.parent, error) from error
-
-
-def _fill(path: Path, text: str) -> None:
-    """Write the file whose empty predecessor holds its name; remove that if it fails."""
-    try:
-        with atomic_write(path) as temporary:
-            temporary.write_text(text, encoding="utf-8")
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
+    def _reserve(self) -> Path:
+        """Create the first free of `stem.json`, `stem_2.json`, ... empty, so that no one takes it."""
+        device = self._head["environment"]["device"]
+        name = str(device.get("name") or device["type"]).lower().removeprefix("nvidia ")
+        slug = re.sub(r"[^a-z0-9]+", "-", name).strip("-")
+        version = torch.__version__.partition("+")[0]
+        stem = f"{self._head['what']}_{slug}_torch{version}_{datetime.now(UTC):%Y-%m-%d}"
+        with explained(self._directory):
+            self._directory.mkdir(parents=True, exist_ok=True)
+            for counter in itertools.count(1):
+                path = self._directory / (
+                    f"{stem}_{counter}.json" if counter > 1 else f"{stem}.json"
+                )
+                try:
+                    path.touch(exist_ok=False)
+                except FileExistsError:
+                    continue
+                return path
+        raise AssertionError("counters have no end")
 
 
 def check_directory(directory: str | os.PathLike[str]) -> None:
@@ -143,7 +127,10 @@ def check_directory(directory: str | os.PathLike[str]) -> None:
         with tempfile.TemporaryFile(dir=_nearest(Path(directory))):  # permissions do not tell all
             pass
     except OSError as error:
-        raise _unwritable(directory, error) from error
+        raise InputError(
+            f"expected a directory that records can be written to, got {os.fspath(directory)} "
+            f"({error}): choose another or free some space"
+        ) from error
 
 
 def _nearest(folder: Path) -> Path:
@@ -153,13 +140,6 @@ def _nearest(folder: Path) -> Path:
     except (FileNotFoundError, NotADirectoryError):
         return folder if folder == folder.parent else _nearest(folder.parent)
     return folder
-
-
-def _unwritable(directory: str | os.PathLike[str], reason: object) -> InputError:
-    return InputError(
-        f"expected a directory that records can be written to, got {os.fspath(directory)} "
-        f"({reason}): choose another or free some space"
-    )
 
 
 def public_command(argv: Sequence[str]) -> str:
@@ -176,23 +156,3 @@ def _public_argument(argument: str) -> str:
     path = PureWindowsPath(value)  # understands both slashes and drive letters
     absolute = path.is_absolute() or value.startswith(("/", "~", "\\"))
     return f"{option}{equals}{path.name if absolute else value}"
-
-
-def _stem(what: str, device: Mapping[str, Any]) -> str:
-    name = str(device.get("name") or device["type"]).lower().removeprefix("nvidia ")
-    slug = re.sub(r"[^a-z0-9]+", "-", name).strip("-")
-    version = torch.__version__.partition("+")[0]
-    return f"{what}_{slug}_torch{version}_{datetime.now(UTC):%Y-%m-%d}"
-
-
-def _reserve(folder: Path, stem: str) -> Path:
-    """Create the first free of `stem.json`, `stem_2.json`, ... empty, so that no one takes it."""
-    counter = 1
-    while True:
-        path = folder / (f"{stem}.json" if counter == 1 else f"{stem}_{counter}.json")
-        try:
-            path.touch(exist_ok=False)
-        except FileExistsError:
-            counter += 1
-        else:
-            return path

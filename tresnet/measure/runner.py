@@ -18,12 +18,15 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from tresnet.errors import InputError, MissingDependencyError
+from tresnet.errors import MissingDependencyError
 from tresnet.measure.memory import failure_in_short, is_out_of_memory
+from tresnet.measure.records import RecordFile
+from tresnet.measure.settings import RunSettings
 
 # Share of the time limit after which no contender is begun: the rest is for the rounds.
 _SET_UP_SHARE = 0.75
@@ -34,6 +37,7 @@ _TRACE_LINES = 12
 
 Rounds = Sequence[Sequence[float]]
 Group = Sequence["Contender"]
+Log = Callable[[str], object]
 
 
 class NoResultError(Exception):
@@ -82,38 +86,6 @@ class Contender(abc.ABC):
         """Free what it holds. Called once or more, in whatever state it is."""
 
 
-@dataclasses.dataclass(frozen=True)
-class RunSettings:
-    """How any benchmark runs.
-
-    Attributes:
-        rounds: visits to each contender; 0 sets them up alone.
-        time_limit_s: of the whole run: after three quarters of it no contender is begun, and at its
-            end the measurement ends with what there is. None for no limit.
-        case_limit_s: of a single contender's set-up with its first round, and of a later visit.
-    """
-
-    rounds: int = 5
-    time_limit_s: float | None = None
-    case_limit_s: float | None = None
-
-    def __post_init__(self) -> None:
-        """Raise `InputError` for what nothing can be measured with."""
-        check_numbers(self, rounds=0)
-        for limit_s in (self.time_limit_s, self.case_limit_s):
-            if limit_s is not None and not 0 < limit_s < math.inf:
-                raise InputError(f"expected a time limit above 0 s, got {limit_s}")
-
-
-def check_numbers(settings: object, **least: float) -> None:
-    """Raise `InputError` if a number among the settings is below its least."""
-    for name, bound in least.items():
-        if getattr(settings, name) < bound:
-            raise InputError(
-                f"expected {name} of at least {bound}, got {getattr(settings, name)}: raise it"
-            )
-
-
 @dataclasses.dataclass
 class _Row:
     contender: Contender
@@ -134,6 +106,10 @@ class _Row:
             contender.ratio_column: self.ratio,
         }
 
+    def rates(self) -> list[float]:
+        """Units a second in each round, by its median step."""
+        return [self.contender.units / statistics.median(times) for times in self.rounds if times]
+
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
@@ -146,11 +122,13 @@ class Outcome:
             lines of an exception; and its figures, None where nothing was timed.
         labels: of the contenders.
         interrupted: whether the user or a signal ended the run.
+        path: of the record, if one was written.
     """
 
     rows: list[dict[str, Any]]
     labels: list[str]
     interrupted: bool = False
+    path: Path | None = None
 
     @property
     def complete(self) -> bool:
@@ -164,9 +142,8 @@ def run(
     groups: Sequence[Group],
     settings: RunSettings,
     *,
-    log: Callable[[str], object],
-    save: Callable[[list[dict[str, Any]]], object] = lambda rows: None,
-    device: torch.device | None = None,
+    log: Log,
+    record: RecordFile | None = None,
     compiles: bool = False,
 ) -> Outcome:
     """Measure all contenders; nothing that one of them raises reaches the caller.
@@ -175,65 +152,61 @@ def run(
         groups: what takes turns with each other; a group is closed before the next is begun.
         settings: rounds and limits.
         log: told a line of progress.
-        save: called with all rows whenever there is something new: writes the record.
-        device: a GPU whose cache is emptied between contenders, or None or the CPU.
+        record: written whenever there is something new.
         compiles: whether torch.compile is used: every case must find room in its caches.
 
     Raises:
         KeyboardInterrupt: before any contender has come to an end.
     """
-    return _Run(groups, settings, log, save, device, compiles).measure()
+    rows = [[_Row(contender) for contender in group] for group in groups]
+    return _Run(rows, settings, log, record, compiles).measure()
 
 
+@dataclasses.dataclass
 class _Run:
-    """A run: all rows, and the time it began."""
+    groups: list[list[_Row]]
+    settings: RunSettings
+    log: Log
+    record: RecordFile | None
+    compiles: bool
+    began_s: float = dataclasses.field(default_factory=time.perf_counter)
 
-    def __init__(
-        self,
-        groups: Sequence[Group],
-        settings: RunSettings,
-        log: Callable[[str], object],
-        save: Callable[[list[dict[str, Any]]], object],
-        device: torch.device | None,
-        compiles: bool,
-    ) -> None:
-        self._groups = [[_Row(contender) for contender in group] for group in groups]
-        self._rows = [row for group in self._groups for row in group]
-        self._settings, self._log, self._save_rows = settings, log, save
-        self._device, self._compiles = device, compiles
-        self._began_s = time.perf_counter()
+    @property
+    def rows(self) -> list[_Row]:
+        return [row for group in self.groups for row in group]
 
     def measure(self) -> Outcome:
         interrupted = False
-        with stopped_by_signals(), _room_to_compile(self._compiles):
+        with stopped_by_signals(), _room_to_compile(self.compiles):
             try:
-                for group in self._groups:
+                for group in self.groups:
                     self._measure_group(group)
             except KeyboardInterrupt:
                 interrupted = True
-                for row in self._rows:
+                for row in self.rows:
                     if row.status in ("not_begun", "begun"):
                         row.status, row.error = "interrupted", "not timed when the run was stopped"
                 if not self._save():
                     raise
             finally:
-                for row in self._rows:
+                for row in self.rows:
                     row.contender.close()
-        labels = [row.contender.label for row in self._rows]
-        return Outcome([row.to_dict() for row in self._rows], labels, interrupted)
+        labels = [row.contender.label for row in self.rows]
+        path = None if self.record is None else self.record.path
+        return Outcome([row.to_dict() for row in self.rows], labels, interrupted, path)
 
     def _measure_group(self, group: Sequence[_Row]) -> None:
         for row in group:
             if self._left_s(_SET_UP_SHARE) <= 0:
-                limit_s = self._settings.time_limit_s
                 row.status = "out_of_time"
+                limit_s = self.settings.time_limit_s
                 row.error = f"not begun: the time limit of {limit_s:g} s was near"
                 continue
             row.status = "begun"
             self._save()
             self._guarded(row, self._begin)
             self._save()
-        for number in range(1, self._settings.rounds):
+        for number in range(1, self.settings.rounds):
             alive = [row for row in group if row.status == "ok"]
             if not alive:
                 break
@@ -242,23 +215,23 @@ class _Run:
                     self._guarded(row, self._visit)
             self._save()
             if self._left_s() <= 0:
-                self._log(f"the time limit ends the measurement in round {number + 1}")
+                self.log(f"the time limit ends the measurement in round {number + 1}")
                 break
-            self._log(f"round {number + 1} of {self._settings.rounds} done")
+            self.log(f"round {number + 1} of {self.settings.rounds} done")
         for row in group:
             row.contender.close()
-        self._tidy()
-        if self._compiles:
+        tidy()
+        if self.compiles:
             torch.compiler.reset()
 
     def _begin(self, row: _Row) -> None:
         """Set a contender up and time its first round."""
-        self._tidy()
+        tidy()
         row.contender.set_up()
-        if self._settings.rounds:
+        if self.settings.rounds:
             self._visit(row)
         row.status = "ok"
-        self._log(f"{row.contender.label}: set up and timed once")
+        self.log(f"{row.contender.label}: set up and timed once")
 
     def _visit(self, row: _Row) -> None:
         row.rounds.append(list(row.contender.visit()))
@@ -267,7 +240,7 @@ class _Run:
         """Do `action`: whatever it raises ends this contender alone, and what was timed stays."""
         timed = bool(row.rounds)
         try:
-            with _alarm(min(self._left_s(), self._settings.case_limit_s or math.inf)):
+            with _alarm(min(self._left_s(), self.settings.case_limit_s or math.inf)):
                 action(row)
             return
         except _OutOfTime:
@@ -280,55 +253,47 @@ class _Run:
         except Exception as error:
             row.status = "out_of_memory" if is_out_of_memory(error) else "failed"
             row.error = failure_in_short(error)
-            row.trace = _last_lines(error)
+            lines = "".join(traceback.format_exception(error)).splitlines()
+            row.trace = [line[:200] for line in lines[-_TRACE_LINES:]]
         # outside the handlers: the exception would keep the contender's tensors alive
-        self._log(f"{row.contender.label}: {row.status}: {row.error}")
+        self.log(f"{row.contender.label}: {row.status}: {row.error}")
         if row.status != "ok":
             row.contender.close()
-            self._tidy()
+            tidy()
 
     def _left_s(self, share: float = 1.0) -> float:
         """Seconds until this share of the time limit has gone."""
-        limit_s = self._settings.time_limit_s
+        limit_s = self.settings.time_limit_s
         if limit_s is None:
             return math.inf
-        return share * limit_s - (time.perf_counter() - self._began_s)
+        return share * limit_s - (time.perf_counter() - self.began_s)
 
     def _save(self) -> bool:
         """Write the record, once there is anything to write."""
-        if all(row.status in ("not_begun", "begun", "interrupted") for row in self._rows):
+        if all(row.status in ("not_begun", "begun", "interrupted") for row in self.rows):
             return False
-        for group in self._groups:
+        for group in self.groups:
             _compare(group)
-        self._save_rows([row.to_dict() for row in self._rows])
+        if self.record is not None:
+            self.record.write([row.to_dict() for row in self.rows])
         return True
-
-    def _tidy(self) -> None:
-        gc.collect()
-        if self._device is not None and self._device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def _compare(group: Sequence[_Row]) -> None:
     """Set each row's speed in relation to the first row's: the median over their common rounds."""
     if len(group) < 2:
         return
+    firsts: dict[str, _Row] = {}
     for row in group:
-        first = next(
-            other for other in group if other.contender.compared_with == row.contender.compared_with
-        )
-        ratios = [own / base for own, base in zip(_rates(row), _rates(first), strict=False)]
+        first = firsts.setdefault(row.contender.compared_with, row)
+        ratios = [own / base for own, base in zip(row.rates(), first.rates(), strict=False)]
         row.ratio = statistics.median(ratios) if ratios else None
 
 
-def _rates(row: _Row) -> list[float]:
-    """Units a second in each round, by its median step."""
-    return [row.contender.units / statistics.median(times) for times in row.rounds if times]
-
-
-def _last_lines(error: BaseException) -> list[str]:
-    lines = "".join(traceback.format_exception(error)).splitlines()
-    return [line[:200] for line in lines[-_TRACE_LINES:]]
+def tidy() -> None:
+    """Free what nobody refers to any more, on a GPU too."""
+    gc.collect()
+    torch.cuda.empty_cache()  # does nothing where CUDA is not in use
 
 
 @contextlib.contextmanager
@@ -361,17 +326,13 @@ def _alarm(limit_s: float) -> Iterator[None]:
     def ring(number: int, frame: object) -> None:
         raise _OutOfTime
 
-    began_s = time.perf_counter()
     handler = signal.signal(signal.SIGALRM, ring)
-    others_s, interval_s = signal.setitimer(signal.ITIMER_REAL, max(limit_s, 1e-3))
+    signal.setitimer(signal.ITIMER_REAL, max(limit_s, 1e-3))
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
-        if others_s:  # somebody else's alarm, a test's say, goes on
-            left_s = others_s - (time.perf_counter() - began_s)
-            signal.setitimer(signal.ITIMER_REAL, max(left_s, 1e-3), interval_s)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,210 @@
+"""The operations of `tresnet bench ops`: inputs, plain PyTorch, our kernels, ideal bytes.
+
+All run channels last, in training, at the places where a tresnet_m has them. The ideal counts the
+passes over feature maps that the data flow forces, each read or write once; per-channel vectors are
+left out. Where a map fits in the GPU's cache, the second of two passes can be cheaper than the ideal
+says.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tresnet.ops.abn import SEWeights, abn
+from tresnet.ops.abn import reference as plain_abn
+from tresnet.ops.blur_pool import blur_pool
+from tresnet.ops.blur_pool.reference import binomial_filter
+from tresnet.ops.space_to_depth import reference as plain_blocks
+from tresnet.ops.space_to_depth import stem_input
+
+BLOCK_SIZE = 4
+SLOPE = 1e-3
+
+
+class Place(NamedTuple):
+    """Where an operation stands in a tresnet_m.
+
+    Attributes:
+        name: for the record.
+        channels: of the input.
+        reduction: side of the image over side of the input.
+        se: channels inside the squeeze and excitation; 0 for none.
+    """
+
+    name: str
+    channels: int
+    reduction: int
+    se: int = 0
+
+
+class Inputs(NamedTuple):
+    """Arguments of an operation.
+
+    Attributes:
+        maps: feature maps, of which the benchmark keeps several copies.
+        vectors: parameters and buffers, shared by all copies.
+    """
+
+    maps: tuple[Tensor, ...]
+    vectors: tuple[Tensor, ...]
+
+    def differentiated(self) -> list[Tensor]:
+        """What a gradient is wanted of."""
+        return [one for one in (*self.maps, *self.vectors) if one.requires_grad]
+
+
+Function = Callable[..., Tensor]
+
+
+class Op(NamedTuple):
+    """One operation.
+
+    Attributes:
+        places: where it is measured.
+        make: its inputs for a shape (N, C, H, W), a place, a dtype and a device.
+        plain: it in plain PyTorch, taking the maps, then the vectors.
+        fused: it by this package's kernels, called likewise.
+        forward: how often the bytes of the input, and of the output, must be moved forward.
+        backward: the same backward; zeros where there is no gradient.
+    """
+
+    places: tuple[Place, ...]
+    make: Callable[[tuple[int, ...], Place, torch.dtype, torch.device], Inputs]
+    plain: Function
+    fused: Function
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+
+    def ideal_bytes(self, x_bytes: int, y_bytes: int) -> dict[str, int]:
+        """What must be moved for an input and an output of these sizes, by direction."""
+        return {
+            direction: x * x_bytes + y * y_bytes
+            for direction, (x, y) in (("forward", self.forward), ("backward", self.backward))
+            if x
+        }
+
+
+def _abn(
+    follows: str, places: tuple[Place, ...], forward: tuple[int, int], backward: tuple[int, int]
+) -> Op:
+    """BN and leaky ReLU with what follows: "", "blur", "se", or "join" (without activation)."""
+    blurs, joins = follows == "blur", follows == "join"
+    numbers: dict[str, Any] = {"training": True, "momentum": 0.1, "eps": 1e-5}
+    numbers["slope"] = None if joins else SLOPE
+
+    def make(
+        shape: tuple[int, ...], place: Place, dtype: torch.dtype, device: torch.device
+    ) -> Inputs:
+        channels = shape[1]
+        maps = [_map(shape, dtype, device) for _ in range(1 + joins)]
+        weight = torch.rand(channels, device=device).add_(0.5).requires_grad_()
+        bias = torch.randn(channels, device=device).mul_(0.1).requires_grad_()
+        running = torch.zeros(channels, device=device), torch.ones(channels, device=device)
+        more = [binomial_filter(maps[0].detach())] if blurs else []
+        if place.se and follows in ("se", "join"):
+            shapes = ((place.se, channels), (place.se,), (channels, place.se), (channels,))
+            more = [torch.randn(one, device=device).mul_(0.1).requires_grad_() for one in shapes]
+        return Inputs(tuple(maps), (weight, bias, *running, *more))
+
+    def parted(rest: tuple[Tensor, ...]) -> tuple[Tensor | None, Any, tuple[Tensor, ...]]:
+        """The shortcut, the vectors of BN, and the gate's or the blur's filter."""
+        vectors = rest[joins:]
+        return rest[0] if joins else None, vectors[:4], vectors[4:]
+
+    def plain(x: Tensor, *rest: Tensor) -> Tensor:
+        shortcut, norm, more = parted(rest)
+        y = plain_abn.abn(x, *norm, **numbers)
+        if blurs:
+            return _plain_blur(y, *more)
+        return plain_abn.tail(y, False, [one.to(x.dtype) for one in more] or None, shortcut)
+
+    def fused(x: Tensor, *rest: Tensor) -> Tensor:
+        shortcut, norm, more = parted(rest)
+        se = SEWeights(*more) if more and not blurs else None
+        what: dict[str, Any] = {"blur": blurs, "se": se, "shortcut": shortcut}
+        return abn(x, *norm, **numbers, **what, impl="triton")
+
+    return Op(places, make, plain, fused, forward, backward)
+
+
+def _blur() -> Op:
+    def make(
+        shape: tuple[int, ...], place: Place, dtype: torch.dtype, device: torch.device
+    ) -> Inputs:
+        x = _map(shape, dtype, device)
+        return Inputs((x,), (binomial_filter(x.detach()),))
+
+    def fused(x: Tensor, binomial: Tensor) -> Tensor:
+        return blur_pool(x, impl="triton")
+
+    return Op(_HALVED, make, _plain_blur, fused, (1, 1), (1, 1))
+
+
+def _plain_blur(x: Tensor, binomial: Tensor) -> Tensor:
+    """As plain PyTorch does it, the filter in a buffer."""
+    padded = F.pad(x, [1, 1, 1, 1], mode="reflect")
+    return F.conv2d(padded, binomial, stride=2, groups=x.shape[1])
+
+
+def _stem() -> Op:
+    """Images of bytes to scaled, channels-last blocks."""
+
+    def make(
+        shape: tuple[int, ...], place: Place, dtype: torch.dtype, device: torch.device
+    ) -> Inputs:
+        images = torch.randint(256, shape, dtype=torch.uint8, device=device)
+        # The dtype of the blocks travels with the arguments, as an empty tensor.
+        like = torch.empty(0, dtype=dtype, device=device)
+        return Inputs((images.contiguous(memory_format=torch.channels_last),), (like,))
+
+    def plain(images: Tensor, like: Tensor) -> Tensor:
+        return plain_blocks.space_to_depth(images.to(like.dtype).div_(255), BLOCK_SIZE)
+
+    def fused(images: Tensor, like: Tensor) -> Tensor:
+        return stem_input(images, BLOCK_SIZE, like.dtype, impl="triton")
+
+    return Op((Place("image", 3, 1),), make, plain, fused, (1, 1), (0, 0))
+
+
+def _map(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    x = torch.randn(shape, device=device).to(dtype, memory_format=torch.channels_last)
+    return x.requires_grad_()
+
+
+_INNER = (
+    Place("stage 1", 64, 4),
+    Place("stage 2", 128, 8),
+    Place("stage 3 inner", 256, 16),
+    Place("stage 4 inner", 512, 32),
+)
+_HALVED = (
+    Place("into stage 2", 128, 4),
+    Place("into stage 3", 256, 8),
+    Place("into stage 4", 512, 16),
+)
+_JOINS = (
+    Place("stage 1", 64, 4, se=64),
+    Place("stage 2", 128, 8, se=64),
+    Place("stage 3 outer", 1024, 16),
+    Place("stage 4 outer", 2048, 32),
+)
+
+# The heaviest first: a measurement that is cut short has what counts most. The passes, each once:
+#   abn       forward: x for the statistics; x and y to apply. Backward: x and grad_y for the sums;
+#             x, grad_y and grad_x to apply.
+#   abn_blur  the same, with a blurred y and its gradient of a quarter of the size.
+#   abn_se    forward: x once more for the squeeze, which the activation keeps from following out of
+#             the statistics. Backward: the sums of the gate's gradient are taken with those of BN.
+#   abn_join  forward: the shortcut too; the squeeze follows out of the statistics. Backward: y too
+#             (for the ReLU), writing the shortcut's gradient, which is read to apply.
+OPS: dict[str, Op] = {
+    "abn_join": _abn("join", _JOINS, (3, 1), (6, 1)),
+    "abn": _abn("", _INNER, (2, 1), (4, 1)),
+    "abn_blur": _abn("blur", _HALVED, (2, 1), (3, 2)),
+    "abn_se": _abn("se", (Place("stage 3 inner", 256, 16, se=128),), (3, 1), (4, 1)),
+    "blur": _blur(),
+    "stem": _stem(),
+}

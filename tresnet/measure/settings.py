@@ -1,0 +1,160 @@
+"""What each benchmark is told: the options of its command, with their checks.
+
+The text under a field is its help. Nothing here imports a model, or PyTorch.
+"""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from tyro.conf import Positional, Suppress, arg
+
+from tresnet.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSettings:
+    """How any benchmark runs."""
+
+    LEAST: ClassVar[dict[str, int]] = {"rounds": 0}
+
+    rounds: int = 5
+    """Visits to each contender; every round visits every one."""
+    device: str | None = None
+    """Such as cuda, cuda:1 or cpu; by default a GPU if there is one."""
+    time_limit_s: float | None = None
+    """Begin nothing after three quarters of this time, and end with what is measured by then."""
+    case_limit_s: float | None = None
+    """Give up a contender whose set-up and first round, or a later round, takes longer."""
+    output_dir: Path = Path("benchmarks/records")
+    """Where the record is written, after each contender; an existing record is never overwritten."""
+
+    def check(self) -> None:
+        """Raise `InputError` for what nothing can be measured with."""
+        for name, least in self.LEAST.items():
+            if getattr(self, name) < least:
+                raise InputError(
+                    f"expected {name} of at least {least}, got {getattr(self, name)}: raise it"
+                )
+        for limit_s in (self.time_limit_s, self.case_limit_s):
+            if limit_s is not None and not 0 < limit_s < math.inf:
+                raise InputError(f"expected a time limit above 0 s, got {limit_s}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """What all rows of a record share."""
+        names = [field.name for field in dataclasses.fields(self) if field.name != "output_dir"]
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSettings(RunSettings):
+    """What all cases of `bench train` and `bench infer` share."""
+
+    LEAST: ClassVar = {"rounds": 1, "warmup_steps": 1, "steps": 1}
+
+    warmup_steps: int = 10
+    """Untimed steps of each case, compilation included."""
+    steps: int = 10
+    """Timed steps of each visit."""
+    sequential: bool = False
+    """Finish and free each case before the next is built, instead of taking turns: for cases that
+    do not fit on the device together. Ratios are then not reported."""
+    seed: Suppress[int] = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class LargestSettings(RunSettings):
+    """What all cases of `bench max-batch` share; each has an equal share of the time limit."""
+
+    LEAST: ClassVar = {"first": 1, "granularity": 1}
+
+    rounds: Suppress[int] = 0
+    first: int = 64
+    """The batch tried first."""
+    granularity: int = 16
+    """The answer is a multiple of this."""
+    at_most: int | None = None
+    """Try no larger batch; needed on a CPU."""
+    memory_gib: float | None = None
+    """Give PyTorch's allocator no more than this, so that a larger GPU stands for a smaller one; the
+    CUDA context, about half a GiB, comes on top."""
+    seed: Suppress[int] = 0
+
+    def check(self) -> None:
+        """Raise `InputError` if one is out of range."""
+        super().check()
+        if self.first % self.granularity:
+            raise InputError(
+                f"expected a first batch divisible by {self.granularity}, got {self.first}"
+            )
+        if self.at_most is not None and self.at_most < self.first:
+            raise InputError(f"expected at_most of at least {self.first}, got {self.at_most}")
+        if self.memory_gib is not None and not 0 < self.memory_gib < math.inf:
+            raise InputError(f"expected a memory limit above 0 GiB, got {self.memory_gib}")
+
+
+@dataclasses.dataclass(frozen=True)
+class OpsSettings(RunSettings):
+    """What all operations of `bench ops` share."""
+
+    LEAST: ClassVar = {"rounds": 1, "batch_size": 2}
+
+    ops: Annotated[Positional[tuple[str, ...]], arg(metavar="[OP ...]")] = ()
+    """abn_join, abn, abn_blur, abn_se, blur, stem; by default all."""
+    batch_size: int = 128
+    """Images in a batch."""
+    input_size: int = 224
+    """Side of the image in pixels, divisible by 32; the feature maps follow from it."""
+    dtype: tuple[Literal["fp32", "bf16", "fp16"], ...] = ()
+    """Of the feature maps, one or several; by default bf16 on a GPU and fp32 on a CPU."""
+    contenders: tuple[str, ...] = ()
+    """Out of eager, inductor and triton; by default all. triton@warps=8,tile=4096 cuts the kernels'
+    work otherwise: tile, blur_tile, warps, programs, most_tiles."""
+    rounds: int = 20
+    """Timed passes of each contender."""
+    seed: Suppress[int] = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class LoaderSettings(RunSettings):
+    """What all loaders of `bench loader` share; every round is one epoch of each."""
+
+    LEAST: ClassVar = {
+        **dict.fromkeys(("rounds", "batch_size", "input_size", "batches", "warmup_batches"), 1),
+        "workers": 0,
+    }
+
+    device: Suppress[str] = "cpu"
+    data: Path | None = None
+    """Directory with train/CLASS/ or val/CLASS/ image folders; by default 64 JPEGs of 500 x 375
+    pixels, cut from scikit-learn's photographs. Files are read over and over, so from the system's
+    cache."""
+    split: Literal["train", "val"] = "train"
+    """train: random crop and mirror image. val: resize and center crop."""
+    batch_size: int = 64
+    """Images in a batch."""
+    input_size: int = 224
+    """Side of the square image in pixels."""
+    workers: int = 2
+    """Processes that load, at most one a core; 0 loads in the main process."""
+    batches: int = 8
+    """Timed batches of each visit."""
+    warmup_batches: int = 4
+    """Untimed batches before them."""
+
+    @property
+    def epoch_images(self) -> int:
+        """Images of one visit."""
+        return self.batch_size * (self.warmup_batches + self.batches)
+
+
+@dataclasses.dataclass(frozen=True)
+class PhaseSettings(RunSettings):
+    """What all cases of `memory measure` share."""
+
+    rounds: Suppress[int] = 0
+    infer: bool = False
+    """Inference instead of training."""
+    case_limit_s: float | None = 300
+    """Seconds a case may take."""
