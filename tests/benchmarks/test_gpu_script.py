@@ -158,7 +158,7 @@ def test_a_rehearsal_measures_with_tiny_models(tmp_path):
     """A stage without kernels: interpreted, those of the others take minutes."""
     code, out, error = result_of(tmp_path, "--rehearse", "infer", "report")
     assert code == 0, out + error
-    (record,) = read_records(tmp_path / "records")
+    (record,) = read_records(tmp_path / "records", str)
     assert record.what == "bench_infer"
     assert {row["status"] for row in record.rows} == {"ok"}
     assert "### CPU" in (tmp_path / "report.md").read_text()

@@ -250,7 +250,7 @@ def test_bad_input_of_the_report(folder, tmp_path, capsys):
         assert page.read_text() == text
     for name in ("gpu", "cpu"):
         (folder / f"{name}.json").unlink()
-    assert "found others only" in error(folder)
+    assert "found none" in error(folder)
 
 
 @pytest.mark.gpu

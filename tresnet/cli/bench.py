@@ -80,8 +80,7 @@ class BenchReport:
     by default the whole report is printed."""
 
     pictures: Path | None = None
-    """Existing folder for the pictures: images/s against ImageNet top-1, and memory against batch
-    size. By default none are drawn."""
+    """Existing folder for the pictures: images/s against ImageNet top-1. By default none are drawn."""
 
     picture_format: Literal["svg", "png"] = "svg"
     """Format of the pictures."""
@@ -89,11 +88,16 @@ class BenchReport:
     def run(self, argv: list[str]) -> int:
         """Read the records, draw the pictures, write the tables."""
         from tresnet.errors import InputError
-        from tresnet.measure.report import drawable, replace_between, section_markdown, sections
+        from tresnet.measure.report import (
+            read_records,
+            replace_between,
+            section_markdown,
+            sections,
+        )
 
         if self.pictures is not None and not self.pictures.is_dir():
             raise InputError(f"expected an existing folder, got {self.pictures}: create it first")
-        records = drawable(self.records, progress)
+        records = read_records(self.records, progress)
         if self.into is not None:
             records = [record for record in records if record.on_gpu]
         text = "\n\n".join(section_markdown(one, self._links(one)) for one in sections(records))
@@ -105,18 +109,17 @@ class BenchReport:
         return 0
 
     def _links(self, section: Any) -> list[str]:
-        """Draw a section's pictures and return their Markdown, relative to the file it goes into."""
-        from tresnet.measure.report_pictures import draw_pictures
+        """Draw a section's picture and return its Markdown, relative to the file it goes into."""
+        from tresnet.measure.report import draw_picture
 
-        if self.pictures is None:
+        if self.pictures is None or not (
+            path := draw_picture(section, self.pictures, self.picture_format)
+        ):
             return []
+        progress(f"picture: {path}")
         base = Path.cwd() if self.into is None else self.into.resolve().parent
-        links = []
-        for path in draw_pictures(section, self.pictures, self.picture_format):
-            relative = Path(os.path.relpath(path.resolve(), base)).as_posix()
-            links.append(f"![{path.name.partition('_')[0]}, {section[0].title}]({relative})")
-            progress(f"picture: {path}")
-        return links
+        relative = Path(os.path.relpath(path.resolve(), base)).as_posix()
+        return [f"![speed, {section[0].title}]({relative})"]
 
 
 @dataclasses.dataclass(frozen=True)
