@@ -7,13 +7,10 @@ import torch
 from PIL import Image
 
 from tresnet.data import contenders
-from tresnet.data.contenders import TimmLoader, our_loader, torchvision_loader, write_jpegs
+from tresnet.data.contenders import loaders_in, write_jpegs
 
 # timm leaves it to the garbage collector to close image files.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-
-# 5 files to 6 images of an epoch: one comes round again.
-SHARED = {"length": 6, "batch_size": 3, "size": 32, "workers": 0}
 
 
 @pytest.fixture(scope="module")
@@ -24,14 +21,10 @@ def folder(tmp_path_factory):
     return root
 
 
-def contending(folder, split):
-    return [
-        our_loader(folder, split, torch.uint8, **SHARED),
-        our_loader(folder, split, torch.float32, **SHARED),
-        TimmLoader(folder, split, torch.float32, **SHARED),
-        TimmLoader(folder, split, torch.uint8, **SHARED),
-        torchvision_loader(folder, split, **SHARED),
-    ]
+def contending(folder, split, workers=0):
+    """5 files to 6 images of an epoch: one comes round again."""
+    opened = loaders_in(folder, split, length=6, batch_size=3, size=32, workers=workers)
+    return [opens() for opens in opened.values()]
 
 
 def test_the_pictures_are_of_a_photographs_size(folder):
@@ -44,8 +37,9 @@ def test_the_pictures_are_of_a_photographs_size(folder):
 
 
 def test_all_evaluate_the_same_pictures(folder):
-    as_bytes, as_floats, timms, *others = (list(loader) for loader in contending(folder, "val"))
-    for other in others:
+    loaders = (list(loader) for loader in contending(folder, "val"))
+    as_bytes, as_floats, timms_bytes, timms, torchvisions = loaders
+    for other in (timms_bytes, torchvisions):
         for (x, labels), (y, same) in zip(as_bytes, other, strict=True):
             assert torch.equal(x, y)
             assert torch.equal(labels, same)
@@ -68,12 +62,8 @@ def test_all_crop_at_random_in_training(folder):
 
 
 def test_workers_end_with_their_loader(folder):
-    shared = {**SHARED, "workers": 1}
     before = set(active_children())
-    for loader in (
-        our_loader(folder, "val", torch.uint8, **shared),
-        TimmLoader(folder, "val", torch.uint8, **shared),
-    ):
+    for loader in contending(folder, "val", workers=1):
         assert len(list(loader)) == 2
         assert len(set(active_children()) - before) == 1
         loader.close()

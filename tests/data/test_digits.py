@@ -132,8 +132,8 @@ def test_an_interrupted_write_leaves_nothing(tmp_path, monkeypatch):
 def test_the_process_that_comes_second_takes_the_firsts(written, tmp_path, monkeypatch, intact):
     write_pngs = digits._write_pngs
 
-    def overtaken(folder, images, labels):
-        write_pngs(folder, images, labels)
+    def overtaken(folder):
+        write_pngs(folder)
         shutil.copytree(written if intact else written / "val", tmp_path / "digits")
 
     monkeypatch.setattr(digits, "_write_pngs", overtaken)

@@ -9,10 +9,11 @@ import torch
 
 from tresnet.data.folder import open_folder
 from tresnet.data.loaders import create_loader
-from tresnet.data.transforms import EvalTransform, TrainAugment, eval_transform, train_transform
+from tresnet.data.transforms import Augment, EvalTransform, eval_transform, train_transform
 from tresnet.errors import ConfigError, DataError
 
 EVAL = eval_transform(EvalTransform(size=8, crop_mode="squash"))
+RANDOM = train_transform(Augment(auto_augment="original", cutout_prob=0.5), 16)
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def test_training_drops_the_last_batch_and_evaluation_keeps_it(folder):
 
 
 def test_batches_are_the_same_with_any_number_of_workers_and_any_past(folder):
-    dataset = open_folder(folder, "train", train_transform(TrainAugment(size=16)))
+    dataset = open_folder(folder, "train", RANDOM)
 
     def epoch(workers: int, number: int, seed: int = 0) -> torch.Tensor:
         loader = create_loader(dataset, 4, training=True, workers=workers, seed=seed)
@@ -89,8 +90,10 @@ def test_batches_are_the_same_with_any_number_of_workers_and_any_past(folder):
 
 
 def test_augmentation_differs_between_images_and_epochs(folder):
-    cfg = TrainAugment(size=16, auto_augment=None, cutout_prob=1.0, cutout_area=(0.1, 0.5))
-    loader = create_loader(open_folder(folder, "train", train_transform(cfg)), 26, training=True)
+    cfg = Augment(cutout_prob=1.0, cutout_area=(0.1, 0.5))
+    loader = create_loader(
+        open_folder(folder, "train", train_transform(cfg, 16)), 26, training=True
+    )
     black = []
     for epoch in range(2):
         loader.set_epoch(epoch)
@@ -112,7 +115,7 @@ def image_ids(images: torch.Tensor) -> list[int]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_epoch_goes_on_from_any_batch(folder, workers):
-    dataset = open_folder(folder, "train", train_transform(TrainAugment(size=16)))
+    dataset = open_folder(folder, "train", RANDOM)
     loader = create_loader(dataset, 4, training=True, workers=workers, seed=5)
     loader.set_epoch(2)
     whole = [images for images, _ in loader]
@@ -150,7 +153,7 @@ def draw() -> tuple[float, float, float]:
 
 
 def test_loading_leaves_the_global_generators_alone(folder):
-    dataset = open_folder(folder, "train", train_transform(TrainAugment(size=16)))
+    dataset = open_folder(folder, "train", RANDOM)
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(5)
     expected = draw()

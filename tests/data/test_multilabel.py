@@ -131,11 +131,11 @@ def test_batches_hold_a_row_of_labels_an_image(tmp_path: Path):
         ),
         (
             {"train.json": json.dumps(COCO | {"images": COCO["images"] + COCO["images"][:1]})},
-            "every id once, got image 7 twice",
+            "every id in images once, got 7 twice",
         ),
         (
             {"train.json": json.dumps(COCO | {"categories": COCO["categories"][:1] * 2})},
-            "every id once, got category 9 twice",
+            "every id in categories once, got 9 twice",
         ),
         (
             {
@@ -157,7 +157,7 @@ def test_batches_hold_a_row_of_labels_an_image(tmp_path: Path):
                     COCO | {"categories": [{"id": i, "name": "x"} for i in (2, 9)]}
                 )
             },
-            "different names for the categories",
+            "every category once, got x twice",
         ),
     ],
 )

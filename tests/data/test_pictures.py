@@ -15,7 +15,7 @@ from tresnet.data import pictures
 from tresnet.data.contenders import write_jpegs
 from tresnet.data.pictures import BadImageError, Picture
 from tresnet.data.seeding import seed_cpu_generators
-from tresnet.data.transforms import TrainAugment, train_transform
+from tresnet.data.transforms import Augment, train_transform
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="nvImageCodec has no wheel here")
 
@@ -154,8 +154,7 @@ def test_training_crops_are_timms_within_one_level(photos, interpolation, withou
 
     if without:
         monkeypatch.setattr(pictures, "_codec", lambda process: None)
-    plain = TrainAugment(auto_augment=None, cutout_prob=0.0, interpolation=interpolation)
-    ours = train_transform(plain, dtype=torch.uint8)
+    ours = train_transform(Augment(), 224, interpolation, dtype=torch.uint8)
     timms = create_transform(
         224, is_training=True, color_jitter=None, interpolation=interpolation, use_prefetcher=True
     )

@@ -1,6 +1,5 @@
 """`--batch-size auto`, and what a run says when the GPU's memory is full."""
 
-import dataclasses
 import types
 from pathlib import Path
 
@@ -35,13 +34,18 @@ BARE = Device("bare", cublas_workspace_bytes=0)
 # On which some, not all, of the 26 images of the tests' data fit if they have 40 pixels a side.
 SMALL = Device("small", 29 * MIB, 0, context_low_bytes=0, context_bytes=0, context_high_bytes=0)
 SIDE, FITTING = 40, 23
-LARGE = dataclasses.replace(SMALL, capacity_bytes=60 * MIB)
 
 
 @pytest.fixture
 def small_gpu(monkeypatch):
     """The CPU passes for a GPU of 29 MiB."""
     monkeypatch.setattr(batch_size, "gpu_of", lambda config, device: SMALL)
+
+
+def answer(monkeypatch, images):
+    """The predictor, which takes seconds, says that so many images fit."""
+    said = types.SimpleNamespace(batch_size=images, no_from=images + 1)
+    monkeypatch.setattr(batch_size, "largest", lambda *_: said)
 
 
 # -- the step that is predicted is the one that is run -----------------------------------------
@@ -193,9 +197,8 @@ def test_what_cannot_be_is_refused_at_once(changes, message, tiny):
     assert message in str(error.value)
 
 
-def test_too_little_memory_is_told(tiny, monkeypatch):
-    none = dataclasses.replace(SMALL, context_high_bytes=29 * MIB)
-    monkeypatch.setattr(batch_size, "gpu_of", lambda config, device: none)
+def test_too_little_memory_is_told(tiny, small_gpu, monkeypatch):
+    answer(monkeypatch, 0)
     with pytest.raises(ConfigError, match=r"not even one image is sure to fit into 29.0 MiB of sm"):
         batch_size.resolve(resolve(tiny(batch_size="auto")), CLASSES, 1000, ALONE, pytest.fail)
 
@@ -218,20 +221,16 @@ def dry_run(capsys, *arguments):
 
 def test_a_dry_run_foresees_the_batch_without_a_gpu(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    little = ["--width-factor", "0.125", "--layers", "1", "1", "1", "1"]
-    code, printed = dry_run(capsys, "--gpu-memory", "1550MiB", *little)
-    config = configs.from_json(printed.out)
-    batch = config.data.resolved_batch_size
-    assert (code, batch % 8) == (0, 0)
-    assert f"--batch-size auto: {batch}, of " in printed.err
+    answer(monkeypatch, 90)
+    code, printed = dry_run(capsys, "--gpu-memory", "1550MiB")
+    assert (code, configs.from_json(printed.out).data.batch_size) == (0, 88)
+    assert "--batch-size auto: 88, of 90 that are sure to fit into 1550.0 MiB of" in printed.err
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("world", "expected"), [(1, 1432), (4, 352)])
-def test_no_more_images_are_promised_than_there_are(tiny, monkeypatch, world, expected):
-    answer = types.SimpleNamespace(batch_size=43_688, no_from=43_700)
-    monkeypatch.setattr(batch_size, "largest", lambda *_: answer)
-    monkeypatch.setattr(batch_size, "gpu_of", lambda *_: SMALL)
+def test_no_more_images_are_promised_than_there_are(tiny, small_gpu, monkeypatch, world, expected):
+    answer(monkeypatch, 43_688)
     said = []
     config = resolve(tiny(batch_size="auto", mixup=0.0))
     monkeypatch.setenv("WORLD_SIZE", str(world))
@@ -311,7 +310,8 @@ def full_at(monkeypatch, number):
 
 def test_full_memory_ends_the_run_with_what_would_fit(tiny, small_gpu, monkeypatch):
     full_at(monkeypatch, 2)
-    config = tiny(batch_size=24, input_size=SIDE, epochs=3)
+    answer(monkeypatch, FITTING)
+    config = tiny(batch_size=24, epochs=3)
     with pytest.raises(TrainingError) as error:
         train.train(config)
     lines = str(error.value).splitlines()
@@ -359,8 +359,8 @@ def test_another_error_does_not_hide_that_memory_is_full(tiny, monkeypatch):
     assert "what would fit cannot be predicted: CUDA error: unspecified launch failure" in text
 
 
-def test_a_batch_that_should_have_fitted_is_halved(tiny, monkeypatch):
-    monkeypatch.setattr(batch_size, "gpu_of", lambda config, device: LARGE)
+def test_a_batch_that_should_have_fitted_is_halved(tiny, small_gpu, monkeypatch):
+    answer(monkeypatch, 4)
     full = torch.OutOfMemoryError("CUDA out of memory.")
     text = batch_size.explain_full_memory(full, tiny(), ["a", "b"], ALONE, "no checkpoint")
     assert "yet these did not: look for other processes on the GPU" in text
@@ -387,6 +387,6 @@ def test_a_batch_that_should_have_fitted_is_halved(tiny, monkeypatch):
     ],
 )
 def test_ways_out_name_the_options(tiny, changes, fitting, expected):
-    ways = list(batch_size._ways_out(tiny(**{"mixup": 0.0, **changes}), fitting))
+    ways = list(batch_size.ways_out(tiny(**{"mixup": 0.0, **changes}), fitting))
     assert ways[0].startswith(expected)
     assert ways[-1] == "a smaller --input-size or --model"

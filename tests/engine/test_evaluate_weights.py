@@ -25,7 +25,7 @@ def weights(tmp_path):
 
 @pytest.fixture
 def config(data, weights):
-    return EvalConfig(str(data), str(weights), workers=0, device="cpu", batch_size=4)
+    return EvalConfig(data=str(data), weights=str(weights), workers=0, device="cpu", batch_size=4)
 
 
 def test_the_result_names_what_was_measured_and_on_what(config, tmp_path, capsys):
@@ -44,11 +44,10 @@ def test_the_result_names_what_was_measured_and_on_what(config, tmp_path, capsys
 
 
 def test_labels_are_compared_by_name(config, data):
-    from tresnet.data import eval_transform, open_folder
-    from tresnet.engine.images import testing
+    from tresnet.data import EvalTransform, eval_transform, open_folder
 
     model = create(weights=config.weights).eval()
-    dataset = open_folder(data, "val", eval_transform(testing(12, "center", 1.0, "bilinear")))
+    dataset = open_folder(data, "val", eval_transform(EvalTransform(12, "center", 1.0)))
     names = ["red", *CLASSES[:2]]
     with torch.no_grad():
         hits = [names[model(image[None]).argmax()] == CLASSES[label] for image, label in dataset]
@@ -131,7 +130,7 @@ def test_an_existing_output_is_replaced_only_if_asked_to(config, tmp_path):
         ({"model": "tresnet_m"}, CheckpointError, "tresnet_m"),
         ({"batch_size": 0}, ConfigError, "--batch-size: expected at least 1, got 0"),
         ({"workers": -1}, ConfigError, "--workers: expected 0 or more, got -1"),
-        ({"crop_pct": 2.0}, ConfigError, "expected crop_pct in (0, 1], got 2.0"),
+        ({"crop_pct": 2.0}, ConfigError, "--crop-pct: expected more than 0 and at most 1, got 2.0"),
     ],
 )
 def test_bad_input_is_refused(config, change, kind, message):

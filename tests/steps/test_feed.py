@@ -86,8 +86,8 @@ def test_other_models_get_floats():
 def test_a_run_on_bytes_is_the_run_on_floats_to_the_bit(tiny, monkeypatch, changes):
     config = tiny(name="bytes", affine_degrees=20.0, **changes)
     found = train(config).run_dir
-    monkeypatch.setattr(run_images, "train_transform", lambda cfg, dtype: train_transform(cfg))
-    monkeypatch.setattr(run_images, "eval_transform", lambda cfg, dtype: eval_transform(cfg))
+    for build in (train_transform, eval_transform):
+        monkeypatch.setattr(run_images, build.__name__, lambda *args, _b=build, dtype: _b(*args))
     assert_same_run(found, train(configs.replace(config, name="floats")).run_dir)
 
 

@@ -11,19 +11,19 @@ from tresnet.data.loaders import Loader, create_loader
 from tresnet.data.mixup import Mixer
 from tresnet.data.pictures import BadImageError
 from tresnet.data.transforms import (
+    Augment,
     EvalTransform,
-    TrainAugment,
     eval_transform,
     train_transform,
 )
 
 __all__ = [
+    "Augment",
     "BadImageError",
     "EvalTransform",
     "ImageDataset",
     "Loader",
     "Mixer",
-    "TrainAugment",
     "check_same_classes",
     "create_loader",
     "digits",

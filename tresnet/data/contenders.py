@@ -1,6 +1,7 @@
 """The loaders that `tresnet bench loader` compares, and images to load where there are none."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,7 +10,7 @@ import torch
 
 from tresnet.data.folder import open_folder
 from tresnet.data.loaders import Loader, create_loader, usable_cores
-from tresnet.data.transforms import EvalTransform, TrainAugment, eval_transform, train_transform
+from tresnet.data.transforms import Augment, EvalTransform, eval_transform, train_transform
 from tresnet.errors import MissingDependencyError
 
 Split = Literal["train", "val"]
@@ -18,38 +19,34 @@ JPEG_SIZE = (500, 375)
 JPEGS = 64
 
 
-class Repeated(torch.utils.data.Dataset[tuple[Any, Any]]):
-    """A data set as long as wanted: its items over and over, or the first of them."""
+@dataclass(frozen=True)
+class Epoch:
+    """What each loader is to load.
 
-    def __init__(self, dataset: Any, length: int) -> None:
-        """Keep the data set.
+    Attributes:
+        root: folder that holds the splits.
+        split: which one; `train` is cropped and mirrored at random, `val` resized and cropped.
+        length: images of an epoch, those of the folder over and over.
+        batch_size: images in a batch.
+        size: height and width in pixels.
+        workers: processes that load, at most one a core.
+    """
 
-        Args:
-            dataset: of (image, label), with an attribute `transform`.
-            length: how many items this one has.
-        """
-        self._dataset = dataset
-        self._length = length
+    root: Path
+    split: Split
+    length: int
+    batch_size: int
+    size: int
+    workers: int
 
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> tuple[Any, Any]:
-        """The item, or one that comes round again."""
-        return self._dataset[index % len(self._dataset)]
-
-    @property
-    def transform(self) -> Any:
-        """The data set's, which timm's `create_loader` sets."""
-        return self._dataset.transform
-
-    @transform.setter
-    def transform(self, transform: Any) -> None:
-        self._dataset.transform = transform
+    def of(self, dataset: Any) -> torch.utils.data.Subset[Any]:
+        """A data set's items until there are enough."""
+        indices = [index % len(dataset) for index in range(self.length)]
+        return torch.utils.data.Subset(dataset, indices)
 
 
-class _Closing:
-    """Iterates over a loader until it is closed."""
+class Peer:
+    """Another project's loader, until it is closed."""
 
     def __init__(self, loader: Any) -> None:
         self._loader: Any = loader
@@ -62,117 +59,85 @@ class _Closing:
         self._loader = None
 
 
-class TimmLoader(_Closing):
-    """timm's loader: random crop and mirror image, or resize and center crop.
+def timm_loader(epoch: Epoch, dtype: torch.dtype) -> Peer:
+    """timm's, giving bytes, as its workers hand them to its prefetcher for a GPU, or floats.
 
-    It gives bytes, as its workers hand them to its prefetcher for a GPU, or floats without one, for
-    which its API has no way to leave the normalisation out: it is by mean 0 and deviation 1.
+    For floats its API has no way to leave the normalisation out: it is by mean 0 and deviation 1.
     """
+    from timm.data import create_dataset, create_loader
 
-    def __init__(
-        self,
-        root: Path,
-        split: Split,
-        dtype: torch.dtype,
-        *,
-        length: int,
-        batch_size: int,
-        size: int,
-        workers: int,
-    ) -> None:
-        """Open the folder; the workers start with the first iteration.
-
-        Args:
-            root: folder that holds the splits.
-            split: which one; `train` is augmented.
-            dtype: torch.uint8 or torch.float32.
-            length: images of an epoch.
-            batch_size: images in a batch.
-            size: height and width in pixels.
-            workers: processes that load, at most one a core.
-        """
-        from timm.data import create_dataset
-        from timm.data import create_loader as create
-
-        training = split == "train"
-        dataset = create_dataset("", root=str(root), split=split, is_training=training)
-        loader: Any = create(
-            Repeated(dataset, length),  # type: ignore[arg-type]
-            size,
-            batch_size,
-            is_training=training,
-            color_jitter=None,  # type: ignore[arg-type]  timm's way to leave it out
-            interpolation="bilinear",
-            mean=(0.0, 0.0, 0.0),
-            std=(1.0, 1.0, 1.0),
-            num_workers=min(workers, usable_cores()),
-            crop_pct=0.875,
-            device=torch.device("cpu"),
-            use_prefetcher=dtype == torch.uint8,
-        )
-        super().__init__(loader.loader if dtype == torch.uint8 else loader)
+    training = epoch.split == "train"
+    dataset = create_dataset("", root=str(epoch.root), split=epoch.split, is_training=training)
+    repeated = epoch.of(dataset)
+    loader: Any = create_loader(
+        repeated,  # type: ignore[arg-type]
+        epoch.size,
+        epoch.batch_size,
+        is_training=training,
+        color_jitter=None,  # type: ignore[arg-type]  timm's way to leave it out
+        interpolation="bilinear",
+        mean=(0.0, 0.0, 0.0),
+        std=(1.0, 1.0, 1.0),
+        num_workers=min(epoch.workers, usable_cores()),
+        crop_pct=0.875,
+        device=torch.device("cpu"),
+        use_prefetcher=dtype == torch.uint8,
+    )
+    dataset.transform = repeated.transform  # type: ignore[attr-defined]  where timm has put it
+    return Peer(loader.loader if dtype == torch.uint8 else loader)
 
 
-def torchvision_loader(
-    root: Path, split: Split, *, length: int, batch_size: int, size: int, workers: int
-) -> Any:
+def torchvision_loader(epoch: Epoch) -> Peer:
     """As torchvision trains on ImageNet, giving bytes: its ImageFolder and transforms."""
     from torchvision import transforms
     from torchvision.datasets import ImageFolder
 
-    steps = [transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()]
-    if split == "val":
-        steps = [transforms.Resize(int(size / 0.875)), transforms.CenterCrop(size)]
-    folder = ImageFolder(root / split, transforms.Compose([*steps, transforms.PILToTensor()]))
-    return _Closing(
+    size, training = epoch.size, epoch.split == "train"
+    steps = [transforms.Resize(int(size / 0.875)), transforms.CenterCrop(size)]
+    if training:
+        steps = [transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()]
+    transform = transforms.Compose([*steps, transforms.PILToTensor()])
+    workers = min(epoch.workers, usable_cores())
+    return Peer(
         torch.utils.data.DataLoader(
-            Repeated(folder, length),
-            batch_size,
-            shuffle=split == "train",
-            num_workers=(workers := min(workers, usable_cores())),
+            epoch.of(ImageFolder(epoch.root / epoch.split, transform)),
+            epoch.batch_size,
+            shuffle=training,
+            num_workers=workers,
             persistent_workers=workers > 0,
         )
     )
 
 
-def our_loader(
-    root: Path,
-    split: Split,
-    dtype: torch.dtype,
-    *,
-    length: int,
-    batch_size: int,
-    size: int,
-    workers: int,
-) -> Loader:
-    """Ours with the transforms of `TimmLoader`, giving bytes or floats.
+def our_loader(epoch: Epoch, dtype: torch.dtype) -> Loader:
+    """Ours with the transforms of `timm_loader`, giving bytes or floats.
 
     Raises:
-        DataError: there are no images at `root`/`split`.
+        DataError: there are no images.
     """
-    training = split == "train"
+    training = epoch.split == "train"
     if training:
-        plain = TrainAugment(size=size, auto_augment=None, cutout_prob=0.0)
-        transform = train_transform(plain, dtype=dtype)
+        transform = train_transform(Augment(), epoch.size, dtype=dtype)
     else:
-        transform = eval_transform(EvalTransform(size=size), dtype=dtype)
-    dataset = Repeated(open_folder(root, split, transform), length)
-    return create_loader(dataset, batch_size, training=training, workers=workers)
+        transform = eval_transform(EvalTransform(epoch.size), dtype=dtype)
+    dataset = epoch.of(open_folder(epoch.root, epoch.split, transform))
+    return create_loader(dataset, epoch.batch_size, training=training, workers=epoch.workers)
 
 
 def loaders_in(root: Path, split: Split, **shared: int) -> dict[str, Callable[[], Any]]:
-    """What opens each of the loaders that are compared; `shared` is what `TimmLoader` takes.
+    """What opens each of the loaders that are compared; `shared` are the other fields of `Epoch`.
 
     Raises:
         DataError: there are no images at `root`/`split`.
     """
-    our_loader(root, split, torch.uint8, **shared).close()  # complain before anything is measured
+    epoch = Epoch(root, split, **shared)
+    our_loader(epoch, torch.uint8).close()  # complain before anything is measured
     return {
-        "tresnet, uint8": lambda: our_loader(root, split, torch.uint8, **shared),
-        "tresnet, float": lambda: our_loader(root, split, torch.float32, **shared),
-        "timm, uint8": lambda: TimmLoader(root, split, torch.uint8, **shared),
-        "timm, float": lambda: TimmLoader(root, split, torch.float32, **shared),
-        "torchvision, uint8": lambda: torchvision_loader(root, split, **shared),
+        "tresnet, uint8": lambda: our_loader(epoch, torch.uint8),
+        "tresnet, float": lambda: our_loader(epoch, torch.float32),
+        "timm, uint8": lambda: timm_loader(epoch, torch.uint8),
+        "timm, float": lambda: timm_loader(epoch, torch.float32),
+        "torchvision, uint8": lambda: torchvision_loader(epoch),
     }
 
 
@@ -187,7 +152,13 @@ def write_jpegs(root: Path, split: Split, count: int = JPEGS) -> None:
     """
     from PIL import Image, ImageOps
 
-    sources = [Image.fromarray(pixels) for pixels in _photographs()]
+    try:
+        from sklearn.datasets import load_sample_images
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(
+            "photographs to load come with scikit-learn: pip install scikit-learn, or give --data"
+        ) from error
+    sources = [Image.fromarray(pixels) for pixels in load_sample_images().images]
     draw = np.random.default_rng(0)
     for number in range(count):
         folder = root / split / "ab"[number % 2]
@@ -199,13 +170,3 @@ def write_jpegs(root: Path, split: Split, count: int = JPEGS) -> None:
         if number % 4 > 1:
             picture = ImageOps.mirror(picture)
         picture.save(folder / f"{number:03d}.jpg", quality=90)
-
-
-def _photographs() -> list[Any]:
-    try:
-        from sklearn.datasets import load_sample_images
-    except ModuleNotFoundError as error:
-        raise MissingDependencyError(
-            "photographs to load come with scikit-learn: pip install scikit-learn, or give --data"
-        ) from error
-    return load_sample_images().images

@@ -40,46 +40,43 @@ def write(root: str | Path) -> Path:
             not the ones this split was made for.
         MissingDependencyError: scikit-learn is not installed and the digits are not written yet.
     """
-    target = Path(root) / "digits"
-    if target.exists() or target.is_symlink():
-        require_intact(target, DIGEST)
-        return target
-    images, labels = load()
-
-    def fill(folder: Path) -> None:
-        _write_pngs(folder, images, labels)
-        if digest(folder) != DIGEST:
-            raise DataError(
-                f"expected the {IMAGES} digits of scikit-learn 1.5 or later, but the installed "
-                "version ships other data: pip install 'tresnet[demo]'"
-            )
-
-    place(target, fill, DIGEST)
-    return target
+    return place(Path(root) / "digits", _write_pngs, DIGEST)
 
 
-def place(target: Path, fill: Callable[[Path], None], expected: str) -> None:
+def place(target: Path, fill: Callable[[Path], None], expected: str) -> Path:
     """Let a folder appear whole or not at all: written beside its place, then renamed.
 
     Args:
-        target: its place.
+        target: its place; what is there already must be the same.
         fill: writes the folder it is given, which is not there yet.
-        expected: its digest, which is held against it if another process was first.
+        expected: its digest.
+
+    Raises:
+        DataError: something else is at that place, or was written.
     """
+    if target.exists() or target.is_symlink():
+        _require_intact(target, expected)
+        return target
     with files.explained(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         workspace = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         with files.explained(target):
             fill(workspace / target.name)
+        if digest(workspace / target.name) != expected:
+            raise DataError(
+                f"expected the {IMAGES} digits of scikit-learn 1.5 or later, but the installed "
+                "version ships other data: pip install 'tresnet[demo]'"
+            )
         try:
             (workspace / target.name).rename(target)
         except OSError:
             if not target.exists():
                 raise
-            require_intact(target, expected)
+            _require_intact(target, expected)  # another process was first
     finally:
         shutil.rmtree(workspace, ignore_errors=True)
+    return target
 
 
 def split_of(labels: np.ndarray) -> np.ndarray:
@@ -121,9 +118,10 @@ def load() -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(pixels).reshape(-1, 8, 8), np.asarray(labels)
 
 
-def _write_pngs(folder: Path, images: np.ndarray, labels: np.ndarray) -> None:
+def _write_pngs(folder: Path) -> None:
     from PIL import Image
 
+    images, labels = load()
     for split in ("train", "val"):
         for name in CLASSES:
             (folder / split / name).mkdir(parents=True)
@@ -133,7 +131,7 @@ def _write_pngs(folder: Path, images: np.ndarray, labels: np.ndarray) -> None:
         Image.fromarray(pixels[index]).save(folder / split / str(label) / f"{index:04d}.png")
 
 
-def require_intact(target: Path, expected: str) -> None:
+def _require_intact(target: Path, expected: str) -> None:
     """Raise DataError unless `target` holds exactly the files and pixels of an earlier writing."""
     if digest(target) != expected:
         raise DataError(

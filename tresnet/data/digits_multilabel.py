@@ -33,18 +33,7 @@ def write(root: str | Path) -> Path:
         DataError: something else is at that place (it is left alone).
         MissingDependencyError: scikit-learn is not installed and the canvases are not written yet.
     """
-    target = Path(root) / NAME
-    if target.exists() or target.is_symlink():
-        digits.require_intact(target, DIGEST)
-        return target
-    images, labels = digits.load()
-
-    def fill(folder: Path) -> None:
-        _write_splits(folder, digits.to_uint8(images), labels)
-        digits.require_intact(folder, DIGEST)
-
-    digits.place(target, fill, DIGEST)
-    return target
+    return digits.place(Path(root) / NAME, _write_splits, DIGEST)
 
 
 def canvas(
@@ -75,9 +64,11 @@ def canvas(
     return image, marks
 
 
-def _write_splits(folder: Path, pixels: np.ndarray, labels: np.ndarray) -> None:
+def _write_splits(folder: Path) -> None:
     from PIL import Image
 
+    images, labels = digits.load()
+    pixels = digits.to_uint8(images)
     held_out = digits.split_of(labels)
     for split, count in COUNTS.items():
         members = np.flatnonzero(held_out if split == "val" else ~held_out)

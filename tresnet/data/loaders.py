@@ -5,7 +5,6 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sized
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -38,14 +37,6 @@ class SizedDataset(Protocol):
     def __getitem__(self, index: int, /) -> tuple[Any, Any]: ...
 
 
-@dataclass(frozen=True)
-class _Sample:
-    """What a worker sends for one key: an image or None, and the files it failed to read."""
-
-    item: tuple[Any, Any] | None
-    failures: tuple[BadImageError, ...] = ()
-
-
 class EpochBatches(torch.utils.data.Sampler[list[Key]]):
     """Lists of keys for one rank, a pure function of (seed, epoch).
 
@@ -58,17 +49,16 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
         self,
         dataset: Sized,
         batch_size: int,
-        *,
         training: bool,
         seed: int,
-        rank: int,
-        world_size: int,
+        distributed: tuple[int, int],
     ) -> None:
         self._training = training
         self._seed = seed
         self._batch_size = batch_size
         self._epoch = 0
         self._start_batch = 0
+        rank, world_size = distributed
         self._order: DistributedSampler[Any] | range = range(rank, len(dataset), world_size)
         if training:
             self._order = DistributedSampler(
@@ -185,7 +175,7 @@ class Loader:
             )
 
 
-class _Samples(Dataset[_Sample]):
+class _Batches(Dataset[Any]):
     """The data set as the workers see it: seeded by key, failures returned instead of raised.
 
     An exception in a worker would reach the user as a text with a traceback in it.
@@ -195,36 +185,33 @@ class _Samples(Dataset[_Sample]):
         self._dataset = dataset
         self._replace = replace
 
-    def __getitems__(self, keys: list[Key]) -> list[_Sample]:
-        with preserved_generators() if get_worker_info() is None else nullcontext():
-            return [self._sample(*key) for key in keys]
-
-    def _sample(self, index: int, seed: int | None) -> _Sample:
+    def __getitems__(self, keys: list[Key]) -> tuple[Any, Any, list[BadImageError], bool]:
+        """Images and labels, None if none is readable; the failures, and if one was not replaced."""
         failures: list[BadImageError] = []
+        with preserved_generators() if get_worker_info() is None else nullcontext():
+            found = [self._sample(*key, failures) for key in keys]
+        items = [item for item in found if item is not None]
+        images, labels = _stack(items) if items else (None, None)
+        return images, labels, failures, self._replace and len(items) < len(keys)
+
+    def _sample(
+        self, index: int, seed: int | None, failures: list[BadImageError]
+    ) -> tuple[Any, Any] | None:
         for attempt in range(_REPLACEMENT_TRIES):
             if seed is not None:
                 seed_cpu_generators(seed)
             try:
-                return _Sample(self._dataset[index], tuple(failures))
+                return self._dataset[index]
             except BadImageError as error:
                 failures.append(BadImageError(error.path, error.reason))  # without its traceback
             if seed is None or not self._replace:
                 break
             index = mix_seed(seed, attempt) % len(self._dataset)
-        return _Sample(None, tuple(failures))
+        return None
 
 
-class _Collate:
-    """Stack the readable samples; list the failures and say whether one was not replaced."""
-
-    def __init__(self, replace: bool) -> None:
-        self._replace = replace
-
-    def __call__(self, samples: list[_Sample]) -> tuple[Any, Any, list[BadImageError], bool]:
-        failures = [failure for sample in samples for failure in sample.failures]
-        items = [sample.item for sample in samples if sample.item is not None]
-        images, labels = _stack(items) if items else (None, None)
-        return images, labels, failures, self._replace and len(items) < len(samples)
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 def _stack(items: list[tuple[Any, Any]]) -> Any:
@@ -269,14 +256,7 @@ def create_loader(
             "expected batch_size >= 1, workers >= 0 and 0 <= rank < ranks, got "
             f"{batch_size}, {workers} and rank {rank} of {world_size}"
         )
-    batches = EpochBatches(
-        dataset,
-        batch_size,
-        training=training,
-        seed=seed,
-        rank=rank,
-        world_size=world_size,
-    )
+    batches = EpochBatches(dataset, batch_size, training, seed, distributed)
     if training and not len(batches):
         raise DataError(
             f"expected at least one full batch of {batch_size} images on each of {world_size} "
@@ -287,10 +267,10 @@ def create_loader(
     workers = min(workers, usable_cores())  # more would only wait for each other
     start_workers = partial(
         DataLoader,
-        _Samples(dataset, replace),
+        _Batches(dataset, replace),
         batch_sampler=batches,
         num_workers=workers,
-        collate_fn=_Collate(replace),
+        collate_fn=_as_it_is,
         pin_memory=pin_memory,
         worker_init_fn=_start_worker,
         persistent_workers=workers > 0,

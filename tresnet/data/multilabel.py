@@ -94,44 +94,29 @@ def read_csv(path: Path) -> tuple[list[str], Listing]:
             rows = [(reader.line_num, row) for row in reader if row]  # blank lines are none
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"cannot read the labels in {path}: {error}") from error
-    columns = _columns(rows[0][1] if rows else [], path)
-    named = columns == ["labels"]
-    listing: Listing = []
-    for line, row in rows[1:]:
-        if len(row) != len(columns) + 1:
-            raise DataError(f"{path}:{line}: expected {len(columns) + 1} cells, got {len(row)}")
-        labels = _names(row[1]) if named else _marked(columns, row[1:], path, line)
-        listing.append((row[0], labels))
-    found = sorted({name for _, labels in listing for name in labels})
-    return (found if named else columns), listing
-
-
-def _columns(header: list[str], path: Path) -> list[str]:
-    """Return the names in the header line after the first, which is that of the images."""
-    names = [name.strip() for name in header]
-    if len(names) < 2 or not all(names[1:]):
+    header = [name.strip() for name in rows[0][1]] if rows else []
+    if len(header) < 2 or not all(header[1:]):
         raise DataError(
             f"{path}: expected a header line 'image,labels' or 'image,CLASS,CLASS,...', got "
             f"{','.join(header)!r}"
         )
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise DataError(f"{path}: expected every column once, got {', '.join(twice)} twice")
-    return names[1:]
-
-
-def _names(cell: str) -> set[str]:
-    return {name.strip() for name in cell.split(SEPARATOR) if name.strip()}
-
-
-def _marked(classes: list[str], cells: list[str], path: Path, line: int) -> set[str]:
-    odd = next((cell for cell in cells if cell.strip() not in ("0", "1")), None)
-    if odd is not None:
-        raise DataError(
-            f"{path}:{line}: expected 0 or 1 for each class, got {odd!r}: names of classes go into "
-            "one column, 'labels' in the header"
-        )
-    return {name for name, cell in zip(classes, cells, strict=True) if cell.strip() == "1"}
+    _check_once(header, "column", path)
+    columns, named = header[1:], header[1:] == ["labels"]
+    listing: Listing = []
+    for line, row in rows[1:]:
+        if len(row) != len(header):
+            raise DataError(f"{path}:{line}: expected {len(header)} cells, got {len(row)}")
+        cells = [cell.strip() for cell in (row[1].split(SEPARATOR) if named else row[1:])]
+        odd = [cell for cell in cells if cell not in ("0", "1")]
+        if odd and not named:
+            raise DataError(
+                f"{path}:{line}: expected 0 or 1 for each class, got {odd[0]!r}: names of classes "
+                "go into one column, 'labels' in the header"
+            )
+        if not named:
+            cells = [name for name, cell in zip(columns, cells, strict=True) if cell == "1"]
+        listing.append((row[0], set(filter(None, cells))))
+    return (sorted(_labels(listing)) if named else columns), listing
 
 
 def read_coco(path: Path) -> tuple[list[str], Listing]:
@@ -147,12 +132,10 @@ def read_coco(path: Path) -> tuple[list[str], Listing]:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"cannot read the labels in {path}: {error}") from error
-    names = _by_id(
-        _entries(content, "categories", {"id": _ID, "name": str}, path), "category", path
-    )
-    images = _by_id(_entries(content, "images", {"id": _ID, "file_name": str}, path), "image", path)
-    pairs = _entries(content, "annotations", {"image_id": _ID, "category_id": _ID}, path)
+    names = dict(_pairs(content, "categories", {"id": _ID, "name": str}, path))
+    images = dict(_pairs(content, "images", {"id": _ID, "file_name": str}, path))
     labels: dict[Any, set[str]] = {image: set() for image in images}
+    pairs = _pairs(content, "annotations", {"image_id": _ID, "category_id": _ID}, path)
     for image, category in pairs:
         if image not in images or category not in names:
             raise DataError(
@@ -163,16 +146,15 @@ def read_coco(path: Path) -> tuple[list[str], Listing]:
     if len({type(key) for key in names}) > 1:
         raise DataError(f"{path}: expected numbers or texts as ids of categories, got both")
     ordered = [names[key] for key in sorted(names)]
-    if len(set(ordered)) < len(ordered):
-        raise DataError(f"{path}: expected different names for the categories, got {ordered}")
+    _check_once(ordered, "category", path)
     return ordered, [(images[key], labels[key]) for key in images]
 
 
 _ID = (int, str)
 
 
-def _entries(content: Any, key: str, kinds: dict[str, Any], path: Path) -> list[tuple[Any, Any]]:
-    """Return two values of each entry of a list in a JSON file."""
+def _pairs(content: Any, key: str, kinds: dict[str, Any], path: Path) -> list[tuple[Any, Any]]:
+    """Return two values of each entry of a list in a JSON file; an `id` is there once."""
     entries = content.get(key) if isinstance(content, dict) else None
     if not isinstance(entries, list):
         raise DataError(
@@ -181,23 +163,29 @@ def _entries(content: Any, key: str, kinds: dict[str, Any], path: Path) -> list[
         )
     pairs = []
     for number, entry in enumerate(entries):
-        values = [entry.get(name) if isinstance(entry, dict) else None for name in kinds]
-        for (name, kind), value in zip(kinds.items(), values, strict=True):
+        first, second = (entry.get(name) if isinstance(entry, dict) else None for name in kinds)
+        for (name, kind), value in zip(kinds.items(), (first, second), strict=True):
             if not isinstance(value, kind):
                 expected = "a text" if kind is str else "a number or a text"
                 raise DataError(
                     f"{path}: expected {expected} as {name} in {key}[{number}], got {value!r}"
                 )
-        pairs.append((values[0], values[1]))
+        pairs.append((first, second))
+    if "id" in kinds:
+        _check_once([first for first, _ in pairs], f"id in {key}", path)
     return pairs
 
 
-def _by_id(pairs: Sequence[tuple[Any, str]], what: str, path: Path) -> dict[Any, str]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise DataError(f"{path}: expected every id once, got {what} {twice!r} twice")
-    return found
+def _check_once(values: Sequence[Any], what: str, path: Path) -> None:
+    twice = [str(value) for value, count in Counter(values).items() if count > 1]
+    if twice:
+        raise DataError(
+            f"{path}: expected every {what} once, got {', '.join(twice[:_SHOWN])} twice"
+        )
+
+
+def _labels(listing: Listing) -> set[str]:
+    return {name for _, labels in listing for name in labels}
 
 
 def _named_classes(path: Path, classes: list[str], listing: Listing, source: Path) -> list[str]:
@@ -208,23 +196,19 @@ def _named_classes(path: Path, classes: list[str], listing: Listing, source: Pat
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"cannot read the classes in {path}: {error}") from error
         classes = [name for line in lines if (name := line.strip())]
-        unknown = sorted({name for _, labels in listing for name in labels} - set(classes))
+        _check_once(classes, "class", path)
+        unknown = sorted(_labels(listing) - set(classes))
         if unknown:
             raise DataError(
                 f"{source} has labels that are not in {path}: {', '.join(unknown[:_SHOWN])}"
             )
-        if len(set(classes)) < len(classes):
-            raise DataError(f"{path}: expected every class once")
     if not classes:
         raise DataError(f"expected labels in {source}, but no image has any")
     return classes
 
 
 def _check_files(paths: Sequence[str], source: Path) -> None:
-    if len(set(paths)) < len(paths):
-        seen: set[str] = set()
-        twice = next(path for path in paths if path in seen or seen.add(path))
-        raise DataError(f"{source}: expected every image once, got {twice} twice")
+    _check_once(paths, "image", source)
     missing = [path for path in paths if not Path(path).is_file()]
     if missing:
         raise DataError(

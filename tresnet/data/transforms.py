@@ -1,15 +1,14 @@
 """From an image to the tensor TResNet takes: RGB in [0, 1], no mean/std normalisation."""
 
 import math
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from tresnet.data.pictures import Box, Picture, crop_of
+from tresnet.data.pictures import Picture, crop_of
 from tresnet.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,52 +19,51 @@ Transform = Callable[["Image | Picture"], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class TrainAugment:
-    """Random changes to a training image, in the order they are applied.
+class Augment:
+    """How training images are varied, in this order."""
 
-    Attributes:
-        size: height and width of the result in pixels.
-        random_crop: crop a random part and resize it; else squash the whole image to `size`.
-        crop_scale: smallest and largest cropped part, as a fraction of the image's area.
-        crop_ratio: smallest and largest width/height of the crop.
-        interpolation: "random" draws bilinear or bicubic for each image.
-        hflip: probability of a mirror image.
-        affine_degrees: largest rotation either way.
-        affine_translate: largest shift, as a fraction of the size.
-        affine_scale: smallest and largest zoom.
-        affine_shear: largest shear in degrees either way. What an affine change uncovers is black.
-        auto_augment: timm's policy, such as "original" (AutoAugment), "rand-m9-mstd0.5"
-            (RandAugment) or "3a". What a policy uncovers is ImageNet's mean colour.
-        cutout_prob: probability of blackening one square. Cutout's paper lets squares cross the
-            border or, as good, keeps them inside and cuts every other image: this is the latter.
-        cutout_area: smallest and largest part blackened, as a fraction of the area.
-        cutout_min_aspect: smallest height/width of that part, with 1/x the largest; 1 is a square.
-            Area (0.02, 0.33) with aspect 0.3 makes it Random Erasing.
-    """
-
-    size: int = 224
     random_crop: bool = True
+    """Crop a random part and resize it, instead of squashing the whole image."""
     crop_scale: tuple[float, float] = (0.08, 1.0)
+    """Share of the image's area that a random crop covers: least, most."""
     crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    interpolation: Literal["bilinear", "bicubic", "random"] = "bilinear"
+    """Width / height of a random crop: least, most."""
     hflip: float = 0.5
+    """Probability of a mirror image."""
     affine_degrees: float = 0.0
+    """Largest random rotation either way."""
     affine_translate: float = 0.0
+    """Largest random shift, as a share of the image's side."""
     affine_scale: tuple[float, float] = (1.0, 1.0)
+    """Random zoom: least, most."""
     affine_shear: float = 0.0
-    auto_augment: str | None = "original"
-    cutout_prob: float = 0.5
+    """Largest random shear in degrees either way."""
+    auto_augment: str | None = None
+    """Policy in timm's notation, such as original, v0 or rand-m9-mstd0.5. None: none."""
+    cutout_prob: float = 0.0
+    """Probability that a random part is blackened."""
     cutout_area: tuple[float, float] = (0.25, 0.25)
+    """Share of the area that cutout blackens: least, most."""
     cutout_min_aspect: float = 1.0
+    """Least height / width of that part, with its inverse the most. 1: a square."""
 
-    def __post_init__(self) -> None:
-        _check_size(self.size)
+    def check(self) -> None:
+        """Raise `ConfigError` for a value out of range."""
         for name in ("hflip", "cutout_prob", "affine_translate"):
-            _check_fraction(name, getattr(self, name))
-        for name in ("crop_scale", "cutout_area"):
-            _check_range(name, getattr(self, name), largest=1.0)
-        for name in ("crop_ratio", "affine_scale"):
-            _check_range(name, getattr(self, name))
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"expected {name} in [0, 1], got {getattr(self, name)}")
+        for name, most in {
+            "crop_scale": 1.0,
+            "cutout_area": 1.0,
+            "crop_ratio": math.inf,
+            "affine_scale": math.inf,
+        }.items():
+            low, high = getattr(self, name)
+            if not 0 < low <= high <= most:
+                limit = "" if most == math.inf else f" <= {most:g}"
+                raise ConfigError(
+                    f"expected {name} as 0 < smallest <= largest{limit}, got {low}, {high}"
+                )
         if not 0 < self.cutout_min_aspect <= 1:
             raise ConfigError(f"expected cutout_min_aspect in (0, 1], got {self.cutout_min_aspect}")
         if not (0 <= self.affine_degrees < math.inf and 0 <= self.affine_shear < math.inf):
@@ -89,9 +87,9 @@ class EvalTransform:
     """
 
     size: int = 224
-    crop_mode: Literal["center", "squash"] = "center"
+    crop_mode: str = "center"
     crop_pct: float | None = None
-    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    interpolation: str = "bilinear"
 
     def __post_init__(self) -> None:
         _check_size(self.size)
@@ -100,35 +98,40 @@ class EvalTransform:
         if self.crop_pct is not None and not 0 < self.crop_pct <= 1:
             raise ConfigError(f"expected crop_pct in (0, 1], got {self.crop_pct}")
 
-    @property
-    def resolved_crop_pct(self) -> float:
-        """`crop_pct`, or what None stands for in this crop mode."""
-        if self.crop_pct is not None:
-            return self.crop_pct
-        return 0.875 if self.crop_mode == "center" else 1.0
 
-
-def train_transform(cfg: TrainAugment, *, dtype: torch.dtype = torch.float32) -> Transform:
+def train_transform(
+    cfg: Augment,
+    size: int = 224,
+    interpolation: str = "bilinear",
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> Transform:
     """Build the random transform of `cfg` out of timm's and torchvision's parts.
 
     It draws from Python's, NumPy's and PyTorch's global CPU generators, which the loader seeds for
-    each sample.
+    each sample. What an affine change uncovers is black, what a policy uncovers ImageNet's mean
+    colour. Cutout's paper lets squares cross the border or, as good, keeps them inside and cuts
+    every other image: here it is the latter, with a probability.
 
     Args:
         cfg: what to change.
+        size: height and width of the result in pixels.
+        interpolation: "bilinear" or "bicubic".
         dtype: torch.float32 for values in [0, 1] or torch.uint8 for 0..255.
 
     Returns:
         A picklable function from a `Picture`, or a PIL image in RGB, to a tensor (3, size, size).
 
     Raises:
-        ConfigError: the policy or the dtype is unknown.
+        ConfigError: a value is out of range, or the policy or the dtype unknown.
     """
     from timm.data.random_erasing import RandomErasing
     from torchvision import transforms
 
-    steps: list[Any] = [_Crop(cfg)]
-    on_pil = [*_affine(cfg), *_policy(cfg)]
+    _check_size(size)
+    cfg.check()
+    steps: list[Any] = [_Crop(cfg, size, interpolation)]
+    on_pil = [*_affine(cfg), *_policy(cfg, size, interpolation)]
     if on_pil:
         steps += [_to_pil, *on_pil, np.array, torch.from_numpy]
     steps += [_channels_first, *_to_dtype(dtype)]
@@ -155,45 +158,37 @@ class _Crop:
     values, bicubically to within six, so that this is left to Pillow.
     """
 
-    def __init__(self, cfg: TrainAugment) -> None:
+    def __init__(self, cfg: Augment, size: int, interpolation: str) -> None:
         from timm.data.transforms import RandomResizedCropAndInterpolation
 
-        self._size = [cfg.size, cfg.size]
+        self._size = [size, size]
         self._hflip = cfg.hflip
         self._drawn = cfg.random_crop
-        mode = cfg.interpolation
-        if mode == "random" and not cfg.random_crop:
-            mode = "bilinear"
         self._timm = RandomResizedCropAndInterpolation(
-            cfg.size, cfg.crop_scale, cfg.crop_ratio, mode
+            size, cfg.crop_scale, cfg.crop_ratio, interpolation
         )
 
     def __call__(self, image: "Image | Picture") -> torch.Tensor:
         """(size, size, 3), uint8."""
-        box, mode = self._draw(image.image if isinstance(image, Picture) else image)
+        pixels = image.image if isinstance(image, Picture) else image
+        box = (0, 0, pixels.height, pixels.width)
+        if self._drawn:
+            box = self._timm.get_params(pixels, self._timm.scale, self._timm.ratio)
         mirror = bool(self._hflip) and torch.rand(1).item() < self._hflip
         part = image.crop(box) if isinstance(image, Picture) else crop_of(image, box)
-        part = self._resize(part, mode)
+        part = self._resize(part)
         return part.flip(1) if mirror else part
 
-    def _resize(self, part: torch.Tensor, mode: Any) -> torch.Tensor:
+    def _resize(self, part: torch.Tensor) -> torch.Tensor:
         from torchvision.transforms.v2 import InterpolationMode, functional
 
+        mode: Any = self._timm.interpolation
         if mode == InterpolationMode.BICUBIC:
             from PIL.Image import Resampling
 
             return torch.from_numpy(np.array(_to_pil(part).resize(self._size, Resampling.BICUBIC)))
         planes = functional.resize(part.permute(2, 0, 1), self._size, mode, antialias=True)
         return planes.permute(1, 2, 0)
-
-    def _draw(self, image: "Image") -> tuple[Box, Any]:
-        """The box to keep, and how to resize it."""
-        crop = self._timm
-        box = (0, 0, image.height, image.width)
-        if self._drawn:
-            box = crop.get_params(image, crop.scale, crop.ratio)
-        choices = crop.interpolation
-        return box, random.choice(choices) if isinstance(choices, tuple | list) else choices
 
 
 def _channels_first(image: torch.Tensor) -> torch.Tensor:
@@ -207,7 +202,7 @@ def _to_pil(image: torch.Tensor) -> "Image":
     return Image.fromarray(image.numpy())
 
 
-def _affine(cfg: TrainAugment) -> list[Any]:
+def _affine(cfg: Augment) -> list[Any]:
     """The random affine change of a PIL image, if there is one."""
     from torchvision import transforms
 
@@ -239,11 +234,12 @@ def eval_transform(cfg: EvalTransform, *, dtype: torch.dtype = torch.float32) ->
     from timm.data.transforms_factory import create_transform
     from torchvision import transforms
 
+    crop_pct = cfg.crop_pct or (0.875 if cfg.crop_mode == "center" else 1.0)
     resize_and_crop = create_transform(
         cfg.size,
         is_training=False,
         interpolation=cfg.interpolation,
-        crop_pct=cfg.resolved_crop_pct,
+        crop_pct=crop_pct,
         crop_mode=cfg.crop_mode,
         normalize=False,
     )
@@ -254,7 +250,7 @@ def _decoded(image: "Image | Picture") -> "Image":
     return image.rgb() if isinstance(image, Picture) else image
 
 
-def _policy(cfg: TrainAugment) -> list[Any]:
+def _policy(cfg: Augment, size: int, interpolation: str) -> list[Any]:
     """Changes of a PIL image by a policy of timm's, if there is one."""
     from timm.data.transforms_factory import create_transform
 
@@ -262,11 +258,11 @@ def _policy(cfg: TrainAugment) -> list[Any]:
         return []
     try:
         _, policy, _ = create_transform(
-            cfg.size,
+            size,
             is_training=True,
             color_jitter=None,  # type: ignore[arg-type]  timm's way to leave it out
             auto_augment=cfg.auto_augment,
-            interpolation=cfg.interpolation,
+            interpolation=interpolation,
             normalize=False,
             separate=True,
         )
@@ -292,15 +288,3 @@ def _to_dtype(dtype: torch.dtype) -> list[Any]:
 def _check_size(size: int) -> None:
     if size < 1:
         raise ConfigError(f"expected a size of at least 1 pixel, got {size}")
-
-
-def _check_fraction(name: str, value: float) -> None:
-    if not 0 <= value <= 1:
-        raise ConfigError(f"expected {name} in [0, 1], got {value}")
-
-
-def _check_range(name: str, pair: tuple[float, float], largest: float = float("inf")) -> None:
-    low, high = pair
-    if not 0 < low <= high <= largest:
-        limit = "" if largest == float("inf") else f" <= {largest:g}"
-        raise ConfigError(f"expected {name} as 0 < smallest <= largest{limit}, got {low}, {high}")

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from tresnet.engine import config as configs
 from tresnet.engine.config import AUTO, TrainConfig
@@ -116,8 +115,9 @@ def step_of(config: TrainConfig, classes: int, world: int) -> dict[str, Any]:
 
     Synchronised batch norm is predicted as the plain one: what it saves differs by a few vectors.
     """
-    size, mixes = config.data.input_size, config.augment.mixes
-    assert size is not None, "filled in by resolve"
+    from timm.loss import SoftTargetCrossEntropy
+
+    size, mixes = config.data.testing.size, config.augment.mixes
     return {
         "input_size": (3, size, size),
         "input": "uint8",
@@ -127,7 +127,7 @@ def step_of(config: TrainConfig, classes: int, world: int) -> dict[str, Any]:
         "clip_grad": config.optim.clip_grad,
         "accumulate": config.optim.accumulate,
         "ema_decay": config.ema.ema_decay,
-        "loss": _loss(config),
+        "loss": SoftTargetCrossEntropy() if mixes else plain_loss(config),
         "target_size": (classes,) if mixes or config.labels.multi else None,
         "channels_last": config.compute.channels_last,
         "grad_checkpointing": config.model.grad_checkpointing,
@@ -182,56 +182,44 @@ def explain_full_memory(
     processes: Processes,
     last: str,
 ) -> str:
-    """What to say when the GPU's memory was full: what would fit, and the options to pass.
-
-    Args:
-        error: What PyTorch said.
-        config: A resolved configuration.
-        classes: The data set's.
-        processes: This process's place.
-        last: Where the last checkpoint is.
-    """
-    fitting, said = _fitting(config, classes, processes)
-    ways = "; or ".join(_ways_out(config, fitting))
-    lines = [
-        f"the GPU's memory is full with --batch-size {config.data.batch_size}: {error}",
-        last,
-        said,
-        f"try {ways}",
-    ]
-    return "\n  ".join(lines)
-
-
-def _fitting(
-    config: TrainConfig, classes: Sequence[str], processes: Processes
-) -> tuple[int | None, str]:
-    """How many images are predicted to fit, if that can be said, and a sentence about it."""
+    """What to say when the GPU's memory was full: what would fit, and the options to pass."""
+    tried, fitting = config.data.resolved_batch_size, None
     if config.compute.compile != "none" or config.model.jit:
-        return None, "what a compiled or scripted model keeps in memory cannot be predicted"
-    try:
-        gpu = gpu_of(config, processes.device)
-        fitting = largest(config, classes, gpu, processes.world).batch_size
-    except (TResNetError, RuntimeError) as error:  # the driver's too: they must not hide the first
-        return None, f"what would fit cannot be predicted: {error}"
-    said = f"predicted to fit on this {gpu.name}: {fitting} images at most"
-    if fitting >= config.data.resolved_batch_size:
-        said += ", yet these did not: look for other processes on the GPU"
-    return fitting, said
+        said = "what a compiled or scripted model keeps in memory cannot be predicted"
+    else:
+        try:
+            gpu = gpu_of(config, processes.device)
+            fitting = largest(config, classes, gpu, processes.world).batch_size
+            said = f"predicted to fit on this {gpu.name}: {fitting} images at most"
+            if fitting >= tried:
+                said += ", yet these did not: look for other processes on the GPU"
+        except (
+            TResNetError,
+            RuntimeError,
+        ) as second:  # the driver's too: it must not hide the first
+            said = f"what would fit cannot be predicted: {second}"
+    return (
+        f"the GPU's memory is full with --batch-size {tried}: {error}\n  {last}\n  {said}\n"
+        f"  try {'; or '.join(ways_out(config, fitting))}"
+    )
 
 
-def _ways_out(config: TrainConfig, fitting: int | None) -> Iterator[str]:
-    """Options that help, the smaller batch first."""
+def ways_out(config: TrainConfig, fitting: int | None) -> Iterator[str]:
+    """Options that help where so many images fit, the smaller batch first; None: it is unknown."""
     tried, accumulate = config.data.resolved_batch_size, config.optim.accumulate
     pairs = config.augment.mixes
     limit = tried // 2 if fitting is None or fitting >= tried else fitting
-    parts = _parts(tried, limit, pairs=pairs)
-    if parts is not None:
-        yield (
-            f"--batch-size {tried // parts} --accumulate {accumulate * parts}, which keeps"
-            f" {tried * accumulate} images per update"
-        )
-    elif round_down(limit, pairs=pairs):
-        yield f"--batch-size {round_down(limit, pairs=pairs)}"
+    for parts in range(2, tried + 1):  # equal ones, within the limit but not far below
+        size = tried // parts
+        if limit / 2 <= size <= limit and tried % parts == 0 and not (pairs and size % 2):
+            yield (
+                f"--batch-size {size} --accumulate {accumulate * parts}, which keeps"
+                f" {tried * accumulate} images per update"
+            )
+            break
+    else:
+        if round_down(limit, pairs=pairs):
+            yield f"--batch-size {round_down(limit, pairs=pairs)}"
     if config.compute.amp == "off":
         yield "--amp bf16"
     if config.model.norm != "abn":
@@ -241,21 +229,3 @@ def _ways_out(config: TrainConfig, fitting: int | None) -> Iterator[str]:
     if (config.data.eval_batch_size or 0) > tried:
         yield "a smaller --eval-batch-size"
     yield "a smaller --input-size or --model"
-
-
-def _parts(tried: int, limit: int, *, pairs: bool) -> int | None:
-    """Into how many equal batches to cut one so that each is within the limit, but not far below."""
-    for parts in range(2, tried + 1):
-        size = tried // parts
-        if 2 * size < limit:
-            return None
-        if tried % parts == 0 and size <= limit and not (pairs and size % 2):
-            return parts
-    return None
-
-
-def _loss(config: TrainConfig) -> Callable[[Tensor, Tensor], Tensor]:
-    """The run's loss of float32 logits; mixed batches have soft targets."""
-    from timm.loss import SoftTargetCrossEntropy
-
-    return SoftTargetCrossEntropy() if config.augment.mixes else plain_loss(config)

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
+from tresnet.data.transforms import Augment, EvalTransform
 from tresnet.engine import fields
 from tresnet.errors import ConfigError
 from tresnet.steps.settings import EmaConfig, OptimConfig, ScheduleConfig, TrainingCompute
@@ -18,7 +19,21 @@ AUTO = "auto"
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelConfig:
+class BuildConfig:
+    """How a model computes; its function and its checkpoints are the same."""
+
+    norm: Literal["abn", "batchnorm", "inplace_abn"] = "abn"
+    """Implementation of batch norm + activation."""
+    impl: Literal["auto", "triton", "reference"] = "auto"
+    """What computes the norms and what follows them: Triton kernels, or plain operators."""
+    pad: bool = False
+    """Widths in multiples of 8, as tensor cores want them; the same function and checkpoints."""
+    jit: bool = False
+    """Use the scripted helper functions."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig(BuildConfig):
     """Which model, and what it starts from."""
 
     model: str | None = None
@@ -27,20 +42,12 @@ class ModelConfig:
     """Start from these weights: a tag of `tresnet list` or a file. None: random weights."""
     new_head: bool = False
     """Leave the head of the weights out and start a new one for the classes of the data."""
-    norm: Literal["abn", "batchnorm", "inplace_abn"] = "abn"
-    """Implementation of batch norm + activation."""
-    impl: Literal["auto", "triton", "reference"] = "auto"
-    """What computes the norms and what follows them: Triton kernels, or plain operators."""
-    pad: bool = False
-    """Widths in multiples of 8, as tensor cores want them; the same function and checkpoints."""
     head: str | None = None
     """Kind of classifier: linear, group_attention, ml_decoder. None: the weights', else linear."""
     head_groups: tuple[int, ...] | None = None
     """Classes of each group of the head group_attention. None: 12 groups, classes spread evenly."""
     head_channels: int | None = None
     """Channels of each group of group_attention (None: 512) or of ml_decoder (None: 768)."""
-    jit: bool = False
-    """Use the scripted helper functions."""
     width_factor: float | None = None
     """Multiply the channels. None: the variant's own."""
     layers: tuple[int, ...] | None = None
@@ -59,18 +66,14 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class DataConfig:
-    """Which images, and how they reach the model."""
+class ImageConfig:
+    """Which images, and how they are read and tested."""
 
     data: str | None = None
     """Directory with train/CLASS/ and val/CLASS/ image folders, or with train.csv and val.csv where
     images have several labels, or `digits` or `digits_multilabel`."""
     data_root: str = "data"
     """Directory in which the digits are written."""
-    batch_size: int | Literal["auto"] = 128
-    """Images per process (per GPU) and forward pass. auto: as many as are sure to fit the GPU."""
-    eval_batch_size: int | None = None
-    """Images per process and forward pass in evaluation. None: as in training."""
     input_size: int | None = None
     """Height and width of the input in pixels. None: the model's own."""
     crop_pct: float | None = None
@@ -80,9 +83,27 @@ class DataConfig:
     interpolation: Literal["bilinear", "bicubic"] | None = None
     """Resampling filter. None: the model's own."""
     workers: int = 4
-    """Processes that load images, per training process. 0: the training process itself."""
+    """Processes that load images, per process that computes. 0: that process itself."""
     skip_bad_images: bool = False
     """Count unreadable images and go on, instead of stopping."""
+
+    @property
+    def testing(self) -> EvalTransform:
+        """How an image is tested, of a resolved configuration."""
+        assert self.input_size is not None, "filled in by resolve"
+        assert self.crop_mode is not None, "filled in by resolve"
+        assert self.interpolation is not None, "filled in by resolve"
+        return EvalTransform(self.input_size, self.crop_mode, self.crop_pct, self.interpolation)
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig(ImageConfig):
+    """Which images, and how they reach the model."""
+
+    batch_size: int | Literal["auto"] = 128
+    """Images per process (per GPU) and forward pass. auto: as many as are sure to fit the GPU."""
+    eval_batch_size: int | None = None
+    """Images per process and forward pass in evaluation. None: as in training."""
 
     @property
     def resolved_batch_size(self) -> int:
@@ -92,33 +113,9 @@ class DataConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class AugmentConfig:
+class AugmentConfig(Augment):
     """How training images and labels are varied, in this order."""
 
-    random_crop: bool = True
-    """Crop a random part and resize it, instead of squashing the whole image."""
-    crop_scale: tuple[float, float] = (0.08, 1.0)
-    """Share of the image's area that a random crop covers: least, most."""
-    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    """Width / height of a random crop: least, most."""
-    hflip: float = 0.5
-    """Probability of a mirror image."""
-    affine_degrees: float = 0.0
-    """Largest random rotation either way."""
-    affine_translate: float = 0.0
-    """Largest random shift, as a share of the image's side."""
-    affine_scale: tuple[float, float] = (1.0, 1.0)
-    """Random zoom: least, most."""
-    affine_shear: float = 0.0
-    """Largest random shear in degrees either way."""
-    auto_augment: str | None = None
-    """Policy in timm's notation, such as original, v0 or rand-m9-mstd0.5. None: none."""
-    cutout_prob: float = 0.0
-    """Probability that a random part is blackened."""
-    cutout_area: tuple[float, float] = (0.25, 0.25)
-    """Share of the area that cutout blackens: least, most."""
-    cutout_min_aspect: float = 1.0
-    """Least height / width of that part, with its inverse the most. 1: a square."""
     mixup: float = 0.0
     """Alpha of mixup. 0: none."""
     cutmix: float = 0.0

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from tresnet.engine.console import Console
 from tresnet.engine.distributed import Processes
 from tresnet.errors import DataError
 from tresnet.measure.throughput import ThroughputMeter
+from tresnet.steps import InferenceStep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,25 +105,11 @@ class MultiLabelMetrics:
         )
 
 
-class Step(Protocol):
-    """What an `InferenceStep` does."""
-
-    @property
-    def feed(self) -> Any:
-        """Moves images and labels to the device."""
-        ...
-
-    def __call__(self, images: Tensor, /) -> Tensor:
-        """Logits (N, classes) in float32 of images from `feed`."""
-        ...
-
-
 def evaluate(
     labels: LabelConfig,
-    step: Step,
+    step: InferenceStep,
     loader: Loader,
     processes: Processes,
-    *,
     class_map: list[int] | None = None,
     console: Console | None = None,
 ) -> Metrics | MultiLabelMetrics:

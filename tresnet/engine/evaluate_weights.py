@@ -2,34 +2,33 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from tresnet import env, files
 from tresnet.checkpoints.creation import create
-from tresnet.checkpoints.weights import OpenWeights, open_weights
-from tresnet.data import ImageDataset, create_loader, eval_transform
+from tresnet.checkpoints.weights import WeightsInfo, open_weights
+from tresnet.data import ImageDataset, Loader, create_loader, eval_transform
 from tresnet.data.folder import CLASSES_FILE
-from tresnet.engine import distributed, fields, images
-from tresnet.engine.config import LabelConfig
+from tresnet.engine import distributed, images
+from tresnet.engine.config import BuildConfig, ImageConfig, LabelConfig
 from tresnet.engine.console import Console
 from tresnet.engine.distributed import Processes
-from tresnet.engine.evaluate import Metrics, MultiLabelMetrics, evaluate
-from tresnet.engine.resolve import class_map
+from tresnet.engine.evaluate import evaluate
+from tresnet.engine.resolve import class_map, missing
+from tresnet.engine.validate import range_problems
 from tresnet.errors import ConfigError, WriteError
-from tresnet.measure.memory import MemoryMeter, MemorySnapshot
+from tresnet.measure.memory import MemoryMeter
 from tresnet.steps import InferenceCompute, InferenceStep
 
 
-@dataclasses.dataclass(frozen=True)
-class EvalConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalConfig(BuildConfig, ImageConfig):
     """Evaluate weights on the images of a folder, or on the digits."""
 
-    data: str
+    data: str = dataclasses.field()
     """Directory with val/CLASS/ image folders or val.csv, or `digits` or `digits_multilabel`."""
     weights: str
     """A tag of `tresnet list`, or a file of weights."""
@@ -42,30 +41,8 @@ class EvalConfig:
     """Probability from which a label counts as predicted, for F1."""
     split: str = "val"
     """Sub-directory of the data."""
-    data_root: str = "data"
-    """Directory in which `digits` is written."""
     batch_size: int = 128
     """Images per process (per GPU) and forward pass."""
-    input_size: int | None = None
-    """Height and width of the input in pixels. None: as the weights were made for."""
-    crop_pct: float | None = None
-    """Share of the resized image that is kept. None: as the weights were made for."""
-    crop_mode: Literal["center", "squash"] | None = None
-    """Cut out the middle, or squash to a square. None: as the weights were made for."""
-    interpolation: Literal["bilinear", "bicubic"] | None = None
-    """Resampling filter. None: as the weights were made for."""
-    workers: int = 4
-    """Processes that load images, per evaluating process."""
-    skip_bad_images: bool = False
-    """Count unreadable images and go on, instead of stopping."""
-    norm: Literal["abn", "batchnorm", "inplace_abn"] = "abn"
-    """Implementation of batch norm + activation."""
-    impl: Literal["auto", "triton", "reference"] = "auto"
-    """What computes the norms: Triton kernels, or plain operators."""
-    pad: bool = False
-    """Widths in multiples of 8, as tensor cores want them: the same outputs."""
-    jit: bool = False
-    """Use the scripted helper functions."""
     device: str = "auto"
     """cpu, cuda, cuda:N, or auto: a GPU if there is one."""
     compute: InferenceCompute = dataclasses.field(default_factory=InferenceCompute)
@@ -92,27 +69,44 @@ def run(config: EvalConfig) -> dict[str, Any]:
     _check(config)
     opened = open_weights(config.weights)
     opened.check_finite()
-    config = _completed(config, opened)
+    config = dataclasses.replace(
+        config,
+        model=config.model or opened.info.model,
+        labels=config.labels or opened.info.user.get("labels", "single"),
+        **missing(config, opened.info.pretrained_cfg),
+    )
+    multi = config.labels == "multi"
     with distributed.join(config.device) as processes:
         memory = MemoryMeter(processes.device)
         memory.reset_peak()
-        folder = images.locate(config.data, config.data_root, processes)
-        dataset = _open(config, folder)
-        model = create(
-            config.model,
-            weights=opened,
-            norm=config.norm,
-            jit=config.jit,
-            impl=config.impl,
-            pad=config.pad,
-        )
-        mapping = _class_map(opened.info.classes, _outputs(model), dataset)
+        dataset, loader = _open(config, multi, processes)
+        options = dataclasses.asdict(config)
+        build = {field.name: options[field.name] for field in dataclasses.fields(BuildConfig)}
+        model = create(config.model, weights=opened, **build)
+        mapping = _class_map(opened.info, dataset)
         console = Console(processes.is_main, config.progress)
-        metrics = _measure(config, model, dataset, mapping, processes, console)
+        step = InferenceStep(model, config.compute, processes.device, say=console.say)
+        labels = LabelConfig("bce" if multi else "cross-entropy", threshold=config.threshold)
+        try:
+            metrics = evaluate(labels, step, loader, processes, mapping, console)
+        finally:
+            loader.close()
         used = memory.snapshot()
-        console.say(_line(config, metrics, used))
-        result = _result(config, metrics, processes) | used.to_dict()
-        result["environment"] = env.describe(processes.device)
+        rate = "" if metrics.images_per_s is None else f", {metrics.images_per_s:.0f} images/s"
+        skipped = f", {metrics.skipped} unreadable left out" if metrics.skipped else ""
+        console.say(
+            f"{config.weights} on {config.data}/{config.split}: {metrics.summary()} on"
+            f" {metrics.images} images{skipped}{rate}, memory: {used.format()}"
+        )
+        for name in ("output", "overwrite", "progress"):
+            del options[name]
+        result = {
+            **dataclasses.asdict(metrics),
+            "processes": processes.world,
+            "options": options | options.pop("compute"),
+            **used.to_dict(),
+            "environment": env.describe(processes.device),
+        }
         if config.output is not None and processes.is_main:
             files.write_text(config.output, json.dumps(result, indent=2) + "\n")
         elif console.broken is not None:
@@ -124,14 +118,8 @@ def run(config: EvalConfig) -> dict[str, Any]:
 
 
 def _check(config: EvalConfig) -> None:
-    for name in ("batch_size", "input_size"):
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"{fields.option(name)}: expected at least 1, got {value}")
-    if not 0 <= config.threshold <= 1:
-        raise ConfigError(f"--threshold: expected 0 to 1, got {config.threshold}")
-    if config.workers < 0:
-        raise ConfigError(f"--workers: expected 0 or more, got {config.workers}")
+    for problem in range_problems(vars(config)):
+        raise ConfigError(problem)
     if config.output is not None and config.output.exists() and not config.overwrite:
         raise ConfigError(
             f"--output: {config.output} exists: choose another name, or add --overwrite"
@@ -140,63 +128,14 @@ def _check(config: EvalConfig) -> None:
         raise ConfigError(f"--output: there is no directory {config.output.parent}")
 
 
-def _completed(config: EvalConfig, opened: OpenWeights) -> EvalConfig:
-    """Fill in what the weights say of their input."""
-    info = opened.info
-    known = {
-        "model": info.model,
-        "input_size": info.input_size[-1],
-        "crop_pct": info.crop_pct,
-        "crop_mode": info.crop_mode,
-        "interpolation": info.interpolation,
-        "labels": info.user.get("labels", "single"),
-    }
-    missing = {name: value for name, value in known.items() if getattr(config, name) is None}
-    return dataclasses.replace(config, **missing)
-
-
-def _open(config: EvalConfig, folder: Path) -> ImageDataset:
-    assert config.input_size is not None, "filled in by _completed"
-    transform = images.testing(
-        config.input_size, config.crop_mode, config.crop_pct, config.interpolation
-    )
-    return images.open_split(
-        folder,
+def _open(config: EvalConfig, multi: bool, processes: Processes) -> tuple[ImageDataset, Loader]:
+    dataset = images.open_split(
+        images.locate(config, processes),
         config.split,
-        eval_transform(transform, dtype=torch.uint8),
-        config.labels == "multi",
+        eval_transform(config.testing, dtype=torch.uint8),
+        multi,
         config.skip_bad_images,
     )
-
-
-def _class_map(
-    trained: Sequence[str] | None, outputs: int, dataset: ImageDataset
-) -> list[int] | None:
-    try:
-        return class_map(trained, outputs, dataset.classes)
-    except ConfigError as error:
-        if dataset.multi:
-            raise ConfigError(
-                f"{error}. Where labels are names, a class that no image has is known from "
-                f"{CLASSES_FILE} alone: list all classes there"
-            ) from error
-        raise
-
-
-def _outputs(model: nn.Module) -> int:
-    outputs = model.num_classes
-    assert isinstance(outputs, int), "a TResNet"
-    return outputs
-
-
-def _measure(
-    config: EvalConfig,
-    model: nn.Module,
-    dataset: ImageDataset,
-    mapping: list[int] | None,
-    processes: Processes,
-    console: Console,
-) -> Metrics | MultiLabelMetrics:
     loader = create_loader(
         dataset,
         config.batch_size,
@@ -205,30 +144,16 @@ def _measure(
         distributed=(processes.rank, processes.world),
         pin_memory=processes.device.type == "cuda",
     )
-    step = InferenceStep(model, config.compute, processes.device, say=console.say)
+    return dataset, loader
+
+
+def _class_map(known: WeightsInfo, dataset: ImageDataset) -> list[int] | None:
     try:
-        labels = LabelConfig("bce" if config.labels == "multi" else "cross-entropy")
-        labels = dataclasses.replace(labels, threshold=config.threshold)
-        return evaluate(labels, step, loader, processes, class_map=mapping, console=console)
-    finally:
-        loader.close()
-
-
-def _result(
-    config: EvalConfig, metrics: Metrics | MultiLabelMetrics, processes: Processes
-) -> dict[str, Any]:
-    options = dataclasses.asdict(config)
-    for name in ("output", "overwrite", "progress"):
-        del options[name]
-    options |= options.pop("compute")
-    return {**dataclasses.asdict(metrics), "processes": processes.world, "options": options}
-
-
-def _line(config: EvalConfig, metrics: Metrics | MultiLabelMetrics, memory: MemorySnapshot) -> str:
-    rate = "" if metrics.images_per_s is None else f", {metrics.images_per_s:.0f} images/s"
-    skipped = f", {metrics.skipped} unreadable left out" if metrics.skipped else ""
-    return (
-        f"{config.weights} on {config.data}/{config.split}: {metrics.summary()} on"
-        f" {metrics.images} images{skipped}"
-        f"{rate}, memory: {memory.format()}"
-    )
+        return class_map(known.classes, known.num_classes, dataset.classes)
+    except ConfigError as error:
+        if not dataset.multi:
+            raise
+        raise ConfigError(
+            f"{error}. Where labels are names, a class that no image has is known from "
+            f"{CLASSES_FILE} alone: list all classes there"
+        ) from error

@@ -4,15 +4,13 @@ import dataclasses
 import hashlib
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from tresnet.data import (
-    EvalTransform,
     ImageDataset,
     Loader,
-    TrainAugment,
     check_same_classes,
     create_loader,
     digits,
@@ -22,7 +20,7 @@ from tresnet.data import (
 )
 from tresnet.data import digits_multilabel as digits_multi
 from tresnet.data.multilabel import open_multilabel
-from tresnet.engine.config import AugmentConfig, TrainConfig
+from tresnet.engine.config import ImageConfig, TrainConfig
 from tresnet.engine.distributed import Processes
 
 _WRITTEN = {"digits": digits, digits_multi.NAME: digits_multi}
@@ -49,19 +47,20 @@ class Splits:
         return self.train.classes
 
 
-def locate(data: str, root: str, processes: Processes) -> Path:
+def locate(data: ImageConfig, processes: Processes) -> Path:
     """The folder with the splits; the digits are written by one process while the others wait.
 
     Raises:
         DataError: The digits' place holds something else.
         MissingDependencyError: The digits are not written and scikit-learn is not installed.
     """
-    if data not in _WRITTEN:
-        return Path(data)
+    assert data.data is not None, "checked by validate"
+    if data.data not in _WRITTEN:
+        return Path(data.data)
     if processes.is_main:
-        _WRITTEN[data].write(root)
+        _WRITTEN[data.data].write(data.data_root)
     processes.wait()
-    return Path(root) / data
+    return Path(data.data_root) / data.data
 
 
 def foresee(config: TrainConfig) -> tuple[list[str], int]:
@@ -84,14 +83,10 @@ def open_splits(config: TrainConfig, processes: Processes) -> Splits:
     Raises:
         DataError: A folder is missing or empty, or the splits have different classes.
     """
-    data, multi = config.data, config.labels.multi
-    assert data.data is not None, "checked by validate"
-    assert data.input_size is not None, "filled in by resolve"
-    folder = locate(data.data, data.data_root, processes)
-    changes = augmentation(config.augment, data.input_size, data.interpolation)
-    test = testing(data.input_size, data.crop_mode, data.crop_pct, data.interpolation)
+    data, multi, test = config.data, config.labels.multi, config.data.testing
+    folder = locate(data, processes)
     transforms = {
-        "train": train_transform(changes, dtype=torch.uint8),
+        "train": train_transform(config.augment, test.size, test.interpolation, dtype=torch.uint8),
         "val": eval_transform(test, dtype=torch.uint8),
     }
     splits = {
@@ -136,35 +131,6 @@ def create_loaders(
         create_loader(splits.train, batch, training=True, **shared),
         create_loader(splits.val, data.eval_batch_size or batch, training=False, **shared),
     )
-
-
-def augmentation(
-    config: AugmentConfig,
-    size: int,
-    interpolation: Literal["bilinear", "bicubic"] | None = None,
-) -> TrainAugment:
-    """The data room's description of the changes to an image.
-
-    Raises:
-        ConfigError: A value is out of range.
-    """
-    names = {field.name for field in dataclasses.fields(TrainAugment)}
-    same = {name: value for name, value in vars(config).items() if name in names}
-    return TrainAugment(size=size, interpolation=interpolation or "bilinear", **same)
-
-
-def testing(
-    size: int,
-    crop_mode: Literal["center", "squash"] | None,
-    crop_pct: float | None,
-    interpolation: Literal["bilinear", "bicubic"] | None,
-) -> EvalTransform:
-    """The data room's description of how an image is tested.
-
-    Raises:
-        ConfigError: A value is out of range.
-    """
-    return EvalTransform(size, crop_mode or "center", crop_pct, interpolation or "bilinear")
 
 
 def fingerprint(dataset: ImageDataset, folder: Path) -> str:

@@ -1,18 +1,17 @@
 """Fills in what a configuration leaves to the model or the weights, and builds the model."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from tresnet.checkpoints.creation import create
-from tresnet.checkpoints.weights import describe
+from tresnet.checkpoints.weights import WeightsInfo, describe, open_weights
 from tresnet.engine import config as configs
-from tresnet.engine.config import ModelConfig, TrainConfig
+from tresnet.engine.config import ImageConfig, TrainConfig
 from tresnet.errors import ConfigError
 from tresnet.models import zoo
-from tresnet.models.padding import pad_channels
 from tresnet.models.tresnet import TResNet
 
 
@@ -22,40 +21,26 @@ def resolve(config: TrainConfig) -> TrainConfig:
     What the options say stays; else what the weights were trained with; else the variant's own.
 
     Raises:
-        InputError: No model has that name.
-        CheckpointError: The weights are unknown or unreadable.
-    """
-    model, known = input_defaults(config.model.model, config.model.weights)
-    given = configs.flatten(config)
-    missing = {name: value for name, value in known.items() if given[name] is None}
-    return configs.replace(config, model=model, **missing)
-
-
-def input_defaults(model: str | None, weights: str | None) -> tuple[str, dict[str, Any]]:
-    """The variant, and the input_size, crop_pct, crop_mode and interpolation it is used with.
-
-    Raises:
         ConfigError: Neither a model nor weights are named.
         InputError: No model has that name.
         CheckpointError: The weights are unknown or unreadable.
     """
+    model, weights = config.model.model, config.model.weights
     if weights is not None:
         info = describe(weights)
-        return model or info.model, {
-            "input_size": info.input_size[-1],
-            "crop_pct": info.crop_pct,
-            "crop_mode": info.crop_mode,
-            "interpolation": info.interpolation,
-        }
-    if model is None:
+        model, cfg = model or info.model, info.pretrained_cfg
+    elif model is not None:
+        cfg = zoo.default_pretrained_cfg(model, zoo.make_config(model))
+    else:
         raise ConfigError("--model: name a model, or --weights that say which it is")
-    size = zoo.find_variant(model).input_size
-    return model, {
-        "input_size": size,
-        "crop_pct": zoo.default_crop_pct(size),
-        "crop_mode": "center",
-        "interpolation": "bilinear",
-    }
+    return configs.replace(config, model=model, **missing(config.data, cfg))
+
+
+def missing(data: ImageConfig, cfg: Mapping[str, Any]) -> dict[str, Any]:
+    """What the options leave open of how images are prepared, out of a model's `pretrained_cfg`."""
+    known = {name: cfg[name] for name in ("crop_pct", "crop_mode", "interpolation")}
+    known["input_size"] = cfg["input_size"][-1]
+    return {name: value for name, value in known.items() if getattr(data, name) is None}
 
 
 def create_model(config: TrainConfig, classes: Sequence[str]) -> TResNet:
@@ -66,26 +51,21 @@ def create_model(config: TrainConfig, classes: Sequence[str]) -> TResNet:
         CheckpointError: The weights do not fit the model or the number of classes.
         InputError: A value is out of range, or the model cannot take images of that size.
     """
-    settings, data = config.model, config.data
-    if settings.weights is not None and not settings.new_head:
-        _check_head(settings, classes)
-    options = dataclasses.asdict(settings)
-    for name in ("model", "grad_checkpointing", "recompute", "impl", "pad"):
+    options, data = dataclasses.asdict(config.model), config.data
+    for name in ("model", "grad_checkpointing"):
         del options[name]
-    model = create(settings.model, num_classes=len(classes), **options)
+    if options["weights"] is not None:
+        options["weights"] = open_weights(options["weights"])
+        if not options["new_head"]:
+            _check_head(options["weights"].info, classes)
+    model = create(config.model.model, num_classes=len(classes), **options)
     assert isinstance(model, TResNet), "features_only is not an option"
-    if settings.impl != "auto":
-        model.set_impl(settings.impl)
-    if settings.recompute != "activations":
-        model.set_recompute(settings.recompute)
-    if settings.pad:
-        model = pad_channels(model, inplace=True)
-    assert data.input_size is not None, "filled in by resolve"
-    model.check_input(torch.empty(1, 3, data.input_size, data.input_size, device="meta"))
+    size = data.testing.size
+    model.check_input(torch.empty(1, 3, size, size, device="meta"))
     # what is saved with the weights, so that whoever loads them prepares images the same way
     model.pretrained_cfg = {
         **model.pretrained_cfg,
-        "input_size": (3, data.input_size, data.input_size),
+        "input_size": (3, size, size),
         "crop_pct": data.crop_pct,
         "crop_mode": data.crop_mode,
         "interpolation": data.interpolation,
@@ -125,8 +105,7 @@ def class_map(
     return [list(trained).index(name) for name in found]
 
 
-def _check_head(settings: ModelConfig, classes: Sequence[str]) -> None:
-    info = describe(settings.weights or "")
+def _check_head(info: WeightsInfo, classes: Sequence[str]) -> None:
     try:
         mapping = class_map(info.classes, info.num_classes, classes)
     except ConfigError as error:

@@ -3,45 +3,40 @@
 import dataclasses
 import math
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from tresnet.engine import fields, images
+from tresnet.engine import fields
 from tresnet.engine.config import AUTO, TrainConfig, flatten
 from tresnet.errors import ConfigError, InputError
 
-_AT_LEAST_ONE = [
-    "batch_size",
-    "eval_batch_size",
-    "input_size",
-    "lr_batch",
-    "accumulate",
-    "epochs",
-    "block_size",
-    "eval_interval",
-    "log_interval",
-]
-_NOT_NEGATIVE = [
-    "gamma_neg",
-    "gamma_pos",
-    "workers",
-    "mixup",
-    "cutmix",
-    "weight_decay",
-    "mix_off_epochs",
-    "seed",
-    "checkpoint_interval_s",
-]
-_POSITIVE = ["lr", "clip_grad", "width_factor", "start_factor", "end_factor"]
-_SHARE = ["threshold", "mix_prob", "warmup_fraction", "start_factor", "end_factor"]
-_BELOW_ONE = [
-    "prob_margin",
-    "drop_rate",
-    "drop_path_rate",
-    "label_smoothing",
-    "ema_decay",
-    "momentum",
-]
 SEED_LIMIT = 2**63
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "at least 1": (
+        lambda value: value >= 1,
+        "batch_size eval_batch_size input_size lr_batch accumulate epochs block_size eval_interval"
+        " log_interval",
+    ),
+    "0 or more": (
+        lambda value: value >= 0,
+        "gamma_neg gamma_pos workers mixup cutmix weight_decay mix_off_epochs seed"
+        " checkpoint_interval_s",
+    ),
+    "more than 0": (
+        lambda value: value > 0,
+        "lr clip_grad width_factor start_factor end_factor",
+    ),
+    "0 to 1": (
+        lambda value: 0 <= value <= 1,
+        "threshold mix_prob warmup_fraction start_factor end_factor",
+    ),
+    "0 or more and below 1": (
+        lambda value: 0 <= value < 1,
+        "prob_margin drop_rate drop_path_rate label_smoothing ema_decay momentum",
+    ),
+    f"less than {SEED_LIMIT}": (lambda value: value < SEED_LIMIT, "seed"),
+    "more than 0 and at most 1": (lambda value: 0 < value <= 1, "crop_pct"),
+}
 
 
 def validate(config: TrainConfig) -> None:
@@ -51,7 +46,8 @@ def validate(config: TrainConfig) -> None:
         ConfigError: Something does not fit; the message lists everything that does not.
     """
     problems = list(_type_problems(config)) or [
-        *_range_problems(config),
+        *range_problems(flatten(config)),
+        *_problems_elsewhere(config),
         *_contradictions(config),
     ]
     if problems:
@@ -70,37 +66,30 @@ def _type_problems(config: TrainConfig) -> Iterator[str]:
                 yield str(error)
 
 
-def _range_problems(config: TrainConfig) -> Iterator[str]:
-    given = flatten(config).items()
-    values = {name: value for name, value in given if value is not None and value != AUTO}
-    rules = (
-        (_AT_LEAST_ONE, "at least 1", lambda value: value >= 1),
-        (_NOT_NEGATIVE, "0 or more", lambda value: value >= 0),
-        (_POSITIVE, "more than 0", lambda value: value > 0),
-        (_SHARE, "0 to 1", lambda value: 0 <= value <= 1),
-        (_BELOW_ONE, "0 or more and below 1", lambda value: 0 <= value < 1),
-        (["seed"], f"less than {SEED_LIMIT}", lambda value: value < SEED_LIMIT),
-        (["crop_pct"], "more than 0 and at most 1", lambda value: 0 < value <= 1),
-    )
-    for name, value in values.items():
+def range_problems(options: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with the options that are numbers, each by itself."""
+    for name, value in options.items():
         if isinstance(value, float) and math.isinf(value):
             yield f"{fields.option(name)}: expected a finite number, got {value!r}"
-    for names, expected, fits in rules:
-        for name in names:
+    for expected, (fits, names) in _RANGES.items():
+        for name in names.split():
+            value = options.get(name)
             # "not fits" and not its opposite, so that NaN is refused too
-            if name in values and not fits(values[name]):
-                yield f"{fields.option(name)}: expected {expected}, got {values[name]!r}"
+            if value not in (None, AUTO) and not fits(value):
+                yield f"{fields.option(name)}: expected {expected}, got {value!r}"
+
+
+def _problems_elsewhere(config: TrainConfig) -> Iterator[str]:
+    from tresnet.memory.device import parse_size
+
     try:
-        images.augmentation(config.augment, config.data.input_size or 224)
+        config.augment.check()
+        if config.compute.gpu_memory is not None:
+            parse_size(config.compute.gpu_memory)
     except ConfigError as error:
         yield str(error)
-    if "gpu_memory" in values:
-        from tresnet.memory.device import parse_size
-
-        try:
-            parse_size(values["gpu_memory"])
-        except InputError as error:
-            yield f"--gpu-memory: {error}"
+    except InputError as error:
+        yield f"--gpu-memory: {error}"
 
 
 def _contradictions(config: TrainConfig) -> Iterator[str]:
