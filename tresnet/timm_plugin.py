@@ -51,19 +51,9 @@ def _tag(entry: WeightsEntry) -> str:
 def _timm_cfg(entry: WeightsEntry) -> dict[str, Any]:
     """Return a row of the table in timm's terms; a file under weights/ comes first."""
     local = weights_dir() / entry.file
-    return {
-        "file": str(local) if local.is_file() else None,
-        "hf_hub_id": entry.hub_id,
-        "url": entry.url,
-        "num_classes": entry.num_classes,
-        "input_size": entry.input_size,
-        "crop_pct": entry.crop_pct,
-        "crop_mode": entry.crop_mode,
-        "interpolation": entry.interpolation,
-        "license": entry.license,
-        "paper_ids": "arXiv:2003.13630",
-        **_COMMON,
-    }
+    file = str(local) if local.is_file() else None
+    own = {"file": file, "url": entry.url, "paper_ids": "arXiv:2003.13630"}
+    return {**entry.pretrained_cfg, **own, **_COMMON}
 
 
 _HEADS = (LinearHead, GroupAttentionHead, MLDecoderHead)

@@ -20,25 +20,17 @@ from tresnet.models.zoo import VARIANTS
 INPLACE_ABN_EPS = 1e-5
 PUBLIC_V2_SLOPE = 1e-6
 
-_STATISTICS = r"(weight|bias|running_mean|running_var|num_batches_tracked)"
-_CONV = r"(body\.layer\d+\.\d+\.conv\d)"
-_SHORTCUT = r"(body\.layer\d+\.0\.downsample\.\d)"
-# Public name -> our name; a blur filter becomes nothing, because it is a constant.
-_PUBLIC_NAMES: tuple[tuple[re.Pattern[str], str | None], ...] = tuple(
-    (re.compile(pattern), name)
-    for pattern, name in (
-        (r"body\.conv1\.0\.weight", "body.conv1.conv.weight"),
-        (rf"body\.conv1\.1\.{_STATISTICS}", r"body.conv1.bn.\1"),
-        (rf"{_CONV}\.0\.0\.weight", r"\1.conv.weight"),  # a blur follows
-        (rf"{_CONV}\.0\.1\.{_STATISTICS}", r"\1.bn.\2"),
-        (rf"{_CONV}\.0\.weight", r"\1.conv.weight"),
-        (rf"{_CONV}\.1\.{_STATISTICS}", r"\1.bn.\2"),
-        (rf"{_CONV}\.1(?:\.op)?\.filt", None),
-        (rf"{_SHORTCUT}\.0\.weight", r"\1.conv.weight"),
-        (rf"{_SHORTCUT}\.1\.{_STATISTICS}", r"\1.bn.\2"),
-        (r"(body\.layer\d+\.\d+\.se\.fc[12]\.(?:weight|bias))", r"\1"),
-        (r"(head\..+)", r"\1"),
-    )
+# A convolution with its norm. Where a blur follows, the public code nests it once more.
+_UNIT = r"(body\.(?:conv1|layer\d+\.\d+\.(?:conv|downsample\.)\d))(?:\.0)?"
+# Public name -> our name; a blur filter becomes nothing, because it is a constant. Other names are
+# the same in both.
+_PUBLIC_NAMES: tuple[tuple[str, str | None], ...] = (
+    (rf"{_UNIT}\.0\.weight", r"\1.conv.weight"),
+    (
+        rf"{_UNIT}\.1\.(weight|bias|running_mean|running_var|num_batches_tracked)",
+        r"\1.bn.\2",
+    ),
+    (rf"{_UNIT}\.1(?:\.op)?\.filt", None),
 )
 _PUBLIC_MARK = re.compile(r"body\.(layer\d+\.\d+\.)?(conv\d|downsample\.\d)\.[01]\.")
 _TIMM_MARK = re.compile(r"body\.(layer\d+\.\d+\.)?(conv\d|downsample\.\d)\.(conv|bn)\.")
@@ -147,8 +139,7 @@ def public_name(key: str) -> str | None:
     An unknown name is returned as it is, to be reported beside the model's own.
     """
     for pattern, name in _PUBLIC_NAMES:
-        match = pattern.fullmatch(key)
-        if match:
+        if match := re.fullmatch(pattern, key):
             return None if name is None else match.expand(name)
     return key
 
