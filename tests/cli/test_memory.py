@@ -45,7 +45,7 @@ def test_predict_takes_the_settings_of_train_py(capsys):
     ("arguments", "message"),
     [
         ("--compile default", "expected compile 'none', got 'default'"),
-        ("--cuda-graph", "expected no cuda_graph"),
+        ("--cuda-graph", "expected cuda_graph off"),
         ("--opt sgdd", "--opt: timm builds no optimizer 'sgdd'"),
         ("--amp fp8", "expected amp out of"),
         ("--gpu-memory lots", "expected a size such as '80GiB'"),

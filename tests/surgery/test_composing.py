@@ -24,12 +24,12 @@ def assert_same(found: nn.Module, expected: nn.Module) -> None:
 
 
 class Added(nn.Module):
-    def __init__(self, branches: list[nn.Module], factors: list[float]) -> None:
+    def __init__(self, *branches: nn.Module) -> None:
         super().__init__()
-        self.branches, self.factors = nn.ModuleList(branches), factors
+        self.branches = nn.ModuleList(branches)
 
     def forward(self, x: Tensor) -> Tensor:
-        return sum(f * b(x) for f, b in zip(self.factors, self.branches, strict=True))
+        return sum(b(x) for b in self.branches)
 
 
 class Joined(nn.Module):
@@ -129,11 +129,6 @@ def test_without_the_refusal_the_border_would_differ():
     assert difference.max() > 1e-3
 
 
-def test_other_padding_modes_of_the_first_survive_an_unpadded_second():
-    a, b = conv(4, 6, 3, padding=1, padding_mode="circular"), conv(6, 3, 3)
-    assert_same(compose(a, b), nn.Sequential(a, b))
-
-
 def test_a_sum_is_one_convolution():
     branches = [
         conv(4, 4, 3, padding=1),
@@ -142,16 +137,14 @@ def test_a_sum_is_one_convolution():
         conv(4, 4, 3, padding=2, dilation=2),
         nn.Identity(),
     ]
-    factors = [1.0, -1.0, 0.5, 2.0, 3.0]
-    assert_same(compose_sum(*branches, coefficients=factors), Added(branches, factors))
-    assert_same(compose_sum(*branches[:2]), Added(branches[:2], [1.0, 1.0]))
+    assert_same(compose_sum(*branches), Added(*branches))
 
 
 def test_a_sum_keeps_common_groups_and_a_coarse_grid():
     branches = [conv(4, 8, 3, padding=2, dilation=2, groups=4), conv(4, 8, 1, groups=2)]
     whole = compose_sum(*branches)
     assert (whole.groups, whole.kernel_size, whole.dilation) == (2, (3, 3), (2, 2))
-    assert_same(whole, Added(branches, [1.0, 1.0]))
+    assert_same(whole, Added(*branches))
 
 
 def test_a_concatenation_is_one_convolution():
@@ -167,7 +160,9 @@ def test_a_concatenation_is_one_convolution():
 def test_the_documents_module_follows_from_the_general_rules(stride: int):
     module = SubtractedConv(4, 6, 3, stride, dtype=torch.float64)
     p, d, low = module.point_wise, module.depth_wise, module.low_pass
-    upper = compose_sum(nn.Sequential(p, d), p, coefficients=(1, -1))
+    less = conv(4, 3, 1, stride, bias=False)
+    less.weight = nn.Parameter(-p.weight)
+    upper = compose_sum(nn.Sequential(p, d), less)
     assert_same(compose_cat(upper, nn.Sequential(p, low)), module)
     torch.testing.assert_close(
         compose_cat(upper, nn.Sequential(p, low)).weight, module.to_conv().weight
@@ -193,21 +188,29 @@ def test_the_result_has_the_first_parts_dtype_and_trainability():
         (lambda: compose(conv(4, 6, 1), conv(5, 2, 1)), "gives 6 channels, but part 1.*takes 5"),
         (lambda: compose(nn.Identity(), nn.Identity()), "identities alone"),
         (lambda: compose_sum(conv(4, 6, 1), nn.Tanh()), "branch 1 is Tanh"),
-        (lambda: compose_sum(conv(4, 6, 1), conv(4, 5, 1)), "branch 0.*6 channels, branch 1.* 5"),
-        (lambda: compose_sum(conv(4, 6, 1), nn.Identity()), "branch 0.*6 channels, branch 1 4"),
+        (lambda: compose_sum(conv(4, 6, 1), conv(4, 5, 1)), "branch 0.* 6, branch 1.* 5"),
+        (lambda: compose_sum(conv(4, 6, 1), nn.Identity()), "branch 0.* 6, branch 1 has 4"),
         (
             lambda: compose_sum(conv(4, 6, 1), conv(4, 6, 3)),
-            "outputs that differ in size.*branch 1",
+            "differ in .*kernel - 1.*branch 1",
         ),
-        (lambda: compose_cat(conv(4, 6, 1), conv(4, 6, 1, 2)), "different strides"),
-        (lambda: compose_cat(conv(4, 6, 1), conv(3, 6, 1)), "numbers of channels: branch 0.* 4"),
-        (lambda: compose_sum(conv(4, 6, 1), coefficients=(1, 2)), "each of 1 branches, got 2"),
+        (
+            lambda: compose_cat(conv(4, 6, 1), conv(4, 6, 1, 2)),
+            "differ in channels, stride.* branch 1",
+        ),
+        (
+            lambda: compose_cat(conv(4, 6, 1), conv(3, 6, 1)),
+            "differ in channels.*branch 0.* has .4.*branch 1",
+        ),
         (lambda: compose_sum(), "at least one branch"),
         (
             lambda: compose_sum(conv(4, 6, 3, padding=1, padding_mode="reflect")),
-            "branch 0.*'reflect'.*zeros around every",
+            "branch 0.*'reflect'",
         ),
-        (lambda: compose(conv(4, 6, 2, padding="same"), conv(6, 2, 1)), "part 0.* pads one side"),
+        (
+            lambda: compose(conv(4, 6, 2, padding="same"), conv(6, 2, 1)),
+            "part 0.*expected as many zeros",
+        ),
         (lambda: compose(Residual(conv(4, 4, 1)), conv(4, 2, 1)), "part 0 is Residual"),
         (
             lambda: compose(conv(4, 6, 1), hooked(conv(6, 2, 1))),
@@ -215,10 +218,10 @@ def test_the_result_has_the_first_parts_dtype_and_trainability():
         ),
         (
             lambda: compose(nn.Conv2d(4, 6, 1, dtype=torch.complex64), conv(6, 2, 1)),
-            "part 0.*complex weights",
+            "real .* but part 0",
         ),
-        (lambda: compose(conv(4, 6, 1), conv(6, 2, 1, device="meta")), "part 0.*on cpu.*on meta"),
-        (lambda: compose_sum(conv(4, 6, 1), conv(4, 6, 1, device="meta")), "branch 1.*on meta"),
+        (lambda: compose(conv(4, 6, 1), conv(6, 2, 1, device="meta")), "part 0.*cpu.*part 1.*meta"),
+        (lambda: compose_sum(conv(4, 6, 1), conv(4, 6, 1, device="meta")), "branch 1.*meta"),
         (
             lambda: compose(*(conv(4, 4, 1, device="meta"), conv(4, 4, 3, 1, 1, device="meta"))),
             "would give its bias",

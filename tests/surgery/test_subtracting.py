@@ -132,13 +132,13 @@ def test_a_lone_module_is_returned_as_a_convolution():
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        (nn.Sequential(nn.ReLU()), {}, "Sequential has none"),
+        (nn.Sequential(nn.ReLU()), {}, "of the 0 in Sequential"),
         (nn.Sequential(nn.Conv2d(3, 4, 3)), {}, "0: its padding is not kernel // 2"),
         (nn.Sequential(nn.Conv2d(3, 4, 3, padding=1)), {}, "0: it has a bias"),
         (nn.Sequential(nn.Conv2d(3, 5, 1, bias=False)), {}, "channels is odd"),
         (nn.Sequential(nn.Conv2d(4, 4, 1, groups=2, bias=False)), {}, "it has groups"),
         (nn.Sequential(nn.Conv2d(3, 9 * 8, 1, bias=False)), {}, "none of the others"),
-        (nn.Conv2d(4, 4, 1, bias=False), {"which": "all"}, "a lone Conv2d: wrap it"),
+        (nn.Conv2d(4, 4, 1, bias=False), {"which": "all"}, "inside the model .* the 0 in Conv2d"),
         (nn.Sequential(nn.LazyConv2d(4, 1, bias=False)), {}, "0: it is lazy and has never run"),
         (small(), {"which": "most"}, "smaller, spatial, all, or a function, got 'most'"),
         (small(), {"mode": "most"}, "branches, composed, recompute, got 'most'"),

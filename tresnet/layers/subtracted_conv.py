@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from tresnet.errors import InputError
 from tresnet.ops import subtracted_conv as op
-from tresnet.ops.subtracted_conv import MODES, Mode, reference
+from tresnet.ops.subtracted_conv import MODES, Mode
 
 
 class SubtractedConv(nn.Module):
@@ -17,7 +17,7 @@ class SubtractedConv(nn.Module):
     2 h out: C h + h k^2 + h^2 k^2. Modes share the parameters and the function and differ in memory
     and time: 'branches' runs three convolutions and keeps P x for backward; 'composed' runs one,
     of 2 h C k^2 multiply-accumulates a pixel, with a weight computed from P, D and L at every
-    forward; 'recompute' runs the three and computes P x again in backward.
+    forward; 'recompute' runs the three and computes P x and D P x again in backward.
     """
 
     def __init__(
@@ -62,20 +62,20 @@ class SubtractedConv(nn.Module):
         """(N, in, H, W) to (N, out, ceil(H / stride), ceil(W / stride))."""
         point, depth, low = self.point_wise.weight, self.depth_wise.weight, self.low_pass.weight
         if torch.jit.is_scripting():
-            return reference.composed(x, point, depth, low, self.stride)
+            return op.composed(x, point, depth, low, self.stride)
         return op.subtracted_conv(x, point, depth, low, self.stride, mode=self.mode)
 
     @torch.no_grad()
     def to_conv(self) -> nn.Conv2d:
         """Return one plain convolution with the same outputs, its weight composed in float64."""
         parts = (self.point_wise, self.depth_wise, self.low_pass)
-        weight = reference.compose(*(part.weight.double() for part in parts))
+        weight = op.compose(*(part.weight.double() for part in parts))
         own = self.point_wise.weight
         conv = nn.Conv2d(
             self.in_channels,
             self.out_channels,
             self.kernel_size,
-            *reference.geometry(self.kernel_size, self.stride),
+            *op.geometry(self.kernel_size, self.stride),
             bias=False,
             device=own.device,
             dtype=own.dtype,

@@ -12,7 +12,8 @@ collection are off, as they are by default.
 
 import bisect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import groupby
 
 from tresnet.memory.device import MIB, mib
 
@@ -52,43 +53,18 @@ def segment_bytes(block_bytes: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A piece of a segment; `before` and `after` are its neighbours there."""
+    """A piece of the segment that begins at address `segment`."""
 
     address: int
     n_bytes: int
     small: bool
-    free: bool = True
-    before: "Block | None" = None
-    after: "Block | None" = None
+    segment: int
+    free: bool = False
 
     @property
-    def whole_segment(self) -> bool:
-        """Whether the block is all of its segment."""
-        return self.before is None and self.after is None
-
-
-@dataclass(slots=True)
-class _FreeList:
-    """Free blocks of one pool, ordered by size and then by address."""
-
-    keys: list[tuple[int, int]] = field(default_factory=list)
-    blocks: dict[tuple[int, int], Block] = field(default_factory=dict)
-
-    def add(self, block: Block) -> None:
-        key = (block.n_bytes, block.address)
-        bisect.insort(self.keys, key)
-        self.blocks[key] = block
-
-    def remove(self, block: Block) -> None:
-        key = (block.n_bytes, block.address)
-        del self.keys[bisect.bisect_left(self.keys, key)]
-        del self.blocks[key]
-
-    def take_best(self, n_bytes: int) -> Block | None:
-        index = bisect.bisect_left(self.keys, (n_bytes, -1))
-        if index == len(self.keys):
-            return None
-        return self.blocks.pop(self.keys.pop(index))
+    def end(self) -> int:
+        """Where the next block begins."""
+        return self.address + self.n_bytes
 
 
 class CachingAllocator:
@@ -106,14 +82,15 @@ class CachingAllocator:
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self._on_segment = on_segment
-        self.allocated_bytes = 0
-        self.reserved_bytes = 0
-        self.peak_allocated_bytes = 0
-        self.peak_reserved_bytes = 0
+        self.allocated_bytes = self.reserved_bytes = 0
+        self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self.flushes = 0
-        self._free = {True: _FreeList(), False: _FreeList()}
+        self._segments: dict[int, int] = {}  # bytes by address
         self._next_address = 0
-        self._segments: dict[int, Block] = {}
+        self._starting: dict[int, Block] = {}  # all blocks by address; no two segments touch
+        self._ending: dict[int, Block] = {}
+        # of the large and the small pool: the free blocks' bytes and addresses, in order
+        self._free: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
 
     def malloc(self, n_bytes: int) -> Block | None:
         """A block for `n_bytes`; None for zero bytes, which take no memory.
@@ -125,9 +102,19 @@ class CachingAllocator:
             return None
         wanted = round_request(n_bytes)
         small = wanted <= SMALL_REQUEST_BYTES
-        block = self._free[small].take_best(wanted) or self._new_segment(wanted, small)
+        pool = self._free[small]
+        best = bisect.bisect_left(pool, (wanted, -1))
+        if best < len(pool):
+            block = self._starting[pool[best][1]]
+            self._forget(block)
+        else:
+            block = self._new_segment(wanted, small)
+        rest = block.n_bytes - wanted
+        if rest >= MIN_BLOCK_BYTES if small else rest > SMALL_REQUEST_BYTES:
+            self._put(Block(block.address + wanted, rest, small, block.segment, free=True))
+            block.n_bytes = wanted
         block.free = False
-        self._split(block, wanted)
+        self._put(block)
         self.allocated_bytes += block.n_bytes
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         return block
@@ -143,27 +130,25 @@ class CachingAllocator:
         if block.free:
             raise ValueError(f"the block at {block.address} was freed twice")
         self.allocated_bytes -= block.n_bytes
-        pool = self._free[block.small]
-        if block.before is not None and block.before.free:
-            pool.remove(block.before)
-            self._absorb_before(block)
-        if block.after is not None and block.after.free:
-            pool.remove(block.after)
-            block.n_bytes += block.after.n_bytes
-            block.after = block.after.after
-            if block.after is not None:
-                block.after.before = block
+        before, after = self._ending.get(block.address), self._starting.get(block.end)
+        self._forget(block)
+        for neighbour in (before, after):
+            if neighbour is not None and neighbour.free:
+                self._forget(neighbour)
+                block.address = min(block.address, neighbour.address)
+                block.n_bytes += neighbour.n_bytes
         block.free = True
-        pool.add(block)
+        self._put(block)
 
     def empty_cache(self) -> None:
         """Give every wholly free segment back to the device."""
-        for pool in self._free.values():
-            for block in [b for b in pool.blocks.values() if b.whole_segment]:
-                pool.remove(block)
-                del self._segments[block.address]
-                self.reserved_bytes -= block.n_bytes
-                self._on_segment("segment_free", block.address, block.n_bytes)
+        for address, n_bytes in list(self._segments.items()):
+            block = self._starting[address]
+            if block.free and block.n_bytes == n_bytes:
+                self._forget(block)
+                del self._segments[address]
+                self.reserved_bytes -= n_bytes
+                self._on_segment("segment_free", address, n_bytes)
 
     def reset_peaks(self) -> None:
         """Start both peaks again from what is held now."""
@@ -172,23 +157,20 @@ class CachingAllocator:
 
     def segments(self) -> Iterator[list[Block]]:
         """The blocks of each segment in address order."""
-        for block in self._segments.values():
-            blocks, at = [], block
-            while at is not None:
-                blocks.append(at)
-                at = at.after
-            yield blocks
+        blocks = sorted(self._starting.values(), key=lambda block: block.address)
+        for _, run in groupby(blocks, key=lambda block: block.segment):
+            yield list(run)
 
-    def _absorb_before(self, block: Block) -> None:
-        gone = block.before
-        assert gone is not None
-        if gone.before is None:
-            self._segments[gone.address] = block
-        block.address = gone.address
-        block.n_bytes += gone.n_bytes
-        block.before = gone.before
-        if block.before is not None:
-            block.before.after = block
+    def _put(self, block: Block) -> None:
+        self._starting[block.address] = self._ending[block.end] = block
+        if block.free:
+            bisect.insort(self._free[block.small], (block.n_bytes, block.address))
+
+    def _forget(self, block: Block) -> None:
+        del self._starting[block.address], self._ending[block.end]
+        if block.free:
+            pool = self._free[block.small]
+            del pool[bisect.bisect_left(pool, (block.n_bytes, block.address))]
 
     def _new_segment(self, wanted: int, small: bool) -> Block:
         n_bytes = segment_bytes(wanted)
@@ -198,27 +180,13 @@ class CachingAllocator:
             if not self._has_room(n_bytes):
                 assert self.capacity_bytes is not None
                 raise SimulatedOutOfMemoryError(wanted, self.capacity_bytes - self.reserved_bytes)
-        block = Block(self._next_address, n_bytes, small)
-        self._segments[block.address] = block
+        address = self._next_address
+        self._segments[address] = n_bytes
         self._next_address += n_bytes + _SEGMENT_GAP_BYTES
         self.reserved_bytes += n_bytes
-        self._on_segment("segment_alloc", block.address, n_bytes)
+        self._on_segment("segment_alloc", address, n_bytes)
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-        return block
+        return Block(address, n_bytes, small, address)
 
     def _has_room(self, n_bytes: int) -> bool:
         return self.capacity_bytes is None or self.reserved_bytes + n_bytes <= self.capacity_bytes
-
-    def _split(self, block: Block, wanted: int) -> None:
-        rest = block.n_bytes - wanted
-        worth_it = rest >= MIN_BLOCK_BYTES if block.small else rest > SMALL_REQUEST_BYTES
-        if not worth_it:
-            return
-        remainder = Block(
-            block.address + wanted, rest, block.small, before=block, after=block.after
-        )
-        if block.after is not None:
-            block.after.before = remainder
-        block.after = remainder
-        block.n_bytes = wanted
-        self._free[block.small].add(remainder)

@@ -1,6 +1,7 @@
 """What one step is: the model and the settings, checked before anything runs."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from tresnet.errors import InputError
 from tresnet.models.named import build_named, build_without_data, default_input_shape
@@ -79,43 +81,21 @@ class Plan:
         Raises:
             InputError: which setting, what was expected and what came.
         """
-        _whole("batch_size", self.batch_size)
-        _whole("accumulate", self.accumulate)
-        for name in ("train", "mixes", "channels_last", "ddp", "cuda_graph"):
-            _one_of(name, getattr(self, name), (True, False))
-        _one_of("fold", self.fold, (True, False, None))
-        _one_of("amp", self.amp, tuple(AMP_DTYPES))
-        _one_of("input", self.input, tuple(_INPUTS))
-        _one_of("dtype", self.dtype, tuple(DTYPES))
-        if not (isinstance(self.optimizer, str | OptimConfig) or callable(self.optimizer)):
-            raise InputError(
-                "expected an optimizer by timm's name, a class or a function from parameters to "
-                f"one, got {self.optimizer!r}"
-            )
-        if self.compile != "none":
-            raise InputError(
-                f"expected compile 'none', got {self.compile!r}: what a compiler saves is not "
-                "predicted"
-            )
-        if self.cuda_graph:
-            raise InputError(
-                "expected no cuda_graph, got True: what a captured graph reserves is not predicted"
-            )
+        for names, is_right, expected in _CHECKS:
+            for name in names.split():
+                if not is_right(value := getattr(self, name)):
+                    what, colon, why = expected.partition(":")
+                    raise InputError(f"expected {name} {what}, got {value!r}{colon}{why}")
         if self.train and (self.dtype != "fp32" or self.fold):
             raise InputError(
                 "expected dtype 'fp32' and no fold in training, got "
                 f"dtype {self.dtype!r} and fold {self.fold!r}: predict inference, or amp instead"
             )
-        _number("ema_decay", self.ema_decay, below=1)
-        if self.clip_grad is not None:
-            _number("clip_grad", self.clip_grad)
-        if self.target_size is not None:
-            for size in _tuple_of("target_size", self.target_size):
-                _whole("target_size", size)
+        parts = self.grad_checkpointing
         return dataclasses.replace(
             self,
             input_size=_input_shape(model, self.input_size),
-            grad_checkpointing=_checkpointed(self.grad_checkpointing),
+            grad_checkpointing=parts if isinstance(parts, bool) else tuple(parts),
             fold=not self.train and isinstance(model, TResNet) if self.fold is None else self.fold,
         )
 
@@ -216,18 +196,16 @@ def default_loss(output: object, target: torch.Tensor) -> torch.Tensor:
 
     Summed over all floating-point tensors of the output, auxiliary heads included.
     """
-    tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
-    losses = [_one_loss(t, target) for t in tensors if t.is_floating_point()]
+    losses = [
+        F.cross_entropy(y, target)
+        if y.shape == target.shape or (target.dim() == 1 and y.dim() == 2)
+        else y.float().mean()
+        for y in tree_leaves(output)
+        if isinstance(y, torch.Tensor) and y.is_floating_point()
+    ]
     if not losses:
         raise InputError("expected a model that returns floating-point tensors, got none")
-    return losses[0] if len(losses) == 1 else sum(losses[1:], losses[0])
-
-
-def _one_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    class_indices = target.dim() == 1 and output.dim() == 2
-    if class_indices or output.shape == target.shape:
-        return F.cross_entropy(output, target)
-    return output.float().mean()
+    return functools.reduce(torch.add, losses)
 
 
 def apply_checkpointing(model: nn.Module, what: bool | tuple[str, ...]) -> None:
@@ -244,93 +222,88 @@ def apply_checkpointing(model: nn.Module, what: bool | tuple[str, ...]) -> None:
                 "recompute, for example grad_checkpointing=['layer1', 'layer2']"
             )
         enable(True)
-    for name in what or () if what is not True else ():
-        _checkpoint_one(model, name)
-
-
-def _checkpoint_one(model: nn.Module, name: str) -> None:
-    try:
-        module = model.get_submodule(name)
-    except AttributeError as error:
-        names = ", ".join(child for child, _ in model.named_children())
-        raise InputError(
-            f"expected the name of a submodule to recompute ({names}, or deeper), got {name!r}"
-        ) from error
-    forward = module.forward
-
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        from torch.utils.checkpoint import checkpoint
-
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    module.forward = recomputed
+    for name in () if isinstance(what, bool) else what:
+        try:
+            module = model.get_submodule(name)
+        except AttributeError as error:
+            names = ", ".join(child for child, _ in model.named_children())
+            raise InputError(
+                f"expected the name of a submodule to recompute ({names}, or deeper), got {name!r}"
+            ) from error
+        module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
 
 
 def _check_model(model: object) -> None:
     """Refuse what cannot be predicted, with the way out."""
+    expected, got, todo = "an eager model", "", ""
     if not isinstance(model, nn.Module):
         raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    places = {str(t.device) for t in (*model.parameters(), *model.buffers())}
+    elsewhere = sorted(place for place in places if place not in ("cpu", "meta"))
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        raise InputError(
-            f"expected the model itself, got it wrapped in {type(model).__name__}: pass "
-            "model.module, and ddp=True for the memory of gradient buckets"
-        )
-    if hasattr(model, "_orig_mod"):
-        raise InputError(
-            "expected an eager model, got a compiled one: pass the model before torch.compile; "
-            "what a compiler saves is not predicted"
-        )
-    if isinstance(model, torch.jit.ScriptModule):
-        raise InputError(
-            "expected an eager model, got a TorchScript one: pass the model before "
-            "torch.jit.script or torch.jit.trace"
-        )
-    tensors = (*model.parameters(), *model.buffers())
-    elsewhere = {str(t.device) for t in tensors if t.device.type not in ("cpu", "meta")}
-    if elsewhere:
-        raise InputError(
-            f"expected a model on the CPU or the meta device, got one on "
-            f"{', '.join(sorted(elsewhere))}: predict before moving it, or pass model.cpu()"
-        )
+        expected, got = "the model itself", f"it wrapped in {type(model).__name__}"
+        todo = "pass model.module, and ddp=True for the memory of gradient buckets"
+    elif hasattr(model, "_orig_mod"):
+        got = "a compiled one"
+        todo = "pass the model before torch.compile; what a compiler saves is not predicted"
+    elif isinstance(model, torch.jit.ScriptModule):
+        got = "a TorchScript one"
+        todo = "pass the model before torch.jit.script or torch.jit.trace"
+    elif elsewhere:
+        expected, got = "a model on the CPU or the meta device", f"one on {', '.join(elsewhere)}"
+        todo = "predict before moving it, or pass model.cpu()"
+    if got:
+        raise InputError(f"expected {expected}, got {got}: {todo}")
 
 
 def _input_shape(model: nn.Module, size: Any) -> tuple[int, ...]:
-    usual = default_input_shape(model)
-    if size is None:
-        return usual
-    sizes: tuple[int, ...] = tuple(size) if isinstance(size, tuple | list) else (size,)
-    if not sizes or not all(type(n) is int and 0 < n <= _MOST for n in sizes):
-        raise InputError(
-            f"expected an input size of positive whole numbers (224, (H, W) or (C, H, W)), "
-            f"got {size!r}"
-        )
+    channels, *sides = default_input_shape(model)
+    sizes = sides if size is None else [size] if not isinstance(size, tuple | list) else [*size]
     if len(sizes) > 2:
-        return sizes
-    return (usual[0], *sizes) if len(sizes) == 2 else (usual[0], *sizes, *sizes)
+        return tuple(sizes)
+    return channels, *(sizes * 2 if len(sizes) == 1 else sizes)
 
 
-def _checkpointed(what: Any) -> bool | tuple[str, ...]:
-    return what if isinstance(what, bool) else _tuple_of("grad_checkpointing", what)
+def _is_whole(value: object) -> bool:
+    return type(value) is int and 1 <= value <= _MOST
 
 
-def _tuple_of(name: str, value: Any) -> tuple:
-    if not isinstance(value, tuple | list):
-        raise InputError(f"expected {name} as a tuple or a list, got {value!r}")
-    return tuple(value)
+def _are_whole(value: Any) -> bool:
+    return isinstance(value, tuple | list) and bool(value) and all(map(_is_whole, value))
 
 
-def _whole(name: str, value: object) -> None:
-    if type(value) is not int or not 1 <= value <= _MOST:
-        raise InputError(f"expected {name} to be a whole number from 1 on, got {value!r}")
+def _is_number(value: Any, below: float = math.inf) -> bool:
+    return type(value) in (int, float) and 0 <= value < below
 
 
-def _number(name: str, value: Any, below: float = math.inf) -> None:
-    if type(value) not in (int, float) or not 0 <= value < below:
-        limit = "" if below == math.inf else f" and below {below}"
-        raise InputError(f"expected {name} to be a number from 0 on{limit}, got {value!r}")
+def _is_one_of(*choices: object) -> Callable[[Any], bool]:
+    return lambda value: any(type(value) is type(c) and value == c for c in choices)
 
 
-def _one_of(name: str, value: object, choices: tuple) -> None:
-    if not any(type(value) is type(choice) and value == choice for choice in choices):
-        names = ", ".join(map(repr, choices))
-        raise InputError(f"expected {name} out of {names}, got {value!r}")
+def _or_none(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or is_right(value)
+
+
+def _names(choices: Iterable[object]) -> str:
+    return "out of " + ", ".join(map(repr, choices))
+
+
+_SIZE = "as positive whole numbers (224, (H, W) or (C, H, W))"
+_OPTIMIZER = "by timm's name, a class or a function from parameters to one"
+# Settings, whether a value is right, and what is expected.
+_CHECKS: list[tuple[str, Callable[[Any], bool], str]] = [
+    ("batch_size accumulate", _is_whole, "to be a whole number from 1 on"),
+    ("train mixes channels_last ddp", _is_one_of(True, False), "out of True, False"),
+    ("fold", _is_one_of(True, False, None), "out of True, False, None"),
+    ("amp", _is_one_of(*AMP_DTYPES), _names(AMP_DTYPES)),
+    ("input", _is_one_of(*_INPUTS), _names(_INPUTS)),
+    ("dtype", _is_one_of(*DTYPES), _names(DTYPES)),
+    ("input_size", _or_none(lambda v: _is_whole(v) or _are_whole(v)), _SIZE),
+    ("target_size", _or_none(_are_whole), "to be whole numbers from 1 on, in a tuple"),
+    ("optimizer", lambda v: isinstance(v, str | OptimConfig) or callable(v), _OPTIMIZER),
+    ("ema_decay", lambda v: _is_number(v, below=1), "to be a number from 0 on and below 1"),
+    ("clip_grad", _or_none(_is_number), "to be a number from 0 on"),
+    ("grad_checkpointing", lambda v: isinstance(v, bool | tuple | list), "as a tuple or a list"),
+    ("compile", _is_one_of("none"), "'none': what a compiler saves is not predicted"),
+    ("cuda_graph", _is_one_of(False), "off: what a captured graph reserves is not predicted"),
+]

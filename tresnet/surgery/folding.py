@@ -56,7 +56,11 @@ def fold(
     if pad_to != 1 and networks:
         folded = pad_channels(folded, pad_to, inplace=True)
     # a block that several parents share stays shared
-    new = {id(m): _folded(m) for m in folded.modules() if isinstance(m, ConvNormAct)}
+    new = {
+        id(m): FoldedConv(fold_norm(m.conv, m.bn), m.slope, m.aa)
+        for m in folded.modules()
+        if isinstance(m, ConvNormAct)
+    }
     for parent in list(folded.modules()):
         for name, child in list(parent._modules.items()):
             if id(child) in new:
@@ -90,16 +94,15 @@ def _check(model: nn.Module, merge_stem: bool) -> None:
     norms: dict[str, nn.Module] = {}
     for prefix, module in model.named_modules():
         dot = f"{prefix}." if prefix else ""
+        pairs = _pairs(module) if isinstance(module, nn.Sequential) else []
         if isinstance(module, ConvNormAct) and prefix:
             _check_parts(module, prefix)
-            norms[dot + "bn"] = module.bn
-            replaced |= {prefix: module, dot + "conv": module.conv, dot + "bn": module.bn}
-        elif isinstance(module, nn.Sequential):
-            for pair in _pairs(module):
-                replaced |= {dot + name: module.get_submodule(name) for name in pair}
-                norms[dot + pair[1]] = module.get_submodule(pair[1])
-        elif isinstance(module, SpaceToDepth) and merge_stem:
-            replaced[prefix] = module
+            pairs = [("conv", "bn")]
+        if pairs or (isinstance(module, SpaceToDepth) and merge_stem):
+            replaced |= {} if isinstance(module, nn.Sequential) else {prefix: module}
+        for pair in pairs:
+            replaced |= {dot + name: module.get_submodule(name) for name in pair}
+            norms[dot + pair[1]] = module.get_submodule(pair[1])
     if not norms:
         again = any(isinstance(module, FoldedConv) for module in model.modules())
         raise InputError(
@@ -107,7 +110,17 @@ def _check(model: nn.Module, merge_stem: bool) -> None:
             + (": it is folded already" if again else "")
         )
     refuse_watched(replaced)
-    _check_norms(norms)
+    for name, norm in norms.items():
+        if norm.training:
+            raise InputError(
+                f"expected a model in eval mode, but {name} is in training mode, where a norm "
+                "depends on the batch: call model.eval() first"
+            )
+        if norm.running_mean is None:
+            raise InputError(
+                f"expected norms with running statistics, but {name} has none: its output depends "
+                "on the batch and cannot be folded"
+            )
 
 
 def _check_parts(block: ConvNormAct, name: str) -> None:
@@ -125,25 +138,6 @@ def _check_parts(block: ConvNormAct, name: str) -> None:
             f"expected batch norms, but {name}.bn is {type(norm).__name__}: fold before it is "
             "replaced"
         )
-
-
-def _check_norms(norms: dict[str, nn.Module]) -> None:
-    training = [name for name, norm in norms.items() if norm.training]
-    if training:
-        raise InputError(
-            f"expected a model in eval mode, but {training[0]} is in training mode, where a norm "
-            "depends on the batch: call model.eval() first"
-        )
-    bare = [name for name, norm in norms.items() if norm.running_mean is None]
-    if bare:
-        raise InputError(
-            f"expected norms with running statistics, but {bare[0]} has none: its output depends "
-            "on the batch and cannot be folded"
-        )
-
-
-def _folded(block: ConvNormAct) -> FoldedConv:
-    return FoldedConv(fold_norm(block.conv, block.bn), block.slope, block.aa)
 
 
 def _fold_pairs(parent: nn.Sequential) -> None:
@@ -169,23 +163,14 @@ def fold_norm(conv: nn.Conv2d, norm: AnyNorm) -> nn.Conv2d:
     Raises:
         InputError: a folded weight is beyond the range of its dtype.
     """
-    scale, shift = _affine(norm)
-    weight = conv.weight.double() * scale[:, None, None, None]
-    bias = shift if conv.bias is None else shift + conv.bias.double() * scale
-    return _convolution(conv, weight, bias)
-
-
-def _affine(norm: AnyNorm) -> tuple[Tensor, Tensor]:
-    """Return scale and shift (C,), float64, of a norm in eval mode."""
     mean, var = norm.running_mean, norm.running_var
     assert mean is not None
     assert var is not None
     gamma = norm._gamma() if isinstance(norm, NormAct) else norm.weight
-    scale = torch.rsqrt(var.double() + norm.eps)
-    if gamma is not None:
-        scale = gamma.double() * scale
-    shift = -mean.double() * scale
-    return scale, shift if norm.bias is None else shift + norm.bias.double()
+    scale = torch.rsqrt(var.double() + norm.eps) * (1.0 if gamma is None else gamma.double())
+    bias = (0.0 if conv.bias is None else conv.bias.double()) - mean.double()
+    bias = bias * scale + (0.0 if norm.bias is None else norm.bias.double())
+    return _convolution(conv, conv.weight.double() * scale[:, None, None, None], bias)
 
 
 def _convolution(conv: nn.Conv2d, weight: Tensor, bias: Tensor, **changes: object) -> nn.Conv2d:

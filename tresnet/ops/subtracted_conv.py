@@ -1,0 +1,101 @@
+"""Three linear convolutions as one operation: concat(D P x - P x, L P x)."""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tresnet.errors import InputError
+from tresnet.ops.autocast import autocast_dtype
+from tresnet.ops.dispatch import traced
+
+Mode = Literal["branches", "composed", "recompute"]
+MODES = ("branches", "composed", "recompute")
+
+
+def subtracted_conv(
+    x: Tensor,
+    point: Tensor,
+    depth: Tensor,
+    low: Tensor,
+    stride: int = 1,
+    *,
+    mode: Mode = "composed",
+) -> Tensor:
+    """Return concat(D P x - P x, L P x), whose three modes differ in what backward keeps.
+
+    Kept per call, with n pixels of output, N images and 2 h channels out: 'branches' keeps x and
+    P x (h N n values); 'composed' and 'recompute' keep x alone. 'composed' computes the weight of
+    one k x k convolution from the factors in forward and again in backward; 'recompute' runs the
+    three convolutions, and P and D once more in backward.
+
+    Args:
+        x: (N, C, H, W), floating point.
+        point: P, (h, C, 1, 1).
+        depth: D, (h, 1, k, k), k odd.
+        low: L, (h, h, k, k).
+        stride: of P, in both directions.
+        mode: 'branches', 'composed' or 'recompute'. Under `torch.compile`, export and tracing the
+            compiler decides what is kept, and 'recompute' is 'branches'.
+
+    Returns:
+        (N, 2 h, ceil(H / stride), ceil(W / stride)); under autocast in its dtype.
+
+    Raises:
+        InputError: an unknown mode, or an input that is not (N, C, H, W) or of another type than
+            the weights.
+    """
+    if mode not in MODES:
+        raise InputError(f"expected mode out of {', '.join(MODES)}, got {mode!r}")
+    if x.dim() != 4 or x.shape[1] != point.shape[1]:
+        raise InputError(
+            f"subtracted_conv expected (N, {point.shape[1]}, H, W), got {tuple(x.shape)}"
+        )
+    if x.dtype != point.dtype and autocast_dtype(x.device.type) is None:
+        raise InputError(f"subtracted_conv expected {point.dtype} as its weights, got {x.dtype}")
+    run = composed if mode == "composed" else branches
+    if mode == "branches" or traced() or not torch.is_grad_enabled():
+        return run(x, point, depth, low, stride)
+    # Backward runs `run` as far as its last convolution, which keeps nothing but what goes in.
+    return checkpoint(run, x, point, depth, low, stride, use_reentrant=False)  # pyright: ignore[reportReturnType]
+
+
+def branches(x: Tensor, point: Tensor, depth: Tensor, low: Tensor, stride: int) -> Tensor:
+    """The definition, by three convolutions; arguments as of `subtracted_conv`."""
+    half, border = depth.shape[0], depth.shape[-1] // 2
+    p = F.conv2d(x, point, stride=stride)
+    d = F.conv2d(p, depth, padding=border, groups=half)
+    d -= p
+    return torch.cat((d, F.conv2d(p, low, padding=border)), dim=1)
+
+
+def composed(x: Tensor, point: Tensor, depth: Tensor, low: Tensor, stride: int) -> Tensor:
+    """What `branches` returns, by one convolution."""
+    weight = compose(point, depth, low)
+    step, padding, dilation = geometry(depth.shape[-1], stride)
+    return F.conv2d(x, weight, None, step, padding, dilation)
+
+
+def compose(point: Tensor, depth: Tensor, low: Tensor) -> Tensor:
+    """Return the weight (2 h, C, k, k) of the one convolution; differentiable.
+
+    (D - 1) P and L P, where 1 is the kernel that is one in its centre: P mixes channels alone, so
+    each tap of the product is the product of that tap with P.
+    """
+    centre = depth.shape[-1] // 2
+    impulse = torch.zeros_like(depth[:1])
+    impulse[..., centre, centre] = 1
+    lower = torch.einsum("omuv,mi->oiuv", low, point[:, :, 0, 0])
+    return torch.cat(((depth - impulse) * point, lower), dim=0)
+
+
+def geometry(kernel_size: int, stride: int) -> tuple[int, int, int]:
+    """Return stride, padding and dilation of the one convolution.
+
+    D and L read P x, whose neighbours lie `stride` pixels of x apart: the kernel is dilated. What
+    they read beyond the border of P x is zero, and P of the zeros around x is zero too: exact.
+    """
+    dilation = stride if kernel_size > 1 else 1
+    return stride, dilation * (kernel_size // 2), dilation
