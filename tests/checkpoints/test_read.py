@@ -77,34 +77,22 @@ def test_code_is_refused_and_not_run(tmp_path, how, inside):
         read_weights(path)
     assert not created.exists()
     assert str(path) in str(info.value)
-
-
-def test_a_pickled_model_is_refused(tmp_path):
-    torch.save(torch.nn.Linear(1, 1), tmp_path / "a.pth")
+    torch.save(torch.nn.Linear(1, 1), path)
     with pytest.raises(CheckpointError, match=r"holds code .*torch.nn.modules.linear.Linear"):
-        read_weights(tmp_path / "a.pth")
+        read_weights(path)
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-@pytest.mark.parametrize("part", [0.02, 0.5, 0.99])
-def test_a_truncated_file(tmp_path, suffix, part):
+@pytest.mark.parametrize("damage", [0.02, 0.5, 0.99, b"hello, world", b"\0" * 100, b"PK"], ids=str)
+def test_a_truncated_file_and_garbage(tmp_path, suffix, damage):
     path = tmp_path / f"a{suffix}"
     if suffix == ".pth":
         torch.save(TENSORS, path)
     else:
         safetensors.torch.save_file(TENSORS, path)
     data = path.read_bytes()
-    path.write_bytes(data[: int(len(data) * part)])
-    with pytest.raises(CheckpointError, match=f"a{suffix} is not a readable.*copy or download it"):
-        read_weights(path)
-
-
-@pytest.mark.parametrize("data", [b"hello, world", b"\x80", b"\x00" * 100, b"<html>" * 50, b"PK"])
-@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-def test_garbage(tmp_path, data, suffix):
-    path = tmp_path / f"a{suffix}"
-    path.write_bytes(data)
-    with pytest.raises(CheckpointError, match=f"a{suffix} is not a readable") as info:
+    path.write_bytes(damage if isinstance(damage, bytes) else data[: int(len(data) * damage)])
+    with pytest.raises(CheckpointError, match=f"a{suffix} is not a readable.*copy or dow") as info:
         read_weights(path)
     assert "weights_only" not in str(info.value)  # torch advises to switch it off
 
@@ -144,9 +132,3 @@ def test_metadata_of_a_later_version(tmp_path, metadata, suffix):
         safetensors.torch.save_file(TENSORS, path, {"tresnet": json.dumps(metadata)})
     with pytest.raises(CheckpointError, match=r"reads up to 2: upgrade tresnet"):
         read_weights(path)
-
-
-def test_broken_metadata(tmp_path):
-    safetensors.torch.save_file(TENSORS, tmp_path / "a.safetensors", {"tresnet": "{"})
-    with pytest.raises(CheckpointError, match="is not a readable safetensors file"):
-        read_weights(tmp_path / "a.safetensors")
