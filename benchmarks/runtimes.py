@@ -65,8 +65,8 @@ def contenders(name: str, size: int, batch: int, scratch: Path) -> list[Contende
     """All runtimes, on the same images and weights."""
     torch.manual_seed(0)
     model = tresnet.create(name).eval()
-    images = Images(3, size, size, model.config.block_size, False, "float")
-    x = images.prepare(images.random(batch, size, size))
+    images = Images(3, size, model.config.block_size)
+    x = images.prepare(images.random(batch))
     program = trace(plain_model(model), images, x.device)
 
     def written(format: str, *calibration: Tensor) -> Path:

@@ -126,7 +126,7 @@ def test_the_other_heads_can_be_exported_and_a_fixed_size_is_kept(head, tmp_path
     needs("onnx")
     path = tmp_path / "head.onnx"
     model = small(head=head, head_channels=16)
-    assert export_model(model, path, ExportOptions(input_size=40)).difference <= 1e-5
+    assert export_model(model, path, ExportOptions("onnx", input_size=40)).difference <= 1e-5
     opened = FORMATS["onnx"].open(path)
     assert opened(images(7, 40, 40) / 255).shape == (7, 5)
     with pytest.raises(Exception, match=r"(?i)dimension"):
@@ -205,9 +205,9 @@ def bad(message, error=InputError, model=small, path="x.pt2", format="pt2", **op
         bad("no_such does not exist", path="no_such/x.pt2"),
         bad("input 'float' or 'uint8', got 'fp16'", input="fp16"),
         bad("input_size divisible by 2 and at least 10, got 33", input_size=33),
-        bad("channels_last is for aoti alone", channels_last=True),
-        bad("aoti takes one size", format="aoti", dynamic_size=True),
-        bad("int8 needs data", int8=True),
+        bad("out of aoti with channels_last, got 'pt2'", channels_last=True),
+        bad("onnx, pt2, openvino with dynamic_size", format="aoti", dynamic_size=True),
+        bad("data with int8", int8=True),
         bad("in eval mode", model=lambda: small().train()),
         bad("float32, got torch.float16", model=lambda: small().half()),
         bad("gives logits, got FeatureExtractor", model=lambda: small(features_only=True)),

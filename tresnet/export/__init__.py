@@ -5,8 +5,20 @@ from tresnet.export import ExportOptions, export_model, load_aoti
 export_model(model.eval(), Path("model.onnx"), ExportOptions("onnx", input="uint8"))
 """
 
-from tresnet.export.aoti import CompiledPackage, load_aoti
-from tresnet.export.formats import FORMATS
-from tresnet.export.write import Exported, ExportOptions, export_model
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tresnet.export.formats import FORMATS, CompiledPackage, load_aoti
+    from tresnet.export.options import ExportOptions
+    from tresnet.export.write import Exported, export_model
 
 __all__ = ["FORMATS", "CompiledPackage", "ExportOptions", "Exported", "export_model", "load_aoti"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a name at its first use: the command's help takes the options alone."""
+    if name not in __all__:
+        raise AttributeError(f"module 'tresnet.export' has no attribute {name!r}")
+    from tresnet.export import formats, write
+
+    return getattr(write, name, None) or getattr(formats, name)

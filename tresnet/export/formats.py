@@ -4,7 +4,9 @@ A writer gets a path that ends as the format's files do; what it writes is check
 """
 
 import contextlib
+import importlib.util
 import json
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from tresnet.errors import ExportError, InputError, MissingDependencyError
-from tresnet.export.aoti import load_aoti
+from tresnet.errors import CheckpointError, ExportError, InputError, MissingDependencyError
 from tresnet.export.images import Images
+from tresnet.export.options import ExportOptions
 from tresnet.export.plain import trace
 
 METADATA_KEY = "tresnet"
@@ -38,27 +40,9 @@ class Job(NamedTuple):
     metadata: dict[str, Any]
     calibration: Sequence[Tensor] | None
 
-
-class Format(NamedTuple):
-    """A format.
-
-    Attributes:
-        suffixes: of the files; the first is that of the path users name.
-        packages: what writing and checking import besides torch.
-        extra: of this package, which installs them.
-        limit: largest difference of logits, as a share of the largest one and of 1.
-        write: writes a job to a path.
-        open: opens that path to run it.
-        int8: whether it can be quantised.
-    """
-
-    suffixes: tuple[str, ...]
-    packages: tuple[str, ...]
-    extra: str
-    limit: float
-    write: Callable[[Job, Path], None]
-    open: Callable[[Path], Run]
-    int8: bool = False
+    def texts(self) -> dict[str, str]:
+        """The metadata as JSON."""
+        return {key: json.dumps(value) for key, value in self.metadata.items()}
 
 
 def _write_onnx(job: Job, path: Path) -> None:
@@ -73,7 +57,7 @@ def _write_onnx(job: Job, path: Path) -> None:
             verbose=False,
         )
     assert made is not None, "nothing is returned where a path is given alone"
-    made.model.metadata_props.update(_texts(job.metadata))
+    made.model.metadata_props.update(job.texts())
     made.save(floats, external_data=False)
     if job.calibration is not None:
         _quantise_onnx(job, floats, path)
@@ -104,16 +88,16 @@ def _quantise_onnx(job: Job, floats: Path, path: Path) -> None:
     )
     model = onnx.load(path)
     del model.metadata_props[:]
-    onnx.helper.set_model_props(model, _texts(job.metadata))
+    onnx.helper.set_model_props(model, job.texts())
     onnx.save(model, path)
 
 
-def open_onnx(path: Path, threads: int | None = None) -> Run:
+def open_onnx(path: Path) -> Run:
     """An ONNX file in onnxruntime on the CPU."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads or torch.get_num_threads()
+    options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     return lambda x: torch.from_numpy(session.run(["logits"], {"images": x.numpy()})[0])
 
@@ -121,7 +105,7 @@ def open_onnx(path: Path, threads: int | None = None) -> Run:
 def _write_pt2(job: Job, path: Path) -> None:
     program = job.program if job.calibration is None else _quantise_pt2(job)
     torch.export.save(program, path, extra_files={METADATA_KEY: json.dumps(job.metadata)})
-    example = job.images.prepare(job.images.random(3, job.images.height, job.images.width))
+    example = job.images.prepare(job.images.random(3))
     with torch.inference_mode():
         if not torch.equal(open_pt2(path)(example), program.module()(example)):
             raise ExportError("expected the same bits from the program that was read back")
@@ -158,12 +142,64 @@ def open_pt2(path: Path) -> Run:
 def _write_aoti(job: Job, path: Path) -> None:
     from torch._inductor import aoti_compile_and_package, config
 
-    settings: dict[str, Any] = {"aot_inductor.metadata": _texts(job.metadata)}
+    settings: dict[str, Any] = {"aot_inductor.metadata": job.texts()}
     # PyTorch takes any number of images for at least 2, and so would refuse one, where it checks.
     for name in ("check_lowerbound", "check_upperbound"):
         if hasattr(config.aot_inductor, name):
             settings[f"aot_inductor.{name}"] = False
     aoti_compile_and_package(job.program, package_path=str(path), inductor_configs=settings)
+
+
+class CompiledPackage:
+    """A model compiled ahead of time.
+
+    The package itself looks neither at types nor at strides: given bytes in another memory format
+    it takes one pixel for another and returns nonsense, without a word. This refuses such images.
+
+    Attributes:
+        images: what it takes.
+        metadata: what was stored beside it: class names, preprocessing and so on.
+    """
+
+    def __init__(self, package: Any, metadata: dict[str, Any]) -> None:
+        """Keep the opened package."""
+        self.metadata = metadata
+        self.images = Images(**metadata["images"])
+        self.device = torch.device(metadata["device"])
+        self._package = package
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Images to logits (N, classes).
+
+        Raises:
+            InputError: type, shape, layout or device are not those it was compiled for.
+        """
+        self.images.check(images)
+        if images.device.type != self.device.type:
+            raise InputError(f"expected images on {self.device}, got them on {images.device}")
+        with torch.inference_mode():
+            return self._package(images)
+
+
+def load_aoti(path: str | os.PathLike[str]) -> CompiledPackage:
+    """Open a package that `export_model` wrote with format 'aoti'.
+
+    A package holds machine code, which runs: open those alone that you trust.
+
+    Raises:
+        CheckpointError: there is no such file, or it is no such package.
+    """
+    if not Path(path).is_file():
+        raise CheckpointError(f"no package at {os.fspath(path)}: check the path")
+    try:
+        package = torch._inductor.aoti_load_package(os.fspath(path))
+        stored = package.get_metadata().items()
+        return CompiledPackage(package, {k: json.loads(v) for k, v in stored if k[0].islower()})
+    except (RuntimeError, OSError, KeyError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{os.fspath(path)} is no package of tresnet export --format aoti for this machine "
+            f"({str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__})"
+        ) from error
 
 
 def _write_openvino(job: Job, path: Path) -> None:
@@ -172,70 +208,85 @@ def _write_openvino(job: Job, path: Path) -> None:
     source = path.with_suffix(".onnx")
     _write_onnx(job, source)
     model = openvino.convert_model(source)
-    for key, text in _texts(job.metadata).items():
+    for key, text in job.texts().items():
         model.set_rt_info(text, [METADATA_KEY, key])
     openvino.save_model(model, path, compress_to_fp16=False)
 
 
-def open_openvino(path: Path, threads: int | None = None, precision: str = "f32") -> Run:
+def open_openvino(path: Path, precision: str = "f32") -> Run:
     """An OpenVINO file on the CPU; `precision` is 'f32', 'bf16' or 'f16'."""
     import openvino
 
     settings = {
         "INFERENCE_PRECISION_HINT": precision,  # 16 bits where the CPU has them, by default
-        "INFERENCE_NUM_THREADS": threads or torch.get_num_threads(),
+        "INFERENCE_NUM_THREADS": torch.get_num_threads(),
     }
     compiled = openvino.Core().compile_model(path, "CPU", settings)
     return lambda x: torch.from_numpy(compiled([x.numpy()])[0].copy())
 
 
-def _texts(metadata: dict[str, Any]) -> dict[str, str]:
-    return {key: json.dumps(value) for key, value in metadata.items()}
+class Format(NamedTuple):
+    """A format.
+
+    Attributes:
+        suffixes: of the files; the first is that of the path users name.
+        write: writes a job to a path.
+        open: opens that path to run it.
+        takes: the options that not every format takes.
+        packages: what writing and checking need besides torch.
+        limit: largest difference of logits, as a share of the largest one and of 1.
+    """
+
+    suffixes: tuple[str, ...]
+    write: Callable[[Job, Path], None]
+    open: Callable[[Path], Run]
+    takes: tuple[str, ...]
+    packages: tuple[str, ...] = ()
+    limit: float = 1e-5
 
 
+_ONNX = ("onnx", "onnxscript")
+# A compiled package takes one size: those for any computed NaN in other sizes (torch 2.15).
 FORMATS = {
     "onnx": Format(
-        (".onnx",),
-        ("onnx", "onnxscript", "onnxruntime"),
-        "onnx",
-        1e-5,
-        _write_onnx,
-        open_onnx,
-        True,
+        (".onnx",), _write_onnx, open_onnx, ("dynamic_size", "int8"), (*_ONNX, "onnxruntime")
     ),
-    "pt2": Format((".pt2",), (), "int8", 1e-5, _write_pt2, open_pt2, True),
-    "aoti": Format((".pt2",), (), "", 1e-5, _write_aoti, load_aoti),
+    "pt2": Format((".pt2",), _write_pt2, open_pt2, ("dynamic_size", "int8")),
+    "aoti": Format((".pt2",), _write_aoti, load_aoti, ("channels_last",)),
     "openvino": Format(
         (".xml", ".bin"),
-        ("onnx", "onnxscript", "openvino"),
-        "openvino",
-        1e-4,
         _write_openvino,
         open_openvino,
+        ("dynamic_size",),
+        (*_ONNX, "openvino"),
+        1e-4,
     ),
 }
 
 
-def find_format(name: str, int8: bool) -> Format:
-    """The format of that name, with all that it needs installed.
+def find_format(options: ExportOptions) -> Format:
+    """The format that is asked for, with all that it needs installed.
 
     Raises:
-        InputError: there is none, or it has no 8-bit form.
+        InputError: there is none, or it does not take an option.
         MissingDependencyError: a package is not installed; gives the command that installs it.
     """
-    import importlib.util
-
+    name = options.format
     if name not in FORMATS:
         raise InputError(f"expected a format out of {', '.join(FORMATS)}, got {name!r}")
-    found = FORMATS[name]
-    if int8 and not found.int8:
-        able = ", ".join(key for key, value in FORMATS.items() if value.int8)
-        raise InputError(f"expected a format out of {able} with int8, got {name!r}")
-    packages = ("torchao",) if int8 and name == "pt2" else found.packages
-    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    for option in ("dynamic_size", "channels_last", "int8"):
+        able = [key for key, value in FORMATS.items() if option in value.takes]
+        if getattr(options, option) and name not in able:
+            raise InputError(
+                f"expected a format out of {', '.join(able)} with {option}, got {name!r}"
+            )
+    quantised = options.int8 and name == "pt2"
+    packages = ("torchao",) if quantised else FORMATS[name].packages
+    missing = [one for one in packages if importlib.util.find_spec(one) is None]
     if missing:
+        extra = "int8" if quantised else name
         raise MissingDependencyError(
             f"format {name!r} needs {', '.join(missing)}, not installed: pip install "
-            f"'tresnet[{found.extra}]' (from a checkout: pip install -e '.[{found.extra}]')"
+            f"'tresnet[{extra}]' (from a checkout: pip install -e '.[{extra}]')"
         )
-    return found
+    return FORMATS[name]

@@ -3,28 +3,27 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tresnet.data import EvalTransform, ImageDataset, eval_transform, open_folder
 from tresnet.errors import DataError, InputError
+from tresnet.export.options import Input
 from tresnet.models.tresnet import TResNet
 from tresnet.ops.unit_floats import unit_floats
 
 BATCH = 32
-Input = Literal["float", "uint8"]
 
 
 @dataclass(frozen=True)
 class Images:
-    """The images that an exported model takes: (N, channels, height, width), any N.
+    """The images that an exported model takes: (N, channels, size, size), any N.
 
     Attributes:
         channels: of an image.
-        height: in pixels; where `dynamic_size`, that of the example it was traced with.
-        width: in pixels, likewise.
+        size: height and width in pixels; where `dynamic_size`, those it was traced with.
         multiple: what height and width must be divisible by.
         dynamic_size: whether other heights and widths will do.
         input: 'float' in [0, 1], or 'uint8'.
@@ -32,11 +31,10 @@ class Images:
     """
 
     channels: int
-    height: int
-    width: int
+    size: int
     multiple: int
-    dynamic_size: bool
-    input: Input
+    dynamic_size: bool = False
+    input: Input = "float"
     channels_last: bool = False
 
     @property
@@ -46,11 +44,6 @@ class Images:
         So must be those of the last feature map, an eighth of the input in blocks, rounded up.
         """
         return (9 if self.dynamic_size else 5) * self.multiple
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the tensor."""
-        return torch.uint8 if self.input == "uint8" else torch.float32
 
     @property
     def memory_format(self) -> torch.memory_format:
@@ -63,24 +56,16 @@ class Images:
         Raises:
             InputError: type, shape or layout differ from these.
         """
+        dtype = torch.uint8 if self.input == "uint8" else torch.float32
         if not isinstance(x, Tensor) or x.dim() != 4 or x.shape[1] != self.channels:
             got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise InputError(f"expected images (N, {self.channels}, H, W), got {got}")
-        if x.dtype != self.dtype:
+        if x.dtype != dtype:
             what = "bytes" if self.input == "uint8" else "floats in [0, 1]"
+            raise InputError(f"expected {dtype} ({what}), got {x.dtype}: convert, or export anew")
+        if tuple(x.shape[2:]) != (self.size, self.size):  # a package is made for one size
             raise InputError(
-                f"expected {self.dtype} ({what}), got {x.dtype}: convert, or export anew"
-            )
-        size, (h, w) = (self.height, self.width), x.shape[2:]
-        if not self.dynamic_size and (h, w) != size:
-            raise InputError(
-                f"expected height and width {size}, got {(h, w)}: resize, or export with "
-                "dynamic_size"
-            )
-        if h % self.multiple or w % self.multiple or min(h, w) < self.least:
-            raise InputError(
-                f"expected height and width divisible by {self.multiple} and at least "
-                f"{self.least}, got {(h, w)}: pad or resize"
+                f"expected height and width {(self.size, self.size)}, got {tuple(x.shape[2:])}: resize"
             )
         if len(x) == 0:
             raise InputError("expected at least one image, got none")
@@ -96,19 +81,19 @@ class Images:
             return images.contiguous(memory_format=self.memory_format)
         return unit_floats(images, memory_format=self.memory_format)
 
-    def random(self, count: int, height: int, width: int) -> Tensor:
+    def random(self, count: int, height: int = 0, width: int = 0) -> Tensor:
         """Noise of bytes (count, channels, height, width), the same each time."""
         generator = torch.Generator().manual_seed(count)
-        shape = (count, self.channels, height, width)
+        shape = (count, self.channels, height or self.size, width or self.size)
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
 
     def samples(self) -> Iterator[Tensor]:
         """Bytes of two batch sizes and, where they may vary, two more image sizes."""
-        yield self.random(1, self.height, self.width)
-        yield self.random(3, self.height, self.width)
+        yield self.random(1)
+        yield self.random(3)
         if self.dynamic_size:  # one with odd feature maps, neither square
             side = self.multiple
-            yield self.random(2, self.height + side, self.width + 4 * side)
+            yield self.random(2, self.size + side, self.size + 4 * side)
             yield self.random(1, 11 * side, 9 * side)
 
 
@@ -121,7 +106,7 @@ def open_labelled(
         DataError: the folder is incomplete, or its classes are not the model's.
     """
     wanted = {key: model.pretrained_cfg[key] for key in ("crop_mode", "crop_pct", "interpolation")}
-    transform = eval_transform(EvalTransform(images.height, **wanted), dtype=torch.uint8)
+    transform = eval_transform(EvalTransform(images.size, **wanted), dtype=torch.uint8)
     dataset = open_folder(root, split, transform)
     expected = model.config.num_classes if classes is None else len(classes)
     if len(dataset.classes) != expected or dataset.classes != list(classes or dataset.classes):

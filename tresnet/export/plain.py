@@ -59,13 +59,11 @@ def plain_model(model: nn.Module) -> TResNet:
 
 def trace(plain: nn.Module, images: Images, device: torch.device) -> ExportedProgram:
     """Record what the model does with images, for any number of them."""
-    bytes_ = images.random(2, images.height, images.width)
-    example = images.prepare(bytes_).to(device)
+    example = images.prepare(images.random(2)).to(device)
     shape: dict[int, Any] = {0: Dim("batch", min=1)}
     if images.dynamic_size:
+        least = images.least // images.multiple
         for dim, name in ((2, "height"), (3, "width")):
-            shape[dim] = images.multiple * Dim(
-                f"{name}_blocks", min=images.least // images.multiple
-            )
+            shape[dim] = images.multiple * Dim(f"{name}_blocks", min=least)
     with torch.no_grad():
         return torch.export.export(plain, (example,), dynamic_shapes=(shape,))

@@ -14,7 +14,8 @@ from tresnet.data import ImageDataset
 from tresnet.env import package_version
 from tresnet.errors import ExportError, InputError
 from tresnet.export.formats import Format, Job, Run, find_format
-from tresnet.export.images import Images, Input, open_labelled, spread
+from tresnet.export.images import Images, open_labelled, spread
+from tresnet.export.options import ExportOptions
 from tresnet.export.plain import plain_model, trace
 from tresnet.files import atomic_write
 from tresnet.models.tresnet import TResNet
@@ -26,32 +27,6 @@ TOP1_IMAGES = 5000
 # one image in ten thousand.
 INT8_TOP1_FALL = 0.3
 TOP1_FALL = 0.01
-
-
-@dataclass(frozen=True)
-class ExportOptions:
-    """How a model is exported.
-
-    Attributes:
-        format: 'onnx', 'pt2', 'aoti' or 'openvino'.
-        input: 'float' for images in [0, 1], 'uint8' for bytes.
-        input_size: height and width in pixels; None as the weights were made for.
-        dynamic_size: take other heights and widths too; the number of images is free anyway.
-        channels_last: of aoti: take images in channels-last memory.
-        int8: of onnx and pt2: weights and activations of 8 bits.
-        data: directory with train/CLASS and val/CLASS image folders: int8's ranges are those of
-            images of train, and top-1 is compared on images of val.
-        overwrite: replace the output if it exists.
-    """
-
-    format: str = "onnx"
-    input: Input = "float"
-    input_size: int | None = None
-    dynamic_size: bool = False
-    channels_last: bool = False
-    int8: bool = False
-    data: Path | None = None
-    overwrite: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,23 +72,35 @@ def export_model(
         ExportError: the file does not compute what the model does; nothing is left of it.
         WriteError: it cannot be written.
     """
-    format = find_format(options.format, options.int8)
+    format = find_format(options)
     _check_options(path, options, format)
     plain = plain_model(model)
     assert isinstance(model, TResNet), "checked by plain_model"
     images = _images(model, options)
-    train, val = _data(model, images, options, classes, labels)
+    splits: dict[str, ImageDataset] = {}
+    if options.data is not None:
+        if labels != "single" or images.channels != 3:
+            raise InputError(
+                f"data is for models of one label and 3 channels, got labels {labels!r} and "
+                f"{images.channels} channels: leave it out"
+            )
+        for split in ("val", "train") if options.int8 else ("val",):
+            splits[split] = open_labelled(options.data, split, model, images, classes)
     device = next(plain.parameters()).device
     if options.format != "aoti":
         plain, device = plain.cpu(), torch.device("cpu")
     if options.channels_last:
         plain = plain.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-    job = Job(
-        trace(plain, images, device),
-        images,
-        _metadata(model, images, device, classes, labels, options),
-        None if train is None else _calibration(train, images),
-    )
+    calibration = None
+    if options.int8:
+        batches = spread(splits["train"], CALIBRATION_IMAGES)
+        calibration = [images.prepare(batch) for batch, _ in batches]
+    metadata = _metadata(model, images, options) | {
+        "classes": None if classes is None else list(classes),
+        "labels": labels,
+        "device": str(device),
+    }
+    job = Job(trace(plain, images, device), images, metadata, calibration)
     with contextlib.ExitStack() as stack:
         # Placed in the opposite order: the file that the user names comes last.
         places = {
@@ -134,89 +121,49 @@ def export_model(
                 f"expected logits within {format.limit:g} of the model's, got {difference:.2g} from "
                 f"the {options.format} file, which was removed: report it with the command"
             )
-        real = (0, None, None) if val is None else _top1(run, model, val, options)
+        real = _top1(run, model, splits["val"], options) if splits else (0, None, None)
         for suffix, place in places.items():
             shutil.copyfile(file.with_suffix(suffix), place)
     return Exported(path, difference, *real)
 
 
 def _check_options(path: Path, options: ExportOptions, format: Format) -> None:
-    if path.suffix != format.suffixes[0]:
-        raise InputError(
-            f"expected an output that ends in {format.suffixes[0]} for {options.format}, got {path}"
-        )
-    for suffix in format.suffixes:
-        if path.with_suffix(suffix).exists() and not options.overwrite:
-            raise InputError(
-                f"expected a new file to write, but {path.with_suffix(suffix)} exists: choose "
-                "another name, or overwrite it"
-            )
-    if not path.absolute().parent.is_dir():
-        raise InputError(f"expected a directory to write to, but {path.parent} does not exist")
-    if options.input not in ("float", "uint8"):
-        raise InputError(f"expected input 'float' or 'uint8', got {options.input!r}")
-    if options.channels_last and options.format != "aoti":
-        raise InputError(f"channels_last is for aoti alone, got format {options.format!r}")
-    if options.dynamic_size and options.format == "aoti":
-        raise InputError(
-            "aoti takes one size, as packages compiled for any computed NaN in other sizes (torch "
-            "2.15): export one for each size, or take format 'pt2'"
-        )
-    if options.int8 and options.data is None:
-        raise InputError(
-            "int8 needs data, a directory of images (train/CLASS, val/CLASS), to take the ranges from"
-        )
+    suffix = format.suffixes[0]
+    there = next((p for end in format.suffixes if (p := path.with_suffix(end)).exists()), None)
+    fault = None
+    if path.suffix != suffix:
+        fault = f"an output that ends in {suffix} for {options.format}, got {path}"
+    elif there is not None and not options.overwrite:
+        fault = f"a new file to write, but {there} exists: choose another name, or overwrite it"
+    elif not path.absolute().parent.is_dir():
+        fault = f"a directory to write to, but {path.parent} does not exist"
+    elif options.input not in ("float", "uint8"):
+        fault = f"input 'float' or 'uint8', got {options.input!r}"
+    elif options.int8 and options.data is None:
+        fault = "data with int8, images (train/CLASS, val/CLASS) to take the ranges from, got none"
+    if fault is not None:
+        raise InputError(f"expected {fault}")
 
 
 def _images(model: TResNet, options: ExportOptions) -> Images:
-    config = model.config
-    side = options.input_size or model.pretrained_cfg["input_size"][-1]
+    size = options.input_size or int(model.pretrained_cfg["input_size"][-1])
     images = Images(
-        config.in_chans,
-        side,
-        side,
-        config.block_size,
+        model.config.in_chans,
+        size,
+        model.config.block_size,
         options.dynamic_size,
         options.input,
         options.channels_last,
     )
-    if side % images.multiple or side < images.least:
+    if size % images.multiple or size < images.least:
         raise InputError(
             f"expected an input_size divisible by {images.multiple} and at least {images.least}, "
-            f"got {side}"
+            f"got {size}"
         )
     return images
 
 
-def _data(
-    model: TResNet,
-    images: Images,
-    options: ExportOptions,
-    classes: tuple[str, ...] | None,
-    labels: str,
-) -> tuple[ImageDataset | None, ImageDataset | None]:
-    """Images to calibrate with, and to compare top-1 on, where there are to be any."""
-    if options.data is None:
-        return None, None
-    if labels != "single" or images.channels != 3:
-        raise InputError(
-            f"data is for models of one label and 3 channels, got labels {labels!r} and "
-            f"{images.channels} channels: leave it out"
-        )
-    val = open_labelled(options.data, "val", model, images, classes)
-    if not options.int8:
-        return None, val
-    return open_labelled(options.data, "train", model, images, classes), val
-
-
-def _metadata(
-    model: TResNet,
-    images: Images,
-    device: torch.device,
-    classes: tuple[str, ...] | None,
-    labels: str,
-    options: ExportOptions,
-) -> dict[str, Any]:
+def _metadata(model: TResNet, images: Images, options: ExportOptions) -> dict[str, Any]:
     """What is stored in the file: plain values."""
     kept = ("crop_pct", "crop_mode", "interpolation")
     return {
@@ -226,15 +173,8 @@ def _metadata(
         "images": asdict(images),
         "preprocessing": {key: model.pretrained_cfg.get(key) for key in kept},
         "num_classes": model.config.num_classes,
-        "classes": None if classes is None else list(classes),
-        "labels": labels,
         "int8": options.int8,
-        "device": str(device),
     }
-
-
-def _calibration(train: ImageDataset, images: Images) -> list[Tensor]:
-    return [images.prepare(batch) for batch, _ in spread(train, CALIBRATION_IMAGES)]
 
 
 def _top1(

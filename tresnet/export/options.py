@@ -1,0 +1,31 @@
+"""How a model is exported. The text under a field is its help on the command line."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Input = Literal["float", "uint8"]
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What is written, and what the file takes."""
+
+    format: Literal["onnx", "pt2", "aoti", "openvino"]
+    """onnx: for onnxruntime and others. pt2: the program of torch.export. aoti: compiled by
+    AOTInductor for this kind of machine. openvino: for Intel's CPUs."""
+    input: Input = "float"
+    """float: images in [0, 1]. uint8: bytes, divided by 255 inside."""
+    input_size: int | None = None
+    """Height and width in pixels. None: as the weights were made for."""
+    dynamic_size: bool = False
+    """Take other heights and widths too. The number of images is free in any case."""
+    channels_last: bool = False
+    """For aoti: take images in channels-last memory."""
+    int8: bool = False
+    """For onnx and pt2: 8-bit weights and activations, their ranges from --data."""
+    data: Path | None = None
+    """Directory with train/CLASS and val/CLASS image folders. Top-1 on val must be the model's; with
+    --int8, whose ranges are those of images of train, at most 0.3 points lower."""
+    overwrite: bool = False
+    """Replace the output if it exists."""
