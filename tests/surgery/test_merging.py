@@ -146,6 +146,31 @@ def hooked() -> nn.Module:
     return module
 
 
+def reordered(module: nn.Module) -> nn.Module:
+    """Its weight registered behind its bias, as pruning leaves it."""
+    module.register_parameter("weight", module._parameters.pop("weight"))
+    return module
+
+
+def test_tensors_are_found_by_name_in_any_order():
+    branches = [nn.Linear(8, 4), reordered(nn.Linear(8, 4))]
+    x = torch.randn(2, 8)
+    expected = torch.cat([branch(x) for branch in branches], 1)
+    torch.testing.assert_close(merge_parallel(branches)(x), expected)
+
+
+class Two(nn.Module):
+    """Two layers and whatever else is set."""
+
+    def __init__(self, order: str = "ab", tied: bool = False, **settings: object) -> None:
+        super().__init__()
+        for name in order:
+            self.add_module(name, nn.Linear(4, 4))
+        if tied:
+            self.b.weight = self.a.weight
+        self.__dict__ |= settings
+
+
 SHARED = nn.Conv2d(8, 4, 1)
 
 
@@ -158,9 +183,14 @@ SHARED = nn.Conv2d(8, 4, 1)
         ([AttentionBranch(8, 4), AttentionBranch(8, 2)], "conv1 differs in out_channels: 4"),
         ([AttentionBranch(8, 4), GroupHead(8, 4)], "the branch differs in class"),
         ([nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1).eval()], "differs in training"),
-        ([nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1).double()], "differs in bias.*float64"),
+        ([nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1).double()], "differs in weight.*float64"),
         ([nn.AvgPool2d(2), nn.AvgPool2d(2, ceil_mode=True)], "differs in ceil_mode: False"),
         ([Tied(SHARED), Tied(SHARED)], "conv.weight of branch 0 and conv.weight of branch 1 are"),
+        ([Two("ab"), Two("ba")], "differs in children in this order"),
+        ([Two(tied=True), Two()], "b differs in weight: .*tied to a.weight"),
+        ([Two(act=torch.relu), Two(act=torch.tanh)], "differs in act"),
+        ([Two(k=torch.ones(1)), Two(k=torch.zeros(1))], "differs in k"),
+        ([Two(options={"p": 1.0}), Two(options={"p": 3.0})], "differs in options"),
         ([hooked(), hooked()], r"branch 0 0 \(Conv2d\) has hooks"),
     ],
 )

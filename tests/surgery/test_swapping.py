@@ -100,6 +100,18 @@ def test_settings_go_along():
     assert not stem.training
 
 
+@pytest.mark.parametrize("has_statistics", [True, False])
+def test_statistics_that_are_not_tracked_are_not_tracked_afterwards(has_statistics):
+    model, x = network().train(), images()
+    for module in norms(model):
+        module.track_running_stats = False
+        if not has_statistics:
+            module.running_mean = module.running_var = None
+    before, expected = snapshot(model), model(x)
+    torch.testing.assert_close(swap_norm(model, "batchnorm")(x), expected)
+    assert same(model.state_dict(), before)
+
+
 @pytest.mark.parametrize("between", NORMS)
 def test_how_the_norms_are_computed_survives_another_norm(between):
     if between == "inplace_abn":

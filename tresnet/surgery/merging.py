@@ -1,6 +1,7 @@
 """Branches of equal structure as one module that runs them at once, and back."""
 
 import copy
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -24,9 +25,10 @@ class ParallelBranches(nn.Module):
         """Stack the branches' tensors; see `merge_parallel`, which checks them."""
         super().__init__()
         stacked: dict[int, Any] = {}
-        for tensors in zip(*(_tensors(branch).values() for branch in branches), strict=True):
-            stack = torch.stack([tensor.detach() for tensor in tensors])
-            stacked[id(tensors[0])] = _like(tensors[0], stack)
+        tensors = [_tensors(branch) for branch in branches]
+        for name, tensor in tensors[0].items():
+            stack = torch.stack([own[name].detach() for own in tensors])
+            stacked[id(tensor)] = _like(tensor, stack)
         self.merged = copy.deepcopy(branches[0], stacked)
         self.groups, self.shared_input = len(branches), shared_input
         self.training = branches[0].training
@@ -125,25 +127,48 @@ def _like(tensor: Tensor, value: Tensor) -> Tensor:
 
 
 def _check_equal(first: nn.Module, other: nn.Module, index: int) -> None:
-    mine, theirs = dict(first.named_modules()), dict(other.named_modules())
+    mine, theirs = _structure(first), _structure(other)
     for name in (*mine, *theirs):
-        a, b = _settings(mine.get(name)), _settings(theirs.get(name))
-        different = sorted(key for key in {*a, *b} if a.get(key) != b.get(key))
-        if different:
-            key = different[0]
+        a, b = mine.get(name, {}), theirs.get(name, {})
+        key = next((key for key in (*a, *b) if not _same(a.get(key), b.get(key))), None)
+        if key is not None:
             raise InputError(
                 f"{name or 'the branch'} differs in {key}: {a.get(key)} in branch 0, {b.get(key)} "
                 f"in branch {index}; expected branches of equal structure and settings"
             )
 
 
-def _settings(module: nn.Module | None) -> dict[str, Any]:
-    """What must agree between branches: class, plain attributes, shapes and types of tensors."""
-    if module is None:
-        return {"class": None}
-    plain = (bool, int, float, str, tuple, list, type(None), torch.dtype)
-    settings = {k: v for k, v in vars(module).items() if isinstance(v, plain)}
-    for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is not None:
-            settings[key] = (tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad)
-    return {"class": type(module), **settings}
+_INTERNALS = vars(nn.Module()).keys() - {"training"}
+
+
+def _structure(branch: nn.Module) -> dict[str, dict[str, Any]]:
+    """By each module's name what must agree between branches, sharing and tying included."""
+    firsts: dict[int, str] = {}  # the first name of each module and tensor
+    found = {}
+    for name, module in branch.named_modules(remove_duplicate=False):
+        settings = {"class": type(module), "module": firsts.setdefault(id(module), name)}
+        settings |= {key: v for key, v in vars(module).items() if key not in _INTERNALS}
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                tied = firsts.setdefault(id(tensor), f"{name}.{key}")
+                form = (tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad)
+                settings[key] = (*form, f"tied to {tied}")
+        found[name] = {**settings, "children in this order": list(module._modules)}
+    return found
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two settings are surely equal."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, functools.partial):
+        return _same((a.func, a.args, a.keywords), (b.func, b.args, b.keywords))
+    if isinstance(a, Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and bool((a == b).all())
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a == b)

@@ -14,7 +14,8 @@ from tresnet.models.tresnet import TResNet
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _SHOWN = 5
-_CHOICES = ("impl", "synchronised")  # of an ABN
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+_CHOICES = ("track_running_stats", "impl", "synchronised")  # the last two of an ABN
 
 
 def swap_norm(model: ModuleT, norm: str) -> ModuleT:
@@ -96,8 +97,8 @@ def _counterpart(old: NormAct, target: type[NormAct]) -> NormAct:
         old.weight.clamp_(min=old.eps)  # padding alone is below, and its input is zero
     for name, parameter in old.named_parameters(recurse=False):
         new.register_parameter(name, parameter)  # pyright: ignore[reportArgumentType]
-    for name, buffer in old.named_buffers(recurse=False):
-        new.register_buffer(name, buffer)
+    for name in _BUFFERS:  # None where there are none
+        new.register_buffer(name, getattr(old, name))
     for name in _CHOICES:  # a norm that does not know them hands them on to the next
         if hasattr(old, name):
             setattr(new, name, getattr(old, name))
