@@ -103,12 +103,6 @@ def test_the_predicted_step_is_the_one_that_runs(changes):
     assert 1 <= ratio < 1.01
 
 
-def test_processes_among_others_have_buckets(tiny):
-    config = resolve(tiny())
-    alone, among = (batch_size.step_of(config, 3, world) for world in (1, 8))
-    assert (alone["ddp"], among["ddp"]) == (False, True)
-
-
 # -- auto --------------------------------------------------------------------------------------
 
 
@@ -167,12 +161,6 @@ def test_the_process_with_the_least_memory_decides(tiny, small_gpu, monkeypatch)
     assert (alone.data.batch_size, among.data.batch_size) == (16, 8)
     assert said[0] == "--batch-size auto: 16, of 21"
     assert said[1].startswith("--batch-size auto: 8, as the process with the least memory has room")
-
-
-def test_a_number_is_left_alone(tiny):
-    config = tiny(batch_size=6)
-    assert batch_size.resolve(config, CLASSES, 1000, ALONE, pytest.fail) is config
-    assert batch_size.foresee(config, pytest.fail) is config
 
 
 def test_on_a_cpu_it_is_refused(tiny):

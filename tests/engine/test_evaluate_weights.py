@@ -1,5 +1,6 @@
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,13 +76,6 @@ def test_precision_layout_and_implementation_hardly_change_the_loss(config, chan
     assert found["loss"] == pytest.approx(run(config)["loss"], rel=1e-5 if exact else 2e-2)
 
 
-def test_a_compiled_model_gives_the_same_loss(config, monkeypatch):
-    compiler = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda module, **_: compiler(module, backend="eager"))
-    compiled = run(dataclasses.replace(config, compute=InferenceCompute(compile="default")))
-    assert compiled["loss"] == pytest.approx(run(config)["loss"], rel=1e-4)
-
-
 def test_a_model_is_compiled_once_and_says_how_long_that_took(config, monkeypatch, capsys):
     """The last batch is smaller: alone it would be compiled for another size."""
     shapes = []
@@ -130,6 +124,7 @@ def test_an_existing_output_is_replaced_only_if_asked_to(config, tmp_path):
         ({"model": "tresnet_m"}, CheckpointError, "tresnet_m"),
         ({"batch_size": 0}, ConfigError, "--batch-size: expected at least 1, got 0"),
         ({"workers": -1}, ConfigError, "--workers: expected 0 or more, got -1"),
+        ({"output": Path("absent/r.json")}, ConfigError, "--output: there is no directory absent"),
         ({"crop_pct": 2.0}, ConfigError, "--crop-pct: expected more than 0 and at most 1, got 2.0"),
     ],
 )
@@ -139,33 +134,14 @@ def test_bad_input_is_refused(config, change, kind, message):
     assert message in str(error.value)
 
 
-def test_an_output_without_a_directory_is_refused_before_the_work(config, tmp_path):
-    with pytest.raises(ConfigError, match="--output: there is no directory"):
-        run(dataclasses.replace(config, output=tmp_path / "absent" / "result.json"))
-
-
 def test_other_classes_are_refused(config, tmp_path):
+    assert class_map(None, 2, ["x", "y"]) is None
+    with pytest.raises(ConfigError, match=r"the weights have 3 classes, the data 2 \(a, b\)"):
+        class_map(None, 3, ["a", "b"])
     write_images(tmp_path / "other", "val", 6, ("cat", "green", "red"))
     with pytest.raises(ConfigError) as error:
         run(dataclasses.replace(config, data=str(tmp_path / "other")))
     assert "only the weights have blue; only the data have cat" in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("trained", "found", "expected"),
-    [
-        (["a", "b"], ["a", "b"], None),
-        (["b", "a", "c"], ["a", "b", "c"], [1, 0, 2]),
-        (None, ["x", "y"], None),
-    ],
-)
-def test_classes_are_mapped_by_name(trained, found, expected):
-    assert class_map(trained, len(found), found) == expected
-
-
-def test_where_names_are_unknown_the_number_of_classes_must_fit():
-    with pytest.raises(ConfigError, match=r"the weights have 3 classes, the data 2 \(a, b\)"):
-        class_map(None, 3, ["a", "b"])
 
 
 def test_weights_of_a_run_that_diverged_are_refused(config, tmp_path):

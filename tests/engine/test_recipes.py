@@ -31,8 +31,3 @@ def test_paper_needs_data_only():
     assert str(error.value).splitlines()[1:] == [
         "  --data: say what to train on: a directory with train/ and val/, or digits"
     ]
-
-
-def test_an_unknown_recipe_suggests_the_nearest():
-    with pytest.raises(ConfigError, match="unknown recipe 'papper': did you mean 'paper'"):
-        recipe("papper")
