@@ -3,6 +3,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from tests.engine import ddp_train
 from tests.engine.conftest import config_on
 from tests.engine.runs import assert_same_run, rows_of, tensors_of
 from tresnet.engine import config as configs
-from tresnet.engine import distributed, state
+from tresnet.engine import distributed, signals, state
 from tresnet.engine import resolve as resolving
 from tresnet.engine.train import train
 from tresnet.errors import ConfigError
@@ -103,6 +104,23 @@ def test_processes_meet_under_a_name_of_their_own_whatever_ended_ones_left_in_th
     assert len(set(names)) == 3
     with pytest.raises(ConfigError, match="expected 3 processes, 0 of the other 2 have come"):
         distributed.meet(store, 0, 3, timeout / 100)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_process_that_waits_for_its_partners_ends_at_once(monkeypatch, rank, signum):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    for name, value in {"RANK": rank, "WORLD_SIZE": "2", **address}.items():
+        monkeypatch.setenv(name, value)
+    child = os.fork()
+    if not child:
+        with signals.StopRequest(), distributed.join("cpu"):
+            os._exit(1)
+    time.sleep(0.5)
+    os.kill(child, signum)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signum
 
 
 @pytest.mark.slow

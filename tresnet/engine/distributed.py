@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tresnet.engine import signals
 from tresnet.errors import ConfigError
 
 # Longer than any process lets the others wait, as for compiling or for a checkpoint on a slow disk.
@@ -113,9 +114,10 @@ def join(device: str) -> Iterator[Processes]:
         return
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     timeout = datetime.timedelta(minutes=TIMEOUT_MIN)
-    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
-    store = dist.PrefixStore(meet(store, rank, world, timeout), store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    with signals.at_once():
+        store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+        store = dist.PrefixStore(meet(store, rank, world, timeout), store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     yield Processes(rank, world, chosen)
     # Only after success: when one process fails the others wait in a collective, and leaving the
     # group would wait for them too. torchrun ends them.
