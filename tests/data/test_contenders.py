@@ -23,7 +23,7 @@ def folder(tmp_path_factory):
 
 def contending(folder, split, workers=0):
     """5 files to 6 images of an epoch: one comes round again."""
-    opened = loaders_in(folder, split, length=6, batch_size=3, size=32, workers=workers)
+    opened = loaders_in(folder, split, {}, length=6, batch_size=3, size=32, workers=workers)
     return [opens() for opens in opened.values()]
 
 

@@ -19,13 +19,16 @@ from tresnet.cli.info import Info
 from tresnet.cli.list import List
 from tresnet.cli.memory import Memory
 from tresnet.cli.predict import Predict
+from tresnet.cli.shard import Shard
 
 _DESCRIPTION = """TResNet image classifiers: models, weights, predictions and measurements.
 
 `tresnet COMMAND --help` explains a command; `tresnet --version` prints the version."""
 
 
-def parse(arguments: Sequence[str]) -> List | Info | Bench | Memory | Predict | Convert | Export:
+def parse(
+    arguments: Sequence[str],
+) -> List | Info | Bench | Memory | Predict | Convert | Export | Shard:
     """Return the command with its options.
 
     Raises:
@@ -38,7 +41,8 @@ def parse(arguments: Sequence[str]) -> List | Info | Bench | Memory | Predict | 
         | Annotated[Memory, subcommand("memory")]
         | Annotated[Predict, subcommand("predict")]
         | Annotated[Convert, subcommand("convert")]
-        | Annotated[Export, subcommand("export")],  # pyright: ignore[reportArgumentType]
+        | Annotated[Export, subcommand("export")]
+        | Annotated[Shard, subcommand("shard")],  # pyright: ignore[reportArgumentType]
         prog="tresnet",
         description=_DESCRIPTION,
         args=arguments,

@@ -1,7 +1,8 @@
 """The loaders that `tresnet bench loader` compares, and images to load where there are none."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ import torch
 
 from tresnet.data.folder import open_folder
 from tresnet.data.loaders import Loader, create_loader, usable_cores
+from tresnet.data.shards import ShardDataset, manifest_path
 from tresnet.data.transforms import Augment, EvalTransform, eval_transform, train_transform
 from tresnet.errors import MissingDependencyError
 
@@ -110,7 +112,7 @@ def torchvision_loader(epoch: Epoch) -> Peer:
 
 
 def our_loader(epoch: Epoch, dtype: torch.dtype) -> Loader:
-    """Ours with the transforms of `timm_loader`, giving bytes or floats.
+    """Ours with the transforms of `timm_loader`, giving bytes or floats, of a folder or of shards.
 
     Raises:
         DataError: there are no images.
@@ -120,25 +122,40 @@ def our_loader(epoch: Epoch, dtype: torch.dtype) -> Loader:
         transform = train_transform(Augment(), epoch.size, dtype=dtype)
     else:
         transform = eval_transform(EvalTransform(epoch.size), dtype=dtype)
-    dataset = epoch.of(open_folder(epoch.root, epoch.split, transform))
+    in_shards = manifest_path(epoch.root, epoch.split).is_file()
+    opener = ShardDataset if in_shards else open_folder
+    dataset = epoch.of(opener(epoch.root, epoch.split, transform))
     return create_loader(dataset, epoch.batch_size, training=training, workers=epoch.workers)
 
 
-def loaders_in(root: Path, split: Split, **shared: int) -> dict[str, Callable[[], Any]]:
-    """What opens each of the loaders that are compared; `shared` are the other fields of `Epoch`.
+def loaders_in(
+    root: Path, split: Split, shards: Mapping[str, Path], **shared: int
+) -> dict[str, Callable[[], Any]]:
+    """What opens each of the loaders that are compared.
+
+    Args:
+        root: folder that holds the splits.
+        split: which one.
+        shards: folders of shards of the same images, by what to call them.
+        **shared: the other fields of `Epoch`.
 
     Raises:
-        DataError: there are no images at `root`/`split`.
+        DataError: there are no images at `root`/`split`, or no such shards.
     """
     epoch = Epoch(root, split, **shared)
-    our_loader(epoch, torch.uint8).close()  # complain before anything is measured
-    return {
+    sharded = {name: replace(epoch, root=place) for name, place in shards.items()}
+    for each in (epoch, *sharded.values()):
+        our_loader(each, torch.uint8).close()  # complain before anything is measured
+    loaders: dict[str, Callable[[], Any]] = {
         "tresnet, uint8": lambda: our_loader(epoch, torch.uint8),
         "tresnet, float": lambda: our_loader(epoch, torch.float32),
         "timm, uint8": lambda: timm_loader(epoch, torch.uint8),
         "timm, float": lambda: timm_loader(epoch, torch.float32),
         "torchvision, uint8": lambda: torchvision_loader(epoch),
     }
+    for name, each in sharded.items():
+        loaders[f"tresnet, uint8, {name}"] = partial(our_loader, each, torch.uint8)
+    return loaders
 
 
 def write_jpegs(root: Path, split: Split, count: int = JPEGS) -> None:

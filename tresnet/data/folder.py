@@ -2,7 +2,7 @@
 
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +28,16 @@ class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
         paths: the image files in index order, as text.
         targets: one label each, (N,) int64; or any number of labels, (N, classes) uint8 of 0 and 1.
         skip_bad_images: whether a loader leaves unreadable files out instead of stopping.
+        digest: what the images are known by, where something says it that need not list them.
     """
+
+    digest: str | None = None
 
     def __init__(
         self,
         split: str,
         classes: list[str],
-        paths: list[str],
+        paths: Sequence[str],
         targets: torch.Tensor,
         transform: Callable[[Picture], Any] | None = None,
         skip_bad_images: bool = False,
@@ -64,9 +67,12 @@ class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
         """
         picture = open_picture(self.paths[index])
         image = picture.rgb() if self.transform is None else self.transform(picture)
+        return image, self.label(index)
+
+    def label(self, index: int) -> Any:
+        """An int, or (classes,) float32 of 0 and 1."""
         target = self.targets[index]
-        label = target.float() if self.multi else int(target)
-        return image, label
+        return target.float() if self.multi else int(target)
 
 
 def open_folder(

@@ -72,6 +72,7 @@ class Picture:
 
     Attributes:
         image: Pillow's, whose pixels are not decoded yet.
+        data: what the file holds.
     """
 
     def __init__(self, data: bytes, path: str) -> None:
@@ -86,7 +87,7 @@ class Picture:
         """
         from PIL import Image
 
-        self._data, self._path = data, path
+        self.data, self._path = data, path
         with named(path):
             self.image = Image.open(io.BytesIO(data))
 
@@ -116,7 +117,7 @@ class Picture:
         Raises:
             BadImageError: as for `rgb`, of the whole image.
         """
-        pixels = _decode_region(self._data, box) if self._is_plain() else None
+        pixels = _decode_region(self.data, box) if self._is_plain() else None
         return crop_of(self.rgb(), box) if pixels is None else pixels
 
     def _is_plain(self) -> bool:
@@ -127,8 +128,8 @@ class Picture:
         """
         if self.image.format != "JPEG" or self.image.mode != "RGB":
             return False
-        marker = _MARKER.search(self._data, cast(io.BytesIO, self.image.fp).tell())
-        return marker is not None and self._data[marker.start() :] == _END
+        marker = _MARKER.search(self.data, cast(io.BytesIO, self.image.fp).tell())
+        return marker is not None and self.data[marker.start() :] == _END
 
 
 def crop_of(image: "Image", box: Box) -> torch.Tensor:

@@ -20,8 +20,10 @@ from tresnet.data import (
 )
 from tresnet.data import digits_multilabel as digits_multi
 from tresnet.data.multilabel import open_multilabel
+from tresnet.data.shards import ShardDataset, manifest_path
 from tresnet.engine.config import ImageConfig, TrainConfig
 from tresnet.engine.distributed import Processes
+from tresnet.errors import DataError
 
 _WRITTEN = {"digits": digits, digits_multi.NAME: digits_multi}
 
@@ -103,12 +105,22 @@ def open_splits(config: TrainConfig, processes: Processes) -> Splits:
 def open_split(
     folder: Path, split: str, transform: Any, multi: bool, skip_bad_images: bool = False
 ) -> ImageDataset:
-    """Open one split, with one label an image in class folders, or with any number in a list.
+    """Open one split: shards, class folders, or images with any number of labels in a list.
 
     Raises:
-        DataError: It is missing or empty.
+        DataError: It is missing or empty, or the shards' images have labels of the other kind.
     """
-    return (open_multilabel if multi else open_folder)(folder, split, transform, skip_bad_images)
+    if not manifest_path(folder, split).is_file():
+        opener = open_multilabel if multi else open_folder
+        return opener(folder, split, transform, skip_bad_images)
+    shards = ShardDataset(folder, split, transform, skip_bad_images)
+    if shards.multi != multi:
+        kinds = ["one label an image", "any number of labels"]
+        raise DataError(
+            f"expected images with {kinds[multi]}, but the shards in {folder} have "
+            f"{kinds[not multi]}: write them {'with' if multi else 'without'} --multilabel"
+        )
+    return shards
 
 
 def create_loaders(
@@ -135,8 +147,8 @@ def create_loaders(
 
 def fingerprint(dataset: ImageDataset, folder: Path) -> str:
     """A hash of the files' places below `folder` in their order, their sizes and their labels."""
-    digest = hashlib.sha256()
-    for path in dataset.paths:
+    digest = hashlib.sha256((dataset.digest or "").encode())
+    for path in dataset.paths if dataset.digest is None else ():
         digest.update(os.fsencode(os.path.relpath(path, folder)))
         try:
             digest.update(b"\n%d\n" % os.stat(path).st_size)

@@ -8,12 +8,15 @@ import contextlib
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from tresnet.data.contenders import JPEG_SIZE, JPEGS, loaders_in, write_jpegs
+from tresnet.data.folder import open_folder
+from tresnet.data.shards import ShardSettings, write_shards
 from tresnet.errors import InputError
 from tresnet.measure.clock import HostClock
 from tresnet.measure.records import RecordFile
@@ -90,10 +93,11 @@ def bench_loaders(settings: LoaderSettings, argv: Sequence[str], log: Log) -> Ou
         DataError: there are no images.
     """
     settings.check()
-    with _images(settings) as (folder, data):
+    with _images(settings) as (folder, data, shards):
         loaders = loaders_in(
             folder,
             settings.split,
+            shards,
             length=settings.epoch_images,
             batch_size=settings.batch_size,
             size=settings.input_size,
@@ -124,11 +128,20 @@ def compare_loaders(
 
 
 @contextlib.contextmanager
-def _images(settings: LoaderSettings) -> Iterator[tuple[Path, str]]:
-    """The folder that was given, or one that is there for the run alone; and what to call it."""
+def _images(settings: LoaderSettings) -> Iterator[tuple[Path, str, dict[str, Path]]]:
+    """The folder given or one for this run alone, what to call it, and shards of its images."""
     if settings.data is not None:
-        yield settings.data, settings.data.resolve().name
+        shards = {} if settings.shards is None else {"shards": settings.shards}
+        yield settings.data, settings.data.resolve().name, shards
         return
-    with tempfile.TemporaryDirectory() as folder:
-        write_jpegs(Path(folder), settings.split)
-        yield Path(folder), f"{JPEGS} photographs of {JPEG_SIZE[0]} x {JPEG_SIZE[1]}, JPEG"
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        write_jpegs(folder, settings.split)
+        shards = {}
+        if find_spec("array_record") is not None:
+            for name, short_side in (("shards", None), ("shards of short side 256", 256)):
+                shards[name] = out = folder / name
+                out.mkdir()
+                how = ShardSettings(short_side=short_side)
+                write_shards(open_folder(folder, settings.split), folder, out, how)
+        yield folder, f"{JPEGS} photographs of {JPEG_SIZE[0]} x {JPEG_SIZE[1]}, JPEG", shards

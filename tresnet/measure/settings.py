@@ -130,6 +130,9 @@ class LoaderSettings(RunSettings):
     """Directory with train/CLASS/ or val/CLASS/ image folders; by default 64 JPEGs of 500 x 375
     pixels, cut from scikit-learn's photographs. Files are read over and over, so from the system's
     cache."""
+    shards: Path | None = None
+    """Shards of the same images, as `tresnet shard` writes them; of the default's, two kinds are
+    written."""
     split: Literal["train", "val"] = "train"
     """train: random crop and mirror image. val: resize and center crop."""
     batch_size: int = 64

@@ -1,0 +1,24 @@
+"""What a run reads: shards in the place of folders."""
+
+import pytest
+
+from tests.engine.runs import assert_same_run
+from tresnet.cli.main import main
+from tresnet.engine.train import train
+from tresnet.errors import ConfigError, DataError
+
+pytest.importorskip("array_record")
+
+
+def test_a_run_on_shards_is_the_run_on_their_folder_and_notices_other_shards(
+    data, tiny, whole, tmp_path
+):
+    shards = str(tmp_path / "shards")
+    assert main(["shard", str(data), shards, "--images-per-shard", "7", "--workers", "1"]) == 0
+    run_dir = train(tiny(data=shards)).run_dir
+    assert_same_run(run_dir, whole)
+    assert main(["shard", str(data), shards, "--max-side", "9", "--workers", "1"]) == 0
+    with pytest.raises(ConfigError, match="images"):
+        train(tiny(data=shards), run_dir)
+    with pytest.raises(DataError, match=r"any number of labels.*with --multilabel"):
+        train(tiny(data=shards, name="other", loss="asymmetric", mixup=0.0, label_smoothing=0.0))

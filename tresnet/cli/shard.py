@@ -1,0 +1,84 @@
+"""`tresnet shard`: a folder of images as a few large files."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from tresnet.cli.output import progress, say
+from tresnet.errors import DataError, WriteError
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """Write a data set's images into shards, which train.py and eval.py take as --data.
+
+    Both splits are written, train and val, where they are there. Started again, the command keeps
+    the shards that are whole and goes on.
+    """
+
+    data: Annotated[Positional[Path], arg(metavar="DATA")]
+    """The folder of the data set, as for train.py."""
+
+    out: Annotated[Positional[Path], arg(metavar="OUT")]
+    """The folder to write; it is made."""
+
+    max_side: int | None = None
+    """Make images smaller until the longer side has at most so many pixels; 500 keeps accuracy."""
+
+    short_side: int | None = None
+    """Make images smaller until the shorter side has at most so many pixels; 256 is fastest."""
+
+    quality: int = 90
+    """Of the JPEGs that smaller images become."""
+
+    images_per_shard: int = 8192
+    """Images in a file."""
+
+    multilabel: bool = False
+    """Images have any number of labels, listed as for the recipe multilabel."""
+
+    skip_bad_images: bool = False
+    """Leave images out that cannot be decoded, instead of stopping."""
+
+    workers: int = 0
+    """Processes that read and write; 0 for one a core."""
+
+    def run(self, argv: list[str]) -> int:
+        """Write every split."""
+        from tresnet.data.folder import open_folder
+        from tresnet.data.loaders import usable_cores
+        from tresnet.data.multilabel import open_multilabel
+        from tresnet.data.shards import ShardSettings, manifest_path, write_shards
+
+        settings = ShardSettings(
+            self.max_side, self.short_side, self.quality, self.images_per_shard
+        )
+        opener = open_multilabel if self.multilabel else open_folder
+        splits = [name for name in ("train", "val") if (self.data / name).exists()]
+        if not splits:
+            raise DataError(f"expected a folder train or val in {self.data}, but none is there")
+        if self.out.resolve() == self.data.resolve():
+            raise WriteError(f"expected another folder to write than {self.data}, got the same")
+        datasets = [opener(self.data, name, None, self.skip_bad_images) for name in splits]
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise WriteError(f"cannot make {self.out}: {error.strerror}") from error
+        for dataset in datasets:
+            skipped = write_shards(
+                dataset,
+                self.data,
+                self.out,
+                settings,
+                workers=self.workers or usable_cores(),
+                log=progress,
+            )
+            for name, reason in skipped.items():
+                progress(f"left out {name}: {reason}")
+            say(
+                f"{manifest_path(self.out, dataset.split)}: {len(dataset) - len(skipped)} images, "
+                f"{len(dataset.classes)} classes, {len(skipped)} left out"
+            )
+        return 0

@@ -1,0 +1,399 @@
+"""Images in a few large files that are read at random: ArrayRecord, and a manifest for each split.
+
+A shard's first record says what it was made of; each other one is an image: a checksum, a JSON text
+(name, label, size before it was made smaller) and the encoded image. Item i of the shards is item i
+of the folder they were written from, so that order, resume and sharing among processes are the same.
+"""
+
+import bisect
+import concurrent.futures
+import hashlib
+import io
+import itertools
+import json
+import multiprocessing
+import os
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tresnet.data.folder import ImageDataset, open_picture
+from tresnet.data.pictures import BadImageError, Picture, named
+from tresnet.errors import ConfigError, DataError, MissingDependencyError
+from tresnet.files import atomic_write, lock, remove_leftovers, write_text
+
+FORMAT = 1
+_HEAD = struct.Struct("<II")  # CRC-32 of all that follows; bytes of the text
+
+
+@dataclass(frozen=True)
+class ShardSettings:
+    """What becomes of an image on its way into a shard.
+
+    An image that is no larger than asked keeps its bytes. Others are resized (Lanczos) and become
+    JPEGs.
+
+    Attributes:
+        max_side: most pixels of the longer side; None for any.
+        short_side: most pixels of the shorter side; None for any. Only one of the two.
+        quality: of the JPEGs, 1 to 100.
+        images_per_shard: how many a file holds.
+    """
+
+    max_side: int | None = None
+    short_side: int | None = None
+    quality: int = 90
+    images_per_shard: int = 8192
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for a value out of range."""
+        if self.max_side is not None and self.short_side is not None:
+            raise ConfigError("expected max_side or short_side, got both: leave one out")
+        sides = [side for side in (self.max_side, self.short_side) if side is not None]
+        if min([*sides, self.images_per_shard]) < 1 or not 1 <= self.quality <= 100:
+            raise ConfigError(
+                "expected sides and images of a shard above 0 and a quality of 1 to 100, got "
+                f"{', '.join(f'{name}={value}' for name, value in asdict(self).items())}"
+            )
+
+
+class ShardDataset(ImageDataset):
+    """One split out of shards; a record's checksum and name are compared as it is read.
+
+    Attributes:
+        digest: changes with any of the records, or with their order.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        split: str,
+        transform: Callable[[Picture], Any] | None = None,
+        skip_bad_images: bool = False,
+    ) -> None:
+        """Read the manifest and look at the files' sizes.
+
+        Raises:
+            DataError: the manifest is damaged, or a file is missing or has another size.
+            MissingDependencyError: the library that reads shards is not installed.
+        """
+        _library()
+        manifest = manifest_path(folder, split)
+        try:
+            known = json.loads(manifest.read_text(encoding="utf-8"))
+            if known["format"] != FORMAT:
+                raise ValueError(f"format {known['format']}, this version reads {FORMAT}")
+            counts = [int(shard["images"]) for shard in known["shards"]]
+            files = [folder / str(shard["file"]) for shard in known["shards"]]
+            sizes = [int(shard["bytes"]) for shard in known["shards"]]
+            classes = [str(name) for name in known["classes"]]
+            labels, self.digest = known["labels"], str(known["digest"])
+            if len(labels) != sum(counts):
+                raise ValueError(f"{len(labels)} labels of {sum(counts)} images")
+            targets = _targets(labels, len(classes), bool(known["multilabel"]))
+        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+            raise DataError(
+                f"expected the manifest of shards in {manifest}, got {type(error).__name__}: "
+                f"{error}: write them again with `tresnet shard`"
+            ) from error
+        for file, size in zip(files, sizes, strict=True):
+            found = file.stat().st_size if file.is_file() else None
+            if found != size:
+                raise DataError(
+                    f"expected {size} bytes in {file}, "
+                    + ("but it is missing" if found is None else f"got {found}")
+                    + ": write the shards again, those that are whole are kept"
+                )
+        self._places = _Places(files, counts)
+        super().__init__(split, classes, self._places, targets, transform, skip_bad_images)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        """Return (image, label) as `ImageDataset` does.
+
+        Raises:
+            BadImageError: the record is damaged.
+        """
+        file, number = self._places.place(index)
+        path = f"{file}[{number}]"
+        with named(path):
+            about, data = _unpack(_reader(str(file), os.getpid()).read([number + 1])[0])
+        picture = Picture(data, f"{path} ({about['name']})")
+        image = picture.rgb() if self.transform is None else self.transform(picture)
+        return image, self.label(index)
+
+
+class _Places(Sequence[str]):
+    """Where each image lies; a list of as many texts would take gigabytes for 20 million."""
+
+    def __init__(self, files: list[Path], counts: list[int]) -> None:
+        self._files = files
+        self._ends = list(itertools.accumulate(counts))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def place(self, index: int) -> tuple[Path, int]:
+        """The file, and the number of the image in it."""
+        shard = bisect.bisect_right(self._ends, index)
+        return self._files[shard], index - (self._ends[shard - 1] if shard else 0)
+
+    def __getitem__(self, index: Any) -> Any:
+        file, number = self.place(range(len(self))[index])
+        return f"{file}[{number}]"
+
+
+def manifest_path(folder: Path, split: str) -> Path:
+    """The file that makes a folder one of shards."""
+    return folder / f"{split}.shards.json"
+
+
+def write_shards(
+    dataset: ImageDataset,
+    root: Path,
+    out: Path,
+    settings: ShardSettings,
+    *,
+    workers: int = 1,
+    log: Callable[[str], object] = lambda line: None,
+) -> dict[str, str]:
+    """Write one split into `out`, and its manifest when all shards are there and were read back.
+
+    Shards that are there, whole and made of the same files in the same way are kept, so that a
+    command that was stopped goes on.
+
+    Args:
+        dataset: the images; with `skip_bad_images`, those that cannot be decoded are left out.
+        root: what names in messages are relative to.
+        out: an existing folder.
+        settings: how large the images become.
+        workers: processes that do it.
+        log: called with a line for each shard.
+
+    Returns:
+        The images left out, name to reason.
+
+    Raises:
+        BadImageError: an image cannot be decoded, and they are not to be left out.
+        BusyError: another process is writing to `out`.
+        DataError: every image was left out.
+        WriteError: the disk is full, say.
+    """
+    _library()
+    size = settings.images_per_shard
+    jobs = []
+    for number, begin in enumerate(range(0, len(dataset), size)):
+        rows = [
+            (os.path.relpath(dataset.paths[i], root), _stored(dataset.targets[i]))
+            for i in range(begin, min(begin + size, len(dataset)))
+        ]
+        file = out / f"{dataset.split}-{number:05d}.array_record"
+        jobs.append(_Job(file, root, rows, settings, dataset.skip_bad_images))
+    shards: list[dict[str, Any]] = []
+    labels: list[Any] = []
+    skipped: dict[str, str] = {}
+    digest = hashlib.sha256()
+    with lock(out):
+        remove_leftovers(out)
+        manifest_path(out, dataset.split).unlink(missing_ok=True)
+        with _mapping(workers) as mapping:
+            for done in mapping(_write, jobs):
+                left_out = f", {len(done.skipped)} left out" if done.skipped else ""
+                log(f"{done.file}: {len(done.labels)} images{left_out}{', kept' * done.kept}")
+                shards.append(
+                    {
+                        "file": done.file.name,
+                        "images": len(done.labels),
+                        "bytes": done.file.stat().st_size,
+                    }
+                )
+                labels += done.labels
+                skipped |= done.skipped
+                digest.update(done.digest.encode())
+        if not labels:
+            raise DataError(f"expected images in {root}, but none of {len(dataset)} can be read")
+        content = {
+            "format": FORMAT,
+            "classes": dataset.classes,
+            "multilabel": dataset.multi,
+            "settings": asdict(settings),
+            "shards": shards,
+            "labels": labels,
+            "skipped": skipped,
+            "digest": digest.hexdigest(),
+        }
+        write_text(manifest_path(out, dataset.split), json.dumps(content))
+    return skipped
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One shard to be there: what it is made of."""
+
+    file: Path
+    root: Path
+    rows: list[tuple[str, Any]]
+    settings: ShardSettings
+    skip_bad_images: bool
+
+    def source(self) -> str:
+        """What a whole shard's first record begins with: a changed image is written again."""
+        rows = []
+        for name, label in self.rows:
+            try:
+                status = os.stat(self.root / name)
+                rows.append([name, label, status.st_size, status.st_mtime_ns])
+            except OSError:  # it shows when it is read
+                rows.append([name, label, None, None])
+        return json.dumps({"format": FORMAT, "rows": rows, "settings": asdict(self.settings)})
+
+
+@dataclass(frozen=True)
+class _Done:
+    """A shard that was read back."""
+
+    file: Path
+    labels: list[Any]
+    skipped: dict[str, str]
+    digest: str
+    kept: bool = False
+
+
+def _write(job: _Job) -> _Done:
+    source = job.source()
+    if (found := _read_back(job.file, source)) and (job.skip_bad_images or not found.skipped):
+        return _Done(**{**vars(found), "kept": True})
+    labels: list[Any] = []
+    skipped: dict[str, str] = {}
+    with atomic_write(job.file) as place:
+        # one image a chunk, as JPEGs do not compress: any of them is read alone
+        writer = _library().ArrayRecordWriter(str(place), "group_size:1,uncompressed")
+        try:
+            writer.write(_pack({"source": source}, b""))
+            for name, label in job.rows:
+                try:
+                    picture = open_picture(job.root / name)
+                    size, data = picture.image.size, _shrunk(picture, job.settings)
+                except BadImageError as error:
+                    if not job.skip_bad_images:
+                        raise DataError(
+                            f"{error}, or leave such files out with --skip-bad-images"
+                        ) from error
+                    skipped[name] = error.reason
+                    continue
+                writer.write(_pack({"name": name, "label": label, "size": size}, data))
+                labels.append(label)
+            writer.write(_pack({"labels": labels, "skipped": skipped}, b""))
+        finally:
+            writer.close()
+        found = _read_back(place, source)
+        if found is None or found.labels != labels:
+            raise DataError(f"{job.file} does not hold what was written to it: is the disk sound?")
+    return _Done(job.file, labels, skipped, found.digest)
+
+
+def _read_back(file: Path, source: str) -> _Done | None:
+    """What a shard holds, if it is whole and made of this."""
+    if not file.is_file():
+        return None
+    digest = hashlib.sha256()
+    try:
+        reader = _library().ArrayRecordReader(str(file), "readahead_buffer_size:0")
+        count = reader.num_records()
+        first, last = (_unpack(reader.read([i])[0])[0] for i in (0, count - 1))
+        if first["source"] != source or count != len(last["labels"]) + 2:
+            return None
+        for number in range(1, count - 1):
+            record = reader.read([number])[0]
+            _unpack(record)
+            digest.update(record)
+        return _Done(file, last["labels"], last["skipped"], digest.hexdigest())
+    except (RuntimeError, ValueError, KeyError, TypeError, IndexError, OSError, struct.error):
+        return None
+
+
+@contextmanager
+def _mapping(workers: int) -> Iterator[Callable[..., Any]]:
+    """`map`, here or in processes that are not forked from one with threads."""
+    if workers <= 1:
+        yield map
+        return
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, context) as pool:
+        try:
+            yield pool.map
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _shrunk(picture: Picture, settings: ShardSettings) -> bytes:
+    """The file's own bytes where the image is small enough, else those of a JPEG."""
+    from PIL import Image
+
+    width, height = picture.image.size
+    image = picture.rgb()  # all of it, to know that it can be read
+    factor = 1.0
+    if settings.max_side is not None:
+        factor = settings.max_side / max(width, height)
+    elif settings.short_side is not None:
+        factor = settings.short_side / min(width, height)
+    if factor >= 1:
+        return picture.data
+    size = (max(1, round(width * factor)), max(1, round(height * factor)))
+    stream = io.BytesIO()
+    image.resize(size, Image.Resampling.LANCZOS).save(stream, "JPEG", quality=settings.quality)
+    return stream.getvalue()
+
+
+def _stored(target: torch.Tensor) -> int | list[int]:
+    """A label, or the numbers of several, as JSON has them."""
+    return target.nonzero().flatten().tolist() if target.dim() else int(target)
+
+
+def _targets(labels: list[Any], classes: int, multilabel: bool) -> torch.Tensor:
+    if not multilabel:
+        targets = torch.tensor(labels, dtype=torch.int64)
+        if targets.dim() != 1 or not (0 <= int(targets.min()) <= int(targets.max()) < classes):
+            raise ValueError(f"a label outside the {classes} classes")
+        return targets
+    targets = torch.zeros(len(labels), classes, dtype=torch.uint8)
+    for row, numbers in enumerate(labels):
+        targets[row, numbers] = 1
+    return targets
+
+
+def _pack(about: dict[str, Any], data: bytes) -> bytes:
+    text = json.dumps(about).encode()
+    length = struct.pack("<I", len(text))
+    return struct.pack("<I", zlib.crc32(length + text + data)) + length + text + data
+
+
+def _unpack(record: bytes) -> tuple[dict[str, Any], bytes]:
+    checksum, length = _HEAD.unpack_from(record)
+    if zlib.crc32(memoryview(record)[4:]) != checksum:
+        raise ValueError("its checksum differs from its content")
+    begin = _HEAD.size + length
+    return json.loads(record[_HEAD.size : begin]), record[begin:]
+
+
+@lru_cache(maxsize=256)  # open files; a process may have 1024
+def _reader(file: str, process: int) -> Any:
+    """A file's reader, of this process: its threads do not come along when a process is forked."""
+    return _library().ArrayRecordReader(file, "readahead_buffer_size:0,max_parallelism:0")
+
+
+def _library() -> Any:
+    try:
+        return import_module("array_record.python.array_record_module")
+    except ImportError as error:
+        raise MissingDependencyError(
+            "shards need array-record: pip install 'tresnet[shards]'"
+        ) from error
