@@ -1,9 +1,10 @@
 import csv
 import json
+import sys
+import types
 
 import pytest
 
-from tresnet.engine import logs
 from tresnet.engine.logs import COLUMNS, RunLog
 from tresnet.errors import WriteError
 
@@ -23,7 +24,7 @@ def test_the_columns_are_those_users_read():
 
 
 def test_rows_are_written_twice_and_absent_values_are_empty(tmp_path, monkeypatch):
-    monkeypatch.setattr(logs, "_summary_writer", lambda: None)  # TensorBoard is not installed
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # it is not installed
     log = RunLog(tmp_path, [], 0, tensorboard=True)
     log.row(phase="train", epoch=1, step=6, loss=0.123456789, val_loss=float("nan"))
     log.close()
@@ -82,7 +83,8 @@ def test_tensorboard_gets_the_numbers_if_it_is_installed(tmp_path, monkeypatch):
         def close(self):
             written.append("closed")
 
-    monkeypatch.setattr(logs, "_summary_writer", lambda: Writer)
+    tensorboard = types.SimpleNamespace(SummaryWriter=Writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
     log = RunLog(tmp_path, [{"phase": "initial", "step": 0}], 3, tensorboard=True)
     log.row(phase="train", epoch=1, step=6, loss=0.5, elapsed_s=3.0)
     log.scalars(7, "update", {"lr": 0.1})

@@ -5,8 +5,7 @@ import torch
 from torch.nn import functional
 
 from tresnet.engine.distributed import Processes
-from tresnet.engine.losses import Losses
-from tresnet.engine.tally import Tally
+from tresnet.engine.losses import Losses, Tally
 
 ALONE = Processes(0, 1, torch.device("cpu"))
 LABELS = torch.tensor([0, 1, 2, 1])

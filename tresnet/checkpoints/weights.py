@@ -1,7 +1,7 @@
 """Weights that are opened: what they are, whether published or in a file."""
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -110,30 +110,21 @@ def describe(name: str | os.PathLike[str]) -> WeightsInfo:
     entry = locate(name)
     if not isinstance(entry, WeightsEntry) or (weights_dir() / entry.file).is_file():
         return open_weights(name).info
-    config = make_config(entry.model, num_classes=entry.num_classes)
-    return _make_info(entry.tag, config, {}, entry.format, None, entry)
+    return _info(None, entry.tag, entry)
 
 
-def _info(weights: Weights, name: str, entry: WeightsEntry | None) -> WeightsInfo:
-    """Return what a file says of itself, completed by the table."""
-    config, guessed = weights.config, False
-    if config is None:
-        found = identify(weights.tensors)
-        config, guessed = _guess(found, weights), found.variant is None
-    metadata, path = weights.source.metadata or {}, weights.source.path
-    made = _make_info(name, config, metadata, weights.format, path, entry)
-    return replace(made, guessed=guessed)
-
-
-def _make_info(
-    name: str,
-    config: ModelConfig,
-    metadata: dict[str, Any],
-    format: str,
-    path: Path | None,
-    entry: WeightsEntry | None,
-) -> WeightsInfo:
-    cfg = default_pretrained_cfg(config.variant, config)
+def _info(weights: Weights | None, name: str, entry: WeightsEntry | None) -> WeightsInfo:
+    """Return what a file says of itself, if it is here, completed by the table."""
+    config, metadata, guessed = None, {}, False
+    if weights is not None:
+        config, metadata = weights.config, weights.source.metadata or {}
+        if config is None:
+            found = identify(weights.tensors)
+            config, guessed = _guess(found, weights), found.variant is None
+    elif entry is not None:
+        config = make_config(entry.model, num_classes=entry.num_classes)
+    assert config is not None, "of a file or of the table"
+    cfg: dict[str, Any] = default_pretrained_cfg(config.variant, config)
     cfg.update(metadata.get("pretrained_cfg", {}))
     cfg.update({} if entry is None else entry.pretrained_cfg)
     for key in [key for key, value in cfg.items() if isinstance(value, list)]:
@@ -151,10 +142,11 @@ def _make_info(
         crop_mode=cfg["crop_mode"],
         interpolation=cfg["interpolation"],
         classes=tuple(user["classes"]) if "classes" in user else None,
-        path=path,
-        format=format,
+        path=None if weights is None else weights.source.path,
+        format=weights.format if weights is not None else entry.format if entry else "",
         pretrained_cfg=cfg,
         user=user,
+        guessed=guessed,
         entry=entry,
     )
 

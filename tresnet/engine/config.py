@@ -267,11 +267,9 @@ def load(path: Path) -> TrainConfig:
 
 def flatten(config: TrainConfig) -> dict[str, Any]:
     """Each option's name, without its group, to its value."""
-    flat: dict[str, Any] = {"recipe": config.recipe}
-    for group in dataclasses.fields(config):
-        value = getattr(config, group.name)
-        if dataclasses.is_dataclass(value):
-            flat |= {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    flat: dict[str, Any] = {}
+    for name, value in vars(config).items():
+        flat |= vars(value) if dataclasses.is_dataclass(value) else {name: value}
     return flat
 
 
@@ -282,20 +280,18 @@ def replace(config: TrainConfig, **changes: object) -> TrainConfig:
         ConfigError: No option has that name.
     """
     groups = {"recipe": None} | {
-        field.name: group.name
-        for group in dataclasses.fields(config)
-        if dataclasses.is_dataclass(getattr(config, group.name))
-        for field in dataclasses.fields(getattr(config, group.name))
+        field.name: group
+        for group, part in vars(config).items()
+        if dataclasses.is_dataclass(part)
+        for field in dataclasses.fields(part)
     }
     for name, value in changes.items():
         if name not in groups:
             raise ConfigError(fields.unknown("option", name, groups))
-        group = groups[name]
-        if group is None:
-            config = dataclasses.replace(config, **{name: value})
-        else:
-            part = dataclasses.replace(getattr(config, group), **{name: value})
-            config = dataclasses.replace(config, **{group: part})
+        change = {name: value}
+        if group := groups[name]:
+            change = {group: dataclasses.replace(getattr(config, group), **change)}
+        config = dataclasses.replace(config, **change)
     return config
 
 

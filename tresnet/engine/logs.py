@@ -74,7 +74,7 @@ class RunLog:
         """
         self._csv, self._jsonl = (directory / name for name in FILES)
         self._rows = rows
-        files.write_text(self._csv, "".join(map(_csv_line, [COLUMNS, *map(_cells, rows)])))
+        files.write_text(self._csv, ",".join(COLUMNS) + "\n" + _csv_lines(rows))
         files.write_text(self._jsonl, "".join(map(_json_line, rows)))
         self._events = _event_writer(directory, step if rows else None) if tensorboard else None
 
@@ -88,7 +88,7 @@ class RunLog:
         if values:
             raise ValueError(f"no such columns: {sorted(values)}")
         self._rows.append(row)
-        for path, line in ((self._csv, _csv_line(_cells(row))), (self._jsonl, _json_line(row))):
+        for path, line in ((self._csv, _csv_lines([row])), (self._jsonl, _json_line(row))):
             with files.explained(path), path.open("a", encoding="utf-8", newline="") as file:
                 file.write(line)
         numbers = {k: v for k, v in row.items() if isinstance(v, float) and k != "elapsed_s"}
@@ -116,35 +116,23 @@ def _json_line(row: dict[str, Any]) -> str:
     return json.dumps(plain, allow_nan=False) + "\n"
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    values = [row.get(name) for name in COLUMNS]
-    return [
-        "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
-        for value in values
-    ]
-
-
-def _csv_line(cells: Sequence[str]) -> str:
+def _csv_lines(rows: Sequence[dict[str, Any]]) -> str:
     buffer = io.StringIO()
-    csv.writer(buffer, lineterminator="\n").writerow(cells)
+    writer = csv.DictWriter(buffer, COLUMNS, lineterminator="\n")
+    for row in rows:
+        writer.writerow(
+            {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items() if k in COLUMNS}
+        )
     return buffer.getvalue()
 
 
 def _event_writer(directory: Path, step: int | None) -> Any:
-    """What writes events; those beyond `step` were written after the state and come again."""
-    writer = _summary_writer()
-    if writer is None:
-        return None
-    return writer(str(directory), purge_step=None if step is None else step + 1)
-
-
-def _summary_writer() -> Any:
-    """TensorBoard's writer class, or None if TensorBoard is not installed."""
+    """TensorBoard's writer, if it is installed; events beyond `step` come again."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return None
-    return SummaryWriter
+    return SummaryWriter(str(directory), purge_step=None if step is None else step + 1)
 
 
 def in_words(figures: dict[str, Any]) -> str:

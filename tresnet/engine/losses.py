@@ -1,12 +1,16 @@
-"""What the model is asked to get right: plain, smoothed or mixed labels, by timm's parts."""
+"""What the model is asked to get right, by timm's parts, and how well it does."""
 
+import dataclasses
+import math
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 from tresnet.data import Mixer
 from tresnet.data.seeding import mix_seed
 from tresnet.engine.config import TrainConfig
+from tresnet.engine.distributed import Processes
 
 
 class Losses:
@@ -78,3 +82,51 @@ def plain_loss(config: TrainConfig) -> Callable[[Tensor, Tensor], Tensor]:
     if config.augment.label_smoothing:
         return LabelSmoothingCrossEntropy(config.augment.label_smoothing)
     return nn.CrossEntropyLoss()
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """Sums over the batches since the last look, of all processes.
+
+    Attributes:
+        images: How many.
+        loss_sums: Of each batch, the sum over its images.
+        hits: How many were classified correctly.
+        first_bad: The first update whose loss is nan or infinite, or None.
+    """
+
+    images: int
+    loss_sums: list[float]
+    hits: int
+    first_bad: int | None
+
+
+class Tally:
+    """Collects without waiting for the device; looking waits once."""
+
+    def __init__(self) -> None:
+        self._batches: list[tuple[int, int, Tensor]] = []
+
+    def add(self, update: int, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """Take note of a batch.
+
+        Args:
+            update: Number of the update it is for, to report a bad loss.
+            loss: Its mean loss ().
+            logits: (N, classes).
+            labels: (N,), or (N, classes) where an image may have several and none is the right one.
+        """
+        hits = loss.new_zeros(()) if labels.dim() > 1 else (logits.argmax(1) == labels).sum()
+        self._batches.append((update, len(labels), torch.stack([loss.double(), hits.double()])))
+
+    def look(self, processes: Processes) -> Look:
+        """Sum up and begin anew (a collective)."""
+        updates, images, values = zip(*self._batches, strict=True) if self._batches else ((),) * 3
+        self._batches.clear()
+        losses, hits = torch.stack(values).T.tolist() if values else ((), ())  # waits
+        bad = [u for u, loss in zip(updates, losses, strict=True) if not math.isfinite(loss)]
+        sums = [n * loss for n, loss in zip(images, losses, strict=True)]
+        count, all_hits, *loss_sums = processes.sum(sum(images), sum(hits), *sums)
+        (negative,) = processes.max(-min(bad) if bad else -math.inf)
+        first_bad = None if negative == -math.inf else int(-negative)
+        return Look(int(count), loss_sums, int(all_hits), first_bad)

@@ -23,10 +23,9 @@ from tresnet.engine.distributed import Processes
 from tresnet.engine.evaluate import Metrics, MultiLabelMetrics, evaluate
 from tresnet.engine.images import Splits
 from tresnet.engine.logs import RunLog, in_words
-from tresnet.engine.losses import Losses
+from tresnet.engine.losses import Losses, Tally
 from tresnet.engine.signals import StopRequest
 from tresnet.engine.state import BEST, LAST, Record
-from tresnet.engine.tally import Tally
 from tresnet.errors import CheckpointError, DataError, TrainingError, WriteError
 from tresnet.measure.memory import MemoryMeter, MemorySnapshot
 from tresnet.measure.throughput import ThroughputMeter
