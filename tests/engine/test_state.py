@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tresnet.checkpoints.weights import open_weights
 from tresnet.engine import state
 from tresnet.engine.distributed import Processes
 from tresnet.engine.state import Identity, Progress, Record
@@ -183,6 +184,13 @@ def test_code_in_a_file_is_not_run(tmp_path):
     with pytest.raises(CheckpointError, match="damaged or was not written by this program"):
         state.read(path)
     assert not mark.exists()
+
+
+def test_a_state_is_not_taken_for_weights(step, record, tmp_path):
+    """It would be: by its tensors alone, as a model of another input and without classes."""
+    state.save(tmp_path, step, record, ALONE)
+    with pytest.raises(CheckpointError, match=r"last\.pt is the state of a run.*best.safetensors"):
+        open_weights(tmp_path / "last.pt")
 
 
 def test_a_full_disk_leaves_the_old_states_intact(step, record, tmp_path, monkeypatch):

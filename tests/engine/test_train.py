@@ -452,7 +452,7 @@ def test_bad_data_leaves_no_run_directory(tiny, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_file_that_is_no_image_is_named_or_skipped(tiny, tmp_path, capsys):
+def test_a_file_that_is_no_image_is_named_or_skipped(tiny, tmp_path, monkeypatch, capsys):
     write_images(tmp_path / "images", "train", 12)
     write_images(tmp_path / "images", "val", 6)
     for split in ("train", "val"):
@@ -460,7 +460,11 @@ def test_a_file_that_is_no_image_is_named_or_skipped(tiny, tmp_path, capsys):
     options = {"data": str(tmp_path / "images"), "epochs": 1, "mixup": 0.0}
     with pytest.raises(DataError, match=r"broken\.png cannot be read"):
         train(tiny(**options))
-    result = train(tiny(**options, name="skipping", skip_bad_images=True))
+    config = tiny(**options, name="skipping", skip_bad_images=True)
+    with monkeypatch.context() as patch:
+        kill_after(patch, 3)  # when all images have been seen
+        run_dir = train(config).run_dir
+    result = train(config, resume=run_dir)
     assert (result.metrics.images, result.metrics.skipped) == (6, 1)
     assert "unreadable images left out: 1 to train, 1 to validate" in capsys.readouterr().out
 

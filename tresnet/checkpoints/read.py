@@ -137,6 +137,11 @@ def unwrap(contents: Any, path: Path) -> dict[str, Tensor]:
     Raises:
         CheckpointError: there are none, or other things among them; the message names `path`.
     """
+    if isinstance(contents, dict) and {"progress", "generators"} <= contents.keys():
+        raise CheckpointError(
+            f"{path} is the state of a run, which train.py --resume goes on with: take the run's "
+            "best.safetensors"
+        )
     for _ in range(8):  # a dict can contain itself
         inner = (
             [contents[key] for key in _WRAPPERS if isinstance(contents.get(key), dict)]

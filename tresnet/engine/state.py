@@ -45,6 +45,7 @@ class Progress:
         best_loss: Its validation loss, which decides between equal accuracies.
         best_epoch: The epoch that had it, counted from 1.
         last_score: The same of the last evaluation; -1 before the first.
+        skipped: Unreadable training images so far, of all processes.
     """
 
     epoch: int = 0
@@ -58,6 +59,7 @@ class Progress:
     best_loss: float = math.inf
     best_epoch: int = 0
     last_score: float = -1.0
+    skipped: tuple[str, ...] = ()
 
     def next_epoch(self) -> None:
         """Turn to the beginning of the next epoch."""
@@ -112,7 +114,7 @@ def save(directory: Path, step: TrainingStep, record: Record, processes: Process
     if not processes.is_main:
         return
     content = {
-        **step.state_dict(),  # under the keys by which weights are found in timm's checkpoints
+        **step.state_dict(),
         "format": FORMAT,
         "config": record.config.to_dict(),
         "identity": dataclasses.asdict(record.identity),

@@ -356,6 +356,8 @@ class Trainer:
                 f" {self.last_good()}. Try a lower --lr or --clip-grad"
             )
         self.progress.elapsed_s = time.monotonic() - self._started_s
+        skipped = self.processes.gather(set(self.train_loader.skipped))
+        self.progress.skipped = tuple(sorted(set(self.progress.skipped).union(*skipped)))
         state.save(self.run_dir, self.step, self.record, self.processes)
         self._saved_s, self._saved_update = time.monotonic(), self.progress.update
 
@@ -377,11 +379,7 @@ class Trainer:
             f" {self.progress.last_score:.2f} %),"
             f" {self.progress.elapsed_s:.0f} s of training"
         )
-        bad = {
-            path
-            for paths in self.processes.gather(set(self.train_loader.skipped))
-            for path in paths
-        }
+        bad = self.progress.skipped
         if bad or metrics.skipped:
             self.console.say(
                 f"unreadable images left out: {len(bad)} to train, {metrics.skipped} to validate"
