@@ -51,7 +51,9 @@ def test_the_rate_scales_with_the_batch_if_asked_to():
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
 
 
-def test_an_unknown_optimizer_is_refused():
+def test_an_unknown_optimizer_and_one_of_second_derivatives_are_refused():
+    with pytest.raises(ConfigError, match="of first derivatives, got 'adahessian': try adamw"):
+        create_optimizer(small_model(), OptimConfig(opt="adahessian"), 64)
     with pytest.raises(ConfigError, match="--opt: timm builds no optimizer 'sgdd'"):
         create_optimizer(small_model(), OptimConfig(opt="sgdd"), 8)
 

@@ -33,14 +33,15 @@ def create_optimizer(
         on_gpu: Whether the parameters are, or will be, on a GPU.
 
     Raises:
-        ConfigError: timm has no optimizer of that name, or it refuses an option.
+        ConfigError: timm has no optimizer of that name, it refuses an option, or it needs second
+            derivatives.
     """
     from timm.optim import create_optimizer_v2, get_optimizer_class
 
     try:
         offered = inspect.signature(get_optimizer_class(config.opt, bind_defaults=False)).parameters
         fused: dict[str, Any] = {"fused": True} if on_gpu and "fused" in offered else {}
-        return create_optimizer_v2(
+        optimizer = create_optimizer_v2(
             model,
             opt=config.opt,
             lr=peak_lr(config, global_batch),
@@ -53,6 +54,11 @@ def create_optimizer(
         raise ConfigError(
             f"--opt: timm builds no optimizer {config.opt!r} with these options: {error}"
         ) from error
+    if getattr(optimizer, "is_second_order", False):
+        raise ConfigError(
+            f"--opt: expected an optimizer of first derivatives, got {config.opt!r}: try adamw"
+        )
+    return optimizer
 
 
 def peak_lr(config: OptimConfig, global_batch: int) -> float:
