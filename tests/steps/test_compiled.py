@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tresnet
+from tresnet.errors import InputError
 from tresnet.steps import compiled as module
 from tresnet.steps.compiled import compile_model
 from tresnet.steps.settings import COMPILE_MODES
@@ -95,3 +96,17 @@ def test_modes_with_graphs_of_their_own_hand_out_copies(monkeypatch):
     assert copied is not out
     assert compile_model(make(), training=False)(torch.rand(2, 3, 32, 32)) is out
     assert set(module.CUDA_GRAPH_MODES) <= set(COMPILE_MODES)
+
+
+def test_more_sizes_than_the_compiler_takes_are_an_error(without_code, monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
+    monkeypatch.setattr(torch._dynamo.config, "automatic_dynamic_shapes", False)
+    run = compile_model(make().eval(), training=False)
+    with torch.no_grad():
+        assert run(torch.rand(1, 3, 32, 32)).shape == (1, 5)
+        assert run(torch.rand(2, 3, 32, 32)).shape == (2, 5)
+        with pytest.raises(
+            InputError, match=r"at most 2 shapes of images .* got one more: \[3, 3, 32, 32\]"
+        ):
+            run(torch.rand(3, 3, 32, 32))
+    assert not torch._dynamo.config.fail_on_recompile_limit_hit

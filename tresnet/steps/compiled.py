@@ -3,13 +3,13 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tresnet.errors import InputError
 from tresnet.layers.norm import ABN
 from tresnet.steps.settings import CompileMode
 
@@ -49,11 +49,16 @@ class CompiledModel:
         self.warmup_s: float | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Run the model on images (N, 3, H, W)."""
+        """Run the model on images (N, 3, H, W).
+
+        Raises:
+            InputError: it was compiled as often as PyTorch allows; from then on PyTorch would run
+                it uncompiled without a word.
+        """
         began_s = time.perf_counter()
         if self._cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
-        with self._surroundings():
+        with self._surroundings(x):
             y = self._function(x)
         if self._cuda_graphs:
             y = y.clone()
@@ -62,12 +67,21 @@ class CompiledModel:
             self._say(f"compiled in {self.warmup_s:.1f} s")
         return y
 
-    def _surroundings(self) -> AbstractContextManager[Any]:
-        if not self._partitioner:
-            return contextlib.nullcontext()
-        from torch._functorch import config
+    @contextlib.contextmanager
+    def _surroundings(self, x: Tensor) -> Iterator[None]:
+        from torch._dynamo import config as dynamo
+        from torch._dynamo.exc import FailOnRecompileLimitHit
+        from torch._functorch import config as functorch
 
-        return config.patch(self._partitioner)
+        try:
+            with dynamo.patch(fail_on_recompile_limit_hit=True), functorch.patch(self._partitioner):
+                yield
+        except FailOnRecompileLimitHit as error:
+            raise InputError(
+                f"expected at most {dynamo.recompile_limit} shapes of images or settings of the model, "
+                f"for each of which it is compiled, got one more: {list(x.shape)}, {x.dtype}; use "
+                "fewer, or raise torch._dynamo.config.recompile_limit"
+            ) from error
 
 
 def compile_model(
