@@ -92,7 +92,7 @@ def test_measure_writes_a_record_of_fresh_processes(tmp_path, capsys):
     (row,) = json.loads(record.read_text())["rows"]
     assert list(row["phases"]) == ["initial", "model", "train", "final"]
     failed = measure_in_new_process(BenchCase(model="tresnet_q"), True, "cpu", 120)
-    assert "exit code 2: unknown model" in failed["error"]
+    assert "exit code 1: unknown model" in failed["error"]
 
 
 @pytest.mark.parametrize("kind", ["measure", "workspaces"])

@@ -267,7 +267,7 @@ class FakeGpu:
         gpu = self
 
         class Event:
-            def record(self):
+            def record(self, stream):
                 pass
 
             def query(self):
@@ -291,7 +291,8 @@ def test_the_gpu_is_held_until_the_host_has_queued_everything(
     gpu = FakeGpu(host_cycles)
     monkeypatch.setattr(torch.cuda, "_sleep", gpu.slept.append)
     monkeypatch.setattr(torch.cuda, "Event", gpu.event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     clock, prepared = HeldClock(torch.device("cuda")), []
     calls = [lambda: None] * 4
     assert clock.seconds_per_call(lambda: prepared.append(1) or calls) == 0.001

@@ -96,12 +96,6 @@ def test_reset_peak_forgets_an_allocation():
     assert during - meter.snapshot().rss_peak > 96 * MIB
 
 
-def test_maxrss_units_differ_by_system():
-    assert memory.maxrss_to_bytes(1024, "linux") == MIB
-    assert memory.maxrss_to_bytes(1024, "freebsd14") == MIB
-    assert memory.maxrss_to_bytes(MIB, "darwin") == MIB
-
-
 def test_peak_without_proc_and_resource_is_unknown(monkeypatch):
     monkeypatch.setattr(memory, "Path", lambda path: memory_less_path())
     monkeypatch.setitem(sys.modules, "resource", None)
@@ -109,13 +103,14 @@ def test_peak_without_proc_and_resource_is_unknown(monkeypatch):
     assert memory.reset_peak_rss() is False
 
 
-def test_peak_without_proc_comes_from_maxrss(monkeypatch):
+@pytest.mark.parametrize(("platform", "unit"), [("darwin", 1), ("freebsd14", 1024)])
+def test_peak_without_proc_comes_from_maxrss(platform, unit, monkeypatch):
     monkeypatch.setattr(memory, "Path", lambda path: memory_less_path())
     usage = types.SimpleNamespace(ru_maxrss=5 * MIB)
     fake = types.SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda who: usage)
     monkeypatch.setitem(sys.modules, "resource", fake)
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert memory.peak_rss_bytes() == 5 * MIB
+    monkeypatch.setattr(sys, "platform", platform)
+    assert memory.peak_rss_bytes() == 5 * MIB * unit
 
 
 def memory_less_path():

@@ -11,7 +11,7 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from tresnet.measure.runner import (
     NoResultError,
     Outcome,
     Rounds,
+    current,
     run,
     searching_algorithms,
 )
@@ -111,10 +112,9 @@ def bench_ops(settings: OpsSettings, argv: Sequence[str], log: Log) -> Outcome:
     dtypes = settings.dtype or (("bf16",) if device.type == "cuda" else ("fp32",))
     for name, dtype in itertools.product(settings.ops or OPS, dtypes):
         for place in OPS[name].places:
-            shared = _Shared(name, place, dtype, device, settings)
-            directions = OPS[name].ideal_bytes(1, 1)
-            pairs = itertools.product(directions, contenders)
-            groups.append([_OpContender(shared, one, direction) for direction, one in pairs])
+            site = _Site(name, place, dtype, device, settings)
+            pairs = itertools.product(OPS[name].ideal_bytes(1, 1), contenders)
+            groups.append([_OpContender(site, one, direction) for direction, one in pairs])
     record = RecordFile(
         settings.output_dir,
         "bench_ops",
@@ -124,12 +124,22 @@ def bench_ops(settings: OpsSettings, argv: Sequence[str], log: Log) -> Outcome:
         runs=settings.rounds,
         argv=argv,
     )
-    with searching_algorithms():
+    with searching_algorithms(), current(device):
         return run(groups, settings, log=log, record=record, compiles="inductor" in parsed)
 
 
-class _Shared:
-    """Inputs, gradients and truth of an operation at a place, made at their first use."""
+class _Data(NamedTuple):
+    """What all contenders of an operation at a place compute with, and what is true of it."""
+
+    inputs: Inputs
+    grad: Tensor
+    truth: list[Tensor]
+    allowed: float
+    buffers: list[tuple[tuple[Tensor, ...], Tensor]]
+
+
+class _Site:
+    """An operation at a place in a dtype."""
 
     def __init__(
         self, name: str, place: Place, dtype: str, device: torch.device, settings: OpsSettings
@@ -137,83 +147,45 @@ class _Shared:
         side = settings.input_size // place.reduction
         self.name, self.place, self.dtype, self.device = name, place, dtype, device
         self.op, self.shape = OPS[name], (settings.batch_size, place.channels, side, side)
-        self.clock = HeldClock(device)
-        self._seed = settings.seed
-        self._functions: dict[str, tuple[Function, float]] = {}
+        self.clock, self._seed = HeldClock(device), settings.seed
+        self._checked: dict[str, tuple[Function, float]] = {}
 
     @functools.cached_property
-    def inputs(self) -> Inputs:
+    def data(self) -> _Data:
+        """Made at the first use, and again after `free`, the same."""
         torch.manual_seed(self._seed)
-        return self.op.make(self.shape, self.place, DTYPES[self.dtype], self.device)
-
-    @functools.cached_property
-    def output(self) -> Tensor:
+        inputs = self.op.make(self.shape, self.place, DTYPES[self.dtype], self.device)
         with torch.no_grad():
-            return self.op.plain(*self.inputs.maps, *self.inputs.vectors)
+            y = self.op.plain(*inputs.maps, *inputs.vectors)
+        grad = torch.randn(y.shape, device=self.device)
+        grad = grad.to(y.dtype, memory_format=torch.channels_last)
+        truth = _computed(self.op.plain, _in_float64(inputs), grad)
+        error = _relative_error(_computed(self.op.plain, inputs, grad), truth)
+        count = _buffers_of(self.device, inputs.maps[0].nbytes + y.nbytes)
+        buffers = [(_copied(inputs.maps), grad.clone()) for _ in range(count)]
+        return _Data(inputs, grad, truth, _ERROR_FACTOR * error + _ERROR_FLOOR, buffers)
 
-    @functools.cached_property
-    def grad(self) -> Tensor:
-        grad = torch.randn(self.output.shape, device=self.device)
-        return grad.to(self.output.dtype, memory_format=torch.channels_last)
-
-    @functools.cached_property
-    def truth(self) -> list[Tensor]:
-        return self.computed(self.op.plain, _converted(self.inputs, torch.float64))
-
-    @functools.cached_property
-    def allowed(self) -> float:
-        """The largest error, by that of eager PyTorch."""
-        found = self.computed(self.op.plain, self.inputs)
-        return _ERROR_FACTOR * _relative_error(found, self.truth) + _ERROR_FLOOR
-
-    @functools.cached_property
-    def buffers(self) -> tuple[list[tuple[Tensor, ...]], list[tuple[Tensor, ...]]]:
-        """Copies of the maps and of the gradient, as many as a pass goes round."""
-        return self.rotated(self.inputs.maps), self.rotated((self.grad,))
-
-    def ideal_bytes(self, direction: str) -> int:
-        """Of one pass."""
-        return self.op.ideal_bytes(self.inputs.maps[0].nbytes, self.output.nbytes)[direction]
-
-    def computed(self, function: Function, inputs: Inputs) -> list[Tensor]:
-        """Output and gradients."""
-        y = function(*inputs.maps, *inputs.vectors)
-        wanted = inputs.differentiated()
-        if not wanted:
-            return [y]
-        return [y.detach(), *torch.autograd.grad(y, wanted, self.grad.to(y.dtype))]
+    def free(self) -> None:
+        """Forget all of it."""
+        self._checked.clear()
+        self.__dict__.pop("data", None)
 
     def checked(self, contender: str) -> tuple[Function, float]:
         """A contender's function, and how far it is from the truth."""
-        if contender not in self._functions:
-            function = self._function(contender)
-            error = _relative_error(self.computed(function, self.inputs), self.truth)
-            self._functions[contender] = function, error
-        return self._functions[contender]
+        if contender not in self._checked:
+            function, data = self._function(contender), self.data
+            error = _relative_error(_computed(function, data.inputs, data.grad), data.truth)
+            self._checked[contender] = function, error
+        return self._checked[contender]
 
     def _function(self, contender: str) -> Function:
-        impl = parse_contender(contender)[0]
-        if impl == "eager":
+        if contender == "eager":
             return self.op.plain
-        if impl == "inductor":
+        if contender == "inductor":
             return torch.compile(self.op.plain, fullgraph=True, dynamic=False)
         if not _times_kernels(self.device):
             raise InputError("the kernels need a GPU: interpreted, their time says nothing")
         return self.op.fused
-
-    def rotated(self, tensors: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
-        """Copies of `tensors`, enough that the cache holds none of them."""
-        count = _buffers_of(self.device, self.inputs.maps[0].nbytes + self.output.nbytes)
-        return [
-            tuple(one.detach().clone().requires_grad_(one.requires_grad) for one in tensors)
-            for _ in range(count)
-        ]
-
-    def free(self) -> None:
-        """Forget all of it; what is asked for again is made again, the same."""
-        self._functions.clear()
-        for name in ("inputs", "output", "grad", "truth", "allowed", "buffers"):
-            self.__dict__.pop(name, None)
 
 
 class _OpContender(Contender):
@@ -221,53 +193,53 @@ class _OpContender(Contender):
 
     ratio_column = "share_of_copy"
 
-    def __init__(self, shared: _Shared, contender: str, direction: str) -> None:
-        self._shared, self._contender = shared, contender
-        self.compared_with = direction
-        self._calls: Callable[[], Calls] = tuple
+    def __init__(self, site: _Site, contender: str, direction: str) -> None:
+        self._site, self._contender = site, contender
         self._tuning = parse_contender(contender)[1]
+        self._calls: Callable[[], Calls] = tuple
+        self.compared_with = direction
         self.columns = {
-            "op": shared.name,
-            "place": shared.place.name,
-            "shape": list(shared.shape),
-            "dtype": shared.dtype,
+            "op": site.name,
+            "place": site.place.name,
+            "shape": list(site.shape),
+            "dtype": site.dtype,
             "direction": direction,
             "contender": contender,
             "ideal_bytes": None,
             "relative_error": None,
             "note": None,
         }
-        self.label = f"{shared.name}, {shared.place.name}, {shared.dtype}, {direction}, {contender}"
+        self.label = f"{site.name}, {site.place.name}, {site.dtype}, {direction}, {contender}"
 
     def set_up(self) -> None:
         """Make the inputs, compare what is computed with float64, and warm up."""
-        nbytes = self._shared.ideal_bytes(self.compared_with)
-        self.columns["ideal_bytes"] = self.units = nbytes
+        data = self._site.data
+        sizes = self._site.op.ideal_bytes(data.inputs.maps[0].nbytes, data.grad.nbytes)
+        self.columns["ideal_bytes"] = self.units = sizes[self.compared_with]
         if self._contender == "copy":
-            source = torch.zeros(nbytes // 2, dtype=torch.uint8, device=self._shared.device)
-            sources = self._shared.rotated((source,))
-            self._calls = lambda: [x.clone for (x,) in sources]
+            source = torch.zeros(self.units // 2, dtype=torch.uint8, device=self._site.device)
+            sources = [source.clone() for _ in data.buffers]
+            self._calls = lambda: [x.clone for x in sources]
         else:
-            function = self._checked_function()
+            function = self._checked_function(data.allowed)
             kind = self._forwards if self.compared_with == "forward" else self._backwards
             self._calls = lambda: kind(function)
         self.visit()
 
-    def _checked_function(self) -> Function:
+    def _checked_function(self, allowed: float) -> Function:
         try:
             with tiles.tuned(self._tuning):
-                function, error = self._shared.checked(self._contender)
+                function, error = self._site.checked(self._contender)
         except TResNetError as refusal:
             raise NoResultError("left_out", str(refusal)) from None
         self.columns["relative_error"] = error if math.isfinite(error) else None
-        if not error <= self._shared.allowed:
-            allowed = self._shared.allowed
+        if not error <= allowed:
             raise NoResultError("wrong", f"relative error {error:.2g}, allowed are {allowed:.2g}")
         return function
 
     def visit(self) -> Sequence[float]:
         """Mean time of one pass over the buffers."""
-        clock = self._shared.clock
+        clock = self._site.clock
         late = clock.late_blocks
         with tiles.tuned(self._tuning):
             time_s = clock.seconds_per_call(self._calls)
@@ -278,27 +250,25 @@ class _OpContender(Contender):
     def figures(self, rounds: Rounds) -> dict[str, Any]:
         """Median time and bandwidth."""
         times_s = [time_s for visit in rounds for time_s in visit]
-        p50_s = statistics.median(times_s) if times_s else None
-        return {
-            "p50_us": None if p50_s is None else p50_s * 1e6,
-            "gb_per_s": None if p50_s is None else self.units / p50_s / 1e9,
-        }
+        if not times_s:
+            return {"p50_us": None, "gb_per_s": None}
+        p50_s = statistics.median(times_s)
+        return {"p50_us": p50_s * 1e6, "gb_per_s": self.units / p50_s / 1e9}
 
     def close(self) -> None:
         """Free the inputs."""
         self._calls = tuple
-        self._shared.free()
+        self._site.free()
 
     def _forwards(self, function: Function) -> Calls:
-        vectors = self._shared.inputs.vectors
-        return [lambda maps=maps: function(*maps, *vectors) for maps in self._shared.buffers[0]]
+        vectors = self._site.data.inputs.vectors
+        return [lambda maps=maps: function(*maps, *vectors) for maps, _ in self._site.data.buffers]
 
     def _backwards(self, function: Function) -> Calls:
         calls = []
-        for maps, (grad,) in zip(*self._shared.buffers, strict=True):
-            inputs = Inputs(maps, self._shared.inputs.vectors)
-            y = function(*inputs.maps, *inputs.vectors)
-            wanted = inputs.differentiated()
+        for maps, grad in self._site.data.buffers:
+            inputs = self._site.data.inputs._replace(maps=maps)
+            y, wanted = function(*maps, *inputs.vectors), inputs.differentiated()
             calls.append(lambda y=y, wanted=wanted, g=grad: torch.autograd.grad(y, wanted, g))
         return calls
 
@@ -315,14 +285,25 @@ def _buffers_of(device: torch.device, touched_bytes: int) -> int:
     return min(_MOST_BUFFERS, max(2, math.ceil(_TIMES_CACHE * cache_bytes / touched_bytes)))
 
 
-def _converted(inputs: Inputs, dtype: torch.dtype) -> Inputs:
-    """The same values in another dtype; integers stay."""
+def _computed(function: Function, inputs: Inputs, grad: Tensor) -> list[Tensor]:
+    """Output and gradients."""
+    y = function(*inputs.maps, *inputs.vectors)
+    wanted = inputs.differentiated()
+    return [y.detach(), *(torch.autograd.grad(y, wanted, grad.to(y.dtype)) if wanted else ())]
 
-    def convert(one: Tensor) -> Tensor:
-        made = one.detach().to(dtype if one.is_floating_point() else one.dtype, copy=True)
-        return made.requires_grad_(one.requires_grad)
 
-    return Inputs(tuple(map(convert, inputs.maps)), tuple(map(convert, inputs.vectors)))
+def _copied(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+    """Copies that want gradients where the originals do; integers keep their type."""
+    return tuple(
+        one.detach()
+        .to(dtype if dtype and one.is_floating_point() else one.dtype, copy=True)
+        .requires_grad_(one.requires_grad)
+        for one in tensors
+    )
+
+
+def _in_float64(inputs: Inputs) -> Inputs:
+    return Inputs(*(_copied(part, torch.float64) for part in inputs))
 
 
 def _relative_error(found: Sequence[Tensor], truth: Sequence[Tensor]) -> float:

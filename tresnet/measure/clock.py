@@ -7,7 +7,7 @@ took, and taking one costs microseconds and no synchronisation. Elsewhere a mark
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -15,47 +15,27 @@ import torch
 Mark = Any
 
 
-class Clock(Protocol):
-    """Takes marks and tells the seconds between two of them."""
-
-    def mark(self) -> Mark:
-        """This point in time, in the order of the device's work."""
-        ...
-
-    def reached(self, mark: Mark) -> bool:
-        """Whether the device has come to `mark`; never waits."""
-        ...
-
-    def wait(self, mark: Mark) -> None:
-        """Wait until the device has come to `mark`."""
-        ...
-
-    def seconds(self, begin: Mark, end: Mark) -> float:
-        """Seconds from one mark to another; the device must have reached both."""
-        ...
-
-
 class HostClock:
     """Marks are seconds of the host's monotonic clock."""
 
     def mark(self) -> Mark:
-        """Seconds now."""
+        """This point in time, in the order of the device's work."""
         return time.perf_counter()
 
     def reached(self, mark: Mark) -> bool:
-        """Always: the host is past every mark it took."""
+        """Whether the device has come to `mark`; never waits."""
         return True
 
     def wait(self, mark: Mark) -> None:
-        """Nothing to wait for."""
+        """Wait until the device has come to `mark`."""
 
     def seconds(self, begin: Mark, end: Mark) -> float:
-        """Difference of the two readings."""
+        """Seconds from one mark to another; the device must have reached both."""
         return end - begin
 
 
-class CudaClock:
-    """Marks are timing events of the device's current stream."""
+class CudaClock(HostClock):
+    """Marks are timing events of the device's current stream; their resolution is about 0.5 us."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -75,11 +55,11 @@ class CudaClock:
         mark.synchronize()
 
     def seconds(self, begin: Mark, end: Mark) -> float:
-        """GPU time from event to event (resolution about 0.5 us)."""
+        """GPU time from event to event."""
         return begin.elapsed_time(end) / 1000
 
 
-def clock_for(device: torch.device) -> Clock:
+def clock_for(device: torch.device) -> HostClock:
     """The clock that measures work on `device`."""
     return CudaClock(device) if device.type == "cuda" else HostClock()
 
@@ -101,7 +81,7 @@ class HeldClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._clock, self._on_gpu = clock_for(device), device.type == "cuda"
         self._cycles = _FIRST_CYCLES
         self.late_blocks = 0
 
@@ -113,31 +93,18 @@ class HeldClock:
         Args:
             prepare: makes the calls; not timed. Called again where the host was too slow.
         """
-        if self._device.type != "cuda":
-            return _on_the_host(prepare())
         while True:
             calls = prepare()
-            elapsed_s, late = self._on_the_gpu(calls)
-            if not late:
-                return elapsed_s
-            if self._cycles >= _MOST_CYCLES:
-                self.late_blocks += 1
-                return elapsed_s
-            self._cycles *= 2
-
-    def _on_the_gpu(self, calls: Calls) -> tuple[float, bool]:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize(self._device)
-        torch.cuda._sleep(self._cycles)
-        begin.record()
-        results = [call() for call in calls]
-        late = begin.query()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1000 / len(results), late
-
-
-def _on_the_host(calls: Calls) -> float:
-    began_s = time.perf_counter()
-    results = [call() for call in calls]
-    return (time.perf_counter() - began_s) / len(results)
+            if self._on_gpu:
+                torch.cuda.synchronize()
+                torch.cuda._sleep(self._cycles)
+            begin = self._clock.mark()
+            results = [call() for call in calls]
+            late = self._on_gpu and self._clock.reached(begin)
+            end = self._clock.mark()
+            self._clock.wait(end)
+            if late and self._cycles < _MOST_CYCLES:
+                self._cycles *= 2
+                continue
+            self.late_blocks += late
+            return self._clock.seconds(begin, end) / len(results)

@@ -5,6 +5,7 @@ for deep learning image processing". On a CPU the one column is the process's pe
 """
 
 import dataclasses
+import functools
 import logging
 import sys
 from collections.abc import Callable
@@ -80,8 +81,10 @@ class MemoryMeter:
         self.device = torch.device(device)
         self.phases: dict[str, MemorySnapshot] = {}
         self._log = logging.getLogger(__name__).info if log is None else log
-        self._handle: object | None = None
-        self._handle_asked = False
+
+    @functools.cached_property
+    def _handle(self) -> object | None:
+        return env.nvml_handle(self.device)
 
     def reset_peak(self) -> None:
         """Start the peaks anew: `max_allocated` on CUDA, `rss_peak` on a CPU where Linux can."""
@@ -95,8 +98,6 @@ class MemoryMeter:
         """Read the memory now. Does not wait for queued GPU work: the allocator is ahead of it."""
         if self.device.type != "cuda":
             return MemorySnapshot(rss_peak=peak_rss_bytes())
-        if not self._handle_asked:
-            self._handle, self._handle_asked = env.nvml_handle(self.device), True
         return MemorySnapshot(
             allocated=torch.cuda.memory_allocated(self.device),
             reserved=torch.cuda.memory_reserved(self.device),
@@ -130,19 +131,18 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def failure_in_short(error: Exception) -> str:
-    """The first line of what an exception says, with its kind where no library speaks."""
-    lines, kind = str(error).strip().splitlines(), type(error).__name__
+    """The first line of what an exception says, with its kind where no library speaks.
+
+    PyTorch, Triton (a kernel that does not compile, or wants more registers than there are) and the
+    libraries under them speak for themselves.
+    """
+    lines, kind = str(error).strip().splitlines(), type(error)
     if not lines:
-        return kind
-    return lines[0] if is_library_failure(error) else f"{kind}: {lines[0]}"
-
-
-def is_library_failure(error: Exception) -> bool:
-    """Whether PyTorch, Triton or a library under them failed, not a program that uses them wrongly."""
-    if isinstance(error, RuntimeError | MemoryError):
-        return True
-    # a kernel that does not compile, or wants more registers or shared memory than there are
-    return any(kind.__module__.split(".")[0] == "triton" for kind in type(error).__mro__)
+        return kind.__name__
+    of_library = isinstance(error, RuntimeError | MemoryError) or any(
+        base.__module__.startswith("triton.") for base in kind.__mro__
+    )
+    return lines[0] if of_library else f"{kind.__name__}: {lines[0]}"
 
 
 def to_mib(count_bytes: int | None) -> float | None:
@@ -153,25 +153,20 @@ def to_mib(count_bytes: int | None) -> float | None:
 def peak_rss_bytes() -> int | None:
     """Largest resident memory of this process in bytes; None where the system does not tell.
 
-    Linux's VmHWM is preferred to ru_maxrss, which a process spawned by a larger one inherits.
+    Linux's VmHWM is preferred to ru_maxrss, which a process spawned by a larger one inherits; macOS
+    counts that in bytes, others in KiB.
     """
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        status = ""
-    for line in status.splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
+        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    except (OSError, IndexError):
+        pass
     try:
         import resource
     except ImportError:
         return None
-    return maxrss_to_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, sys.platform)
-
-
-def maxrss_to_bytes(maxrss: int, platform: str) -> int:
-    """`ru_maxrss` in bytes: macOS counts it in bytes, Linux and the BSDs in KiB."""
-    return maxrss if platform == "darwin" else maxrss * 1024
+    maxrss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return maxrss if sys.platform == "darwin" else maxrss * 1024
 
 
 def reset_peak_rss() -> bool:

@@ -34,6 +34,7 @@ from tresnet.measure.runner import (
     NoResultError,
     Outcome,
     Rounds,
+    current,
     run,
     searching_algorithms,
 )
@@ -105,8 +106,7 @@ def bench_models(
         runs=settings.rounds * settings.steps,
         argv=argv,
     )
-    current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    with searching_algorithms(), current:
+    with searching_algorithms(), current(device):
         primed = _prime(device)
         everyone = [ModelContender(case, training, settings, device, primed) for case in checked]
         groups = [[one] for one in everyone] if settings.sequential else [everyone]

@@ -105,17 +105,10 @@ def measure_in_new_process(
     return {"error": f"exit code {done.returncode}: {last}"}
 
 
-def main() -> int:
-    """Measure the case given as JSON."""
+if __name__ == "__main__":
     task = json.loads(sys.argv[1])
     try:
-        phases = measure_phases(BenchCase(**task["case"]), task["training"], task["device"])
+        phases = measure_phases(BenchCase(**task.pop("case")), **task)
     except TResNetError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
+        sys.exit(str(error))
     sys.stdout.write(json.dumps(phases) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -357,3 +357,8 @@ def searching_algorithms(searches: bool = True) -> Iterator[None]:
         yield
     finally:
         cudnn.benchmark, cudnn.benchmark_limit = before
+
+
+def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Inside, a GPU is the one that streams and clocks mean."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -6,7 +6,7 @@ import dataclasses
 import torch
 
 from tresnet.errors import InputError
-from tresnet.measure.clock import Clock, Mark, clock_for
+from tresnet.measure.clock import HostClock, Mark, clock_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,12 +23,12 @@ class _Totals:
     elapsed_s: float = 0.0
     work_s: float = 0.0
 
-    def add(self, step: _Step, clock: Clock) -> None:
+    def add(self, step: _Step, clock: HostClock) -> None:
         self.images += step.images
         self.elapsed_s += clock.seconds(step.begin, step.end)
         self.work_s += clock.seconds(step.ready, step.end)
 
-    def images_per_s(self, exclude_data_wait: bool) -> float | None:
+    def images_per_s(self, exclude_data_wait: bool = False) -> float | None:
         spent_s = self.work_s if exclude_data_wait else self.elapsed_s
         return self.images / spent_s if spent_s > 0 else None
 
@@ -56,12 +56,16 @@ class ThroughputMeter:
     """
 
     def __init__(
-        self, device: torch.device | str, window: int = 50, clock: Clock | None = None
+        self, device: torch.device | str, window: int = 50, clock: HostClock | None = None
     ) -> None:
         if window < 1:
             raise InputError(f"expected a window of at least 1 step, got {window}")
-        self._clock = clock_for(torch.device(device)) if clock is None else clock
+        self._clock = clock or clock_for(torch.device(device))
         self._window = window
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every step, as at the beginning of an epoch; the next needs a `start()`."""
         self._steps: collections.deque[_Step] = collections.deque()
         self._older = _Totals()
         self._begin: Mark | None = None
@@ -84,47 +88,40 @@ class ThroughputMeter:
         if self._begin is not None:
             ready = self._begin if self._ready is None else self._ready
             self._steps.append(_Step(images, self._begin, ready, end))
-            if len(self._steps) > self._window:
-                self._retire(self._steps.popleft())
+        if len(self._steps) > self._window:
+            oldest = self._steps.popleft()
+            # A window of steps was queued since: this waits only if the host is that far ahead.
+            self._clock.wait(oldest.end)
+            self._older.add(oldest, self._clock)
         self._begin, self._ready = end, None
 
-    def images_per_s(self, exclude_data_wait: bool = False) -> float | None:
-        """Rate over the finished steps of the window; None before the first has finished.
+    def images_per_s(self) -> float | None:
+        """Rate over the finished steps of the window; None before the first has finished."""
+        return self._finished().images_per_s()
+
+    def data_wait_fraction(self) -> float | None:
+        """Share of the window's time that went into waiting for data, 0 to 1; None as above.
+
+        On CUDA this is the time the GPU starved, not the time the host waited.
+        """
+        totals = self._finished()
+        return 1 - totals.work_s / totals.elapsed_s if totals.elapsed_s > 0 else None
+
+    def average_images_per_s(self, exclude_data_wait: bool = False) -> float | None:
+        """Rate over all steps since the last `reset`; waits for the device once.
 
         Args:
             exclude_data_wait: leave out the time between a step's begin and its `data_ready()`.
-                On CUDA this is the time the GPU starved, not the time the host waited.
         """
-        return self._window_totals().images_per_s(exclude_data_wait)
-
-    def data_wait_fraction(self) -> float | None:
-        """Share of the window's time that went into waiting for data, 0 to 1; None as above."""
-        totals = self._window_totals()
-        if totals.elapsed_s <= 0:
-            return None
-        return 1 - totals.work_s / totals.elapsed_s
-
-    def average_images_per_s(self, exclude_data_wait: bool = False) -> float | None:
-        """Rate over all steps since the last `reset`; waits for the device once."""
-        totals = dataclasses.replace(self._older)
         if self._steps:
             self._clock.wait(self._steps[-1].end)
+        totals = dataclasses.replace(self._older)
         for step in self._steps:
             totals.add(step, self._clock)
         return totals.images_per_s(exclude_data_wait)
 
-    def reset(self) -> None:
-        """Forget every step, as at the beginning of an epoch; the next needs a `start()`."""
-        self._steps.clear()
-        self._older = _Totals()
-        self._begin = self._ready = None
-
-    def _retire(self, step: _Step) -> None:
-        # A window of steps has been queued since: this waits only if the host is that far ahead.
-        self._clock.wait(step.end)
-        self._older.add(step, self._clock)
-
-    def _window_totals(self) -> _Totals:
+    def _finished(self) -> _Totals:
+        """The steps of the window that the device has finished."""
         totals = _Totals()
         for step in self._steps:
             if not self._clock.reached(step.end):
