@@ -11,16 +11,12 @@ from tests.measure.record_files import CPU, GPU, content, largest_row, op_row, p
 from tresnet.errors import InputError, MissingDependencyError
 from tresnet.measure.report import (
     draw_picture,
-    largest_table,
-    memory_table,
-    ops_table,
     published_top1,
     read_record,
     read_records,
     section_markdown,
     sections,
     speed_points,
-    speed_table,
     tables,
 )
 
@@ -91,157 +87,119 @@ def test_the_records_of_the_repository_can_be_drawn():
     assert all(tables(record) for record in records)
 
 
-def cells(table):
-    """Cells of the lines of the Markdown table in `table`, header first."""
-    lines = [line for line in table.splitlines() if line.startswith("|")]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert set(rows.pop(1)) == {"---"}
-    assert len({len(row) for row in rows}) == 1
-    return rows
+def section_of(folder):
+    (section,) = sections(read_records(folder, said))
+    return section
 
 
-def record_of(tmp_path, what, rows, **keywords):
-    return read_record(put(tmp_path, "record", what, rows, **keywords))
+TRAINED = [
+    step_row("timm:tresnet_m", 60.0, max_allocated_mib=2345.6),  # the baseline is measured first
+    step_row("tresnet_m", 100.0, batch_size=64, max_allocated_mib=300.0),
+    step_row("tresnet_m", 120.0, batch_size=128, compile="default", recompute="outputs"),
+    step_row("tresnet_m", 90.0, batch_size=128, max_allocated_mib=600.0),
+    step_row("tresnet_m", 999.0, status="not_finite"),
+    step_row("tresnet_m", 130.0, input="uint8"),
+    step_row("tresnet_m", 30.0, norm="inplace_abn", amp="fp16"),
+    step_row("timm:tresnet_m", 50.0, batch_size=64, max_allocated_mib=500.0),
+    step_row("torchvision:resnet50", None),
+]
+LARGEST = [
+    largest_row("tresnet_m", 1600),
+    largest_row("timm:tresnet_m", 1000),
+    largest_row("torchvision:resnet50", 4096, limited_by="at most 4096"),
+]
+OPERATIONS = [
+    op_row("copy", 2500.0, 1.0),
+    op_row("eager", 1000.0, 0.4),
+    op_row("triton", None, None, status="left_out", error="no GPU"),
+    op_row("copy", 2500.0, 1.0, direction="backward"),
+]
+REPORT = """### Test GPU 80GB at 700 W, PyTorch 2.15.0
+
+![picture](picture.svg)
+
+**Training**, images per second (median step), measured in turns:
+
+| model | its best settings | of | batch | images/s | tresnet_m ÷ it | Peak MiB |
+| --- | --- | --- | --- | --- | --- | --- |
+| timm:tresnet_m | amp bf16, channels_last, 224 px | 2 | 256 | 60.0 | 2.00 | 2,346 |
+| tresnet_m | amp bf16, norm abn, recompute outputs, channels_last, compile default, 224 px | 4 | 128 | 120 | 1.00 | 1,000 |
+| tresnet_m on uint8 | amp bf16, norm abn, channels_last, input uint8, 224 px | 1 | 256 | 130 | 0.92 | 1,000 |
+| tresnet_m with inplace-abn | amp fp16, norm inplace_abn, channels_last, 224 px | 1 | 256 | 30.0 | 4.00 | 1,000 |
+| torchvision:resnet50 | amp bf16, channels_last, 224 px | 1 | 256 | out_of_memory | - | - |
+
+**Peak MiB of a training step** (in brackets tresnet_m ÷ it):
+
+| model | settings | batch 64 | batch 128 | batch 256 |
+| --- | --- | --- | --- | --- |
+| timm:tresnet_m | amp bf16, channels_last, 224 px | 500 (0.60) | - | 2,346 |
+| tresnet_m | amp bf16, norm abn, channels_last, 224 px | 300 (1.00) | 600 (1.00) | - |
+| tresnet_m | amp bf16, norm abn, recompute outputs, channels_last, compile default, 224 px | - | 1,000 (0.60) | - |
+| tresnet_m on uint8 | amp bf16, norm abn, channels_last, input uint8, 224 px | - | - | 1,000 |
+| tresnet_m with inplace-abn | amp fp16, norm inplace_abn, channels_last, 224 px | - | - | 1,000 |
+
+* tresnet_m, batch 256, amp bf16, norm abn, channels_last, 224 px: not finite: None
+* torchvision:resnet50, batch 256, amp bf16, channels_last, 224 px: out of memory: CUDA out of memory
+
+Record: `a.json` (2026-01-01T00:00:00+00:00), `tresnet bench train ...`
+
+**Largest training batch** in 80.0 GiB:
+
+| model | settings | largest batch | ended by | tresnet_m ÷ it |
+| --- | --- | --- | --- | --- |
+| tresnet_m | amp bf16, norm abn, channels_last, 224 px | 1600 | memory | 1.00 |
+| timm:tresnet_m | amp bf16, channels_last, 224 px | 1000 | memory | 1.60 |
+| torchvision:resnet50 | amp bf16, channels_last, 224 px | 4096 | at most 4096 | 0.39 |
+
+Record: `b.json` (2026-01-01T00:00:00+00:00), `tresnet bench max_batch ...`
+
+**Operations**, GB/s of the ideal bytes (share of a copy of the same bytes):
+
+| operation | where | input | dtype | direction | copy | eager | triton |
+| --- | --- | --- | --- | --- | --- | --- | --- |
+| abn | stage 1 | 128 x 64 x 56 x 56 | bf16 | forward | 2,500 (100%) | 1,000 (40%) | left out |
+| abn | stage 1 | 128 x 64 x 56 x 56 | bf16 | backward | 2,500 (100%) | - | - |
+
+* triton, abn: left out: no GPU
+
+Record: `c.json` (2026-01-01T00:00:00+00:00), `tresnet bench ops ...`"""
 
 
-def test_each_contender_at_its_best(tmp_path):
-    rows = [
-        step_row("tresnet_m", 100.0),
-        step_row("tresnet_m", 120.0, batch_size=128, compile="default", recompute="outputs"),
-        step_row("tresnet_m", 30.0, norm="inplace_abn", amp="fp16"),
-        step_row("timm:tresnet_m", 60.0, max_allocated_mib=2345.6),
-        step_row("timm:tresnet_m", 50.0, compile="default"),
-        step_row("torchvision:resnet50", None),
-    ]
-    table = speed_table(record_of(tmp_path, "bench_train", rows))
-    header, *lines = cells(table)
-    assert header[4:] == ["images/s", "tresnet_m ÷ it", "Peak MiB"]
-    assert [line[0] for line in lines] == [
-        "tresnet_m",
-        "tresnet_m with inplace-abn",
-        "timm:tresnet_m",
-        "torchvision:resnet50",
-    ]
-    settings = "amp bf16, norm abn, recompute outputs, channels_last, compile default, 224 px"
-    assert lines[0][1:] == [settings, "2", "128", "120", "1.00", "1,000"]
-    assert lines[1][4:6] == ["30.0", "4.00"]
-    assert lines[2][3:] == ["256", "60.0", "2.00", "2,346"]
-    assert lines[3][4:] == ["out_of_memory", "-", "-"]
-    failures = tables(record_of(tmp_path, "bench_train", rows))[-1]
-    assert "* torchvision:resnet50, batch 256" in failures
-    assert "out of memory: CUDA out of memory" in failures
+def test_a_section_holds_every_table_with_its_record(tmp_path):
+    put(tmp_path, "a", "bench_train", TRAINED)
+    put(tmp_path, "b", "bench_max_batch", LARGEST)
+    put(tmp_path, "c", "bench_ops", OPERATIONS)
+    put(tmp_path, "empty", "bench_infer", [])
+    text = section_markdown(section_of(tmp_path), ["![picture](picture.svg)"])
+    assert text.splitlines() == REPORT.splitlines()
 
 
-def test_a_model_fed_bytes_is_a_contender_of_its_own(tmp_path):
-    rows = [step_row("tresnet_m", 100.0), step_row("tresnet_m", 120.0, input="uint8")]
-    lines = cells(speed_table(record_of(tmp_path, "bench_train", rows)))[1:]
-    assert [line[0] for line in lines] == ["tresnet_m", "tresnet_m on uint8"]
-    assert "input uint8" in lines[1][1]
+def last_columns(tmp_path, what, rows, **keywords):
+    """The last two cells of each line of a record's first table, header first."""
+    table = tables(read_record(put(tmp_path, "record", what, rows, **keywords)))[0]
+    lines = [line.split("|")[-3:-1] for line in table.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line] for line in (lines[0], *lines[2:])]
 
 
 def test_ratios_are_of_the_same_rounds_where_cases_took_turns(tmp_path):
     rows = [
         step_row("tresnet_m", 100.0, round_p50_images_per_s=[100.0, 50.0, 100.0]),
         step_row("timm:tresnet_m", 50.0, round_p50_images_per_s=[50.0, 25.0, 10.0]),
-        step_row("timm:resnet50", 40.0, round_p50_images_per_s=[40.0, 40.0, 20.0]),
+        step_row("timm:resnet50", 40.0, round_p50_images_per_s=[50.0, 50.0, 20.0]),
     ]
-    in_turns = speed_table(record_of(tmp_path, "bench_train", rows))
-    assert [line[5] for line in cells(in_turns)[1:]] == ["1.00", "2.00", "2.50"]
-    apart = speed_table(record_of(tmp_path, "bench_train", rows, interleave=False))
-    assert "one after another" in apart
-    assert [line[5] for line in cells(apart)[1:]] == ["1.00", "2.00", "2.50"]
-    rows[2]["round_p50_images_per_s"] = [50.0, 50.0, 20.0]
-    in_turns = speed_table(record_of(tmp_path, "bench_train", rows))
-    assert [line[5] for line in cells(in_turns)[1:]] == ["1.00", "2.00", "2.00"]
 
+    def ratios(rows, **settings):
+        return [row[0] for row in last_columns(tmp_path, "bench_train", rows, **settings)[1:]]
 
-def test_ratios_are_of_our_first_model_wherever_it_stands(tmp_path):
-    """The baseline is measured first."""
-    rows = [step_row("timm:tresnet_m", 50.0), step_row("tresnet_m", 100.0)]
-    header, *lines = cells(speed_table(record_of(tmp_path, "bench_train", rows)))
-    assert header[5] == "tresnet_m ÷ it"
-    assert [line[5] for line in lines] == ["2.00", "1.00"]
-
-
-def test_without_figures_of_the_first_there_are_no_ratios(tmp_path):
-    rows = [step_row("tresnet_m", None), step_row("timm:tresnet_m", 10.0)]
-    lines = cells(speed_table(record_of(tmp_path, "bench_train", rows)))[1:]
-    assert [line[5] for line in lines] == ["-", "-"]
-
-
-def test_a_loss_that_is_not_finite_is_no_result(tmp_path):
-    rows = [step_row("tresnet_m", 10.0), step_row("tresnet_m", 90.0, status="not_finite")]
-    (line,) = cells(speed_table(record_of(tmp_path, "bench_train", rows)))[1:]
-    assert line[4] == "10.0"
-
-
-def test_memory_by_batch(tmp_path):
-    rows = [
-        step_row("tresnet_m", 1.0, batch_size=64, max_allocated_mib=300.0),
-        step_row("tresnet_m", 1.0, batch_size=128, max_allocated_mib=600.0),
-        step_row("timm:tresnet_m", 1.0, batch_size=64, max_allocated_mib=500.0),
-        step_row("timm:tresnet_m", 1.0, batch_size=128, max_allocated_mib=1000.0),
-        step_row("torchvision:resnet50", None, batch_size=128),
-    ]
-    rows.append(step_row("timm:resnet50", 1.0, batch_size=32, max_allocated_mib=200.0))
-    table = memory_table(record_of(tmp_path, "bench_train", rows))
-    assert table.startswith("**Peak MiB of a training step** (in brackets tresnet_m ÷ it):")
-    header, *lines = cells(table)
-    assert header[2:] == ["batch 32", "batch 64", "batch 128"]
-    assert [line[2:] for line in lines] == [
-        ["-", "300 (1.00)", "600 (1.00)"],
-        ["-", "500 (0.60)", "1,000 (0.60)"],
-        ["200", "-", "-"],
-    ]
-    assert memory_table(record_of(tmp_path, "bench_train", rows[:1])) == ""
+    assert ratios(rows) == ["1.00", "2.00", "2.00"]
+    assert ratios(rows, interleave=False) == ["1.00", "2.00", "2.50"]
+    assert ratios([step_row("tresnet_m", None), *rows[1:]]) == ["-", "-", "-"]
 
 
 def test_a_cpus_memory_is_that_of_the_process(tmp_path):
     rows = [step_row("tresnet_m", 1.0, max_allocated_mib=None, rss_peak_mib=777.0)]
-    header, line = cells(speed_table(record_of(tmp_path, "bench_infer", rows, device=CPU)))
-    assert header[-1] == "Peak MiB of the process"
-    assert line[-1] == "777"
-
-
-def test_largest_batches(tmp_path):
-    rows = [
-        largest_row("tresnet_m", 1600),
-        largest_row("timm:tresnet_m", 1000),
-        largest_row("torchvision:resnet50", 4096, limited_by="at most 4096"),
-    ]
-    table = largest_table(record_of(tmp_path, "bench_max_batch", rows))
-    assert "in 80.0 GiB" in table
-    lines = cells(table)[1:]
-    assert [line[2:] for line in lines] == [
-        ["1600", "memory", "1.00"],
-        ["1000", "memory", "1.60"],
-        ["4096", "at most 4096", "0.39"],
-    ]
-
-
-def test_operations(tmp_path):
-    rows = [
-        op_row("copy", 2500.0, 1.0),
-        op_row("eager", 1000.0, 0.4),
-        op_row("triton", None, None, status="left_out", error="no GPU"),
-        op_row("copy", 2500.0, 1.0, direction="backward"),
-    ]
-    table = ops_table(record_of(tmp_path, "bench_ops", rows))
-    header, forward, backward = cells(table)
-    assert header == [
-        "operation",
-        "where",
-        "input",
-        "dtype",
-        "direction",
-        "copy",
-        "eager",
-        "triton",
-    ]
-    assert forward[2] == "128 x 64 x 56 x 56"
-    assert forward[4:] == ["forward", "2,500 (100%)", "1,000 (40%)", "left out"]
-    assert backward[4:] == ["backward", "2,500 (100%)", "-", "-"]
-    assert "* triton, abn: left out: no GPU" in tables(record_of(tmp_path, "bench_ops", rows))[-1]
+    header, line = last_columns(tmp_path, "bench_infer", rows, device=CPU)
+    assert (header[1], line[1]) == ("Peak MiB of the process", "777")
 
 
 def test_devices_and_versions_never_mix(tmp_path):
@@ -261,34 +219,6 @@ def test_devices_and_versions_never_mix(tmp_path):
     ]
 
 
-def test_every_table_names_its_record(tmp_path):
-    put(tmp_path, "one", "bench_train", [step_row("tresnet_m", 100.0)])
-    put(tmp_path, "two", "bench_infer", [step_row("tresnet_m", 300.0)])
-    put(tmp_path, "empty", "bench_infer", [])
-    (section,) = sections(read_records(tmp_path, said))
-    text = section_markdown(section, ["![picture](picture.svg)"])
-    assert text.startswith("### Test GPU 80GB at 700 W, PyTorch 2.15.0\n\n![picture](picture.svg)")
-    tables = text.split("**Inference**")
-    assert len(tables) == 2
-    for table, name in zip(tables, ("one", "two"), strict=True):
-        assert f"Record: `{name}.json` (2026-01-01T00:00:00+00:00), `tresnet bench " in table
-    assert "empty.json" not in text
-
-
-ROWS = [
-    step_row("tresnet_m", 100.0, batch_size=64, max_allocated_mib=500.0),
-    step_row("tresnet_m", 120.0, batch_size=128, max_allocated_mib=900.0),
-    step_row("timm:resnet50", 70.0),
-    step_row("torchvision:resnet50", 80.0),
-    step_row("timm:tresnet_m", None),
-]
-
-
-def section_of(folder):
-    (section,) = sections(read_records(folder, said))
-    return section
-
-
 @pytest.mark.parametrize(
     ("model", "size", "expected"),
     [
@@ -303,33 +233,29 @@ def test_accuracy_is_as_published(model, size, expected):
     assert published_top1(model, size) == expected
 
 
-def test_points_are_best_speeds_at_published_accuracies(tmp_path):
-    put(tmp_path, "train", "bench_train", ROWS)
-    section = section_of(tmp_path)
-    found = [
-        (row["model"], row["p50_images_per_s"]) for row, _ in speed_points(section, "bench_train")
-    ]
-    assert found == [
-        ("tresnet_m", 120.0),
-        ("timm:resnet50", 70.0),
-        ("torchvision:resnet50", 80.0),
-    ]
-    assert speed_points(section, "bench_infer") == []
-
-
 def test_points_are_the_best_of_all_records(tmp_path):
     """benchmarks/gpu.sh measures memory, eagerly, after the comparison of all settings."""
-    compiled = step_row("timm:tresnet_m", 150.0, compile="default")
-    put(tmp_path, "all", "bench_train", [compiled, step_row("timm:tresnet_m", 100.0)])
-    rows = [step_row("timm:tresnet_m", speed, batch_size=int(speed)) for speed in (98.0, 99.0)]
-    put(tmp_path, "memory", "bench_train", rows, date="2026-02-01T00:00:00+00:00")
-    ((row, record),) = speed_points(section_of(tmp_path), "bench_train")
-    assert (row["p50_images_per_s"], record) == (150.0, "all.json")
+    put(tmp_path, "a", "bench_train", TRAINED)
+    rows = [step_row("timm:tresnet_m", 59.0), step_row("timm:resnet50", 70.0)]
+    put(tmp_path, "b", "bench_train", rows, date="2026-02-01T00:00:00+00:00")
+    section = section_of(tmp_path)
+    found = {
+        (row["model"], row["p50_images_per_s"], name)
+        for row, name in speed_points(section, "bench_train")
+    }
+    assert found == {
+        ("tresnet_m", 120.0, "a.json"),
+        ("tresnet_m", 130.0, "a.json"),
+        ("tresnet_m", 30.0, "a.json"),
+        ("timm:tresnet_m", 60.0, "a.json"),
+        ("timm:resnet50", 70.0, "b.json"),
+    }
+    assert speed_points(section, "bench_infer") == []
 
 
 def test_the_picture_is_drawn_and_marked(tmp_path):
     pytest.importorskip("matplotlib")
-    put(tmp_path, "train", "bench_train", ROWS, device=CPU)
+    put(tmp_path, "train", "bench_train", TRAINED, device=CPU)
     picture = draw_picture(section_of(tmp_path), tmp_path, "svg")
     assert picture.name == "speed_cpu-test-cpu-2-threads-torch2.15.0.svg"
     text = picture.read_text()
@@ -347,7 +273,7 @@ def test_without_figures_there_is_no_picture(tmp_path):
 
 
 def test_pictures_need_matplotlib(tmp_path, monkeypatch):
-    put(tmp_path, "train", "bench_train", ROWS)
+    put(tmp_path, "train", "bench_train", TRAINED)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'tresnet\[plot\]'"):
         draw_picture(section_of(tmp_path), tmp_path, "png")
