@@ -13,8 +13,8 @@ from tresnet.cli.bench import BEGIN, END
 from tresnet.cli.main import INTERRUPTED_EXIT_CODE
 from tresnet.cli.main import main as run
 from tresnet.cli.output import PARTLY_FAILED_EXIT_CODE
-from tresnet.measure import largest_batch, models
-from tresnet.measure.clock import HeldClock
+from tresnet.data.contenders import write_jpegs
+from tresnet.measure import models
 
 # timm leaves it to the garbage collector to close image files.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
@@ -77,9 +77,10 @@ def test_other_measurements_print_a_table_and_write_a_record(tmp_path, capsys):
     _, ours, theirs = capsys.readouterr().out.splitlines()
     assert ours.split()[-6:] == ["4", "at", "most", "4", "-", "ok"]
     assert theirs.startswith("timm:test_resnet, batch 2, fp32 ")
-    assert bench(LOADER, tmp_path / "loader") == 0
+    write_jpegs(tmp_path / "images", "train", 2)
+    assert bench([*LOADER, "--data", str(tmp_path / "images")], tmp_path / "loader") == 0
     record = record_in(tmp_path / "loader")
-    assert record["settings"]["data"] == "64 photographs of 500 x 375, JPEG"
+    assert record["settings"]["data"] == "images"
     names = ["tresnet, uint8", "tresnet, float", "timm, uint8", "timm, float"]
     names.append("torchvision, uint8")
     assert [row["case"] for row in record["rows"]] == names
@@ -88,51 +89,33 @@ def test_other_measurements_print_a_table_and_write_a_record(tmp_path, capsys):
     ]
 
 
-def breaks(monkeypatch, kind, action):
-    """Do `action` while the second contender of a command is at work."""
-    if kind == "ops":
-        times, seconds = [], HeldClock.seconds_per_call
-
-        def timed(self, prepare):
-            times.append(1)
-            return action() if len(times) == 4 else seconds(self, prepare)
-
-        monkeypatch.setattr(HeldClock, "seconds_per_call", timed)
-        return
-    module = largest_batch if kind == "max-batch" else models
-    prepare = module.prepare
+def breaks(monkeypatch, action):
+    """Do `action` while the second contender is at work; returns the command's arguments."""
+    prepare = models.prepare
 
     def prepared(case, *arguments):
         return action() if case.model == "timm:test_resnet" else prepare(case, *arguments)
 
-    monkeypatch.setattr(module, "prepare", prepared)
+    monkeypatch.setattr(models, "prepare", prepared)
+    return ["train", "tresnet_t", "timm:test_resnet", *SHORT]
 
 
-BREAKABLE = {"train": ["train", "tresnet_t", "timm:test_resnet", *SHORT]}
-BREAKABLE |= {"ops": OPS, "max-batch": SEARCH}
+def test_a_contender_that_fails_is_a_row_and_exit_code_1(tmp_path, monkeypatch, capsys):
+    def fail():
+        raise KeyError("nobody foresaw this")
 
-
-def fail():
-    raise KeyError("nobody foresaw this")
-
-
-@pytest.mark.parametrize("kind", BREAKABLE)
-def test_a_contender_that_fails_is_a_row_and_exit_code_1(kind, tmp_path, monkeypatch, capsys):
-    breaks(monkeypatch, kind, fail)
-    assert bench(BREAKABLE[kind], tmp_path) == PARTLY_FAILED_EXIT_CODE
-    statuses = [row["status"] for row in record_in(tmp_path)["rows"]]
-    assert statuses == ["ok", "failed"] + ["ok"] * (len(statuses) - 2)
+    assert bench(breaks(monkeypatch, fail), tmp_path) == PARTLY_FAILED_EXIT_CODE
+    first, second = record_in(tmp_path)["rows"]
+    assert (first["status"], second["status"]) == ("ok", "failed")
     assert "KeyError: 'nobody foresaw this'" in capsys.readouterr().err
-    assert record_in(tmp_path)["rows"][1]["trace"][-1] == "KeyError: 'nobody foresaw this'"
+    assert second["trace"][-1] == "KeyError: 'nobody foresaw this'"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("kind", BREAKABLE)
-def test_a_signal_leaves_the_table_and_the_record(kind, number, tmp_path, monkeypatch, capsys):
-    breaks(monkeypatch, kind, lambda: os.kill(os.getpid(), number))
-    assert bench(BREAKABLE[kind], tmp_path) == INTERRUPTED_EXIT_CODE
-    statuses = [row["status"] for row in record_in(tmp_path)["rows"]]
-    assert statuses == ["ok"] + ["interrupted"] * (len(statuses) - 1)
+def test_a_signal_leaves_the_table_and_the_record(number, tmp_path, monkeypatch, capsys):
+    arguments = breaks(monkeypatch, lambda: os.kill(os.getpid(), number))
+    assert bench(arguments, tmp_path) == INTERRUPTED_EXIT_CODE
+    assert [row["status"] for row in record_in(tmp_path)["rows"]] == ["ok", "interrupted"]
     printed = capsys.readouterr()
     assert "interrupted" in printed.out
     assert printed.err.splitlines()[-1] == "error: interrupted"

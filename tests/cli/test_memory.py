@@ -1,12 +1,12 @@
 """`tresnet memory`, its commands run in this process."""
 
 import json
+import shutil
 
 import pytest
 
 from tresnet.cli.main import main
-from tresnet.measure.cases import BenchCase
-from tresnet.measure.phases import measure_in_new_process, measure_phases
+from tresnet.measure import phases
 from tresnet.memory import Workspaces
 from tresnet.memory.device import MIB
 
@@ -69,18 +69,9 @@ def test_predict_writes_the_picture_and_the_snapshot(tmp_path, capsys):
 
 
 def test_max_batch_prints_an_answer(capsys):
-    code, out, _ = run(capsys, "max-batch", "tresnet_t", "--gpu-memory", "4GiB")
+    code, out, _ = run(capsys, "max-batch", "tresnet_t", "--gpu-memory", "1GiB")
     assert code == 0
     assert out.startswith("fits: batch ")
-
-
-def test_a_case_is_measured_by_phase():
-    case = BenchCase(model="tresnet_t", batch_size=2, input_size=32)
-    phases = measure_phases(case, True, "cpu", steps=1)
-    assert list(phases) == ["initial", "model", "train", "final"]
-    for columns in phases.values():
-        assert columns["max_allocated_mib"] is None
-        assert columns["rss_peak_mib"] > 0
 
 
 def test_measure_writes_a_record_of_fresh_processes(tmp_path, capsys):
@@ -91,8 +82,20 @@ def test_measure_writes_a_record_of_fresh_processes(tmp_path, capsys):
     (record,) = tmp_path.glob("memory_cpu_*.json")
     (row,) = json.loads(record.read_text())["rows"]
     assert list(row["phases"]) == ["initial", "model", "train", "final"]
-    failed = measure_in_new_process(BenchCase(model="tresnet_q"), True, "cpu", 120)
-    assert "exit code 1: unknown model" in failed["error"]
+    for columns in row["phases"].values():
+        assert columns["max_allocated_mib"] is None
+        assert columns["rss_peak_mib"] > 0
+
+
+def test_a_process_that_fails_is_a_row_with_the_reason(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(phases.sys, "executable", shutil.which("false"))
+    arguments = ["tresnet_t", *TINY, "--device", "cpu", "--output-dir", str(tmp_path)]
+    code, _, err = run(capsys, "measure", *arguments)
+    assert code == 1
+    assert "tresnet_t, batch 4: exit code 1: no message" in err
+    (record,) = tmp_path.glob("memory_cpu_*.json")
+    (row,) = json.loads(record.read_text())["rows"]
+    assert (row["status"], row["phases"]) == ("failed", None)
 
 
 @pytest.mark.parametrize("kind", ["measure", "workspaces"])

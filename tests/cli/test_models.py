@@ -1,3 +1,5 @@
+import pytest
+
 from tresnet.cli.main import main as run
 
 
@@ -21,9 +23,6 @@ def test_list_by_pattern(capsys):
     assert run(["list", "*_l"]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]]
     assert names == ["tresnet_l", "tresnet_v2_l"]
-
-
-def test_list_of_nothing_is_an_error(capsys):
     assert run(["list", "resnet*"]) == 2
     assert "expected a pattern that fits a model, got 'resnet*'" in capsys.readouterr().err
 
@@ -46,13 +45,18 @@ def test_info_at_another_size(capsys):
     assert ["num_classes", "10"] in [line.split() for line in text.splitlines()]
 
 
-def test_info_of_bad_sizes(capsys):
-    assert run(["info", "tresnet_m", "--input-size", "0"]) == 2
-    assert "expected an input_size of at least 1, got 0" in capsys.readouterr().err
-    assert run(["info", "tresnet_m", "--input-size", "225"]) == 2
-    assert "divisible by 4" in capsys.readouterr().err
-    assert run(["info", "tresnet_m", "--num-classes", "-1"]) == 2
-    assert (
-        "expected num_classes as a whole number from 0 to 10000000, got -1"
-        in capsys.readouterr().err
-    )
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--input-size", "0", "expected an input_size of at least 1, got 0"),
+        ("--input-size", "225", "divisible by 4"),
+        (
+            "--num-classes",
+            "-1",
+            "expected num_classes as a whole number from 0 to 10000000, got -1",
+        ),
+    ],
+)
+def test_info_of_bad_sizes(option, value, message, capsys):
+    assert run(["info", "tresnet_m", option, value]) == 2
+    assert message in capsys.readouterr().err

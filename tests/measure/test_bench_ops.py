@@ -152,7 +152,6 @@ def test_what_computes_something_else_is_not_timed(monkeypatch, measured, factor
 @pytest.mark.parametrize(
     ("error", "status"),
     [
-        (InputError("needs a GPU"), "left_out"),
         (RuntimeError("no such kernel"), "failed"),
         (torch.OutOfMemoryError("CUDA out of memory"), "out_of_memory"),
     ],

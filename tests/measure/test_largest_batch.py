@@ -78,14 +78,27 @@ def failing_above(most, error):
     return step
 
 
-def test_memory_ends_the_search(monkeypatch, search):
-    stub(monkeypatch, failing_above(4, torch.OutOfMemoryError("CUDA out of memory")))
-    row = search(case(), at_most=20)[0].rows[0]
-    assert (row["status"], row["largest_batch"], row["limited_by"]) == ("ok", 4, "memory")
-    stub(monkeypatch, failing_above(0, RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")))
-    row = search(case())[0].rows[0]
-    assert (row["status"], row["largest_batch"]) == ("out_of_memory", None)
-    assert row["error"] == "not even a batch of 2 fits"
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize(
+    ("most", "error", "expected"),
+    [
+        (4, OUT_OF_MEMORY, ("ok", 4, "memory", None)),
+        (
+            *(0, RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")),
+            ("out_of_memory", None, None, "not even a batch of 2 fits"),
+        ),
+        (2, RuntimeError("no kernel\nfor this"), ("failed", 2, None, "no kernel")),
+    ],
+)
+def test_memory_ends_the_search_and_nothing_else_is_taken_for_it(
+    monkeypatch, search, most, error, expected
+):
+    stub(monkeypatch, failing_above(most, error))
+    (row,) = search(case(), at_most=20)[0].rows
+    found = tuple(row[name] for name in ("status", "largest_batch", "limited_by", "error"))
+    assert found == expected
 
 
 def test_time_ends_the_search_of_each_case(monkeypatch, search):
@@ -97,12 +110,6 @@ def test_time_ends_the_search_of_each_case(monkeypatch, search):
         assert row["tries"] == [(2, True), (4, True)]
         found = (row["status"], row["largest_batch"], row["limited_by"])
         assert found == ("ok", 4, "the time limit")
-
-
-def test_other_failures_are_not_taken_for_the_edge(monkeypatch, search):
-    stub(monkeypatch, failing_above(2, RuntimeError("no kernel\nfor this")))
-    row = search(case())[0].rows[0]
-    assert (row["status"], row["error"], row["largest_batch"]) == ("failed", "no kernel", 2)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tresnet import env
-from tresnet.errors import InputError, TResNetError
+from tresnet.errors import InputError
 from tresnet.measure.clock import Calls, HeldClock
 from tresnet.measure.operations import BLOCK_SIZE, OPS, Function, Inputs, Place
 from tresnet.measure.records import RecordFile
@@ -87,12 +87,7 @@ def parse_contender(text: str) -> tuple[str, dict[str, int]]:
 
 
 def bench_ops(settings: OpsSettings, argv: Sequence[str], log: Log) -> Outcome:
-    """Measure operations at all their places and record it.
-
-    Args:
-        settings: which, and how.
-        argv: the command line, for the record.
-        log: called with a line of progress.
+    """Measure operations at all their places and record it; `log` is told lines of progress.
 
     Raises:
         InputError: a setting out of range, an unknown name, or no such device.
@@ -184,7 +179,9 @@ class _Site:
         if contender == "inductor":
             return torch.compile(self.op.plain, fullgraph=True, dynamic=False)
         if not _times_kernels(self.device):
-            raise InputError("the kernels need a GPU: interpreted, their time says nothing")
+            raise NoResultError(
+                "left_out", "the kernels need a GPU: interpreted, their time says nothing"
+            )
         return self.op.fused
 
 
@@ -227,11 +224,8 @@ class _OpContender(Contender):
         self.visit()
 
     def _checked_function(self, allowed: float) -> Function:
-        try:
-            with tiles.tuned(self._tuning):
-                function, error = self._site.checked(self._contender)
-        except TResNetError as refusal:
-            raise NoResultError("left_out", str(refusal)) from None
+        with tiles.tuned(self._tuning):
+            function, error = self._site.checked(self._contender)
         self.columns["relative_error"] = error if math.isfinite(error) else None
         if not error <= allowed:
             raise NoResultError("wrong", f"relative error {error:.2g}, allowed are {allowed:.2g}")

@@ -44,11 +44,7 @@ def largest_batches(
     around it find it. cuDNN does not search for algorithms meanwhile, as each new batch would cost it
     seconds; the answer is then run with that search, and made smaller should it not fit.
 
-    Args:
-        cases: what to try; their batch sizes are not used.
-        settings: shared by all.
-        argv: the command line, for the record.
-        log: called with a line for each try.
+    The cases' own batch sizes are not used; `log` is told each try.
 
     Raises:
         InputError: a case that cannot be run at all; nothing has run then.

@@ -78,12 +78,7 @@ def bench_models(
 ) -> Outcome:
     """Time training steps, or forward passes in inference, of each case, and record it.
 
-    Args:
-        training: forward, loss, backward and update; else forward alone.
-        cases: what to compare, in order; the first is the base of the ratios.
-        settings: shared by all.
-        argv: the command line, for the record.
-        log: called with a line of progress.
+    The first is the base of the ratios; `log` is told lines of progress.
 
     Raises:
         InputError: a case that cannot be run at all; nothing has run then.
