@@ -1,11 +1,14 @@
 import math
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 
 from tresnet.engine.distributed import Processes
 from tresnet.engine.losses import Losses, Tally
+from tresnet.engine.state import seed_everything
 
 ALONE = Processes(0, 1, torch.device("cpu"))
 LABELS = torch.tensor([0, 1, 2, 1])
@@ -31,17 +34,33 @@ def test_smoothed_labels_spread_their_mass(tiny):
     torch.testing.assert_close(criterion(logits, targets), expected)
 
 
-def test_mixed_batches_have_mixed_labels_and_end_when_told_to(tiny):
-    losses = Losses(tiny(mixup=0.4, mix_prob=1.0, epochs=3, mix_off_epochs=1), 3, 0)
-    x, targets, criterion = losses.prepare(images(), LABELS, 1, 7)
-    assert not torch.equal(x, images())
-    torch.testing.assert_close(targets.sum(1), torch.ones(4))
-    logits = torch.randn(4, 3)
+def draw():
+    return random.random(), np.random.rand(), torch.rand(1).item()  # noqa: NPY002
+
+
+@pytest.mark.parametrize(("how", "smoothing"), [("mixup", 0.0), ("cutmix", 0.0), ("mixup", 0.2)])
+def test_mixed_batches_have_labels_of_the_same_shares_and_end_when_told_to(tiny, how, smoothing):
+    alphas = {"mixup": 0.0, "cutmix": 0.0, how: 1.0}
+    config = tiny(**alphas, mix_prob=1.0, label_smoothing=smoothing, epochs=3, mix_off_epochs=1)
+    losses = Losses(config, 4, 0)
+    plain = torch.arange(4.0).view(4, 1, 1, 1).expand(4, 3, 8, 8)
+    seed_everything(5, ALONE.device)
+    expected = draw()
+    seed_everything(5, ALONE.device)
+    x, targets, criterion = losses.prepare(plain.clone(), torch.arange(4), 1, 7)
+    assert draw() == expected  # the global generators are left as found
+    share = (
+        x[0].mean().item() / 3
+    )  # of the last image, 3 throughout, in the first one, 0 throughout
+    assert 0 < share < 1
+    shares = torch.tensor([1 - share, 0, 0, share]) * (1 - smoothing) + smoothing / 4
+    torch.testing.assert_close(targets[0], shares)
+    logits = torch.randn(4, 4)
     torch.testing.assert_close(
         criterion(logits, targets), functional.cross_entropy(logits, targets)
     )
     assert [losses.mixes(epoch) for epoch in range(3)] == [True, True, False]
-    assert torch.equal(losses.prepare(images(), LABELS, 2, 8)[0], images())
+    assert torch.equal(losses.prepare(plain.clone(), torch.arange(4), 2, 8)[0], plain)
 
 
 def test_each_process_and_step_mixes_in_its_own_way_and_always_alike(tiny):

@@ -8,7 +8,6 @@ from tresnet.data.folder import (
     open_folder,
 )
 from tresnet.data.loaders import Loader, create_loader
-from tresnet.data.mixup import Mixer
 from tresnet.data.pictures import BadImageError
 from tresnet.data.transforms import (
     Augment,
@@ -23,7 +22,6 @@ __all__ = [
     "EvalTransform",
     "ImageDataset",
     "Loader",
-    "Mixer",
     "check_same_classes",
     "create_loader",
     "digits",

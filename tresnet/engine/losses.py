@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from tresnet.data import Mixer
-from tresnet.data.seeding import mix_seed
+from tresnet.data.seeding import mix_seed, preserved_generators, seed_cpu_generators
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.distributed import Processes
 
@@ -24,6 +23,7 @@ class Losses:
             classes: Number of classes.
             rank: Each process mixes in its own way.
         """
+        from timm.data.mixup import Mixup
         from timm.loss import SoftTargetCrossEntropy
 
         augment = config.augment
@@ -31,20 +31,20 @@ class Losses:
         self._multi = config.labels.multi
         self._plain = plain_loss(config)
         self._soft = SoftTargetCrossEntropy()
-        self._mixer = None
+        self._mixup = None
         if augment.mixes:
-            self._mixer = Mixer(
-                classes,
-                mixup_alpha=augment.mixup,
-                cutmix_alpha=augment.cutmix,
+            self._mixup = Mixup(
+                augment.mixup,
+                augment.cutmix,
                 prob=augment.mix_prob,
                 label_smoothing=augment.label_smoothing,
-                seed=mix_seed(config.run.seed, rank),
+                num_classes=classes,
             )
+        self._seed = mix_seed(config.run.seed, rank)
 
     def mixes(self, epoch: int) -> bool:
         """Whether the batches of an epoch are mixed, so that they have no accuracy."""
-        return self._mixer is not None and epoch < self._mixing_epochs
+        return self._mixup is not None and epoch < self._mixing_epochs
 
     def has_accuracy(self, epoch: int) -> bool:
         """Whether training batches have one right answer an image, to be right or wrong."""
@@ -64,9 +64,11 @@ class Losses:
         Returns:
             Images, labels (N,) or label distributions (N, classes), and their loss.
         """
-        if self._mixer is None or not self.mixes(epoch):
+        if self._mixup is None or not self.mixes(epoch):
             return images, labels, self._plain
-        images, soft = self._mixer(images, labels, step)
+        with preserved_generators():  # so that a resumed run mixes the same way
+            seed_cpu_generators(mix_seed(self._seed, step))
+            images, soft = self._mixup(images, labels)
         return images, soft, self._soft
 
 
