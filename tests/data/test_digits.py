@@ -50,13 +50,6 @@ def test_pixels_and_labels_are_scikit_learns(written):
     assert seen == set(range(1797))
 
 
-def test_grey_values_scale_to_the_whole_range():
-    scaled = digits.to_uint8(np.arange(17.0))
-    assert scaled.dtype == np.uint8
-    assert [scaled[0], scaled[8], scaled[16]] == [0, 128, 255]
-    assert len(set(scaled.tolist())) == 17
-
-
 def test_the_split_never_changes(written):
     text = "\n".join(listing(written))
     assert hashlib.sha256(text.encode()).hexdigest() == (

@@ -53,6 +53,8 @@ def test_what_is_no_file_is_named_at_once(tmp_path):
     """Opening a FIFO would wait for somebody to write to it."""
     os.mkfifo(tmp_path / "pipe.png")
     (tmp_path / "folder.png").mkdir()
+    with pytest.raises(BadImageError, match=r"gone\.png cannot be read \(FileNotFoundError"):
+        load_rgb(tmp_path / "gone.png")
     for name in ("pipe", "folder"):
         with pytest.raises(
             BadImageError, match=rf"{name}\.png cannot be read .*not a regular file"
@@ -83,12 +85,9 @@ def test_empty_class_folders_are_named(tmp_path, make_images):
     (tmp_path / "train" / "c" / "readme.md").write_text("not an image")
     with pytest.raises(DataError, match=r"each of the 3 class folders .* none in: b, c; add"):
         open_folder(tmp_path, "train")
-
-
-def test_a_long_list_of_names_is_cut(tmp_path, make_images):
-    make_images(tmp_path / "train", {f"{i:02d}": 0 for i in range(25)})
+    make_images(tmp_path / "many", {f"{i:02d}": 0 for i in range(25)})
     with pytest.raises(DataError, match=r"none in: 00, 01, .*, 09 and 15 more;"):
-        open_folder(tmp_path, "train")
+        open_folder(tmp_path, "many")
 
 
 def test_classes_that_differ_are_named(tmp_path, make_images):
@@ -136,11 +135,6 @@ def test_a_flipped_bit_in_a_png_is_noticed(tmp_path, photo):
         load_rgb(path)
 
 
-def test_a_file_that_is_gone_is_named(tmp_path):
-    with pytest.raises(BadImageError, match=r"gone\.png cannot be read \(FileNotFoundError"):
-        load_rgb(tmp_path / "gone.png")
-
-
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK"])
 def test_eight_bit_modes_become_rgb_as_torchvision_does(tmp_path, photo, mode):
     from torchvision.datasets.folder import pil_loader
@@ -150,11 +144,6 @@ def test_eight_bit_modes_become_rgb_as_torchvision_does(tmp_path, photo, mode):
     image = load_rgb(path)
     assert image.mode == "RGB"
     np.testing.assert_array_equal(np.asarray(image), np.asarray(pil_loader(path)))
-
-
-def test_alpha_is_dropped(tmp_path):
-    Image.new("RGBA", (4, 4), (10, 20, 30, 0)).save(tmp_path / "clear.png")
-    assert load_rgb(tmp_path / "clear.png").getpixel((0, 0)) == (10, 20, 30)
 
 
 def test_a_palette_with_transparency_gives_no_warning(tmp_path):
