@@ -19,7 +19,8 @@ from tests.engine.runs import assert_same_run, rows_of, tensors_of
 from tresnet.engine import config as configs
 from tresnet.engine import distributed, signals, state
 from tresnet.engine import resolve as resolving
-from tresnet.engine.train import train
+from tresnet.engine.distributed import Processes
+from tresnet.engine.train import check_same_options, train
 from tresnet.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -104,6 +105,36 @@ def test_processes_meet_under_a_name_of_their_own_whatever_ended_ones_left_in_th
     assert len(set(names)) == 3
     with pytest.raises(ConfigError, match="expected 3 processes, 0 of the other 2 have come"):
         distributed.meet(store, 0, 3, timeout / 100)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_process_ends_with_the_torchrun_that_started_it(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    reading, writing = os.pipe()
+    launcher = os.fork()
+    if not launcher:
+        if not os.fork():
+            signals.end_with_torchrun()
+            os.write(writing, b"x")
+        time.sleep(100)
+        os._exit(1)
+    os.close(writing)
+    with open(reading, "rb", buffering=0) as pipe:
+        assert pipe.read(1) == b"x"
+        os.kill(launcher, signal.SIGKILL)
+        os.waitpid(launcher, 0)
+        assert pipe.read(1) == b""  # its last writer has ended
+
+
+def test_processes_with_other_options_do_not_train_together(tiny):
+    class Two(Processes):
+        def gather(self, value):
+            return [value, value | {"lr": 0.5, "workers": 7}]
+
+    with pytest.raises(
+        ConfigError, match=r"got --lr 0\.02 and 0\.5 in process 0 and 1: start each"
+    ):
+        check_same_options(tiny(), Two(0, 2, torch.device("cpu")))
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")

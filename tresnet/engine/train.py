@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from tresnet.data.seeding import mix_seed
-from tresnet.engine import batch_size, distributed, rundir, state
+from tresnet.engine import batch_size, distributed, fields, rundir, state
 from tresnet.engine import config as configs
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.console import Console
@@ -19,6 +19,7 @@ from tresnet.engine.signals import StopRequest
 from tresnet.engine.state import BEST, Identity, Record
 from tresnet.engine.trainer import Trainer, TrainResult
 from tresnet.engine.validate import validate
+from tresnet.errors import ConfigError
 from tresnet.measure.memory import MemoryMeter
 from tresnet.steps import TrainingStep, create_training_step
 
@@ -46,6 +47,7 @@ def train(config: TrainConfig, resume: Path | None = None) -> TrainResult:
         distributed.join(config.compute.device) as processes,
         contextlib.ExitStack() as held,
     ):
+        check_same_options(config, processes)
         console = Console(processes.is_main, config.run.progress)
         claimed = rundir.claim(config, resume, held, console.say) if processes.is_main else None
         run_dir, path = processes.from_main(claimed)
@@ -83,6 +85,26 @@ def train(config: TrainConfig, resume: Path | None = None) -> TrainResult:
         trainer = Trainer(record, run_dir, processes, splits, loaders, step, memory, stop, console)
         with contextlib.closing(trainer), trainer.explaining():
             return trainer.run()
+
+
+def check_same_options(config: TrainConfig, processes: Processes) -> None:
+    """Refuse processes that would train together with different options (a collective).
+
+    Raises:
+        ConfigError: They differ, save in what may differ between machines.
+    """
+    first, *others = processes.gather(configs.flatten(config))
+    for rank, other in enumerate(others, start=1):
+        differing = [
+            f"{fields.option(name)} {value!r} and {other[name]!r}"
+            for name, value in first.items()
+            if name not in configs.FREE_AT_RESUME and value != other[name]
+        ]
+        if differing:
+            raise ConfigError(
+                f"expected the same options in all processes, got {', '.join(differing)} in process"
+                f" 0 and {rank}: start each with the same, and look for processes of an earlier run"
+            )
 
 
 def create_step(
