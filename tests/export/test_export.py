@@ -119,7 +119,9 @@ def test_the_plain_model_is_the_model_whatever_its_head_and_norm(options):
         torch.testing.assert_close(plain_model(model)(x), model(x), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("head", ["group_attention", "ml_decoder"])
+@pytest.mark.parametrize(
+    "head", ["ml_decoder", pytest.param("group_attention", marks=pytest.mark.slow)]
+)
 def test_the_other_heads_can_be_exported_and_a_fixed_size_is_kept(head, tmp_path):
     needs("onnx")
     path = tmp_path / "head.onnx"

@@ -143,7 +143,6 @@ class _Site:
         self.name, self.place, self.dtype, self.device = name, place, dtype, device
         self.op, self.shape = OPS[name], (settings.batch_size, place.channels, side, side)
         self.clock, self._seed = HeldClock(device), settings.seed
-        self._checked: dict[str, tuple[Function, float]] = {}
 
     @functools.cached_property
     def data(self) -> _Data:
@@ -162,27 +161,19 @@ class _Site:
 
     def free(self) -> None:
         """Forget all of it."""
-        self._checked.clear()
         self.__dict__.pop("data", None)
 
-    def checked(self, contender: str) -> tuple[Function, float]:
-        """A contender's function, and how far it is from the truth."""
-        if contender not in self._checked:
-            function, data = self._function(contender), self.data
-            error = _relative_error(_computed(function, data.inputs, data.grad), data.truth)
-            self._checked[contender] = function, error
-        return self._checked[contender]
-
-    def _function(self, contender: str) -> Function:
+    def function(self, contender: str) -> Function:
+        """What a contender computes with."""
         if contender == "eager":
             return self.op.plain
         if contender == "inductor":
             return torch.compile(self.op.plain, fullgraph=True, dynamic=False)
-        if not _times_kernels(self.device):
-            raise NoResultError(
-                "left_out", "the kernels need a GPU: interpreted, their time says nothing"
-            )
-        return self.op.fused
+        if _times_kernels(self.device):
+            return self.op.fused
+        raise NoResultError(
+            "left_out", "the kernels need a GPU: interpreted, their time says nothing"
+        )
 
 
 class _OpContender(Contender):
@@ -218,18 +209,19 @@ class _OpContender(Contender):
             sources = [source.clone() for _ in data.buffers]
             self._calls = lambda: [x.clone for x in sources]
         else:
-            function = self._checked_function(data.allowed)
-            kind = self._forwards if self.compared_with == "forward" else self._backwards
-            self._calls = lambda: kind(function)
+            function = self._site.function(self._contender)
+            self._check(function, data)
+            self._calls = lambda: self._calls_of(function)
         self.visit()
 
-    def _checked_function(self, allowed: float) -> Function:
+    def _check(self, function: Function, data: _Data) -> None:
         with tiles.tuned(self._tuning):
-            function, error = self._site.checked(self._contender)
+            error = _relative_error(_computed(function, data.inputs, data.grad), data.truth)
         self.columns["relative_error"] = error if math.isfinite(error) else None
-        if not error <= allowed:
-            raise NoResultError("wrong", f"relative error {error:.2g}, allowed are {allowed:.2g}")
-        return function
+        if not error <= data.allowed:
+            raise NoResultError(
+                "wrong", f"relative error {error:.2g}, allowed are {data.allowed:.2g}"
+            )
 
     def visit(self) -> Sequence[float]:
         """Mean time of one pass over the buffers."""
@@ -254,16 +246,15 @@ class _OpContender(Contender):
         self._calls = tuple
         self._site.free()
 
-    def _forwards(self, function: Function) -> Calls:
-        vectors = self._site.data.inputs.vectors
-        return [lambda maps=maps: function(*maps, *vectors) for maps, _ in self._site.data.buffers]
-
-    def _backwards(self, function: Function) -> Calls:
-        calls = []
+    def _calls_of(self, function: Function) -> Calls:
+        """Of all buffers: forward; or backward, of passes forward that were done here."""
+        calls, inputs = [], self._site.data.inputs
         for maps, grad in self._site.data.buffers:
-            inputs = self._site.data.inputs._replace(maps=maps)
-            y, wanted = function(*maps, *inputs.vectors), inputs.differentiated()
-            calls.append(lambda y=y, wanted=wanted, g=grad: torch.autograd.grad(y, wanted, g))
+            call = functools.partial(function, *maps, *inputs.vectors)
+            if self.compared_with == "backward":
+                wanted = inputs._replace(maps=maps).differentiated()
+                call = functools.partial(torch.autograd.grad, call(), wanted, grad)
+            calls.append(call)
         return calls
 
 
