@@ -62,8 +62,9 @@ def largest_batches(
         settings=settings.to_dict(),
         argv=argv,
     )
-    share_s = None if settings.time_limit_s is None else settings.time_limit_s / len(checked)
-    each = dataclasses.replace(settings, time_limit_s=None, case_limit_s=share_s)
+    share_s = (settings.time_limit_s or math.inf) / len(checked)
+    limit_s = min(share_s, settings.case_limit_s or math.inf)
+    each = dataclasses.replace(settings, time_limit_s=None, case_limit_s=limit_s)
     compiles = any(case.compile != "none" for case in checked)
     with searching_algorithms(False), _limited(device, settings.memory_gib) as limit:
         groups = [[LargestContender(case, each, device, limit, log)] for case in checked]
@@ -106,9 +107,8 @@ class LargestContender(Contender):
     def set_up(self) -> None:
         """Search."""
         first, grain = self._settings.first, self._settings.granularity
-        self._deadline_s = time.perf_counter() + _TRYING_SHARE * (
-            self._settings.case_limit_s or math.inf
-        )
+        limit_s = self._settings.case_limit_s or math.inf
+        self._deadline_s = time.perf_counter() + _TRYING_SHARE * limit_s
         bound = (self._settings.at_most or _NO_BATCH) // grain * grain
         try:
             largest = find_edge(self._fits, self._foreseen, first, grain, bound)
