@@ -1,3 +1,4 @@
+import errno
 import io
 import json
 import os
@@ -132,6 +133,8 @@ def test_a_stopped_run_exits_as_the_shell_expects(monkeypatch, stopped_by, code)
             1,
             r"^error: .*DataLoader worker \(pid 7\) is killed by signal: Killed\.",
         ),
+        (OSError(errno.EMFILE, "Too many open files"), 0, 1, "^error: .*: raise it by ulimit -n"),
+        (RuntimeError("Too many open files. Comm"), 0, 1, "^error: .*or try fewer --workers"),
         (
             RuntimeError("[gloo/pair.cc:5] Connection closed"),
             0,

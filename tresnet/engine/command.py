@@ -131,7 +131,7 @@ def _guard(action: Callable[[], int]) -> int:
             ),
             BAD_INPUT,
         )
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         reason = _known(error)
         if reason is None:
             raise
@@ -160,9 +160,14 @@ def _shown(action: Callable[[], int]) -> int:
         raise WriteError(f"cannot write to standard output: {error.strerror}") from error
 
 
-def _known(error: RuntimeError) -> str | None:
-    """What to say of an error that another process's end causes; None of any other."""
+def _known(error: RuntimeError | OSError) -> str | None:
+    """What to say of an error that other processes cause; None of any other."""
     text = " ".join(str(error).split())
+    if "Too many open files" in text:
+        return (
+            "the limit of open files of this process is reached: raise it by ulimit -n 4096, or try"
+            " fewer --workers; a run goes on from its last checkpoint by --resume"
+        )
     if "DataLoader worker (pid" in text:  # "in DataLoader worker" is of an error of the code's own
         return (
             f"a process that loads images has ended: {text}. Try fewer --workers; a run goes on from"
