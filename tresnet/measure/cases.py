@@ -12,6 +12,7 @@ from tyro.conf import Positional, arg
 from tresnet.errors import InputError, MissingDependencyError
 
 _MOST = 2**31 - 1  # more images or pixels overflow what PyTorch counts in
+_BUILT_WITH = ("norm", "impl", "recompute", "pad", "jit")
 _OURS_ALONE = ("norm", "impl", "pad", "jit", "fold")
 _TRAINING_ALONE = (
     *("recompute", "grad_checkpointing", "cuda_graph"),
@@ -114,7 +115,8 @@ class BenchCase(CaseSettings):
         )
         case._check_values()
         if case.ours:
-            _rehearse(dataclasses.replace(case, batch_size=1))
+            built = ("model", "input_size", *_BUILT_WITH)
+            _rehearse(BenchCase(**{name: getattr(case, name) for name in built}))
         return case
 
     def _check_what_applies(self, training: bool) -> None:
@@ -214,7 +216,7 @@ def build(case: BenchCase) -> Any:
     """
     from tresnet.models.named import build_named
 
-    names = ("norm", "impl", "recompute", "pad", "jit") if case.ours else ()
+    names = _BUILT_WITH if case.ours else ()
     return build_named(case.model, **{name: getattr(case, name) for name in names})
 
 
