@@ -53,10 +53,11 @@ def clock(monkeypatch):
 
 
 def compared(folder, **epochs):
-    settings = dataclasses.replace(SETTINGS, output_dir=folder)
+    settings = dataclasses.replace(SETTINGS, output_dir=folder, shards=folder / "s")
     opened = {name: lambda epoch=epoch: epoch for name, epoch in epochs.items()}
     outcome = compare_loaders(opened, settings, "made up", ["tresnet"], str)
-    assert json.loads(outcome.path.read_text())["settings"]["data"] == "made up"
+    recorded = json.loads(outcome.path.read_text())["settings"]
+    assert (recorded["data"], recorded["shards"]) == ("made up", "s")
     return outcome.rows
 
 

@@ -42,9 +42,10 @@ class RunSettings:
                 raise InputError(f"expected a time limit above 0 s, got {limit_s}")
 
     def to_dict(self) -> dict[str, Any]:
-        """What all rows of a record share."""
-        names = [field.name for field in dataclasses.fields(self) if field.name != "output_dir"]
-        return {name: getattr(self, name) for name in names}
+        """What all rows of a record share; of a path its name alone."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del values["output_dir"]
+        return {k: v.resolve().name if isinstance(v, Path) else v for k, v in values.items()}
 
 
 @dataclasses.dataclass(frozen=True)
