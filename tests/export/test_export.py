@@ -24,7 +24,8 @@ from tresnet.export.plain import BlurByPools, plain_model
 from tresnet.ops.blur_pool import reference
 
 WEIGHTS = "tresnet_t_digits"
-QUICK = ("onnx", "pt2", "openvino")  # the fourth, aoti, compiles C++
+# The command exports a pt2 too; the fourth, aoti, compiles C++.
+QUICK = ("onnx", pytest.param("pt2", marks=pytest.mark.slow), "openvino")
 
 
 def needs(format, extra=()):
