@@ -98,9 +98,9 @@ def test_modes_with_graphs_of_their_own_hand_out_copies(monkeypatch):
     assert set(module.CUDA_GRAPH_MODES) <= set(COMPILE_MODES)
 
 
-def test_more_sizes_than_the_compiler_takes_are_an_error(without_code, monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
-    monkeypatch.setattr(torch._dynamo.config, "automatic_dynamic_shapes", False)
+@torch._dynamo.config.patch(recompile_limit=2, automatic_dynamic_shapes=False)
+def test_more_sizes_than_the_compiler_takes_are_an_error(without_code):
+    torch._dynamo.reset()  # what other tests have compiled counts too
     run = compile_model(make().eval(), training=False)
     with torch.no_grad():
         assert run(torch.rand(1, 3, 32, 32)).shape == (1, 5)
