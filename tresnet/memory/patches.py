@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,8 @@ from torch.optim.optimizer import _foreach_supported_types
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tresnet.memory.attention import attend
+
+Patch = AbstractContextManager[Any]
 
 _task_ids = itertools.count(1)
 _MATERIALIZE = "_tresnet_materialize_grads"
@@ -47,6 +50,21 @@ def gpu_answers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _replaced(owner: Any, **values: Any) -> Iterator[None]:
+    before = {name: vars(owner).get(name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:  # it was inherited
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+@contextlib.contextmanager
 def attention_chosen_by_rule() -> Iterator[None]:
     """`scaled_dot_product_attention` runs the kernel that `attention.attend` chooses.
 
@@ -68,8 +86,8 @@ def attention_chosen_by_rule() -> Iterator[None]:
 def autocast_without_gpu() -> Iterator[None]:
     """`torch.autocast("cuda")` and `torch.GradScaler("cuda")` do not switch themselves off."""
     with (
-        _replaced(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
-        _replaced(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True),
+        _replaced(torch.cuda.amp.common, amp_definitely_not_available=lambda: False),
+        _replaced(torch.cuda, is_bf16_supported=lambda including_emulation=True: True),
     ):
         yield
 
@@ -83,29 +101,23 @@ def bfloat16_convolutions_on_cudnn() -> Iterator[None]:
     """
     real = torch._C._select_conv_backend
 
+    def as_float16(value: Any) -> Any:
+        fake = isinstance(value, FakeTensor) and value.device.type == "cuda"
+        if not fake or value.dtype is not torch.bfloat16:
+            return value
+        form: Any = {"dtype": torch.float16, "device": value.device}
+        with value.fake_mode:
+            return torch.empty_strided(value.shape, value.stride(), **form)
+
     def select(*args: Any, **kwargs: Any) -> Any:
-        return real(
-            *map(_bfloat16_as_float16, args),
-            **{name: _bfloat16_as_float16(value) for name, value in kwargs.items()},
-        )
+        return real(*map(as_float16, args), **{k: as_float16(v) for k, v in kwargs.items()})
 
     FakeTensorMode.cache_clear()
     try:
-        with _replaced(torch._C, "_select_conv_backend", select):
+        with _replaced(torch._C, _select_conv_backend=select):
             yield
     finally:
         FakeTensorMode.cache_clear()
-
-
-def _bfloat16_as_float16(value: Any) -> Any:
-    if not isinstance(value, FakeTensor) or value.dtype is not torch.bfloat16:
-        return value
-    if value.device.type != "cuda":
-        return value
-    with value.fake_mode:
-        return torch.empty_strided(
-            value.shape, value.stride(), dtype=torch.float16, device=value.device
-        )
 
 
 @contextlib.contextmanager
@@ -129,8 +141,7 @@ def foreach_optimizers() -> Iterator[None]:
         _foreach_supported_types.remove(FakeTensor)
 
 
-@contextlib.contextmanager
-def modules_converted() -> Iterator[None]:
+def modules_converted() -> Patch:
     """`module.to(...)` of fakes puts new parameters into the module; tied ones stay tied.
 
     PyTorch swaps the contents of the old and the new one, which fakes refuse.
@@ -142,24 +153,17 @@ def modules_converted() -> Iterator[None]:
             apply(child, fn)
         for tensors in (module._parameters, module._buffers):
             for name, old in tensors.items():
-                if old is None:
-                    continue
-                if old not in made:
+                if old is not None and old not in made:
                     with torch.no_grad():
                         new = fn(old)
-                    if new is old:
-                        continue
-                    is_parameter = isinstance(old, nn.Parameter)
-                    made[old] = nn.Parameter(new, old.requires_grad) if is_parameter else new
-                tensors[name] = made[old]
+                    made[old] = old if new is old else _like(old, new)
+                tensors[name] = None if old is None else made[old]
         return module
 
-    with _replaced(nn.Module, "_apply", apply):
-        yield
+    return _replaced(nn.Module, _apply=apply)
 
 
-@contextlib.contextmanager
-def fakes_deepcopied() -> Iterator[None]:
+def fakes_deepcopied() -> Patch:
     """`copy.deepcopy` of a fake, as a moving average or a fold makes, clones the tensor.
 
     PyTorch goes on to copy the tensor's attributes, and with them the fake mode.
@@ -168,13 +172,14 @@ def fakes_deepcopied() -> Iterator[None]:
     def deepcopied(fake: FakeTensor, memo: dict[int, Any]) -> torch.Tensor:
         if id(fake) not in memo:
             with torch.no_grad():
-                clone = fake.clone()
-            is_parameter = isinstance(fake, nn.Parameter)
-            memo[id(fake)] = nn.Parameter(clone, fake.requires_grad) if is_parameter else clone
+                memo[id(fake)] = _like(fake, fake.clone())
         return memo[id(fake)]
 
-    with _replaced(FakeTensor, "__deepcopy__", deepcopied):
-        yield
+    return _replaced(FakeTensor, __deepcopy__=deepcopied)
+
+
+def _like(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    return nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
 
 
 class _CpuGenerator(torch.Generator):
@@ -182,26 +187,20 @@ class _CpuGenerator(torch.Generator):
         return super().__new__(cls, "cpu")  # pyright: ignore[reportCallIssue]
 
 
-@contextlib.contextmanager
-def generators_on_cpu() -> Iterator[None]:
+def generators_on_cpu() -> Patch:
     """`torch.Generator("cuda")`, which timm's average makes, is one of the CPU."""
-    with _replaced(torch, "Generator", _CpuGenerator):
-        yield
+    return _replaced(torch, Generator=_CpuGenerator)
 
 
-@contextlib.contextmanager
-def properties_without_gpu() -> Iterator[None]:
+def properties_without_gpu() -> Patch:
     """`torch.cuda.get_device_properties`, which timm's optimizers ask, describes an A100."""
     if torch.cuda.is_available():
-        yield
-        return
+        return contextlib.nullcontext()
     a100 = SimpleNamespace(major=8, minor=0, multi_processor_count=108, L2_cache_size=40 * 2**20)
-    with _replaced(torch.cuda, "get_device_properties", lambda device=None: a100):
-        yield
+    return _replaced(torch.cuda, get_device_properties=lambda device=None: a100)
 
 
-@contextlib.contextmanager
-def scaled_updates_are_made() -> Iterator[None]:
+def scaled_updates_are_made() -> Patch:
     """`GradScaler.step` updates: whether a gradient overflowed is a value, which fakes lack."""
 
     def step(
@@ -209,8 +208,7 @@ def scaled_updates_are_made() -> Iterator[None]:
     ) -> Any:
         return optimizer.step(*args, **kwargs)
 
-    with _replaced(torch.amp.GradScaler, "_maybe_opt_step", step):
-        yield
+    return _replaced(torch.amp.GradScaler, _maybe_opt_step=step)
 
 
 @contextlib.contextmanager
@@ -219,12 +217,11 @@ def backward_replaced(backward: Callable[..., None]) -> Iterator[None]:
 
     The engine refuses tensors of a device that is not there.
     """
-    with _replaced(torch.autograd, "backward", backward), unset_gradients_remembered():
+    with _replaced(torch.autograd, backward=backward), unset_gradients_remembered():
         yield
 
 
-@contextlib.contextmanager
-def unset_gradients_remembered() -> Iterator[None]:
+def unset_gradients_remembered() -> Patch:
     """Keep what custom Functions say to `ctx.set_materialize_grads`, which torch does not tell."""
     real = FunctionCtx.set_materialize_grads
 
@@ -232,8 +229,7 @@ def unset_gradients_remembered() -> Iterator[None]:
         real(ctx, value)
         setattr(ctx, _MATERIALIZE, value)
 
-    with _replaced(FunctionCtx, "set_materialize_grads", remember):
-        yield
+    return _replaced(FunctionCtx, set_materialize_grads=remember)
 
 
 def wants_zeros(node: Any) -> bool:
@@ -241,18 +237,15 @@ def wants_zeros(node: Any) -> bool:
     return getattr(node, _MATERIALIZE, True)
 
 
-@contextlib.contextmanager
-def graph_task() -> Iterator[None]:
+def graph_task() -> Patch:
     """One backward pass has one task id: torch.utils.checkpoint recomputes once for each id."""
     task_id = next(_task_ids)
-    with _replaced(torch._C, "_current_graph_task_id", lambda: task_id):
-        yield
+    return _replaced(torch._C, _current_graph_task_id=lambda: task_id)
 
 
-@contextlib.contextmanager
 def saved_tensor_hooks_replaced(
     wrap: Callable[[Any, Any], tuple[Any, Any]], popped: Callable[[], object]
-) -> Iterator[None]:
+) -> Patch:
     """Every pair of hooks for saved tensors goes through `wrap` before autograd gets it.
 
     Args:
@@ -261,31 +254,8 @@ def saved_tensor_hooks_replaced(
     """
     push = _autograd._push_saved_tensors_default_hooks
     pop = _autograd._pop_saved_tensors_default_hooks
-
-    def pop_hooks() -> None:
-        pop()
-        popped()
-
-    with (
-        _replaced(
-            _autograd,
-            "_push_saved_tensors_default_hooks",
-            lambda pack, unpack: push(*wrap(pack, unpack)),
-        ),
-        _replaced(_autograd, "_pop_saved_tensors_default_hooks", pop_hooks),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    inherited = isinstance(owner, type) and name not in vars(owner)
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if inherited:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
+    return _replaced(
+        _autograd,
+        _push_saved_tensors_default_hooks=lambda pack, unpack: push(*wrap(pack, unpack)),
+        _pop_saved_tensors_default_hooks=lambda: (pop(), popped()),
+    )

@@ -16,6 +16,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,8 +26,6 @@ from tresnet.memory import patches
 
 Node = Any  # torch.autograd.graph.Node, or the Python node of a custom Function
 Gradients = list[torch.Tensor | None]
-PackHook = Callable[[torch.Tensor], Any]
-UnpackHook = Callable[[Any], torch.Tensor]
 
 # References to a tensor in a local variable that nobody else knows: the variable and the argument
 # of sys.getrefcount.
@@ -35,27 +34,23 @@ _LOCAL = 2
 _LONE_STORAGE = 2
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class _Hooks:
     """A pair of hooks, owned by their scope and by the full boxes alone.
 
     Autograd lets go of its hooks when the last tensor packed by them is released.
     """
 
-    __slots__ = ("__weakref__", "pack", "unpack")
-
-    def __init__(self, pack: PackHook, unpack: UnpackHook) -> None:
-        self.pack = pack
-        self.unpack = unpack
+    pack: Callable[[torch.Tensor], Any]
+    unpack: Callable[[Any], torch.Tensor]
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Box:
     """What a pack hook returned, and its hooks, until `empty`."""
 
-    __slots__ = ("__weakref__", "content", "hooks")
-
-    def __init__(self, content: object, hooks: _Hooks) -> None:
-        self.content: object = content
-        self.hooks: _Hooks | None = hooks
+    content: object
+    hooks: _Hooks | None
 
     def empty(self) -> None:
         """Let go of the content and of the hooks."""
@@ -69,7 +64,7 @@ class SavedTensors:
         self._scopes: list[_Hooks] = []
         self._depth = 0
         self._read: list[Box] = []
-        self._all: list[weakref.ref[Box]] = []
+        self._all: weakref.WeakSet[Box] = weakref.WeakSet()
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -95,13 +90,11 @@ class SavedTensors:
 
     def empty_all(self) -> None:
         """Empty every box that is left, as a whole backward pass would."""
-        for reference in self._all:
-            box = reference()
-            if box is not None:
-                box.empty()
+        for box in list(self._all):
+            box.empty()
         self._all.clear()
 
-    def _boxed(self, pack: PackHook, unpack: UnpackHook) -> tuple[PackHook, UnpackHook]:
+    def _boxed(self, pack: Any, unpack: Any) -> tuple[Any, Any]:
         hooks = _Hooks(pack, unpack)
         self._scopes.append(hooks)
         reference = weakref.ref(hooks)
@@ -112,7 +105,7 @@ class SavedTensors:
             if owner is None:
                 raise RuntimeError("a tensor was saved after its hooks were popped")
             box = Box(owner.pack(tensor), owner)
-            self._all.append(weakref.ref(box))
+            self._all.add(box)
             return box
 
         # torch.utils.checkpoint reads these: it must not take our boxing for a hook of the user.
