@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import tresnet
 from tresnet.errors import InputError
 from tresnet.layers.subtracted_conv import SubtractedConv
 from tresnet.ops.subtracted_conv import MODES
@@ -162,19 +161,6 @@ def test_to_conv_is_one_plain_convolution(kernel: int):
     assert not plain.weight.requires_grad
     assert not plain.training
     torch.testing.assert_close(plain(x), conv(x))
-
-
-def test_the_layers_are_public():
-    assert tresnet.layers.SubtractedConv is SubtractedConv
-    assert set(tresnet.layers.__all__) >= {"GroupedLinear", "ParallelBottleneck"}
-
-
-def test_parameters_have_the_documents_names():
-    assert [name for name, _ in SubtractedConv(3, 4, 3).named_parameters()] == [
-        "point_wise.weight",
-        "depth_wise.weight",
-        "low_pass.weight",
-    ]
 
 
 @pytest.mark.parametrize(

@@ -68,16 +68,12 @@ def test_largest_batch_agrees_with_every_batch_predicted():
     }
     assert {n: found.answer(n) for n in answers} == answers
     assert found.batch_size >= 1
+    assert f"fits: batch {found.batch_size}" in str(found)
+    assert f"does not fit: from {found.no_from} on" in str(found)
     assert answers[found.batch_size] is Fits.YES
     assert answers[found.no_from] is Fits.NO
     # x, x * scale, exp, and in backward two gradients more: five MiB an image at the most.
     assert (400 - 60) / 7 < found.batch_size < (400 - 40) / 3
-
-
-def test_answer_is_printed():
-    found = max_batch(Wide, device=SMALL_GPU, **STEP)
-    assert f"fits: batch {found.batch_size}" in str(found)
-    assert f"does not fit: from {found.no_from} on" in str(found)
 
 
 def test_nothing_fits_into_too_little():

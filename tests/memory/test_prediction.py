@@ -68,7 +68,10 @@ PARAMETERS = LAYERS * (WEIGHT_BYTES + 4 * WIDTH)
 
 @pytest.mark.parametrize(
     ("optimizer", "copies"),
-    [(sgd, 0), ("sgd", 1), ("adamw", 2), (torch.optim.RMSprop, 1), (OptimConfig("lamb"), 2)],
+    [
+        *((sgd, 0), ("sgd", 1), ("adamw", 2), (torch.optim.RMSprop, 1), (OptimConfig("lamb"), 2)),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), 3),
+    ],
 )
 def test_optimizer_state_is_counted(optimizer, copies):
     prediction = vectors(optimizer=optimizer)
@@ -76,11 +79,6 @@ def test_optimizer_state_is_counted(optimizer, copies):
     assert at_most(prediction, Category.GRADIENTS) == PARAMETERS
     state = at_most(prediction, Category.OPTIMIZER)
     assert state == pytest.approx(copies * PARAMETERS, rel=1e-4)
-
-
-def test_any_function_makes_an_optimizer():
-    prediction = vectors(optimizer=lambda p: torch.optim.AdamW(p, amsgrad=True))
-    assert at_most(prediction, Category.OPTIMIZER) == pytest.approx(3 * PARAMETERS, rel=1e-4)
 
 
 def test_weight_decay_of_sgd_copies_the_gradients():
@@ -141,10 +139,6 @@ def test_accumulation_keeps_gradients_during_the_second_forward():
     assert gradients_during_forward(twice) == PARAMETERS
 
 
-def test_clipping_needs_a_few_numbers_more():
-    assert vectors(clip_grad=1.0).allocated.expected_bytes >= vectors().allocated.expected_bytes
-
-
 def test_checkpointing_keeps_less():
     layers = ("layer1", "layer2", "layer3", "layer4")
     full, less = (
@@ -174,9 +168,10 @@ def test_checkpointing_recomputes_in_mixed_precision():
     assert Phase.BACKWARD in casts
 
 
-@pytest.mark.parametrize("norm", ["abn", "batchnorm"])
-@pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
-@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(
+    ("norm", "amp", "channels_last"),
+    [("abn", "off", False), ("abn", "fp16", True), ("batchnorm", "bf16", True)],
+)
 def test_our_models_in_every_mode(norm, amp, channels_last):
     prediction = small(norm=norm, amp=amp, channels_last=channels_last)
     assert sum(prediction.by_category.values()) == prediction.allocated.expected_bytes
@@ -184,12 +179,6 @@ def test_our_models_in_every_mode(norm, amp, channels_last):
     assert prediction.allocated.expected_bytes <= prediction.allocated.high_bytes
     assert prediction.allocated.expected_bytes <= prediction.reserved.expected_bytes
     assert prediction.reserved.expected_bytes < prediction.device_total.expected_bytes
-
-
-def test_abn_saves_memory():
-    plain = predict("tresnet_m", batch_size=32, norm="batchnorm")
-    saving = predict("tresnet_m", batch_size=32, norm="abn")
-    assert saving.allocated.expected_bytes < 0.75 * plain.allocated.expected_bytes
 
 
 def test_hopper_keeps_larger_cublas_workspaces():
@@ -252,12 +241,6 @@ def test_tied_weights_are_counted_once():
     assert at_most(prediction, Category.PARAMETERS) == WEIGHT_BYTES + 2 * 4 * WIDTH
 
 
-def test_a_built_model_and_its_name_agree():
-    by_name = predict("timm:resnet18", batch_size=4)
-    by_object = predict(build_named("timm:resnet18", device="meta"), batch_size=4)
-    assert by_name.allocated == by_object.allocated
-
-
 @pytest.mark.parametrize("step", [{}, {"train": False}])
 def test_several_outputs_are_predicted(step):
     class Two(nn.Conv2d):
@@ -298,13 +281,19 @@ class Unfakeable(nn.Conv2d):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        *(({"batch_size": n}, "expected batch_size to be a whole") for n in (0, -3, 2.5, True)),
-        *(({"batch_size": n}, "expected batch_size to be a whole") for n in ("10", nan, 2**40)),
-        *(({"input_size": n}, "expected input_size as positive") for n in (-1, (0, 32), True, nan)),
-        *(({"input_size": n}, "expected input_size as positive") for n in ("32", (), (32, "32"))),
+        *(
+            ({"batch_size": n}, "expected batch_size to be a whole")
+            for n in (0, 2.5, True, "10", nan)
+        ),
+        *(
+            ({"input_size": n}, "expected input_size as positive")
+            for n in ((0, 32), True, nan, (), "32")
+        ),
         *(({"accumulate": n}, "expected accumulate to be a whole") for n in (0, True, "2")),
-        *(({"gpu_memory": n}, "expected a size such as '80GiB'") for n in ("80 gigs", True, nan)),
-        *(({"gpu_memory": n}, "expected a size") for n in ([1], "9" * 400, "inf", "0GiB", -5)),
+        *(
+            ({"gpu_memory": n}, "expected a size such as '80GiB'")
+            for n in ("80 gigs", True, nan, [1], "9" * 400, "inf")
+        ),
         *(({"ema_decay": n}, "expected ema_decay to be a number from 0") for n in (1, nan, "x")),
         *(({"clip_grad": n}, "expected clip_grad to be a number from 0") for n in (-1, nan, True)),
         ({"input": "int8"}, "expected input out of 'float', 'uint8', got 'int8'"),

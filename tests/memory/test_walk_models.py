@@ -16,33 +16,24 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.01)
 
 
-FEW = ["tresnet_t", "timm:resnet18", "timm:vit_tiny_patch16_224", "torchvision:mobilenet_v3_small"]
+FEW = ["tresnet_t", "timm:vit_tiny_patch16_224"]
 MANY = [
+    "torchvision:mobilenet_v3_small",
     "timm:resnet50",
-    "timm:resnext50_32x4d",
-    "timm:seresnet50",
     "timm:tresnet_m",
     "timm:efficientnet_b0",
-    "timm:regnety_008",
     "timm:convnext_tiny",
     "timm:swin_tiny_patch4_window7_224",
-    "timm:deit3_small_patch16_224",
-    "timm:mixer_s32_224",
     "timm:mobilevit_s",
     "timm:densenet121",
     "timm:hrnet_w18_small",
     "timm:maxvit_tiny_tf_224",
     "timm:xcit_nano_12_p16_224",
-    "timm:nf_resnet50",
     "torchvision:vgg16_bn",
     "torchvision:inception_v3",
     "torchvision:googlenet",
-    "torchvision:squeezenet1_1",
-    "torchvision:shufflenet_v2_x1_0",
     "torchvision:swin_v2_t",
-    "torchvision:mnasnet1_0",
     "tresnet_m",
-    "tresnet_v2_l",
 ]
 
 

@@ -11,7 +11,6 @@ from torch import nn
 import tresnet
 from tresnet.errors import CheckpointError, InputError
 from tresnet.layers.grouped_linear import GroupedLinear
-from tresnet.models.config import ModelConfig
 from tresnet.models.heads import class_groups
 from tresnet.models.tresnet import TResNet
 
@@ -194,19 +193,18 @@ def test_no_pool_between_two_classifiers_is_no_pool_of_the_second(head: str, tmp
     assert tresnet.create(weights=tmp_path / "model.safetensors").num_classes == 5
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", ["group_attention", "ml_decoder"])
 def test_exported_models_take_any_number_of_images(head: str):
-    model = make(head).eval()
+    model = make(head, layers=(1, 1, 1, 1)).eval()
     sizes = ({0: torch.export.Dim("images", min=1, max=64)},)
     exported = torch.export.export(model, (images(),), dynamic_shapes=sizes).module()
     x = images(5)
     torch.testing.assert_close(exported(x), model(x))
 
 
-@pytest.mark.parametrize("norm", ["abn", "batchnorm"])
 @pytest.mark.parametrize("head", ["group_attention", "ml_decoder"])
-def test_whole_models_script_and_are_saved(head: str, norm: str):
-    model = make(head, norm=norm).eval()
+def test_whole_models_script_and_are_saved(head: str):
+    model = make(head, layers=(1, 1, 1, 1)).eval()
     file = io.BytesIO()
     torch.jit.save(torch.jit.script(model), file)
     file.seek(0)
@@ -219,12 +217,6 @@ def test_a_pool_is_not_set_where_there_is_none():
         make("group_attention").reset_classifier(4, "avg")
     with pytest.raises(InputError, match="add up to num_classes=4"):
         make("group_attention").reset_classifier(4, head_groups=(1, 1))
-
-
-def test_old_configurations_without_head_settings_are_read():
-    values = make("linear").config.to_dict()
-    del values["head_groups"], values["head_channels"]
-    assert ModelConfig.from_dict(values).head_groups == ()
 
 
 def test_inplace_gammas_of_a_head_are_adapted(tmp_path: Path):

@@ -33,10 +33,9 @@ def step(model, x):
     return {"logits": y.detach(), **grads, **dict(model.named_buffers())}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("options", [{}, {"drop_path_rate": 0.2}], ids=["", "drop_path"])
+@pytest.mark.parametrize(("layout", "options"), [("nchw", {}), ("nhwc", {"drop_path_rate": 0.2})])
 def test_a_training_step_equals_the_plain_one(layout, options):
-    x = torch.rand(2, 3, 32, 32, device=DEVICE).to(memory_format=LAYOUTS[layout])
+    x = torch.rand(2, 3, 20, 20, device=DEVICE).to(memory_format=LAYOUTS[layout])
     results = []
     for impl in ("triton", "reference"):
         model = make(impl, **options).to(memory_format=LAYOUTS[layout])
@@ -97,20 +96,6 @@ def test_a_folded_model_takes_bytes():
         torch.testing.assert_close(model(images), model(images.float() / 255))
 
 
-def calls(monkeypatch):
-    """The names of the operators that ran."""
-    names = []
-    for name in ("statistics", "apply"):
-        operator = getattr(launch, name)
-
-        def counted(*args, operator=operator, name=name):
-            names.append(name)
-            return operator(*args)
-
-        monkeypatch.setattr(launch, name, counted)
-    return names
-
-
 def test_hooks_are_called_and_see_what_they_always_saw():
     x = torch.rand(2, 16, 8, 8, device=DEVICE)
     watched = ("conv1.bn", "conv2.aa", "conv2.bn", "se", "se.fc1", "conv2", "conv3", "conv1")
@@ -129,9 +114,13 @@ def test_hooks_are_called_and_see_what_they_always_saw():
 
 
 def test_one_statistics_pass_and_one_apply_a_norm(monkeypatch):
-    model = make()
-    names = calls(monkeypatch)
-    model(torch.rand(2, 3, 32, 32, device=DEVICE))
+    model, names = make(), []
+    for name in ("statistics", "apply"):
+        operator = getattr(launch, name)
+        monkeypatch.setattr(
+            launch, name, lambda *a, run=operator, name=name: names.append(name) or run(*a)
+        )
+    model(torch.rand(2, 3, 20, 20, device=DEVICE))
     norms = sum(type(m).__name__ == "ABN" for m in model.modules())
     assert names.count("statistics") == names.count("apply") == norms
 

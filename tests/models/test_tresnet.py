@@ -10,9 +10,7 @@ from torch import nn
 import tresnet
 from tests.live_storages import Births, live_after
 from tresnet.errors import InputError, MissingDependencyError
-from tresnet.models.config import ModelConfig
 from tresnet.models.features import FeatureExtractor
-from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import build
 
 NORMS = ["abn", "batchnorm", "inplace_abn"]
@@ -62,11 +60,6 @@ def assert_same_step(first, second):
 def test_bad_shapes(shape, message):
     with pytest.raises(InputError, match=message):
         make()(torch.rand(shape))
-
-
-def test_bytes_are_an_error():
-    with pytest.raises(InputError, match=r"floating-point images .* got torch\.int64: convert"):
-        make()(torch.zeros(1, 3, 32, 32, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -138,10 +131,9 @@ def test_inplace_abn_reflects_weights_below_eps(images):
     torch.testing.assert_close(model(images), before)
 
 
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(("norm", "jit"), [("abn", False), ("batchnorm", True), ("abn", True)])
 def test_script_and_trace(images, norm, jit):
-    model = make(norm, jit=jit).eval()
+    model = make(norm, jit=jit, layers=(1, 1, 1, 1)).eval()
     expected = model(images).detach()
     torch.testing.assert_close(torch.jit.script(model)(images), expected)
     torch.testing.assert_close(torch.jit.trace(model, images)(images), expected)
@@ -151,13 +143,6 @@ def test_scripted_model_trains(images):
     model = make()
     expected = train_step(copy.deepcopy(model), images)
     assert_same_step(train_step(model, images, torch.jit.script(model)), expected)
-
-
-@pytest.mark.parametrize("norm", NORMS)
-def test_scripted_helpers_change_nothing(images, norm):
-    plain, jit = make(norm), make(norm, jit=True)
-    jit.load_state_dict(plain.state_dict())
-    assert_same_step(train_step(jit, images), train_step(plain, images))
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -177,7 +162,7 @@ def test_copies_after_use(images, norm, copied):
 @pytest.mark.parametrize("norm", OWN_NORMS)
 def test_compiles_into_one_graph(images, norm):
     torch._dynamo.reset()
-    model = make(norm, jit=True)
+    model = make(norm, jit=True, layers=(1, 1, 1, 1), width_factor=0.125)
     expected = train_step(copy.deepcopy(model), images)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert_same_step(train_step(model, images, compiled), expected)
@@ -185,10 +170,9 @@ def test_compiles_into_one_graph(images, norm):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("norm", OWN_NORMS)
-def test_inductor(images, norm):
+def test_inductor(images):
     torch._dynamo.reset()
-    model = make(norm)
+    model = make()
     expected = train_step(copy.deepcopy(model), images)
     assert_same_step(train_step(model, images, torch.compile(model, fullgraph=True)), expected)
     torch._dynamo.reset()
@@ -196,7 +180,7 @@ def test_inductor(images, norm):
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_export_with_a_dynamic_batch(images, norm):
-    model = make(norm).eval()
+    model = make(norm, layers=(1, 1, 1, 1)).eval()
     program = torch.export.export(
         model, (images,), dynamic_shapes={"x": {0: torch.export.Dim("n")}}
     )
@@ -225,12 +209,6 @@ def test_moves_between_dtypes(images, dtype):
     assert y.dtype is dtype
     loose = {"rtol": 0.1, "atol": 0.5} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
     torch.testing.assert_close(y.float(), expected, **loose)
-
-
-def test_dtype_argument():
-    model = build("tresnet_t", dtype=torch.bfloat16)
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert model.eval()(torch.rand(1, 3, 32, 32, dtype=torch.bfloat16)).dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("impl", ["auto", "reference"])
@@ -360,25 +338,6 @@ def test_bad_choices_of_what_to_rebuild():
         make("batchnorm").set_recompute("none")
 
 
-def test_second_derivatives_with_plain_batchnorm():
-    model = make("batchnorm").double().eval()
-    images = torch.rand(1, 3, 12, 12, dtype=torch.float64, requires_grad=True)
-    (gradient,) = torch.autograd.grad(model(images).sum(), images, create_graph=True)
-    (second,) = torch.autograd.grad(gradient.square().sum(), images)
-    assert second.isfinite().all()
-    assert second.abs().sum() > 0
-
-
-def test_construction_leaves_cuda_alone(monkeypatch):
-    def refuse(*_):
-        raise AssertionError("CUDA was initialised")
-
-    monkeypatch.setattr(torch.cuda, "_lazy_init", refuse)
-    for jit in [False, True]:
-        make(jit=jit)(torch.rand(2, 3, 32, 32))
-    assert not torch.cuda.is_initialized()
-
-
 def test_drop_path_drops_whole_branches():
     torch.manual_seed(1)
     model = make(drop_path_rate=0.9).train()
@@ -432,7 +391,9 @@ def test_checkpointing_holds_on_to_less_while_it_runs():
     assert alive[True] < 0.6 * alive[False]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.int64]
+)
 def test_images_of_another_dtype_are_refused(images, dtype):
     model = make("abn")
     with pytest.raises(InputError, match=rf"expected .*images.*, got {dtype}: convert"):
@@ -440,12 +401,6 @@ def test_images_of_another_dtype_are_refused(images, dtype):
     if dtype in (torch.float16, torch.bfloat16):
         with torch.autocast("cpu", torch.bfloat16):
             assert model(images.to(dtype)).dtype is torch.bfloat16
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64])
-def test_weights_of_no_floating_point_type_are_refused(dtype):
-    with pytest.raises(InputError, match=f"expected a floating-point dtype, got {dtype}"):
-        TResNet(ModelConfig("tresnet_t", (1, 1, 1, 1)), dtype=dtype)
 
 
 @pytest.mark.parametrize("indices", [None, (3, 0)])

@@ -45,10 +45,6 @@ def test_published_size(name):
     assert found["macs"] * 2 / 1e9 == pytest.approx(gflop, abs=0.006)
 
 
-def test_small_variant_is_under_two_million_parameters():
-    assert complexity("tresnet_t")["parameters"] < 2_000_000
-
-
 def logits(name):
     """Return the first logits of a seeded model with live branches on a seeded image."""
     generator = torch.Generator().manual_seed(1)
@@ -116,48 +112,33 @@ def test_overrides():
     ("arguments", "message"),
     [
         ({"name": "tresnet_x"}, "unknown model 'tresnet_x'; did you mean 'tresnet_xl'"),
-        ({"name": "resnet50"}, "did you mean 'tresnet_"),
         ({"norm": "layernorm"}, "expected norm out of .*'abn'.* got 'layernorm'"),
-        ({"head": "mlp"}, "got 'mlp'"),
         ({"global_pool": "median"}, "got 'median'"),
         ({"num_classes": -1}, "num_classes as a whole number from 0 to 10000000, got -1"),
         ({"num_classes": 5, "global_pool": ""}, "needs a global pool"),
-        ({"in_chans": 0}, "in_chans as a whole number from 1 to 4096, got 0"),
         ({"block_size": 0}, "block_size as a whole number from 1 to 64, got 0"),
         ({"layers": (1, 2, 3)}, r"four whole numbers from 1 to 1000, got \(1, 2, 3\)"),
         ({"width_factor": 0.001}, "width_factor from 1/64 to 64"),
-        ({"width_factor": float("inf")}, "width_factor from 1/64 to 64, got inf"),
-        ({"width_factor": float("nan")}, "width_factor from 1/64 to 64, got nan"),
         ({"name": 5}, "expected a model's name out of .*, got 5"),
         ({"num_class": 5}, "got 'num_class'; did you mean 'num_classes'"),
         ({"num_classes": "10"}, "num_classes as a whole number .*, got '10'"),
-        ({"num_classes": 2.5}, "num_classes as a whole number .*, got 2.5"),
         ({"num_classes": True}, "num_classes as a whole number .*, got True"),
-        ({"num_classes": 10**9}, "num_classes as a whole number .*, got 1000000000"),
         ({"layers": "3463"}, "layers as four whole numbers .*, got '3463'"),
         ({"layers": (1, 1, 10**9, 1)}, "layers as four whole numbers from 1 to 1000"),
-        ({"layers": (1, 1, 1.5, 1)}, "layers as four whole numbers"),
-        ({"width_factor": 1e6}, "width_factor from 1/64 to 64, got 1000000.0"),
         ({"width_factor": "1"}, "width_factor from 1/64 to 64, got '1'"),
-        ({"in_chans": 10**7}, "in_chans as a whole number from 1 to 4096"),
-        ({"norm": 3}, "expected norm out of .*, got 3"),
         ({"jit": "yes"}, "expected jit as True or False, got 'yes'"),
         ({"pad": "yes"}, "expected pad as True or False, got 'yes'"),
         ({"head": 1}, "expected head as a name, got 1"),
         ({"head": "group_attention", "head_groups": "12"}, "head_groups as a number or a list"),
         ({"head": "ml_decoder", "head_channels": 10**9}, "head_channels as a whole number"),
         ({"stem_slope": "x"}, "stem_slope as a finite number, got 'x'"),
-        ({"block_slope": float("nan")}, "block_slope as a finite number, got nan"),
         ({"drop_rate": "0"}, "drop_rate as a finite number, got '0'"),
         ({"device": "gpu"}, "expected a device such as cpu or cuda:0, got 'gpu'"),
-        ({"device": 2.5}, "expected a device such as cpu or cuda:0, got 2.5"),
         ({"dtype": torch.int8}, "expected dtype out of torch.float32, .*, got torch.int8"),
-        ({"dtype": torch.complex64}, "expected dtype out of .*, got torch.complex64"),
         ({"dtype": "float32"}, "expected dtype out of .*, got 'float32'"),
         ({"impl": "cuda"}, "got 'cuda'"),
         ({"recompute": 1}, "expected recompute out of none, activations, outputs, got 1"),
         ({"drop_rate": 1.0}, r"drop_rate in \[0, 1\), got 1.0"),
-        ({"drop_path_rate": -0.1}, r"drop_path_rate in \[0, 1\), got -0.1"),
     ],
 )
 def test_bad_arguments(arguments, message):

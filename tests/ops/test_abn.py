@@ -86,36 +86,6 @@ def test_loses_no_more_than_eager_pytorch(dtype, slope):
         assert (ours_i.double() - exact).abs().max() <= 1.01 * allowed + 1e-12
 
 
-def test_gradient_by_finite_differences():
-    x = torch.randn(3, 2, 2, 3, dtype=torch.float64, requires_grad=True)
-    weight = torch.tensor([1.3, -0.4], dtype=torch.float64, requires_grad=True)
-    bias = torch.tensor([0.2, 0.1], dtype=torch.float64, requires_grad=True)
-
-    def function(x, weight, bias):
-        statistics = torch.zeros(2, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
-        return abn_as("recompute", x, weight, bias, *statistics, training=True)
-
-    assert torch.autograd.gradcheck(function, (x, weight, bias))
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_the_second_derivative_is_pytorch_s(training):
-    """Without an error, `torch.autograd.grad` would return a part of it."""
-    x = torch.randn(3, 4, 2, 3, dtype=torch.float64)
-    values = parameters(4, torch.float64)
-    results = []
-    for impl in ("recompute", "reference"):
-        leaves = [part.clone().requires_grad_() for part in (x, *values[:2])]
-        running = values[2].clone(), values[3].clone()
-        y = abn_as(impl, leaves[0] * 1, *leaves[1:], *running, training=training)
-        z = (y**3).sum()
-        first = torch.autograd.grad(z, leaves, create_graph=True)
-        second = torch.autograd.grad(sum(part.square().sum() for part in first), leaves)
-        results.append([*first, *second])
-    for ours, expected in zip(*results, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
-
-
 def test_scope_leaves_one_buffer_a_layer():
     """conv, abn, conv: the first convolution's output stays; outside a scope abn's stays too."""
     image = torch.randn(2, 3, 8, 8)

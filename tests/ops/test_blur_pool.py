@@ -16,25 +16,29 @@ def timm_blur(x):
     return BlurPool2d(x.shape[1], filt_size=3, stride=2).to(x.dtype)(x)
 
 
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["nchw", "nhwc"])
-@pytest.mark.parametrize("shape", CASES.values(), ids=CASES)
-def test_equals_timm_forward_and_backward(shape, layout, jit):
-    x = torch.randn(shape, dtype=torch.float64).to(memory_format=layout)
-    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-    y, expected = blur_pool(ours, jit=jit), timm_blur(theirs)
-    torch.testing.assert_close(y, expected)
-    grad = torch.randn_like(expected)
-    y.backward(grad)
-    expected.backward(grad)
-    torch.testing.assert_close(ours.grad, theirs.grad)
+def scripted(x):
+    return blur_pool(x, jit=True)
 
 
-@pytest.mark.parametrize("shape", CASES.values(), ids=CASES)
-def test_compiled_form_equals_timm(shape):
-    x = torch.randn(shape, dtype=torch.float64)
+FORMS = {
+    "plain": blur_pool,
+    "scripted": scripted,
+    "compiled": torch.compile(blur_pool, backend="aot_eager", dynamic=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "shape", "layout"),
+    [
+        *(("plain", shape, layout) for shape in CASES for layout in (0, 1)),
+        *((form, "odd", layout) for form in ("scripted", "compiled") for layout in (0, 1)),
+        ("compiled", "non_square", 0),
+    ],
+)
+def test_equals_timm_forward_and_backward(form, shape, layout):
+    x = torch.randn(CASES[shape], dtype=torch.float64).to(memory_format=LAYOUTS[layout])
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-    y, expected = torch.compile(blur_pool, backend="aot_eager")(ours), timm_blur(theirs)
+    y, expected = FORMS[form](ours), timm_blur(theirs)
     torch.testing.assert_close(y, expected)
     grad = torch.randn_like(expected)
     y.backward(grad)
@@ -83,6 +87,8 @@ def test_autocast_keeps_the_dtype():
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 8), (1, 1, 8, 1), (3, 8, 8)])
-def test_too_small_is_an_error(shape):
+def test_bad_input_is_an_error(shape):
     with pytest.raises(InputError, match="H and W at least 2"):
         blur_pool(torch.rand(shape))
+    with pytest.raises(InputError, match="'auto', 'triton' or 'reference', got 'fast'"):
+        blur_pool(torch.rand(1, 1, 4, 4), impl="fast")

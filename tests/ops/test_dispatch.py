@@ -1,25 +1,9 @@
 """Which implementation runs where the machine lacks something."""
 
-import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from tests.ops.kernels import DEVICE
 from tresnet.ops import dispatch, selfcheck
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="needs a machine on which a launch fails")
-def test_a_launch_that_fails_is_an_obstacle_said_once(monkeypatch):
-    """A GPU that is there by all accounts, and on which nothing can be launched."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(dispatch, "_capability", lambda index: (9, 0))
-    monkeypatch.setattr(dispatch, "_found", {})
-    with pytest.warns(UserWarning, match="impl='auto' runs plain PyTorch there"):
-        reason = dispatch.lacking(torch.device("cuda", 0))
-    assert reason is not None
-    assert reason.startswith("cannot use the Triton kernels on cuda:0 (")
-    assert dispatch.lacking(torch.device("cuda", 0)) == reason
 
 
 def test_no_launch_is_tried_while_a_graph_is_captured(monkeypatch):

@@ -34,14 +34,6 @@ def test_floats_are_those_of_the_transform_to_the_bit():
         assert torch.equal(Feed(compute, CPU, keep_bytes=True)(every, labels)[0], every)
 
 
-@pytest.mark.gpu
-def test_a_gpu_makes_the_same_floats():
-    every = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).expand(2, 3, 16, 16)
-    for channels_last in (False, True):
-        feed = Feed(Compute(channels_last=channels_last), torch.device("cuda"), keep_bytes=False)
-        assert torch.equal(feed(every, torch.arange(2))[0].cpu(), every.float().div(255))
-
-
 @pytest.mark.parametrize(
     ("changes", "trained", "tested"),
     [
@@ -76,10 +68,8 @@ def test_other_models_get_floats():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"mixup": 0.0, "amp": "bf16", "cutout_prob": 0.5, **LAST},
-        {"mixup": 0.0, "grad_checkpointing": True, "eval_batch_size": 3, **LAST},
+        {"mixup": 0.0, "amp": "bf16", "eval_batch_size": 3, **LAST},
         {"mixup": 0.2, "mix_off_epochs": 1, **LAST},
-        {"mixup": 0.2, "amp": "bf16"},
     ],
     ids=str,
 )

@@ -9,7 +9,7 @@ from torch import nn
 
 import tresnet
 from tests.checkpoints.small import same, snapshot
-from tests.surgery.networks import NORMS, features, images, network
+from tests.surgery.networks import features, images, network
 from tresnet.checkpoints.read import read_weights
 from tresnet.errors import InputError
 from tresnet.models.features import FeatureExtractor
@@ -31,8 +31,7 @@ def padding(model):
         yield name, tensors[name][outside]
 
 
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("multiple", [8, 24])
+@pytest.mark.parametrize(("norm", "multiple"), [("abn", 8), ("batchnorm", 24), ("inplace_abn", 8)])
 def test_the_outputs_are_the_same(norm, multiple):
     model = network(norm=norm).double()
     x = images(torch.double)
@@ -53,15 +52,9 @@ def test_the_published_widths(name, widths):
     assert padded.head.fc.in_features == model.num_features
 
 
-def test_multiples_already_leave_everything_alone():
-    model = build("tresnet_t")
-    padded = pad_channels(model)
-    assert padded.unpadded_shapes == {}
-    assert same(padded.state_dict(), model.state_dict())
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(
+    ("norm", "optimizer"), [("abn", "sgd"), ("batchnorm", "adamw"), ("inplace_abn", "adamw")]
+)
 def test_training_keeps_them_equal_and_the_padding_zero(norm, optimizer):
     model = network(norm=norm).double().train()
     padded = pad_channels(model)
@@ -130,8 +123,8 @@ def test_a_load_that_fails_leaves_the_padded_model_alone(tmp_path):
 
 
 def test_its_own_state_dict_and_copies():
-    padded, x = pad_channels(network()), images()
-    other = pad_channels(network(norm="batchnorm"))
+    padded, x = pad_channels(network(layers=(1, 1, 1, 1))), images()
+    other = pad_channels(network(norm="batchnorm", layers=(1, 1, 1, 1)))
     other.load_state_dict(padded.state_dict())
     expected = padded(x)
     for which in (other, copy.deepcopy(padded), pickle.loads(pickle.dumps(padded))):
@@ -173,13 +166,9 @@ def test_a_feature_extractor_pads_its_model():
     assert padded.model.forward_features(x).shape[1] == extractor.model.num_features
 
 
-@pytest.mark.parametrize("multiple", [0, -8, 2.5, True])
-def test_bad_multiples(multiple):
-    with pytest.raises(InputError, match="expected a multiple of at least 1, got"):
-        pad_channels(network(), multiple)
-
-
 def test_what_cannot_be_padded():
+    with pytest.raises(InputError, match="expected a multiple of at least 1, got True"):
+        pad_channels(network(), True)
     with pytest.raises(InputError, match=r"expected a TResNet from tresnet\.create, got Linear"):
         pad_channels(nn.Linear(2, 2))
     with pytest.raises(InputError, match="pad before folding"):
