@@ -11,7 +11,7 @@ from torch import nn
 import tresnet
 from tresnet.errors import CheckpointError, InputError
 from tresnet.layers.grouped_linear import GroupedLinear
-from tresnet.models.heads import class_groups
+from tresnet.models.config import class_groups
 from tresnet.models.tresnet import TResNet
 
 HEADS: dict[str, dict[str, Any]] = {

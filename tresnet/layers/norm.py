@@ -111,21 +111,14 @@ class NormAct(nn.BatchNorm2d):
             x, self._gamma(), self.bias, mean, var, training, momentum, self.eps, self.slope
         )
 
-    def _run(self, x: Tensor, impl: Impl, **tail: Any) -> Tensor:
+    def _settings(self, **tail: Any) -> tuple[tuple[Tensor, Tensor], Settings]:
+        """The running statistics, and how to normalise a batch by its own or by them."""
         mean, var, momentum = self._statistics()
-        return abn(
-            x,
-            self.weight,
-            self.bias,
-            mean,
-            var,
-            training=self.training,
-            momentum=momentum,
-            eps=self.eps,
-            slope=self.slope,
-            impl=impl,
-            **tail,
-        )
+        return (mean, var), Settings(self.training, momentum, self.eps, self.slope, **tail)
+
+    def _run(self, x: Tensor, impl: Impl, group: Any = None) -> Tensor:
+        running, settings = self._settings(group=group)
+        return abn(x, self.weight, self.bias, *running, impl=impl, **settings._asdict())
 
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Normalise and activate `x`: (N, C, H, W) to the same shape and dtype."""
@@ -196,11 +189,9 @@ class ABN(NormAct):
 
         Only where `tresnet.layers.fusion` has said that the kernels run.
         """
-        mean, var, momentum = self._statistics()
-        settings = Settings(
-            self.training, momentum, self.eps, self.slope, blur, self._group(), keep_output
-        )
-        return fused_abn(x, self.weight, self.bias, (mean, var), shortcut, se, settings)
+        tail = {"blur": blur, "group": self._group(), "keep_output": keep_output}
+        running, settings = self._settings(**tail)
+        return fused_abn(x, self.weight, self.bias, running, shortcut, se, settings)
 
 
 class InplaceABN(NormAct):

@@ -153,11 +153,15 @@ def modules_converted() -> Patch:
             apply(child, fn)
         for tensors in (module._parameters, module._buffers):
             for name, old in tensors.items():
-                if old is not None and old not in made:
+                if old is None:
+                    continue
+                if old not in made:
                     with torch.no_grad():
                         new = fn(old)
-                    made[old] = old if new is old else _like(old, new)
-                tensors[name] = None if old is None else made[old]
+                    if new is old:
+                        continue
+                    made[old] = _like(old, new)
+                tensors[name] = made[old]
         return module
 
     return _replaced(nn.Module, _apply=apply)

@@ -7,9 +7,10 @@ from typing import Any, TypedDict
 
 from tresnet.errors import InputError
 from tresnet.layers.norm import norm_class
-from tresnet.models.heads import HEADS, class_groups
 
 STEM_SLOPE, BLOCK_SLOPE = 1e-2, 1e-3
+HEADS = ("linear", "group_attention", "ml_decoder")
+DEFAULT_GROUPS = 12
 
 # Whole numbers from ... to. A damaged or hostile file asks for any number; what lies within these
 # bounds is built in seconds and memory that exists.
@@ -143,6 +144,10 @@ class ModelConfig:
             )
         groups = class_groups(self.head, self.num_classes, self.head_groups or None)
         object.__setattr__(self, "head_groups", groups)
+        if self.head == "linear" and self.num_classes and not self.global_pool:
+            raise InputError(
+                "a classifier needs a global pool: expected num_classes=0 with no pool"
+            )
         if self.head == "linear" or not self.num_classes:
             return
         if self.global_pool != "avg":
@@ -186,3 +191,45 @@ def _is_whole(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def class_groups(
+    kind: str, num_classes: int, groups: int | Sequence[int] | None
+) -> tuple[int, ...]:
+    """Return the classes of each group: as given, or spread evenly, earlier groups getting more.
+
+    Args:
+        kind: kind of the head; only 'group_attention' has groups.
+        num_classes: how many classes there are.
+        groups: the classes of each group, or how many groups; None for 12, or one for each class.
+
+    Raises:
+        InputError: the counts do not add up, there are more groups than classes, or the head has
+            no groups.
+    """
+    if kind != "group_attention":
+        if groups:
+            raise InputError(f"head_groups={groups} needs head='group_attention', got {kind!r}")
+        return ()
+    if num_classes == 0:
+        return ()
+    if groups is None or isinstance(groups, int):
+        count = min(DEFAULT_GROUPS, num_classes) if groups is None else groups
+        if not 1 <= count <= num_classes:
+            raise InputError(
+                f"expected 1 to {num_classes} groups for {num_classes} classes, got "
+                f"head_groups={groups}"
+            )
+        least, more = divmod(num_classes, count)
+        return tuple(least + (index < more) for index in range(count))
+    if not isinstance(groups, list | tuple):
+        raise InputError(f"expected head_groups as a number or a list of them, got {groups!r}")
+    counts = tuple(groups)
+    if not all(isinstance(count, int) and count >= 1 for count in counts):
+        raise InputError(f"expected at least one class in each group, got head_groups={counts}")
+    if sum(counts) != num_classes:
+        raise InputError(
+            f"expected head_groups that add up to num_classes={num_classes}, got {counts}, which "
+            f"add up to {sum(counts)}"
+        )
+    return counts

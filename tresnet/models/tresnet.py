@@ -16,8 +16,8 @@ from tresnet.layers.grouped_linear import GroupedLinear
 from tresnet.layers.norm import ABN, NormAct, frozen_running_stats
 from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.models.blocks import BasicBlock, BlockSettings, Bottleneck
-from tresnet.models.config import ModelConfig
-from tresnet.models.heads import Head, HeadSettings, build_head, class_groups
+from tresnet.models.config import ModelConfig, class_groups
+from tresnet.models.heads import Head, build_head
 from tresnet.ops import recompute
 from tresnet.ops.autocast import autocast_dtype
 from tresnet.ops.dispatch import Impl, check_impl, traced
@@ -68,77 +68,49 @@ class TResNet(nn.Module):
         self.recompute = "activations"
         self.pretrained_cfg = {}
         self.unpadded_shapes = {}  # of the tensors that surgery.pad_channels has widened
-        self.body = self._make_body(device, dtype)
+        self.body = self._make_body(device=device, dtype=dtype)
         self.feature_info = self._feature_info()
         self.num_features: int = self.feature_info[-1]["num_chs"]
-        self.head = self._make_head(config, device, dtype)
+        self.head: Head = build_head(self.num_features, config, device=device, dtype=dtype)
         self._initialise()
 
-    def _make_body(
-        self, device: torch.device | str | None, dtype: torch.dtype | None
-    ) -> nn.Sequential:
+    def _block(self, stage: int) -> type[BasicBlock] | type[Bottleneck]:
+        return Bottleneck if stage >= 2 or self.config.bottlenecks else BasicBlock
+
+    def _make_body(self, **place: Any) -> nn.Sequential:
         config = self.config
-        settings = BlockSettings(config.norm, config.block_slope, config.jit, device, dtype)
-        planes = config.planes
+        settings = BlockSettings(config.norm, config.block_slope, config.jit, **place)
         stem = ConvNormAct(
             config.in_chans * config.block_size**2,
-            planes,
+            config.planes,
             3,
             norm=config.norm,
             slope=config.stem_slope,
-            device=device,
-            dtype=dtype,
+            **place,
         )
-        parts: list[tuple[str, nn.Module]] = [
-            ("s2d", SpaceToDepth(config.block_size, config.jit)),
-            ("conv1", stem),
-        ]
+        s2d = SpaceToDepth(config.block_size, config.jit)
+        parts: list[tuple[str, nn.Module]] = [("s2d", s2d), ("conv1", stem)]
         last_block = max(sum(config.layers) - 1, 1)
-        channels, done = planes, 0
+        channels, done = config.planes, 0
         for index, (name, count) in enumerate(zip(STAGES, config.layers, strict=True)):
-            block = Bottleneck if index >= 2 or config.bottlenecks else BasicBlock
-            blocks = []
+            block, planes, blocks = self._block(index), config.planes << index, []
             for i in range(count):
                 rate = config.drop_path_rate * (done + i) / last_block
                 stride = 2 if i == 0 and index > 0 else 1
-                blocks.append(block(channels, planes << index, stride, index < 3, rate, settings))
-                channels = (planes << index) * block.expansion
+                blocks.append(block(channels, planes, stride, index < 3, rate, settings))
+                channels = planes * block.expansion
             done += count
             parts.append((name, nn.Sequential(*blocks)))
         return nn.Sequential(OrderedDict(parts))
 
     def _feature_info(self) -> list[dict[str, Any]]:
-        config = self.config
-        info = [{"num_chs": config.planes, "reduction": config.block_size, "module": "body.conv1"}]
+        planes, block_size = self.config.planes, self.config.block_size
+        info = [{"num_chs": planes, "reduction": block_size, "module": "body.conv1"}]
         for index, name in enumerate(STAGES):
-            block = Bottleneck if index >= 2 or config.bottlenecks else BasicBlock
-            info.append(
-                {
-                    "num_chs": (config.planes << index) * block.expansion,
-                    "reduction": config.block_size << index,
-                    "module": f"body.{name}",
-                }
-            )
+            channels = (planes << index) * self._block(index).expansion
+            place = {"reduction": block_size << index, "module": f"body.{name}"}
+            info.append({"num_chs": channels, **place})
         return info
-
-    def _make_head(
-        self,
-        config: ModelConfig,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> Head:
-        settings = HeadSettings(
-            config.global_pool,
-            config.drop_rate,
-            config.jit,
-            config.head_groups,
-            config.head_channels,
-            config.norm,
-            config.block_slope,
-        )
-        return build_head(
-            config.head, self.num_features, config.num_classes, settings, device, dtype
-        )
 
     def _initialise(self) -> None:
         """Kaiming normal convolutions; the last norm of each block starts at zero."""
@@ -343,7 +315,7 @@ class TResNet(nn.Module):
             head_groups=class_groups(config.head, num_classes, head_groups),
         )
         example = next(self.body.parameters())
-        head = self._make_head(config, example.device, example.dtype)
+        head = build_head(self.num_features, config, device=example.device, dtype=example.dtype)
         # only what could be built replaces what was there
         self.head = head.train(self.head.training)
         self.config, self.num_classes = config, num_classes

@@ -99,42 +99,37 @@ def _check_norm(case: _Case, random: torch.Generator, device: torch.device) -> N
     parts = {"x": draw(*case.shape).to(case.dtype).contiguous(memory_format=case.layout) + 0.5}
     parts |= {"weight": draw(channels), "bias": draw(channels)}
     if case.se:
-        sizes = ((8, channels), (8,), (channels, 8), (channels,))
-        names = ("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
-        parts |= {name: draw(*size) / 2 for name, size in zip(names, sizes, strict=True)}
+        parts |= {"fc1_weight": draw(8, channels) / 2, "fc1_bias": draw(8) / 2}
+        parts |= {"fc2_weight": draw(channels, 8) / 2, "fc2_bias": draw(channels) / 2}
     if case.join:
         parts["shortcut"] = draw(*case.shape).to(case.dtype)
-    settings = Settings(case.training, 0.1, 1e-5, case.slope, case.blur, None)
+    settings = Settings(case.training, slope=case.slope, blur=case.blur)
     running = draw(channels) / 4, draw(channels).square() + 0.5
 
-    def kernels(values: dict[str, Tensor], running: tuple[Tensor, Tensor]) -> Tensor:
-        x, weight, bias, *layers = (v for name, v in values.items() if name != "shortcut")
-        se = SEWeights(*layers) if layers else None
-        return fused_abn(x, weight, bias, running, values.get("shortcut"), se, settings)
-
-    def plain(values: dict[str, Tensor], running: tuple[Tensor, Tensor]) -> Tensor:
-        x, weight, bias, *layers = (v for name, v in values.items() if name != "shortcut")
-        y = reference.abn(x, weight, bias, *running, case.training, 0.1, 1e-5, case.slope)
-        return reference.tail(y, case.blur, layers or None, values.get("shortcut"))
-
-    results = []
-    for run, wide in ((kernels, False), (plain, True)):
-        leaves = {k: (v.double() if wide else v.clone()).requires_grad_() for k, v in parts.items()}
-        own = [(v.double() if wide else v.clone()) for v in running]
-        y = run(leaves, (own[0], own[1]))
+    def run(fused: bool) -> dict[str, Tensor]:
+        leaves = {k: v.clone() if fused else v.double() for k, v in parts.items()}
+        mean, var = (v.clone() if fused else v.double() for v in running)
+        x, weight, bias, *layers = (
+            v.requires_grad_() for k, v in leaves.items() if k != "shortcut"
+        )
+        shortcut = leaves["shortcut"].requires_grad_() if case.join else None
+        if fused:
+            se = SEWeights(*layers) if layers else None
+            y = fused_abn(x, weight, bias, (mean, var), shortcut, se, settings)
+        else:
+            y = reference.abn(x, weight, bias, mean, var, *settings[:4])
+            y = reference.tail(y, case.blur, layers or None, shortcut)
         probe = torch.linspace(-1, 1, y.numel(), device=device).view(y.shape).to(case.dtype)
         grads = torch.autograd.grad(y, list(leaves.values()), probe.to(y.dtype))
-        names = (
-            "output",
-            "running mean",
-            "running variance",
-            *(f"gradient of {k}" for k in leaves),
-        )
-        results.append(dict(zip(names, (y.detach(), *own, *grads), strict=True)))
+        gradients = {f"gradient of {k}": g for k, g in zip(leaves, grads, strict=True)}
+        found = {"output": y.detach(), "running mean": mean, "running variance": var}
+        return found | gradients
+
     # PyTorch may multiply the matrices of an SE in TF32, which rounds like float16
     dtype = torch.float16 if case.se and case.dtype == torch.float32 else case.dtype
-    for name, expected in results[1].items():
-        _compare(f"{name}, {case}", results[0][name], expected, TOLERANCE[dtype])
+    found = run(fused=True)
+    for name, expected in run(fused=False).items():
+        _compare(f"{name}, {case}", found[name], expected, TOLERANCE[dtype])
 
 
 def _check_blur(device: torch.device) -> None:

@@ -36,16 +36,10 @@ def abn(
     running_mean: Tensor,
     running_var: Tensor,
     *,
-    training: bool,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-    slope: float | None = 1e-2,
-    blur: bool = False,
     se: SEWeights | None = None,
     shortcut: Tensor | None = None,
-    group: Any = None,
-    keep_output: bool = True,
     impl: Impl = "auto",
+    **settings: Any,
 ) -> Tensor:
     """Normalise each channel, scale, shift, apply a leaky ReLU; then blur, excite and join.
 
@@ -58,24 +52,15 @@ def abn(
         bias: (C,), beta.
         running_mean: (C,), updated in place while training.
         running_var: (C,), updated in place while training (unbiased).
-        training: use the statistics of the batch.
-        momentum: weight of the batch in the running statistics.
-        eps: added to the variance.
-        slope: negative slope of the leaky ReLU; None leaves the activation out.
-        blur: blur and keep every second pixel, as `blur_pool`; x is then (N, C, H, W).
         se: squeeze, two layers, sigmoid, scale; computed in float32.
         shortcut: added before a ReLU; shape and dtype of what it is added to.
-        group: process group over which the statistics are synchronised, of which a process may have
-            a single value per channel, or an empty batch; None for this process alone. "triton"
-            only.
-        keep_output: False offers the output of a join for recomputation too, so that only `x` and
-            `shortcut` are kept; "triton" only.
         impl: "triton" runs fused kernels with float32 statistics (float32, bfloat16, float16);
             "reference" plain operators; "auto" the kernels on a GPU where they were found right, in
             eager mode, else plain operators. Under export, tracing and the transforms of
             `torch.func` plain operators run, whatever is asked for. Where recomputation is asked
             for (`tresnet.ops.recompute.scope`), either saves `x` alone for backward and offers its
             output, which plain operators do without blur, se and shortcut only.
+        **settings: fields of `Settings`, of which `training` must be given.
 
     Returns:
         (N, C, ...), or (N, C, ceil(H / 2), ceil(W / 2)) with `blur`, in the dtype of `x`.
@@ -84,32 +69,31 @@ def abn(
         InputError: `x` does not fit the parameters, a training batch has one value per channel, or
             `impl` is unknown or cannot run here.
     """
-    tracing = torch.jit.is_tracing()
-    if not tracing and (x.dim() < 2 or x.shape[1] != weight.shape[0]):
+    if not torch.jit.is_tracing() and (x.dim() < 2 or x.shape[1] != weight.shape[0]):
         raise InputError(f"abn expected (N, {weight.shape[0]}, ...), got {tuple(x.shape)}")
     check_impl("abn", impl)
-    plain = traced()
-    if training and not plain and group is None and x.numel() == x.shape[1]:
+    chosen, plain = Settings(**settings), traced()
+    shared = chosen.training and chosen.group is not None
+    if chosen.training and not plain and not shared and x.numel() == x.shape[1]:
         raise InputError(
             f"batch statistics need more than one value per channel, got {tuple(x.shape)}: "
             "use a larger batch or image, or call model.eval()"
         )
-    statistics = (running_mean, running_var)
-    options = (training, momentum, eps, slope)
-    if runs_kernels(x, impl, shared=training and group is not None):
-        _check_vectors(x, bias, *statistics, *(se[2:] if se else ()))
-        _check_tail(x, blur, shortcut)
-        settings = Settings(*options, blur, group, keep_output)
-        return fused_abn(x, weight, bias, statistics, shortcut, se, settings)
-    if group is not None and training:
+    running = (running_mean, running_var)
+    if runs_kernels(x, impl, shared=shared):
+        _check_vectors(x, bias, *running, *(se[2:] if se else ()))
+        _check_tail(x, chosen.blur, shortcut)
+        return fused_abn(x, weight, bias, running, shortcut, se, chosen)
+    if shared:
         raise InputError("synchronised statistics need impl='triton', which cannot run here")
-    tail = blur or se is not None or shortcut is not None
+    options = (chosen.training, chosen.momentum, chosen.eps, chosen.slope)
+    tail = chosen.blur or se is not None or shortcut is not None
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, bias))
     if plain or tail or not (wanted and recompute.active()) or x.numel() == 0:
-        y = reference.abn(x, weight, bias, *statistics, *options)
-        return reference.tail(y, blur, se, shortcut)
-    y, scale, shift = ActivatedBatchNorm.apply(x, weight, bias, *statistics, *options)  # pyright: ignore[reportGeneralTypeIssues]
-    recompute.offer(y, lambda a, b, c: reference.affine(a, b, c, slope), x, scale, shift)
+        y = reference.abn(x, weight, bias, *running, *options)
+        return reference.tail(y, chosen.blur, se, shortcut)
+    y, scale, shift = ActivatedBatchNorm.apply(x, weight, bias, *running, *options)  # pyright: ignore[reportGeneralTypeIssues]
+    recompute.offer(y, lambda a, b, c: reference.affine(a, b, c, chosen.slope), x, scale, shift)
     return y
 
 

@@ -21,14 +21,27 @@ from tresnet.ops.autocast import autocast_off
 
 
 class Settings(NamedTuple):
-    """What is not a tensor."""
+    """What is not a tensor.
+
+    Attributes:
+        training: use the statistics of the batch.
+        momentum: weight of the batch in the running statistics.
+        eps: added to the variance.
+        slope: negative slope of the leaky ReLU; None leaves the activation out.
+        blur: blur and keep every second pixel, as `blur_pool`; x is then (N, C, H, W).
+        group: process group over which the statistics are synchronised, of which a process may have
+            a single value per channel, or an empty batch; None for this process alone. By the
+            kernels only.
+        keep_output: False offers the output of a join for recomputation too, so that only `x` and
+            the shortcut are kept; by the kernels only.
+    """
 
     training: bool
-    momentum: float
-    eps: float
-    slope: float | None
-    blur: bool
-    group: Any
+    momentum: float = 0.1
+    eps: float = 1e-5
+    slope: float | None = 1e-2
+    blur: bool = False
+    group: Any = None
     keep_output: bool = True
 
 
