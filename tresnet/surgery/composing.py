@@ -22,6 +22,7 @@ from tresnet.layers.subtracted_conv import SubtractedConv
 from tresnet.layers.watched import refuse_watched
 
 Branch = nn.Conv2d | SubtractedConv | nn.Sequential | nn.Identity
+_Value = Callable[["_Linear"], object]
 
 
 def compose(*modules: Branch) -> nn.Conv2d:
@@ -60,7 +61,7 @@ def compose_sum(*branches: Branch) -> nn.Conv2d:
     for conv in convs:
         _check_equal("only equal outputs add up", convs[0], conv, lambda c: len(c.weight))
     weight, bias = sum(c.weight for c in convs), sum(c.bias for c in convs)
-    groups = math.gcd(*(conv.groups for conv in convs))
+    groups = math.gcd(*(c.groups for c in convs))
     return _to_module(replace(convs[0], weight=weight, bias=bias, groups=groups), branches)
 
 
@@ -96,9 +97,7 @@ def _refuse(wrong: object, message: str) -> None:
         raise InputError(message)
 
 
-def _check_equal(
-    what: str, first: _Linear, other: _Linear, value: Callable[[_Linear], object]
-) -> None:
+def _check_equal(what: str, first: _Linear, other: _Linear, value: _Value) -> None:
     a, b = str(value(first)), str(value(other))
     _refuse(a != b, f"{what}: {first.name} has {a}, {other.name} has {b}")
 
