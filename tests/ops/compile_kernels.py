@@ -64,8 +64,10 @@ def source_of(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> 
     values = {**dict(zip(names, args, strict=False)), **options}
     signature, constants, attributes = {}, {}, {}
     for index, name in enumerate(names):
-        value = values[name]
-        if (name.isupper() and name in options) or (isinstance(value, int) and value == 1):
+        value, about = values[name], function.params[index]
+        is_one = isinstance(value, int) and value == 1 and not about.do_not_specialize
+        looked_at = not (about.do_not_specialize or about.do_not_specialize_on_alignment)
+        if about.is_constexpr or is_one:
             signature[name], constants[(index,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[name] = POINTERS[value.dtype]
@@ -73,7 +75,7 @@ def source_of(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> 
                 attributes[(index,)] = [["tt.divisibility", 16]]
         elif isinstance(value, int):
             signature[name] = "i32"
-            if value % 16 == 0:
+            if value % 16 == 0 and looked_at:
                 attributes[(index,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32"

@@ -17,6 +17,7 @@ from tresnet.ops.tiles.kernels import (
     aligned,
     aligned_strides,
     chunk_of_program,
+    kernel,
     load_square_gradients,
     pixel_of_square,
     reflect,
@@ -58,7 +59,7 @@ def group_sizes(g, G, P, splits, chunk):
     return tl.where(g < G, tl.minimum(chunk, P - (g % splits) * chunk), 0).to(tl.float32)
 
 
-@triton.jit
+@kernel
 def moments(
     x, partial, P, C, xn, xp, xc, splits, chunk,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
@@ -70,7 +71,7 @@ def moments(
     """
     P = aligned(P, AP)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
-    group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AC)
+    group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
     x += n * xn + start.to(tl.int64) * xp
     pivot = tl.load(x + c * xc, mask=known, other=0.0).to(tl.float32)
     rows = tl.arange(0, BP)
@@ -91,7 +92,7 @@ def moments(
     tl.store(partial + C, tl.where(deviations < 0, 0.0, deviations), mask=known)
 
 
-@triton.jit
+@kernel
 def merge_moments(
     partial, weight, running_mean, running_var, out, G, C, P, splits, chunk, momentum, eps,
     UPDATE: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr,
@@ -136,7 +137,7 @@ def merge_moments(
         tl.store(running_var + c, old + momentum * (unbiased - old), mask=known)
 
 
-@triton.jit
+@kernel
 def merge_samples(
     partial, out, C, P, splits, chunk, KINDS: tl.constexpr, BS: tl.constexpr, BC: tl.constexpr
 ):
@@ -156,7 +157,7 @@ def merge_samples(
     tl.store(out + n * C + c, tl.sum(total, 0) / P, mask=c < C)
 
 
-@triton.jit
+@kernel
 def running_moments(weight, running_mean, running_var, out, C, eps, BC: tl.constexpr):
     """What normalises by the running statistics, as `merge_moments` writes it: out (4, C)."""
     c = tl.program_id(0) * BC + tl.arange(0, BC)
@@ -171,7 +172,7 @@ def running_moments(weight, running_mean, running_var, out, C, eps, BC: tl.const
     tl.store(out + 3 * C + c, var, mask=known)
 
 
-@triton.jit
+@kernel
 def squeeze(
     x, mean, scale, bias, partial, P, C, H, W, HO, WO, xn, xp, xc, splits, chunk, slope,
     HAS_ACT: tl.constexpr, BLUR: tl.constexpr,
@@ -183,7 +184,7 @@ def squeeze(
     """
     P = aligned(P, AP)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
-    group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AC)
+    group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
     x += n * xn if BLUR else n * xn + start.to(tl.int64) * xp
     mu, k, beta = load_norm(mean, scale, bias, c, known)
     rows = tl.arange(0, BP)
@@ -205,7 +206,7 @@ def squeeze(
     tl.store(partial + group * C + c, tl.sum(total, 0), mask=known)
 
 
-@triton.jit
+@kernel
 def apply(
     x, mean, scale, bias, gate, shortcut, out, P, C, xn, xp, xc, splits, chunk, slope,
     HAS_ACT: tl.constexpr, HAS_GATE: tl.constexpr, JOIN: tl.constexpr,
@@ -214,7 +215,7 @@ def apply(
     """One chunk of one sample of out, without blur, from one read of x."""
     P = aligned(P, AP)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
-    _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AC)
+    _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
     mu, k, beta = load_norm(mean, scale, bias, c, known)
     if HAS_GATE:
         factor = tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
@@ -260,7 +261,7 @@ def load_activated(x, w, mask, W, xp, mu, k, beta, slope, HAS_ACT: tl.constexpr)
     return activate((value - mu) * k + beta, slope, HAS_ACT)
 
 
-@triton.jit
+@kernel
 def apply_blurred(
     x, mean, scale, bias, gate, out, P, C, H, W, HO, WO, xn, xp, xc, on, op, oc, splits, chunk, slope,
     HAS_ACT: tl.constexpr, HAS_GATE: tl.constexpr,
@@ -273,7 +274,7 @@ def apply_blurred(
     P = aligned(P, AP)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
     on, op, oc = aligned_strides(on, op, oc, AP, AC)
-    _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AC)
+    _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
     mu, k, beta = load_norm(mean, scale, bias, c, known)
     if HAS_GATE:
         factor = tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
@@ -308,7 +309,7 @@ def apply_blurred(
             left0, right0 = left2, right2
 
 
-@triton.jit
+@kernel
 def grad_sums(
     grad, x, joined, gate, mean, scale, bias, masked, partial, P, C, H, W, HO, WO,
     xn, xp, xc, gn, gp, gc, splits, chunk, slope,
@@ -327,7 +328,7 @@ def grad_sums(
     P = aligned(P, AP)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
     gn, gp, gc = aligned_strides(gn, gp, gc, AP, AC)
-    group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AC)
+    group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
     mu, k, beta = load_norm(mean, scale, bias, c, known)
     rows = tl.arange(0, BP)
     s1 = tl.zeros((BP, BC), tl.float32)
@@ -382,7 +383,7 @@ def grad_sums(
         tl.store(partial + 3 * C, tl.sum(s4, 0), mask=known)
 
 
-@triton.jit
+@kernel
 def merge_grad_sums(
     partial, gate, spread, stats, out, G, C, splits, count,
     HAS_GATE: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr,
@@ -424,7 +425,7 @@ def merge_grad_sums(
     tl.store(out + 3 * C + c, -scale * grad_bias / count, mask=known)
 
 
-@triton.jit
+@kernel
 def grad_apply(
     grad, x, mean, scale, bias, gate, spread, factors, grad_x, P, C, H, W, HO, WO,
     xn, xp, xc, gn, gp, gc, splits, chunk, slope,
@@ -440,7 +441,7 @@ def grad_apply(
     P = aligned(P, AP)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
     gn, gp, gc = aligned_strides(gn, gp, gc, AP, AC)
-    _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AC)
+    _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
     mu, k, beta = load_norm(mean, scale, bias, c, known)
     if TRAINING:
         k1 = tl.load(factors + c, mask=known, other=0.0)[None, :]

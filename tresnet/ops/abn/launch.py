@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tresnet.ops.operators import operator
-from tresnet.ops.tiles import Geometry, Plan, blurred, geometry, halved, memory_format, plan, power
+from tresnet.ops.tiles import Geometry, Plan, blurred, geometry, halved, memory_format, plan
 
 RUNNING_CHANNELS, RUNNING_WARPS = 256, 4
 MERGE_TILE, MERGE_WARPS = 4096, 8
@@ -28,8 +28,9 @@ def _merging(groups: int, channels: int, tile: int) -> tuple[int, dict[str, int]
     """Programs and options of a kernel that merges groups.
 
     It waits for memory, not for bandwidth: as many groups at once as there are, from few channels.
+    Of two widths, so that not every batch size has kernels of its own.
     """
-    bg = power(groups, tile // 4)
+    bg = tile // (4 if groups > tile // 16 else 16)
     bc = min(tile // bg, 16)
     return -(-channels // bc), {"BG": bg, "BC": bc, "num_warps": MERGE_WARPS}
 
@@ -119,7 +120,7 @@ def _merged_samples(partial: Tensor, shape: Geometry, cut: Plan) -> Tensor:
     means = partial.new_empty(shape.n, shape.c)
     _kernels().merge_samples[(shape.n * -(-shape.c // SAMPLE_CHANNELS),)](
         partial, means, shape.c, shape.p, cut.splits, cut.chunk, KINDS=partial.dim() - 1,
-        BS=power(cut.splits, SAMPLE_CHUNKS), BC=SAMPLE_CHANNELS, num_warps=SAMPLE_WARPS,
+        BS=SAMPLE_CHUNKS, BC=SAMPLE_CHANNELS, num_warps=SAMPLE_WARPS,
     )  # fmt: skip
     return means
 

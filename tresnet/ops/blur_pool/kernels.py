@@ -1,12 +1,12 @@
 """Triton kernels of the blur and its transpose."""
 
-import triton
 import triton.language as tl
 
 from tresnet.ops.tiles.kernels import (
     aligned,
     aligned_strides,
     chunk_of_program,
+    kernel,
     load_square_gradients,
     pixel_of_square,
     reflect,
@@ -15,7 +15,7 @@ from tresnet.ops.tiles.kernels import (
 )
 
 
-@triton.jit
+@kernel
 def blur(
     x, out, P, C, H, W, WO, xn, xp, xc, on, op, oc, splits, chunk,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
@@ -24,7 +24,7 @@ def blur(
     P = aligned(P, AP)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
     on, op, oc = aligned_strides(on, op, oc, AP, AC)
-    _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AC)
+    _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
     rows = tl.arange(0, BP)
     x += n * xn
     out += n * on + start.to(tl.int64) * op
@@ -42,7 +42,7 @@ def blur(
         tl.store(out + offsets, y.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@kernel
 def transposed_blur(
     grad, out, P, C, H, W, HO, WO, gn, gp, gc, on, op, oc, splits, chunk,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
@@ -51,7 +51,7 @@ def transposed_blur(
     P = aligned(P, AP)
     gn, gp, gc = aligned_strides(gn, gp, gc, AP, AC)
     on, op, oc = aligned_strides(on, op, oc, AP, AC)
-    _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AC)
+    _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
     rows = tl.arange(0, BP)
     grad += n * gn
     out += n * on

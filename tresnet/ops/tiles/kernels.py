@@ -8,6 +8,15 @@ transposed blur goes by squares of two by two pixels (see `square_of`).
 import triton
 import triton.language as tl
 
+# A kernel is compiled once for all sizes. What Triton would find out about each of them, AP and AC
+# say exactly; of strides it matters only which is 1.
+kernel = triton.jit(
+    do_not_specialize=("P", "C", "G", "H", "W", "HO", "WO", "splits", "chunk", "count"),
+    do_not_specialize_on_alignment=[
+        *("xn", "xp", "xc", "gn", "gp", "gc", "on", "op", "oc"),
+    ],
+)
+
 
 @triton.jit
 def aligned(value, BY: tl.constexpr):
@@ -22,11 +31,14 @@ def aligned_strides(n, p, c, AP: tl.constexpr, AC: tl.constexpr):
 
 
 @triton.jit
-def chunk_of_program(P, C, splits, chunk, BC: tl.constexpr, AC: tl.constexpr):
+def chunk_of_program(
+    P, C, splits, chunk, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr
+):  # fmt: skip
     """What this program covers: its group, the sample, first pixel and number of pixels of it.
 
-    Then its channels, and which of them exist.
+    Then its channels, and which of them exist. A chunk, too, is a multiple of AP.
     """
+    chunk = aligned(chunk, AP)
     columns = tl.cdiv(C, BC)
     group = tl.program_id(0) // columns
     start = (group % splits) * chunk
