@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Where a training step goes, in about a minute: a table for each case, and a trace file.
 
-    python3 benchmarks/profile_step.py timm:tresnet_m tresnet_m@impl=triton --batch-size 256 --channels-last
+    python3 benchmarks/profile_step.py timm:tresnet_m tresnet_m@impl=triton --batch-size 256 \
+        --channels-last
 
 Cases are written as for `tresnet bench train`. Time on the device is divided into convolutions (by
 shape and layout), matrix products, this package's kernels, Inductor's, copies, other small kernels

@@ -2,7 +2,7 @@
 """What two exact rewrites cost and save: the tables of docs/three-linear-convolutions.md.
 
     python benchmarks/rewrites.py convs       ResNet50, plain and with subtracted convolutions
-    python benchmarks/rewrites.py branches    attention branches with linear heads, in a loop and merged
+    python benchmarks/rewrites.py branches    attention with linear heads, in a loop and merged
 
 counts parameters, multiply-accumulates and the peak of live tensors in a training step, without
 computing it; `--rounds 3` times forward and backward in turns too, and `--output-dir` records it.

@@ -1,4 +1,4 @@
-"""Counts the bytes that stay alive after a forward pass, independently of autograd's bookkeeping."""
+"""Counts the bytes that stay alive after a forward pass, without autograd's bookkeeping."""
 
 import gc
 from collections.abc import Callable

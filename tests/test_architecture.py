@@ -1,4 +1,4 @@
-"""The rules of the source tree: who may import whom, how large a file may grow, how files are read."""
+"""The rules of the source tree: who imports whom, how large a file may grow, how files are read."""
 
 import ast
 import importlib

@@ -1,4 +1,4 @@
-"""What README.md and docs/ say: Python runs, command lines parse, links lead somewhere, figures hold."""
+"""What README.md and docs/ say: Python runs, commands parse, links lead somewhere, figures hold."""
 
 import dataclasses
 import json

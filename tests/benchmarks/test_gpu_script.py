@@ -78,7 +78,7 @@ def test_other_names_are_refused(tmp_path):
 
 @pytest.mark.slow
 def test_the_command_lines_for_a_gpu_are_sound(tmp_path, stub):
-    """Every case of the real script passes the checks that need no GPU; the baseline comes first."""
+    """Every case of the real script passes the checks without a GPU; the baseline comes first."""
     code, out, _ = result_of(tmp_path, python=stub())
     assert code == 0
     assert stages_in(out) == list(itertools.chain(*PARTS.values()))

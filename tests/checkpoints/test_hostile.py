@@ -1,4 +1,4 @@
-"""Damaged, malicious and absurd files: an error of ours that names the file, and no model changed."""
+"""Damaged, malicious and absurd files: an error that names the file, and no model changed."""
 
 import io
 import json

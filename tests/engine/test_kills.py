@@ -50,7 +50,8 @@ while killed < kills:
     assert status in (0, 9), status
     cut += len(list(Path(config.run.runs, "killed").glob("*.tmp")))
     if status == 0 and killed < kills:  # it came to its end: begin another
-        Path(config.run.runs, "killed").rename(Path(config.run.runs, f"ended {time.monotonic_ns()}"))
+        runs = Path(config.run.runs)
+        (runs / "killed").rename(runs / f"ended {time.monotonic_ns()}")
 assert os.waitpid(start("killed"), 0)[1] == 0
 print(json.dumps({"killed": killed, "within a write": cut}))
 """

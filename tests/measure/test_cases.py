@@ -106,7 +106,8 @@ def test_every_model_at_every_batch_size_but_its_own():
 def test_the_label_names_what_differs_from_the_defaults():
     text = "tresnet_t@recompute=outputs,pad=true,amp=fp16,channels_last=true,compile=default"
     assert parse_case(text, CaseSettings(), 8).checked(training=True).label() == (
-        "tresnet_t, batch 8, amp fp16, norm abn, recompute outputs, pad, channels_last, compile default"
+        "tresnet_t, batch 8, amp fp16, norm abn, recompute outputs, pad, channels_last, "
+        "compile default"
     )
     text = "timm:resnet50@input=uint8,compile=default,freeze=true,dtype=bf16"
     assert parse_case(text, CaseSettings()).checked(training=False).label() == (

@@ -1,7 +1,7 @@
 """Count what one training step of a model launches, and how many kernels Triton compiles for it.
 
-A script, because Triton decides at its import whether it interprets: MODEL and batch sizes; prints one
-JSON object a line. Nothing is computed: the model is on `meta`, and launches are recorded.
+A script, because Triton decides at its import whether it interprets: MODEL and batch sizes; prints
+one JSON object a line. Nothing is computed: the model is on `meta`, and launches are recorded.
 """
 
 import json

@@ -251,7 +251,9 @@ def test_nan_stays_nan():
     x = torch.randn(2, 3, 4, 4, device=DEVICE)
     x[0, 1, 2, 2] = float("nan")
     ones, zeros = torch.ones(3, device=DEVICE), torch.zeros(3, device=DEVICE)
-    y = abn(x, ones, zeros, zeros.clone(), ones.clone(), training=True, slope=None, shortcut=x, impl="triton")  # fmt: skip
+    statistics = (zeros.clone(), ones.clone())
+    options = {"training": True, "slope": None, "shortcut": x, "impl": "triton"}
+    y = abn(x, ones, zeros, *statistics, **options)
     assert y[:, 1].isnan().all()
     assert not y[:, 0].isnan().any()
 

@@ -87,21 +87,32 @@ def operations():
             big, 0, 1.0,
         ),
         "apply": (lambda: bn.apply(x, stats, vector, None, None, 0.1, False), big, big, 1.0),
-        "apply_blur": (lambda: bn.apply(x, stats, vector, None, None, 0.1, True), big, small, 25 / 16),
-        "apply_join": (lambda: bn.apply(x, stats, vector, gate, x + 1, None, False), 2 * big, big, 1.0),
+        "apply_blur": (
+            lambda: bn.apply(x, stats, vector, None, None, 0.1, True), big, small, 25 / 16,
+        ),
+        "apply_join": (
+            lambda: bn.apply(x, stats, vector, gate, x + 1, None, False), 2 * big, big, 1.0,
+        ),
         "squeeze": (lambda: bn.squeeze(x, stats, vector, 0.1, True), big, 0, 1.0),
-        "grad_sums": (lambda: bn.grad_sums(x + 1, x, None, None, None, stats, vector, 0.1, False), 2 * big, 0, 1.0),
+        "grad_sums": (
+            lambda: bn.grad_sums(x + 1, x, None, None, None, stats, vector, 0.1, False),
+            2 * big, 0, 1.0,
+        ),
         "grad_sums_join": (
-            lambda: bn.grad_sums(x + 1, x, x + 2, None, gate, stats, vector, None, False), 3 * big, big, 1.0,
+            lambda: bn.grad_sums(x + 1, x, x + 2, None, gate, stats, vector, None, False),
+            3 * big, big, 1.0,
         ),
         "grad_sums_blur": (
-            lambda: bn.grad_sums(half, x, None, None, None, stats, vector, 0.1, True), big + small, 0, 1.6,
+            lambda: bn.grad_sums(half, x, None, None, None, stats, vector, 0.1, True),
+            big + small, 0, 1.6,
         ),
         "grad_apply": (
-            lambda: bn.grad_apply(x + 1, x, stats, vector, None, None, stats, 0.1, False, True), 2 * big, big, 1.0,
+            lambda: bn.grad_apply(x + 1, x, stats, vector, None, None, stats, 0.1, False, True),
+            2 * big, big, 1.0,
         ),
         "grad_apply_blur": (
-            lambda: bn.grad_apply(half, x, stats, vector, gate, gate, stats, 0.1, True, True), big + small, big, 1.6,
+            lambda: bn.grad_apply(half, x, stats, vector, gate, gate, stats, 0.1, True, True),
+            big + small, big, 1.6,
         ),
         "blur": (lambda: blur_launch.blur(x), big, small, 2.25),
         "transposed_blur": (lambda: blur_launch.transposed_blur(half, h, w), small, big, 4.0),

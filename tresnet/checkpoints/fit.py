@@ -172,7 +172,7 @@ def _explain(weights: Weights, model: TResNet) -> str:
 def _fit_inplace_gammas(
     tensors: dict[str, Tensor], weights: Weights, model: TResNet
 ) -> dict[str, Tensor]:
-    """Raise gammas in [0, eps) to eps, the smallest that in-place ABN knows; refuse negative ones."""
+    """Raise gammas in [0, eps) to eps, the smallest of in-place ABN; refuse negative ones."""
     gammas = [name for name in tensors if name.endswith(".bn.weight")]
     negative = [name for name in gammas if bool((tensors[name] < 0).any())]
     if negative:
@@ -189,7 +189,7 @@ def _fit_inplace_gammas(
 def _check_values(
     tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], weights: Weights
 ) -> None:
-    """Refuse values that the model's dtype cannot hold, such as 70000 in float16, and variances < 0."""
+    """Refuse values that the model's dtype cannot hold (70000 in float16), and variances < 0."""
     below = [
         name
         for name, tensor in tensors.items()

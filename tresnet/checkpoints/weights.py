@@ -158,8 +158,8 @@ def _guess(found: Architecture, weights: Weights) -> ModelConfig:
     if min(*found.layers, found.planes, found.stem_channels) < 1:
         raise CheckpointError(
             f"{weights.source.path} holds only a part of a TResNet (stages "
-            f"{'-'.join(map(str, found.layers))}): expected body.conv1.conv.weight and four stages; "
-            "save the state dict of the whole model"
+            f"{'-'.join(map(str, found.layers))}): expected body.conv1.conv.weight and "
+            "four stages; save the state dict of the whole model"
         )
     block_size = _guess_block_size(found.stem_channels, row.block_size)
     try:

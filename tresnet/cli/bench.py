@@ -80,7 +80,7 @@ class BenchReport:
     by default the whole report is printed."""
 
     pictures: Path | None = None
-    """Existing folder for the pictures: images/s against ImageNet top-1. By default none are drawn."""
+    """Existing folder for pictures of images/s against top-1. By default none are drawn."""
 
     picture_format: Literal["svg", "png"] = "svg"
     """Format of the pictures."""

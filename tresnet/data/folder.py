@@ -1,4 +1,4 @@
-"""Images in class folders, `<root>/<split>/<class>/*.png`, opened with checks that name the fault."""
+"""Images in class folders, `<root>/<split>/<class>/*.png`; what is wrong with them is named."""
 
 import os
 import stat
@@ -192,7 +192,7 @@ def load_rgb(path: str | Path) -> "Image":
 
 
 def class_folders(root: Path, folder: Path) -> list[str]:
-    """Return the names of the class folders in `folder`, a split of `root`, or say what is wrong."""
+    """The names of the class folders in `folder`, a split of `root`."""
     layout = f"expected images as {folder}/<class>/<image>"
     if not root.is_dir():
         raise DataError(f"{layout}, but {root} is not a folder: check --data")

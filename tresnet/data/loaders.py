@@ -186,7 +186,7 @@ class _Batches(Dataset[Any]):
         self._replace = replace
 
     def __getitems__(self, keys: list[Key]) -> tuple[Any, Any, list[BadImageError], bool]:
-        """Images and labels, None if none is readable; the failures, and if one was not replaced."""
+        """Images and labels, None if none is readable; the failures; if one was not replaced."""
         failures: list[BadImageError] = []
         with preserved_generators() if get_worker_info() is None else nullcontext():
             found = [self._sample(*key, failures) for key in keys]
@@ -291,7 +291,7 @@ def _start_worker(worker: int) -> None:
 
 
 def _held_iter(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Start an iteration; SIGTERM waits, as a worker just forked is still in the signalled group."""
+    """Start an iteration; SIGTERM waits: a worker just forked is still in the signalled group."""
     if not hasattr(signal, "pthread_sigmask"):
         return iter(loader)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

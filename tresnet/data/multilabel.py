@@ -31,8 +31,8 @@ def open_multilabel(
     `<root>/annotations/instances_<split>.json`. A CSV has image paths below `<root>` in its first
     column, and either one column `labels` with names separated by semicolons, or a column of 0 and
     1 for each class. In JSON, `file_name` is below `<root>/<split>`, as in COCO. A file
-    `<root>/classes.txt`, one name a line, fixes the classes and their order; without it they are the
-    columns, the categories by id, or the sorted names that occur.
+    `<root>/classes.txt`, one name a line, fixes the classes and their order; without it they are
+    the columns, the categories by id, or the sorted names that occur.
 
     Args:
         root: folder of the data set.

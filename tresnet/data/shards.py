@@ -2,7 +2,8 @@
 
 A shard's first record says what it was made of; each other one is an image: a checksum, a JSON text
 (name, label, size before it was made smaller) and the encoded image. Item i of the shards is item i
-of the folder they were written from, so that order, resume and sharing among processes are the same.
+of the folder they were written from, so that order, resume and sharing among processes are the
+same.
 """
 
 import bisect

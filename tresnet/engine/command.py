@@ -170,8 +170,8 @@ def _known(error: RuntimeError | OSError) -> str | None:
         )
     if "DataLoader worker (pid" in text:  # "in DataLoader worker" is of an error of the code's own
         return (
-            f"a process that loads images has ended: {text}. Try fewer --workers; a run goes on from"
-            " its last checkpoint by --resume"
+            f"a process that loads images has ended: {text}. Try fewer --workers; a run goes on"
+            " from its last checkpoint by --resume"
         )
     if isinstance(error, torch.distributed.DistError) or "gloo" in text:
         return f"another process has ended or cannot be reached: {text}"

@@ -1,7 +1,7 @@
 """What a run shows: a bar on a terminal, else a line now and then. Only process 0 shows anything.
 
-A run outlives its terminal: where a stream is closed or full, the rest of what is shown is lost, and
-nothing else.
+A run outlives its terminal: where a stream is closed or full, the rest of what is shown is lost,
+and nothing else.
 """
 
 import contextlib

@@ -22,8 +22,8 @@ HANGUP = getattr(signal, "SIGHUP", None)  # Windows has none
 class StopRequest:
     """While entered, the first signal sets `signum`; a second one, later, stops at once.
 
-    A hangup is no request: a run outlives its terminal. Only torchrun passes a hangup on to stop its
-    processes, and kills those that go on.
+    A hangup is no request: a run outlives its terminal. Only torchrun passes a hangup on to stop
+    its processes, and kills those that go on.
 
     Outside the main thread Python allows no handlers, so there nothing is caught.
     """

@@ -117,8 +117,8 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         yield f"--recompute {model.recompute}: expected --norm abn, got {model.norm}"
     if model.recompute == "outputs" and compute.compile != "none":
         yield (
-            "--recompute outputs: only the fused kernels rebuild outputs, and --compile does without"
-            " them: choose one, or --grad-checkpointing, which goes with both"
+            "--recompute outputs: only the fused kernels rebuild outputs, and --compile does"
+            " without them: choose one, or --grad-checkpointing, which goes with both"
         )
     if augment.mixes and data.batch_size != AUTO and data.batch_size % 2:
         yield (
@@ -127,8 +127,8 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         )
     if config.labels.multi and (augment.mixes or augment.label_smoothing):
         yield (
-            f"--loss {config.labels.loss} takes labels as they are: expected no --mixup, --cutmix or"
-            " --label-smoothing"
+            f"--loss {config.labels.loss} takes labels as they are: expected no --mixup, --cutmix"
+            " or --label-smoothing"
         )
     for name in ("runs", "name"):  # safetensors opens its files by such names alone
         text = getattr(config.run, name) or ""

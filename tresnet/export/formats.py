@@ -198,7 +198,7 @@ def load_aoti(path: str | os.PathLike[str]) -> CompiledPackage:
     except (RuntimeError, OSError, KeyError, ValueError, TypeError) as error:
         raise CheckpointError(
             f"{os.fspath(path)} is no package of tresnet export --format aoti for this machine "
-            f"({str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__})"
+            f"({next(iter(str(error).strip().splitlines()), type(error).__name__)})"
         ) from error
 
 

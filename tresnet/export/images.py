@@ -65,7 +65,8 @@ class Images:
             raise InputError(f"expected {dtype} ({what}), got {x.dtype}: convert, or export anew")
         if tuple(x.shape[2:]) != (self.size, self.size):  # a package is made for one size
             raise InputError(
-                f"expected height and width {(self.size, self.size)}, got {tuple(x.shape[2:])}: resize"
+                f"expected height and width {(self.size, self.size)}, got {tuple(x.shape[2:])}: "
+                "resize"
             )
         if len(x) == 0:
             raise InputError("expected at least one image, got none")

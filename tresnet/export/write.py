@@ -23,8 +23,8 @@ from tresnet.ops.unit_floats import unit_floats
 
 CALIBRATION_IMAGES = 512
 TOP1_IMAGES = 5000
-# In points of a hundred: 8 bits may change the likeliest class of some images; else rounding may, of
-# one image in ten thousand.
+# In points of a hundred: 8 bits may change the likeliest class of some images; else rounding may,
+# of one image in ten thousand.
 INT8_TOP1_FALL = 0.3
 TOP1_FALL = 0.01
 
@@ -118,8 +118,8 @@ def export_model(
         difference = max(_difference(run, model, batch) for batch in images.samples())
         if not options.int8 and not difference <= format.limit:
             raise ExportError(
-                f"expected logits within {format.limit:g} of the model's, got {difference:.2g} from "
-                f"the {options.format} file, which was removed: report it with the command"
+                f"expected logits within {format.limit:g} of the model's, got {difference:.2g} "
+                f"from the {options.format} file, which was removed: report it with the command"
             )
         real = _top1(run, model, splits["val"], options) if splits else (0, None, None)
         for suffix, place in places.items():
@@ -204,8 +204,8 @@ def _difference(run: Run, model: TResNet, batch: Tensor) -> float:
         raise ExportError("expected finite logits, but the model itself gives infinities or NaN")
     if got.shape != expected.shape or not bool(got.isfinite().all()):
         raise ExportError(
-            f"expected finite logits of shape {tuple(expected.shape)}, got shape {tuple(got.shape)} "
-            "or values that are not finite from the file, which was removed"
+            f"expected finite logits of shape {tuple(expected.shape)}, got shape {tuple(got.shape)}"
+            " or values that are not finite from the file, which was removed"
         )
     return float((got - expected).abs().max() / max(1.0, float(expected.abs().max())))
 

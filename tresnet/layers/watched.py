@@ -72,6 +72,6 @@ def refuse_watched(modules: Mapping[str, nn.Module]) -> None:
         what = what_watches(module)
         if what is not None:
             raise InputError(
-                f"{name} ({type(module).__name__}) has {what}, which would be lost or see something "
-                "else: remove it first, and put it on the result"
+                f"{name} ({type(module).__name__}) has {what}, which would be lost or see "
+                "something else: remove it first, and put it on the result"
             )

@@ -1,8 +1,8 @@
 """`tresnet bench ops`: single operations, ours against eager PyTorch, Inductor and a plain copy.
 
 The copy moves the same number of bytes as the operation's ideal: what it takes is what the memory
-allows. Inputs, outputs and gradients rotate over enough buffers that a GPU's L2 cache does not serve
-them. What a contender computes is compared with float64 before it is timed.
+allows. Inputs, outputs and gradients rotate over enough buffers that a GPU's L2 cache does not
+serve them. What a contender computes is compared with float64 before it is timed.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""What a benchmark of models compares: a case is one model with every setting that changes its speed."""
+"""What a benchmark of models compares: a model with every setting that changes its speed."""
 
 import dataclasses
 import functools
@@ -35,8 +35,8 @@ class CaseSettings:
     impl: str | None = None
     """Whose kernels our models run: auto (the default), triton or reference."""
     recompute: str | None = None
-    """What backward rebuilds instead of keeping: none, activations (the default of ours) or outputs. A
-    compiled model of others takes none (its default) or activations."""
+    """What backward rebuilds instead of keeping: none, activations (the default of ours) or
+    outputs. A compiled model of others takes none (its default) or activations."""
     pad: bool = False
     """Pad the channels of our models to multiples of 8."""
     jit: bool = False
@@ -46,21 +46,21 @@ class CaseSettings:
     fold: bool | None = None
     """Fold batch norms into convolutions, in inference of our models; by default they are."""
     amp: str | None = None
-    """Autocast: off, bf16 or fp16 (with a gradient scaler). By default bf16 in training on a GPU."""
+    """Autocast: off, bf16 or fp16 (which scales gradients). By default bf16 to train on a GPU."""
     dtype: str | None = None
-    """Type of the weights in inference: fp32, bf16 or fp16. By default bf16 on a GPU, without amp."""
+    """Type of the weights in inference: fp32, bf16 or fp16. By default bf16 on a GPU."""
     channels_last: bool = False
     """Store images and weights channels last."""
     compile: str = "none"
-    """Mode of torch.compile: default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs; none
-    is eager."""
+    """Mode of torch.compile: default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs;
+    none is eager."""
     freeze: bool = False
     """Compile the weights in as constants, in inference."""
     cuda_graph: bool = False
     """Replay forward and backward of a training step as a CUDA graph."""
     layout_opt: bool = False
-    """Compile with Inductor's layout optimisation forced (TORCHINDUCTOR_FORCE_LAYOUT_OPT=1): without it
-    PyTorch 2.12 and later may lose channels_last in backward."""
+    """Compile with Inductor's layout optimisation forced (TORCHINDUCTOR_FORCE_LAYOUT_OPT=1):
+    without it PyTorch 2.12 and later may lose channels_last in backward."""
     opt: str = "sgd"
     """Optimizer, by timm's name."""
     ema_decay: float = 0.0
@@ -70,8 +70,8 @@ class CaseSettings:
     accumulate: int = 1
     """Forward and backward passes of an update, each of `batch_size` images."""
     input: str = "float"
-    """What a step is fed: float images in [0, 1], or uint8 ones. Our channels-last stem reads bytes as
-    they are; others divide by 255 within the step."""
+    """What a step is fed: float images in [0, 1], or uint8 ones. Our channels-last stem reads bytes
+    as they are; others divide by 255 within the step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,8 +186,8 @@ class Cases(CaseSettings):
     """Models, and the settings that they share unless they have their own."""
 
     models: Annotated[Positional[tuple[str, ...]], arg(metavar="MODEL [MODEL ...]")] = ()
-    """Ours (tresnet_m), timm:NAME or torchvision:NAME. A model may have its own settings, by the names
-    of the options: tresnet_m@norm=inplace_abn,amp=fp16 or timm:resnet50@compile=default."""
+    """Ours (tresnet_m), timm:NAME or torchvision:NAME. A model may have its own settings, by the
+    names of the options: tresnet_m@norm=inplace_abn,amp=fp16 or timm:resnet50@compile=default."""
     batch_sizes: Annotated[tuple[int, ...], arg(name="batch-size")] = (64,)
     """Images a step; several give one case each."""
 

@@ -72,9 +72,10 @@ _FIRST_CYCLES, _MOST_CYCLES = 2**23, 2**30
 class HeldClock:
     """Times blocks of a few short calls on one device, without the host's part in it.
 
-    A kernel of some microseconds is over before Python has queued the next one, so that plain timing
-    measures Python. On a GPU the calls are queued behind a kernel that only waits, for as long as
-    the host needs; the GPU then runs them back to back. On a CPU they are timed as they are.
+    A kernel of some microseconds is over before Python has queued the next one, so that plain
+    timing measures Python. On a GPU the calls are queued behind a kernel that only waits, for as
+    long as the host needs; the GPU then runs them back to back. On a CPU they are timed as they
+    are.
 
     Attributes:
         late_blocks: blocks that the host could not queue in time; their time has its part in it.

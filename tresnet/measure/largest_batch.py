@@ -40,9 +40,9 @@ def largest_batches(
 ) -> Outcome:
     """Find the largest training batch of each case, and record it.
 
-    Two small batches foretell the edge (every buffer grows with the batch by a constant); real steps
-    around it find it. cuDNN does not search for algorithms meanwhile, as each new batch would cost it
-    seconds; the answer is then run with that search, and made smaller should it not fit.
+    Two small batches foretell the edge (every buffer grows with the batch by a constant); real
+    steps around it find it. cuDNN does not search for algorithms meanwhile, as each new batch would
+    cost it seconds; the answer is then run with that search, and made smaller should it not fit.
 
     The cases' own batch sizes are not used; `log` is told each try.
 
@@ -76,8 +76,8 @@ class LargestContender(Contender):
 
     Its columns: `largest_batch`, the largest that ran; `limited_by`: `memory`, or the bound or the
     time limit that was given; `memory_limit_mib`: what the allocator was allowed, or the device's
-    memory; `max_allocated_mib`: peak at the largest batch; `tries`: each batch tried, and whether it
-    ran.
+    memory; `max_allocated_mib`: peak at the largest batch; `tries`: each batch tried, and whether
+    it ran.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """`tresnet bench loader`: images per second of data loaders that take turns over epochs.
 
-Nobody computes with the images meanwhile: what is timed is how fast workers decode, augment and hand
-over batches. A worker's batches come in bursts, so a whole visit is timed, not each batch.
+Nobody computes with the images meanwhile: what is timed is how fast workers decode, augment and
+hand over batches. A worker's batches come in bursts, so a whole visit is timed, not each batch.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ Epoch = Iterable[tuple[Tensor, Any]]
 METHOD = {
     "order": "every round visits every loader, forwards and backwards in turn",
     "timed": "from the last warm-up batch to the last batch of an epoch",
-    "timm": "create_dataset and create_loader: bytes are what its workers give its prefetcher, floats "
-    "are without it, divided by a deviation of 1, which its API cannot leave out",
+    "timm": "create_dataset and create_loader: bytes are what its workers give its prefetcher, "
+    "floats are without it, divided by a deviation of 1, which its API cannot leave out",
 }
 
 

@@ -1,10 +1,10 @@
 """`tresnet bench train` and `infer`: images per second and peak memory of models side by side.
 
-The step that is timed is the one that `train.py` and `eval.py` run (`tresnet.steps`), on a synthetic
-batch that is on the device already. Peak memory is that of steady steps, after warm-up, and counts
-the case itself: what the other cases keep on the GPU meanwhile (weights, optimizer state) is
-subtracted from `max_allocated` and `reserved`. `device_used` (the whole device) and a CPU's
-`rss_peak` (the whole process) cannot be split: only the first case of a run, or a run without
+The step that is timed is the one that `train.py` and `eval.py` run (`tresnet.steps`), on a
+synthetic batch that is on the device already. Peak memory is that of steady steps, after warm-up,
+and counts the case itself: what the other cases keep on the GPU meanwhile (weights, optimizer
+state) is subtracted from `max_allocated` and `reserved`. `device_used` (the whole device) and a
+CPU's `rss_peak` (the whole process) cannot be split: only the first case of a run, or a run without
 interleaving, has them for itself.
 """
 
@@ -193,9 +193,9 @@ class ModelContender(Contender):
 def speed(times_s: Sequence[float], images: float) -> dict[str, float | None]:
     """Percentiles over steps of so many images each.
 
-    p20 images/s is exceeded by 80 % of the steps, p80 by 20 %: they are the images over the percentile
-    of the times, so p20 images/s belongs to the 80th percentile of time. Times between two measured
-    ones are interpolated linearly.
+    p20 images/s is exceeded by 80 % of the steps, p80 by 20 %: they are the images over the
+    percentile of the times, so p20 images/s belongs to the 80th percentile of time. Times between
+    two measured ones are interpolated linearly.
     """
     names = ("p20_images_per_s", "p50_images_per_s", "p80_images_per_s")
     if not times_s:
@@ -213,8 +213,8 @@ def prepare(
     """Build a checked case's model, input and step on `device`.
 
     Returns:
-        A function that does one step and returns the loss or the logits, the model that runs, and the
-        side of its images.
+        A function that does one step and returns the loss or the logits, the model that runs, and
+        the side of its images.
     """
     torch.manual_seed(seed)
     model = build(case)

@@ -2,8 +2,8 @@
 
 All run channels last, in training, at the places where a tresnet_m has them. The ideal counts the
 passes over feature maps that the data flow forces, each read or write once; per-channel vectors are
-left out. Where a map fits in the GPU's cache, the second of two passes can be cheaper than the ideal
-says.
+left out. Where a map fits in the GPU's cache, the second of two passes can be cheaper than the
+ideal says.
 """
 
 from collections.abc import Callable

@@ -76,7 +76,7 @@ class RecordFile:
         """
         if not rows:
             raise InputError(
-                "expected something measured to record, got nothing: allow more time or ask for more"
+                "expected something to record, got nothing measured: give it more time or cases"
             )
         if "environment" not in self._head:
             self._head["environment"] = env.describe(self._device)
@@ -95,7 +95,7 @@ class RecordFile:
         return path
 
     def _reserve(self) -> Path:
-        """Create the first free of `stem.json`, `stem_2.json`, ... empty, so that no one takes it."""
+        """Create the first free of `stem.json`, `stem_2.json`, ..., so that no one takes it."""
         device = self._head["environment"]["device"]
         name = str(device.get("name") or device["type"]).lower().removeprefix("nvidia ")
         slug = re.sub(r"[^a-z0-9]+", "-", name).strip("-")

@@ -36,8 +36,8 @@ _MARKERS = ("o", "s", "^", "D", "v", "P")
 class Record:
     """One record: its file's name, and of its content what is drawn.
 
-    `title` is the GPU with its power limit, or the CPU with the threads used, and PyTorch's version:
-    figures of two are never comparable.
+    `title` is the GPU with its power limit, or the CPU with the threads used, and PyTorch's
+    version: figures of two are never comparable.
     """
 
     name: str
@@ -74,7 +74,8 @@ def read_records(folder: Path, say: Callable[[str], object]) -> list[Record]:
             say(f"not drawn: {record.name}, a record of {record.what}")
     if not records:
         raise InputError(
-            f"expected records (*.json) of {', '.join(DRAWN)} in {folder}, found none: measure first"
+            f"expected records (*.json) of {', '.join(DRAWN)} in {folder}, found none: "
+            "measure first"
         )
     return sorted(records, key=lambda one: (one.date_utc, one.name))
 
@@ -136,7 +137,7 @@ def sections(records: Iterable[Record]) -> list[list[Record]]:
 
 
 def contender(row: Row) -> str:
-    """Who a row speaks for: a model, the package its norm comes from if that is another's, its input."""
+    """Who a row speaks for: a model, the package of its norm if that is another's, its input."""
     name = f"{row['model']} with inplace-abn" if row["norm"] == "inplace_abn" else row["model"]
     return f"{name} on uint8" if row["input"] == "uint8" else name
 
@@ -351,7 +352,7 @@ def speed_points(section: Sequence[Record], what: str) -> list[tuple[Row, str]]:
 
 
 def published_top1(model: str, input_size: int | None) -> Mapping[str, float]:
-    """ImageNet-1k top-1, in percent, of published weights of a model at an input size, by their name.
+    """ImageNet-1k top-1, in percent, of a model's published weights at an input size, by name.
 
     Ours and timm's TResNets share their weights: both take the table in weights/manifest.json.
     torchvision's are its default weights', as its own metadata states them; empty for other models.

@@ -2,9 +2,9 @@
 
 A benchmark is a list of groups of contenders. A contender is set up, warmed up and timed for one
 round right away; then all contenders of its group are timed in further rounds, forwards and
-backwards through the list, so that a drift of clocks or temperature meets them all alike. After each
-contender and each round the record is written, so that whatever ends the run (a failure, a hang, a
-signal, a power cut) costs what was being measured at that moment and nothing else.
+backwards through the list, so that a drift of clocks or temperature meets them all alike. After
+each contender and each round the record is written, so that whatever ends the run (a failure, a
+hang, a signal, a power cut) costs what was being measured at that moment and nothing else.
 """
 
 import abc
@@ -60,8 +60,8 @@ class Contender(abc.ABC):
         label: it in one line, for progress.
         columns: of its row in the record: what is measured, and what `set_up` and `visit` find.
         units: of work in one timed step: images, or bytes.
-        compared_with: contenders of a group are compared with the first that has the same word here.
-        ratio_column: where that ratio goes.
+        compared_with: contenders of a group are compared with the first that has the same word
+        here. ratio_column: where that ratio goes.
     """
 
     label: str

@@ -28,7 +28,7 @@ class RunSettings:
     case_limit_s: float | None = None
     """Give up a contender whose set-up and first round, or a later round, takes longer."""
     output_dir: Path = Path("benchmarks/records")
-    """Where the record is written, after each contender; an existing record is never overwritten."""
+    """Where the record is written, after each contender; existing ones are never overwritten."""
 
     def check(self) -> None:
         """Raise `InputError` for what nothing can be measured with."""
@@ -78,8 +78,8 @@ class LargestSettings(RunSettings):
     at_most: int | None = None
     """Try no larger batch; needed on a CPU."""
     memory_gib: float | None = None
-    """Give PyTorch's allocator no more than this, so that a larger GPU stands for a smaller one; the
-    CUDA context, about half a GiB, comes on top."""
+    """Give PyTorch's allocator no more than this, so that a larger GPU stands for a smaller one;
+    the CUDA context, about half a GiB, comes on top."""
     seed: Suppress[int] = 0
 
     def check(self) -> None:

@@ -68,7 +68,7 @@ def build_named(
         name: ours, or `timm:NAME`, or `torchvision:NAME`.
         device: where to build it; on `meta` nothing is allocated, unless the constructor of a peer
             reads values that it has just made.
-        **options: for ours what `tresnet.models.zoo.build` takes (norm, impl, pad, num_classes, ...),
+        **options: for ours what `tresnet.models.zoo.build` takes (norm, impl, num_classes, ...),
             for a peer what its constructor takes. None is as good as not given.
 
     Raises:

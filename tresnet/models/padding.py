@@ -1,7 +1,7 @@
 """Channels padded with zeros to widths that hardware likes, and back.
 
-L and XL have 76 and 83 channels and multiples of these; kernels for matrix units want multiples of 8.
-A padded channel is exactly zero everywhere, and so is every gradient of its parameters: its
+L and XL have 76 and 83 channels and multiples of these; kernels for matrix units want multiples of
+8. A padded channel is exactly zero everywhere, and so is every gradient of its parameters: its
 convolution's weights, gamma and beta are zero, and no weight that reads it differs from zero. SGD
 (momentum, weight decay) and AdamW keep zeros with zero gradients, so padding can be trained.
 """
@@ -162,7 +162,7 @@ def _resize_norm(norm: NormAct, channels: int) -> None:
 
 @torch.no_grad()
 def _resized(old: Tensor, shape: tuple[int, ...], fill: float = 0.0) -> Tensor:
-    """Return `old` cropped to `shape` or padded by `fill`, in its memory format; itself if it fits."""
+    """`old` cropped to `shape` or padded by `fill`, in its memory format; itself if it fits."""
     if old.shape == shape:
         return old
     layout = torch.contiguous_format if old.is_contiguous() else torch.channels_last

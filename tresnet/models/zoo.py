@@ -39,8 +39,8 @@ class Variant:
     input_size: int = DEFAULT_INPUT_SIZE
 
 
-# Paper, table 2 (M, L, XL); the authors' ImageNet-21K release (v2_l); s is the smaller model of their
-# code; t is this project's own, for small images, tests and demonstrations.
+# Paper, table 2 (M, L, XL); the authors' ImageNet-21K release (v2_l); s is the smaller model of
+# their code; t is this project's own, for small images, tests and demonstrations.
 VARIANTS: dict[str, Variant] = {
     "tresnet_t": Variant((2, 2, 3, 2), 0.25, block_size=2, input_size=32),
     "tresnet_s": Variant((3, 4, 7, 3)),

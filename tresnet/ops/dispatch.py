@@ -41,10 +41,10 @@ def traced() -> bool:
 def runs_kernels(x: Tensor, impl: str, shared: bool = False) -> bool:
     """Whether an operation runs its Triton kernels on `x`.
 
-    "auto" takes them on a GPU that has them in eager mode; under `torch.compile`, export and tracing
-    the compiler fuses plain operators. "triton" takes them wherever they can be part of the graph,
-    not under export, tracing and the transforms of `torch.func`. Other names never take them, nor
-    does an empty batch, unless its statistics are `shared` with processes that wait for them.
+    "auto" takes them on a GPU that has them in eager mode; under `torch.compile`, export and
+    tracing the compiler fuses plain operators. "triton" takes them wherever they can be part of the
+    graph, not under export, tracing and the transforms of `torch.func`. Other names never take
+    them, nor does an empty batch, unless its statistics are `shared` with processes that wait.
 
     Raises:
         InputError: `impl` is "triton" and they cannot run; the message says why.

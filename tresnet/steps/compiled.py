@@ -78,9 +78,9 @@ class CompiledModel:
                 yield
         except FailOnRecompileLimitHit as error:
             raise InputError(
-                f"expected at most {dynamo.recompile_limit} shapes of images or settings of the model, "
-                f"for each of which it is compiled, got one more: {list(x.shape)}, {x.dtype}; use "
-                "fewer, or raise torch._dynamo.config.recompile_limit"
+                f"expected at most {dynamo.recompile_limit} shapes of images or settings of the "
+                f"model, for each of which it is compiled, got one more: {list(x.shape)}, "
+                f"{x.dtype}; use fewer, or raise torch._dynamo.config.recompile_limit"
             ) from error
 
 

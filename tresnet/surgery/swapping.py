@@ -71,9 +71,10 @@ def _check_gammas(model: nn.Module, norms: dict[str, NormAct]) -> None:
     if faults:
         more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         raise InputError(
-            "expected gammas of at least eps (1e-5), the smallest that in-place ABN (|w| + eps) can "
-            f"represent; got smaller ones in {', '.join(faults[:_SHOWN])}{more}: keep norm='abn', or "
-            "build the model with norm='inplace_abn', which starts at eps where others start at 0"
+            "expected gammas of at least eps (1e-5), the smallest that in-place ABN (|w| + eps) "
+            f"can represent; got smaller ones in {', '.join(faults[:_SHOWN])}{more}: keep "
+            "norm='abn', or build the model with norm='inplace_abn', which starts at eps where "
+            "others start at 0"
         )
 
 

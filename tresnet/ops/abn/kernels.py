@@ -263,7 +263,8 @@ def load_activated(x, w, mask, W, xp, mu, k, beta, slope, HAS_ACT: tl.constexpr)
 
 @kernel
 def apply_blurred(
-    x, mean, scale, bias, gate, out, P, C, H, W, HO, WO, xn, xp, xc, on, op, oc, splits, chunk, slope,
+    x, mean, scale, bias, gate, out, P, C, H, W, HO, WO,
+    xn, xp, xc, on, op, oc, splits, chunk, slope,
     HAS_ACT: tl.constexpr, HAS_GATE: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
