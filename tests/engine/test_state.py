@@ -3,6 +3,8 @@ import math
 import os
 import pickle
 import random
+import struct
+import zipfile
 
 import numpy as np
 import pytest
@@ -89,8 +91,12 @@ def truncate(path):
 
 def flip_a_bit(path):
     """In the middle of a tensor, where torch itself does not notice."""
+    with zipfile.ZipFile(path) as archive:
+        largest = max(archive.infolist(), key=lambda info: info.file_size)
     data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
+    name, padding = struct.unpack_from("<HH", data, largest.header_offset + 26)
+    begin = largest.header_offset + 30 + name + padding
+    data[begin + largest.file_size // 2] ^= 1
     path.write_bytes(data)
 
 
