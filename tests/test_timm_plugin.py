@@ -326,11 +326,8 @@ def test_timms_scripts_see_our_models(tmp_path):
     assert run.stdout == "__main__ tresnet.models.tresnet ['tresnet_m', '--x']\n", run.stderr
 
 
-@pytest.mark.parametrize("name", ["nope.py", "."])
-def test_a_script_that_is_not_there(tmp_path, name):
-    command = [sys.executable, "-W", "error", "-m", "tresnet.timm_plugin", name]
+def test_a_script_that_is_not_there():
+    command = [sys.executable, "-W", "error", "-m", "tresnet.timm_plugin", "."]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.stderr == (
-        f"error: expected a script of timm's, got {name}: there is no such file\n"
-    )
+    assert run.stderr == ("error: expected a script of timm's, got .: there is no such file\n")
     assert run.returncode == 1
