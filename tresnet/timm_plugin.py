@@ -25,12 +25,13 @@ from timm.models import (
 from timm.models._features_fx import register_notrace_module
 from torch import Tensor
 
+from tresnet.checkpoints.download import from_layout
 from tresnet.checkpoints.fit import fit
 from tresnet.checkpoints.load import load_weights, model_tensors
 from tresnet.checkpoints.published import WeightsEntry, entries, weights_dir
 from tresnet.checkpoints.read import WeightsFile, read_weights, unwrap
 from tresnet.checkpoints.remap import Weights, identify, to_ours
-from tresnet.errors import CheckpointError, InputError
+from tresnet.errors import InputError
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.models.blocks import BasicBlock, Bottleneck
@@ -110,7 +111,8 @@ def _create(
 def _load(model: TResNet, cfg: dict[str, Any], cache_dir: str | Path | None) -> None:
     """Load the weights a configuration names: files by ourselves, with the metadata in them."""
     if cfg.get("file") and not cfg.get("state_dict"):
-        weights = to_ours(read_weights(_file_in(Path(cfg["file"]))))
+        path = Path(cfg["file"])
+        weights = to_ours(read_weights(from_layout(path)[0] if path.is_dir() else path))
         load_weights(model, weights, _needs_new_head(weights, model))
         return
     load_pretrained(
@@ -121,16 +123,6 @@ def _load(model: TResNet, cfg: dict[str, Any], cache_dir: str | Path | None) -> 
         filter_fn=_convert,
         cache_dir=cache_dir,
     )
-
-
-def _file_in(path: Path) -> Path:
-    """Return the file itself, or that of a directory as timm and its hub lay them out."""
-    if not path.is_dir():
-        return path
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        if (path / name).is_file():
-            return path / name
-    raise CheckpointError(f"expected model.safetensors or pytorch_model.bin in {path}, got neither")
 
 
 def _needs_new_head(weights: Weights, model: TResNet) -> bool:

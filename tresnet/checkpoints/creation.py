@@ -36,7 +36,8 @@ def create(
     Args:
         name: a name out of `list_models()`; None for that of the weights.
         weights: a tag out of `list_weights()`, the path of a file in our format, timm's or the
-            public TResNet one, or what `open_weights` returned; None for fresh weights.
+            public TResNet one, a directory in timm's layout (`local-dir:DIR` too),
+            `hf-hub:USER/NAME`, or what `open_weights` returned; None for fresh weights.
         new_head: take all but the head from the weights, and any `num_classes`.
         features_only: return feature maps instead of logits.
         out_indices: which maps, or how many of the last; 0 is the stem, 1 to 4 the stages.

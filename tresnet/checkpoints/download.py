@@ -12,6 +12,7 @@ from tresnet.errors import CheckpointError
 from tresnet.files import atomic_write
 
 HUB_FILENAME = "model.safetensors"
+LAYOUT = (HUB_FILENAME, "pytorch_model.bin")
 _TIMEOUT_S = 60.0
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -79,6 +80,53 @@ def from_hub(repo_id: str, filename: str) -> Path:
         return Path(hf_hub_download(repo_id, filename, local_files_only=True))
     except EntryNotFoundError:  # not cached
         return Path(hf_hub_download(repo_id, filename))
+
+
+def from_hub_layout(repo_id: str) -> tuple[Path, Path | None]:
+    """Return the weights of a repository laid out as timm does, and its config.json if it has one.
+
+    Raises:
+        CheckpointError: they cannot be had, or the hash is not the hub's.
+    """
+    try:
+        path = _first_from_hub(repo_id, LAYOUT)
+        config = _first_from_hub(repo_id, ("config.json",))
+    except Exception as error:  # the hub's client and its transports each have their own
+        raise CheckpointError(
+            f"could not get hf-hub:{repo_id} ({type(error).__name__}: {error}): check the name and"
+            " the network; a private repository needs the variable HF_TOKEN"
+        ) from error
+    if path is None:
+        raise CheckpointError(f"expected {' or '.join(LAYOUT)} in hf-hub:{repo_id}, got neither")
+    if (published := hub_sha256(path)) is not None:
+        verify(path, published, f"hf-hub:{repo_id}")
+    return path, config
+
+
+def _first_from_hub(repo_id: str, names: tuple[str, ...]) -> Path | None:
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    for name in names:
+        try:
+            return from_hub(repo_id, name)
+        except LocalEntryNotFoundError:  # there is no network
+            raise
+        except EntryNotFoundError:
+            continue
+    return None
+
+
+def from_layout(folder: Path) -> tuple[Path, Path | None]:
+    """`from_hub_layout` of a folder.
+
+    Raises:
+        CheckpointError: there are no weights in it.
+    """
+    for name in LAYOUT:
+        if (folder / name).is_file():
+            config = folder / "config.json"
+            return folder / name, config if config.is_file() else None
+    raise CheckpointError(f"expected {' or '.join(LAYOUT)} in {folder}, got neither")
 
 
 def hub_sha256(path: Path) -> str | None:

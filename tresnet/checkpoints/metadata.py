@@ -1,15 +1,18 @@
 """What must hold of the metadata stored beside weights, before anything is made of it."""
 
+import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from tresnet.errors import InputError
+from tresnet.errors import CheckpointError, InputError
 from tresnet.models.config import ModelConfig
 from tresnet.models.zoo import find_variant
 
 _CROP_MODES = ("center", "squash", "border")
 _INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
+_PREPARATION = ("input_size", "crop_pct", "crop_mode", "interpolation", "mean", "std")
 _MOST_PIXELS = 16_384  # the side of an image
 
 
@@ -26,6 +29,28 @@ def check_metadata(metadata: Mapping[str, Any]) -> ModelConfig:
     _check_preparation(_table(metadata, "pretrained_cfg"), config)
     _check_user(_table(metadata, "user"), config)
     return config
+
+
+def read_config(path: Path, config: ModelConfig) -> dict[str, Any]:
+    """What timm's config.json says of images and class names, as metadata has it.
+
+    Raises:
+        CheckpointError: it cannot be read, or does not fit the model.
+    """
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+        cfg, names = _table(known, "pretrained_cfg"), known.get("label_names")
+        if isinstance(names, dict):  # by number
+            names = [names[key] for key in sorted(names, key=int)]
+        metadata = {
+            "pretrained_cfg": {key: cfg[key] for key in _PREPARATION if key in cfg},
+            "user": {} if names is None else {"classes": names},
+        }
+        _check_preparation(metadata["pretrained_cfg"], config)
+        _check_user(metadata["user"], config)
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"expected timm's config.json in {path}: {error}") from error
+    return metadata
 
 
 def _table(metadata: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tresnet.checkpoints.download import fetch
+from tresnet.checkpoints.download import fetch, from_hub_layout, from_layout
+from tresnet.checkpoints.metadata import read_config
 from tresnet.checkpoints.published import WeightsEntry, locate, weights_dir
 from tresnet.checkpoints.read import listed, read_weights
 from tresnet.checkpoints.remap import Architecture, Weights, identify, to_ours
@@ -13,6 +14,7 @@ from tresnet.errors import CheckpointError, InputError
 from tresnet.models.config import ModelConfig
 from tresnet.models.zoo import VARIANTS, default_pretrained_cfg, make_config
 
+_HUB, _LOCAL = "hf-hub:", "local-dir:"  # as timm has them
 # what the weights decide about their model, besides the number of classes
 _ARCHITECTURE = ("layers", "width_factor", "block_size", "in_chans", "global_pool")
 _HEAD = ("head", "head_groups", "head_channels")
@@ -86,35 +88,48 @@ class OpenWeights:
 def open_weights(name: str | os.PathLike[str] | OpenWeights) -> OpenWeights:
     """Read a tag, which is downloaded if it is not here, or a file: once for all that is asked.
 
+    Or a directory in timm's layout (`local-dir:` before it, or nothing), or `hf-hub:USER/NAME`:
+    what its config.json says of images and class names counts where the weights' file says nothing.
+
     Raises:
         InputError: an unknown tag.
         CheckpointError: the file cannot be had, is unreadable or no TResNet.
     """
     if isinstance(name, OpenWeights):
         return name
-    found = locate(name)
-    entry = found if isinstance(found, WeightsEntry) else None
-    path = fetch(entry) if entry is not None else found
-    assert isinstance(path, Path)
+    entry, beside = None, None
+    if isinstance(name, str) and name.startswith(_HUB):
+        path, beside = from_hub_layout(name.removeprefix(_HUB))
+    else:
+        found = locate(name.removeprefix(_LOCAL) if isinstance(name, str) else name)
+        entry = found if isinstance(found, WeightsEntry) else None
+        path = fetch(entry) if entry is not None else found
+        assert isinstance(path, Path)
+        if path.is_dir():
+            path, beside = from_layout(path)
     weights = to_ours(read_weights(path))
-    return OpenWeights(weights, _info(weights, os.fsdecode(os.fspath(name)), entry))
+    return OpenWeights(weights, _info(weights, os.fsdecode(os.fspath(name)), entry, beside))
 
 
 def describe(name: str | os.PathLike[str]) -> WeightsInfo:
-    """Return what is known about weights, without downloading anything.
+    """Return what is known about weights, without downloading a tag's.
 
     Raises:
         InputError: an unknown tag.
         CheckpointError: the file is unreadable or no TResNet.
     """
+    if isinstance(name, str) and name.startswith((_HUB, _LOCAL)):
+        return open_weights(name).info
     entry = locate(name)
     if not isinstance(entry, WeightsEntry) or (weights_dir() / entry.file).is_file():
         return open_weights(name).info
     return _info(None, entry.tag, entry)
 
 
-def _info(weights: Weights | None, name: str, entry: WeightsEntry | None) -> WeightsInfo:
-    """Return what a file says of itself, if it is here, completed by the table."""
+def _info(
+    weights: Weights | None, name: str, entry: WeightsEntry | None, beside: Path | None = None
+) -> WeightsInfo:
+    """Return what a file says of itself, if it is here, completed by the table or a config.json."""
     config, metadata, guessed = None, {}, False
     if weights is not None:
         config, metadata = weights.config, weights.source.metadata or {}
@@ -124,6 +139,8 @@ def _info(weights: Weights | None, name: str, entry: WeightsEntry | None) -> Wei
     elif entry is not None:
         config = make_config(entry.model, num_classes=entry.num_classes)
     assert config is not None, "of a file or of the table"
+    if beside is not None and not metadata:
+        metadata = read_config(beside, config)
     cfg: dict[str, Any] = default_pretrained_cfg(config.variant, config)
     cfg.update(metadata.get("pretrained_cfg", {}))
     cfg.update({} if entry is None else entry.pretrained_cfg)

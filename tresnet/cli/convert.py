@@ -14,7 +14,7 @@ class Convert:
     """Read weights in our, timm's or the public TResNet format and write them in another."""
 
     source: Annotated[Positional[str], arg(metavar="IN")]
-    """A file of weights, or a tag out of `tresnet list`."""
+    """A tag of `tresnet list`, a file, a directory in timm's layout or hf-hub:USER/NAME."""
 
     target: Annotated[Positional[Path], arg(metavar="OUT")]
     """The file to write: .safetensors, .pth or .pt. It must not exist."""

@@ -25,7 +25,7 @@ class Predict:
     """Image files. One that cannot be read is an error, the others are still predicted."""
 
     weights: str
-    """A tag out of `tresnet list`, or a file of weights."""
+    """A tag of `tresnet list`, a file, a directory in timm's layout or hf-hub:USER/NAME."""
 
     topk: int = 1
     """How many classes to name, the likeliest first."""

@@ -39,7 +39,8 @@ class ModelConfig(BuildConfig):
     model: str | None = None
     """Variant, such as tresnet_m. None: the one that the weights name."""
     weights: str | None = None
-    """Start from these weights: a tag of `tresnet list` or a file. None: random weights."""
+    """Start from these weights: a tag of `tresnet list`, a file, a directory in timm's layout or
+    hf-hub:USER/NAME. None: random weights."""
     new_head: bool = False
     """Leave the head of the weights out and start a new one for the classes of the data."""
     head: str | None = None

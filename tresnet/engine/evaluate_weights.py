@@ -31,7 +31,7 @@ class EvalConfig(BuildConfig, ImageConfig):
     data: str = dataclasses.field()
     """Directory with val/CLASS/ image folders or val.csv, or `digits` or `digits_multilabel`."""
     weights: str
-    """A tag of `tresnet list`, or a file of weights."""
+    """A tag of `tresnet list`, a file, a directory in timm's layout or hf-hub:USER/NAME."""
     model: str | None = None
     """Variant, where the weights do not say which they are."""
     labels: Literal["single", "multi"] | None = None

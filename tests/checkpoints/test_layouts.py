@@ -1,0 +1,101 @@
+"""Weights in a directory or a hub's repository, as timm lays them out."""
+
+import json
+import shutil
+
+import huggingface_hub
+import pytest
+import timm
+import torch
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from timm.models._hub import save_for_hf
+
+import tresnet
+import tresnet.timm_plugin
+from tresnet.checkpoints.weights import describe
+from tresnet.errors import CheckpointError
+
+SMALL = {"layers": (1, 1, 1, 1), "width_factor": 0.25}
+CLASSES = ["cat", "dog", "owl"]
+CFG = {"input_size": [3, 160, 160], "crop_pct": 0.9, "interpolation": "bicubic"}
+
+
+@pytest.fixture(params=["model.safetensors", "pytorch_model.bin"])
+def layout(request, tmp_path):
+    """(the model, a directory that timm itself wrote)."""
+    torch.manual_seed(1)
+    model = timm.create_model("tresnet_m", num_classes=3, **SMALL).eval()
+    model.pretrained_cfg = {**model.pretrained_cfg, **CFG}
+    safe = "both" if request.param == "model.safetensors" else False
+    folder = tmp_path / "layout"
+    names = {"label_names": CLASSES}
+    save_for_hf(model, folder, dict(names), model_args=SMALL, safe_serialization=safe)
+    assert (folder / request.param).is_file()
+    return model, folder
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """Serves a folder as any repository; None for no network."""
+    served = {}
+
+    def download(repo_id, filename, *, local_files_only=False):
+        if local_files_only or served["folder"] is None:
+            raise LocalEntryNotFoundError("not here")
+        if not (served["folder"] / filename).is_file():
+            raise EntryNotFoundError(filename)
+        return str(served["folder"] / filename)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    return served
+
+
+@pytest.mark.parametrize("source", ["{}", "local-dir:{}", "hf-hub:user/name"])
+def test_what_timm_wrote_is_read_with_its_names_and_sizes(layout, hub, source):
+    model, hub["folder"] = layout
+    name = source.format(layout[1])
+    found = tresnet.create(weights=name).eval()
+    x = torch.rand(2, 3, 64, 64)
+    assert torch.equal(found(x), model(x))
+    info = describe(name)
+    assert (info.name, info.model, info.classes) == (name, "tresnet_m", tuple(CLASSES))
+    assert (info.input_size, info.crop_pct) == ((3, 160, 160), 0.9)
+    assert found.pretrained_cfg["interpolation"] == "bicubic"
+
+
+def test_ours_in_the_layout_speak_for_themselves(tmp_path):
+    model = tresnet.create("tresnet_s", num_classes=3, **SMALL)
+    tresnet.save_checkpoint(model, tmp_path / "model.safetensors", metadata={"classes": CLASSES})
+    (tmp_path / "config.json").write_text(json.dumps({"label_names": ["other", "names", "here"]}))
+    assert describe(tmp_path).classes == tuple(CLASSES)
+    assert describe(tmp_path).model == "tresnet_s"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "expected timm's config.json in .*Expecting property name"),
+        ('{"label_names": ["one"]}', "names of 3 classes, got 1"),
+        ('{"pretrained_cfg": {"input_size": [1, 9, 9]}}', r"expected input_size \(3, height"),
+        ('{"label_names": {"0": "a", "one": "b"}}', "invalid literal"),
+        ('{"pretrained_cfg": 5}', "expected pretrained_cfg with named values"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(layout, content, message):
+    (layout[1] / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=message):
+        tresnet.create(weights=layout[1])
+
+
+def test_what_is_missing_is_said(layout, hub, tmp_path):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors or pytorch_model\.bin in .*nei"):
+        tresnet.create(weights=f"local-dir:{tmp_path}")
+    hub["folder"] = tmp_path
+    with pytest.raises(CheckpointError, match=r"\.bin in hf-hub:user/name, got neither"):
+        tresnet.create(weights="hf-hub:user/name")
+    hub["folder"] = None
+    with pytest.raises(CheckpointError, match=r"could not get hf-hub:user/name .*HF_TOKEN"):
+        tresnet.create(weights="hf-hub:user/name")
+    shutil.copytree(layout[1], tmp_path / "bare")
+    (tmp_path / "bare" / "config.json").unlink()
+    assert describe(tmp_path / "bare").classes is None
