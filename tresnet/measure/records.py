@@ -76,7 +76,8 @@ class RecordFile:
         """
         if not rows:
             raise InputError(
-                "expected something to record, got nothing measured: give it more time or cases"
+                "expected something measured to record, got nothing: allow more time or ask for "
+                "more"
             )
         if "environment" not in self._head:
             self._head["environment"] = env.describe(self._device)
