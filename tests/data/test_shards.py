@@ -17,6 +17,8 @@ from tresnet.errors import BusyError, ConfigError, DataError, MissingDependencyE
 from tresnet.files import lock
 
 pytest.importorskip("array_record")
+EMPTY = """{"format": 1, "shards": [], "classes": ["a"], "labels": [], "digest": "",
+"multilabel": false}"""
 PNGS = {"a": 5, "b": 4, "c": 3}
 
 
@@ -144,6 +146,7 @@ def test_damage_is_named_wherever_it_is(images, tmp_path):
         (lambda out: os.truncate(out / "train-00000.array_record", 99), "got 99"),
         (lambda out: (out / "train.shards.json").write_text("{}"), "KeyError: 'format'"),
         (lambda out: (out / "train.shards.json").write_bytes(b"\xff"), "UnicodeDecodeError"),
+        (lambda out: (out / "train.shards.json").write_text(EMPTY), "no images"),
     ],
 )
 def test_files_that_do_not_fit_are_refused(images, tmp_path, damage, message):

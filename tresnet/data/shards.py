@@ -97,6 +97,8 @@ class ShardDataset(ImageDataset):
             sizes = [int(shard["bytes"]) for shard in known["shards"]]
             classes = [str(name) for name in known["classes"]]
             labels, self.digest = known["labels"], str(known["digest"])
+            if not labels:
+                raise ValueError("no images")
             if len(labels) != sum(counts):
                 raise ValueError(f"{len(labels)} labels of {sum(counts)} images")
             targets = _targets(labels, len(classes), bool(known["multilabel"]))

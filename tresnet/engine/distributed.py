@@ -129,8 +129,8 @@ def meet(store: dist.Store, rank: int, world: int, timeout: datetime.timedelta) 
 
     torchrun keeps one store over its restarts. Under the same names, a process that is quicker than
     its neighbour reads the address of that neighbour's predecessor, which is dead: the restart
-    fails (two of three tries with torch 2.15). So each process asks under a name
-    of its own, process 0 answers whoever asks, and goes on when all have said that they heard.
+    fails (two of three tries with torch 2.15). So each process asks under a name of its own,
+    process 0 answers whoever asks, and goes on when all have said that they heard.
     """
     own = uuid.uuid4().hex
     if rank:
