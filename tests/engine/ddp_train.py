@@ -1,10 +1,12 @@
 """Started by torchrun: CONFIG [--resume RUN_DIR] [--without-norms] and what goes wrong.
 
+--spoil RANK PASS makes a loss infinite,
 --kill RANK UPDATE SIGNAL, again for after a restart, or --unlink FILE before the second update.
 """
 
 import argparse
 import functools
+import itertools
 import os
 from pathlib import Path
 
@@ -59,18 +61,33 @@ def before(rank, update, action, restarts=0):
     TrainingStep.update = updating
 
 
+def spoil(rank, number):
+    """The loss that one process alone sees in a pass is infinite, its gradients are not."""
+    original, count = TrainingStep._eager_pass, itertools.count(1)
+
+    def passing(self, *args):
+        loss, logits = original(self, *args)
+        bad = (int(os.environ["RANK"]), next(count)) == (rank, number)
+        return (loss + float("inf") if bad else loss), logits
+
+    TrainingStep._eager_pass = passing
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("config", type=Path)
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--unlink", type=Path)
     parser.add_argument("--without-norms", action="store_true")
+    parser.add_argument("--spoil", type=int, nargs=2)
     parser.add_argument("--kill", type=int, nargs=3, action="append")
     options = parser.parse_args()
     if options.without_norms:
         resolving.create = create_without_norms
     for restarts, (rank, update, signum) in enumerate(options.kill or []):
         before(rank, update, functools.partial(os.kill, os.getpid(), signum), restarts)
+    if options.spoil:
+        spoil(*options.spoil)
     if options.unlink:
         before(0, 2, options.unlink.unlink)
     command.train = lambda *_: train(configs.load(options.config), options.resume)

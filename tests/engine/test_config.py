@@ -86,6 +86,7 @@ def test_resuming_may_change_what_does_not_alter_the_result():
     other = {
         "workers": 1,
         "log_interval": 3,
+        "skip_bad_steps": 2,
         "progress": False,
         "tensorboard": False,
         "eval_batch_size": 3,

@@ -185,6 +185,15 @@ def test_an_image_that_one_process_misses_stops_all_of_them_after_saving(
 
 
 @pytest.mark.slow
+def test_all_processes_skip_the_step_that_is_bad_on_one(tiny, tmp_path):
+    config = saved(tiny(skip_bad_steps=1, epochs=1), tmp_path)
+    done = torchrun(SCRIPT, config, "--spoil", 1, 2)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("update 2 skipped: its loss or gradient is not finite (1 of 1") == 1
+    assert [row["bad_steps"] for row in rows_of(tmp_path / "runs" / "run")] == [1]
+
+
+@pytest.mark.slow
 def test_evaluation_on_two_processes_counts_each_image_once(tiny, tmp_path, data):
     run_dir = train(tiny(epochs=1)).run_dir
     results = []

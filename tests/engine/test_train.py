@@ -1,7 +1,9 @@
+import copy
 import csv
 import io
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -428,6 +430,79 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_last_good_state(
     assert message in str(error.value)
     if update > 6:
         assert state.read(run_dir / "last.pt")[0].progress.update == 6
+
+
+def spoil(monkeypatch, passes):
+    """The images of some forward passes are no numbers: loss, gradients and statistics go bad."""
+    original, count = TrainingStep.backward, itertools.count(1)
+
+    def backward(self, images, *args):
+        bad = next(count) in passes
+        return original(self, images.float() * float("nan") if bad else images, *args)
+
+    monkeypatch.setattr(TrainingStep, "backward", backward)
+
+
+SKIPPING = {"accumulate": 2, "skip_bad_steps": 2, "clip_grad": 1.0, "log_interval": 2}
+
+
+def test_bad_steps_change_nothing_are_counted_and_resume_bit_for_bit(tiny, monkeypatch, capsys):
+    # 3 updates of 2 passes an epoch: updates 1 and 4 are bad
+    states, skip, update = [], TrainingStep.skip, TrainingStep.update
+
+    def flat(step):
+        content = step.state_dict()
+        tensors = {name: content[name] for name in ("model", "model_ema")}
+        tensors["momenta"] = {
+            f"{i} {k}": v
+            for i, values in content["optimizer"]["state"].items()
+            for k, v in values.items()
+        }
+        return copy.deepcopy(tensors)
+
+    def skipping(self):
+        skip(self)
+        states.append(("skip", flat(self)))
+
+    def updating(self, number):
+        update(self, number)
+        states.append(("update", flat(self)))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TrainingStep, "skip", skipping)
+        patch.setattr(TrainingStep, "update", updating)
+        spoil(patch, {2, 7})
+        whole = train(tiny(**SKIPPING, name="whole")).run_dir
+    assert [kind for kind, _ in states] == ["skip", "update", "update", "skip", "update", "update"]
+    for name, tensors in states[3][1].items():
+        assert tensors
+        assert all(torch.equal(tensors[key], states[2][1][name][key]) for key in tensors), name
+    assert states[0][1]["momenta"] == {}
+    assert [row["bad_steps"] for row in rows_of(whole)] == [1, 2]
+    assert all(math.isfinite(row["loss"]) for row in rows_of(whole))
+    assert "update 4 skipped: its loss or gradient is not finite (2 of 2" in capsys.readouterr().out
+
+    with monkeypatch.context() as patch:
+        spoil(patch, {2, 7})
+        kill_after(patch, 3)
+        stopped = train(tiny(**SKIPPING)).run_dir
+        assert state.read(stopped / "last.pt")[0].progress.bad_steps == 1
+        patch.undo()
+        spoil(patch, {1})
+        train(tiny(**SKIPPING), resume=stopped)
+    assert_same_run(stopped, whole)
+
+
+def test_more_bad_steps_than_allowed_stop_the_run(tiny, monkeypatch):
+    with monkeypatch.context() as patch:
+        spoil(patch, {8, 9, 10})
+        with pytest.raises(
+            TrainingError, match="at update 10, in epoch 2, and 2 such updates were"
+        ):
+            train(tiny(skip_bad_steps=2))
+    run_dir = Path(tiny().run.runs) / "run"
+    assert state.read(run_dir / "last.pt")[0].progress.update == 6
+    assert train(tiny(skip_bad_steps=3), resume=run_dir).best_epoch  # it may change
 
 
 def test_weights_that_go_bad_in_the_last_update_are_not_saved(tiny, monkeypatch):

@@ -184,6 +184,9 @@ class RunConfig:
     """Seconds between checkpoints within an epoch; each epoch ends with one anyway."""
     log_interval: int = 50
     """Updates between looks at the loss, and between lines where no bar is shown."""
+    skip_bad_steps: int = 0
+    """Leave out so many updates whose loss or gradient is not finite; then stop. More than 0 waits
+    for the device once an update."""
     progress: bool = True
     """Show a progress bar, if the output is a terminal."""
     tensorboard: bool = True
@@ -223,6 +226,7 @@ FREE_AT_RESUME = frozenset(
         "eval_interval",
         "checkpoint_interval_s",
         "log_interval",
+        "skip_bad_steps",
         "progress",
         "tensorboard",
     ]

@@ -26,6 +26,7 @@ COLUMNS = (
     "val_f1",
     "images_per_s",
     "data_wait_pct",
+    "bad_steps",
     "allocated_mib",
     "reserved_mib",
     "max_allocated_mib",
@@ -54,8 +55,8 @@ class RunLog:
 
     `step` counts updates of the weights, `accuracy`, `val_top*`, `val_map` and `val_f1` are in
     percent, `images_per_s` is over all processes, `data_wait_pct` the share of the time in which
-    training waited for images. A cell that does not apply is empty in the CSV and
-    null in the JSONL.
+    training waited for images, `bad_steps` the updates skipped so far. A cell that does not apply
+    is empty in the CSV and null in the JSONL.
     """
 
     def __init__(

@@ -121,6 +121,10 @@ class Tally:
         hits = loss.new_zeros(()) if labels.dim() > 1 else (logits.argmax(1) == labels).sum()
         self._batches.append((update, len(labels), torch.stack([loss.double(), hits.double()])))
 
+    def drop(self, update: int) -> None:
+        """Forget the batches of an update that was skipped."""
+        self._batches = [batch for batch in self._batches if batch[0] != update]
+
     def look(self, processes: Processes) -> Look:
         """Sum up and begin anew (a collective)."""
         updates, images, values = zip(*self._batches, strict=True) if self._batches else ((),) * 3

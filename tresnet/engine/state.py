@@ -45,6 +45,7 @@ class Progress:
         best_loss: Its validation loss, which decides between equal accuracies.
         best_epoch: The epoch that had it, counted from 1.
         last_score: The same of the last evaluation; -1 before the first.
+        bad_steps: Updates skipped so far because their loss or gradient was not finite.
         skipped: Unreadable training images so far, of all processes.
     """
 
@@ -59,6 +60,7 @@ class Progress:
     best_loss: float = math.inf
     best_epoch: int = 0
     last_score: float = -1.0
+    bad_steps: int = 0
     skipped: tuple[str, ...] = ()
 
     def next_epoch(self) -> None:

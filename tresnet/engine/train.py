@@ -129,5 +129,6 @@ def create_step(
         sync_bn=config.compute.sync_bn,
         grad_checkpointing=config.model.grad_checkpointing,
         mixes=config.augment.mixes,
+        skips=config.run.skip_bad_steps > 0,
         say=say,
     )

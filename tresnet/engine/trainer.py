@@ -232,9 +232,31 @@ class Trainer:
             self.tally.add(progress.update + 1, loss, logits, labels)
             if is_last:
                 progress.update += 1
-                self.step.update(progress.update)
+                if not self._skip_if_bad():
+                    self.step.update(progress.update)
             self.throughput.step(count)
             bar.advance()
+
+    def _skip_if_bad(self) -> bool:
+        """Leave the update out on all processes if it is bad on any, as often as allowed."""
+        progress, allowed = self.progress, self.config.run.skip_bad_steps
+        if not allowed or not self.processes.max(self.step.is_bad())[0]:
+            return False
+        if progress.bad_steps == allowed:
+            raise TrainingError(
+                "the loss or its gradient is not finite (nan or infinite) at update"
+                f" {progress.update}, in epoch {progress.epoch + 1}, and {allowed} such updates"
+                f" were skipped before, as many as --skip-bad-steps allows: {self.last_good()}."
+                " Try a lower --lr or --clip-grad"
+            )
+        progress.bad_steps += 1
+        self.tally.drop(progress.update)
+        self.step.skip()
+        self.console.say(
+            f"update {progress.update} skipped: its loss or gradient is not finite"
+            f" ({progress.bad_steps} of {allowed} that may be)"
+        )
+        return True
 
     def _look(self, bar: Bar) -> None:
         """Read the figures of the last batches, stop if they are not finite, and show them."""
@@ -243,8 +265,8 @@ class Trainer:
         if look.first_bad is not None:
             raise TrainingError(
                 f"the loss is not finite (nan or infinite) at update {look.first_bad}, in epoch"
-                f" {progress.epoch + 1}: {self.last_good()}. Try a lower --lr, --clip-grad, or"
-                " --amp bf16 in place of fp16"
+                f" {progress.epoch + 1}: {self.last_good()}. Try a lower --lr, --clip-grad,"
+                " --amp bf16 in place of fp16, or --skip-bad-steps"
             )
         if look.images == 0:
             return
@@ -289,6 +311,7 @@ class Trainer:
         if self.losses.has_accuracy(progress.epoch):
             figures["accuracy"] = 100 * progress.hits / max(progress.images, 1)
         figures |= {"lr": self.step.lr, "images_per_s": rate or None, "data_wait_pct": waiting}
+        figures["bad_steps"] = progress.bad_steps
         if metrics is not None:
             progress.last_score = metrics.score
             figures |= metrics.figures()

@@ -20,7 +20,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "0 or more": (
         lambda value: value >= 0,
         "gamma_neg gamma_pos workers mixup cutmix weight_decay mix_off_epochs seed"
-        " checkpoint_interval_s",
+        " checkpoint_interval_s skip_bad_steps",
     ),
     "more than 0": (
         lambda value: value > 0,

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -72,6 +73,7 @@ class TrainingStep:
         schedule: lr_scheduler.LRScheduler | None = None,
         clip_grad: float | None = None,
         mixes: bool = False,
+        skips: bool = False,
         watch: Watch | None = None,
     ) -> None:
         """Keep the parts, of which the model is on its device already.
@@ -89,6 +91,7 @@ class TrainingStep:
             schedule: Of the optimizer.
             clip_grad: Largest norm of the gradients; None for no limit.
             mixes: Whether images are mixed, so that they must be floats.
+            skips: Whether an update may be skipped: keeps what `is_bad` and `skip` need.
             watch: Looks on; None for nobody.
         """
         self.model = model
@@ -105,6 +108,8 @@ class TrainingStep:
         self._no_sync = no_sync
         self._pass: Pass = self._eager_pass
         self._lr = self._next_lr()
+        self._losses: list[Tensor] = []  # of the update under way, if it may be skipped
+        self._kept = [buffer.clone() for buffer in model.buffers()] if skips else None
 
     @property
     def averaged(self) -> nn.Module:
@@ -141,7 +146,12 @@ class TrainingStep:
         """
         if not self.model.training:
             self.model.train()
-        return self._pass(images, targets, criterion, passes, is_last)
+        if self._kept is not None and not self._losses:
+            torch._foreach_copy_(self._kept, list(self.model.buffers()))
+        loss, logits = self._pass(images, targets, criterion, passes, is_last)
+        if self._kept is not None:
+            self._losses.append(loss)
+        return loss, logits
 
     def _eager_pass(
         self,
@@ -192,6 +202,36 @@ class TrainingStep:
             if self.average is not None:
                 self.average.update(self.model, step=number)
 
+        self._losses.clear()
+
+    @torch.no_grad()
+    def is_bad(self) -> bool:
+        """Whether a loss of this update or the norm of its gradients is not finite; waits for it.
+
+        In fp16 the gradients are left to the scaler, which skips those that overflow by itself.
+        """
+        figures = list(self._losses)
+        if not self.scaler.is_enabled():
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            figures.append(nn.utils.get_total_norm(gradients))
+        return not bool(torch.stack(figures).isfinite().all())
+
+    @torch.no_grad()
+    def skip(self) -> None:
+        """Let this update change nothing but the schedule, in which it counts as one.
+
+        Buffers, which are the norms' running statistics, are put back to before its passes.
+        """
+        assert self._kept is not None, "asked for by `skips`"
+        self._lr = self._next_lr()
+        torch._foreach_copy_(list(self.model.buffers()), self._kept)
+        self.optimizer.zero_grad()
+        self._losses.clear()
+        if self.schedule is not None:
+            with warnings.catch_warnings():  # that the optimizer did nothing is meant
+                warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)`")
+                self.schedule.step()
+
     def is_finite(self) -> bool:
         """Whether all weights and running statistics are finite numbers."""
         tensors = [
@@ -237,6 +277,7 @@ def create_training_step(
     grad_checkpointing: bool = False,
     recompute: str | None = None,
     mixes: bool = False,
+    skips: bool = False,
     build_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
     watch: Watch | None = None,
     say: Callable[[str], object] | None = None,
@@ -257,6 +298,7 @@ def create_training_step(
         grad_checkpointing: Compute activations a second time in backward.
         recompute: Of other models than ours, with `compile`: see `compile_model`.
         mixes: Whether images are mixed, so that they must be floats.
+        skips: Whether bad updates may be skipped.
         build_optimizer: Makes the optimizer in place of timm's that `optimizer` names.
         watch: Looks on; None for nobody.
         say: Told how long compiling took; None for the log.
@@ -296,6 +338,7 @@ def create_training_step(
         schedule=None if schedule is None else optim.create_schedule(made, schedule, updates or 1),
         clip_grad=optimizer.clip_grad,
         mixes=mixes,
+        skips=skips,
         watch=watch,
     )
     if graphed:
