@@ -1,6 +1,7 @@
 """A data set of noise in three colours, and a network small enough to train on it in a second."""
 
 import functools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,12 @@ def config_on(images: Path, run_dirs: Path, /, **changes: Any) -> TrainConfig:
         "tensorboard": False,
     }
     return configs.replace(TrainConfig(recipe="digits"), **(settings | changes))
+
+
+@pytest.fixture(autouse=True)
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where matplotlib is not installed: a picture takes longer than such a run."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
 
 
 @pytest.fixture

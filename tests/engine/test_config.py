@@ -89,6 +89,7 @@ def test_resuming_may_change_what_does_not_alter_the_result():
         "skip_bad_steps": 2,
         "progress": False,
         "tensorboard": False,
+        "track": "wandb",
         "eval_batch_size": 3,
         "gpu_memory": "24GiB",
         "checkpoint_interval_s": 1.0,

@@ -95,3 +95,28 @@ def test_tensorboard_gets_the_numbers_if_it_is_installed(tmp_path, monkeypatch):
         ("update/lr", 0.1, 7),
         "closed",
     ]
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_tracker_gets_the_numbers_and_knows_a_resumed_run_again(tmp_path, monkeypatch, name):
+    told = []
+
+    def init(**options):
+        told.append(options)
+        log = lambda values, step: told.append((values, step))  # noqa: E731
+        return types.SimpleNamespace(log=log, finish=lambda: told.append("finished"))
+
+    monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(init=init))
+    for _ in range(2):
+        log = RunLog(tmp_path, [], 0, tensorboard=False, track=name, config={"lr": 1})
+        log.row(phase="train", epoch=1, step=6, loss=0.5, elapsed_s=3.0)
+        log.scalars(7, "update", {"lr": 0.1})
+        log.close()
+    options, *numbers = told[:4]
+    assert numbers == [({"epoch/loss": 0.5}, 6), ({"update/lr": 0.1}, 7), "finished"]
+    assert told[4:] == told[:4]
+    assert (options["config"], options["resume"]) == ({"lr": 1}, "allow")
+    assert options.get("dir") == (str(tmp_path) if name == "wandb" else None)
+    monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(init=lambda **_: 1 / 0))
+    with pytest.raises(WriteError, match=f"{name} cannot begin .* leave out --track"):
+        RunLog(tmp_path, [], 0, tensorboard=False, track=name)

@@ -19,6 +19,7 @@ from tresnet.cli.info import Info
 from tresnet.cli.list import List
 from tresnet.cli.memory import Memory
 from tresnet.cli.predict import Predict
+from tresnet.cli.runs import Runs
 from tresnet.cli.shard import Shard
 
 _DESCRIPTION = """TResNet image classifiers: models, weights, predictions and measurements.
@@ -28,7 +29,7 @@ _DESCRIPTION = """TResNet image classifiers: models, weights, predictions and me
 
 def parse(
     arguments: Sequence[str],
-) -> List | Info | Bench | Memory | Predict | Convert | Export | Shard:
+) -> List | Info | Bench | Memory | Predict | Convert | Export | Shard | Runs:
     """Return the command with its options.
 
     Raises:
@@ -42,7 +43,8 @@ def parse(
         | Annotated[Predict, subcommand("predict")]
         | Annotated[Convert, subcommand("convert")]
         | Annotated[Export, subcommand("export")]
-        | Annotated[Shard, subcommand("shard")],  # pyright: ignore[reportArgumentType]
+        | Annotated[Shard, subcommand("shard")]
+        | Annotated[Runs, subcommand("runs")],  # pyright: ignore[reportArgumentType]
         prog="tresnet",
         description=_DESCRIPTION,
         args=arguments,

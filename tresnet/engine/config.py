@@ -191,6 +191,8 @@ class RunConfig:
     """Show a progress bar, if the output is a terminal."""
     tensorboard: bool = True
     """Write TensorBoard events, if it is installed."""
+    track: Literal["wandb", "trackio"] | None = None
+    """Send the numbers of the log to W&B or trackio too, which has to be installed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,6 +231,7 @@ FREE_AT_RESUME = frozenset(
         "skip_bad_steps",
         "progress",
         "tensorboard",
+        "track",
     ]
 )
 

@@ -4,14 +4,18 @@ import csv
 import io
 import json
 import math
+import secrets
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from tresnet import files
+from tresnet.errors import WriteError
 
 FILES = ("log.csv", "log.jsonl")
 EVENTS = "events.out.tfevents"  # how TensorBoard's names begin
+TRACKED = "tracked.txt"  # what a tracker knows the run by
 COLUMNS = (
     "phase",
     "epoch",
@@ -60,7 +64,13 @@ class RunLog:
     """
 
     def __init__(
-        self, directory: Path, rows: list[dict[str, Any]], step: int, tensorboard: bool
+        self,
+        directory: Path,
+        rows: list[dict[str, Any]],
+        step: int,
+        tensorboard: bool,
+        track: str | None = None,
+        config: dict[str, Any] | None = None,
     ) -> None:
         """Write both files anew, from the rows that belong to the state the run goes on from.
 
@@ -69,15 +79,18 @@ class RunLog:
             rows: So far; those written from now on are appended to this list too.
             step: The update the run goes on from.
             tensorboard: Write event files too, if the package is installed.
+            track: wandb or trackio, to be told the same numbers; installed.
+            config: What it is told of the run.
 
         Raises:
-            WriteError: The files cannot be written.
+            WriteError: The files cannot be written, or the tracker refuses to begin.
         """
         self._csv, self._jsonl = (directory / name for name in FILES)
         self._rows = rows
         files.write_text(self._csv, ",".join(COLUMNS) + "\n" + _csv_lines(rows))
         files.write_text(self._jsonl, "".join(map(_json_line, rows)))
         self._events = _event_writer(directory, step if rows else None) if tensorboard else None
+        self._tracker = _tracker(track, directory, config) if track else None
 
     def row(self, **values: Any) -> dict[str, Any]:
         """Append a row and return it whole; columns not named stay empty.
@@ -97,15 +110,20 @@ class RunLog:
         return row
 
     def scalars(self, step: int, prefix: str, values: dict[str, float]) -> None:
-        """Send numbers to TensorBoard alone."""
+        """Send numbers to TensorBoard and to the tracker alone."""
+        named = {f"{prefix}/{name}": value for name, value in values.items()}
         if self._events is not None:
-            for name, value in values.items():
-                self._events.add_scalar(f"{prefix}/{name}", value, step)
+            for name, value in named.items():
+                self._events.add_scalar(name, value, step)
+        if self._tracker is not None:
+            self._tracker.log(named, step=step)
 
     def close(self) -> None:
-        """Write out what TensorBoard holds back."""
+        """Write out what TensorBoard and the tracker hold back."""
         if self._events is not None:
             self._events.close()
+        if self._tracker is not None:
+            self._tracker.finish()
 
 
 def _json_line(row: dict[str, Any]) -> str:
@@ -134,6 +152,27 @@ def _event_writer(directory: Path, step: int | None) -> Any:
     except ImportError:
         return None
     return SummaryWriter(str(directory), purge_step=None if step is None else step + 1)
+
+
+def _tracker(name: str, directory: Path, config: dict[str, Any] | None) -> Any:
+    """A run of W&B, or of trackio, which copies its interface; a resumed one goes on with its own.
+
+    Files that W&B writes, all of them with WANDB_MODE=offline, are in the run's directory.
+    """
+    known = directory / TRACKED
+    if not known.exists():
+        files.write_text(known, secrets.token_hex(4))
+    key = known.read_text(encoding="utf-8")
+    own = {"id": key, "dir": str(directory)} if name == "wandb" else {}
+    label = f"{directory.name}-{key}"
+    try:
+        return import_module(name).init(
+            project="tresnet", name=label, config=config, resume="allow", **own
+        )
+    except Exception as error:  # theirs have no common base
+        raise WriteError(
+            f"{name} cannot begin to track the run: {error}: log in to it, or leave out --track"
+        ) from error
 
 
 def in_words(figures: dict[str, Any]) -> str:

@@ -90,7 +90,7 @@ def create(config: TrainConfig, now: datetime.datetime, held: contextlib.ExitSta
 
 def discard(directory: Path) -> None:
     """Remove the directory of a run that could not begin, so that its name is free again."""
-    own = (CONFIG, ENVIRONMENT, files.LOCK, *logs.FILES)
+    own = (CONFIG, ENVIRONMENT, files.LOCK, logs.TRACKED, *logs.FILES)
     with contextlib.suppress(OSError):  # it is gone already, or holds something that is not ours
         for path in directory.iterdir():
             if path.name in own or path.name.startswith(logs.EVENTS):

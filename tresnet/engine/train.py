@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from tresnet.data.seeding import mix_seed
-from tresnet.engine import batch_size, distributed, fields, rundir, state
+from tresnet.engine import batch_size, distributed, fields, rundir, runs, state
 from tresnet.engine import config as configs
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.console import Console
@@ -84,7 +84,10 @@ def train(config: TrainConfig, resume: Path | None = None) -> TrainResult:
             run_dir = processes.from_main(made)
         trainer = Trainer(record, run_dir, processes, splits, loaders, step, memory, stop, console)
         with contextlib.closing(trainer), trainer.explaining():
-            return trainer.run()
+            result = trainer.run()
+        if processes.is_main and result.metrics is not None:
+            runs.draw_finished(run_dir, console.say)
+        return result
 
 
 def check_same_options(config: TrainConfig, processes: Processes) -> None:

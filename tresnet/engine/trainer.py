@@ -177,7 +177,11 @@ class Trainer:
             | {"processes": self.processes.world, "from_step": self.progress.update},
             self.console.say,
         )
-        self.log = RunLog(self.run_dir, rows, self.progress.update, config.run.tensorboard)
+        run = config.run
+        self.log = RunLog(
+            *(self.run_dir, rows, self.progress.update, run.tensorboard, run.track),
+            config=config.to_dict(),
+        )
         if not rows:
             for phase in ("initial", "model"):
                 self._row(phase, self.memory.phases[phase])

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import typing
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from tresnet.engine import fields
@@ -130,6 +131,8 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
             f"--loss {config.labels.loss} takes labels as they are: expected no --mixup, --cutmix"
             " or --label-smoothing"
         )
+    if (track := config.run.track) is not None and find_spec(track) is None:
+        yield f"--track {track}: expected the package {track}, got none: pip install {track}"
     for name in ("runs", "name"):  # safetensors opens its files by such names alone
         text = getattr(config.run, name) or ""
         if not text.isprintable() or text.encode(errors="replace").decode() != text:
