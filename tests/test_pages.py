@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import tyro
+import yaml
 
 from tresnet.checkpoints.published import entries
 from tresnet.cli.commands import parse
@@ -83,6 +84,21 @@ def test_a_command_line_parses(page: Path, line: str):
         assert words[1] == "-m" or (ROOT / words[1]).is_file()
     else:
         assert line.removeprefix("OMP_NUM_THREADS=2 ").startswith(OTHERS), f"{page}: {line}"
+
+
+def test_files_for_clusters_are_sound():
+    folder = ROOT / "docs" / "clusters"
+    _, job = yaml.safe_load_all((folder / "kubernetes.yaml").read_text())
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in job["spec"]["template"]["spec"]["volumes"]}
+    subprocess.run(["bash", "-n", folder / "slurm.sbatch"], check=True)
+    slurm = (folder / "slurm.sbatch").read_text().replace("\\\n", " ")
+    (line,) = (line for line in slurm.splitlines() if "torchrun" in line and "srun" in line)
+    for words in (container["args"], shlex.split(line.rstrip(" &"))):
+        command = parse_train(words[words.index("train.py") + 1 :])
+        assert str(command.resume) == "auto"
+        assert command.config.run.name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
