@@ -61,6 +61,16 @@ def test_all_crop_at_random_in_training(folder):
         assert len({int(image.float().sum() * 100) for batch in batches for image in batch}) == 6
 
 
+def test_the_time_of_a_training_image_is_told_by_stages(folder):
+    ours, floats, *_ = contending(folder, "train")
+    torch.manual_seed(7)
+    stages = ours.stages()
+    assert torch.initial_seed() == 7
+    assert set(stages) == {"read", "decode", "resize", "augment"}
+    assert min(stages.values()) > 0
+    assert floats.stages() == {}
+
+
 def test_workers_end_with_their_loader(folder):
     before = set(active_children())
     for loader in contending(folder, "val", workers=1):

@@ -131,6 +131,33 @@ def test_an_epoch_left_early_does_not_spill_into_the_next(folder, workers):
     assert epoch_ids(loader) == epoch_ids(fresh)
 
 
+def test_memory_is_used_again_but_for_batches_that_somebody_looks_at(folder):
+    dataset = open_folder(folder, "train", RANDOM)
+    expected = [images for images, _ in create_loader(dataset, 1, training=True)]
+    loader = create_loader(dataset, 1, training=True, workers=1)
+    next(iter(loader))  # an epoch left early
+    places, view = set(), None
+    for (images, _), same in zip(loader, expected, strict=True):
+        assert torch.equal(images, same)
+        places.add(images.data_ptr())
+        view = images[0, 1] if view is None else view
+    assert torch.equal(view, expected[0][0, 1])
+    assert len(places) <= 6 < len(expected)
+    whole = [images for images, _ in loader]  # more than there is memory for
+    assert all(torch.equal(a, b) for a, b in zip(whole, expected, strict=True))
+
+
+@pytest.mark.gpu
+def test_pinned_batches_are_the_same(folder):
+    dataset = open_folder(folder, "train", RANDOM)
+    plain = create_loader(dataset, 4, training=True)
+    pinned = create_loader(dataset, 4, training=True, workers=1, pin_memory=True)
+    for (images, labels), (expected, same) in zip(pinned, plain, strict=True):
+        assert images.is_pinned()
+        assert torch.equal(images, expected)
+        assert torch.equal(labels, same)
+
+
 def test_a_start_beyond_the_epoch_is_refused(folder):
     loader = create_loader(open_folder(folder, "train", EVAL), 4, training=True)
     for start in (-1, 7):

@@ -11,13 +11,14 @@ from PIL import Image
 from tresnet.cli.main import main
 from tresnet.data import BadImageError, create_loader, open_folder
 from tresnet.data.multilabel import open_multilabel
+from tresnet.data.pictures import crop_of
 from tresnet.data.shards import ShardDataset, ShardSettings, write_shards
 from tresnet.data.transforms import Augment, train_transform
 from tresnet.errors import BusyError, ConfigError, DataError, MissingDependencyError
 from tresnet.files import lock
 
 pytest.importorskip("array_record")
-EMPTY = """{"format": 1, "shards": [], "classes": ["a"], "labels": [], "digest": "",
+EMPTY = """{"format": 2, "shards": [], "classes": ["a"], "labels": [], "digest": "",
 "multilabel": false}"""
 PNGS = {"a": 5, "b": 4, "c": 3}
 
@@ -75,6 +76,9 @@ def test_only_larger_images_become_smaller_jpegs(tmp_path, photo, settings, size
     photo.resize((50, 40)).save(place / "small.jpg")
     _, shards = sharded(tmp_path / "images", tmp_path / "out", quality=95, **settings)
     large, small = (image for image, _ in shards)
+    for picture, image in zip(map(shards.picture, range(2)), (large, small), strict=True):
+        box = (9, 7, 20, 30)
+        assert torch.equal(picture.crop(box), crop_of(image, box))
     assert large.size == size
     expected = np.asarray(photo.resize(size, Image.Resampling.LANCZOS), dtype=float)
     error = np.abs(np.asarray(large, dtype=float) - expected).mean()
@@ -109,6 +113,14 @@ def test_a_command_that_was_stopped_goes_on_and_writes_anew_what_changed(images,
     assert changed[0][0].size == (9, 9)
     assert changed.digest != whole.digest
     assert not list(out.glob(".*.tmp"))
+    for other in ("train-00009.txt", "train-x.array_record", "val-00009.array_record"):
+        (out / other).touch()
+    _, fewer = sharded(images, out, images_per_shard=9)
+    assert len(fewer) == 12
+    assert {file.name for file in out.iterdir()} - {".lock"} == {
+        *("train-00000.array_record", "train-00001.array_record", "train.shards.json"),
+        *("train-00009.txt", "train-x.array_record", "val-00009.array_record"),
+    }
 
 
 def test_damage_is_named_wherever_it_is(images, tmp_path):

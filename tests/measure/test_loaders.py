@@ -52,8 +52,10 @@ def clock(monkeypatch):
     monkeypatch.setattr(loaders, "HostClock", Clock)
 
 
-def compared(folder, **epochs):
-    settings = dataclasses.replace(SETTINGS, output_dir=folder, shards=folder / "s")
+def compared(folder, workers=0, rounds=3, **epochs):
+    settings = dataclasses.replace(
+        SETTINGS, output_dir=folder, shards=folder / "s", workers=workers, rounds=rounds
+    )
     opened = {name: lambda epoch=epoch: epoch for name, epoch in epochs.items()}
     outcome = compare_loaders(opened, settings, "made up", ["tresnet"], str)
     recorded = json.loads(outcome.path.read_text())["settings"]
@@ -72,6 +74,16 @@ def test_rounds_visit_every_loader_and_time_no_warm_up(tmp_path):
     assert (ours["ratio_to_first"], theirs["ratio_to_first"]) == (1.0, 0.5)
     assert (ours["dtype"], ours["batch_bytes"]) == ("uint8", 2 * 3 * 4 * 4)
     assert (theirs["dtype"], theirs["batch_bytes"]) == ("float32", 4 * 2 * 3 * 4 * 4)
+
+
+def test_what_no_stage_takes_is_transport(tmp_path, monkeypatch):
+    monkeypatch.setattr(loaders, "usable_cores", lambda: 9)
+    ours = Epoch("a", 0.25, [])
+    ours.stages = lambda: {"decode": 0.05, "resize": 0.1}  # of 2 workers / 8 images/s
+    (row,) = compared(tmp_path, workers=2, rounds=1, a=ours)
+    shares = [row[f"{name}_pct"] for name in ("decode", "resize", "transport")]
+    assert shares == pytest.approx([20, 40, 40])
+    assert row["note"] == "a worker's time: decode 20 %, resize 40 %, transport 40 %"
 
 
 @pytest.mark.parametrize("batches", [0, 7])

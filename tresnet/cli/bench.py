@@ -59,7 +59,7 @@ class BenchOps(OpsSettings):
 
 
 class BenchLoader(LoaderSettings):
-    """Time data loaders in turns: ours, timm's and torchvision's."""
+    """Time data loaders in turns: ours, timm's, torchvision's and, where installed, DALI's."""
 
     def run(self, argv: list[str]) -> int:
         """Measure, print the table and write the record."""

@@ -1,16 +1,20 @@
 """The loaders that `tresnet bench loader` compares, and images to load where there are none."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from tresnet.data.folder import open_folder
-from tresnet.data.loaders import Loader, create_loader, usable_cores
+from tresnet.data.loaders import create_loader, usable_cores
+from tresnet.data.seeding import preserved_generators, seed_cpu_generators
 from tresnet.data.shards import ShardDataset, manifest_path
 from tresnet.data.transforms import Augment, EvalTransform, eval_transform, train_transform
 from tresnet.errors import MissingDependencyError
@@ -111,21 +115,97 @@ def torchvision_loader(epoch: Epoch) -> Peer:
     )
 
 
-def our_loader(epoch: Epoch, dtype: torch.dtype) -> Loader:
+class DaliLoader(Peer):
+    """DALI's on the CPU, with as many threads as others have processes, giving bytes."""
+
+    def __init__(self, epoch: Epoch) -> None:
+        """Build its pipeline."""
+        from nvidia.dali import fn, pipeline_def, types  # type: ignore[import-not-found]
+
+        size, training = epoch.size, epoch.split == "train"
+        linear = {"interp_type": types.INTERP_LINEAR, "antialias": True}
+
+        def steps() -> tuple[Any, Any]:
+            folder = str(epoch.root / epoch.split)
+            data, labels = fn.readers.file(file_root=folder, random_shuffle=training)
+            if not training:
+                images = fn.resize(
+                    fn.decoders.image(data), resize_shorter=int(size / 0.875), **linear
+                )
+                return fn.crop(images, crop=(size, size)), labels
+            images = fn.decoders.image_random_crop(
+                data, random_area=[0.08, 1.0], random_aspect_ratio=[3 / 4, 4 / 3]
+            )
+            images = fn.resize(images, resize_x=size, resize_y=size, **linear)
+            return fn.flip(images, horizontal=fn.random.coin_flip()), labels
+
+        threads = max(1, min(epoch.workers, usable_cores()))
+        made = pipeline_def(batch_size=epoch.batch_size, num_threads=threads, device_id=None)
+        super().__init__(made(steps)())
+        self._batches = epoch.length // epoch.batch_size
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for _ in range(self._batches):
+            images, labels = (torch.from_numpy(found.as_array()) for found in self._loader.run())
+            yield images.permute(0, 3, 1, 2), labels[:, 0]
+
+
+class OurLoader(Peer):
     """Ours with the transforms of `timm_loader`, giving bytes or floats, of a folder or of shards.
 
     Raises:
         DataError: there are no images.
     """
-    training = epoch.split == "train"
-    if training:
-        transform = train_transform(Augment(), epoch.size, dtype=dtype)
-    else:
-        transform = eval_transform(EvalTransform(epoch.size), dtype=dtype)
-    in_shards = manifest_path(epoch.root, epoch.split).is_file()
-    opener = ShardDataset if in_shards else open_folder
-    dataset = epoch.of(opener(epoch.root, epoch.split, transform))
-    return create_loader(dataset, epoch.batch_size, training=training, workers=epoch.workers)
+
+    def __init__(self, epoch: Epoch, dtype: torch.dtype) -> None:
+        """Open the data set and its loader."""
+        training = epoch.split == "train"
+        if training:
+            transform = train_transform(Augment(), epoch.size, dtype=dtype)
+        else:
+            transform = eval_transform(EvalTransform(epoch.size), dtype=dtype)
+        in_shards = manifest_path(epoch.root, epoch.split).is_file()
+        opener = ShardDataset if in_shards else open_folder
+        self._dataset = opener(epoch.root, epoch.split, transform)
+        self._staged = training and dtype == torch.uint8
+        super().__init__(
+            create_loader(
+                epoch.of(self._dataset),
+                epoch.batch_size,
+                training=training,
+                workers=epoch.workers,
+            )
+        )
+
+    def close(self) -> None:
+        """Stop the workers."""
+        self._loader.close()
+
+    def stages(self) -> dict[str, float]:
+        """Seconds that this process takes for an image, by what it does; of training bytes alone.
+
+        The transform is taken apart here, as `ImageDataset` and `train_transform` put it together.
+        """
+        if not self._staged:
+            return {}
+        spent: defaultdict[str, float] = defaultdict(float)
+        crop = self._dataset.transform.transforms[0]  # type: ignore[union-attr]
+
+        def timed(stage: str, done: Callable[..., Any], *arguments: Any) -> Any:
+            begin_s = perf_counter()
+            result = done(*arguments)
+            spent[stage] += (perf_counter() - begin_s) / len(self._dataset)
+            return result
+
+        with preserved_generators():
+            for index in range(len(self._dataset)):
+                timed("augment", seed_cpu_generators, index)
+                picture = timed("read", self._dataset.picture, index)
+                box, mirror = timed("augment", crop.draw, *picture.size)
+                part = timed("resize", crop.resize, timed("decode", picture.crop, box))
+                if mirror:
+                    timed("augment", part.flip, 1)
+        return dict(spent)
 
 
 def loaders_in(
@@ -145,16 +225,18 @@ def loaders_in(
     epoch = Epoch(root, split, **shared)
     sharded = {name: replace(epoch, root=place) for name, place in shards.items()}
     for each in (epoch, *sharded.values()):
-        our_loader(each, torch.uint8).close()  # complain before anything is measured
+        OurLoader(each, torch.uint8).close()  # complain before anything is measured
     loaders: dict[str, Callable[[], Any]] = {
-        "tresnet, uint8": lambda: our_loader(epoch, torch.uint8),
-        "tresnet, float": lambda: our_loader(epoch, torch.float32),
+        "tresnet, uint8": lambda: OurLoader(epoch, torch.uint8),
+        "tresnet, float": lambda: OurLoader(epoch, torch.float32),
         "timm, uint8": lambda: timm_loader(epoch, torch.uint8),
         "timm, float": lambda: timm_loader(epoch, torch.float32),
         "torchvision, uint8": lambda: torchvision_loader(epoch),
     }
+    if find_spec("nvidia") is not None and find_spec("nvidia.dali") is not None:
+        loaders["DALI on the CPU, uint8"] = lambda: DaliLoader(epoch)
     for name, each in sharded.items():
-        loaders[f"tresnet, uint8, {name}"] = partial(our_loader, each, torch.uint8)
+        loaders[f"tresnet, uint8, {name}"] = partial(OurLoader, each, torch.uint8)
     return loaders
 
 

@@ -65,14 +65,18 @@ class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
         Raises:
             BadImageError: the file cannot be decoded, whatever `skip_bad_images` says.
         """
-        picture = open_picture(self.paths[index])
+        picture = self.picture(index)
         image = picture.rgb() if self.transform is None else self.transform(picture)
-        return image, self.label(index)
-
-    def label(self, index: int) -> Any:
-        """An int, or (classes,) float32 of 0 and 1."""
         target = self.targets[index]
-        return target.float() if self.multi else int(target)
+        return image, target.float() if self.multi else int(target)
+
+    def picture(self, index: int) -> Picture:
+        """Read an image, whose pixels are not decoded yet.
+
+        Raises:
+            BadImageError: the file is missing, cannot be read, or is not an image.
+        """
+        return open_picture(self.paths[index])
 
 
 def open_folder(

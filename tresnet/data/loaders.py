@@ -1,13 +1,18 @@
 """Batches whose order and augmentation follow from (seed, epoch), with any number of workers."""
 
+import dataclasses
 import logging
+import mmap
+import multiprocessing
 import os
 import signal
+import weakref
 from collections.abc import Callable, Iterator, Sized
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch.utils.data import (
     DataLoader,
@@ -24,6 +29,8 @@ from tresnet.errors import ConfigError, DataError
 logger = logging.getLogger(__name__)
 
 _REPLACEMENT_TRIES = 16
+_AHEAD = 2  # batches that a worker is asked for in advance
+_IN_USE = 4  # batches that are looked at while others are made
 
 Key = tuple[int, int | None]  # index of the image; seed of its augmentation, None in evaluation
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -55,7 +62,7 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
     ) -> None:
         self._training = training
         self._seed = seed
-        self._batch_size = batch_size
+        self.batch_size = batch_size
         self._epoch = 0
         self._start_batch = 0
         rank, world_size = distributed
@@ -80,6 +87,10 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
             )
         self._epoch, self._start_batch = epoch, start_batch
 
+    def first_key(self) -> Key:
+        """One that evaluation and training alike have."""
+        return self._key(0)
+
     def __len__(self) -> int:
         """Batches of a whole epoch on this rank."""
         return self._batches
@@ -89,8 +100,8 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
             self._order.set_epoch(self._epoch)
         order = list(self._order)
         for batch in range(self._start_batch, self._batches):
-            begin = batch * self._batch_size
-            yield [self._key(index) for index in order[begin : begin + self._batch_size]]
+            begin = batch * self.batch_size
+            yield [self._key(index) for index in order[begin : begin + self.batch_size]]
 
     def _key(self, index: int) -> Key:
         return index, mix_seed(self._seed, self._epoch, index) if self._training else None
@@ -144,14 +155,14 @@ class Loader:
         """
         if self._loader is None:
             self._loader = self._start_workers()
-        for images, labels, failures, unfilled in _held_iter(self._loader):
+        for found in _held_iter(self._loader):
             try:
-                self._account(failures, unfilled)
+                self._account(found.failures, found.unfilled)
             except DataError:
                 self.close()
                 raise
-            if images is not None:
-                yield images, labels
+            if found.count:
+                yield found.tensors()
 
     def close(self) -> None:
         """Stop the workers at once; another iteration would start new ones.
@@ -175,6 +186,108 @@ class Loader:
             )
 
 
+class _Slots:
+    """Memory that workers write batches into, over and over, so that none is copied or sent.
+
+    Fresh memory for each batch costs more than its pixels: the system clears it and maps it twice.
+    This one is shared with processes forked from here, and gone with the last of them. A slot is
+    free when no tensor, nor any view of one, is left of the batch in it.
+    """
+
+    def __init__(self, count: int, batch_size: int, image: torch.Tensor) -> None:
+        """Room for `count` batches of images like this one, in the order it has in memory."""
+        like = _in_memory_order(image).numpy()
+        self._count, self._shape, self._dtype = count, like.shape, like.dtype
+        self._bytes = batch_size * like.nbytes
+        self._memory = mmap.mmap(-1, count * self._bytes)
+        self._asked: set[int] = set()
+        self._held: set[int] = set()
+        _made_here[id(self)] = self
+
+    def __reduce__(self) -> Any:
+        """A worker sends the number of its copy back, not the memory."""
+        return _slots_of, (id(self),)
+
+    def begin(self) -> None:
+        """No worker is at work on a batch any more."""
+        self._asked.clear()
+
+    def take(self) -> int | None:
+        """A free slot to ask a worker for, if there is one."""
+        free = (n for n in range(self._count) if n not in self._asked and n not in self._held)
+        slot = next(free, None)
+        if slot is not None:
+            self._asked.add(slot)
+        return slot
+
+    def images(self, slot: int, count: int) -> torch.Tensor:
+        """The first images of a slot, which is not free until they are gone."""
+        shape = (count, *self._shape)
+        array = np.ndarray(shape, self._dtype, self._memory, slot * self._bytes)
+        self._held.add(slot)
+        self._asked.discard(slot)
+        # torch keeps the array as long as any tensor of its memory
+        weakref.finalize(array, self._held.discard, slot).atexit = False
+        return torch.from_numpy(array)
+
+
+_made_here: weakref.WeakValueDictionary[int, _Slots] = weakref.WeakValueDictionary()
+
+
+def _slots_of(number: int) -> _Slots:
+    return _made_here[number]
+
+
+class _Asked(torch.utils.data.Sampler[tuple[int | None, list[Key]]]):
+    """What is asked of workers: a batch, and the slot to write it into, if one is free."""
+
+    def __init__(self, batches: EpochBatches, slots: _Slots | None) -> None:
+        self._batches, self._slots = batches, slots
+
+    def __iter__(self) -> Iterator[tuple[int | None, list[Key]]]:
+        if self._slots is not None:
+            self._slots.begin()  # torch has waited for what it asked of an epoch left early
+        for keys in self._batches:
+            yield None if self._slots is None else self._slots.take(), keys
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """A batch as a worker hands it over.
+
+    Attributes:
+        count: its images.
+        images: them, or in which slot of which memory they are; None if none is readable.
+        labels: theirs.
+        failures: images that cannot be read.
+        unfilled: whether no other was found in place of one of them.
+        innermost: whether channels, the first dimension of an image, are innermost in memory.
+    """
+
+    count: int
+    images: torch.Tensor | tuple[_Slots, int] | None
+    labels: Any
+    failures: list[BadImageError]
+    unfilled: bool
+    innermost: bool = False
+
+    def tensors(self) -> Batch:
+        """(images, labels) of a batch that has any."""
+        images, labels = self.images, self.labels
+        if isinstance(images, tuple):
+            slots, slot = images
+            images, labels = slots.images(slot, self.count), torch.from_numpy(labels)
+        assert images is not None
+        return images.permute(0, 3, 1, 2) if self.innermost else images, labels
+
+    def pin_memory(self, device: Any = None) -> "_Found":
+        """What torch calls, in a thread of the main process, where a GPU is."""
+        if not self.count:
+            return self
+        images, labels = (tensor.pin_memory() for tensor in self.tensors())
+        return dataclasses.replace(self, images=images, labels=labels, innermost=False)
+
+
 class _Batches(Dataset[Any]):
     """The data set as the workers see it: seeded by key, failures returned instead of raised.
 
@@ -184,15 +297,36 @@ class _Batches(Dataset[Any]):
     def __init__(self, dataset: SizedDataset, replace: bool) -> None:
         self._dataset = dataset
         self._replace = replace
+        self._slots: _Slots | None = None
 
-    def __getitems__(self, keys: list[Key]) -> tuple[Any, Any, list[BadImageError], bool]:
-        """Images and labels, None if none is readable; the failures; if one was not replaced."""
+    def make_slots(self, count: int, batch_size: int, key: Key) -> _Slots | None:
+        """Memory for batches of images like that of a key, if it is readable."""
+        with preserved_generators():
+            found = self._sample(*key, [])
+        if found is not None and isinstance(found[0], torch.Tensor):
+            self._slots = _Slots(count, batch_size, found[0])
+        return self._slots
+
+    def __getitems__(self, asked: tuple[int | None, list[Key]]) -> _Found:
+        """Read and stack the images of the keys."""
+        slot, keys = asked
         failures: list[BadImageError] = []
         with preserved_generators() if get_worker_info() is None else nullcontext():
             found = [self._sample(*key, failures) for key in keys]
         items = [item for item in found if item is not None]
-        images, labels = _stack(items) if items else (None, None)
-        return images, labels, failures, self._replace and len(items) < len(keys)
+        unfilled = self._replace and len(items) < len(keys)
+        if not items:
+            return _Found(0, None, None, failures, unfilled)
+        images = [_in_memory_order(image) for image, _ in items]
+        innermost = images[0] is not items[0][0]
+        labels = default_collate([label for _, label in items])
+        if self._slots is None or slot is None:
+            return _Found(
+                len(items), default_collate(images), labels, failures, unfilled, innermost
+            )
+        torch.stack(images, out=self._slots.images(slot, len(items)))
+        place = (self._slots, slot)
+        return _Found(len(items), place, labels.numpy(), failures, unfilled, innermost)
 
     def _sample(
         self, index: int, seed: int | None, failures: list[BadImageError]
@@ -214,13 +348,11 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _stack(items: list[tuple[Any, Any]]) -> Any:
-    """One batch, whose channels are innermost in memory if those of the images are."""
-    first = items[0][0]
-    if not isinstance(first, torch.Tensor) or first.is_contiguous() or first.dim() != 3:
-        return default_collate(items)
-    images, labels = default_collate([(image.permute(1, 2, 0), label) for image, label in items])
-    return images.permute(0, 3, 1, 2), labels
+def _in_memory_order(image: Any) -> Any:
+    """(H, W, C) of a (C, H, W) whose channels are innermost in memory, else the image itself."""
+    if not isinstance(image, torch.Tensor) or image.dim() != 3 or image.is_contiguous():
+        return image
+    return image.permute(1, 2, 0)
 
 
 def create_loader(
@@ -265,18 +397,29 @@ def create_loader(
     skip_bad_images = bool(getattr(dataset, "skip_bad_images", False))
     replace = training and skip_bad_images
     workers = min(workers, usable_cores())  # more would only wait for each other
-    start_workers = partial(
-        DataLoader,
-        _Batches(dataset, replace),
-        batch_sampler=batches,
+    start_workers = partial(_start, dataset, replace, batches, workers, pin_memory)
+    return Loader(batches, start_workers, skip_bad_images)
+
+
+def _start(
+    dataset: SizedDataset, replace: bool, batches: EpochBatches, workers: int, pin_memory: bool
+) -> DataLoader[Any]:
+    """Make the memory for batches, if it can be shared, and what starts the workers."""
+    source, slots = _Batches(dataset, replace), None
+    if workers and multiprocessing.get_start_method() == "fork" and len(batches):
+        count = _AHEAD * workers + _IN_USE
+        slots = source.make_slots(count, batches.batch_size, batches.first_key())
+    return DataLoader(
+        source,
+        batch_sampler=_Asked(batches, slots),  # type: ignore[arg-type]  lists with a slot's number
         num_workers=workers,
         collate_fn=_as_it_is,
         pin_memory=pin_memory,
         worker_init_fn=_start_worker,
+        prefetch_factor=_AHEAD if workers else None,
         persistent_workers=workers > 0,
         generator=torch.Generator(),  # its own, so that iterating leaves the global one alone
     )
-    return Loader(batches, start_workers, skip_bad_images)
 
 
 def _start_worker(worker: int) -> None:

@@ -7,7 +7,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +20,7 @@ from tresnet.errors import DataError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from PIL.ImageFile import ImageFile
 
 logger = logging.getLogger(__name__)
 
@@ -71,25 +72,31 @@ class Picture:
     decodes. Of those nvImageCodec decodes the crop alone, to the same values.
 
     Attributes:
-        image: Pillow's, whose pixels are not decoded yet.
         data: what the file holds.
+        size: width and height in pixels.
     """
 
-    def __init__(self, data: bytes, path: str) -> None:
+    def __init__(self, data: bytes, path: str, plain_size: tuple[int, int] | None = None) -> None:
         """Read the header.
 
         Args:
             data: what the file holds.
             path: its name, for messages.
+            plain_size: what `plain_size` gave of the same bytes: the header is left unread.
 
         Raises:
             BadImageError: Pillow does not know the format.
         """
+        self.data, self._path, self._plain_size = data, path, plain_size
+        self.size = plain_size or self._image.size
+
+    @cached_property
+    def _image(self) -> "ImageFile":
+        """Pillow's, whose pixels are not decoded yet."""
         from PIL import Image
 
-        self.data, self._path = data, path
-        with named(path):
-            self.image = Image.open(io.BytesIO(data))
+        with named(self._path):
+            return Image.open(io.BytesIO(self.data))
 
     def rgb(self) -> "Image":
         """Decode all of it as 8-bit RGB, by Pillow.
@@ -101,7 +108,7 @@ class Picture:
             BadImageError: truncated, damaged, or of a pixel type that has no defined range (32-bit
                 integers, floats).
         """
-        with named(self._path), _strict_decoding(), self.image as image:
+        with named(self._path), _strict_decoding(), self._image as image:
             image.load()
             return _to_rgb(image)
 
@@ -117,19 +124,21 @@ class Picture:
         Raises:
             BadImageError: as for `rgb`, of the whole image.
         """
-        pixels = _decode_region(self.data, box) if self._is_plain() else None
+        pixels = _decode_region(self.data, box) if self.plain_size() else None
         return crop_of(self.rgb(), box) if pixels is None else pixels
 
-    def _is_plain(self) -> bool:
-        """Whether the first marker after the start of the scan is the one that ends the file.
+    def plain_size(self) -> tuple[int, int] | None:
+        """Width and height of a plain, whole, baseline JPEG in RGB; None of anything else.
 
-        So nothing is missing and nothing is between scans: a progressive file is not plain, nor is
-        one that Pillow would refuse for a marker that does not belong there.
+        It is one if the first marker after the start of the scan is the one that ends the file. So
+        nothing is missing and nothing is between scans: a progressive file is not plain, nor is one
+        that Pillow would refuse for a marker that does not belong there.
         """
-        if self.image.format != "JPEG" or self.image.mode != "RGB":
-            return False
-        marker = _MARKER.search(self.data, cast(io.BytesIO, self.image.fp).tell())
-        return marker is not None and self.data[marker.start() :] == _END
+        if self._plain_size is None and self._image.format == "JPEG" and self._image.mode == "RGB":
+            marker = _MARKER.search(self.data, cast(io.BytesIO, self._image.fp).tell())
+            if marker is not None and self.data[marker.start() :] == _END:
+                self._plain_size = self.size
+        return self._plain_size
 
 
 def crop_of(image: "Image", box: Box) -> torch.Tensor:

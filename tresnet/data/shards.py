@@ -1,7 +1,8 @@
 """Images in a few large files that are read at random: ArrayRecord, and a manifest for each split.
 
 A shard's first record says what it was made of; each other one is an image: a checksum, a JSON text
-(name, label, size before it was made smaller) and the encoded image. Item i of the shards is item i
+(name, label, size before it was made smaller, size as it is if its header need not be read) and the
+encoded image. Item i of the shards is item i
 of the folder they were written from, so that order, resume and sharing among processes are the
 same.
 """
@@ -31,7 +32,7 @@ from tresnet.data.pictures import BadImageError, Picture, named
 from tresnet.errors import ConfigError, DataError, MissingDependencyError
 from tresnet.files import atomic_write, lock, remove_leftovers, write_text
 
-FORMAT = 1
+FORMAT = 2
 _HEAD = struct.Struct("<II")  # CRC-32 of all that follows; bytes of the text
 
 
@@ -118,8 +119,8 @@ class ShardDataset(ImageDataset):
         self._places = _Places(files, counts)
         super().__init__(split, classes, self._places, targets, transform, skip_bad_images)
 
-    def __getitem__(self, index: int) -> tuple[Any, Any]:
-        """Return (image, label) as `ImageDataset` does.
+    def picture(self, index: int) -> Picture:
+        """Read an image, whose pixels are not decoded yet.
 
         Raises:
             BadImageError: the record is damaged.
@@ -128,9 +129,7 @@ class ShardDataset(ImageDataset):
         path = f"{file}[{number}]"
         with named(path):
             about, data = _unpack(_reader(str(file), os.getpid()).read([number + 1])[0])
-        picture = Picture(data, f"{path} ({about['name']})")
-        image = picture.rgb() if self.transform is None else self.transform(picture)
-        return image, self.label(index)
+            return Picture(data, f"{path} ({about['name']})", about["plain"])
 
 
 class _Places(Sequence[str]):
@@ -170,7 +169,8 @@ def write_shards(
     """Write one split into `out`, and its manifest when all shards are there and were read back.
 
     Shards that are there, whole and made of the same files in the same way are kept, so that a
-    command that was stopped goes on.
+    command that was stopped goes on. Those that an earlier command left beyond the last are
+    removed.
 
     Args:
         dataset: the images; with `skip_bad_images`, those that cannot be decoded are left out.
@@ -233,6 +233,10 @@ def write_shards(
             "digest": digest.hexdigest(),
         }
         write_text(manifest_path(out, dataset.split), json.dumps(content))
+        for file in out.glob(f"{dataset.split}-*.array_record"):
+            number = file.stem.removeprefix(f"{dataset.split}-")
+            if number.isdigit() and int(number) >= len(jobs):
+                file.unlink()  # of an earlier command, which made more shards
     return skipped
 
 
@@ -283,7 +287,8 @@ def _write(job: _Job) -> _Done:
             for name, label in job.rows:
                 try:
                     picture = open_picture(job.root / name)
-                    size, data = picture.image.size, _shrunk(picture, job.settings)
+                    data = _shrunk(picture, job.settings)
+                    plain = Picture(data, name).plain_size()
                 except BadImageError as error:
                     if not job.skip_bad_images:
                         raise DataError(
@@ -291,7 +296,8 @@ def _write(job: _Job) -> _Done:
                         ) from error
                     skipped[name] = error.reason
                     continue
-                writer.write(_pack({"name": name, "label": label, "size": size}, data))
+                about = {"name": name, "label": label, "size": picture.size, "plain": plain}
+                writer.write(_pack(about, data))
                 labels.append(label)
             writer.write(_pack({"labels": labels, "skipped": skipped}, b""))
         finally:
@@ -341,7 +347,7 @@ def _shrunk(picture: Picture, settings: ShardSettings) -> bytes:
     """The file's own bytes where the image is small enough, else those of a JPEG."""
     from PIL import Image
 
-    width, height = picture.image.size
+    width, height = picture.size
     image = picture.rgb()  # all of it, to know that it can be read
     factor = 1.0
     if settings.max_side is not None:

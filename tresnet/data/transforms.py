@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.nn.functional import interpolate
 
-from tresnet.data.pictures import Picture, crop_of
+from tresnet.data.pictures import Box, Picture, crop_of
 from tresnet.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def train_transform(
 class _Crop:
     """Decode the part of an image that is cropped at random, resize it, mirror it at random.
 
-    The boxes and mirrors are those that timm and torchvision draw. torchvision resizes bytes whose
+    The boxes and mirrors are those that timm and torchvision draw. torch resizes bytes whose
     channels are innermost three to four times as fast as Pillow: bilinearly to within one of its
     values, bicubically to within six, so that this is left to Pillow.
     """
@@ -170,25 +171,28 @@ class _Crop:
 
     def __call__(self, image: "Image | Picture") -> torch.Tensor:
         """(size, size, 3), uint8."""
-        pixels = image.image if isinstance(image, Picture) else image
-        box = (0, 0, pixels.height, pixels.width)
-        if self._drawn:
-            box = self._timm.get_params(pixels, self._timm.scale, self._timm.ratio)
-        mirror = bool(self._hflip) and torch.rand(1).item() < self._hflip
+        box, mirror = self.draw(*image.size)
         part = image.crop(box) if isinstance(image, Picture) else crop_of(image, box)
-        part = self._resize(part)
+        part = self.resize(part)
         return part.flip(1) if mirror else part
 
-    def _resize(self, part: torch.Tensor) -> torch.Tensor:
-        from torchvision.transforms.v2 import InterpolationMode, functional
+    def draw(self, width: int, height: int) -> tuple[Box, bool]:
+        """A box within an image of this size, and whether to mirror it."""
+        box: Box = (0, 0, height, width)
+        if self._drawn:
+            sized: Any = torch.empty(height, width, device="meta")
+            box = self._timm.get_params(sized, self._timm.scale, self._timm.ratio)
+        return box, bool(self._hflip) and torch.rand(1).item() < self._hflip
 
-        mode: Any = self._timm.interpolation
-        if mode == InterpolationMode.BICUBIC:
+    def resize(self, part: torch.Tensor) -> torch.Tensor:
+        """(size, size, 3) of (height, width, 3), uint8."""
+        if getattr(self._timm.interpolation, "value", None) == "bicubic":
             from PIL.Image import Resampling
 
             return torch.from_numpy(np.array(_to_pil(part).resize(self._size, Resampling.BICUBIC)))
-        planes = functional.resize(part.permute(2, 0, 1), self._size, mode, antialias=True)
-        return planes.permute(1, 2, 0)
+        planes = part.permute(2, 0, 1)[None]
+        resized = interpolate(planes, self._size, mode="bilinear", antialias=True)
+        return resized[0].permute(1, 2, 0)
 
 
 def _channels_first(image: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tresnet.data.contenders import JPEG_SIZE, JPEGS, loaders_in, write_jpegs
 from tresnet.data.folder import open_folder
+from tresnet.data.loaders import usable_cores
 from tresnet.data.shards import ShardSettings, write_shards
 from tresnet.errors import InputError
 from tresnet.measure.clock import HostClock
@@ -27,6 +28,8 @@ Epoch = Iterable[tuple[Tensor, Any]]
 METHOD = {
     "order": "every round visits every loader, forwards and backwards in turn",
     "timed": "from the last warm-up batch to the last batch of an epoch",
+    "shares": "reading, decoding, resizing and augmenting timed in the main process after each "
+    "visit; transport is what is left of a worker's time",
     "timm": "create_dataset and create_loader: bytes are what its workers give its prefetcher, "
     "floats are without it, divided by a deviation of 1, which its API cannot leave out",
 }
@@ -40,6 +43,7 @@ class LoaderContender(Contender):
         self._open, self._settings = opened, settings
         self._epoch: Any = None
         self._clock = HostClock()
+        self._stages: list[dict[str, float]] = []
         self.label, self.units = name, settings.batch_size
         # batch_bytes: what workers hand over and a GPU is sent
         self.columns: dict[str, Any] = {"case": name, "dtype": None, "batch_bytes": None}
@@ -66,17 +70,33 @@ class LoaderContender(Contender):
             "batch_bytes": images.nbytes,
         }
         elapsed_s = self._clock.seconds(marks[warm - 1], marks[-1])
+        if found := getattr(self._epoch, "stages", dict)():
+            self._stages.append(found)
         return [elapsed_s / self._settings.batches]
 
     def figures(self, rounds: Rounds) -> dict[str, Any]:
-        """Images/s of each round, their median and range."""
+        """Images/s of each round, their median and range; what a worker does with its time."""
         rates = [self.units / time_s for visit in rounds for time_s in visit]
-        return {
+        return self._shares(rates) | {
             "p50_images_per_s": statistics.median(rates) if rates else None,
             "least_images_per_s": min(rates, default=None),
             "most_images_per_s": max(rates, default=None),
             "round_images_per_s": rates,
         }
+
+    def _shares(self, rates: list[float]) -> dict[str, Any]:
+        """Percent of a worker's time for each stage; what is left is transport."""
+        if not (rates and self._stages and self._settings.workers):
+            return {}
+        workers = min(self._settings.workers, usable_cores())
+        whole_s = workers / statistics.median(rates)
+        shares = {
+            f"{name}_pct": 100 * statistics.median(each[name] for each in self._stages) / whole_s
+            for name in self._stages[0]
+        }
+        shares["transport_pct"] = 100 - sum(shares.values())
+        words = (f"{name.removesuffix('_pct')} {share:.0f} %" for name, share in shares.items())
+        return shares | {"note": f"a worker's time: {', '.join(words)}"}
 
     def close(self) -> None:
         """Stop the workers."""
@@ -86,7 +106,7 @@ class LoaderContender(Contender):
 
 
 def bench_loaders(settings: LoaderSettings, argv: Sequence[str], log: Log) -> Outcome:
-    """Time our, timm's and torchvision's loaders in turns, and record it.
+    """Time our, timm's, torchvision's and DALI's loaders in turns, and record it.
 
     Raises:
         InputError: a setting is out of range.
