@@ -32,6 +32,7 @@ COMMANDS = [
     ["tresnet", "list"],
     ["tresnet", "info"],
     ["tresnet", "predict"],
+    ["tresnet", "push"],
     ["tresnet", "convert"],
     ["tresnet", "export"],
     ["tresnet", "shard"],

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tresnet.models.config import ModelConfig
     from tresnet.models.tresnet import TResNet
     from tresnet.models.zoo import list_models
+    from tresnet.predictions.predictor import predict
 
 __version__ = "0.1.0"
 
@@ -34,6 +35,7 @@ _HOMES = {
     "list_models": "tresnet.models.zoo",
     "list_weights": "tresnet.checkpoints.published",
     "load_checkpoint": "tresnet.checkpoints.load",
+    "predict": "tresnet.predictions.predictor",
     "save_checkpoint": "tresnet.checkpoints.save",
 }
 _ROOMS = ("layers", "memory", "surgery")
@@ -49,6 +51,7 @@ __all__ = [
     "list_weights",
     "load_checkpoint",
     "memory",
+    "predict",
     "save_checkpoint",
     "surgery",
 ]

@@ -22,21 +22,16 @@ from timm.models import (
     register_model,
     resolve_pretrained_cfg,
 )
-from timm.models._features_fx import register_notrace_module
 from torch import Tensor
 
 from tresnet.checkpoints.download import from_layout
 from tresnet.checkpoints.fit import fit
 from tresnet.checkpoints.load import load_weights, model_tensors
-from tresnet.checkpoints.published import WeightsEntry, entries, weights_dir
+from tresnet.checkpoints.published import WeightsEntry, entries, find, weights_dir
 from tresnet.checkpoints.read import WeightsFile, read_weights, unwrap
 from tresnet.checkpoints.remap import Weights, identify, to_ours
 from tresnet.errors import InputError
-from tresnet.layers.conv_norm_act import ConvNormAct
-from tresnet.layers.space_to_depth import SpaceToDepth
-from tresnet.models.blocks import BasicBlock, Bottleneck
 from tresnet.models.features import FeatureExtractor
-from tresnet.models.heads import GroupAttentionHead, LinearHead, MLDecoderHead
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import build, list_models
 
@@ -53,11 +48,11 @@ def _timm_cfg(entry: WeightsEntry) -> dict[str, Any]:
     """Return a row of the table in timm's terms; a file under weights/ comes first."""
     local = weights_dir() / entry.file
     file = str(local) if local.is_file() else None
-    own = {"file": file, "url": entry.url, "paper_ids": "arXiv:2003.13630"}
-    return {**entry.pretrained_cfg, **own, **_COMMON}
+    source = find(entry.copy) if entry.copy else entry  # links to the originals are dead
+    own = {"file": file, "url": source.url, "hf_hub_id": source.hub_id}
+    return {**entry.pretrained_cfg, **own, "paper_ids": "arXiv:2003.13630", **_COMMON}
 
 
-_HEADS = (LinearHead, GroupAttentionHead, MLDecoderHead)
 _COMMON = {
     "mean": (0.0, 0.0, 0.0),
     "std": (1.0, 1.0, 1.0),
@@ -158,9 +153,6 @@ def _register() -> None:
         warnings.filterwarnings("ignore", "Overwriting tresnet_")
         for name in list_models():
             globals()[name] = register_model(_entrypoint(name))
-    # What timm's symbolic tracing takes as a whole: inside, shapes and dtypes decide what runs.
-    for module in (SpaceToDepth, ConvNormAct, BasicBlock, Bottleneck, *_HEADS):
-        register_notrace_module(module)
 
 
 def _run_script() -> None:

@@ -153,6 +153,17 @@ def test_fetch_from_an_address(room, server, tmp_path):
     assert fetch(row.tag) == path  # cached, and now the hash is known
 
 
+def test_an_original_that_is_not_public_any_more_is_replaced(room, server, caplog):
+    folder, add = room
+    copy = add(entry(sha256=hashlib.sha256(b"copy").hexdigest()))
+    (folder / copy.file).write_bytes(b"copy")
+    row = add(entry(tag="original", file="a.pth", hub_id=None, url=f"{server}/missing"))
+    add(replace(row, copy=copy.tag))
+    assert fetch("original").read_bytes() == b"copy"
+    assert f"original: {server}/missing (HTTP Error 404: Not Found): the same" in caplog.text
+    assert f"{copy.tag}, which is taken" in caplog.text
+
+
 @pytest.mark.parametrize(("file", "reason"), [("missing", "404"), ("short", "bytes|Incomplete")])
 def test_a_failed_download_leaves_nothing(room, server, tmp_path, file, reason):
     _, add = room

@@ -57,6 +57,12 @@ def test_rows_are_sound():
         assert row.file.startswith(tag)
         assert row.license == "apache-2.0"
         assert (row.top1 is None) == (row.accuracy_source is None)
+        assert row.copy is None or find(row.copy).pretrained_cfg | {"tag": ""} == {
+            **row.pretrained_cfg,
+            "tag": "",
+            "url": "",
+            "hf_hub_id": find(row.copy).hub_id,
+        }
         assert row.sha256 is None or len(row.sha256) == 64
         assert not (row.hub_id and row.url)
     assert find("tresnet_xl.miil_in1k_448").top1 == 83.066

@@ -44,7 +44,7 @@ def test_help_names_every_command(capsys):
         ("bench ops", "[OP --rounds --time-limit-s"),
         ("bench report", "--into --pictures --picture-format {svg,png}"),
         ("bench train", "MODEL --batch-size --amp --compile --norm --sequential"),
-        ("predict", "IMAGE --weights --topk"),
+        ("predict", "IMAGE --weights --top-k --format {table,json,csv}"),
         ("convert", "IN OUT --format {tresnet,timm} --model"),
         ("export", "MODEL --format {onnx,pt2,aoti,openvino} --int8"),
     ],

@@ -1,16 +1,24 @@
+import csv
 import dataclasses
+import io
+import itertools
+import json
 import typing
 
 import pytest
 import safetensors
 import torch
 from PIL import Image
+from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
+import tresnet
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.checkpoints.weights import describe
 from tresnet.cli.main import main as run
-from tresnet.cli.predict import Predict, name_classes
+from tresnet.cli.predict import Predict
+from tresnet.errors import CheckpointError, InputError
+from tresnet.export import ExportOptions, export_model
 from tresnet.models.zoo import build
 from tresnet.steps import InferenceCompute
 
@@ -40,20 +48,137 @@ def image(tmp_path):
 def test_predict_names_the_likeliest_classes_of_each_image(weights, image, capsys):
     assert run(["predict", str(image), str(image), "--weights", str(weights)]) == 0
     assert capsys.readouterr().out == f"{image}: two (93.6 %)\n" * 2
-    assert run(["predict", str(image), "--weights", str(weights), "--topk", "5"]) == 0
+    assert run(["predict", str(image), "--weights", str(weights), "--top-k", "5"]) == 0
     assert capsys.readouterr().out == f"{image}: two (93.6 %), one (4.7 %), zero (1.7 %)\n"
 
 
-def test_predict_agrees_with_the_model(image, tmp_path, capsys):
-    """The image is read, resized and scaled as in evaluation."""
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory):
+    """Five images in a folder and one below it: (folder, their paths)."""
+    folder = tmp_path_factory.mktemp("photographs")
+    (folder / "more").mkdir()
+    noise = torch.Generator().manual_seed(0)
+    paths = [folder / f"{name}.png" for name in ("a", "b", "c", "d", "more/a")]
+    for path in paths:
+        to_pil_image(torch.rand(3, 40, 50, generator=noise)).save(path)
+    (folder / "notes.txt").touch()
+    return folder, [str(path) for path in paths]
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    """Random weights whose likeliest classes differ, with names: (model, path)."""
+    torch.manual_seed(0)
     model = build("tresnet_t", num_classes=4).eval()
-    path = tmp_path / "random.safetensors"
-    save_checkpoint(model, path)
-    tensor = torch.full((1, 3, 32, 32), 200 / 255)
-    with torch.inference_mode():
-        expected = name_classes(model(tensor)[0], None, 4)
-    assert run(["predict", str(image), "--weights", str(path), "--topk", "4"]) == 0
-    assert capsys.readouterr().out == f"{image}: {expected}\n"
+    with torch.no_grad():
+        model.get_parameter("head.fc.weight").normal_()
+    path = tmp_path_factory.mktemp("weights") / "random.safetensors"
+    save_checkpoint(model, path, metadata={"classes": ["cat", "dog", "tench, fish", "owl"]})
+    return model, path
+
+
+def read(text, format):
+    """What the command printed: a list of (image, classes, probabilities)."""
+    if format == "json":
+        return [
+            (
+                row["image"],
+                tuple(one["class"] for one in row["predictions"]),
+                tuple(one["probability"] for one in row["predictions"]),
+            )
+            for row in json.loads(text)
+        ]
+    rows = list(csv.DictReader(text.splitlines()))
+    groups = [list(group) for _, group in itertools.groupby(rows, lambda row: row["image"])]
+    return [
+        (
+            group[0]["image"],
+            tuple(row["class"] for row in group),
+            tuple(float(row["probability"]) for row in group),
+        )
+        for group in groups
+    ]
+
+
+@pytest.mark.parametrize("format", ["json", "csv"])
+@pytest.mark.parametrize("given", ["folder", "pattern", "stdin"])
+def test_predict_agrees_with_the_model(format, given, drawn, photographs, capsys, monkeypatch):
+    """Images are read, resized and scaled as in evaluation, whatever named them."""
+    model, path = drawn
+    folder, paths = photographs
+    words = {"folder": [str(folder)], "pattern": [f"{folder}/**/*.png"], "stdin": ["-"]}[given]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(paths) + "\n"))
+    options = ["--weights", str(path), "--top-k", "2", "--format", format, "--batch-size", "2"]
+    assert run(["predict", *words, *options]) == 0
+    found = read(capsys.readouterr().out, format)
+    assert [image for image, _, _ in found] == paths
+    for image, classes, chances in found:
+        picture = Image.open(image).resize((40, 32), Image.Resampling.BILINEAR)
+        x = pil_to_tensor(picture)[None, :, :, 4:36] / 255
+        with torch.inference_mode():
+            expected, numbers = model(x)[0].softmax(0).topk(2)
+        assert classes == tuple(("cat", "dog", "tench, fish", "owl")[n] for n in numbers)
+        assert chances == pytest.approx(expected.tolist(), rel=1e-4)
+
+
+def test_predict_in_python_is_the_command(drawn, photographs, capsys):
+    folder, paths = photographs
+    assert run(["predict", str(folder), "--weights", str(drawn[1]), "--format", "json"]) == 0
+    printed = read(capsys.readouterr().out, "json")
+    pixels = torch.stack([pil_to_tensor(Image.open(path)) for path in paths])
+    for images in (folder, paths, [Image.open(path) for path in paths], pixels):
+        found = tresnet.predict(images, weights=drawn[1])
+        assert [(p.classes, p.probabilities) for p in found] == [row[1:] for row in printed]
+    assert len(tresnet.predict(pixels[0], weights=drawn[1], top_k=9)[0].classes) == 4
+    with pytest.raises(InputError, match=r"bytes \(3, H, W\) in torch.uint8, got torch.float32"):
+        tresnet.predict(pixels / 255, weights=drawn[1])
+
+
+@pytest.mark.parametrize("input", ["float", "uint8"])
+def test_predict_by_an_exported_file(input, drawn, photographs, tmp_path):
+    pytest.importorskip("onnxruntime")
+    model, path = drawn
+    classes = tuple(describe(path).classes)
+    file = tmp_path / "a.onnx"
+    export_model(model, file, ExportOptions("onnx", input=input), classes=classes)
+    by_torch = tresnet.predict(photographs[0], weights=path, top_k=4)
+    by_onnx = tresnet.predict(photographs[0], weights=file, top_k=4, runtime="onnx")
+    for one, other in zip(by_torch, by_onnx, strict=True):
+        assert (one.image, one.classes, one.numbers) == (other.image, other.classes, other.numbers)
+        assert one.probabilities == pytest.approx(other.probabilities, rel=1e-3)
+    other = tmp_path / "b.onnx"
+    other.write_bytes(b"no model")
+    with pytest.raises(CheckpointError, match=r"b.onnx is no model of tresnet export"):
+        tresnet.predict(photographs[0], weights=other, runtime="onnx")
+
+
+def test_maps_are_grad_cam(drawn, photographs, tmp_path, monkeypatch, capsys):
+    """Under a mean and a linear head, Grad-CAM is what the class's weights give of each place."""
+    pytest.importorskip("torchcam")
+    from tresnet.predictions import maps
+
+    model, path = drawn
+    seen = []
+    overlay = maps.overlay_mask
+    monkeypatch.setattr(maps, "overlay_mask", lambda *a, **k: seen.append(a[1]) or overlay(*a, **k))
+    folder = tmp_path / "cam"
+    arguments = ["predict", *photographs[1], "--weights", str(path), "--cam", str(folder)]
+    assert run(arguments) == 0
+    names = [f"0000{i}_{n}.png" for i, n in enumerate(("a", "b", "c", "d", "a"))]
+    assert sorted(file.name for file in folder.iterdir()) == names
+    for file in folder.iterdir():
+        with Image.open(file) as picture:
+            assert picture.size == (32, 32)
+    for image, found in zip(photographs[1], seen, strict=True):
+        picture = Image.open(image).resize((40, 32), Image.Resampling.BILINEAR)
+        with torch.no_grad():
+            features = model.forward_features(pil_to_tensor(picture)[None, :, :, 4:36] / 255)
+            weights = model.head.fc.weight[model.forward_head(features).argmax()]
+        expected = torch.einsum("k,khw->hw", weights, features[0]).relu()
+        expected = (expected - expected.min()) / (expected.max() - expected.min())
+        torch.testing.assert_close(pil_to_tensor(found)[0], expected, rtol=1e-3, atol=1e-3)
+    assert run(arguments) == 2
+    assert f"expected a new directory for --cam, but {folder} exists" in capsys.readouterr().err
 
 
 def test_unreadable_images_are_named_and_the_others_predicted(weights, image, tmp_path, capsys):
@@ -62,7 +187,7 @@ def test_unreadable_images_are_named_and_the_others_predicted(weights, image, tm
     files = [str(broken), str(missing), str(image)]
     assert run(["predict", *files, "--weights", str(weights)]) == 2
     printed = capsys.readouterr()
-    assert printed.out == f"{image}: two (93.6 %)\n"
+    assert printed.out == f"{image}:   two (93.6 %)\n"  # as wide as the longest name
     first, second = printed.err.splitlines()
     assert first.startswith(f"error: expected an image, but {broken} cannot be read")
     assert second.startswith(f"error: expected an image, but {missing} cannot be read")
@@ -73,7 +198,10 @@ def test_unreadable_images_are_named_and_the_others_predicted(weights, image, tm
     [
         ("IMAGE --weights tresnet_m.miil_in2k", "did you mean 'tresnet_m.miil_in"),
         ("IMAGE --weights missing.safetensors", "missing.safetensors"),
-        ("IMAGE --weights WEIGHTS --topk 0", "expected topk of at least 1, got 0"),
+        ("IMAGE --weights WEIGHTS --top-k 0", "expected top_k of at least 1, got 0"),
+        ("IMAGE --weights WEIGHTS --batch-size 0", "expected batch_size of at least 1, got 0"),
+        ("IMAGE --weights WEIGHTS --runtime onnx", "is no model of tresnet export --format onnx"),
+        ("no*.png --weights WEIGHTS", "expected images (jpg, png, ...) at no*.png, found none"),
         ("IMAGE --weights WEIGHTS --device gpu", "expected a device such as cpu or cuda:0"),
         ("--weights WEIGHTS", "expected at least one image file, got none"),
     ],
@@ -134,12 +262,29 @@ def test_predict_needs_a_classifier(image, tmp_path, capsys):
     assert "expected weights of a classifier" in capsys.readouterr().err
 
 
-def test_classes_without_names_have_numbers_and_several_labels_a_probability_each():
-    assert name_classes(torch.tensor([0.0, 50.0]), None, 1) == "class 1 (100.0 %)"
-    logits = torch.tensor([0.0, 4.0, 4.0])
-    assert name_classes(logits, ("a", "b", "c"), 3, several=True) == (
-        "b (98.2 %), c (98.2 %), a (50.0 %)"
-    )
+@pytest.mark.parametrize(
+    ("metadata", "line"),
+    [
+        ({}, "class 2 (93.6 %), class 1 (4.7 %)"),
+        ({"classes": CLASSES, "labels": "multi"}, "two (98.2 %), one (73.1 %)"),
+        ({"classes": CLASSES, "descriptions": ["a", "b", "cat, Felis"]}, "cat (93.6 %), b (4.7 %)"),
+    ],
+)
+def test_how_classes_are_named(metadata, line, weights, image, tmp_path, capsys):
+    path = tmp_path / "a.pth"
+    save_checkpoint(create(weights=weights), path, metadata=metadata)
+    assert run(["predict", str(image), "--weights", str(path), "--top-k", "2"]) == 0
+    assert capsys.readouterr().out == f"{image}: {line}\n"
+
+
+def test_imagenets_classes_are_those_of_its_folders():
+    known = describe("tresnet_m.miil_in1k")
+    assert known.classes == tuple(sorted(known.classes))  # how folders are numbered
+    assert (known.classes[0], known.descriptions[0]) == ("n01440764", "tench, Tinca tinca")
+    larger = describe("tresnet_m.miil_in21k")
+    assert (len(set(larger.classes)), len(larger.descriptions)) == (11221, 11221)
+    assert larger.classes[0] == "n00005787"
+    assert describe("tresnet_t_digits").classes == tuple("0123456789")
 
 
 def test_convert_keeps_weights_and_classes(weights, tmp_path, capsys):

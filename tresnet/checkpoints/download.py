@@ -1,6 +1,7 @@
 """Fetches published files and checks that they are what was published."""
 
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -11,9 +12,11 @@ from tresnet.checkpoints.published import WeightsEntry, find, weights_dir
 from tresnet.errors import CheckpointError
 from tresnet.files import atomic_write
 
+HUB = "hf-hub:"  # before a repository's name, as timm has it
 HUB_FILENAME = "model.safetensors"
 LAYOUT = (HUB_FILENAME, "pytorch_model.bin")
 _TIMEOUT_S = 60.0
+_log = logging.getLogger(__name__)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -21,6 +24,7 @@ def fetch(tag: str | WeightsEntry) -> Path:
     """Return the file of a tag: from weights/, then from the cache, then downloaded.
 
     Downloads go to the caches of huggingface_hub and torch.hub. A known hash is always checked.
+    Where an original file cannot be had, a warning names the copy of its weights that is taken.
 
     Raises:
         CheckpointError: it cannot be had here, or its hash is wrong.
@@ -37,6 +41,15 @@ def fetch(tag: str | WeightsEntry) -> Path:
     except CheckpointError:
         raise
     except Exception as error:  # the hub's client, its transports and urllib each have their own
+        if entry.copy is not None:
+            _log.warning(
+                "%s: %s (%s): the same weights are in %s, which is taken",
+                entry.tag,
+                entry.url,
+                error,
+                entry.copy,
+            )
+            return fetch(entry.copy)
         raise CheckpointError(
             f"could not get {entry.tag} ({type(error).__name__}: {error}): connect to the network,"
             f" or put the file of {_address(entry)} at {local} or elsewhere and give its path"

@@ -42,13 +42,18 @@ def read_config(path: Path, config: ModelConfig) -> dict[str, Any]:
         cfg, names = _table(known, "pretrained_cfg"), known.get("label_names")
         if isinstance(names, dict):  # by number
             names = [names[key] for key in sorted(names, key=int)]
+        words = _table(known, "label_descriptions")  # by name
+        user = {} if names is None else {"classes": names}
+        if names and words:
+            user["descriptions"] = [words.get(name, name) for name in names]
         metadata = {
             "pretrained_cfg": {key: cfg[key] for key in _PREPARATION if key in cfg},
-            "user": {} if names is None else {"classes": names},
+            "user": user,
+            "tag": f"{known.get('architecture')}.{cfg.get('tag')}",
         }
         _check_preparation(metadata["pretrained_cfg"], config)
         _check_user(metadata["user"], config)
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"expected timm's config.json in {path}: {error}") from error
     return metadata
 
@@ -84,13 +89,16 @@ def _check_preparation(cfg: dict[str, Any], config: ModelConfig) -> None:
 
 
 def _check_user(user: dict[str, Any], config: ModelConfig) -> None:
-    classes, labels = user.get("classes"), user.get("labels", "single")
-    if classes is not None:
-        if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
-            raise InputError(f"expected classes as a list of names, got {classes!r:.80}")
-        if config.num_classes and len(classes) != config.num_classes:
+    labels = user.get("labels", "single")
+    for key in ("classes", "descriptions"):
+        names = user.get(key)
+        if names is None:
+            continue
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise InputError(f"expected {key} as a list of names, got {names!r:.80}")
+        if config.num_classes and len(names) != config.num_classes:
             raise InputError(
-                f"expected the names of {config.num_classes} classes, got {len(classes)}"
+                f"expected the names of {config.num_classes} classes, got {len(names)}"
             )
     if labels not in ("single", "multi"):
         raise InputError(f"expected labels 'single' or 'multi', got {labels!r:.80}")

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -34,6 +35,7 @@ class WeightsEntry:
         top5: likewise.
         accuracy_source: who measured it, and how.
         command: what trained the weights, for those made by this project.
+        copy: tag of another file of the same weights, for where this one cannot be had any more.
     """
 
     tag: str
@@ -54,6 +56,7 @@ class WeightsEntry:
     top5: float | None
     accuracy_source: str | None
     command: str | None = None
+    copy: str | None = None
 
     @property
     def pretrained_cfg(self) -> dict[str, Any]:
@@ -69,6 +72,17 @@ class WeightsEntry:
             "interpolation": self.interpolation,
             "license": self.license,
         }
+
+
+def class_names(entry: WeightsEntry) -> tuple[Sequence[str] | None, Sequence[str] | None]:
+    """WordNet's ids of ImageNet's classes in the order of the weights, and the same in words."""
+    subset = {1000: "imagenet-1k", 11221: "imagenet-21k-miil"}.get(entry.num_classes)
+    if subset is None or "ImageNet" not in entry.trained_on:
+        return None, None
+    from timm.data import ImageNetInfo
+
+    known = ImageNetInfo(subset)
+    return known.label_names(), [*known.label_descriptions()]
 
 
 def weights_dir() -> Path:

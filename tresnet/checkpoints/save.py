@@ -120,8 +120,15 @@ def _plain_tensors(model: TResNet) -> dict[str, Tensor]:
     }
 
 
-def _check_timm(model: TResNet) -> None:
-    """Refuse what timm's class would compute otherwise: it has one head, slope pair and stem."""
+def computed_by_timm(model: TResNet) -> bool:
+    """Whether timm itself, without our plugin, builds a model that computes what this one does."""
+    from timm.models import tresnet
+
+    return not _other_than_timms(model) and hasattr(tresnet, model.config.variant)
+
+
+def _other_than_timms(model: TResNet) -> list[str]:
+    """What timm's class would compute otherwise: it has one head, slope pair and stem."""
     config = model.config
     wanted = {
         "stem_slope": STEM_SLOPE,
@@ -129,12 +136,15 @@ def _check_timm(model: TResNet) -> None:
         "block_size": TIMM_BLOCK_SIZE,
         "head": "linear",
     }
-    faults = [
+    return [
         f"{name}={getattr(config, name)!r} (timm's has {value!r})"
         for name, value in wanted.items()
         if getattr(config, name) != value
     ]
-    if faults:
+
+
+def _check_timm(model: TResNet) -> None:
+    if faults := _other_than_timms(model):
         raise CheckpointError(
             f"timm's TResNet would not compute what this model does: {', '.join(faults)}. "
             "Use format='tresnet'"

@@ -5,16 +5,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tresnet.checkpoints.download import fetch, from_hub_layout, from_layout
+from tresnet.checkpoints.download import HUB, fetch, from_hub_layout, from_layout
 from tresnet.checkpoints.metadata import read_config
-from tresnet.checkpoints.published import WeightsEntry, locate, weights_dir
+from tresnet.checkpoints.published import (
+    WeightsEntry,
+    class_names,
+    entries,
+    locate,
+    weights_dir,
+)
 from tresnet.checkpoints.read import listed, read_weights
 from tresnet.checkpoints.remap import Architecture, Weights, identify, to_ours
 from tresnet.errors import CheckpointError, InputError
 from tresnet.models.config import ModelConfig
 from tresnet.models.zoo import VARIANTS, default_pretrained_cfg, make_config
 
-_HUB, _LOCAL = "hf-hub:", "local-dir:"  # as timm has them
+_LOCAL = "local-dir:"  # as timm has it
 # what the weights decide about their model, besides the number of classes
 _ARCHITECTURE = ("layers", "width_factor", "block_size", "in_chans", "global_pool")
 _HEAD = ("head", "head_groups", "head_channels")
@@ -33,7 +39,9 @@ class WeightsInfo:
         crop_pct: part of the resized image's side that is kept.
         crop_mode: 'center' or 'squash'.
         interpolation: of the resize.
-        classes: names of the classes, where the file holds them.
+        classes: names of the classes, where they are known: of ImageNet, the ids that its class
+            folders are named by.
+        descriptions: the classes in words, where their names are ids.
         path: the file; None for a tag whose file is not under weights/.
         format: 'tresnet', 'timm' or 'public'.
         pretrained_cfg: the same in timm's terms.
@@ -51,6 +59,7 @@ class WeightsInfo:
     crop_mode: str
     interpolation: str
     classes: tuple[str, ...] | None
+    descriptions: tuple[str, ...] | None
     path: Path | None
     format: str
     pretrained_cfg: dict[str, Any]
@@ -98,8 +107,8 @@ def open_weights(name: str | os.PathLike[str] | OpenWeights) -> OpenWeights:
     if isinstance(name, OpenWeights):
         return name
     entry, beside = None, None
-    if isinstance(name, str) and name.startswith(_HUB):
-        path, beside = from_hub_layout(name.removeprefix(_HUB))
+    if isinstance(name, str) and name.startswith(HUB):
+        path, beside = from_hub_layout(name.removeprefix(HUB))
     else:
         found = locate(name.removeprefix(_LOCAL) if isinstance(name, str) else name)
         entry = found if isinstance(found, WeightsEntry) else None
@@ -118,7 +127,7 @@ def describe(name: str | os.PathLike[str]) -> WeightsInfo:
         InputError: an unknown tag.
         CheckpointError: the file is unreadable or no TResNet.
     """
-    if isinstance(name, str) and name.startswith((_HUB, _LOCAL)):
+    if isinstance(name, str) and name.startswith((HUB, _LOCAL)):
         return open_weights(name).info
     entry = locate(name)
     if not isinstance(entry, WeightsEntry) or (weights_dir() / entry.file).is_file():
@@ -141,6 +150,7 @@ def _info(
     assert config is not None, "of a file or of the table"
     if beside is not None and not metadata:
         metadata = read_config(beside, config)
+    known = entry or entries().get(metadata.get("tag", ""))
     cfg: dict[str, Any] = default_pretrained_cfg(config.variant, config)
     cfg.update(metadata.get("pretrained_cfg", {}))
     cfg.update({} if entry is None else entry.pretrained_cfg)
@@ -149,6 +159,9 @@ def _info(
     reduction = 8 * config.block_size
     cfg["pool_size"] = tuple(side // reduction for side in cfg["input_size"][1:])
     user = metadata.get("user", {})
+    classes, descriptions = user.get("classes"), user.get("descriptions")
+    if classes is None and known is not None and known.num_classes == config.num_classes:
+        classes, descriptions = class_names(known)
     return WeightsInfo(
         name=name,
         model=config.variant,
@@ -158,7 +171,8 @@ def _info(
         crop_pct=cfg["crop_pct"],
         crop_mode=cfg["crop_mode"],
         interpolation=cfg["interpolation"],
-        classes=tuple(user["classes"]) if "classes" in user else None,
+        classes=None if classes is None else tuple(classes),
+        descriptions=None if descriptions is None else tuple(descriptions),
         path=None if weights is None else weights.source.path,
         format=weights.format if weights is not None else entry.format if entry else "",
         pretrained_cfg=cfg,

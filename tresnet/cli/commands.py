@@ -14,11 +14,13 @@ from tyro.conf import (
 
 from tresnet.cli.bench import Bench
 from tresnet.cli.convert import Convert
+from tresnet.cli.demo import Demo
 from tresnet.cli.export import Export
 from tresnet.cli.info import Info
 from tresnet.cli.list import List
 from tresnet.cli.memory import Memory
 from tresnet.cli.predict import Predict
+from tresnet.cli.push import Push
 from tresnet.cli.runs import Runs
 from tresnet.cli.shard import Shard
 
@@ -29,7 +31,7 @@ _DESCRIPTION = """TResNet image classifiers: models, weights, predictions and me
 
 def parse(
     arguments: Sequence[str],
-) -> List | Info | Bench | Memory | Predict | Convert | Export | Shard | Runs:
+) -> List | Info | Bench | Memory | Predict | Convert | Export | Push | Demo | Shard | Runs:
     """Return the command with its options.
 
     Raises:
@@ -43,6 +45,8 @@ def parse(
         | Annotated[Predict, subcommand("predict")]
         | Annotated[Convert, subcommand("convert")]
         | Annotated[Export, subcommand("export")]
+        | Annotated[Push, subcommand("push")]
+        | Annotated[Demo, subcommand("demo")]
         | Annotated[Shard, subcommand("shard")]
         | Annotated[Runs, subcommand("runs")],  # pyright: ignore[reportArgumentType]
         prog="tresnet",

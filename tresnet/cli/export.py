@@ -41,6 +41,7 @@ class Export(ExportOptions):
             self.output or Path(f"{name}{suffix}"),
             self,
             classes=known and known.classes,
+            descriptions=known and known.descriptions,
             labels="single" if known is None else known.user.get("labels", "single"),
         )
         rows = [["largest difference of logits", f"{done.difference:.1e}"]]

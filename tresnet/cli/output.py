@@ -30,9 +30,9 @@ def prepare() -> None:
                 stream.reconfigure(errors="backslashreplace")
 
 
-def say(text: str) -> None:
+def say(text: str, end: str = "\n") -> None:
     """Print a line of the result."""
-    sys.stdout.write(text + "\n")
+    sys.stdout.write(text + end)
 
 
 def progress(text: str) -> None:

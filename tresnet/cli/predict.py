@@ -1,18 +1,23 @@
 """`tresnet predict`: names what image files show."""
 
+import csv
 import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from tyro.conf import Positional, arg
 
 from tresnet.cli.output import fail, progress, say
 from tresnet.errors import DataError, InputError
+from tresnet.files import atomic_write, explained
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from PIL.Image import Image
 
-    from tresnet.checkpoints.weights import OpenWeights
-    from tresnet.steps import InferenceStep
+    from tresnet.predictions import Prediction
 
 BAD_IMAGE_EXIT_CODE = 2
 
@@ -22,13 +27,28 @@ class Predict:
     """Name the class of each image file, with its probability."""
 
     images: Annotated[Positional[tuple[str, ...]], arg(metavar="IMAGE [IMAGE ...]")]
-    """Image files. One that cannot be read is an error, the others are still predicted."""
+    """Image files, folders of them, quoted patterns such as '*/7/*.png', or - for paths on standard
+    input. An image that cannot be read is an error, the others are still predicted."""
 
     weights: str
     """A tag of `tresnet list`, a file, a directory in timm's layout or hf-hub:USER/NAME."""
 
-    topk: int = 1
+    top_k: int = 1
     """How many classes to name, the likeliest first."""
+
+    format: Literal["table", "json", "csv"] = "table"
+    """A line an image; a JSON list of objects; or CSV, a row for each class that is named."""
+
+    batch_size: int = 32
+    """Images at a time."""
+
+    runtime: Literal["torch", "onnx"] = "torch"
+    """onnx: --weights is a file of `tresnet export --format onnx`, run by onnxruntime on the CPU;
+    the options from --device on are for torch."""
+
+    cam: Path | None = None
+    """New directory for a Grad-CAM picture of each image, red where the model saw its likeliest
+    class (needs torchcam)."""
 
     device: str = "cpu"
     """Where to compute, such as cuda."""
@@ -60,70 +80,91 @@ class Predict:
     """Fold each batch norm into the convolution before it: the same outputs up to rounding."""
 
     def run(self, argv: list[str]) -> int:
-        """Print a line an image."""
-        from tresnet.checkpoints.weights import open_weights
-        from tresnet.data.folder import load_rgb
-        from tresnet.data.transforms import EvalTransform, eval_transform
+        """Print predictions as they are made."""
+        from tresnet.predictions import Predictor, find_images
+        from tresnet.steps import InferenceCompute
 
-        if not self.images:
+        names = [line for name in self.images for line in (_lines() if name == "-" else [name])]
+        paths = find_images(names)
+        if not paths:
             raise InputError("expected at least one image file, got none")
-        if self.topk < 1:
-            raise InputError(f"expected topk of at least 1, got {self.topk}")
-        opened = open_weights(self.weights)
-        known = opened.info
-        if known.num_classes == 0:
-            raise InputError(f"expected weights of a classifier, but {self.weights} has no classes")
-        step = self._step(opened)
-        transform = eval_transform(
-            EvalTransform(
-                size=known.input_size[-1],
-                crop_mode=known.crop_mode,  # pyright: ignore[reportArgumentType]
-                crop_pct=known.crop_pct,
-                interpolation=known.interpolation,  # pyright: ignore[reportArgumentType]
-            )
+        predictor = Predictor(
+            self.weights,
+            top_k=self.top_k,
+            batch_size=self.batch_size,
+            runtime=self.runtime,
+            maps=self.cam is not None,
+            device=self.device,
+            impl=self.impl,
+            pad=self.pad,
+            compute=InferenceCompute(
+                **{f.name: getattr(self, f.name) for f in dataclasses.fields(InferenceCompute)}
+            ),
+            say=progress,
         )
-        several = known.user.get("labels") == "multi"
-        exit_code = 0
-        for path in self.images:
-            try:
-                image = transform(load_rgb(path))
-            except DataError as error:
-                fail(error)
-                exit_code = BAD_IMAGE_EXIT_CODE
-            else:
-                logits = step(step.feed.images(image[None]))[0]
-                say(f"{path}: {name_classes(logits, known.classes, self.topk, several)}")
-        return exit_code
-
-    def _step(self, opened: "OpenWeights") -> "InferenceStep":
-        from tresnet.checkpoints.creation import create
-        from tresnet.env import usable_device
-        from tresnet.steps import InferenceCompute, InferenceStep
-
-        device = usable_device(self.device)
-        opened.check_finite()
-        compute = InferenceCompute(
-            **{f.name: getattr(self, f.name) for f in dataclasses.fields(InferenceCompute)}
-        )
-        model = create(weights=opened, device=device, impl=self.impl, pad=self.pad)
-        return InferenceStep(model, compute, device, say=progress)
+        if self.cam is not None:
+            _make(self.cam)
+        bad: list[DataError] = []
+        write = {"table": _table, "json": _json, "csv": _csv}[self.format]
+        found = predictor(paths, bad=lambda error: (bad.append(error), fail(error)))
+        write(_kept(found, self.cam), max(map(len, paths)))
+        return BAD_IMAGE_EXIT_CODE if bad else 0
 
 
-def name_classes(
-    logits: "Tensor", classes: tuple[str, ...] | None, topk: int, several: bool = False
-) -> str:
-    """The likeliest classes, such as `7 (99.8 %), 1 (0.1 %)`; by number where no name is known.
+def _lines() -> list[str]:
+    """The paths on standard input, one a line."""
+    return [name for line in sys.stdin if (name := line.rstrip("\r\n"))]
 
-    Args:
-        logits: (num_classes,) floating point.
-        classes: their names in order, or None.
-        topk: how many at most.
-        several: an image may have several labels, each with a probability of its own.
-    """
-    every = logits.float().sigmoid() if several else logits.float().softmax(0)
-    chances, labels = every.topk(min(topk, logits.numel()))
-    names = [f"class {label}" if classes is None else classes[label] for label in labels.tolist()]
-    return ", ".join(
-        f"{name} ({chance:.1%})".replace("%", " %")
-        for name, chance in zip(names, chances.tolist(), strict=True)
-    )
+
+def _make(folder: Path) -> None:
+    if folder.exists():
+        raise InputError(f"expected a new directory for --cam, but {folder} exists: remove it")
+    with explained(folder):
+        folder.mkdir(parents=True)
+
+
+def _kept(found: "Iterator[Prediction]", folder: Path | None) -> "Iterator[Prediction]":
+    """Write the pictures of predictions on their way, numbered: two files may have one name."""
+    for number, prediction in enumerate(found):
+        picture: Image | None = prediction.map
+        if folder is not None and picture is not None:
+            stem = Path(prediction.image).stem
+            with atomic_write(folder / f"{number:05}_{stem:.200}.png") as temporary:
+                picture.save(temporary, "PNG")
+        yield prediction
+
+
+def _table(found: "Iterator[Prediction]", width: int) -> None:
+    """`digit.png: 7 (99.8 %), 1 (0.1 %)`, the names of files made equally long."""
+    for one in found:
+        pairs = zip(one.classes, one.probabilities, strict=True)
+        # of a description, such as "tench, Tinca tinca", its first words
+        classes = [f"{name.split(', ')[0]} ({100 * chance:.1f} %)" for name, chance in pairs]
+        say(f"{one.image + ':':{width + 1}} {', '.join(classes)}")
+
+
+def _json(found: "Iterator[Prediction]", _: int) -> None:
+    separator = "[\n"
+    for one in found:
+        row = {
+            "image": one.image,
+            "predictions": [
+                {"class": name, "number": number, "probability": chance}
+                for name, number, chance in _classes(one)
+            ],
+        }
+        say(separator + json.dumps(row), end="")
+        separator = ",\n"
+    say("\n]" if separator == ",\n" else "[]")
+
+
+def _csv(found: "Iterator[Prediction]", _: int) -> None:
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(["image", "rank", "class", "number", "probability"])
+    for one in found:
+        for rank, row in enumerate(_classes(one), 1):
+            writer.writerow([one.image, rank, *row])
+
+
+def _classes(one: "Prediction") -> "Iterator[tuple[str, int, float]]":
+    return zip(one.classes, one.numbers, one.probabilities, strict=True)

@@ -110,7 +110,7 @@ class Picture:
         """
         with named(self._path), _strict_decoding(), self._image as image:
             image.load()
-            return _to_rgb(image)
+            return to_rgb(image)
 
     def crop(self, box: Box) -> torch.Tensor:
         """Decode a part of it.
@@ -206,7 +206,7 @@ def _one_extension(folder: Path, pattern: str) -> Iterator[None]:
                 os.environ[name] = before
 
 
-def _to_rgb(image: "Image") -> "Image":
+def to_rgb(image: "Image") -> "Image":
     """Convert any decoded image to mode RGB."""
     from PIL import Image
 

@@ -22,6 +22,8 @@ from tresnet.export.options import ExportOptions
 from tresnet.export.plain import trace
 
 METADATA_KEY = "tresnet"
+# what an ONNX file tells those who predict by it
+_TOLD = ("images", "preprocessing", "num_classes", "classes", "descriptions", "labels")
 Run = Callable[[Tensor], Tensor]
 
 
@@ -94,12 +96,43 @@ def _quantise_onnx(job: Job, floats: Path, path: Path) -> None:
 
 def open_onnx(path: Path) -> Run:
     """An ONNX file in onnxruntime on the CPU."""
+    return _run_onnx(_session(path))
+
+
+def _session(path: Path) -> Any:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+def _run_onnx(session: Any) -> Run:
     return lambda x: torch.from_numpy(session.run(["logits"], {"images": x.numpy()})[0])
+
+
+def read_onnx(path: Path) -> tuple[Run, dict[str, Any]]:
+    """A file that `export_model` wrote with format 'onnx', for bytes, and its metadata.
+
+    Raises:
+        CheckpointError: there is no such file, or it is no such model.
+        MissingDependencyError: onnxruntime is not installed.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"no ONNX file at {path}: check the path")
+    if importlib.util.find_spec("onnxruntime") is None:
+        raise MissingDependencyError(_to_install("format 'onnx'", ["onnxruntime"], "onnx"))
+    try:
+        session = _session(path)
+        texts = session.get_modelmeta().custom_metadata_map
+        known = {key: json.loads(texts[key]) for key in _TOLD}
+        images, run = Images(**known["images"]), _run_onnx(session)
+    except Exception as error:  # onnxruntime's errors have no base class of their own
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{path} is no model of tresnet export --format onnx ({reason:.200}): export it again"
+        ) from error
+    return (lambda x: run(images.prepare(x))), known
 
 
 def _write_pt2(job: Job, path: Path) -> None:
@@ -285,8 +318,12 @@ def find_format(options: ExportOptions) -> Format:
     missing = [one for one in packages if importlib.util.find_spec(one) is None]
     if missing:
         extra = "int8" if quantised else name
-        raise MissingDependencyError(
-            f"format {name!r} needs {', '.join(missing)}, not installed: pip install "
-            f"'tresnet[{extra}]' (from a checkout: pip install -e '.[{extra}]')"
-        )
+        raise MissingDependencyError(_to_install(f"format {name!r}", missing, extra))
     return FORMATS[name]
+
+
+def _to_install(what: str, missing: Sequence[str], extra: str) -> str:
+    return (
+        f"{what} needs {', '.join(missing)}, not installed: pip install 'tresnet[{extra}]' "
+        f"(from a checkout: pip install -e '.[{extra}]')"
+    )

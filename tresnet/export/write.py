@@ -54,6 +54,7 @@ def export_model(
     options: ExportOptions,
     *,
     classes: tuple[str, ...] | None = None,
+    descriptions: tuple[str, ...] | None = None,
     labels: str = "single",
 ) -> Exported:
     """Write a model, folded, in another runtime's format; the file is there once it is checked.
@@ -63,6 +64,7 @@ def export_model(
         path: the file to write; openvino writes a second one beside it, ending in .bin.
         options: the format and what the model takes.
         classes: names of the classes, kept in the file.
+        descriptions: the classes in words, where their names are ids; kept in the file.
         labels: 'single', or 'multi' where an image may have several; kept in the file.
 
     Raises:
@@ -96,7 +98,8 @@ def export_model(
         batches = spread(splits["train"], CALIBRATION_IMAGES)
         calibration = [images.prepare(batch) for batch, _ in batches]
     metadata = _metadata(model, images, options) | {
-        "classes": None if classes is None else list(classes),
+        "classes": classes,
+        "descriptions": descriptions,
         "labels": labels,
         "device": str(device),
     }

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from tresnet.layers.whole import symbolic, whole
 from tresnet.ops import blur_pool as op
 from tresnet.ops.blur_pool import reference
 from tresnet.ops.dispatch import Impl
@@ -27,6 +28,8 @@ class BlurPool2d(nn.Module):
         """Blur and downsample `x`."""
         if torch.jit.is_scripting():
             return reference.blur_pool(x)
+        if symbolic(x):
+            return whole(self, x)
         return op.blur_pool(x, jit=self.jit, impl=self.impl)
 
     def extra_repr(self) -> str:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from tresnet.errors import InputError
+from tresnet.layers.whole import symbolic
 from tresnet.ops import global_avg_pool as op
 from tresnet.ops.global_avg_pool import reference
 
@@ -36,7 +37,7 @@ class GlobalPool2d(nn.Module):
     def _average(self, x: Tensor) -> Tensor:
         if torch.jit.is_scripting():
             return reference.global_avg_pool(x, True)
-        return op.global_avg_pool(x, jit=self.jit)
+        return op.global_avg_pool(x, jit=self.jit and not symbolic(x))
 
     def forward(self, x: Tensor) -> Tensor:
         """Pool `x`."""

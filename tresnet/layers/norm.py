@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tresnet.errors import InputError, MissingDependencyError
+from tresnet.layers.whole import symbolic, whole
 from tresnet.ops.abn import Settings, SEWeights, abn, fused_abn, reference
 from tresnet.ops.dispatch import Impl, check_impl, runs_kernels
 
@@ -124,6 +125,8 @@ class NormAct(nn.BatchNorm2d):
         """Normalise and activate `x`: (N, C, H, W) to the same shape and dtype."""
         if torch.jit.is_scripting() or self.running_mean is None:
             return self._plain(x)
+        if symbolic(x):
+            return whole(self, x)
         return self._run(x, "reference")
 
     def extra_repr(self) -> str:
@@ -169,6 +172,8 @@ class ABN(NormAct):
         """Normalise and activate `x`: (N, C, H, W) to the same shape and dtype."""
         if torch.jit.is_scripting() or self.running_mean is None:
             return self._plain(x)
+        if symbolic(x):
+            return whole(self, x)
         return self._run(x, self.impl, group=self._group())
 
     def kernels_run(self, x: Tensor) -> bool:
@@ -220,6 +225,8 @@ class InplaceABN(NormAct):
         """Normalise and activate `x`: (N, C, H, W), overwritten; same shape and dtype."""
         if torch.jit.is_scripting() or self.running_mean is None:
             return self._plain(x)
+        if symbolic(x):
+            return whole(self, x)
         return self._package(x)
 
     def _gamma(self) -> Tensor:

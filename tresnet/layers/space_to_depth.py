@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from tresnet.layers.whole import symbolic, whole
 from tresnet.ops import space_to_depth as op
 from tresnet.ops.dispatch import Impl
 from tresnet.ops.space_to_depth import reference
@@ -27,6 +28,8 @@ class SpaceToDepth(nn.Module):
         """Rearrange `x`, keeping its memory format."""
         if torch.jit.is_scripting():
             return reference.space_to_depth(x, self.block_size)
+        if symbolic(x):
+            return whole(self, x)
         return op.space_to_depth(x, self.block_size, jit=self.jit)
 
     @torch.jit.unused

@@ -10,6 +10,7 @@ from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.global_pool import GlobalPool2d
 from tresnet.layers.grouped_linear import GroupedLinear
 from tresnet.layers.parallel_bottleneck import ParallelBottleneck
+from tresnet.layers.whole import symbolic, whole
 from tresnet.models.config import ModelConfig
 from tresnet.ops import recompute
 from tresnet.ops.dispatch import traced
@@ -74,6 +75,9 @@ class GroupAttentionHead(nn.Module):
 
     def forward(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """(N, C, H, W) to (N, num_classes), or to (N, groups * channels) if `pre_logits`."""
+        if not torch.jit.is_scripting():  # noqa: SIM102 TorchScript leaves out the inner one
+            if symbolic(x):
+                return whole(self, x, pre_logits)
         x = self.attention(self.reduce(x)) if torch.jit.is_scripting() else self._attend(x)
         x = self.drop(self.global_pool(x))
         return x if pre_logits else self.fc(x)
@@ -135,6 +139,9 @@ class MLDecoderHead(nn.Module):
 
     def forward(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """(N, C, H, W) to (N, num_classes); if `pre_logits`, to the mean over the pixels (N, C)."""
+        if not torch.jit.is_scripting():  # noqa: SIM102 TorchScript leaves out the inner one
+            if symbolic(x):
+                return whole(self, x, pre_logits)
         return x.mean(dim=(2, 3)) if pre_logits else self.fc(x)
 
 

@@ -15,6 +15,7 @@ from tresnet.layers.folded_conv import FoldedConv
 from tresnet.layers.grouped_linear import GroupedLinear
 from tresnet.layers.norm import ABN, NormAct, frozen_running_stats
 from tresnet.layers.space_to_depth import SpaceToDepth
+from tresnet.layers.whole import symbolic
 from tresnet.models.blocks import BasicBlock, BlockSettings, Bottleneck
 from tresnet.models.config import ModelConfig, class_groups
 from tresnet.models.heads import Head, build_head
@@ -193,16 +194,16 @@ class TResNet(nn.Module):
 
         No other output is held on to: backward can rebuild the stem's, and others.
         """
-        symbolic = isinstance(x, torch.fx.Proxy)  # has neither shape nor dtype to look at
-        if not (symbolic or torch.compiler.is_exporting() or torch.jit.is_tracing()):
+        recorded = symbolic(x)
+        if not (recorded or torch.compiler.is_exporting() or torch.jit.is_tracing()):
             self.check_input(x)
         # A checkpointed block keeps its input alone: offers would hold on to more until the end.
         offers = not traced() and self.config.norm == "abn" and self.recompute != "none"
-        offers = offers and not self.grad_checkpointing
+        offers = offers and not self.grad_checkpointing and not recorded
         outputs = {}
         with recompute.scope(offers and torch.is_grad_enabled()):
             for index, stage in enumerate(list(self.body)[: max(wanted) + 1]):
-                if symbolic:
+                if recorded:
                     x = stage(x)
                 elif x.dtype == torch.uint8:
                     x = self._run_stem_on_bytes(stage, x)

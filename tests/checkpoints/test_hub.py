@@ -1,0 +1,188 @@
+"""Weights pushed to a hub and read from it, by this package and by plain timm; and what fails."""
+
+import json
+import multiprocessing
+import time
+
+import huggingface_hub
+import pytest
+import timm
+import torch
+from huggingface_hub import constants
+
+import tresnet
+from tests.checkpoints.hub import REPO, running_hub
+from tests.checkpoints.small import same, small, trained
+from tresnet.checkpoints import describe, save_checkpoint
+from tresnet.cli.main import main as run
+from tresnet.errors import CheckpointError
+
+HUB = f"hf-hub:{REPO}"
+CLASSES = list("abcde")
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    sleep = time.sleep
+    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
+    with running_hub(monkeypatch, str(tmp_path / "cache")) as running:
+        yield running
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """A small model and its file: (model, path)."""
+    model = trained(small()).eval()
+    path = tmp_path / "mine.safetensors"
+    save_checkpoint(model, path, metadata={"classes": CLASSES, "top1": 81.5, "data": "flowers"})
+    return model, path
+
+
+@pytest.fixture
+def pushed(hub, mine):
+    assert run(["push", str(mine[1]), HUB, "--license", "mit"]) == 0
+    return hub, mine[0]
+
+
+def test_what_is_pushed_is_read_by_us_and_by_plain_timm(pushed, monkeypatch, capsys):
+    hub, model = pushed
+    assert set(hub.repos[REPO]) == {"README.md", "config.json", "model.safetensors"}
+    assert [path for kind, path in hub.requests if path.endswith("/commit/main")] == [
+        f"/api/models/{REPO}/commit/main"
+    ]
+    assert same(tresnet.create(weights=HUB).state_dict(), model.state_dict())
+    theirs = timm.create_model(HUB, pretrained=True).eval()
+    assert type(theirs).__module__ == "timm.models.tresnet"
+    x = torch.rand(2, 3, 64, 96)
+    torch.testing.assert_close(theirs(x), model(x), rtol=1e-5, atol=1e-5)
+    assert theirs.pretrained_cfg["license"] == "mit"
+    assert theirs.pretrained_cfg["label_names"] == CLASSES
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # the cache suffices
+    hub.fault = "hash"
+    assert describe(HUB).classes == tuple(CLASSES)
+    card = hub.repos[REPO]["README.md"].decode()
+    assert card.startswith("---\nlicense: mit\n")
+    assert "| val of flowers | 81.50 |" in card
+    assert f'timm.create_model("{HUB}", pretrained=True)' in card
+    assert "timm_plugin" not in card
+
+
+def test_a_directory_is_written_whole_or_not_at_all(mine, tmp_path, monkeypatch, capsys):
+    model, path = mine
+    target = tmp_path / "out"
+    assert run(["push", str(path), str(target)]) == 2
+    assert "expected a licence for weights of your own" in capsys.readouterr().err
+    arguments = ["push", str(path), str(target), "--license", "mit"]
+    with monkeypatch.context() as patch:
+        patch.setattr("tresnet.checkpoints.layout._card", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(arguments)
+    assert list(tmp_path.iterdir()) == [path]
+    assert run(arguments) == 0
+    x = torch.rand(2, 3, 64, 64)
+    theirs = timm.create_model(f"local-dir:{target}", pretrained=True).eval()
+    torch.testing.assert_close(theirs(x), model(x), rtol=1e-5, atol=1e-5)
+    assert run(arguments) == 2
+    assert f"expected a new directory, but {target} exists" in capsys.readouterr().err
+    assert describe(target).user["top1"] == 81.5
+
+
+def test_weights_of_a_run_say_how_they_were_trained(mine, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    mine[1].rename(folder / "best.safetensors")
+    (folder / "config.json").write_text('{"recipe": "finetune", "data": {"data": "/home/me/f"}}')
+    (folder / "log.jsonl").write_text('{"epoch": 9, "step": 90, "elapsed_s": 61.2}\n')
+    arguments = ["push", str(folder / "best.safetensors"), str(tmp_path / "out"), "--license=mit"]
+    assert run(arguments) == 2  # a part of it is missing
+    environment = {"device": {"type": "cpu"}, "packages": {"torch": "2.15.0"}, "git": None}
+    (folder / "environment.json").write_text(json.dumps([environment]))
+    assert run(arguments) == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "9 epochs, 90 updates, 61 s, on cpu with PyTorch 2.15.0" in card
+    assert '"recipe": "finetune"' in card
+    assert "/home/me" not in card
+
+
+def test_digits_need_the_plugin_and_bring_their_classes(tmp_path):
+    target = tmp_path / "digits"
+    assert run(["push", "tresnet_t_digits", str(target)]) == 0
+    card = (target / "README.md").read_text()
+    assert "import tresnet.timm_plugin" in card
+    assert "license: apache-2.0" in card
+    ours = tresnet.create(weights=target).eval()
+    assert same(ours.state_dict(), tresnet.create(weights="tresnet_t_digits").state_dict())
+    assert describe(target).classes == tuple("0123456789")
+
+
+def test_imagenets_names_travel_with_the_tag(tmp_path):
+    """timm's own repositories name no classes: the table of published weights does."""
+    save_checkpoint(small(num_classes=1000), tmp_path / "model.safetensors", format="timm")
+    config = {"architecture": "tresnet_m", "pretrained_cfg": {"tag": "miil_in1k"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    known = describe(tmp_path)
+    assert (known.classes[1], known.descriptions[1]) == ("n01443537", "goldfish, Carassius auratus")
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("truncated", r"could not get .*Consistency check failed"),
+        ("hash", r"is not the published hf-hub:user/name: expected sha256 .* damaged"),
+        ("offline", r"could not get hf-hub:user/name \(LocalEntryNotFoundError"),
+        ("no repository", r"could not get hf-hub:user/name \(RepositoryNotFoundError"),
+        ("no weights", r"expected model.safetensors or pytorch_model.bin in hf-hub:user/name"),
+    ],
+)
+def test_what_cannot_be_had_is_said(fault, message, pushed, monkeypatch):
+    hub, _ = pushed
+    hub.fault = fault
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", fault == "offline")
+    if fault == "no repository":
+        hub.repos.clear()
+    if fault == "no weights":
+        del hub.repos[REPO]["model.safetensors"]
+    with pytest.raises(CheckpointError, match=message):
+        tresnet.create(weights=HUB)
+
+
+@pytest.mark.parametrize("fault", ["dropped", "slow"])
+def test_a_download_that_stops_goes_on_where_it_was(fault, pushed, monkeypatch):
+    hub, model = pushed
+    hub.fault, hub.requests = fault, []
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
+    assert same(tresnet.create(weights=HUB).state_dict(), model.state_dict())
+    assert [path for kind, path in hub.requests if kind == "GET"].count(
+        f"/{REPO}/resolve/main/model.safetensors"
+    ) == 2
+
+
+def read(queue):
+    queue.put(sorted(tresnet.create(weights=HUB).state_dict()))
+
+
+def test_several_processes_at_once_download_it_once(pushed):
+    hub, model = pushed
+    hub.requests = []
+    context = multiprocessing.get_context("fork")  # which inherits the hub's address
+    queue = context.Queue()
+    processes = [context.Process(target=read, args=(queue,)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    found = [queue.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join()
+    assert found == [sorted(model.state_dict())] * 3
+    assert [path for kind, path in hub.requests if kind == "GET"].count(
+        f"/{REPO}/resolve/main/model.safetensors"
+    ) == 1
+
+
+def test_a_hub_that_refuses_is_named(hub, mine, capsys):
+    hub.fault = "refused"
+    assert run(["push", str(mine[1]), HUB, "--license", "mit"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: could not push to {HUB} (HfHubHTTPError: ")
+    assert "writing needs a token, in the variable HF_TOKEN" in error
+    assert not hub.repos
+    assert hub.address == huggingface_hub.constants.ENDPOINT

@@ -1,0 +1,227 @@
+"""Weights as timm and the Hugging Face hub keep them: tensors, config.json and a model card."""
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tresnet import env
+from tresnet.checkpoints.creation import create
+from tresnet.checkpoints.download import HUB, HUB_FILENAME
+from tresnet.checkpoints.save import computed_by_timm, save_checkpoint
+from tresnet.checkpoints.weights import OpenWeights, WeightsInfo
+from tresnet.errors import CheckpointError, InputError
+from tresnet.files import explained
+from tresnet.models.tresnet import TResNet
+from tresnet.models.zoo import make_config
+
+_CARD = """---
+license: {license}
+library_name: timm
+pipeline_tag: image-classification
+tags:
+- image-classification
+- timm
+- tresnet
+---
+# {name}
+
+{model} ([TResNet](https://arxiv.org/abs/2003.13630)), {parameters:,} parameters, {classes} classes.
+Images of {height} x {width} pixels in [0, 1], without mean and deviation: {interpolation} resize,
+crop mode {crop_mode}, {crop_pct:g} of the side kept.
+
+## Accuracy
+
+{accuracy}
+
+## Training
+
+{training}
+
+## Use
+
+```python
+{use}
+```
+"""
+_KINDS = {"top1": "top-1 %", "top5": "top-5 %", "map": "mAP %", "f1": "F1 %"}
+
+
+def push(
+    opened: OpenWeights, target: str, license: str | None = None, private: bool = False
+) -> str:
+    """Write weights as timm reads them, to a new directory or to a repository of the hub.
+
+    Args:
+        opened: the weights.
+        target: a directory that does not exist, or `hf-hub:USER/NAME`, which is made if need be and
+            gets everything in one commit.
+        license: SPDX identifier; None for that of published weights.
+        private: of a new repository.
+
+    Returns:
+        Where they are now.
+
+    Raises:
+        InputError: the directory exists, or no licence is known.
+        CheckpointError: the weights are not finite, the run's files beside them are damaged, or the
+            hub refuses.
+        WriteError: the directory cannot be written; nothing is left of it.
+    """
+    entry = opened.info.entry
+    license = license or (entry.license if entry else None)
+    if license is None:
+        raise InputError("expected a licence for weights of your own: give --license, such as mit")
+    opened.check_finite()
+    if target.startswith(HUB):
+        with tempfile.TemporaryDirectory() as folder:
+            _write(opened, Path(folder), target.removeprefix(HUB), license)
+            return _upload(Path(folder), target.removeprefix(HUB), private)
+    place = Path(target)
+    if place.exists():
+        raise InputError(f"expected a new directory, but {place} exists: choose another name")
+    with explained(place):
+        scratch = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.absolute().parent))
+        scratch.chmod(0o755)
+    try:
+        _write(opened, scratch, place.name, license)
+        with explained(place):
+            scratch.rename(place)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return str(place)
+
+
+def _upload(folder: Path, repo_id: str, private: bool) -> str:
+    from huggingface_hub import HfApi
+
+    api = HfApi(library_name="tresnet", library_version=env.package_version())
+    try:
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        message = "Add weights, configuration and model card"
+        return str(api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message))
+    except Exception as error:  # the hub's client and its transports each have their own
+        raise CheckpointError(
+            f"could not push to hf-hub:{repo_id} ({type(error).__name__}: {error}): check the name "
+            "and the network; writing needs a token, in the variable HF_TOKEN"
+        ) from error
+
+
+def _write(opened: OpenWeights, folder: Path, name: str, license: str) -> None:
+    """Write the three files into an empty folder."""
+    known = opened.info
+    model = create(weights=opened, device="cpu")
+    assert isinstance(model, TResNet), "features_only is not asked for"
+    user = dict(known.user)
+    for key, names in (("classes", known.classes), ("descriptions", known.descriptions)):
+        if names is not None:
+            user[key] = list(names)
+    model.pretrained_cfg = {**model.pretrained_cfg, "license": license}
+    # The header that our format adds holds what timm has no place for; timm passes it over.
+    save_checkpoint(model, folder / HUB_FILENAME, metadata=user)
+    config = json.dumps(_config(model, known), indent=2) + "\n"
+    (folder / "config.json").write_text(config, encoding="utf-8")
+    (folder / "README.md").write_text(_card(model, known, name, license), encoding="utf-8")
+
+
+def _config(model: TResNet, known: WeightsInfo) -> dict[str, Any]:
+    """What timm's `create_model` builds the model from."""
+    usual = make_config(known.model)
+    args = {key: value for key, value in known.kwargs.items() if value != getattr(usual, key)}
+    sources = ("architecture", "hf_hub_id", "url")
+    names: dict[str, Any] = {}
+    if known.classes is not None:
+        names["label_names"] = known.classes
+        if known.descriptions is not None:
+            pairs = zip(known.classes, known.descriptions, strict=True)
+            names["label_descriptions"] = dict(pairs)
+    return {
+        "architecture": known.model,
+        "num_classes": known.num_classes,
+        "num_features": model.num_features,
+        "global_pool": model.config.global_pool,
+        **names,
+        **({"model_args": args} if args else {}),
+        "pretrained_cfg": {k: v for k, v in model.pretrained_cfg.items() if k not in sources},
+    }
+
+
+def _card(model: TResNet, known: WeightsInfo, name: str, license: str) -> str:
+    plugin = (
+        "" if computed_by_timm(model) else "import tresnet.timm_plugin  # of the package tresnet\n"
+    )
+    place = f"hf-hub:{name}" if "/" in name else f"local-dir:{name}"
+    accuracy, training = _history(known)
+    return _CARD.format(
+        license=license,
+        name=name,
+        model=known.model,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        classes=known.num_classes,
+        height=known.input_size[1],
+        width=known.input_size[2],
+        interpolation=known.interpolation,
+        crop_mode=known.crop_mode,
+        crop_pct=known.crop_pct,
+        accuracy=accuracy,
+        training=training,
+        use=f'import timm\n{plugin}\nmodel = timm.create_model("{place}", pretrained=True).eval()',
+    )
+
+
+def _history(known: WeightsInfo) -> tuple[str, str]:
+    """How good the weights are and where they come from, as far as that is written somewhere."""
+    found, entry = known.user, known.entry
+    on, how = found.get("data") or "unknown data", "the run that trained them, by this package"
+    training = [f"On {on}, recipe {found['recipe']}."] if "recipe" in found else []
+    if entry is not None:
+        found = {"top1": entry.top1, "top5": entry.top5}
+        on, how = entry.trained_on, entry.accuracy_source
+        training = [f"On {on}."]
+        training += [f"`{entry.command}`"] if entry.command else []
+    log = {} if known.path is None else _run(known.path.parent)
+    if log:
+        training += [
+            f"{log['epoch']} epochs, {log['step']} updates, {log['elapsed_s']:.0f} s, on"
+            f" {log['device']} with PyTorch {log['torch']}; this package at {log['git']}.",
+            f"```json\n{json.dumps(log['config'], indent=2)}\n```",
+        ]
+    figures = {_KINDS[key]: found[key] for key in _KINDS if found.get(key) is not None}
+    accuracy = "Not known."
+    if figures:
+        header = ["data", *figures, "measured by"]
+        cells = [f"val of {on}" if entry is None else on, *(f"{v:.2f}" for v in figures.values())]
+        lines = [header, ["---"] * len(header), [*cells, str(how)]]
+        accuracy = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return accuracy, "\n\n".join(training) or "Not known."
+
+
+def _without_folders(values: dict[str, Any]) -> dict[str, Any]:
+    """Names in place of paths, which are nobody's business."""
+    return {
+        key: Path(value).name if isinstance(value, str) and not value.startswith(HUB) else value
+        for key, value in values.items()
+    }
+
+
+def _run(folder: Path) -> dict[str, Any]:
+    """What a run's directory says of it; nothing where the folder is none."""
+    log, config = folder / "log.jsonl", folder / "config.json"
+    if not (log.is_file() and config.is_file()):
+        return {}
+    try:
+        last = json.loads(log.read_text(encoding="utf-8").splitlines()[-1])
+        where = json.loads((folder / "environment.json").read_text(encoding="utf-8"))[-1]
+        return {
+            **{key: last[key] for key in ("epoch", "step", "elapsed_s")},
+            "device": where["device"].get("name") or where["device"]["type"],
+            "torch": where["packages"]["torch"],
+            "git": (where["git"] or {}).get("commit", "an unknown commit"),
+            "config": json.loads(config.read_text(encoding="utf-8"), object_hook=_without_folders),
+        }
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"expected the files of a run in {folder} ({type(error).__name__}: {error}): copy the "
+            "weights elsewhere to push them without"
+        ) from error

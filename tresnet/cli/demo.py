@@ -1,0 +1,42 @@
+"""`tresnet demo`: a page to try a model in a browser."""
+
+import dataclasses
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from tresnet.cli.output import progress
+from tresnet.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Demo:
+    """Serve a page: drop an image, see its classes and, by Grad-CAM, where the model saw them."""
+
+    weights: Annotated[Positional[str], arg(metavar="WEIGHTS")]
+    """A tag of `tresnet list`, a file, a directory in timm's layout or hf-hub:USER/NAME."""
+
+    top_k: int = 5
+    """How many classes to show."""
+
+    device: str = "cpu"
+    """Where to compute, such as cuda."""
+
+    host: str = "127.0.0.1"
+    """Address to listen at: by default this machine alone, 0.0.0.0 for all who reach it."""
+
+    port: int = 7860
+    """Port to listen at."""
+
+    def run(self, argv: list[str]) -> int:
+        """Serve until Ctrl-C."""
+        from tresnet.predictions import Predictor
+        from tresnet.predictions.page import make_page
+
+        options = {"top_k": self.top_k, "device": self.device, "say": progress}
+        page = make_page(Predictor(self.weights, maps=True, **options), self.weights)
+        try:
+            page.launch(server_name=self.host, server_port=self.port)
+        except OSError as error:  # of a port that is taken
+            raise InputError(f"cannot serve at {self.host}:{self.port} ({error})") from error
+        return 0

@@ -1,0 +1,34 @@
+"""`tresnet push`: weights to where timm's users find them."""
+
+import dataclasses
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from tresnet.cli.output import say
+
+
+@dataclasses.dataclass(frozen=True)
+class Push:
+    """Write weights, config.json and a model card as timm and the Hugging Face hub keep them."""
+
+    weights: Annotated[Positional[str], arg(metavar="WEIGHTS")]
+    """A tag of `tresnet list`, a file such as a run's best.safetensors, a directory in timm's
+    layout or hf-hub:USER/NAME."""
+
+    target: Annotated[Positional[str], arg(metavar="DIR|hf-hub:USER/NAME")]
+    """A new directory, or a repository of the hub, which is made if need be (needs HF_TOKEN)."""
+
+    license: str | None = None
+    """SPDX identifier, such as apache-2.0. None: that of the published weights."""
+
+    private: bool = False
+    """Make the new repository private."""
+
+    def run(self, argv: list[str]) -> int:
+        """Write everything or nothing."""
+        from tresnet.checkpoints.layout import push
+        from tresnet.checkpoints.weights import open_weights
+
+        say(push(open_weights(self.weights), self.target, self.license, self.private))
+        return 0

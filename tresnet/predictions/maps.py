@@ -1,0 +1,42 @@
+"""Grad-CAM: where in an image a model found the class it names."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tresnet.errors import MissingDependencyError
+from tresnet.models.tresnet import TResNet
+from tresnet.ops.unit_floats import unit_floats
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+try:
+    from torchcam.methods import GradCAM
+    from torchcam.utils import overlay_mask
+except ImportError as error:
+    raise MissingDependencyError(
+        "Grad-CAM needs torchcam, not installed: pip install 'tresnet[cam]' (from a checkout: "
+        "pip install -e '.[cam]')"
+    ) from error
+
+
+def class_maps(model: TResNet, images: Tensor, classes: list[int]) -> list["Image"]:
+    """Colour each image where the last feature map speaks for a class, red the most.
+
+    Args:
+        model: in evaluation mode, with its norms.
+        images: (N, 3, H, W), bytes.
+        classes: one for each image.
+    """
+    from torchvision.transforms.functional import to_pil_image
+
+    first = next(model.parameters())
+    with torch.enable_grad(), GradCAM(model, "body.layer4") as cam:
+        floats = unit_floats(images.to(first.device), dtype=first.dtype)
+        (maps,) = cam(classes, model(floats))
+    return [
+        overlay_mask(to_pil_image(image), to_pil_image(each.float().cpu(), "F"), alpha=0.5)
+        for image, each in zip(images, maps, strict=True)
+    ]

@@ -1,0 +1,44 @@
+"""A page for the browser: an image in, its classes and their Grad-CAM picture out."""
+
+from typing import TYPE_CHECKING, Any
+
+from tresnet.errors import MissingDependencyError
+from tresnet.predictions.predictor import Predictor
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+def make_page(predictor: Predictor, title: str) -> Any:
+    """A `gradio.Interface`, to be launched.
+
+    Args:
+        predictor: with `maps=True`.
+        title: heading of the page.
+
+    Raises:
+        MissingDependencyError: gradio is not installed.
+    """
+    try:
+        import gradio  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise MissingDependencyError(
+            "the page needs gradio, not installed: pip install 'tresnet[page]' (from a checkout: "
+            "pip install -e '.[page]')"
+        ) from error
+
+    def answer(image: "Image | None") -> tuple[dict[str, float] | None, "Image | None"]:
+        if image is None:  # it was taken away
+            return None, None
+        (found,) = predictor(image)
+        return dict(zip(found.classes, found.probabilities, strict=True)), found.map
+
+    return gradio.Interface(
+        answer,
+        gradio.Image(type="pil", label="Image"),
+        [gradio.Label(label="Classes"), gradio.Image(label="Where", format="png")],
+        live=True,
+        title=title,
+        flagging_mode="never",
+        analytics_enabled=False,  # nothing is told to others
+    )

@@ -1,0 +1,249 @@
+"""From images to the likeliest classes, in PyTorch or from an exported file."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tresnet.checkpoints import OpenWeights, create, open_weights
+from tresnet.data import BadImageError, EvalTransform, eval_transform
+from tresnet.env import usable_device
+from tresnet.errors import InputError
+from tresnet.export.formats import read_onnx
+from tresnet.models.tresnet import TResNet
+from tresnet.ops.dispatch import Impl
+from tresnet.predictions.sources import Source, pictures
+from tresnet.steps import InferenceCompute, InferenceStep
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Runtime = Literal["torch", "onnx"]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one image shows.
+
+    Attributes:
+        image: its path, or a name.
+        classes: the likeliest first; by number where the weights name none.
+        probabilities: of these, in [0, 1].
+        numbers: of these classes, from 0.
+        map: the picture that the model was shown, coloured where it looked, if asked for.
+    """
+
+    image: str
+    classes: tuple[str, ...]
+    probabilities: tuple[float, ...]
+    numbers: tuple[int, ...]
+    map: "Image | None" = None
+
+
+class _Runner(NamedTuple):
+    """A model in its runtime.
+
+    Attributes:
+        run: from bytes (N, 3, size, size) to logits (N, classes).
+        num_classes: how many.
+        names: of the classes, if known.
+        several: whether an image may have several labels.
+        transform: from a PIL image to bytes (3, size, size).
+        model: in evaluation mode, not folded; None outside PyTorch.
+    """
+
+    run: Callable[[Tensor], Tensor]
+    num_classes: int
+    names: tuple[str, ...] | None
+    several: bool
+    transform: Callable[["Image"], Tensor]
+    model: TResNet | None = None
+
+
+class Predictor:
+    """Weights that are loaded once, and name the classes of any number of images."""
+
+    def __init__(
+        self,
+        weights: str | os.PathLike[str] | OpenWeights,
+        *,
+        top_k: int = 1,
+        batch_size: int = 32,
+        runtime: Runtime = "torch",
+        maps: bool = False,
+        device: str = "cpu",
+        impl: Impl = "auto",
+        pad: bool = False,
+        compute: InferenceCompute | None = None,
+        say: Callable[[str], object] | None = None,
+    ) -> None:
+        """Load the weights.
+
+        Args:
+            weights: what `tresnet.create` takes; with runtime 'onnx' a file of `tresnet export`.
+            top_k: how many classes to name.
+            batch_size: images at a time.
+            runtime: 'torch', or 'onnx' for onnxruntime on the CPU.
+            maps: make a Grad-CAM picture of the likeliest class for each image (needs torchcam).
+            device: where PyTorch computes.
+            impl: whose kernels run, see `TResNet.set_impl`.
+            pad: widths in multiples of 8, see `tresnet.surgery.pad_channels`.
+            compute: precision, layout, compiling.
+            say: told how long compiling took; None for the log.
+
+        Raises:
+            InputError: a value is out of range, or the model gives no classes of RGB images.
+            CheckpointError: the weights cannot be had or read, or are not finite.
+            MissingDependencyError: torchcam or onnxruntime is not installed.
+        """
+        if runtime not in ("torch", "onnx"):
+            raise InputError(f"expected runtime 'torch' or 'onnx', got {runtime!r}")
+        for name, value in (("top_k", top_k), ("batch_size", batch_size)):
+            if value < 1:
+                raise InputError(f"expected {name} of at least 1, got {value}")
+        if maps and runtime != "torch":
+            raise InputError("expected runtime 'torch' with maps: they need gradients")
+        if runtime == "onnx":
+            self._runner = _onnx(Path(os.fspath(_path(weights))))
+        else:
+            compute = compute or InferenceCompute()
+            self._runner = _torch(open_weights(weights), device, impl, pad, compute, say)
+        self._top_k, self._batch_size = min(top_k, self._runner.num_classes), batch_size
+        self._device = device
+        self._maps: Callable[[TResNet, Tensor, list[int]], list[Image]] | None = None
+        if maps:
+            from tresnet.predictions.maps import class_maps
+
+            self._maps = class_maps
+
+    def __call__(
+        self,
+        images: Source | Iterable[Source],
+        bad: Callable[[BadImageError], object] | None = None,
+    ) -> Iterator[Prediction]:
+        """Predict images, in their order.
+
+        Args:
+            images: paths of files or folders, patterns, PIL images, or bytes (N, 3, H, W); one or
+                many.
+            bad: told of each image that cannot be read, which is left out; None to raise.
+
+        Raises:
+            BadImageError: an image cannot be read.
+            InputError: something is no image, or a folder has none.
+        """
+        good: list[tuple[str, Tensor]] = []
+        for name, read in pictures(images):
+            try:
+                good.append((name, self._runner.transform(read())))
+            except BadImageError as error:
+                if bad is None:
+                    raise
+                bad(error)
+            if len(good) == self._batch_size:
+                yield from self._predict(good)
+                good = []
+        if good:
+            yield from self._predict(good)
+
+    def _predict(self, images: list[tuple[str, Tensor]]) -> Iterator[Prediction]:
+        """Predictions of names with bytes (3, size, size)."""
+        names, batch = [name for name, _ in images], torch.stack([image for _, image in images])
+        logits = self._runner.run(batch).float().cpu()
+        every = logits.sigmoid() if self._runner.several else logits.softmax(1)
+        chances, numbers = every.topk(self._top_k)
+        known = self._runner.names
+        maps: list[Any] = [None] * len(names)
+        if self._maps is not None and self._runner.model is not None:
+            maps = self._maps(self._runner.model, batch, numbers[:, 0].tolist())
+        for name, chance, number, seen in zip(
+            names, chances.tolist(), numbers.tolist(), maps, strict=True
+        ):
+            classes = tuple(f"class {n}" if known is None else known[n] for n in number)
+            yield Prediction(name, classes, tuple(chance), tuple(number), seen)
+
+
+def predict(
+    images: Source | Iterable[Source],
+    *,
+    weights: str | os.PathLike[str] | OpenWeights,
+    top_k: int = 1,
+    **options: Any,
+) -> list[Prediction]:
+    """Name what images show.
+
+    Args:
+        images: paths of files or folders, patterns, PIL images, or bytes (N, 3, H, W) in uint8;
+            one or many. They are resized and cropped as the weights want them.
+        weights: what `tresnet.create` takes, or with `runtime='onnx'` a file of `tresnet export`.
+        top_k: how many classes to name, the likeliest first.
+        **options: of `tresnet.predictions.Predictor`: batch_size, runtime, maps, device, impl,
+            pad, compute.
+
+    Returns:
+        For each image its name, classes, probabilities and class numbers.
+
+    Raises:
+        InputError: a value is out of range, or something is no image.
+        BadImageError: an image cannot be read.
+        CheckpointError: the weights cannot be had.
+    """
+    return list(Predictor(weights, top_k=top_k, **options)(images))
+
+
+def _path(weights: str | os.PathLike[str] | OpenWeights) -> str | os.PathLike[str]:
+    if isinstance(weights, OpenWeights):
+        raise InputError("expected an exported file with runtime 'onnx', got weights of PyTorch")
+    return weights
+
+
+def _torch(
+    opened: OpenWeights,
+    device_name: str,
+    impl: Impl,
+    pad: bool,
+    compute: InferenceCompute,
+    say: Callable[[str], object] | None,
+) -> _Runner:
+    known = opened.info
+    if known.num_classes == 0:
+        raise InputError(f"expected weights of a classifier, but {known.name} has no classes")
+    if known.input_size[0] != 3:
+        raise InputError(
+            f"expected weights for RGB, but {known.name} takes {known.input_size[0]} channels"
+        )
+    device = usable_device(device_name)
+    opened.check_finite()
+    model = create(weights=opened, device=device, impl=impl, pad=pad)
+    assert isinstance(model, TResNet), "features_only is not asked for"
+    step = InferenceStep(model, compute, device, say=say)
+    return _Runner(
+        run=lambda batch: step(step.feed.images(batch)),
+        num_classes=known.num_classes,
+        names=known.descriptions or known.classes,
+        several=known.user.get("labels") == "multi",
+        transform=_transform(known.input_size[-1], vars(known)),
+        model=model.eval(),
+    )
+
+
+def _onnx(path: Path) -> _Runner:
+    run, known = read_onnx(path)
+    names = known["descriptions"] or known["classes"]
+    return _Runner(
+        run=run,
+        num_classes=known["num_classes"],
+        names=None if names is None else tuple(names),
+        several=known["labels"] == "multi",
+        transform=_transform(known["images"]["size"], known["preprocessing"]),
+    )
+
+
+def _transform(size: int, known: dict[str, Any]) -> Callable[["Image"], Tensor]:
+    """What evaluation does to an image, as bytes."""
+    wanted = {key: known[key] for key in ("crop_mode", "crop_pct", "interpolation")}
+    return eval_transform(EvalTransform(size=size, **wanted), dtype=torch.uint8)

@@ -1,0 +1,93 @@
+"""The images to predict: files, folders, patterns, pictures and bytes."""
+
+import glob
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias, Union
+
+from torch import Tensor
+
+from tresnet.data.folder import load_rgb
+from tresnet.data.pictures import named, to_rgb
+from tresnet.errors import InputError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Source: TypeAlias = Union[str, os.PathLike[str], "Image", Tensor]
+
+
+def find_images(names: Iterable[str | os.PathLike[str]]) -> list[str]:
+    """The image files that names mean, in their order.
+
+    Args:
+        names: files; folders, for all images below them; or patterns such as '*/7/*.png'. A file
+            need not exist: reading it is what says so.
+
+    Raises:
+        InputError: a folder holds no image, or no file fits a pattern.
+    """
+    found: list[str] = []
+    for name in (os.fspath(name) for name in names):
+        if os.path.isdir(name):
+            more = _below(Path(name))
+        elif glob.has_magic(name) and not os.path.exists(name):
+            more = sorted(filter(os.path.isfile, glob.iglob(name, recursive=True)))
+        else:
+            more = [name]
+        if not more:
+            raise InputError(f"expected images (jpg, png, ...) at {name}, found none")
+        found += more
+    return found
+
+
+def _below(folder: Path) -> list[str]:
+    from torchvision.datasets.folder import IMG_EXTENSIONS
+
+    found = (path for path in folder.rglob("*") if path.suffix.lower() in IMG_EXTENSIONS)
+    return sorted(str(path) for path in found if path.is_file())
+
+
+def pictures(images: Source | Iterable[Source]) -> Iterator[tuple[str, Callable[[], "Image"]]]:
+    """Each image's name, and what reads it as 8-bit RGB.
+
+    Raises:
+        InputError: something is no image.
+    """
+    from PIL.Image import Image
+
+    if isinstance(images, str | os.PathLike | Image) or (
+        isinstance(images, Tensor) and images.dim() == 3
+    ):
+        images = [images]
+    for number, one in enumerate(images):
+        if isinstance(one, str | os.PathLike):
+            for path in find_images([one]):
+                yield path, lambda path=path: load_rgb(path)
+        elif isinstance(one, Image):
+            yield getattr(one, "filename", "") or f"image {number}", lambda one=one: _rgb(one)
+        else:
+            yield f"image {number}", lambda one=one: _from_bytes(one)
+
+
+def _rgb(picture: "Image") -> "Image":
+    with named(getattr(picture, "filename", "") or "the picture"):
+        return to_rgb(picture)
+
+
+def _from_bytes(pixels: object) -> "Image":
+    from torchvision.transforms.functional import to_pil_image
+
+    if (
+        not isinstance(pixels, Tensor)
+        or pixels.shape[:1] != (3,)
+        or str(pixels.dtype) != "torch.uint8"
+    ):
+        got = (
+            f"{pixels.dtype} {tuple(pixels.shape)}" if isinstance(pixels, Tensor) else repr(pixels)
+        )
+        raise InputError(
+            f"expected paths, PIL images or bytes (3, H, W) in torch.uint8, got {got:.80}"
+        )
+    return to_pil_image(pixels)
