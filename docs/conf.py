@@ -32,6 +32,7 @@ COMMANDS = [
     ["tresnet", "list"],
     ["tresnet", "info"],
     ["tresnet", "predict"],
+    ["tresnet", "demo"],
     ["tresnet", "push"],
     ["tresnet", "convert"],
     ["tresnet", "export"],

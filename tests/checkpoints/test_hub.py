@@ -17,6 +17,8 @@ from tresnet.checkpoints import describe, save_checkpoint
 from tresnet.cli.main import main as run
 from tresnet.errors import CheckpointError
 
+# huggingface_hub's own use of its client
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 HUB = f"hf-hub:{REPO}"
 CLASSES = list("abcde")
 

@@ -136,6 +136,8 @@ def test_bad_input_is_refused(config, change, kind, message):
 
 def test_other_classes_are_refused(config, tmp_path):
     assert class_map(None, 2, ["x", "y"]) is None
+    numbered = ["0", "1", "10", *map(str, range(2, 10))]  # in the order of their names
+    assert class_map(tuple("abcdefghijk"), 11, numbered) == [int(name) for name in numbered]
     with pytest.raises(ConfigError, match=r"the weights have 3 classes, the data 2 \(a, b\)"):
         class_map(None, 3, ["a", "b"])
     write_images(tmp_path / "other", "val", 6, ("cat", "green", "red"))

@@ -96,6 +96,9 @@ def class_map(
         )
     if trained is None or list(trained) == list(found):
         return None
+    numbers = [int(name) if name.isdecimal() else -1 for name in found]
+    if sorted(numbers) == list(range(outputs)):  # numbered folders, as ImageNet's may be
+        return None if numbers == sorted(numbers) else numbers
     if set(trained) != set(found):
         raise ConfigError(
             "the classes of the weights and of the data differ: only the weights have"
