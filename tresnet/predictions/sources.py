@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, Union
 
+import torch
 from torch import Tensor
 
 from tresnet.data.folder import load_rgb
@@ -79,15 +80,9 @@ def _rgb(picture: "Image") -> "Image":
 def _from_bytes(pixels: object) -> "Image":
     from torchvision.transforms.functional import to_pil_image
 
-    if (
-        not isinstance(pixels, Tensor)
-        or pixels.shape[:1] != (3,)
-        or str(pixels.dtype) != "torch.uint8"
-    ):
-        got = (
-            f"{pixels.dtype} {tuple(pixels.shape)}" if isinstance(pixels, Tensor) else repr(pixels)
-        )
-        raise InputError(
-            f"expected paths, PIL images or bytes (3, H, W) in torch.uint8, got {got:.80}"
-        )
-    return to_pil_image(pixels)
+    got = repr(pixels)
+    if isinstance(pixels, Tensor):
+        if pixels.dtype == torch.uint8 and pixels.dim() == 3 and len(pixels) == 3:
+            return to_pil_image(pixels)
+        got = f"{pixels.dtype} {tuple(pixels.shape)}"
+    raise InputError(f"expected paths, PIL images or bytes (3, H, W) in torch.uint8, got {got:.80}")
