@@ -36,7 +36,7 @@ def test_an_image_dropped_on_the_page_is_predicted_and_mapped(tmp_path):
     Image.fromarray((load_digits().images[0] * 15).astype("uint8")).save(picture)
     (expected,) = tresnet.predict(picture, weights="tresnet_t_digits")
     page = make_page(Predictor("tresnet_t_digits", top_k=3, maps=True), "digits")
-    _, address, _ = page.launch(prevent_thread_lock=True, quiet=True, server_port=0)
+    _, address, _ = page.launch(prevent_thread_lock=True, quiet=True)
     try:
         with playwright.sync_playwright() as driver:
             window = driver.chromium.launch(executable_path=browser).new_page()
@@ -45,10 +45,13 @@ def test_an_image_dropped_on_the_page_is_predicted_and_mapped(tmp_path):
             label = window.locator("[data-testid=label-output-value]")
             label.wait_for(timeout=20_000)
             assert label.inner_text() == expected.classes[0]
-            confidence = window.locator("[data-testid$=label-confidence-set] dd").first
-            assert confidence.inner_text().strip("%") == f"{100 * expected.probabilities[0]:.0f}"
-            shown = window.locator("img[src*='/file=']").last
-            shown.wait_for(timeout=20_000)
-            assert shown.evaluate("image => image.naturalWidth") == 32
+            confidence = window.locator("[data-testid$='-confidence-set']").first.inner_text()
+            assert confidence.split() == ["0", f"{100 * expected.probabilities[0]:.0f}%"]
+            mapped = window.locator("img[src*='/file=']").nth(1)  # after the picture itself
+            mapped.wait_for(timeout=20_000)
+            window.wait_for_function(
+                "[...document.images].some(one => one.src.includes('/file=') && one.width >= 32"
+                " && one.naturalWidth == 32)"
+            )
     finally:
         page.close()
