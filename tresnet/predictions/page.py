@@ -35,8 +35,8 @@ def make_page(predictor: Predictor, title: str) -> Any:
 
     return gradio.Interface(
         answer,
-        gradio.Image(type="pil", label="Image"),
-        [gradio.Label(label="Classes"), gradio.Image(label="Where", format="png")],
+        gradio.Image(type="pil", label="Image", height=320),
+        [gradio.Label(label="Classes"), gradio.Image(label="Where", format="png", height=320)],
         live=True,
         title=title,
         flagging_mode="never",
