@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
@@ -234,7 +235,8 @@ def loaders_in(
         "torchvision, uint8": lambda: torchvision_loader(epoch),
     }
     if find_spec("nvidia") is not None and find_spec("nvidia.dali") is not None:
-        loaders["DALI on the CPU, uint8"] = lambda: DaliLoader(epoch)
+        version = import_module("nvidia.dali").__version__
+        loaders[f"DALI {version} on the CPU, uint8"] = lambda: DaliLoader(epoch)
     for name, each in sharded.items():
         loaders[f"tresnet, uint8, {name}"] = partial(OurLoader, each, torch.uint8)
     return loaders
