@@ -1,5 +1,6 @@
 """What the tests of the kernels share: the device they run on, and uninitialised memory as NaN."""
 
+import types
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -12,21 +13,34 @@ from tresnet.ops import tiles
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # interpreted on a CPU
 
 
-def _accept_scalars_of_one_dimension() -> None:
-    """Let Triton 3.6, of torch 2.11, loop in its interpreter with a NumPy that is newer than it."""
+def _prepare_the_interpreter() -> None:
+    """Patch Triton's language once, and for Triton 3.6 with a NumPy that is newer than it.
+
+    Triton itself does so at every call of a function that kernels share, which takes ten times as
+    long as what the function computes. Its release of torch 2.11 cannot loop with that NumPy.
+    """
     from triton.runtime import interpreter
 
-    patch_tensor = interpreter._patch_lang_tensor
+    patch_language, patch_tensor = interpreter._patch_lang, interpreter._patch_lang_tensor
+    patched_modules: dict[int, Any] = {}
 
-    def patched(tensor: Any, scope: Any) -> None:
+    def patched_language(function: Any) -> Any:
+        module = function.__globals__
+        if id(module) not in patched_modules:
+            patch_language(function)
+            patched_modules[id(module)] = module
+        return types.SimpleNamespace(restore=lambda: None)
+
+    def patched_tensor(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    interpreter._patch_lang_tensor = patched
+    interpreter._patch_lang = patched_language
+    interpreter._patch_lang_tensor = patched_tensor
 
 
 if DEVICE == "cpu":
-    _accept_scalars_of_one_dimension()
+    _prepare_the_interpreter()
 LAYOUTS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
 
 
