@@ -1,8 +1,8 @@
 import errno
 import os
+import signal
 import stat
-import subprocess
-import sys
+import time
 
 import pytest
 import torch
@@ -153,32 +153,26 @@ def test_what_killed_writes_left_is_removed_and_nothing_else(tmp_path):
     assert names(tmp_path) == [other.name, "last.pt"]
 
 
-HOLD = """
-import os, sys, time
-from pathlib import Path
-from tresnet.files import lock
-with lock(Path(sys.argv[1])):
-    if not os.fork():  # a loader's process, which may outlive a killed one
-        time.sleep(60)
-        os._exit(0)
-    print("locked", flush=True)
-    time.sleep(60)
-"""
-
-
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_lock_keeps_others_out_and_ends_with_its_process_although_its_children_live(tmp_path):
-    command = [sys.executable, "-c", HOLD, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"locked\n"
-        message = f"expected .* to be free, but process {holder.pid} is at work in it"
-        with pytest.raises(BusyError, match=message), files.lock(tmp_path):
-            pass
-        holder.kill()
-        holder.wait()
-        os.killpg(holder.pid, 0)  # its child is still there
+    reading, writing = os.pipe()
+    holder = os.fork()
+    if not holder:
+        os.setsid()
         with files.lock(tmp_path):
-            os.killpg(holder.pid, 9)
+            if os.fork():  # a loader's process, which may outlive a killed one
+                os.write(writing, b"locked")
+            time.sleep(60)
+        os._exit(1)
+    assert os.read(reading, 6) == b"locked"
+    message = f"expected .* to be free, but process {holder} is at work in it"
+    with pytest.raises(BusyError, match=message), files.lock(tmp_path):
+        pass
+    os.kill(holder, signal.SIGKILL)
+    os.waitpid(holder, 0)
+    os.killpg(holder, 0)  # its child is still there
+    with files.lock(tmp_path):
+        os.killpg(holder, signal.SIGKILL)
 
 
 def test_a_file_system_without_locks_is_used_with_a_warning(tmp_path, monkeypatch, caplog):

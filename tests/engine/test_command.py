@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.engine.images import write_images
+from tests.engine.runs import closed_pipe, full_device
 from tresnet.engine import command, distributed
 from tresnet.engine import config as configs
 from tresnet.engine.command import eval_main, parse_train, train_main
@@ -161,16 +162,6 @@ def write_to(monkeypatch, stream):
     return stream
 
 
-def closed_pipe():
-    reading, writing = os.pipe()
-    os.close(reading)
-    return os.fdopen(writing, "w")
-
-
-def full_device():
-    return Path("/dev/full").open("w")
-
-
 def options_of(config):
     arguments = ["--recipe", "digits", "--no-tensorboard", "--block-size", "2"]
     flat = configs.flatten(config)
@@ -190,6 +181,7 @@ def test_a_reader_that_has_seen_enough_of_the_help_is_no_error(monkeypatch, caps
     )
 
 
+@pytest.mark.slow
 def test_a_run_needs_no_terminal_at_all(tiny, tmp_path):
     """As a shell or a daemon's manager leaves it: neither descriptor is there."""
     train = [sys.executable, str(ROOT / "train.py"), *options_of(tiny(epochs=1))]

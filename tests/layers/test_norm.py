@@ -159,6 +159,7 @@ def half(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_a_synchronised_model_on_two_processes_is_the_model_on_one(tmp_path: Path):
     x = torch.rand(4, 3, 32, 32, dtype=torch.float64)
     torch.save(x, tmp_path / "images.pt")
