@@ -1,6 +1,8 @@
-"""Reads what runs wrote, to compare them."""
+"""Reads what runs wrote, to compare them, and makes streams that take nothing."""
 
 import json
+import os
+from pathlib import Path
 
 import torch
 
@@ -18,14 +20,16 @@ def rows_of(run_dir, phase="train"):
 
 
 def tensors_of(run_dir):
-    """Weights, their average and the momenta in the last state."""
+    """Weights, their average, the momenta and the loss scale in the last state."""
     content = torch.load(run_dir / "last.pt", weights_only=True)
     momenta = {
-        f"momentum {i}": state["momentum_buffer"]
+        f"{name} {i}": tensor
         for i, state in content["optimizer"]["state"].items()
+        for name, tensor in state.items()
     }
     average = {f"average {k}": v for k, v in (content["model_ema"] or {}).items()}
-    return content["model"] | average | momenta
+    scaler = {name: torch.tensor(value) for name, value in content["scaler"].items()}
+    return content["model"] | average | momenta | scaler
 
 
 def assert_same_run(run_dir, other):
@@ -35,3 +39,13 @@ def assert_same_run(run_dir, other):
     expected = tensors_of(other)
     for name, tensor in tensors_of(run_dir).items():
         assert torch.equal(tensor, expected[name]), name
+
+
+def closed_pipe():
+    reading, writing = os.pipe()
+    os.close(reading)
+    return os.fdopen(writing, "w")
+
+
+def full_device():
+    return Path("/dev/full").open("w")

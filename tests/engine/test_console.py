@@ -1,11 +1,10 @@
 import io
 import logging
-import os
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.engine.runs import closed_pipe, full_device
 from tresnet.engine.console import Console
 
 
@@ -68,16 +67,6 @@ def test_other_processes_are_silent(monkeypatch, capsys):
     use(Console(is_main=False, progress=True))
     assert screen.getvalue() == ""
     assert capsys.readouterr().out == ""
-
-
-def full_device():
-    return Path("/dev/full").open("w")
-
-
-def closed_pipe():
-    reading, writing = os.pipe()
-    os.close(reading)
-    return os.fdopen(writing, "w")
 
 
 @pytest.mark.parametrize("stream", [closed_pipe, full_device])
