@@ -8,7 +8,6 @@ from tests.checkpoints.small import same, small, small_public, snapshot, trained
 from tresnet.checkpoints.load import load_checkpoint
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.errors import CheckpointError, InputError
-from tresnet.models.features import FeatureExtractor
 from tresnet.models.zoo import build
 
 
@@ -128,16 +127,6 @@ def test_a_file_or_a_model_without_classifier(path):
     torch.save(model.state_dict(), path)
     assert_refused(small(), path, "has no classifier: load all but the head with new_head=True")
     load_checkpoint(small(), path, new_head=True)
-
-
-def test_features_only(path):
-    source = trained(small()).eval()
-    torch.save(source.state_dict(), path)
-    model = FeatureExtractor(small(), [0, 2]).eval()
-    load_checkpoint(model, path)
-    x = torch.rand(1, 3, 64, 64)
-    expected = source.forward_intermediates(x, [0, 2], intermediates_only=True)
-    assert all(torch.equal(a, b) for a, b in zip(model(x), expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

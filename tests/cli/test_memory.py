@@ -122,7 +122,7 @@ def measured(monkeypatch):
 def test_a_table_of_workspaces_is_what_predictions_read(measured, tmp_path, capsys):
     path = tmp_path / "table.json"
     shared = ["--device", "cpu", "--input-size", "16", "-o", str(path)]
-    cases = ["tresnet_t", "tresnet_t@amp=bf16", "--batch-size", "2", "4"]
+    cases = ["tresnet_t@batch_size=4", "tresnet_t@amp=bf16,batch_size=2"]
     code, out, _ = run(capsys, "workspaces", *cases, *shared)
     assert code == 0
     content = json.loads(path.read_text())

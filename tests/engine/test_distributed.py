@@ -19,6 +19,7 @@ from tests.engine.runs import assert_same_run, rows_of, tensors_of
 from tresnet.engine import config as configs
 from tresnet.engine import distributed, signals, state
 from tresnet.engine import resolve as resolving
+from tresnet.engine.command import eval_main
 from tresnet.engine.distributed import Processes
 from tresnet.engine.train import check_same_options, train
 from tresnet.errors import ConfigError
@@ -197,29 +198,21 @@ def test_all_processes_skip_the_step_that_is_bad_on_one(tiny, tmp_path):
 def test_evaluation_on_two_processes_counts_each_image_once(tiny, tmp_path, data):
     run_dir = train(tiny(epochs=1)).run_dir
     results = []
-    for name, launch in (("two", torchrun), ("one", subprocess_run)):
+    for name in ("two", "one"):
         output = tmp_path / f"{name}.json"
-        done = launch(
-            *("eval.py", "--data", data, "--weights", run_dir / "best.safetensors"),
-            *("--workers", "0", "--batch-size", "2", "--device", "cpu", "--output", output),
-        )
-        assert done.returncode == 0, done.stderr
+        arguments = ["--data", data, "--weights", run_dir / "best.safetensors", "--workers", "0"]
+        arguments += ["--batch-size", "2", "--device", "cpu", "--output", output]
+        if name == "two":
+            done = torchrun("eval.py", *arguments)
+            assert done.returncode == 0, done.stderr
+        else:
+            assert eval_main([str(argument) for argument in arguments]) == 0
         results.append(json.loads(output.read_text()))
     two, one = results
     assert (two["processes"], one["processes"]) == (2, 1)
     assert two["images"] == one["images"] == 11
     for name in ("top1", "top5", "loss"):
         assert two[name] == pytest.approx(one[name], rel=1e-6)
-
-
-def subprocess_run(*arguments):
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 @pytest.mark.slow

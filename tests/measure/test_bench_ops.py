@@ -188,20 +188,6 @@ def test_inputs_beyond_the_memory_leave_the_other_places_alone(monkeypatch, meas
     assert rest == {"ok", "left_out"}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"batch_size": 1}, "expected batch_size of at least 2, got 1"),
-        ({"rounds": 0}, "expected rounds of at least 1, got 0"),
-        ({"input_size": 48}, "expected input_size divisible by 32, got 48"),
-        ({"device": "xpu:7"}, "expected a device of this machine"),
-    ],
-)
-def test_bad_settings(changes, message, measured):
-    with pytest.raises(InputError, match=message):
-        measured("abn", **changes)
-
-
 def test_places_are_those_of_the_model():
     norms, gates, blurs = set(), set(), set()
 

@@ -20,15 +20,11 @@ def test_training_mode_is_put_back():
     assert model.training
 
 
-@pytest.mark.parametrize(
-    ("name", "gflop"),
-    [("tresnet_m", 11.47), ("tresnet_xl", 30.33), ("tresnet_v2_l", 17.63)],
-)
-def test_published_cost(name, gflop):
+def test_published_cost():
     """Forward GFLOP at 224, two for a multiply-accumulate, as others count them."""
     with without_computing():
-        macs = count_macs(build(name), (1, 3, 224, 224))
-    assert 2 * macs / 1e9 == pytest.approx(gflop, abs=0.006)
+        macs = count_macs(build("tresnet_m"), (1, 3, 224, 224))
+    assert 2 * macs / 1e9 == pytest.approx(11.47, abs=0.006)
 
 
 def test_nothing_is_allocated():

@@ -14,7 +14,7 @@ from tresnet.memory.replay import held_at_peak_bytes, replay
 
 SMALL_GPU = Device(
     "small",
-    capacity_bytes=400 * MIB,
+    capacity_bytes=240 * MIB,
     cublas_workspace_bytes=0,
     context_low_bytes=40 * MIB,
     context_bytes=50 * MIB,
@@ -73,7 +73,7 @@ def test_largest_batch_agrees_with_every_batch_predicted():
     assert answers[found.batch_size] is Fits.YES
     assert answers[found.no_from] is Fits.NO
     # x, x * scale, exp, and in backward two gradients more: five MiB an image at the most.
-    assert (400 - 60) / 7 < found.batch_size < (400 - 40) / 3
+    assert (240 - 60) / 7 < found.batch_size < (240 - 40) / 3
 
 
 def test_nothing_fits_into_too_little():

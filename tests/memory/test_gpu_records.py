@@ -1,5 +1,6 @@
 """Predictions of today against every record of a GPU's memory that is committed."""
 
+import copy
 import importlib.util
 import json
 from pathlib import Path
@@ -39,10 +40,15 @@ def test_predictions_hold(models):
     assert accuracy.misses(rows) == []
 
 
-def record(factor=1.0, capability="9.0"):
-    """What a GPU would measure if predictions were exact, the first row times a factor."""
+@pytest.fixture(scope="module")
+def predicted_rows():
     device = describe_device("Fake", 80 * GIB, (9, 0))
-    rows = [accuracy.predicted(row, device) for row in accuracy.matrix(["tresnet_t"])[3:5]]
+    return [accuracy.predicted(row, device) for row in accuracy.matrix(["tresnet_t"])[3:5]]
+
+
+def record(rows, factor=1.0, capability="9.0"):
+    """What a GPU would measure if predictions were exact, the first row times a factor."""
+    rows = copy.deepcopy(rows)
     for row in rows:
         row["measured"] = {n: mib * factor for n, mib in row["predicted"].items()}
         factor = 1.0
@@ -52,14 +58,16 @@ def record(factor=1.0, capability="9.0"):
     }
 
 
-def test_exact_measurements_pass_and_others_are_found():
-    assert accuracy.misses(accuracy.predict_again(record())) == []
-    mean, row = accuracy.misses(accuracy.predict_again(record(1.06)))
+def test_exact_measurements_pass_and_others_are_found(predicted_rows):
+    assert accuracy.misses(accuracy.predict_again(record(predicted_rows))) == []
+    mean, row = accuracy.misses(accuracy.predict_again(record(predicted_rows, 1.06)))
     assert "mean error 2.83 %" in mean
     assert "allocated off by -5.66 %" in row
     # the record's own GPU decides cuBLAS's workspaces
-    assert len(accuracy.misses(accuracy.predict_again(record(capability="8.0")))) > 1
-    assert accuracy.predict_again(record(), models=["tresnet_m"]) == []
+    assert (
+        len(accuracy.misses(accuracy.predict_again(record(predicted_rows, capability="8.0")))) > 1
+    )
+    assert accuracy.predict_again(record(predicted_rows), models=["tresnet_m"]) == []
 
 
 def test_what_a_process_says_becomes_a_row():

@@ -20,7 +20,6 @@ LOGITS, GRADIENTS = 1e-5, 1e-4
 
 VARIANTS = [
     "tresnet_m",
-    pytest.param("tresnet_l", marks=pytest.mark.slow),
     pytest.param("tresnet_xl", marks=pytest.mark.slow),
     pytest.param("tresnet_v2_l", marks=pytest.mark.slow),
 ]

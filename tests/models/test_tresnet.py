@@ -159,26 +159,16 @@ def test_copies_after_use(images, norm, copied):
     assert torch.equal(expected[0], torch.cat([p.grad.flatten() for p in model.parameters()]))
 
 
-@pytest.mark.parametrize("norm", OWN_NORMS)
-def test_compiles_into_one_graph(images, norm):
+def test_batch_norms_and_scripted_helpers_compile_into_one_graph(images):
     torch._dynamo.reset()
-    model = make(norm, jit=True, layers=(1, 1, 1, 1), width_factor=0.125)
+    model = make("batchnorm", jit=True, layers=(1, 1, 1, 1), width_factor=0.125)
     expected = train_step(copy.deepcopy(model), images)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert_same_step(train_step(model, images, compiled), expected)
     torch._dynamo.reset()
 
 
-@pytest.mark.slow
-def test_inductor(images):
-    torch._dynamo.reset()
-    model = make()
-    expected = train_step(copy.deepcopy(model), images)
-    assert_same_step(train_step(model, images, torch.compile(model, fullgraph=True)), expected)
-    torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", ["abn", "inplace_abn"])
 def test_export_with_a_dynamic_batch(images, norm):
     model = make(norm, layers=(1, 1, 1, 1)).eval()
     program = torch.export.export(
@@ -405,7 +395,9 @@ def test_images_of_another_dtype_are_refused(images, dtype):
 
 @pytest.mark.parametrize("indices", [None, (3, 0)])
 def test_a_feature_extractor_scripts(indices):
-    model = FeatureExtractor(build("tresnet_t", width_factor=0.3), indices).eval()
+    model = FeatureExtractor(
+        build("tresnet_t", layers=(1, 1, 1, 1), width_factor=0.3), indices
+    ).eval()
     x = torch.rand(2, 3, 32, 48)
     for which in (model, tresnet.surgery.pad_channels(model)):
         torch.testing.assert_close(torch.jit.script(which)(x), model(x))

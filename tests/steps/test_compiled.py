@@ -52,16 +52,11 @@ def test_training_equals_eager_and_keeps_less(without_code, caplog):
     assert f"compiled in {run.warmup_s:.1f} s" in caplog.text
     less = kept(run, x)
     torch.compiler.reset()
-    assert less < 0.8 * kept(compile_model(make(), training=True, recompute="none"), x)
-
-
-def test_recompute_none_of_the_model_leaves_the_partitioner_alone(without_code):
-    x = torch.rand(4, 3, 32, 32)
+    most = kept(compile_model(make(), training=True, recompute="none"), x)
+    torch.compiler.reset()
     own = make()
     own.set_recompute("none")
-    found = kept(compile_model(own, training=True), x)
-    torch.compiler.reset()
-    assert found == kept(compile_model(make(), training=True, recompute="none"), x)
+    assert kept(compile_model(own, training=True), x) == most > less / 0.8
 
 
 @pytest.mark.slow
@@ -101,10 +96,10 @@ def test_modes_with_graphs_of_their_own_hand_out_copies(monkeypatch):
 @torch._dynamo.config.patch(recompile_limit=2, automatic_dynamic_shapes=False)
 def test_more_sizes_than_the_compiler_takes_are_an_error(without_code):
     torch._dynamo.reset()  # what other tests have compiled counts too
-    run = compile_model(make().eval(), training=False)
+    run = compile_model(torch.nn.Conv2d(3, 5, 32).eval(), training=False)
     with torch.no_grad():
-        assert run(torch.rand(1, 3, 32, 32)).shape == (1, 5)
-        assert run(torch.rand(2, 3, 32, 32)).shape == (2, 5)
+        assert run(torch.rand(1, 3, 32, 32)).shape == (1, 5, 1, 1)
+        assert run(torch.rand(2, 3, 32, 32)).shape == (2, 5, 1, 1)
         with pytest.raises(
             InputError, match=r"at most 2 shapes of images .* got one more: \[3, 3, 32, 32\]"
         ):

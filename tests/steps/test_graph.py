@@ -99,13 +99,12 @@ def graphed(monkeypatch):
     [
         ({}, 2),  # mixed batches and others have losses of their own
         ({"amp": "bf16", "mixup": 0.0, "channels_last": True, "clip_grad": 0.1}, 1),
-        ({"accumulate": 2, "mixup": 0.0, "recompute": "none"}, 2),
-        ({"norm": "batchnorm", "mixup": 0.0, "amp": "fp16"}, 1),
+        ({"accumulate": 2, "norm": "batchnorm", "mixup": 0.0, "amp": "fp16"}, 2),
     ],
     ids=str,
 )
 def test_a_run_by_graphs_is_the_eager_run_to_the_bit(tiny, graphed, monkeypatch, changes, captures):
-    config = tiny(name="graphed", epochs=4, mix_off_epochs=2, mix_prob=1.0, **changes)
+    config = tiny(name="graphed", epochs=3, mix_off_epochs=1, mix_prob=1.0, **changes)
     found = training.train(config).run_dir
     (stand_in,) = graphed
     assert stand_in.captures == captures
