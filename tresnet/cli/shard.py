@@ -33,6 +33,9 @@ class Shard:
     quality: int = 90
     """Of the JPEGs that smaller images become."""
 
+    pixels: bool = False
+    """Keep pixels instead of JPEGs: nothing to decode, on about ten times the space."""
+
     images_per_shard: int = 8192
     """Images in a file."""
 
@@ -53,7 +56,7 @@ class Shard:
         from tresnet.data.shards import ShardSettings, manifest_path, write_shards
 
         settings = ShardSettings(
-            self.max_side, self.short_side, self.quality, self.images_per_shard
+            self.max_side, self.short_side, self.quality, self.pixels, self.images_per_shard
         )
         opener = open_multilabel if self.multilabel else open_folder
         splits = [name for name in ("train", "val") if (self.data / name).exists()]

@@ -198,6 +198,8 @@ class OurLoader(Peer):
             spent[stage] += (perf_counter() - begin_s) / len(self._dataset)
             return result
 
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # as torch does in workers
         with preserved_generators():
             for index in range(len(self._dataset)):
                 timed("augment", seed_cpu_generators, index)
@@ -206,6 +208,7 @@ class OurLoader(Peer):
                 part = timed("resize", crop.resize, timed("decode", picture.crop, box))
                 if mirror:
                     timed("augment", part.flip, 1)
+        torch.set_num_threads(threads)
         return dict(spent)
 
 

@@ -308,25 +308,29 @@ class _Batches(Dataset[Any]):
         return self._slots
 
     def __getitems__(self, asked: tuple[int | None, list[Key]]) -> _Found:
-        """Read and stack the images of the keys."""
+        """Read the images of the keys; each goes to its place while it is in the core's cache."""
         slot, keys = asked
         failures: list[BadImageError] = []
+        place = None if self._slots is None or slot is None else (self._slots, slot)
+        room = None if place is None else place[0].images(place[1], len(keys))
+        images: list[Any] = []
+        labels: list[Any] = []
+        innermost = False
         with preserved_generators() if get_worker_info() is None else nullcontext():
-            found = [self._sample(*key, failures) for key in keys]
-        items = [item for item in found if item is not None]
-        unfilled = self._replace and len(items) < len(keys)
-        if not items:
+            for key in keys:
+                if (item := self._sample(*key, failures)) is not None:
+                    image = _in_memory_order(item[0])
+                    innermost = image is not item[0]
+                    images.append(image if room is None else room[len(images)].copy_(image))
+                    labels.append(item[1])
+        unfilled = self._replace and len(images) < len(keys)
+        if not images:
             return _Found(0, None, None, failures, unfilled)
-        images = [_in_memory_order(image) for image, _ in items]
-        innermost = images[0] is not items[0][0]
-        labels = default_collate([label for _, label in items])
-        if self._slots is None or slot is None:
-            return _Found(
-                len(items), default_collate(images), labels, failures, unfilled, innermost
-            )
-        torch.stack(images, out=self._slots.images(slot, len(items)))
-        place = (self._slots, slot)
-        return _Found(len(items), place, labels.numpy(), failures, unfilled, innermost)
+        marks = default_collate(labels)
+        if place is None:
+            stack = default_collate(images)
+            return _Found(len(images), stack, marks, failures, unfilled, innermost)
+        return _Found(len(images), place, marks.numpy(), failures, unfilled, innermost)
 
     def _sample(
         self, index: int, seed: int | None, failures: list[BadImageError]

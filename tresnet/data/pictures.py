@@ -141,6 +141,26 @@ class Picture:
         return self._plain_size
 
 
+class Pixels(Picture):
+    """An image that is not encoded: all there is to do is to take a part of it."""
+
+    def __init__(self, data: bytes, size: tuple[int, int]) -> None:
+        """Take RGB bytes of an image of this width and height."""
+        self.data, self.size = data, size
+
+    def rgb(self) -> "Image":
+        """Pillow's image of it."""
+        from PIL import Image
+
+        return Image.frombytes("RGB", self.size, self.data)
+
+    def crop(self, box: Box) -> torch.Tensor:
+        """(height, width, 3), uint8: a copy of that part."""
+        (width, height), (top, left, rows, columns) = self.size, box
+        pixels = np.frombuffer(self.data, np.uint8).reshape(height, width, 3)
+        return torch.from_numpy(pixels[top : top + rows, left : left + columns].copy())
+
+
 def crop_of(image: "Image", box: Box) -> torch.Tensor:
     """(height, width, 3) uint8 of a part of a decoded image in RGB."""
     top, left, height, width = box

@@ -1,8 +1,8 @@
 """Images in a few large files that are read at random: ArrayRecord, and a manifest for each split.
 
 A shard's first record says what it was made of; each other one is an image: a checksum, a JSON text
-(name, label, size before it was made smaller, size as it is if its header need not be read) and the
-encoded image. Item i of the shards is item i
+(name, label, size before it was made smaller, size as it is if it need not be read from a header)
+and the image, encoded or as pixels. Item i of the shards is item i
 of the folder they were written from, so that order, resume and sharing among processes are the
 same.
 """
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from tresnet.data.folder import ImageDataset, open_picture
-from tresnet.data.pictures import BadImageError, Picture, named
+from tresnet.data.pictures import BadImageError, Picture, Pixels, named
 from tresnet.errors import ConfigError, DataError, MissingDependencyError
 from tresnet.files import atomic_write, lock, remove_leftovers, write_text
 
@@ -41,18 +41,20 @@ class ShardSettings:
     """What becomes of an image on its way into a shard.
 
     An image that is no larger than asked keeps its bytes. Others are resized (Lanczos) and become
-    JPEGs.
+    JPEGs, or all of them are kept as pixels.
 
     Attributes:
         max_side: most pixels of the longer side; None for any.
         short_side: most pixels of the shorter side; None for any. Only one of the two.
         quality: of the JPEGs, 1 to 100.
+        pixels: keep pixels, which need no decoding, instead of JPEGs.
         images_per_shard: how many a file holds.
     """
 
     max_side: int | None = None
     short_side: int | None = None
     quality: int = 90
+    pixels: bool = False
     images_per_shard: int = 8192
 
     def __post_init__(self) -> None:
@@ -129,6 +131,8 @@ class ShardDataset(ImageDataset):
         path = f"{file}[{number}]"
         with named(path):
             about, data = _unpack(_reader(str(file), os.getpid()).read([number + 1])[0])
+            if "pixels" in about:
+                return Pixels(data, about["pixels"])
             return Picture(data, f"{path} ({about['name']})", about["plain"])
 
 
@@ -287,8 +291,7 @@ def _write(job: _Job) -> _Done:
             for name, label in job.rows:
                 try:
                     picture = open_picture(job.root / name)
-                    data = _shrunk(picture, job.settings)
-                    plain = Picture(data, name).plain_size()
+                    form, data = _shrunk(picture, job.settings)
                 except BadImageError as error:
                     if not job.skip_bad_images:
                         raise DataError(
@@ -296,8 +299,8 @@ def _write(job: _Job) -> _Done:
                         ) from error
                     skipped[name] = error.reason
                     continue
-                about = {"name": name, "label": label, "size": picture.size, "plain": plain}
-                writer.write(_pack(about, data))
+                about = {"name": name, "label": label, "size": picture.size}
+                writer.write(_pack(about | form, data))
                 labels.append(label)
             writer.write(_pack({"labels": labels, "skipped": skipped}, b""))
         finally:
@@ -343,8 +346,8 @@ def _mapping(workers: int) -> Iterator[Callable[..., Any]]:
             raise
 
 
-def _shrunk(picture: Picture, settings: ShardSettings) -> bytes:
-    """The file's own bytes where the image is small enough, else those of a JPEG."""
+def _shrunk(picture: Picture, settings: ShardSettings) -> tuple[dict[str, Any], bytes]:
+    """How the image is kept, and its bytes: the file's own where it is small enough."""
     from PIL import Image
 
     width, height = picture.size
@@ -354,12 +357,17 @@ def _shrunk(picture: Picture, settings: ShardSettings) -> bytes:
         factor = settings.max_side / max(width, height)
     elif settings.short_side is not None:
         factor = settings.short_side / min(width, height)
-    if factor >= 1:
-        return picture.data
-    size = (max(1, round(width * factor)), max(1, round(height * factor)))
-    stream = io.BytesIO()
-    image.resize(size, Image.Resampling.LANCZOS).save(stream, "JPEG", quality=settings.quality)
-    return stream.getvalue()
+    data = picture.data
+    if factor < 1:
+        size = (max(1, round(width * factor)), max(1, round(height * factor)))
+        image = image.resize(size, Image.Resampling.LANCZOS)
+    if settings.pixels:
+        return {"pixels": image.size}, image.tobytes()
+    if factor < 1:
+        stream = io.BytesIO()
+        image.save(stream, "JPEG", quality=settings.quality)
+        data = stream.getvalue()
+    return {"plain": Picture(data, "").plain_size()}, data
 
 
 def _stored(target: torch.Tensor) -> int | list[int]:

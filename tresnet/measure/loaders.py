@@ -159,9 +159,12 @@ def _images(settings: LoaderSettings) -> Iterator[tuple[Path, str, dict[str, Pat
         write_jpegs(folder, settings.split)
         shards = {}
         if find_spec("array_record") is not None:
-            for name, short_side in (("shards", None), ("shards of short side 256", 256)):
+            for name, how in {
+                "shards": ShardSettings(),
+                "shards of short side 256": ShardSettings(short_side=256),
+                "pixels of short side 256": ShardSettings(short_side=256, pixels=True),
+            }.items():
                 shards[name] = out = folder / name
                 out.mkdir()
-                how = ShardSettings(short_side=short_side)
                 write_shards(open_folder(folder, settings.split), folder, out, how)
         yield folder, f"{JPEGS} photographs of {JPEG_SIZE[0]} x {JPEG_SIZE[1]}, JPEG", shards

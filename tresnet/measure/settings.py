@@ -132,8 +132,8 @@ class LoaderSettings(RunSettings):
     pixels, cut from scikit-learn's photographs. Files are read over and over, so from the system's
     cache."""
     shards: Path | None = None
-    """Shards of the same images, as `tresnet shard` writes them; of the default's, two kinds are
-    written."""
+    """Shards of the same images, as `tresnet shard` writes them; of the default's, three kinds
+    are written."""
     split: Literal["train", "val"] = "train"
     """train: random crop and mirror image. val: resize and center crop."""
     batch_size: int = 64
