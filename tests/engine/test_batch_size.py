@@ -56,7 +56,7 @@ def held_by_the_step(config):
     peak = LivePeak()
     with peak:
         made = create_step(create_model(config, CLASSES), config, ALONE, 10)
-        losses = Losses(config, len(CLASSES), 0)
+        losses = Losses(config, CLASSES, 0)
         batch, size = config.data.resolved_batch_size, config.data.input_size
         passes = config.optim.accumulate
         for step in range(2 * passes):
@@ -92,7 +92,7 @@ def test_the_predicted_step_is_the_one_that_runs(changes):
         configs.replace(recipe("digits"), batch_size=32, layers=(1, 1, 1, 1), **changes)
     )
     model = create_model(config, CLASSES)
-    step = batch_size.step_of(config, len(CLASSES), 1)
+    step = batch_size.step_of(config, CLASSES, 1)
     _, model, plan = make_plan(model, batch_size=32, **step)
     trace = record(model, plan, BARE, Workspaces(), device_type="cpu")
     # Buffers are rounded up to 512 B, which is 0.3 to 0.6 % here.
@@ -119,7 +119,7 @@ def test_a_run_takes_the_largest_batch_that_is_sure_to_fit(tiny, small_gpu, caps
     answers = {}
     model = create_model(saved, ["a", "b", "c"])
     for n in (batch, batch + 8):
-        plan = make_plan(model, batch_size=n, **batch_size.step_of(saved, 3, 1))[2]
+        plan = make_plan(model, batch_size=n, **batch_size.step_of(saved, "abc", 1))[2]
         answers[n] = fits(record(model, plan, SMALL, Workspaces()), SMALL)
     assert answers[batch] is Fits.YES
     assert answers[batch + 8] is not Fits.YES

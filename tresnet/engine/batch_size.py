@@ -11,7 +11,7 @@ from tresnet.engine import config as configs
 from tresnet.engine.config import AUTO, TrainConfig
 from tresnet.engine.distributed import Processes, pick_device
 from tresnet.engine.images import foresee as foresee_images
-from tresnet.engine.losses import plain_loss
+from tresnet.engine.losses import loss_of
 from tresnet.engine.resolve import create_model
 from tresnet.errors import ConfigError, InputError, TResNetError
 from tresnet.ops.dispatch import lacking
@@ -107,17 +107,15 @@ def largest(config: TrainConfig, classes: Sequence[str], gpu: "Device", world: i
     from tresnet.memory import max_batch
 
     model = create_model(config, classes)
-    return max_batch(model, device=gpu, **step_of(config, len(classes), world))
+    return max_batch(model, device=gpu, **step_of(config, classes, world))
 
 
-def step_of(config: TrainConfig, classes: int, world: int) -> dict[str, Any]:
+def step_of(config: TrainConfig, classes: Sequence[str], world: int) -> dict[str, Any]:
     """A training step of a resolved configuration as the arguments of `tresnet.memory.predict`.
 
     Synchronised batch norm is predicted as the plain one: what it saves differs by a few vectors.
     """
-    from timm.loss import SoftTargetCrossEntropy
-
-    size, mixes = config.data.testing.size, config.augment.mixes
+    size, mixes = max(config.data.testing.size, *config.data.sizes), config.augment.mixes
     return {
         "input_size": (3, size, size),
         "input": "uint8",
@@ -127,8 +125,8 @@ def step_of(config: TrainConfig, classes: int, world: int) -> dict[str, Any]:
         "clip_grad": config.optim.clip_grad,
         "accumulate": config.optim.accumulate,
         "ema_decay": config.ema.ema_decay,
-        "loss": SoftTargetCrossEntropy() if mixes else plain_loss(config),
-        "target_size": (classes,) if mixes or config.labels.multi else None,
+        "loss": loss_of(config, classes, mixes),
+        "target_size": (len(classes),) if mixes or config.labels.multi else None,
         "channels_last": config.compute.channels_last,
         "grad_checkpointing": config.model.grad_checkpointing,
         "ddp": world > 1,

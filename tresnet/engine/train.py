@@ -12,8 +12,10 @@ from tresnet.engine import batch_size, distributed, fields, rundir, runs, state
 from tresnet.engine import config as configs
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.console import Console
+from tresnet.engine.distill import create_teacher
 from tresnet.engine.distributed import Processes
 from tresnet.engine.images import create_loaders, open_splits
+from tresnet.engine.losses import Losses
 from tresnet.engine.resolve import create_model, resolve
 from tresnet.engine.signals import StopRequest
 from tresnet.engine.state import BEST, Identity, Record
@@ -70,6 +72,8 @@ def train(config: TrainConfig, resume: Path | None = None) -> TrainResult:
         model = create_model(config, splits.classes)
         updates = -(-len(loaders[0]) // config.optim.accumulate) * config.schedule.epochs
         step = create_step(model, config, processes, updates, console.say)
+        teacher = create_teacher(config, splits.classes, processes.device)
+        losses = Losses(config, splits.classes, processes.rank, teacher)
         memory.phase("model")
         state.seed_everything(mix_seed(config.run.seed, processes.rank), processes.device)
         record = Record(config, identity)
@@ -82,7 +86,9 @@ def train(config: TrainConfig, resume: Path | None = None) -> TrainResult:
                 rundir.create(config, datetime.datetime.now(), held) if processes.is_main else None
             )
             run_dir = processes.from_main(made)
-        trainer = Trainer(record, run_dir, processes, splits, loaders, step, memory, stop, console)
+        trainer = Trainer(
+            record, run_dir, processes, splits, loaders, step, losses, memory, stop, console
+        )
         with contextlib.closing(trainer), trainer.explaining():
             result = trainer.run()
         if processes.is_main and result.metrics is not None:
@@ -131,7 +137,7 @@ def create_step(
         world=processes.world,
         sync_bn=config.compute.sync_bn,
         grad_checkpointing=config.model.grad_checkpointing,
-        mixes=config.augment.mixes,
+        mixes=config.augment.mixes or config.distill.teacher is not None,
         skips=config.run.skip_bad_steps > 0,
         say=say,
     )

@@ -21,7 +21,7 @@ from tresnet.engine import batch_size, rundir, state
 from tresnet.engine.console import Bar, Console
 from tresnet.engine.distributed import Processes
 from tresnet.engine.evaluate import Metrics, MultiLabelMetrics, evaluate
-from tresnet.engine.images import Splits
+from tresnet.engine.images import Splits, set_training_size
 from tresnet.engine.logs import RunLog, in_words
 from tresnet.engine.losses import Losses, Tally
 from tresnet.engine.signals import StopRequest
@@ -65,6 +65,7 @@ class Trainer:
         splits: Splits,
         loaders: tuple[Loader, Loader],
         step: TrainingStep,
+        losses: Losses,
         memory: MemoryMeter,
         stop: StopRequest,
         console: Console,
@@ -82,7 +83,7 @@ class Trainer:
         )
         self.memory = memory
         self.stop = stop
-        self.losses = Losses(self.config, len(splits.classes), processes.rank)
+        self.losses = losses
         self.throughput = ThroughputMeter(processes.device)
         self.console = console
         self.tally = Tally()
@@ -189,6 +190,8 @@ class Trainer:
     def _train_epoch(self) -> int:
         """Train the rest of the epoch under way; returns a signal's number if one stopped it."""
         progress, loader = self.progress, self.train_loader
+        if set_training_size(self.config, self.splits, progress.epoch):
+            loader.close()  # its workers know the size before
         loader.set_epoch(progress.epoch, progress.batch)
         self.throughput.reset()
         self.throughput.start()
