@@ -268,6 +268,37 @@ def test_memory_may_be_limited_but_not_invented(fake_gpu, tiny, allowed, expecte
     assert fake_gpu == [torch.device("cuda", 1)]  # first, whether its kernels run
 
 
+# -- other numbers of processes ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("began", "batch", "accumulate", "world", "images", "expected"),
+    [
+        (8, 128, 1, 8, 1281167, (128, 1, 1251)),
+        (8, 128, 1, 4, 1281167, (128, 2, 2502)),  # 2502 passes of 512; the loader has 2502
+        (8, 128, 1, 16, 1281167, (64, 1, 1251)),
+        (8, 96, 1, 6, 1281167, (64, 2, 3336)),
+        (2, 2, 4, 1, 26, (2, 8, 12)),
+        (4, 2, 1, 2, 31, (2, 2, 6)),  # 24 images of an epoch, though 28 would make 7 passes
+    ],
+)
+def test_other_processes_share_the_same_updates(began, batch, accumulate, world, images, expected):
+    config = configs.replace(recipe("digits"), batch_size=batch, accumulate=accumulate)
+    made, passes = batch_size.spread(config, began, world, images)
+    assert (made.data.batch_size, made.optim.accumulate, passes) == expected
+    assert made.data.batch_size * made.optim.accumulate * world == batch * accumulate * began
+
+
+def test_processes_that_cannot_share_an_update_are_refused():
+    config = configs.replace(recipe("digits"), batch_size=4)
+    with pytest.raises(
+        ConfigError, match="each update of 8 images, which can't be shared out to 3"
+    ):
+        batch_size.spread(config, 2, 3, 1000)
+    with pytest.raises(ConfigError, match="can't be shared out to 8: use 2 processes, or a number"):
+        batch_size.spread(configs.replace(config, mixup=0.2), 2, 8, 1000)  # mixed in pairs
+
+
 # -- full memory -------------------------------------------------------------------------------
 
 

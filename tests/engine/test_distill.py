@@ -10,12 +10,17 @@ from tests.engine.runs import rows_of
 from tresnet.checkpoints.creation import create
 from tresnet.engine import state
 from tresnet.engine.distill import DistillationLoss, create_teacher
+from tresnet.engine.distributed import Processes
+from tresnet.engine.evaluate import evaluate
 from tresnet.engine.hierarchy import SemanticSoftmaxLoss, read_hierarchy
+from tresnet.engine.images import create_loaders, open_splits
 from tresnet.engine.losses import Losses
+from tresnet.engine.resolve import resolve
 from tresnet.engine.train import train
 from tresnet.errors import CheckpointError, ConfigError, InputError
 
 CPU = torch.device("cpu")
+ALONE = Processes(0, 1, CPU)
 CLASSES = ("blue", "green", "red")
 
 
@@ -30,10 +35,10 @@ def test_a_teacher_of_our_own_answers_as_it_does_alone(tiny, whole):
     turned = ("red", "blue", "green")
     with torch.no_grad():
         expected = alone(images())[:, [2, 0, 1]]
-    teacher = create_teacher(tiny(teacher=path), turned, CPU)
+    teacher = create_teacher(resolve(tiny(teacher=path)), turned, CPU)
     torch.testing.assert_close(teacher(images()), expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(ConfigError, match=r"--teacher .*: the weights have 3 classes, the data 2"):
-        create_teacher(tiny(teacher=path), ("blue", "red"), CPU)
+        create_teacher(resolve(tiny(teacher=path)), ("blue", "red"), CPU)
 
 
 def test_a_teacher_of_timms_gets_images_as_it_knows_them(tiny, monkeypatch):
@@ -45,7 +50,7 @@ def test_a_teacher_of_timms_gets_images_as_it_knows_them(tiny, monkeypatch):
         return made[0]
 
     monkeypatch.setattr(timm, "create_model", offline)
-    teacher = create_teacher(tiny(teacher="timm:resnet10t"), CLASSES, CPU)
+    teacher = create_teacher(resolve(tiny(teacher="timm:resnet10t")), CLASSES, CPU)
     model = made[0].eval()
     mean, std = (
         torch.tensor(model.pretrained_cfg[name])[:, None, None] for name in ("mean", "std")
@@ -54,7 +59,7 @@ def test_a_teacher_of_timms_gets_images_as_it_knows_them(tiny, monkeypatch):
         expected = model((images() - mean) / std)
     torch.testing.assert_close(teacher(images()), expected)
     with pytest.raises(ConfigError, match="expected logits of the data's 2 classes, got 3"):
-        create_teacher(tiny(teacher="timm:resnet10t"), CLASSES[:2], CPU)
+        create_teacher(resolve(tiny(teacher="timm:resnet10t")), CLASSES[:2], CPU)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +75,7 @@ def test_a_teacher_that_cannot_be_had_is_named(tiny, monkeypatch, name, error, m
 
     monkeypatch.setattr(timm, "create_model", unreachable)
     with pytest.raises(error, match=message):
-        create_teacher(tiny(teacher=name), CLASSES, CPU)
+        create_teacher(resolve(tiny(teacher=name)), CLASSES, CPU)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 4.0])
@@ -125,6 +130,31 @@ def test_each_level_has_a_softmax_of_its_own(tmp_path):
     expected = (first + 5 / 3 * second) / 3  # 3 of 5 classes are on level 1 or below
     loss = SemanticSoftmaxLoss(ancestors, smoothing=0.2)
     torch.testing.assert_close(loss(logits, labels), expected)
+
+
+class Constant:
+    """In a step's place: the same logits for every image."""
+
+    def __init__(self, logits):
+        self.logits = logits
+
+    def feed(self, images, labels):
+        return images, labels
+
+    def __call__(self, images):
+        return self.logits.expand(len(images), -1)
+
+
+def test_accuracy_counts_among_the_classes_of_a_level(tiny):
+    """A parent's logit is higher than its child's wherever the child's loss is small."""
+    config = resolve(tiny(mixup=0.0))
+    splits = open_splits(config, ALONE)
+    levels = torch.tensor([0, 1, 0])
+    logits = torch.tensor([[3.0, 1.0, 2.0]])  # blue, green, red: red's are all wrong
+    loader = create_loaders(config, splits, ALONE)[1]
+    found = evaluate(config.labels, Constant(logits), loader, ALONE, levels=levels)
+    counts = splits.val.targets.bincount().tolist()
+    assert found.top1 == pytest.approx(100 * (counts[0] + counts[1]) / sum(counts))
 
 
 @pytest.mark.parametrize(

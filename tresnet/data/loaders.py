@@ -105,13 +105,15 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
     def __iter__(self) -> Iterator[list[Key]]:
         if isinstance(self._order, DistributedSampler):
             self._order.set_epoch(self._epoch)
-        order = [(index, 0) for index in self._order]
-        if self._repeats > 1:
-            images, places = list(self._order), range(self._rank, len(order), self._world_size)
-            order = [(images[p // self._repeats], p % self._repeats) for p in places]
+        order = list(self._order)
         for batch in range(self._start_batch, self._batches):
             begin = batch * self.batch_size
-            yield [self._key(*which) for which in order[begin : begin + self.batch_size]]
+            if self._repeats == 1:
+                yield [self._key(index) for index in order[begin : begin + self.batch_size]]
+                continue
+            mine = range(self._rank, len(order), self._world_size)
+            places = [divmod(p, self._repeats) for p in mine[begin : begin + self.batch_size]]
+            yield [self._key(order[place], copy) for place, copy in places]
 
     def _key(self, index: int, copy: int = 0) -> Key:
         parts = (self._seed, self._epoch, index, copy)[: 4 if copy else 3]

@@ -54,6 +54,40 @@ def resolve(
     return configs.replace(config, batch_size=least)
 
 
+def spread(config: TrainConfig, began: int, world: int, images: int) -> tuple[TrainConfig, int]:
+    """A run that `began` processes began, on `world` of them: the same images in each update.
+
+    A pass has as many images as before or, where there are more processes than passes, fewer.
+
+    Args:
+        config: The resolved configuration that the run began with.
+        began: How many processes it began with.
+        world: How many there are now.
+        images: How many the data set has for training.
+
+    Returns:
+        The configuration with another batch size and accumulation, and the passes of an epoch.
+
+    Raises:
+        ConfigError: The images of an update or an epoch can't be shared out.
+    """
+    batch, passes = config.data.resolved_batch_size, config.optim.accumulate
+    in_epoch = images // (batch * began) * (batch * began)
+    if world == began:
+        return config, in_epoch // (batch * began)
+    share, rest = divmod(batch * passes * began, world)
+    for parts in range(-(-share // batch), share + 1) if not rest else ():
+        size = share // parts
+        pairs = not (config.augment.mixes and size % 2)
+        if share % parts == 0 and in_epoch % (size * world) == 0 and pairs:
+            changed = configs.replace(config, batch_size=size, accumulate=parts)
+            return changed, in_epoch // (size * world)
+    raise ConfigError(
+        f"the run began with {began} processes, each update of {share * world + rest} images, which"
+        f" can't be shared out to {world}: use {began} processes, or a number that divides them"
+    )
+
+
 def foresee(config: TrainConfig, say: Callable[[str], object]) -> TrainConfig:
     """What `resolve` would give, in a dry run: a GPU need not be there where its memory is said.
 
@@ -182,7 +216,9 @@ def explain_full_memory(
 ) -> str:
     """What to say when the GPU's memory was full: what would fit, and the options to pass."""
     tried, fitting = config.data.resolved_batch_size, None
-    if config.compute.compile != "none" or config.model.jit:
+    if config.distill.teacher is not None:
+        said = "what a teacher keeps in memory beside the model cannot be predicted"
+    elif config.compute.compile != "none" or config.model.jit:
         said = "what a compiled or scripted model keeps in memory cannot be predicted"
     else:
         try:

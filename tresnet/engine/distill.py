@@ -12,6 +12,7 @@ from tresnet.engine.config import TrainConfig
 from tresnet.engine.resolve import class_map
 from tresnet.errors import CheckpointError, ConfigError, TResNetError
 from tresnet.models.named import check_name
+from tresnet.models.tresnet import TResNet
 from tresnet.steps import InferenceCompute, InferenceStep
 
 _TIMM = "timm:"
@@ -43,7 +44,7 @@ class Teacher:
         compute = InferenceCompute(
             amp=config.compute.amp,
             channels_last=config.compute.channels_last,
-            fold=hasattr(model, "set_impl"),
+            fold=isinstance(model, TResNet),
         )
         self._step = InferenceStep(model, compute, device)
 

@@ -62,6 +62,9 @@ class SemanticSoftmaxLoss(nn.Module):
     A class of level l (with l ancestors) is an example of its ancestors on the levels above, and of
     nothing below. A level's weight is the number of classes over that of classes at it or below,
     at most 20: deep levels see fewer images.
+
+    Attributes:
+        levels: (C,), the level of each class. Logits of different levels can't be compared.
     """
 
     def __init__(self, ancestors: list[list[int]], smoothing: float) -> None:
@@ -73,7 +76,7 @@ class SemanticSoftmaxLoss(nn.Module):
         """
         super().__init__()
         self._smoothing = smoothing
-        depths = torch.tensor([len(line) - 1 for line in ancestors])
+        self.levels = depths = torch.tensor([len(line) - 1 for line in ancestors])
         self._levels: list[tuple[Tensor, Tensor, float]] = []
         for level in range(int(depths.max()) + 1):
             members = torch.nonzero(depths == level).flatten()

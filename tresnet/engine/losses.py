@@ -15,7 +15,11 @@ from tresnet.engine.hierarchy import SemanticSoftmaxLoss, read_hierarchy
 
 
 class Losses:
-    """The loss of each epoch, and the mixing of its batches."""
+    """The loss of each epoch, and the mixing of its batches.
+
+    Attributes:
+        levels: (classes,), the level of each where the loss is for a hierarchy, else None.
+    """
 
     def __init__(
         self,
@@ -41,6 +45,7 @@ class Losses:
         self._mixing_epochs = config.schedule.epochs - augment.mix_off_epochs
         self._multi = config.labels.multi
         self._plain, self._soft = (loss_of(config, classes, mixed) for mixed in (False, True))
+        self.levels: Tensor | None = getattr(self._plain, "levels", None)
         self._teacher = teacher
         self._distilled = DistillationLoss(
             self._soft, config.distill.kd_weight, config.distill.kd_temperature
@@ -63,7 +68,7 @@ class Losses:
 
     def has_accuracy(self, epoch: int) -> bool:
         """Whether training batches have one right answer an image, to be right or wrong."""
-        return not self._multi and not self.mixes(epoch)
+        return not self._multi and not self.mixes(epoch) and self.levels is None
 
     def prepare(
         self, images: Tensor, labels: Tensor, epoch: int, step: int

@@ -18,6 +18,7 @@ from tresnet.checkpoints.save import save_checkpoint
 from tresnet.checkpoints.weights import open_weights
 from tresnet.data.loaders import Batch, Loader, usable_cores
 from tresnet.engine import batch_size, rundir, state
+from tresnet.engine.config import TrainConfig
 from tresnet.engine.console import Bar, Console
 from tresnet.engine.distributed import Processes
 from tresnet.engine.evaluate import Metrics, MultiLabelMetrics, evaluate
@@ -60,6 +61,8 @@ class Trainer:
     def __init__(
         self,
         record: Record,
+        config: TrainConfig,
+        passes: int,
         run_dir: Path,
         processes: Processes,
         splits: Splits,
@@ -70,9 +73,14 @@ class Trainer:
         stop: StopRequest,
         console: Console,
     ) -> None:
-        """Bring the parts together; nothing is written yet."""
+        """Bring the parts together; nothing is written yet.
+
+        `config` is that of the record for as many processes as there are now, with which an epoch
+        has so many `passes`.
+        """
         self.record = record
-        self.config, self.progress = record.config, record.progress
+        self.config, self.progress = config, record.progress
+        self.passes = passes
         self.run_dir = run_dir
         self.processes = processes
         self.splits = splits
@@ -156,6 +164,12 @@ class Trainer:
 
     def _introduce(self) -> None:
         config, splits = self.config, self.splits
+        began = self.record.identity.world
+        if began != self.processes.world:
+            self.console.say(
+                f"the run began with {began} processes: on {self.processes.world} an update is"
+                f" {config.optim.accumulate} x {config.data.batch_size} images on each"
+            )
         per_update = config.data.resolved_batch_size * config.optim.accumulate
         self.console.say(
             f"{config.model.model} on {config.data.data}: {len(splits.train)} images to train,"
@@ -196,8 +210,8 @@ class Trainer:
         self.throughput.reset()
         self.throughput.start()
         title = f"epoch {progress.epoch + 1}/{self.config.schedule.epochs}"
-        with self.console.bar(title, len(loader), progress.batch) as bar:
-            batches = iter(loader)
+        with self.console.bar(title, self.passes, progress.batch) as bar:
+            batches = itertools.islice(loader, self.passes - progress.batch)
             while True:
                 group, failure = self._fetch(batches)
                 stopped_by, due, failed = self._poll(failure)
@@ -230,7 +244,7 @@ class Trainer:
         progress = self.progress
         for images, labels in group:
             self.throughput.data_ready()
-            number = progress.epoch * len(self.train_loader) + progress.batch
+            number = progress.epoch * self.passes + progress.batch
             progress.batch += 1
             count, is_last = len(images), images is group[-1][0]
             images, labels = self.step.feed(images, labels)
@@ -343,6 +357,7 @@ class Trainer:
             self.val_loader,
             self.processes,
             console=self.console,
+            levels=self.losses.levels,
         )
 
     def _forget_a_damaged_best(self) -> None:
