@@ -121,6 +121,7 @@ DAMAGES = {
     "odd progress": change("progress", {"epoch": "two"}),
     "odd identity": change("identity", {"world": 1}),
     "odd rows": change("rows", [{"loss": torch.zeros(3)}]),
+    "odd generators": change("generators", []),
     "odd config": change("config", {"optim": {"lr": "fast"}}),
     "directory": lambda path: (path.unlink(), path.mkdir()),
     "missing": lambda path: path.unlink(),

@@ -213,6 +213,8 @@ def read(path: Path) -> tuple[Record, dict[str, Any]]:
         raise CheckpointError(f"expected a training state: {error}") from error
     if not _is_table(content["rows"]):
         raise CheckpointError(f"expected rows of a log in {path}, got something else")
+    if not (isinstance(content["generators"], list) and content["generators"]):
+        raise CheckpointError(f"expected the generators of each process in {path}, got none")
     return Record(**built, rows=list(content["rows"])), content
 
 
