@@ -130,6 +130,19 @@ def test_a_command_that_was_stopped_goes_on_and_writes_anew_what_changed(images,
     }
 
 
+def test_a_shard_at_the_place_of_another_gives_no_wrong_labels(make_images, tmp_path):
+    make_images(tmp_path / "images/train", {"a": 2, "b": 2})
+    out = tmp_path / "out"
+    sharded(tmp_path / "images", out, images_per_shard=2)
+    first, second = sorted(out.glob("*.array_record"))
+    assert first.stat().st_size == second.stat().st_size
+    content = first.read_bytes(), second.read_bytes()
+    first.write_bytes(content[1])
+    second.write_bytes(content[0])
+    with pytest.raises(BadImageError, match=r"00000.*\[1\].*expected label 0, .*got 1: .*again"):
+        ShardDataset(out, "train")[1]
+
+
 def test_damage_is_named_wherever_it_is(images, tmp_path):
     """Every byte that belongs to an image is under a checksum of the record or of the file."""
     out = tmp_path / "out"

@@ -70,7 +70,7 @@ class ShardSettings:
 
 
 class ShardDataset(ImageDataset):
-    """One split out of shards; a record's checksum and name are compared as it is read.
+    """One split out of shards; a record's checksum and label are compared as it is read.
 
     Attributes:
         digest: changes with any of the records, or with their order.
@@ -125,12 +125,18 @@ class ShardDataset(ImageDataset):
         """Read an image, whose pixels are not decoded yet.
 
         Raises:
-            BadImageError: the record is damaged.
+            BadImageError: the record is damaged, or its label is not the manifest's.
         """
         file, number = self._places.place(index)
         path = f"{file}[{number}]"
         with named(path):
             about, data = _unpack(_reader(str(file), os.getpid()).read([number + 1])[0])
+            if about["label"] != (label := _stored(self.targets[index])):
+                raise BadImageError(
+                    path,
+                    f"expected label {label}, as in the manifest, got {about['label']}: this file "
+                    "belongs to another place or manifest, write the shards again",
+                )
             if "pixels" in about:
                 return Pixels(data, about["pixels"])
             return Picture(data, f"{path} ({about['name']})", about["plain"])
