@@ -1,5 +1,7 @@
 """Predictions of models small enough to count by hand, and what they say to bad input."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from math import nan
 
 import pytest
@@ -30,6 +32,21 @@ def mean(output, target):
 
 def small(**step):
     return predict("tresnet_t", batch_size=4, **step)
+
+
+def test_two_threads_leave_torch_as_it_was():
+    """The first sits in its replaced torch until the second has begun."""
+    before, begun = torch.autograd.backward, threading.Event()
+
+    def loss(output, target):
+        begun.wait(0.2)  # while the other thread would replace torch too
+        begun.set()
+        return output.mean()
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda _: vectors(loss=loss).allocated.expected_bytes, range(2)))
+    assert torch.autograd.backward is before
+    assert found[0] == found[1] == vectors().allocated.expected_bytes
 
 
 def at_most(prediction, category):

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -21,6 +22,9 @@ from tresnet.memory.replay import Replay, breakdown, free_bytes, replay
 from tresnet.memory.trace import Category, Operation, Phase, Trace
 from tresnet.memory.workspaces import Workspaces
 from tresnet.steps import EmaConfig, InferenceStep, OptimConfig, create_training_step
+
+# What is replaced in torch while one thread predicts is not another's to replace.
+_ALONE = threading.RLock()
 
 # The first step makes gradients and optimizer state, the second reaches the peak that all later
 # ones reach too.
@@ -172,9 +176,12 @@ def record(
     import timm.optim
     import timm.utils  # noqa: F401
 
-    machine = FakeMachine(device, workspaces, **machine_options)
-    copied = [machine.copy(model)]
-    with _no_garbage_collection(), machine.running():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_ALONE)
+        machine = FakeMachine(device, workspaces, **machine_options)
+        copied = [machine.copy(model)]
+        stack.enter_context(_no_garbage_collection())
+        stack.enter_context(machine.running())
         try:
             # The step alone holds the model, which it may fold.
             run = (_training if plan.train else _inference)(copied.pop(), plan, machine)
