@@ -12,7 +12,7 @@ from timm.models._hub import save_for_hf
 
 import tresnet
 import tresnet.timm_plugin
-from tresnet.checkpoints.weights import describe
+from tresnet.checkpoints.weights import describe, open_weights
 from tresnet.errors import CheckpointError
 
 SMALL = {"layers": (1, 1, 1, 1), "width_factor": 0.25}
@@ -77,7 +77,9 @@ def test_ours_in_the_layout_speak_for_themselves(tmp_path):
         ("{", "expected timm's config.json in .*Expecting property name"),
         ('{"label_names": ["one"]}', "names of 3 classes, got 1"),
         ('{"pretrained_cfg": {"input_size": [1, 9, 9]}}', r"expected input_size \(3, height"),
-        ('{"label_names": {"0": "a", "one": "b"}}', "invalid literal"),
+        ('{"label_names": {"0": "a", "1": "b", "10": "c"}}', "from 0 to 2, got 0, 1, 10"),
+        ('{"model_args": {"act_layer": "relu"}}', "expected model_args out of .*, got act_layer"),
+        ('{"model_args": {"block_size": 2.5}}', "expected block_size as a whole number"),
         ('{"pretrained_cfg": 5}', "expected pretrained_cfg with named values"),
     ],
 )
@@ -85,6 +87,40 @@ def test_a_config_that_does_not_fit_is_refused(layout, content, message):
     (layout[1] / "config.json").write_text(content)
     with pytest.raises(CheckpointError, match=message):
         tresnet.create(weights=layout[1])
+
+
+def test_the_model_is_the_one_that_timm_builds(tmp_path):
+    torch.manual_seed(1)
+    args = {**SMALL, "global_pool": "max", "drop_rate": 0.25}
+    model = timm.create_model("tresnet_m", num_classes=3, **args).eval()
+    save_for_hf(model, tmp_path, model_args=args)
+    found = tresnet.create(weights=tmp_path).eval()
+    x = torch.rand(2, 3, 64, 64)
+    assert torch.equal(found(x), model(x))
+    assert (found.config.global_pool, found.config.drop_rate) == ("max", 0.25)
+    assert tresnet.create(weights=tmp_path, drop_rate=0.0).config.drop_rate == 0
+    (tmp_path / "config.json").write_text('{"model_args": {"num_classes": 4}}')
+    with pytest.raises(CheckpointError, match=r"head\.fc"):
+        tresnet.create(weights=tmp_path)
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"mean": [0.485, 0.456, 0.406]}, r"by mean \(0\.485, .* \[0, 1\] as they are"),
+        ({"std": [0.5] * 3}, r"expected mean 0 and std 1, got .*std \(0\.5, 0\.5, 0\.5\)"),
+    ],
+)
+def test_images_that_are_prepared_otherwise_are_refused_at_every_door(
+    layout, wanted, message, nested
+):
+    """Both as timm lays out config.json today and as it did at first."""
+    config = {"pretrained_cfg": wanted} if nested else wanted
+    (layout[1] / "config.json").write_text(json.dumps(config))
+    for door in (open_weights, describe, lambda folder: tresnet.create(weights=folder)):
+        with pytest.raises(CheckpointError, match=message):
+            door(layout[1])
 
 
 def test_what_is_missing_is_said(layout, hub, tmp_path):

@@ -17,6 +17,8 @@ from tresnet.checkpoints.save import save_checkpoint
 from tresnet.checkpoints.weights import describe
 from tresnet.cli.main import main as run
 from tresnet.cli.predict import Predict
+from tresnet.engine.config import ImageConfig
+from tresnet.engine.resolve import missing
 from tresnet.errors import CheckpointError, InputError
 from tresnet.export import ExportOptions, export_model
 from tresnet.models.zoo import build
@@ -134,12 +136,13 @@ def test_predict_in_python_is_the_command(drawn, photographs, capsys):
         tresnet.predict(pixels / 255, weights=drawn[1])
 
 
-def test_predict_by_an_exported_file(drawn, photographs, tmp_path):
+@pytest.mark.parametrize("input", ["float", "uint8"])
+def test_predict_by_an_exported_file(input, drawn, photographs, tmp_path):
     pytest.importorskip("onnxruntime")
     model, path = drawn
     classes = tuple(describe(path).classes)
     file = tmp_path / "a.onnx"
-    export_model(model, file, ExportOptions("onnx"), classes=classes)
+    export_model(model, file, ExportOptions("onnx", input=input), classes=classes)
     by_torch = tresnet.predict(photographs[0], weights=path, top_k=4)
     by_onnx = tresnet.predict(photographs[0], weights=file, top_k=4, runtime="onnx")
     for one, other in zip(by_torch, by_onnx, strict=True):
@@ -259,6 +262,20 @@ def test_predict_needs_a_classifier(image, tmp_path, capsys):
     save_checkpoint(build("tresnet_t", num_classes=0), path)
     assert run(["predict", str(image), "--weights", str(path)]) == 2
     assert "expected weights of a classifier" in capsys.readouterr().err
+
+
+def test_one_side_is_not_taken_for_both(image, tmp_path, capsys):
+    """Where nobody says the side, it is that of the weights, whose images may not be square."""
+    model, path = build("tresnet_t", num_classes=3), tmp_path / "wide.safetensors"
+    model.pretrained_cfg["input_size"] = (3, 32, 64)
+    save_checkpoint(model, path)
+    assert run(["predict", str(image), "--weights", str(path)]) == 2
+    assert "expected square images, got a model for images 32 high" in capsys.readouterr().err
+    with pytest.raises(InputError, match=r"64 wide: say the side by --input-size"):
+        missing(ImageConfig(), describe(path).pretrained_cfg)
+    assert "input_size" not in missing(ImageConfig(input_size=64), describe(path).pretrained_cfg)
+    with pytest.raises(InputError, match=r"64 wide: say the side by --input-size"):
+        export_model(model.eval(), tmp_path / "wide.onnx", ExportOptions("onnx"))
 
 
 @pytest.mark.parametrize(

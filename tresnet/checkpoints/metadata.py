@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from tresnet.errors import CheckpointError, InputError
-from tresnet.models.config import ModelConfig
+from tresnet.models.config import ModelConfig, ModelOptions
 from tresnet.models.zoo import find_variant
 
 _CROP_MODES = ("center", "squash", "border")
 _INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
+# what timm's config.json may say of its model; slopes are told from the tensors' format
+_MODEL_ARGS = ModelOptions.__annotations__.keys() - {"stem_slope", "block_slope"}
 _PREPARATION = ("input_size", "crop_pct", "crop_mode", "interpolation", "mean", "std")
 _MOST_PIXELS = 16_384  # the side of an image
 
@@ -31,21 +33,38 @@ def check_metadata(metadata: Mapping[str, Any]) -> ModelConfig:
     return config
 
 
-def read_config(path: Path, config: ModelConfig) -> dict[str, Any]:
-    """What timm's config.json says of images and class names, as metadata has it.
+def read_config(path: Path, config: ModelConfig) -> tuple[ModelConfig, dict[str, Any]]:
+    """What timm's config.json says of the model, and of images and class names as metadata has it.
+
+    Args:
+        path: the file.
+        config: what the tensors say of the model.
 
     Raises:
-        CheckpointError: it cannot be read, or does not fit the model.
+        CheckpointError: it cannot be read, does not fit, or builds a model that we do not have.
     """
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
-        cfg, names = _table(known, "pretrained_cfg"), known.get("label_names")
+        cfg, names = _table(known, "pretrained_cfg") or known, known.get("label_names")
         if isinstance(names, dict):  # by number
-            names = [names[key] for key in sorted(names, key=int)]
+            numbers = [str(number) for number in range(len(names))]
+            if names.keys() != set(numbers):
+                raise InputError(
+                    f"expected label_names from 0 to {len(names) - 1}, got {', '.join(names):.80}"
+                )
+            names = [names[number] for number in numbers]
         words = _table(known, "label_descriptions")  # by name
         user = {} if names is None else {"classes": names}
         if names and words:
             user["descriptions"] = [words.get(name, name) for name in names]
+        args = {"global_pool": cfg.get("global_pool"), **_table(known, "model_args")}
+        args = {key: value for key, value in args.items() if value is not None}
+        if unknown := args.keys() - _MODEL_ARGS:
+            raise InputError(
+                f"expected model_args out of {', '.join(sorted(_MODEL_ARGS))}, got "
+                f"{', '.join(sorted(unknown))}, which this package's models do not have"
+            )
+        config = ModelConfig.from_dict({**config.to_dict(), **args})
         metadata = {
             "pretrained_cfg": {key: cfg[key] for key in _PREPARATION if key in cfg},
             "user": user,
@@ -55,7 +74,7 @@ def read_config(path: Path, config: ModelConfig) -> dict[str, Any]:
         _check_user(metadata["user"], config)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"expected timm's config.json in {path}: {error}") from error
-    return metadata
+    return config, metadata
 
 
 def _table(metadata: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ _LOCAL = "local-dir:"  # as timm has it
 # what the weights decide about their model, besides the number of classes
 _ARCHITECTURE = ("layers", "width_factor", "block_size", "in_chans", "global_pool")
 _HEAD = ("head", "head_groups", "head_channels")
+_DROPS = ("drop_rate", "drop_path_rate")  # where timm's config.json has them
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def _info(
     weights: Weights | None, name: str, entry: WeightsEntry | None, beside: Path | None = None
 ) -> WeightsInfo:
     """Return what a file says of itself, if it is here, completed by the table or a config.json."""
-    config, metadata, guessed = None, {}, False
+    config, metadata, guessed, kept = None, {}, False, (*_ARCHITECTURE, *_HEAD)
     if weights is not None:
         config, metadata = weights.config, weights.source.metadata or {}
         if config is None:
@@ -149,13 +150,21 @@ def _info(
         config = make_config(entry.model, num_classes=entry.num_classes)
     assert config is not None, "of a file or of the table"
     if beside is not None and not metadata:
-        metadata = read_config(beside, config)
+        config, metadata = read_config(beside, config)
+        kept = (*kept, *_DROPS)
     known = entry or entries().get(metadata.get("tag", ""))
     cfg: dict[str, Any] = default_pretrained_cfg(config.variant, config)
     cfg.update(metadata.get("pretrained_cfg", {}))
     cfg.update({} if entry is None else entry.pretrained_cfg)
     for key in [key for key, value in cfg.items() if isinstance(value, list)]:
         cfg[key] = tuple(cfg[key])
+    if any(cfg["mean"]) or any(value != 1 for value in cfg["std"]):
+        raise CheckpointError(
+            f"expected mean 0 and std 1, got {name} for images normalised by mean {cfg['mean']} "
+            f"and std {cfg['std']}, while this package feeds images in [0, 1] as they are: "
+            "fine-tune them on such images, or normalise yourself and load the file of weights by "
+            "tresnet.load_checkpoint(model, FILE)"
+        )
     reduction = 8 * config.block_size
     cfg["pool_size"] = tuple(side // reduction for side in cfg["input_size"][1:])
     user = metadata.get("user", {})
@@ -165,7 +174,7 @@ def _info(
     return WeightsInfo(
         name=name,
         model=config.variant,
-        kwargs={key: getattr(config, key) for key in (*_ARCHITECTURE, *_HEAD)},
+        kwargs={key: getattr(config, key) for key in kept},
         num_classes=config.num_classes,
         input_size=cfg["input_size"],
         crop_pct=cfg["crop_pct"],

@@ -39,7 +39,8 @@ def resolve(config: TrainConfig) -> TrainConfig:
 def missing(data: ImageConfig, cfg: Mapping[str, Any]) -> dict[str, Any]:
     """What the options leave open of how images are prepared, out of a model's `pretrained_cfg`."""
     known = {name: cfg[name] for name in ("crop_pct", "crop_mode", "interpolation")}
-    known["input_size"] = cfg["input_size"][-1]
+    if data.input_size is None:
+        known["input_size"] = zoo.image_side(cfg)
     return {name: value for name, value in known.items() if getattr(data, name) is None}
 
 
@@ -61,8 +62,7 @@ def create_model(config: TrainConfig, classes: Sequence[str]) -> TResNet:
     model = create(config.model.model, num_classes=len(classes), **options)
     assert isinstance(model, TResNet), "features_only is not an option"
     size = data.testing.size
-    for side in {size, *data.sizes}:
-        model.check_input(torch.empty(1, 3, side, side, device="meta"))
+    model.check_input(torch.empty(1, 3, size, size, device="meta"))
     # what is saved with the weights, so that whoever loads them prepares images the same way
     model.pretrained_cfg = {
         **model.pretrained_cfg,

@@ -19,6 +19,7 @@ from tresnet.export.options import ExportOptions
 from tresnet.export.plain import plain_model, trace
 from tresnet.files import atomic_write
 from tresnet.models.tresnet import TResNet
+from tresnet.models.zoo import image_side
 from tresnet.ops.unit_floats import unit_floats
 
 CALIBRATION_IMAGES = 512
@@ -149,7 +150,7 @@ def _check_options(path: Path, options: ExportOptions, format: Format) -> None:
 
 
 def _images(model: TResNet, options: ExportOptions) -> Images:
-    size = options.input_size or int(model.pretrained_cfg["input_size"][-1])
+    size = options.input_size or image_side(model.pretrained_cfg)
     images = Images(
         model.config.in_chans,
         size,

@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Unpack
 
@@ -172,3 +172,18 @@ def default_pretrained_cfg(name: str, config: ModelConfig) -> dict[str, Any]:
         "classifier": "head.fc",
         "license": "apache-2.0",
     }
+
+
+def image_side(cfg: Mapping[str, Any]) -> int:
+    """Return the side of the square images of a `pretrained_cfg`.
+
+    Raises:
+        InputError: they are not square, and this package prepares no others.
+    """
+    _, height, width = cfg["input_size"]
+    if height != width:
+        raise InputError(
+            f"expected square images, got a model for images {height} high and {width} wide: say "
+            "the side by --input-size, or prepare the images yourself"
+        )
+    return int(width)

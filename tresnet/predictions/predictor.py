@@ -15,6 +15,7 @@ from tresnet.env import usable_device
 from tresnet.errors import InputError
 from tresnet.export.formats import read_onnx
 from tresnet.models.tresnet import TResNet
+from tresnet.models.zoo import image_side
 from tresnet.ops.dispatch import Impl
 from tresnet.predictions.sources import Source, pictures
 from tresnet.steps import InferenceCompute, InferenceStep
@@ -226,7 +227,7 @@ def _torch(
         num_classes=known.num_classes,
         names=known.descriptions or known.classes,
         several=known.user.get("labels") == "multi",
-        transform=_transform(known.input_size[-1], vars(known)),
+        transform=_transform(image_side(known.pretrained_cfg), vars(known)),
         model=model.eval(),
     )
 

@@ -118,11 +118,11 @@ class TrainingStep:
 
     @property
     def lr(self) -> float:
-        """The highest group's learning rate in the last update; before the first, in that."""
+        """The learning rate of the last update; before the first, of that."""
         return self._lr
 
     def _next_lr(self) -> float:
-        return max(float(group["lr"]) for group in self.optimizer.param_groups)
+        return float(self.optimizer.param_groups[0]["lr"])
 
     def backward(
         self,
