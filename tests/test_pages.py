@@ -20,6 +20,9 @@ from tresnet.engine.evaluate_weights import EvalConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+EXAMPLES = [
+    ROOT / "docs" / "examples" / f"{name}.md" for name in ("fine-tuning", "many-labels", "serving")
+]
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "zoo.json").read_text())
 # Of blocks that cannot run here.
 ELSEWHERE = tuple(
@@ -51,9 +54,18 @@ def command_lines() -> list[tuple[Path, str]]:
     return lines
 
 
-def test_python_blocks_run(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("pages", "written"),
+    [
+        ([page for page in PAGES if page not in EXAMPLES], "mine.pth"),
+        # which train, and build on each other
+        pytest.param(EXAMPLES, "photographs.onnx", marks=pytest.mark.slow),
+    ],
+    ids=["pages", "examples"],
+)
+def test_python_blocks_run(pages: list[Path], written: str, tmp_path: Path):
     """In a process of its own: the plugin changes what timm builds."""
-    code = "\n".join(code for page in PAGES for code in blocks(page, "python"))
+    code = "\n".join(code for page in pages for code in blocks(page, "python"))
     result = subprocess.run(
         # PyTorch 2.11 warns of its own use of TorchScript
         [sys.executable, "-W", "error", "-W", "ignore:`torch.jit", "-c", code],
@@ -64,7 +76,7 @@ def test_python_blocks_run(tmp_path: Path):
         timeout=200,
     )
     assert result.returncode == 0, result.stderr
-    assert (tmp_path / "mine.pth").is_file()
+    assert (tmp_path / written).is_file()
 
 
 @pytest.mark.parametrize(("page", "line"), command_lines(), ids=lambda part: str(part)[-60:])

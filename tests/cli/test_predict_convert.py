@@ -136,13 +136,12 @@ def test_predict_in_python_is_the_command(drawn, photographs, capsys):
         tresnet.predict(pixels / 255, weights=drawn[1])
 
 
-@pytest.mark.parametrize("input", ["float", "uint8"])
-def test_predict_by_an_exported_file(input, drawn, photographs, tmp_path):
+def test_predict_by_an_exported_file(drawn, photographs, tmp_path):
     pytest.importorskip("onnxruntime")
     model, path = drawn
     classes = tuple(describe(path).classes)
     file = tmp_path / "a.onnx"
-    export_model(model, file, ExportOptions("onnx", input=input), classes=classes)
+    export_model(model, file, ExportOptions("onnx"), classes=classes)
     by_torch = tresnet.predict(photographs[0], weights=path, top_k=4)
     by_onnx = tresnet.predict(photographs[0], weights=file, top_k=4, runtime="onnx")
     for one, other in zip(by_torch, by_onnx, strict=True):

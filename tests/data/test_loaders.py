@@ -51,6 +51,26 @@ def test_an_epoch_has_each_image_once_with_its_label(folder, workers):
     assert orders[0] != orders[1]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_repeats_vary_an_image_anew_each_time(folder, ranks):
+    """As timm's sampler for them has it: copies in a row over all ranks, as many images as ever."""
+    plain, varied = (open_folder(folder, "train", transform) for transform in (EVAL, RANDOM))
+    found = []
+    for dataset in (plain, varied):
+        shares = [
+            create_loader(dataset, 8 // ranks, training=True, distributed=(rank, ranks), repeats=3)
+            for rank in range(ranks)
+        ]
+        assert [len(share) for share in shares] == [3] * ranks
+        batches = [torch.cat([images for images, _ in share]) for share in shares]
+        found.append(torch.stack(batches, 1).flatten(0, 1))
+    images = ids(found[0])
+    assert images == [image for image in images[::3] for _ in range(3)]
+    assert len(set(images)) == 8
+    differing = [len(copies.unique(dim=0)) for copies in found[1].split(3)]
+    assert sum(differing) > 12  # of 24; what is left of a plain image may look the same
+
+
 def test_training_drops_the_last_batch_and_evaluation_keeps_it(folder):
     dataset = open_folder(folder, "train", EVAL)
     training = create_loader(dataset, 4, training=True)

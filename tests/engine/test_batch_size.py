@@ -56,7 +56,7 @@ def held_by_the_step(config):
     peak = LivePeak()
     with peak:
         made = create_step(create_model(config, CLASSES), config, ALONE, 10)
-        losses = Losses(config, len(CLASSES), 0)
+        losses = Losses(config, CLASSES, 0)
         batch, size = config.data.resolved_batch_size, config.data.input_size
         passes = config.optim.accumulate
         for step in range(2 * passes):
@@ -92,7 +92,7 @@ def test_the_predicted_step_is_the_one_that_runs(changes):
         configs.replace(recipe("digits"), batch_size=32, layers=(1, 1, 1, 1), **changes)
     )
     model = create_model(config, CLASSES)
-    step = batch_size.step_of(config, len(CLASSES), 1)
+    step = batch_size.step_of(config, CLASSES, 1)
     _, model, plan = make_plan(model, batch_size=32, **step)
     trace = record(model, plan, BARE, Workspaces(), device_type="cpu")
     # Buffers are rounded up to 512 B, which is 0.3 to 0.6 % here.
@@ -119,7 +119,7 @@ def test_a_run_takes_the_largest_batch_that_is_sure_to_fit(tiny, small_gpu, caps
     answers = {}
     model = create_model(saved, ["a", "b", "c"])
     for n in (batch, batch + 8):
-        plan = make_plan(model, batch_size=n, **batch_size.step_of(saved, 3, 1))[2]
+        plan = make_plan(model, batch_size=n, **batch_size.step_of(saved, "abc", 1))[2]
         answers[n] = fits(record(model, plan, SMALL, Workspaces()), SMALL)
     assert answers[batch] is Fits.YES
     assert answers[batch + 8] is not Fits.YES
@@ -266,6 +266,37 @@ def test_memory_may_be_limited_but_not_invented(fake_gpu, tiny, allowed, expecte
     gpu = batch_size.gpu_of(tiny(gpu_memory=allowed), torch.device("cuda", 1))
     assert gpu.capacity_bytes == expected * GIB
     assert fake_gpu == [torch.device("cuda", 1)]  # first, whether its kernels run
+
+
+# -- other numbers of processes ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("began", "batch", "accumulate", "world", "images", "expected"),
+    [
+        (8, 128, 1, 8, 1281167, (128, 1, 1251)),
+        (8, 128, 1, 4, 1281167, (128, 2, 2502)),  # 2502 passes of 512; the loader has 2502
+        (8, 128, 1, 16, 1281167, (64, 1, 1251)),
+        (8, 96, 1, 6, 1281167, (64, 2, 3336)),
+        (2, 2, 4, 1, 26, (2, 8, 12)),
+        (4, 2, 1, 2, 31, (2, 2, 6)),  # 24 images of an epoch, though 28 would make 7 passes
+    ],
+)
+def test_other_processes_share_the_same_updates(began, batch, accumulate, world, images, expected):
+    config = configs.replace(recipe("digits"), batch_size=batch, accumulate=accumulate)
+    made, passes = batch_size.spread(config, began, world, images)
+    assert (made.data.batch_size, made.optim.accumulate, passes) == expected
+    assert made.data.batch_size * made.optim.accumulate * world == batch * accumulate * began
+
+
+def test_processes_that_cannot_share_an_update_are_refused():
+    config = configs.replace(recipe("digits"), batch_size=4)
+    with pytest.raises(
+        ConfigError, match="each update of 8 images, which can't be shared out to 3"
+    ):
+        batch_size.spread(config, 2, 3, 1000)
+    with pytest.raises(ConfigError, match="can't be shared out to 8: use 2 processes, or a number"):
+        batch_size.spread(configs.replace(config, mixup=0.2), 2, 8, 1000)  # mixed in pairs
 
 
 # -- full memory -------------------------------------------------------------------------------

@@ -133,6 +133,19 @@ def test_resuming_may_change_what_does_not_alter_the_result():
         ({"recompute": "none", "norm": "batchnorm"}, "none: expected --norm abn, got batchnorm"),
         ({"runs": "l\udcfcufe"}, r"--runs: expected printable UTF-8 text, got 'l\udcfcufe'"),
         ({"name": "a\0b"}, r"--name: expected printable UTF-8 text, got 'a\x00b'"),
+        ({"loss": "semantic-softmax"}, "--hierarchy: --loss semantic-softmax needs a JSON file"),
+        (
+            {"loss": "semantic-softmax", "mixup": 0.2},
+            "--loss semantic-softmax needs one class an image: expected no --mixup",
+        ),
+        ({"recipe": "usi"}, "--teacher: the recipe usi needs a teacher: a tag, a file or timm:N"),
+        ({"teacher": "a.pth", "loss": "bce"}, "--teacher: expected --loss cross-entropy or one-"),
+        ({"teacher": "a.pth", "batch_size": "auto"}, "cannot be predicted with --teacher"),
+        (
+            {"progressive_sizes": (64, 128, 160), "epochs": 2},
+            "--progressive-sizes: expected at most as many sizes as the 2 epochs",
+        ),
+        ({"layer_decay": 0.0}, "--layer-decay: expected more than 0 and at most 1, got 0.0"),
         ({"mix_off_epochs": 301}, "--mix-off-epochs: expected at most the 300 epochs"),
         (
             {"sync_bn": True, "norm": "inplace_abn"},

@@ -26,15 +26,15 @@ from tresnet.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(Path(__file__).with_name("ddp_train.py"))
-LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 PLAIN = {"mixup": 0.0, "drop_rate": 0.0, "drop_path_rate": 0.0}
 
 
-def torchrun(*arguments):
+def torchrun(*arguments, processes=2):
     """Two processes on this machine's CPU."""
     return subprocess.run(
-        [*LAUNCHER, *map(str, arguments)],
+        [*LAUNCHER, f"--nproc-per-node={processes}", *map(str, arguments)],
         cwd=ROOT,
         env=ENVIRONMENT,
         capture_output=True,
@@ -50,26 +50,50 @@ def saved(config, tmp_path):
     return path
 
 
-@pytest.mark.slow
-def test_two_processes_compute_what_one_does_with_the_double_batch(tiny, tmp_path, monkeypatch):
-    options = {**PLAIN, "accumulate": 4, "lr": 0.005, "clip_grad": 1.0, "lr_batch": 16}
+SHARED = {**PLAIN, "accumulate": 4, "lr": 0.005, "clip_grad": 1.0, "lr_batch": 16}
+
+
+@pytest.fixture
+def one(tiny, monkeypatch):
+    """The directory of a run of one process, without norms, for which a batch's parts matter."""
     monkeypatch.setattr(resolving, "create", ddp_train.create_without_norms)
-    one = train(tiny(name="one", batch_size=4, **options))
-    config = tiny(name="two", batch_size=2, eval_batch_size=3, **options)
+    return train(tiny(name="one", batch_size=4, **SHARED)).run_dir
+
+
+def assert_same_curve(run_dir, one):
+    """The same losses and weights up to the order of sums, in float32, through 4 updates."""
+    expected = tensors_of(one)
+    for name, tensor in tensors_of(run_dir).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+    for found, wanted in zip(rows_of(run_dir), rows_of(one), strict=True):
+        for name in ("epoch", "step", "lr", "loss", "accuracy", "val_loss", "val_top1"):
+            assert found[name] == pytest.approx(wanted[name], rel=1e-5), name
+
+
+@pytest.mark.slow
+def test_two_processes_compute_what_one_does_with_the_double_batch(tiny, tmp_path, one):
+    config = tiny(name="two", batch_size=2, eval_batch_size=3, **SHARED)
     done = torchrun(SCRIPT, saved(config, tmp_path), "--without-norms")
     assert done.returncode == 0, done.stderr
     assert "2 images per update" not in done.stdout
     assert "8 images per update on each of 2 x cpu, 16 in all" in done.stdout
     assert done.stdout.count("result: top-1") == 1
-    two = tmp_path / "runs" / "two"
-    assert state.read(two / "last.pt")[0].identity.world == 2
-    expected = tensors_of(one.run_dir)
-    for name, tensor in tensors_of(two).items():
-        # sums over 2 + 2 images instead of 4, in float32, through 4 updates
-        torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6, msg=name)
-    for found, wanted in zip(rows_of(two), rows_of(one.run_dir), strict=True):
-        for name in ("epoch", "step", "lr", "loss", "accuracy", "val_loss", "val_top1"):
-            assert found[name] == pytest.approx(wanted[name], rel=1e-4), name
+    assert_same_curve(tmp_path / "runs" / "two", one)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_other_numbers_of_processes(tiny, tmp_path, one):
+    """Within the first epoch from 2 to 4, within the second from 4 to 1: the same images."""
+    config, run_dir = tiny(name="moved", batch_size=2, **SHARED), tmp_path / "runs" / "moved"
+    start = (SCRIPT, saved(config, tmp_path), "--without-norms", "--resume", "auto", "--kill", 1)
+    done = torchrun(*start, 1, int(signal.SIGTERM))
+    assert "stopped by SIGTERM after update 1, saved" in done.stdout, done.stderr
+    done = torchrun(*start, 3, int(signal.SIGTERM), processes=4)
+    assert "on 4 an update is 2 x 2 images on each" in done.stdout, done.stderr
+    assert "stopped by SIGTERM after update 3, saved" in done.stdout, done.stderr
+    train(config, resume=run_dir)
+    assert state.read(run_dir / "last.pt")[0].identity.world == 2
+    assert_same_curve(run_dir, one)
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +245,7 @@ def test_torchrun_stopped_from_outside_saves_although_it_signals_the_loaders_too
     config = tiny(name="stopped", workers=1, epochs=1000)
     run_dir = tmp_path / "runs" / "stopped"
     with subprocess.Popen(
-        [*LAUNCHER, SCRIPT, str(saved(config, tmp_path))],
+        [*LAUNCHER, "--nproc-per-node=2", SCRIPT, str(saved(config, tmp_path))],
         cwd=ROOT,
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,

@@ -14,7 +14,7 @@ import pytest
 from tests.engine.runs import assert_same_run
 from tresnet.engine import config as configs
 
-KILLS = int(os.environ.get("TRESNET_KILLS", "10"))
+KILLS = int(os.environ.get("TRESNET_KILLS", "20"))
 # Imports once, computes nothing, and forks a process for each start of the run.
 SCRIPT = """
 import json, os, random, sys, time, traceback
@@ -58,7 +58,7 @@ print(json.dumps({"killed": killed, "within a write": cut}))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120 + 10 * KILLS)
+@pytest.mark.timeout(180 + 20 * KILLS)
 def test_kills_at_random_moments_change_nothing(tiny, tmp_path):
     config = tiny(epochs=3, checkpoint_interval_s=0.0)
     (tmp_path / "config.json").write_text(configs.to_json(config))

@@ -19,7 +19,7 @@ def images():
 
 
 def test_plain_labels_have_cross_entropy(tiny):
-    losses = Losses(tiny(mixup=0.0, label_smoothing=0.0), 3, 0)
+    losses = Losses(tiny(mixup=0.0, label_smoothing=0.0), "abc", 0)
     x, targets, criterion = losses.prepare(images(), LABELS, 0, 0)
     assert torch.equal(x, images())
     logits = torch.randn(4, 3)
@@ -27,7 +27,7 @@ def test_plain_labels_have_cross_entropy(tiny):
 
 
 def test_smoothed_labels_spread_their_mass(tiny):
-    losses = Losses(tiny(mixup=0.0, label_smoothing=0.3), 3, 0)
+    losses = Losses(tiny(mixup=0.0, label_smoothing=0.3), "abc", 0)
     _, targets, criterion = losses.prepare(images(), LABELS, 0, 0)
     logits = torch.randn(4, 3)
     expected = functional.cross_entropy(logits, LABELS, label_smoothing=0.3)
@@ -42,7 +42,7 @@ def draw():
 def test_mixed_batches_have_labels_of_the_same_shares_and_end_when_told_to(tiny, how, smoothing):
     alphas = {"mixup": 0.0, "cutmix": 0.0, how: 1.0}
     config = tiny(**alphas, mix_prob=1.0, label_smoothing=smoothing, epochs=3, mix_off_epochs=1)
-    losses = Losses(config, 4, 0)
+    losses = Losses(config, "abcd", 0)
     plain = torch.arange(4.0).view(4, 1, 1, 1).expand(4, 3, 8, 8)
     seed_everything(5, ALONE.device)
     expected = draw()
@@ -65,7 +65,7 @@ def test_mixed_batches_have_labels_of_the_same_shares_and_end_when_told_to(tiny,
 
 def test_each_process_and_step_mixes_in_its_own_way_and_always_alike(tiny):
     def mixed(rank, step):
-        losses = Losses(tiny(mixup=0.4, mix_prob=1.0), 3, rank)
+        losses = Losses(tiny(mixup=0.4, mix_prob=1.0), "abc", rank)
         return losses.prepare(images(), LABELS, 0, step)[0]
 
     assert torch.equal(mixed(0, 5), mixed(0, 5))

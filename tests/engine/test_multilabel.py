@@ -54,7 +54,7 @@ def test_losses_are_binary_cross_entropy_and_timms_asymmetric_loss():
     found = {}
     for name in ("bce", "asymmetric"):
         config = TrainConfig(labels=LabelConfig(loss=name, gamma_neg=3, prob_margin=0.1))
-        losses = Losses(config, 5, 0)
+        losses = Losses(config, "abcde", 0)
         assert not losses.has_accuracy(0)
         _, same, criterion = losses.prepare(torch.zeros(4, 3, 2, 2), targets, 0, 0)
         assert same is targets

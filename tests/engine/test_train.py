@@ -521,6 +521,27 @@ def test_weights_that_go_bad_in_the_last_update_are_not_saved(tiny, monkeypatch)
     assert state.read(run_dir / "last.pt")[0].progress.update == 6
 
 
+def test_sizes_follow_one_another_and_resume_where_they_were(tiny, monkeypatch):
+    options = {"progressive_sizes": (12, 16, 20), "epochs": 5, "workers": 1}
+    seen, feed = [], TrainingStep.backward
+
+    def backward(self, images, *args):
+        seen.append(images.shape[-1])
+        return feed(self, images, *args)
+
+    monkeypatch.setattr(TrainingStep, "backward", backward)
+    progressive = train(tiny(**options, name="whole")).run_dir
+    assert seen == [12] * 12 + [16] * 12 + [20] * 6
+    assert describe(progressive / "best.safetensors").input_size == (3, 12, 12)
+    for update in (8, 12):
+        with monkeypatch.context() as patch:
+            kill_after(patch, update)
+            stopped = train(tiny(**options, name=f"{update}")).run_dir
+        assert_same_run(
+            train(tiny(**options, name=f"{update}"), resume=stopped).run_dir, progressive
+        )
+
+
 def test_bad_data_leaves_no_run_directory(tiny, tmp_path):
     with pytest.raises(DataError, match="is not a folder: check --data"):
         train(tiny(data=str(tmp_path / "absent")))

@@ -5,12 +5,19 @@ import torch
 
 from tests.checkpoints.small import small
 
-HEADS = [{}, {"head": "ml_decoder"}, {"head": "group_attention", "head_groups": [2, 3]}]
-
 
 @pytest.mark.filterwarnings("ignore:The TorchScript type system")  # of fx's own GraphModule
-@pytest.mark.parametrize("options", [*HEADS, {"jit": True, "global_pool": "avgmax"}], ids=str)
-@pytest.mark.parametrize("norm", ["abn", "batchnorm", "inplace_abn"])
+@pytest.mark.parametrize(
+    ("norm", "options"),
+    [
+        ("abn", {}),
+        ("batchnorm", {"jit": True, "global_pool": "avgmax"}),
+        ("inplace_abn", {}),
+        ("abn", {"head": "ml_decoder"}),
+        ("abn", {"head": "group_attention", "head_groups": [2, 3]}),
+    ],
+    ids=str,
+)
 def test_a_traced_model_is_the_model_with_its_gradients_and_scripts(norm, options):
     if norm == "inplace_abn":
         pytest.importorskip("inplace_abn")

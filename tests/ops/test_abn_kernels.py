@@ -89,10 +89,11 @@ def assert_equal(ours, exact, tolerance=1e-5):
         assert not ours[name].isnan().any(), name
 
 
-# Every chain in either layout, every shape with and without a blur.
+# Every chain, with and without a blur in either layout, and every shape.
 EQUAL = [
     *((shape, chain, "nhwc") for shape in SHAPES for chain in ("blur_se", "se_join")),
-    *(("odd", chain, layout) for chain in CHAINS for layout in LAYOUTS),
+    *(("odd", chain, "nhwc") for chain in CHAINS),
+    *(("odd", chain, "nchw") for chain in ("blur_se", "se_join")),
     ("width_of_xl", "abn", "nchw"),
     ("smallest_blur", "blur_se", "nchw"),
     ("even", "abn", "nhwc"),

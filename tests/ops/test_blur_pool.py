@@ -31,8 +31,8 @@ FORMS = {
     ("form", "shape", "layout"),
     [
         *(("plain", shape, layout) for shape in CASES for layout in (0, 1)),
-        *((form, "odd", layout) for form in ("scripted", "compiled") for layout in (0, 1)),
-        ("compiled", "non_square", 0),
+        *(("scripted", "odd", layout) for layout in (0, 1)),
+        *(("compiled", shape, 0) for shape in ("odd", "non_square")),
     ],
 )
 def test_equals_timm_forward_and_backward(form, shape, layout):

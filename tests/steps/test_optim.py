@@ -51,6 +51,20 @@ def test_the_rate_scales_with_the_batch_if_asked_to():
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
 
 
+def test_layers_further_from_the_head_learn_at_lower_rates():
+    model = small_model()
+    optimizer = create_optimizer(model, OptimConfig(lr=0.4, layer_decay=0.5), 8)
+    create_schedule(optimizer, ScheduleConfig(lr_schedule="constant", warmup_fraction=0.0), 9)
+    groups = [(group, id(p)) for group in optimizer.param_groups for p in group["params"]]
+    rates = {key: group["lr"] for group, key in groups}
+    decays = {key: group["weight_decay"] for group, key in groups}
+    layers = ("body.conv1", "body.layer1.0", "body.layer2.0", "body.layer3.0", "body.layer4.0")
+    for name, parameter in model.named_parameters():
+        depth = next((i for i, layer in enumerate(layers) if name.startswith(layer)), 5)
+        assert rates[id(parameter)] == pytest.approx(0.4 * 0.5 ** (5 - depth)), name
+        assert (decays[id(parameter)] > 0) == (parameter.ndim > 1), name
+
+
 def test_an_unknown_optimizer_and_one_of_second_derivatives_are_refused():
     with pytest.raises(ConfigError, match="of first derivatives, got 'adahessian': try adamw"):
         create_optimizer(small_model(), OptimConfig(opt="adahessian"), 64)

@@ -48,8 +48,9 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
     """Lists of keys for one rank, a pure function of (seed, epoch).
 
     Training shuffles and shares out as torch's DistributedSampler: global batch b is the same
-    images whatever the number of ranks. Evaluation goes in order, each image on one rank only,
-    without padding.
+    images whatever the number of ranks. With repeats each image comes so often in a row, over all
+    ranks, and an epoch is as long as without. Evaluation goes in order, each image on one rank
+    only, without padding.
     """
 
     def __init__(
@@ -59,7 +60,9 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
         training: bool,
         seed: int,
         distributed: tuple[int, int],
+        repeats: int = 1,
     ) -> None:
+        self._repeats = repeats
         self._training = training
         self._seed = seed
         self.batch_size = batch_size
@@ -67,6 +70,9 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
         self._start_batch = 0
         rank, world_size = distributed
         self._order: DistributedSampler[Any] | range = range(rank, len(dataset), world_size)
+        self._rank, self._world_size = rank, world_size
+        if training and repeats > 1:
+            rank, world_size = 0, 1  # of the images; their copies are shared out
         if training:
             self._order = DistributedSampler(
                 dataset,  # type: ignore[arg-type]  only its length is used
@@ -75,7 +81,8 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
                 seed=mix_seed(seed),
                 drop_last=True,
             )
-        full, rest = divmod(len(self._order), batch_size)
+        share = len(dataset) // self._world_size if training else len(self._order)
+        full, rest = divmod(share, batch_size)
         self._batches = full if training else full + bool(rest)
 
     def set_epoch(self, epoch: int, start_batch: int) -> None:
@@ -101,10 +108,16 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
         order = list(self._order)
         for batch in range(self._start_batch, self._batches):
             begin = batch * self.batch_size
-            yield [self._key(index) for index in order[begin : begin + self.batch_size]]
+            if self._repeats == 1:
+                yield [self._key(index) for index in order[begin : begin + self.batch_size]]
+                continue
+            mine = range(self._rank, len(order), self._world_size)
+            places = [divmod(p, self._repeats) for p in mine[begin : begin + self.batch_size]]
+            yield [self._key(order[place], copy) for place, copy in places]
 
-    def _key(self, index: int) -> Key:
-        return index, mix_seed(self._seed, self._epoch, index) if self._training else None
+    def _key(self, index: int, copy: int = 0) -> Key:
+        parts = (self._seed, self._epoch, index, copy)[: 4 if copy else 3]
+        return index, mix_seed(*parts) if self._training else None
 
 
 class Loader:
@@ -368,6 +381,7 @@ def create_loader(
     seed: int = 0,
     distributed: tuple[int, int] = (0, 1),
     pin_memory: bool = False,
+    repeats: int = 1,
 ) -> Loader:
     """Make the loader of one rank.
 
@@ -381,6 +395,7 @@ def create_loader(
         seed: of the order and the augmentation; the same on all ranks.
         distributed: (rank, number of ranks).
         pin_memory: copy batches to page-locked memory, for a GPU.
+        repeats: how often a training image comes in an epoch, varied anew each time.
 
     Raises:
         ConfigError: a number is out of range.
@@ -392,7 +407,7 @@ def create_loader(
             "expected batch_size >= 1, workers >= 0 and 0 <= rank < ranks, got "
             f"{batch_size}, {workers} and rank {rank} of {world_size}"
         )
-    batches = EpochBatches(dataset, batch_size, training, seed, distributed)
+    batches = EpochBatches(dataset, batch_size, training, seed, distributed, repeats)
     if training and not len(batches):
         raise DataError(
             f"expected at least one full batch of {batch_size} images on each of {world_size} "

@@ -11,7 +11,7 @@ from tresnet.engine import config as configs
 from tresnet.engine.config import AUTO, TrainConfig
 from tresnet.engine.distributed import Processes, pick_device
 from tresnet.engine.images import foresee as foresee_images
-from tresnet.engine.losses import plain_loss
+from tresnet.engine.losses import loss_of
 from tresnet.engine.resolve import create_model
 from tresnet.errors import ConfigError, InputError, TResNetError
 from tresnet.ops.dispatch import lacking
@@ -52,6 +52,40 @@ def resolve(
         why = f"as the process with the least memory has room for no more; here {found}, {why}"
     say(f"--batch-size auto: {least}, {why}")
     return configs.replace(config, batch_size=least)
+
+
+def spread(config: TrainConfig, began: int, world: int, images: int) -> tuple[TrainConfig, int]:
+    """A run that `began` processes began, on `world` of them: the same images in each update.
+
+    A pass has as many images as before or, where there are more processes than passes, fewer.
+
+    Args:
+        config: The resolved configuration that the run began with.
+        began: How many processes it began with.
+        world: How many there are now.
+        images: How many the data set has for training.
+
+    Returns:
+        The configuration with another batch size and accumulation, and the passes of an epoch.
+
+    Raises:
+        ConfigError: The images of an update or an epoch can't be shared out.
+    """
+    batch, passes = config.data.resolved_batch_size, config.optim.accumulate
+    in_epoch = images // (batch * began) * (batch * began)
+    if world == began:
+        return config, in_epoch // (batch * began)
+    share, rest = divmod(batch * passes * began, world)
+    for parts in range(-(-share // batch), share + 1) if not rest else ():
+        size = share // parts
+        pairs = not (config.augment.mixes and size % 2)
+        if share % parts == 0 and in_epoch % (size * world) == 0 and pairs:
+            changed = configs.replace(config, batch_size=size, accumulate=parts)
+            return changed, in_epoch // (size * world)
+    raise ConfigError(
+        f"the run began with {began} processes, each update of {share * world + rest} images, which"
+        f" can't be shared out to {world}: use {began} processes, or a number that divides them"
+    )
 
 
 def foresee(config: TrainConfig, say: Callable[[str], object]) -> TrainConfig:
@@ -107,17 +141,15 @@ def largest(config: TrainConfig, classes: Sequence[str], gpu: "Device", world: i
     from tresnet.memory import max_batch
 
     model = create_model(config, classes)
-    return max_batch(model, device=gpu, **step_of(config, len(classes), world))
+    return max_batch(model, device=gpu, **step_of(config, classes, world))
 
 
-def step_of(config: TrainConfig, classes: int, world: int) -> dict[str, Any]:
+def step_of(config: TrainConfig, classes: Sequence[str], world: int) -> dict[str, Any]:
     """A training step of a resolved configuration as the arguments of `tresnet.memory.predict`.
 
     Synchronised batch norm is predicted as the plain one: what it saves differs by a few vectors.
     """
-    from timm.loss import SoftTargetCrossEntropy
-
-    size, mixes = config.data.testing.size, config.augment.mixes
+    size, mixes = max(config.data.testing.size, *config.data.sizes), config.augment.mixes
     return {
         "input_size": (3, size, size),
         "input": "uint8",
@@ -127,8 +159,8 @@ def step_of(config: TrainConfig, classes: int, world: int) -> dict[str, Any]:
         "clip_grad": config.optim.clip_grad,
         "accumulate": config.optim.accumulate,
         "ema_decay": config.ema.ema_decay,
-        "loss": SoftTargetCrossEntropy() if mixes else plain_loss(config),
-        "target_size": (classes,) if mixes or config.labels.multi else None,
+        "loss": loss_of(config, classes, mixes),
+        "target_size": (len(classes),) if mixes or config.labels.multi else None,
         "channels_last": config.compute.channels_last,
         "grad_checkpointing": config.model.grad_checkpointing,
         "ddp": world > 1,
@@ -184,7 +216,9 @@ def explain_full_memory(
 ) -> str:
     """What to say when the GPU's memory was full: what would fit, and the options to pass."""
     tried, fitting = config.data.resolved_batch_size, None
-    if config.compute.compile != "none" or config.model.jit:
+    if config.distill.teacher is not None:
+        said = "what a teacher keeps in memory beside the model cannot be predicted"
+    elif config.compute.compile != "none" or config.model.jit:
         said = "what a compiled or scripted model keeps in memory cannot be predicted"
     else:
         try:

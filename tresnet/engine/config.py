@@ -105,6 +105,9 @@ class DataConfig(ImageConfig):
     """Images per process (per GPU) and forward pass. auto: as many as are sure to fit the GPU."""
     eval_batch_size: int | None = None
     """Images per process and forward pass in evaluation. None: as in training."""
+    progressive_sizes: tuple[int, ...] | None = None
+    """Train at these sizes one after the other, each for an equal share of the epochs, and test at
+    --input-size. None: train at --input-size."""
 
     @property
     def resolved_batch_size(self) -> int:
@@ -112,11 +115,19 @@ class DataConfig(ImageConfig):
         assert isinstance(self.batch_size, int), "filled in by batch_size.resolve"
         return self.batch_size
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of training images, in their order, of a resolved configuration."""
+        return self.progressive_sizes or (self.testing.size,)
+
 
 @dataclasses.dataclass(frozen=True)
 class AugmentConfig(Augment):
     """How training images and labels are varied, in this order."""
 
+    aug_repeats: int = 1
+    """How often an image comes in an epoch, varied anew each time (arXiv 1902.05509); so many fewer
+    images come in it."""
     mixup: float = 0.0
     """Alpha of mixup. 0: none."""
     cutmix: float = 0.0
@@ -138,9 +149,16 @@ class AugmentConfig(Augment):
 class LabelConfig:
     """One label an image, or any number of them, and the loss."""
 
-    loss: Literal["cross-entropy", "bce", "asymmetric"] = "cross-entropy"
-    """Cross-entropy is for one label an image; bce and asymmetric (arXiv 2009.14119) for any
-    number, listed in train.csv and val.csv or in COCO's JSON."""
+    loss: Literal["cross-entropy", "one-vs-all", "semantic-softmax", "bce", "asymmetric"] = (
+        "cross-entropy"
+    )
+    """For one label an image: cross-entropy, one-vs-all (a binary cross-entropy for each class,
+    arXiv 2110.00476) or semantic-softmax (arXiv 2104.10972). For any number of them, listed in
+    train.csv and val.csv or in COCO's JSON: bce or asymmetric (arXiv 2009.14119)."""
+    bce_target_thresh: float | None = None
+    """One-vs-all: shares of a mixed label above this count as 1, others as 0. None: as they are."""
+    hierarchy: str | None = None
+    """Semantic softmax: a JSON file, {"class": "the class above it"}."""
     gamma_neg: float = 4.0
     """Asymmetric loss: how much easy negatives are discounted."""
     gamma_pos: float = 1.0
@@ -153,7 +171,20 @@ class LabelConfig:
     @property
     def multi(self) -> bool:
         """Whether an image has any number of labels."""
-        return self.loss != "cross-entropy"
+        return self.loss in ("bce", "asymmetric")
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillConfig:
+    """A teacher, whose answers are learned beside the labels."""
+
+    teacher: str | None = None
+    """Weights of the teacher: a tag of `tresnet list`, a file or hf-hub:USER/NAME, or timm:NAME for
+    timm's model with its pretrained weights. None: no teacher."""
+    kd_weight: float = 5.0
+    """Weight of the teacher's answers beside the labels' 1."""
+    kd_temperature: float = 1.0
+    """Temperature at which both answers are compared."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,11 +231,13 @@ class TrainConfig:
     """Everything that decides a training run; saved with it as config.json."""
 
     recipe: str = "paper"
-    """Where the defaults of all other options come from: paper, finetune or digits."""
+    """Where the defaults of all other options come from: paper, usi, rsb-a2, in21k, finetune,
+    digits or multilabel."""
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     augment: AugmentConfig = dataclasses.field(default_factory=AugmentConfig)
     labels: LabelConfig = dataclasses.field(default_factory=LabelConfig)
+    distill: DistillConfig = dataclasses.field(default_factory=DistillConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
     ema: EmaConfig = dataclasses.field(default_factory=EmaConfig)

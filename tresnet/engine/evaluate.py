@@ -112,6 +112,7 @@ def evaluate(
     processes: Processes,
     class_map: list[int] | None = None,
     console: Console | None = None,
+    levels: Tensor | None = None,
 ) -> Metrics | MultiLabelMetrics:
     """Run a model over a split, with one label an image or several as configured (a collective).
 
@@ -122,6 +123,8 @@ def evaluate(
         processes: This process's place.
         class_map: The model's class of each label; None where they are the same.
         console: Shows a bar; None for silence.
+        levels: (classes,), each class's level in a hierarchy: an image's classes are then those of
+            its label's level. None where all classes are told apart.
 
     Raises:
         DataError: No image could be read, or none has any label.
@@ -136,7 +139,11 @@ def evaluate(
         for batch, labels_of_batch in loader:
             images, targets = step.feed(batch, labels_of_batch)
             meter.data_ready()
-            sums.add(step(images), targets, class_map)
+            logits = step(images)
+            if levels is not None:
+                levels = levels.to(logits.device)
+                logits = logits.masked_fill(levels != levels[targets][:, None], -math.inf)
+            sums.add(logits, targets, class_map)
             meter.step(len(images))
             seen += len(images)
             bar.advance()

@@ -88,7 +88,7 @@ def open_splits(config: TrainConfig, processes: Processes) -> Splits:
     data, multi, test = config.data, config.labels.multi, config.data.testing
     folder = locate(data, processes)
     transforms = {
-        "train": train_transform(config.augment, test.size, test.interpolation, dtype=torch.uint8),
+        "train": _train_transform(config, config.data.sizes[0]),
         "val": eval_transform(test, dtype=torch.uint8),
     }
     splits = {
@@ -123,6 +123,21 @@ def open_split(
     return shards
 
 
+def set_training_size(config: TrainConfig, splits: Splits, epoch: int) -> bool:
+    """Let training images have the size of an epoch (from 0); whether it may have changed."""
+    sizes = config.data.sizes
+    if len(sizes) == 1:
+        return False
+    size = sizes[epoch * len(sizes) // config.schedule.epochs]
+    splits.train.transform = _train_transform(config, size)
+    return True
+
+
+def _train_transform(config: TrainConfig, size: int) -> Any:
+    filter_ = config.data.testing.interpolation
+    return train_transform(config.augment, size, filter_, dtype=torch.uint8)
+
+
 def create_loaders(
     config: TrainConfig, splits: Splits, processes: Processes
 ) -> tuple[Loader, Loader]:
@@ -140,7 +155,13 @@ def create_loaders(
     }
     batch = data.resolved_batch_size
     return (
-        create_loader(splits.train, batch, training=True, **shared),
+        create_loader(
+            splits.train,
+            batch,
+            training=True,
+            repeats=config.augment.aug_repeats,
+            **shared,
+        ),
         create_loader(splits.val, data.eval_batch_size or batch, training=False, **shared),
     )
 

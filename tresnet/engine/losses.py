@@ -2,35 +2,55 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from tresnet.data.seeding import mix_seed, preserved_generators, seed_cpu_generators
 from tresnet.engine.config import TrainConfig
+from tresnet.engine.distill import DistillationLoss, Teacher
 from tresnet.engine.distributed import Processes
+from tresnet.engine.hierarchy import SemanticSoftmaxLoss, read_hierarchy
 
 
 class Losses:
-    """The loss of each epoch, and the mixing of its batches."""
+    """The loss of each epoch, and the mixing of its batches.
 
-    def __init__(self, config: TrainConfig, classes: int, rank: int) -> None:
+    Attributes:
+        levels: (classes,), the level of each where the loss is for a hierarchy, else None.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        classes: Sequence[str],
+        rank: int,
+        teacher: Teacher | None = None,
+    ) -> None:
         """Build the losses that the configuration asks for.
 
         Args:
             config: The run's configuration.
-            classes: Number of classes.
+            classes: Names in the order of the labels.
             rank: Each process mixes in its own way.
+            teacher: What else is learned from, if anything.
+
+        Raises:
+            ConfigError: The hierarchy of the semantic softmax cannot be read.
         """
         from timm.data.mixup import Mixup
-        from timm.loss import SoftTargetCrossEntropy
 
         augment = config.augment
         self._mixing_epochs = config.schedule.epochs - augment.mix_off_epochs
         self._multi = config.labels.multi
-        self._plain = plain_loss(config)
-        self._soft = SoftTargetCrossEntropy()
+        self._plain, self._soft = (loss_of(config, classes, mixed) for mixed in (False, True))
+        self.levels: Tensor | None = getattr(self._plain, "levels", None)
+        self._teacher = teacher
+        self._distilled = DistillationLoss(
+            self._soft, config.distill.kd_weight, config.distill.kd_temperature
+        )
+        self._classes, self._smoothing = len(classes), augment.label_smoothing
         self._mixup = None
         if augment.mixes:
             self._mixup = Mixup(
@@ -38,7 +58,7 @@ class Losses:
                 augment.cutmix,
                 prob=augment.mix_prob,
                 label_smoothing=augment.label_smoothing,
-                num_classes=classes,
+                num_classes=len(classes),
             )
         self._seed = mix_seed(config.run.seed, rank)
 
@@ -48,22 +68,36 @@ class Losses:
 
     def has_accuracy(self, epoch: int) -> bool:
         """Whether training batches have one right answer an image, to be right or wrong."""
-        return not self._multi and not self.mixes(epoch)
+        return not self._multi and not self.mixes(epoch) and self.levels is None
 
     def prepare(
         self, images: Tensor, labels: Tensor, epoch: int, step: int
     ) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]:
-        """Mix a batch if its epoch does.
+        """Mix a batch if its epoch does, and ask the teacher if there is one.
 
         Args:
-            images: (N, 3, H, W); overwritten by mixing.
+            images: (N, 3, H, W); overwritten by mixing. Floats if there is a teacher.
             labels: (N,), or (N, classes) of 0 and 1 where an image may have several.
             epoch: From 0.
             step: Number of the batch in the whole run.
 
         Returns:
-            Images, labels (N,) or label distributions (N, classes), and their loss.
+            Images, their targets and the loss of them: labels (N,), label distributions
+            (N, classes), or (N, 2, classes) with the teacher's logits beside these.
         """
+        images, targets, criterion = self._mixed(images, labels, epoch, step)
+        if self._teacher is None:
+            return images, targets, criterion
+        if targets.dim() == 1:
+            from timm.data.mixup import one_hot
+
+            off = self._smoothing / self._classes
+            targets = one_hot(targets, self._classes, 1 - self._smoothing + off, off)
+        return images, torch.stack([targets, self._teacher(images)], 1), self._distilled
+
+    def _mixed(
+        self, images: Tensor, labels: Tensor, epoch: int, step: int
+    ) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]:
         if self._mixup is None or not self.mixes(epoch):
             return images, labels, self._plain
         with preserved_generators():  # so that a resumed run mixes the same way
@@ -72,17 +106,35 @@ class Losses:
         return images, soft, self._soft
 
 
-def plain_loss(config: TrainConfig) -> Callable[[Tensor, Tensor], Tensor]:
-    """The loss of batches that are not mixed."""
-    from timm.loss import AsymmetricLossMultiLabel, LabelSmoothingCrossEntropy
+def loss_of(
+    config: TrainConfig, classes: Sequence[str], mixed: bool
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """The loss of logits (N, C) and labels (N,), or if `mixed` distributions of them (N, C).
 
-    labels = config.labels
+    Raises:
+        ConfigError: The hierarchy of the semantic softmax cannot be read.
+    """
+    from timm.loss import (
+        AsymmetricLossMultiLabel,
+        BinaryCrossEntropy,
+        LabelSmoothingCrossEntropy,
+        SoftTargetCrossEntropy,
+    )
+
+    labels, smoothing = config.labels, config.augment.label_smoothing
+    if labels.loss == "one-vs-all":
+        return BinaryCrossEntropy(smoothing, labels.bce_target_thresh)
+    if mixed:
+        return SoftTargetCrossEntropy()
+    if labels.loss == "semantic-softmax":
+        assert labels.hierarchy is not None, "checked by validate"
+        return SemanticSoftmaxLoss(read_hierarchy(labels.hierarchy, classes), smoothing)
     if labels.loss == "bce":
         return nn.BCEWithLogitsLoss()
     if labels.loss == "asymmetric":
         return AsymmetricLossMultiLabel(labels.gamma_neg, labels.gamma_pos, labels.prob_margin)
-    if config.augment.label_smoothing:
-        return LabelSmoothingCrossEntropy(config.augment.label_smoothing)
+    if smoothing:
+        return LabelSmoothingCrossEntropy(smoothing)
     return nn.CrossEntropyLoss()
 
 

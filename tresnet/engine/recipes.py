@@ -9,6 +9,7 @@ from tresnet.engine.config import (
     AugmentConfig,
     ComputeConfig,
     DataConfig,
+    DistillConfig,
     EmaConfig,
     LabelConfig,
     ModelConfig,
@@ -40,6 +41,98 @@ def paper() -> TrainConfig:
         optim=OptimConfig(opt="sgd", lr=0.1, lr_batch=256, momentum=0.9, weight_decay=1e-4),
         schedule=ScheduleConfig(epochs=300, lr_schedule="one-cycle", warmup_fraction=0.2),
         ema=EmaConfig(ema_decay=0.9997),
+        compute=ComputeConfig(amp="bf16", channels_last=True),
+    )
+
+
+def usi() -> TrainConfig:
+    """ImageNet from a teacher's answers: one scheme for all models, arXiv 2204.03475.
+
+    From section 2 of the paper: vanilla distillation, loss = cross-entropy + 5 KL at temperature 1,
+    300 epochs (section 3.4), AdamW, mixup and cutmix, an average. The other figures are the
+    defaults of train.py in the authors' repository: rate 2e-3 for 8 x 128 images from 1e-4 over 5
+    epochs to 1e-6, decay 2e-2, RandAugment 7, three repeats, mixup 0.8, cutmix 1, average 0.99996,
+    test crop 0.95. Their teacher is TResNet-L v2.
+    """
+    return TrainConfig(
+        recipe="usi",
+        model=ModelConfig(model="tresnet_m"),
+        data=DataConfig(batch_size=128, workers=8, crop_pct=0.95),
+        augment=AugmentConfig(
+            auto_augment="rand-m7-mstd0.5-inc1", aug_repeats=3, mixup=0.8, cutmix=1.0
+        ),
+        distill=DistillConfig(kd_weight=5.0, kd_temperature=1.0),
+        optim=OptimConfig(opt="adamw", lr=2e-3, lr_batch=1024, weight_decay=2e-2),
+        schedule=ScheduleConfig(
+            epochs=300,
+            lr_schedule="cosine",
+            warmup_fraction=5 / 300,
+            start_factor=1e-4 / 2e-3,
+            end_factor=1e-6 / 2e-3,
+        ),
+        ema=EmaConfig(ema_decay=0.99996),
+        compute=ComputeConfig(amp="bf16", channels_last=True),
+    )
+
+
+def rsb_a2() -> TrainConfig:
+    """ImageNet without a teacher, "ResNet strikes back" (arXiv 2110.00476), procedure A2.
+
+    From its Table 2: test crop 0.95, 300 epochs, 2048 images an update, LAMB with 5e-3 and decay
+    0.02, cosine, 5 epochs of warm-up, no smoothing, no dropout, stochastic depth 0.05, three
+    repeats, RandAugment 7 / 0.5, mixup 0.1, cutmix 1, no erasing, no average, binary cross-entropy.
+    The first and last rate (1e-4, 1e-6) and the threshold 0.2 of mixed labels are those of the
+    commands published with timm's weights.
+    """
+    return TrainConfig(
+        recipe="rsb-a2",
+        model=ModelConfig(model="tresnet_m", drop_path_rate=0.05),
+        data=DataConfig(batch_size=256, workers=8, crop_pct=0.95),
+        augment=AugmentConfig(
+            auto_augment="rand-m7-mstd0.5-inc1", aug_repeats=3, mixup=0.1, cutmix=1.0
+        ),
+        labels=LabelConfig(loss="one-vs-all", bce_target_thresh=0.2),
+        optim=OptimConfig(opt="lamb", lr=5e-3, lr_batch=2048, weight_decay=0.02),
+        schedule=ScheduleConfig(
+            epochs=300,
+            lr_schedule="cosine",
+            warmup_fraction=5 / 300,
+            start_factor=1e-4 / 5e-3,
+            end_factor=1e-6 / 5e-3,
+        ),
+        compute=ComputeConfig(amp="bf16", channels_last=True),
+    )
+
+
+def in21k() -> TrainConfig:
+    """ImageNet-21K with the semantic softmax, arXiv 2104.10972.
+
+    The scheme is that of the paper's section 3; the figures are the defaults of
+    train_semantic_softmax.py in the authors' repository: 80 epochs, Adam with 3e-4 (for 64 images
+    a GPU, whatever their number) and decay 1e-4 on weights alone, one cycle that rises for a tenth
+    from a twentieth, smoothing 0.2, images squashed to 224 x 224 without crops or mirroring,
+    cutout and RandAugment. They start from ImageNet-1K: `--weights tresnet_m.miil_in1k --new-head`.
+    """
+    return TrainConfig(
+        recipe="in21k",
+        model=ModelConfig(model="tresnet_m"),
+        data=DataConfig(batch_size=64, workers=8, crop_mode="squash", crop_pct=1.0),
+        augment=AugmentConfig(
+            random_crop=False,
+            hflip=0.0,
+            auto_augment="rand-m9",
+            cutout_prob=0.5,
+            label_smoothing=0.2,
+        ),
+        labels=LabelConfig(loss="semantic-softmax"),
+        optim=OptimConfig(opt="adam", lr=3e-4, weight_decay=1e-4),
+        schedule=ScheduleConfig(
+            epochs=80,
+            lr_schedule="one-cycle",
+            warmup_fraction=0.1,
+            start_factor=1 / 20,
+            end_factor=1 / 20 / 1e4,
+        ),
         compute=ComputeConfig(amp="bf16", channels_last=True),
     )
 
@@ -103,6 +196,9 @@ def multilabel() -> TrainConfig:
 
 RECIPES: dict[str, Callable[[], TrainConfig]] = {
     "paper": paper,
+    "usi": usi,
+    "rsb-a2": rsb_a2,
+    "in21k": in21k,
     "finetune": finetune,
     "digits": digits,
     "multilabel": multilabel,

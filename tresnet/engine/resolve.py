@@ -62,7 +62,8 @@ def create_model(config: TrainConfig, classes: Sequence[str]) -> TResNet:
     model = create(config.model.model, num_classes=len(classes), **options)
     assert isinstance(model, TResNet), "features_only is not an option"
     size = data.testing.size
-    model.check_input(torch.empty(1, 3, size, size, device="meta"))
+    for side in {size, *data.sizes}:
+        model.check_input(torch.empty(1, 3, side, side, device="meta"))
     # what is saved with the weights, so that whoever loads them prepares images the same way
     model.pretrained_cfg = {
         **model.pretrained_cfg,

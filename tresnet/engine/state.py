@@ -75,7 +75,7 @@ class Identity:
     """What must be equal for a state to fit: it was saved by the same run on the same data.
 
     Attributes:
-        world: Processes, whose random states are saved one by one.
+        world: Processes that the run began with.
         train: Fingerprint of the training images.
         val: Fingerprint of the others.
         classes: Names in the order of the labels.
@@ -213,20 +213,17 @@ def read(path: Path) -> tuple[Record, dict[str, Any]]:
         raise CheckpointError(f"expected a training state: {error}") from error
     if not _is_table(content["rows"]):
         raise CheckpointError(f"expected rows of a log in {path}, got something else")
+    if not (isinstance(content["generators"], list) and content["generators"]):
+        raise CheckpointError(f"expected the generators of each process in {path}, got none")
     return Record(**built, rows=list(content["rows"])), content
 
 
 def check(saved: Identity, now: Identity) -> None:
-    """Refuse to go on with other data or another number of processes.
+    """Refuse to go on with other data.
 
     Raises:
         ConfigError: They differ.
     """
-    if saved.world != now.world:
-        raise ConfigError(
-            f"the run was started with {saved.world} processes and is resumed with"
-            f" {now.world}: use the same number (torchrun --nproc-per-node)"
-        )
     if saved.classes != now.classes:
         raise ConfigError(
             f"the run was trained on {len(saved.classes)} classes ({_some(saved.classes)}), the"
@@ -246,12 +243,15 @@ def check(saved: Identity, now: Identity) -> None:
 def restore(content: dict[str, Any], step: TrainingStep, processes: Processes) -> None:
     """Put a state into the training step and this process's random generators.
 
+    A process more than there were keeps the generators it has.
+
     Raises:
         CheckpointError: It does not fit.
     """
     try:
         step.load_state_dict(content)
-        set_random_state(content["generators"][processes.rank], processes.device)
+        if processes.is_main or processes.rank < len(content["generators"]):
+            set_random_state(content["generators"][processes.rank], processes.device)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"the training state does not fit the model or its optimizer ({type(error).__name__}:"

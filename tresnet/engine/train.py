@@ -12,8 +12,10 @@ from tresnet.engine import batch_size, distributed, fields, rundir, runs, state
 from tresnet.engine import config as configs
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.console import Console
+from tresnet.engine.distill import create_teacher
 from tresnet.engine.distributed import Processes
 from tresnet.engine.images import create_loaders, open_splits
+from tresnet.engine.losses import Losses
 from tresnet.engine.resolve import create_model, resolve
 from tresnet.engine.signals import StopRequest
 from tresnet.engine.state import BEST, Identity, Record
@@ -62,32 +64,54 @@ def train(config: TrainConfig, resume: Path | None = None) -> TrainResult:
             configs.check_resumable(saved.config, config, run_dir / BEST)
         splits = open_splits(config, processes)
         prints = splits.fingerprints
-        identity = Identity(processes.world, **prints, classes=tuple(splits.classes))
+        began = processes.world if saved is None else saved.identity.world
+        identity = Identity(began, **prints, classes=tuple(splits.classes))
         if saved is not None:
             state.check(saved.identity, identity)
         config = batch_size.resolve(
             config, splits.classes, len(splits.train), processes, console.say
         )
+        record = Record(config, identity)
+        config, passes = batch_size.spread(config, began, processes.world, len(splits.train))
+        if saved is not None and content is not None:
+            record.progress, record.rows = saved.progress, saved.rows
+            before = batch_size.spread(
+                record.config, began, len(content["generators"]), len(splits.train)
+            )
+            record.progress.batch = record.progress.batch * passes // before[1]
         loaders = create_loaders(config, splits, processes)
         memory = MemoryMeter(processes.device)
         memory.phase("initial")
         state.seed_everything(config.run.seed, processes.device)
         model = create_model(config, splits.classes)
-        updates = -(-len(loaders[0]) // config.optim.accumulate) * config.schedule.epochs
+        updates = -(-passes // config.optim.accumulate) * config.schedule.epochs
         step = create_step(model, config, processes, updates, console.say)
+        teacher = create_teacher(config, splits.classes, processes.device)
+        losses = Losses(config, splits.classes, processes.rank, teacher)
         memory.phase("model")
         state.seed_everything(mix_seed(config.run.seed, processes.rank), processes.device)
-        record = Record(config, identity)
-        if saved is not None and content is not None:
+        if content is not None:
             state.restore(content, step, processes)
-            record.progress, record.rows = saved.progress, saved.rows
         del content
         if run_dir is None:
             made = (
                 rundir.create(config, datetime.datetime.now(), held) if processes.is_main else None
             )
             run_dir = processes.from_main(made)
-        trainer = Trainer(record, run_dir, processes, splits, loaders, step, memory, stop, console)
+        trainer = Trainer(
+            record,
+            config,
+            passes,
+            run_dir,
+            processes,
+            splits,
+            loaders,
+            step,
+            losses,
+            memory,
+            stop,
+            console,
+        )
         with contextlib.closing(trainer), trainer.explaining():
             result = trainer.run()
         if processes.is_main and result.metrics is not None:
@@ -136,7 +160,7 @@ def create_step(
         world=processes.world,
         sync_bn=config.compute.sync_bn,
         grad_checkpointing=config.model.grad_checkpointing,
-        mixes=config.augment.mixes,
+        mixes=config.augment.mixes or config.distill.teacher is not None,
         skips=config.run.skip_bad_steps > 0,
         say=say,
     )

@@ -18,10 +18,11 @@ from tresnet.checkpoints.save import save_checkpoint
 from tresnet.checkpoints.weights import open_weights
 from tresnet.data.loaders import Batch, Loader, usable_cores
 from tresnet.engine import batch_size, rundir, state
+from tresnet.engine.config import TrainConfig
 from tresnet.engine.console import Bar, Console
 from tresnet.engine.distributed import Processes
 from tresnet.engine.evaluate import Metrics, MultiLabelMetrics, evaluate
-from tresnet.engine.images import Splits
+from tresnet.engine.images import Splits, set_training_size
 from tresnet.engine.logs import RunLog, in_words
 from tresnet.engine.losses import Losses, Tally
 from tresnet.engine.signals import StopRequest
@@ -60,18 +61,26 @@ class Trainer:
     def __init__(
         self,
         record: Record,
+        config: TrainConfig,
+        passes: int,
         run_dir: Path,
         processes: Processes,
         splits: Splits,
         loaders: tuple[Loader, Loader],
         step: TrainingStep,
+        losses: Losses,
         memory: MemoryMeter,
         stop: StopRequest,
         console: Console,
     ) -> None:
-        """Bring the parts together; nothing is written yet."""
+        """Bring the parts together; nothing is written yet.
+
+        `config` is that of the record for as many processes as there are now, with which an epoch
+        has so many `passes`.
+        """
         self.record = record
-        self.config, self.progress = record.config, record.progress
+        self.config, self.progress = config, record.progress
+        self.passes = passes
         self.run_dir = run_dir
         self.processes = processes
         self.splits = splits
@@ -82,7 +91,7 @@ class Trainer:
         )
         self.memory = memory
         self.stop = stop
-        self.losses = Losses(self.config, len(splits.classes), processes.rank)
+        self.losses = losses
         self.throughput = ThroughputMeter(processes.device)
         self.console = console
         self.tally = Tally()
@@ -155,6 +164,12 @@ class Trainer:
 
     def _introduce(self) -> None:
         config, splits = self.config, self.splits
+        began = self.record.identity.world
+        if began != self.processes.world:
+            self.console.say(
+                f"the run began with {began} processes: on {self.processes.world} an update is"
+                f" {config.optim.accumulate} x {config.data.batch_size} images on each"
+            )
         per_update = config.data.resolved_batch_size * config.optim.accumulate
         self.console.say(
             f"{config.model.model} on {config.data.data}: {len(splits.train)} images to train,"
@@ -189,12 +204,14 @@ class Trainer:
     def _train_epoch(self) -> int:
         """Train the rest of the epoch under way; returns a signal's number if one stopped it."""
         progress, loader = self.progress, self.train_loader
+        if set_training_size(self.config, self.splits, progress.epoch):
+            loader.close()  # its workers know the size before
         loader.set_epoch(progress.epoch, progress.batch)
         self.throughput.reset()
         self.throughput.start()
         title = f"epoch {progress.epoch + 1}/{self.config.schedule.epochs}"
-        with self.console.bar(title, len(loader), progress.batch) as bar:
-            batches = iter(loader)
+        with self.console.bar(title, self.passes, progress.batch) as bar:
+            batches = itertools.islice(loader, self.passes - progress.batch)
             while True:
                 group, failure = self._fetch(batches)
                 stopped_by, due, failed = self._poll(failure)
@@ -227,7 +244,7 @@ class Trainer:
         progress = self.progress
         for images, labels in group:
             self.throughput.data_ready()
-            number = progress.epoch * len(self.train_loader) + progress.batch
+            number = progress.epoch * self.passes + progress.batch
             progress.batch += 1
             count, is_last = len(images), images is group[-1][0]
             images, labels = self.step.feed(images, labels)
@@ -340,6 +357,7 @@ class Trainer:
             self.val_loader,
             self.processes,
             console=self.console,
+            levels=self.losses.levels,
         )
 
     def _forget_a_damaged_best(self) -> None:

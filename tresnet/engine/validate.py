@@ -15,17 +15,17 @@ SEED_LIMIT = 2**63
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "at least 1": (
         lambda value: value >= 1,
-        "batch_size eval_batch_size input_size lr_batch accumulate epochs block_size eval_interval"
-        " log_interval",
+        "aug_repeats batch_size eval_batch_size input_size lr_batch accumulate epochs block_size"
+        " eval_interval log_interval",
     ),
     "0 or more": (
         lambda value: value >= 0,
-        "gamma_neg gamma_pos workers mixup cutmix weight_decay mix_off_epochs seed"
+        "gamma_neg gamma_pos kd_weight workers mixup cutmix weight_decay mix_off_epochs seed"
         " checkpoint_interval_s skip_bad_steps",
     ),
     "more than 0": (
         lambda value: value > 0,
-        "lr clip_grad width_factor start_factor end_factor",
+        "lr clip_grad kd_temperature width_factor start_factor end_factor",
     ),
     "0 to 1": (
         lambda value: 0 <= value <= 1,
@@ -33,10 +33,10 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "0 or more and below 1": (
         lambda value: 0 <= value < 1,
-        "prob_margin drop_rate drop_path_rate label_smoothing ema_decay momentum",
+        "prob_margin bce_target_thresh drop_rate drop_path_rate label_smoothing ema_decay momentum",
     ),
     f"less than {SEED_LIMIT}": (lambda value: value < SEED_LIMIT, "seed"),
-    "more than 0 and at most 1": (lambda value: 0 < value <= 1, "crop_pct"),
+    "more than 0 and at most 1": (lambda value: 0 < value <= 1, "crop_pct layer_decay"),
 }
 
 
@@ -103,7 +103,17 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         yield "--new-head replaces the head of --weights, but no weights are given"
     if config.recipe == "finetune" and model.weights is None:
         yield "--weights: the recipe finetune needs weights to start from: a tag or a file"
+    if config.recipe == "usi" and config.distill.teacher is None:
+        yield "--teacher: the recipe usi needs a teacher: a tag, a file or timm:NAME"
+    yield from _problems_of_losses(config)
+    sizes = data.progressive_sizes or ()
+    if len(sizes) > config.schedule.epochs or any(size < 1 for size in sizes):
+        yield (
+            f"--progressive-sizes: expected at most as many sizes as the {config.schedule.epochs}"
+            f" epochs, each at least 1, got {sizes}"
+        )
     unpredictable = {
+        "--teacher": config.distill.teacher is not None,
         "--compile": compute.compile != "none",
         "--cuda-graph": compute.cuda_graph,
         "--jit": model.jit,
@@ -146,3 +156,15 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         yield "--sync-bn: only --norm abn and batchnorm can be synchronised, got --norm inplace_abn"
     if compute.sync_bn and compute.device == "cpu":
         yield "--sync-bn: PyTorch synchronises batch norm on GPUs only, got --device cpu"
+
+
+def _problems_of_losses(config: TrainConfig) -> Iterator[str]:
+    labels, semantic = config.labels, config.labels.loss == "semantic-softmax"
+    if semantic and labels.hierarchy is None:
+        yield (
+            '--hierarchy: --loss semantic-softmax needs a JSON file, {"class": "the one above it"}'
+        )
+    if semantic and config.augment.mixes:
+        yield "--loss semantic-softmax needs one class an image: expected no --mixup or --cutmix"
+    if config.distill.teacher is not None and (semantic or labels.multi):
+        yield f"--teacher: expected --loss cross-entropy or one-vs-all, got {labels.loss}"

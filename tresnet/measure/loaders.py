@@ -20,7 +20,7 @@ from tresnet.data.loaders import usable_cores
 from tresnet.data.shards import ShardSettings, write_shards
 from tresnet.errors import InputError
 from tresnet.measure.clock import HostClock
-from tresnet.measure.records import RecordFile
+from tresnet.measure.records import RecordFile, check_directory
 from tresnet.measure.runner import Contender, Log, Outcome, Rounds, run
 from tresnet.measure.settings import LoaderSettings
 
@@ -113,6 +113,7 @@ def bench_loaders(settings: LoaderSettings, argv: Sequence[str], log: Log) -> Ou
         DataError: there are no images.
     """
     settings.check()
+    check_directory(settings.output_dir)  # before images are written
     with _images(settings) as (folder, data, shards):
         loaders = loaders_in(
             folder,

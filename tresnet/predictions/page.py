@@ -31,7 +31,11 @@ def make_page(predictor: Predictor, title: str) -> Any:
         if image is None:  # it was taken away
             return None, None
         (found,) = predictor(image)
-        return dict(zip(found.classes, found.probabilities, strict=True)), found.map
+        names = [  # ImageNet has two cranes
+            f"{name} ({number})" if found.classes.count(name) > 1 else name
+            for name, number in zip(found.classes, found.numbers, strict=True)
+        ]
+        return dict(zip(names, found.probabilities, strict=True)), found.map
 
     return gradio.Interface(
         answer,

@@ -48,8 +48,11 @@ def create_optimizer(
             weight_decay=config.weight_decay,
             momentum=config.momentum,
             filter_bias_and_bn=True,
+            layer_decay=None if config.layer_decay == 1 else config.layer_decay,
             **fused,
         )
+        for group in optimizer.param_groups:  # timm's own schedules would heed it, torch's don't
+            group["lr"] *= group.get("lr_scale", 1.0)
     except (AssertionError, TypeError, ValueError) as error:
         raise ConfigError(
             f"--opt: timm builds no optimizer {config.opt!r} with these options: {error}"

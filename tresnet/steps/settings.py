@@ -90,6 +90,9 @@ class OptimConfig:
     """Momentum, where the optimizer has one."""
     weight_decay: float = 1e-4
     """Weight decay of convolution and linear weights; biases and norms have none."""
+    layer_decay: float = 1.0
+    """Learning rate of each block as a share of the next one's; the head has the whole. 1: all have
+    the same."""
     clip_grad: float | None = None
     """Largest norm of the gradients. None: no limit."""
     accumulate: int = 1

@@ -118,11 +118,11 @@ class TrainingStep:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the last update; before the first, of that."""
+        """The highest group's learning rate in the last update; before the first, in that."""
         return self._lr
 
     def _next_lr(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
+        return max(float(group["lr"]) for group in self.optimizer.param_groups)
 
     def backward(
         self,

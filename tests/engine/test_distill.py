@@ -1,0 +1,192 @@
+import dataclasses
+import json
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from tests.engine.runs import rows_of
+from tresnet.checkpoints.creation import create
+from tresnet.engine import state
+from tresnet.engine.distill import DistillationLoss, create_teacher
+from tresnet.engine.distributed import Processes
+from tresnet.engine.evaluate import evaluate
+from tresnet.engine.hierarchy import SemanticSoftmaxLoss, read_hierarchy
+from tresnet.engine.images import create_loaders, open_splits
+from tresnet.engine.losses import Losses
+from tresnet.engine.resolve import resolve
+from tresnet.engine.train import train
+from tresnet.errors import CheckpointError, ConfigError, InputError
+
+CPU = torch.device("cpu")
+ALONE = Processes(0, 1, CPU)
+CLASSES = ("blue", "green", "red")
+
+
+def images(n=4):
+    return torch.rand(n, 3, 12, 12, generator=torch.Generator().manual_seed(3))
+
+
+def test_a_teacher_of_our_own_answers_as_it_does_alone(tiny, whole):
+    """Folded; its classes are found by their names."""
+    path = str(whole / "best.safetensors")
+    alone = create(weights=path).eval()
+    turned = ("red", "blue", "green")
+    with torch.no_grad():
+        expected = alone(images())[:, [2, 0, 1]]
+    teacher = create_teacher(resolve(tiny(teacher=path)), turned, CPU)
+    torch.testing.assert_close(teacher(images()), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ConfigError, match=r"--teacher .*: the weights have 3 classes, the data 2"):
+        create_teacher(resolve(tiny(teacher=path)), ("blue", "red"), CPU)
+
+
+def test_a_teacher_of_timms_gets_images_as_it_knows_them(tiny, monkeypatch):
+    made, create_model = [], timm.create_model
+
+    def offline(name, pretrained):
+        assert pretrained
+        made.append(create_model(name, num_classes=3))
+        return made[0]
+
+    monkeypatch.setattr(timm, "create_model", offline)
+    teacher = create_teacher(resolve(tiny(teacher="timm:resnet10t")), CLASSES, CPU)
+    model = made[0].eval()
+    mean, std = (
+        torch.tensor(model.pretrained_cfg[name])[:, None, None] for name in ("mean", "std")
+    )
+    with torch.no_grad():
+        expected = model((images() - mean) / std)
+    torch.testing.assert_close(teacher(images()), expected)
+    with pytest.raises(ConfigError, match="expected logits of the data's 2 classes, got 3"):
+        create_teacher(resolve(tiny(teacher="timm:resnet10t")), CLASSES[:2], CPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("timm:resnet1", InputError, "expected a model of timm, got 'resnet1'"),
+        ("timm:test_resnet", CheckpointError, "--teacher timm:test_resnet: timm cannot give"),
+    ],
+)
+def test_a_teacher_that_cannot_be_had_is_named(tiny, monkeypatch, name, error, message):
+    def unreachable(*_, **__):
+        raise OSError("no network")
+
+    monkeypatch.setattr(timm, "create_model", unreachable)
+    with pytest.raises(error, match=message):
+        create_teacher(resolve(tiny(teacher=name)), CLASSES, CPU)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 4.0])
+def test_the_teachers_part_of_the_loss(tiny, temperature):
+    """By the definition of the divergence, with labels that are not mixed but smoothed."""
+    config = tiny(mixup=0.0, label_smoothing=0.3, kd_weight=5.0, kd_temperature=temperature)
+    answers, logits = torch.randn(4, 3), torch.randn(4, 3)
+    losses = Losses(config, CLASSES, 0, lambda images: answers)  # pyright: ignore[reportArgumentType]
+    labels = torch.tensor([0, 1, 2, 1])
+    _, targets, criterion = losses.prepare(images(), labels, 0, 0)
+    p, q = (answers / temperature).softmax(1), (logits / temperature).softmax(1)
+    divergence = (p * (p / q).log()).sum(1).mean()
+    own = nn.functional.cross_entropy(logits, labels, label_smoothing=0.3)
+    expected = own + 5 * temperature**2 * divergence
+    torch.testing.assert_close(criterion(logits, targets), expected)
+
+
+def test_without_a_difference_the_teacher_adds_nothing():
+    logits = torch.randn(4, 3)
+    loss = DistillationLoss(lambda *_: torch.tensor(0.5), 5.0, 1.0)
+    targets = torch.stack([torch.zeros(4, 3), logits], 1)
+    assert loss(logits, targets).item() == pytest.approx(0.5, abs=1e-6)
+
+
+def test_a_run_with_a_teacher_keeps_it_out_of_its_checkpoints(tiny, whole):
+    """Its name is in the configuration; what it adds to the loss changes the weights."""
+    path = str(whole / "best.safetensors")
+    run_dir = train(tiny(teacher=path, epochs=1)).run_dir
+    saved, content = state.read(run_dir / "last.pt")
+    assert saved.config.distill.teacher == path
+    assert content.keys() == state.read(whole / "last.pt")[1].keys()
+    assert content["model"].keys() == state.read(whole / "last.pt")[1]["model"].keys()
+    assert rows_of(run_dir)[0]["loss"] != rows_of(whole)[0]["loss"]
+
+
+# blue and sky are roots; navy and cyan are blue, teal is cyan; x is no class, but has a parent
+HIERARCHY = {"navy": "blue", "cyan": "x", "x": "blue", "teal": "cyan", "other": "navy"}
+NAMES = ("blue", "cyan", "navy", "sky", "teal")
+
+
+def test_each_level_has_a_softmax_of_its_own(tmp_path):
+    path = tmp_path / "hierarchy.json"
+    path.write_text(json.dumps(HIERARCHY))
+    ancestors = read_hierarchy(str(path), NAMES)
+    assert ancestors == [[0], [1, 0], [2, 0], [3], [4, 1, 0]]
+    logits, labels = torch.randn(3, 5).double(), torch.tensor([4, 2, 3])
+    one = logits[:, [0, 3]].softmax(1).log()  # level 0: blue, sky
+    two = logits[:, [1, 2]].softmax(1).log()  # level 1: cyan, navy; teal is alone on level 2
+    smooth = torch.tensor([0.9, 0.1])
+    first = -(one[0] * smooth + one[1] * smooth + one[2] * smooth.flip(0)).sum()
+    second = -(two[0] * smooth + two[1] * smooth.flip(0)).sum()
+    expected = (first + 5 / 3 * second) / 3  # 3 of 5 classes are on level 1 or below
+    loss = SemanticSoftmaxLoss(ancestors, smoothing=0.2)
+    torch.testing.assert_close(loss(logits, labels), expected)
+
+
+class Constant:
+    """In a step's place: the same logits for every image."""
+
+    def __init__(self, logits):
+        self.logits = logits
+
+    def feed(self, images, labels):
+        return images, labels
+
+    def __call__(self, images):
+        return self.logits.expand(len(images), -1)
+
+
+def test_accuracy_counts_among_the_classes_of_a_level(tiny):
+    """A parent's logit is higher than its child's wherever the child's loss is small."""
+    config = resolve(tiny(mixup=0.0))
+    splits = open_splits(config, ALONE)
+    levels = torch.tensor([0, 1, 0])
+    logits = torch.tensor([[3.0, 1.0, 2.0]])  # blue, green, red: red's are all wrong
+    loader = create_loaders(config, splits, ALONE)[1]
+    found = evaluate(config.labels, Constant(logits), loader, ALONE, levels=levels)
+    counts = splits.val.targets.bincount().tolist()
+    assert found.top1 == pytest.approx(100 * (counts[0] + counts[1]) / sum(counts))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "--hierarchy: no readable JSON in"),
+        ('["blue"]', "--hierarchy: expected a JSON object from names to their parents' names"),
+        ('{"blue": 3}', "--hierarchy: expected a JSON object"),
+        ('{"blue": "red", "red": "blue"}', "--hierarchy: 'blue' is above itself"),
+        ('{"dog": "animal"}', r"expected the data's classes \(blue, green, red, ...\)"),
+    ],
+)
+def test_a_hierarchy_that_is_none_is_refused(tmp_path, content, message):
+    path = tmp_path / "hierarchy.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        read_hierarchy(str(path), CLASSES)
+
+
+def test_one_vs_all_asks_for_each_class_by_itself(tiny):
+    config = tiny(loss="one-vs-all", bce_target_thresh=0.2, mixup=0.0, label_smoothing=0.0)
+    _, targets, plain = Losses(config, CLASSES, 0).prepare(
+        images(), torch.tensor([0, 1, 2, 1]), 0, 0
+    )
+    logits = torch.randn(4, 3)
+    one_hot = nn.functional.one_hot(targets, 3).float()
+    expected = nn.functional.binary_cross_entropy_with_logits(logits, one_hot)
+    torch.testing.assert_close(plain(logits, targets), expected)
+    mixed = dataclasses.replace(config.augment, mixup=1.0, mix_prob=1.0)
+    _, targets, soft = Losses(dataclasses.replace(config, augment=mixed), CLASSES, 0).prepare(
+        images(), torch.tensor([0, 1, 2, 1]), 0, 0
+    )
+    hard = (targets > 0.2).float()
+    expected = nn.functional.binary_cross_entropy_with_logits(logits, hard)
+    torch.testing.assert_close(soft(logits, targets), expected)

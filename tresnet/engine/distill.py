@@ -1,0 +1,133 @@
+"""A teacher, whose answers a run learns from beside the labels (arXiv 1503.02531)."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tresnet.checkpoints.creation import create
+from tresnet.checkpoints.weights import open_weights
+from tresnet.engine.config import TrainConfig
+from tresnet.engine.resolve import class_map
+from tresnet.errors import CheckpointError, ConfigError, TResNetError
+from tresnet.models.named import check_name
+from tresnet.models.tresnet import TResNet
+from tresnet.steps import InferenceCompute, InferenceStep
+
+_TIMM = "timm:"
+
+
+class Teacher:
+    """A trained model in evaluation mode, which is not part of the run's checkpoints."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mapping: list[int] | None,
+        config: TrainConfig,
+        device: torch.device,
+    ) -> None:
+        """Move the model to the device, its norms folded where it is one of ours.
+
+        Args:
+            model: The model; its `pretrained_cfg` says the mean and standard deviation it expects.
+            mapping: Its class of each label of the data; None where they are the same.
+            config: The run's configuration, for precision and layout.
+            device: Where to compute.
+        """
+        given = getattr(model, "pretrained_cfg", None) or {}
+        mean, std = given.get("mean") or (0.0,), given.get("std") or (1.0,)
+        self._mean, self._std = (torch.tensor(v, device=device).view(-1, 1, 1) for v in (mean, std))
+        self._plain = not self._mean.any() and bool((self._std == 1).all())
+        self._mapping = mapping
+        compute = InferenceCompute(
+            amp=config.compute.amp,
+            channels_last=config.compute.channels_last,
+            fold=isinstance(model, TResNet),
+        )
+        self._step = InferenceStep(model, compute, device)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Logits (N, classes) in float32 of images (N, 3, H, W), floats in [0, 1]."""
+        if not self._plain:
+            images = (images - self._mean) / self._std
+        logits = self._step(images)
+        return logits if self._mapping is None else logits[:, self._mapping]
+
+
+def create_teacher(
+    config: TrainConfig, classes: Sequence[str], device: torch.device
+) -> Teacher | None:
+    """The teacher of a resolved configuration, if there is one; tried on one image of each size.
+
+    Raises:
+        ConfigError: It knows other classes, or takes no images of that size.
+        CheckpointError: Its weights cannot be had.
+        InputError: timm has no model of that name.
+    """
+    name = config.distill.teacher
+    if name is None:
+        return None
+    if name.startswith(_TIMM):
+        model, mapping = _from_timm(name), None
+    else:
+        opened = open_weights(name)
+        model = create(weights=opened)
+        try:
+            mapping = class_map(opened.info.classes, opened.info.num_classes, classes)
+        except ConfigError as error:
+            raise ConfigError(f"--teacher {name}: {error}") from error
+    teacher = Teacher(model, mapping, config, device)
+    for size in config.data.sizes:
+        try:
+            answer = teacher(torch.zeros(1, 3, size, size, device=device))
+        except (AssertionError, RuntimeError, TResNetError) as error:
+            raise ConfigError(
+                f"--teacher {name}: expected a model that takes images of {size} x {size}, as the"
+                f" run has them, got {error}: use another teacher or --input-size"
+            ) from error
+        if answer.shape != (1, len(classes)):
+            raise ConfigError(
+                f"--teacher {name}: expected logits of the data's {len(classes)} classes, got"
+                f" {answer.shape[-1]}: use a teacher that was trained on them"
+            )
+    return teacher
+
+
+def _from_timm(name: str) -> nn.Module:
+    import timm
+
+    check_name(name)
+    try:
+        return timm.create_model(name.removeprefix(_TIMM), pretrained=True)
+    except Exception as error:  # of the network, the hub's library or timm
+        raise CheckpointError(
+            f"--teacher {name}: timm cannot give its pretrained weights"
+            f" ({type(error).__name__}: {error})"
+        ) from error
+
+
+class DistillationLoss(nn.Module):
+    """The loss of the labels plus `weight` times T^2 KL(teacher || model) at temperature T."""
+
+    def __init__(
+        self, labels: Callable[[Tensor, Tensor], Tensor], weight: float, temperature: float
+    ) -> None:
+        """Keep the loss of (logits, label distributions), the weight and the temperature."""
+        super().__init__()
+        self._labels = labels
+        self._weight = weight
+        self._temperature = temperature
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The loss () of logits (N, C) and targets (N, 2, C): distributions, teacher's logits."""
+        labels, teacher = targets.unbind(1)
+        t = self._temperature
+        divergence = functional.kl_div(
+            functional.log_softmax(logits / t, 1),
+            functional.log_softmax(teacher / t, 1),
+            reduction="batchmean",
+            log_target=True,
+        )
+        return self._labels(logits, labels) + self._weight * t**2 * divergence

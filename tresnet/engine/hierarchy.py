@@ -1,0 +1,103 @@
+"""The semantic softmax: a loss on each level of a hierarchy of classes (arXiv 2104.10972)."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tresnet.errors import ConfigError
+
+# The authors' limit on a level's weight.
+_MOST_WEIGHT = 20.0
+
+
+def read_hierarchy(path: str, classes: Sequence[str]) -> list[list[int]]:
+    """Each class with its ancestors among the classes, nearest first.
+
+    Args:
+        path: A JSON object from a class's name to that of its parent; roots are left out. Names
+            that are no class of the data are passed over, their own parents are not.
+        classes: The data's, in the order of the labels.
+
+    Returns:
+        For each class the labels [itself, parent, grandparent, ...].
+
+    Raises:
+        ConfigError: The file cannot be read, has a circle, or knows none of the classes.
+    """
+    try:
+        parents = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"--hierarchy: no readable JSON in {path}: {error}") from error
+    if not isinstance(parents, dict) or not all(isinstance(v, str) for v in parents.values()):
+        raise ConfigError(
+            f"--hierarchy: expected a JSON object from names to their parents' names in {path}"
+        )
+    lines = [_line(name, parents, path) for name in classes]
+    labels = {name: label for label, name in enumerate(classes)}
+    found = [[labels[name] for name in line if name in labels] for line in lines]
+    if all(len(line) == 1 for line in found):
+        raise ConfigError(
+            f"--hierarchy: expected the data's classes ({', '.join(classes[:3])}, ...) in {path},"
+            " got none with another above it: give their names as the folders have them"
+        )
+    return found
+
+
+def _line(name: str, parents: Mapping[str, str], path: str) -> list[str]:
+    line = [name]
+    while (above := parents.get(line[-1])) is not None:
+        if above in line:
+            raise ConfigError(f"--hierarchy: {above!r} is above itself in {path}")
+        line.append(above)
+    return line
+
+
+class SemanticSoftmaxLoss(nn.Module):
+    """Sum over levels of a cross-entropy among the classes of that level, each with a weight.
+
+    A class of level l (with l ancestors) is an example of its ancestors on the levels above, and of
+    nothing below. A level's weight is the number of classes over that of classes at it or below,
+    at most 20: deep levels see fewer images.
+
+    Attributes:
+        levels: (C,), the level of each class. Logits of different levels can't be compared.
+    """
+
+    def __init__(self, ancestors: list[list[int]], smoothing: float) -> None:
+        """Sort the classes by level.
+
+        Args:
+            ancestors: What `read_hierarchy` gives.
+            smoothing: Label smoothing within each level.
+        """
+        super().__init__()
+        self._smoothing = smoothing
+        self.levels = depths = torch.tensor([len(line) - 1 for line in ancestors])
+        self._levels: list[tuple[Tensor, Tensor, float]] = []
+        for level in range(int(depths.max()) + 1):
+            members = torch.nonzero(depths == level).flatten()
+            if len(members) < 2:  # nothing to tell apart
+                continue
+            place = {label: i for i, label in enumerate(members.tolist())}
+            targets = [place[line[-1 - level]] if len(line) > level else -1 for line in ancestors]
+            weight = len(ancestors) / int((depths >= level).sum())
+            self._levels.append((members, torch.tensor(targets), min(weight, _MOST_WEIGHT)))
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The loss (), a mean over images, of logits (N, C) and labels (N,)."""
+        total = logits.new_zeros(())
+        self._levels = [(m.to(logits.device), t.to(logits.device), w) for m, t, w in self._levels]
+        for members, targets, weight in self._levels:
+            loss = functional.cross_entropy(
+                logits[:, members],
+                targets[labels],
+                ignore_index=-1,
+                reduction="sum",
+                label_smoothing=self._smoothing,
+            )
+            total = total + weight * loss / len(labels)
+        return total
