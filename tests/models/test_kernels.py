@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tresnet
 from tests.live_storages import live_after
@@ -110,6 +111,50 @@ def test_hooks_are_called_and_see_what_they_always_saw():
         torch.testing.assert_close(
             seen["triton", name], seen["reference", name], rtol=1e-3, atol=1e-4
         )
+
+
+class Additions(TorchDispatchMode):
+    """Counts sums of two maps, which is how autograd adds the gradients of two readers."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        maps = [x for x in args[:2] if isinstance(x, torch.Tensor) and x.dim() == 4]
+        self.count += func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_) and (
+            len(maps) == 2
+        )
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recompute", ["activations", "outputs"])
+def test_backward_adds_no_two_gradients_of_a_join(recompute):
+    x = torch.rand(2, 3, 20, 20, device=DEVICE)
+    results, counts = [], []
+    for impl in ("triton", "reference"):
+        model = make(impl, layers=(2, 2, 1, 2), recompute=recompute)
+        with Additions() as additions:
+            results.append(step(model, x))
+        counts.append(additions.count)
+    assert counts[0] == 1  # the stem's output has two readers and no join
+    assert counts[1] >= 2 * 7  # seven blocks: one sum forward, one backward
+    for name, expected in results[1].items():
+        difference = (results[0][name] - expected).float().norm()
+        assert difference <= 1e-4 * expected.float().norm(), name
+
+
+def test_a_gradient_that_a_user_asks_for_is_whole():
+    x = torch.rand(2, 3, 20, 20, device=DEVICE)
+    found = []
+    for impl in ("triton", "reference"):
+        model, seen = make(impl, layers=(2, 1, 1, 2)), []
+        model.body.layer4[0].register_forward_hook(
+            lambda _m, _i, y, seen=seen: y.register_hook(seen.append) and None
+        )
+        y, maps = model.forward_intermediates(x)
+        seen += torch.autograd.grad(y.square().sum(), maps)
+        found.append(seen)
+    for ours, expected in zip(*found, strict=True):
+        assert (ours - expected).norm() <= 1e-4 * expected.norm()
 
 
 def test_one_statistics_pass_and_one_apply_a_norm(monkeypatch):

@@ -147,9 +147,10 @@ def launches(dtype: torch.dtype, layout: torch.memory_format, channels: int) -> 
         gates, out = gate if se else None, x if join else None
         grad = half if blur else x
         launch.apply(x, stats, vector, gates, out, slope, blur)
+        twin = grad if join else None
         if join:
-            launch.grad_sums(grad, x, None, out, gates, stats, vector, slope, blur)
-        partial, _ = launch.grad_sums(grad, x, out, None, gates, stats, vector, slope, blur)
+            launch.grad_sums(grad, twin, x, None, out, gates, stats, vector, slope, blur)
+        partial, _ = launch.grad_sums(grad, twin, x, out, None, gates, stats, vector, slope, blur)
         launch.merge_grad_sums(partial, gates, gates, stats, 256 * 28 * 28)
         launch.grad_apply(grad, x, stats, vector, gates, gates, stats, slope, blur, True)
     return recorder.launches

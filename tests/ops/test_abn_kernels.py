@@ -326,15 +326,18 @@ def test_operators_keep_their_promises():
     vector, stats = torch.randn(6, device=DEVICE), torch.rand(4, 6, device=DEVICE)
     gate, half = torch.rand(2, 6, device=DEVICE), torch.randn(2, 6, 3, 2, device=DEVICE)
     half = half.to(memory_format=torch.channels_last)
-    partial, _ = launch.grad_sums(half, x, None, None, gate, stats, vector, 0.1, True)
+    partial, _ = launch.grad_sums(half, None, x, None, None, gate, stats, vector, 0.1, True)
     calls = [
         (launch.statistics, (x, vector, vector.clone(), vector.abs(), 0.1, 1e-5, True, True)),
         (launch.running_statistics, (vector, vector, vector.abs(), 1e-5)),
         (launch.squeeze, (x, stats, vector, 0.1, True)),
         (launch.apply, (x, stats, vector, gate, None, 0.1, True)),
         (launch.apply, (x, stats, vector, gate, x.clone(), None, False)),
-        (launch.grad_sums, (half, x, None, None, gate, stats, vector, 0.1, True)),
-        (launch.grad_sums, (x.clone(), x, x.clone(), None, None, stats, vector, None, False)),
+        (launch.grad_sums, (half, None, x, None, None, gate, stats, vector, 0.1, True)),
+        (
+            launch.grad_sums,
+            (x.clone(), x.clone(), x, x.clone(), None, None, stats, vector, None, False),
+        ),
         (launch.merge_grad_sums, (partial, gate, gate, stats, 40)),
         (launch.grad_apply, (half, x, stats, vector, gate, gate, stats, 0.1, True, True)),
     ]

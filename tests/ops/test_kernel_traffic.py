@@ -95,15 +95,15 @@ def operations():
         ),
         "squeeze": (lambda: bn.squeeze(x, stats, vector, 0.1, True), big, 0, 1.0),
         "grad_sums": (
-            lambda: bn.grad_sums(x + 1, x, None, None, None, stats, vector, 0.1, False),
+            lambda: bn.grad_sums(x + 1, None, x, None, None, None, stats, vector, 0.1, False),
             2 * big, 0, 1.0,
         ),
         "grad_sums_join": (
-            lambda: bn.grad_sums(x + 1, x, x + 2, None, gate, stats, vector, None, False),
-            3 * big, big, 1.0,
+            lambda: bn.grad_sums(x + 1, x + 3, x, x + 2, None, gate, stats, vector, None, False),
+            4 * big, big, 1.0,
         ),
         "grad_sums_blur": (
-            lambda: bn.grad_sums(half, x, None, None, None, stats, vector, 0.1, True),
+            lambda: bn.grad_sums(half, None, x, None, None, None, stats, vector, 0.1, True),
             big + small, 0, 1.6,
         ),
         "grad_apply": (
@@ -154,7 +154,7 @@ def bytes_a_round(row: dict) -> float:
         "squeeze": 1,
         "apply": 2 + join,
         "apply_blurred": 5,
-        "grad_sums": 1.25 if squares else 2 + 2 * join,
+        "grad_sums": 1.25 if squares else 2 + 2 * join + bool(row.get("TWIN")),
         "grad_apply": 2.25 if squares else 3,
         "blur": 5,
         "transposed_blur": 1.25,

@@ -76,7 +76,7 @@ class ConvNormAct(nn.Module):
 
     @torch.jit.unused
     def _forward_eager(self, x: Tensor) -> Tensor:
-        return self.forward_fused(x) if runs_fused(x, [self]) else self._forward_plain(x)
+        return self.forward_fused(x)[0] if runs_fused(x, [self]) else self._forward_plain(x)
 
     def forward_fused(
         self,
@@ -84,7 +84,7 @@ class ConvNormAct(nn.Module):
         se: nn.Module | None = None,
         shortcut: Callable[[], Tensor] | None = None,
         keep_output: bool = True,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         """Run the layer and what follows it in a block, after the convolution in fused kernels.
 
         Only where `tresnet.layers.fusion` has said that they run.
@@ -94,6 +94,9 @@ class ConvNormAct(nn.Module):
             se: applied after the blur.
             shortcut: computes what is added in front of a ReLU; None for neither.
             keep_output: False lets backward rebuild the output of the ReLU.
+
+        Returns:
+            The output, twice, as `tresnet.ops.abn.fused_abn` does.
         """
         assert isinstance(self.bn, ABN)
         y = self.conv(x)
@@ -103,5 +106,6 @@ class ConvNormAct(nn.Module):
             return self.bn.forward_fused(y, blur, weights)
         added = shortcut()
         if blur or added.dtype != y.dtype:
-            return torch.relu_(self.bn.forward_fused(y, blur, weights) + added)
+            y = torch.relu_(self.bn.forward_fused(y, blur, weights)[0] + added)
+            return y, y
         return self.bn.forward_fused(y, blur, weights, added, keep_output)

@@ -189,10 +189,11 @@ class ABN(NormAct):
         se: SEWeights | None = None,
         shortcut: Tensor | None = None,
         keep_output: bool = True,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         """Normalise, activate, and blur, excite and join where asked for, in the fewest passes.
 
-        Only where `tresnet.layers.fusion` has said that the kernels run.
+        It returns the output twice, as `tresnet.ops.abn.fused_abn` does. Only where
+        `tresnet.layers.fusion` has said that the kernels run.
         """
         tail = {"blur": blur, "group": self._group(), "keep_output": keep_output}
         running, settings = self._settings(**tail)

@@ -15,6 +15,7 @@ watch:
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ from tresnet.memory.shapes import ShapeMemory
 from tresnet.memory.trace import Category, Phase, Trace
 from tresnet.memory.walk import BackwardWalk, SavedTensors
 from tresnet.memory.workspaces import Workspaces
+from tresnet.models.blocks import BasicBlock, Bottleneck
 from tresnet.steps import Watch
 
 # Of DistributedDataParallel; the first bucket is small, so that communication starts early.
@@ -237,3 +239,13 @@ def _follow_modules(
         before.bypassable = after.bypassable = True  # pyright: ignore[reportFunctionMemberAccess]
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after, always_call=True)
+        if isinstance(module, BasicBlock | Bottleneck):  # where a stage runs without calling it
+
+            def pair(*xs: Any, name: str = name, run: Any = module.forward_pair) -> Any:
+                enter(name)
+                try:
+                    return run(*xs)
+                finally:
+                    leave()
+
+            setattr(module, "forward_pair", pair)  # noqa: B010

@@ -121,18 +121,24 @@ class BasicBlock(nn.Module):
         """(N, C, H, W) to (N, planes, H / stride, W / stride)."""
         if torch.jit.is_scripting():
             return self._forward_plain(x)
-        return self._forward_eager(x)
+        return self.forward_pair(x, x)[0]
 
     def _forward_plain(self, x: Tensor) -> Tensor:
         y = self.se(self.conv2(self.conv1(x)))
         return torch.relu_(self.drop_path(y) + self.downsample(x))
 
     @torch.jit.unused
-    def _forward_eager(self, x: Tensor) -> Tensor:
+    def forward_pair(self, x: Tensor, twin: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the block on two handles of one tensor, and return two (`tresnet.ops.abn.fused_abn`).
+
+        The convolution reads `x` and the shortcut `twin`: nobody adds their gradients then but the
+        join that made them.
+        """
         if not runs_fused(x, (self.conv1, self.conv2), self.se, self.drop_path):
-            return self._forward_plain(x)
-        y = self.conv1.forward_fused(x)
-        return self.conv2.forward_fused(y, self.se, lambda: self.downsample(x), self.keep_output)
+            y = self._forward_plain(x)
+            return y, y
+        y, _ = self.conv1.forward_fused(x)
+        return self.conv2.forward_fused(y, self.se, lambda: self.downsample(twin), self.keep_output)
 
 
 class Bottleneck(nn.Module):
@@ -179,16 +185,18 @@ class Bottleneck(nn.Module):
         """(N, C, H, W) to (N, 4 planes, H / stride, W / stride)."""
         if torch.jit.is_scripting():
             return self._forward_plain(x)
-        return self._forward_eager(x)
+        return self.forward_pair(x, x)[0]
 
     def _forward_plain(self, x: Tensor) -> Tensor:
         y = self.conv3(self.se(self.conv2(self.conv1(x))))
         return torch.relu_(self.drop_path(y) + self.downsample(x))
 
     @torch.jit.unused
-    def _forward_eager(self, x: Tensor) -> Tensor:
+    def forward_pair(self, x: Tensor, twin: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the block as `BasicBlock.forward_pair` does."""
         layers = (self.conv1, self.conv2, self.conv3)
         if not runs_fused(x, layers, self.se, self.drop_path):
-            return self._forward_plain(x)
-        y = self.conv2.forward_fused(self.conv1.forward_fused(x), self.se)
-        return self.conv3.forward_fused(y, None, lambda: self.downsample(x), self.keep_output)
+            y = self._forward_plain(x)
+            return y, y
+        y, _ = self.conv2.forward_fused(self.conv1.forward_fused(x)[0], self.se)
+        return self.conv3.forward_fused(y, None, lambda: self.downsample(twin), self.keep_output)

@@ -1,9 +1,9 @@
 """TResNet (arXiv 2003.13630): stem, four stages, head, and the interface timm's users know."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from tresnet.layers.folded_conv import FoldedConv
 from tresnet.layers.grouped_linear import GroupedLinear
 from tresnet.layers.norm import ABN, NormAct, frozen_running_stats
 from tresnet.layers.space_to_depth import SpaceToDepth
+from tresnet.layers.watched import is_watched
 from tresnet.layers.whole import symbolic
 from tresnet.models.blocks import BasicBlock, BlockSettings, Bottleneck
 from tresnet.models.config import ModelConfig, class_groups
@@ -162,12 +163,21 @@ class TResNet(nn.Module):
             )
 
     @torch.jit.ignore  # pyright: ignore[reportArgumentType]
-    def _run_stage(self, stage: nn.Module, x: Tensor) -> Tensor:
-        """Run a stage, checkpointing each block if asked to."""
-        if not (
-            self.grad_checkpointing and torch.is_grad_enabled() and isinstance(stage, nn.Sequential)
-        ):
-            return stage(x)
+    def _run_stage(self, stage: nn.Module, x: Tensor, twin: Tensor) -> tuple[Tensor, Tensor]:
+        """Run a stage on two handles of its input (`BasicBlock.forward_pair`), and return two.
+
+        Each block is checkpointed if asked to.
+        """
+        if not (torch.is_grad_enabled() and isinstance(stage, nn.Sequential)):
+            y = stage(x)
+            return y, y
+        if not self.grad_checkpointing:
+            if traced() or not (_is_plain(stage, nn.Sequential) and all(map(_is_block, stage))):
+                y = stage(x)
+                return y, y
+            for block in cast(Iterator[BasicBlock | Bottleneck], stage):
+                x, twin = block.forward_pair(x, twin)
+            return x, twin
         from torch.utils.checkpoint import checkpoint
 
         # Under the compiler the running statistics are updated once anyway.
@@ -176,7 +186,7 @@ class TResNet(nn.Module):
         )
         for block in stage:
             x = checkpoint(block, x, use_reentrant=False, **options)  # pyright: ignore[reportAssignmentType]
-        return x
+        return x, x
 
     @torch.jit.unused
     def _run_stem_on_bytes(self, stage: nn.Module, x: Tensor) -> Tensor:
@@ -200,16 +210,17 @@ class TResNet(nn.Module):
         # A checkpointed block keeps its input alone: offers would hold on to more until the end.
         offers = not traced() and self.config.norm == "abn" and self.recompute != "none"
         offers = offers and not self.grad_checkpointing and not recorded
-        outputs = {}
+        outputs, twin = {}, x
         with recompute.scope(offers and torch.is_grad_enabled()):
             for index, stage in enumerate(list(self.body)[: max(wanted) + 1]):
                 if recorded:
-                    x = stage(x)
+                    x = twin = stage(x)
                 elif x.dtype == torch.uint8:
-                    x = self._run_stem_on_bytes(stage, x)
+                    x = twin = self._run_stem_on_bytes(stage, x)
                 else:
-                    x = self._run_stage(stage, x)
+                    x, twin = self._run_stage(stage, x, twin)
                 if index in wanted:
+                    twin = x  # whose gradient someone may ask for: it must be whole
                     outputs[index] = x[:, : self._width(index)] if self.unpadded_shapes else x
         return outputs
 
@@ -441,6 +452,19 @@ def take_indices(indices: int | Sequence[int] | None, count: int) -> list[int]:
             f"expected feature indices in [{-count}, {count - 1}], got {list(indices)}"
         )
     return [i % count for i in indices]
+
+
+def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a call of `module` runs its kind's forward and nothing else."""
+    return (
+        type(module).forward is kind.forward
+        and module._compiled_call_impl is None
+        and not is_watched(module)
+    )
+
+
+def _is_block(module: nn.Module) -> bool:
+    return any(_is_plain(module, kind) for kind in (BasicBlock, Bottleneck))
 
 
 def _checkpoint_contexts() -> tuple[Any, Any]:

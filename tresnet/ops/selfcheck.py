@@ -115,12 +115,13 @@ def _check_norm(case: _Case, random: torch.Generator, device: torch.device) -> N
         shortcut = leaves["shortcut"].requires_grad_() if case.join else None
         if fused:
             se = SEWeights(*layers) if layers else None
-            y = fused_abn(x, weight, bias, (mean, var), shortcut, se, settings)
+            y, twin = fused_abn(x, weight, bias, (mean, var), shortcut, se, settings)
         else:
             y = reference.abn(x, weight, bias, mean, var, *settings[:4])
-            y = reference.tail(y, case.blur, layers or None, shortcut)
+            y = twin = reference.tail(y, case.blur, layers or None, shortcut)
         probe = torch.linspace(-1, 1, y.numel(), device=device).view(y.shape).to(case.dtype)
-        grads = torch.autograd.grad(y, list(leaves.values()), probe.to(y.dtype))
+        probes = [part.to(y.dtype) for part in (probe / 4, probe - probe / 4)]
+        grads = torch.autograd.grad([y, twin], list(leaves.values()), probes)
         gradients = {f"gradient of {k}": g for k, g in zip(leaves, grads, strict=True)}
         found = {"output": y.detach(), "running mean": mean, "running variance": var}
         return found | gradients

@@ -83,7 +83,7 @@ def abn(
     if runs_kernels(x, impl, shared=shared):
         _check_vectors(x, bias, *running, *(se[2:] if se else ()))
         _check_tail(x, chosen.blur, shortcut)
-        return fused_abn(x, weight, bias, running, shortcut, se, chosen)
+        return fused_abn(x, weight, bias, running, shortcut, se, chosen)[0]
     if shared:
         raise InputError("synchronised statistics need impl='triton', which cannot run here")
     options = (chosen.training, chosen.momentum, chosen.eps, chosen.slope)

@@ -109,8 +109,12 @@ class FusedABN(torch.autograd.Function):
         running_var: Tensor,
         shortcut: Tensor | None,
         *layers: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the output, the statistics (4, C) and the gate (N, C) that produce it from `x`."""
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        """Return the output, its twin, and the statistics (4, C) and gate (N, C) that produce it.
+
+        The twin of a join is the same memory with a gradient of its own: where the output has two
+        readers, their gradients come here unsummed. The compiler sees none; it fuses the sum.
+        """
         slope, blur, keep_output = settings.slope, settings.blur, settings.keep_output
         fc1_weight, fc1_bias, fc2_weight, fc2_bias = layers
         x = tiles.dense(x)  # it is: so the compiler knows the strides of what is saved
@@ -137,29 +141,34 @@ class FusedABN(torch.autograd.Function):
         ctx.settings = settings
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(stats, *(() if gate is None else (gate,)))
-        return out, stats, gate
+        twin = out.detach() if joined and not torch.compiler.is_compiling() else None
+        return out, twin, stats, gate
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad: Tensor | None, *_: Any
+        ctx: Any, grad: Tensor | None, twin_grad: Tensor | None, *_: Any
     ) -> tuple[Any, ...]:
         """Return the gradients; arXiv 1502.03167, section 3, with SE's in the same sums."""
         if grad is None:
+            grad, twin_grad = twin_grad, None
+        if grad is None:
             return (None,) * 11
         if twice.wanted():
-            return _plain_backward(ctx, grad)
+            return _plain_backward(ctx, grad if twin_grad is None else grad + twin_grad)
         with autocast_off(grad.device.type):
-            return _backward(ctx, grad)
+            return _backward(ctx, grad, twin_grad)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad: Tensor, twin_grad: Tensor | None) -> tuple[Any, ...]:
     settings: Settings = ctx.settings
     x, weight, bias, stats, total, fc1, fc2, squeezed, hidden, gate, out, shortcut, *_ = (
         ctx.saved_tensors
     )
     grad = tiles.dense(grad.to(x.dtype), x)
+    if twin_grad is not None:
+        twin_grad = tiles.dense(twin_grad.to(x.dtype), x)
     partial, masked = launch.grad_sums(
-        grad, x, out, shortcut, gate, stats, bias, settings.slope, settings.blur
+        grad, twin_grad, x, out, shortcut, gate, stats, bias, settings.slope, settings.blur
     )
     spread, fc_grads = None, (None,) * 4
     if gate is not None:
@@ -301,21 +310,28 @@ def fused_abn(
     shortcut: Tensor | None,
     se: tuple[Tensor, Tensor, Tensor, Tensor] | None,
     settings: Settings,
-) -> Tensor:
-    """Run the kernels, and offer an output that can be rebuilt for recomputation."""
+) -> tuple[Tensor, Tensor]:
+    """Run the kernels, and offer an output that can be rebuilt for recomputation.
+
+    Returns:
+        The output, twice. Those of a join are two handles of one memory: two readers that take one
+        each spare backward the sum of their gradients. A gradient asked for by the first handle
+        leaves out what went through the second, so only one of them may get where a user is.
+    """
     layers = se or (None,) * 4
     if x.numel() == 0:
         absent: Any = AbsentABN.apply(settings, running, x, weight, bias, shortcut, *layers)
-        return absent
+        return absent, absent
     x = tiles.dense(x)
     if shortcut is not None:
         shortcut = tiles.dense(shortcut, x)
     with autocast_off(x.device.type):
-        y, stats, gate = FusedABN.apply(  # pyright: ignore[reportGeneralTypeIssues]
+        y, twin, stats, gate = FusedABN.apply(  # pyright: ignore[reportGeneralTypeIssues]
             settings, x, weight, bias, *running, shortcut, *layers
         )
+    twin = y if twin is None else twin
     if shortcut is not None and settings.keep_output:
-        return y
+        return y, twin
     gated = gate is not None
     factors = [part for part in (gate, shortcut) if part is not None]
 
@@ -326,4 +342,4 @@ def fused_abn(
         return launch.apply(x, stats, bias, scale, added, settings.slope, settings.blur)
 
     recompute.offer(y, rebuild, x, stats, bias, *factors)
-    return y
+    return y, twin

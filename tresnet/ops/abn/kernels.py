@@ -312,9 +312,10 @@ def apply_blurred(
 
 @kernel
 def grad_sums(
-    grad, x, joined, gate, mean, scale, bias, masked, partial, P, C, H, W, HO, WO,
+    grad, twin_grad, x, joined, gate, mean, scale, bias, masked, partial, P, C, H, W, HO, WO,
     xn, xp, xc, gn, gp, gc, splits, chunk, slope,
     HAS_ACT: tl.constexpr, BLUR: tl.constexpr, HAS_GATE: tl.constexpr, JOIN: tl.constexpr,
+    TWIN: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
     """Sums over one chunk of one sample that BN's and SE's backward need, in one pass.
@@ -323,8 +324,8 @@ def grad_sums(
     likewise: partial (N * splits, 2 or 4, C) holds the sums of m g, m g (x - mean), and with
     HAS_GATE of m w, m w (x - mean). With JOIN the gradient is first masked by the ReLU and written
     to masked, for the second pass and the shortcut: JOIN 1 reads the ReLU's output from joined,
-    JOIN 2 computes its sign from the shortcut there. With BLUR, P counts the pixels of grad, each
-    of which stands for four of x.
+    JOIN 2 computes its sign from the shortcut there. With TWIN the gradient is grad + twin_grad.
+    With BLUR, P counts the pixels of grad, each of which stands for four of x.
     """
     P = aligned(P, AP)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -341,6 +342,7 @@ def grad_sums(
     joined += first
     masked += first
     grad += n * gn if BLUR else first
+    twin_grad += first
     for begin in range(0, count, BP):
         p = begin + rows
         mask = (p < count)[:, None] & known[None, :]
@@ -357,6 +359,8 @@ def grad_sums(
                 g = transposed_blur_at(t00, t01, t10, t11, u0, u1, v0, v1, corner // 2, corner % 2)
             else:
                 g = tl.load(grad + offsets, mask=inside, other=0.0).to(tl.float32)
+            if TWIN:
+                g += tl.load(twin_grad + offsets, mask=inside, other=0.0).to(tl.float32)
             if JOIN:
                 y = tl.load(joined + offsets, mask=inside, other=0.0).to(tl.float32)
                 if JOIN == 2:

@@ -190,8 +190,8 @@ def apply(
 
 
 def _grad_sums_outputs(
-    grad: Tensor, x: Tensor, out: Any, shortcut: Any, gate: Any, stats: Any, bias: Any, slope: Any,
-    blur: bool,
+    grad: Tensor, twin_grad: Any, x: Tensor, out: Any, shortcut: Any, gate: Any, stats: Any,
+    bias: Any, slope: Any, blur: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     _, shape, cut = grad_cut(x, gate, blur, writes=False)
     groups, kinds = shape.n * cut.splits, 2 if gate is None else 4
@@ -203,6 +203,7 @@ def _grad_sums_outputs(
 @operator(_grad_sums_outputs)
 def grad_sums(
     grad: Tensor,
+    twin_grad: Tensor | None,
     x: Tensor,
     out: Tensor | None,
     shortcut: Tensor | None,
@@ -214,17 +215,20 @@ def grad_sums(
 ) -> tuple[Tensor, Tensor]:
     """The sums of backward's first pass, (groups, 2 or 4, C), and of a join the masked gradient.
 
-    A join gives `out`, or `shortcut` where its output was not kept.
+    A join gives `out`, or `shortcut` where its output was not kept. The gradient is that of two
+    readers where there is a `twin_grad`: `grad + twin_grad`, added in float32, never written.
     """
     source, shape, cut = grad_cut(x, gate, blur, writes=False)
-    partial, masked = _grad_sums_outputs(grad, x, out, shortcut, gate, stats, bias, slope, blur)
+    partial, masked = _grad_sums_outputs(
+        grad, twin_grad, x, out, shortcut, gate, stats, bias, slope, blur
+    )
     joined = shortcut if out is None else out
     _kernels().grad_sums[(cut.programs,)](
-        grad, x, _or(joined, x), _or(gate, stats), stats, stats[1], bias.contiguous(),
-        masked, partial, shape.p, shape.c, *_image(x, blur), *source.strides,
+        grad, _or(twin_grad, grad), x, _or(joined, x), _or(gate, stats), stats, stats[1],
+        bias.contiguous(), masked, partial, shape.p, shape.c, *_image(x, blur), *source.strides,
         *geometry(grad, whole_batch=False).strides, cut.splits, cut.chunk, slope or 0.0,
         HAS_ACT=slope is not None, BLUR=blur, HAS_GATE=gate is not None,
-        JOIN=0 if joined is None else 2 if out is None else 1,
+        JOIN=0 if joined is None else 2 if out is None else 1, TWIN=twin_grad is not None,
         **cut.options,
     )  # fmt: skip
     return partial, masked
