@@ -24,7 +24,23 @@ class _Frozen(threading.local):
     value: bool = False
 
 
-_frozen = _Frozen()
+class _Counted(threading.local):
+    counters: dict[int, Tensor] | None = None
+
+
+_frozen, _counted = _Frozen(), _Counted()
+
+
+@contextmanager
+def batches_counted_together() -> Iterator[None]:
+    """Count the batch in all norms that run inside by one operation at the end, not one each."""
+    before, _counted.counters = _counted.counters, {}
+    try:
+        yield
+    finally:
+        counters, _counted.counters = list(_counted.counters.values()), before
+        if counters:
+            torch._foreach_add_(counters, 1)
 
 
 @contextmanager
@@ -93,7 +109,11 @@ class NormAct(nn.BatchNorm2d):
             return self.running_mean, self.running_var, 0.0
         if _frozen.value or not self.track_running_stats:
             return self.running_mean.clone(), self.running_var.clone(), 0.0
-        return self.running_mean, self.running_var, self._count_batch()
+        counter, together = self.num_batches_tracked, _counted.counters
+        if together is None or self.momentum is None or id(counter) in together:
+            return self.running_mean, self.running_var, self._count_batch()
+        together[id(counter)] = counter
+        return self.running_mean, self.running_var, self.momentum
 
     def _gamma(self) -> Tensor:
         """Return the factor the normalised value is multiplied by."""

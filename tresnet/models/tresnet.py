@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
@@ -13,7 +14,12 @@ from tresnet.layers.blur_pool import BlurPool2d
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.layers.grouped_linear import GroupedLinear
-from tresnet.layers.norm import ABN, NormAct, frozen_running_stats
+from tresnet.layers.norm import (
+    ABN,
+    NormAct,
+    batches_counted_together,
+    frozen_running_stats,
+)
 from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.layers.watched import is_watched
 from tresnet.layers.whole import symbolic
@@ -211,7 +217,11 @@ class TResNet(nn.Module):
         offers = not traced() and self.config.norm == "abn" and self.recompute != "none"
         offers = offers and not self.grad_checkpointing and not recorded
         outputs, twin = {}, x
-        with recompute.scope(offers and torch.is_grad_enabled()):
+        together = self.training and not (symbolic or traced())
+        with (
+            batches_counted_together() if together else nullcontext(),
+            recompute.scope(offers and torch.is_grad_enabled()),
+        ):
             for index, stage in enumerate(list(self.body)[: max(wanted) + 1]):
                 if recorded:
                     x = twin = stage(x)
@@ -469,6 +479,4 @@ def _is_block(module: nn.Module) -> bool:
 
 def _checkpoint_contexts() -> tuple[Any, Any]:
     """Contexts of the first and the second forward: only the first updates running statistics."""
-    from contextlib import nullcontext
-
     return nullcontext(), frozen_running_stats()
