@@ -151,6 +151,11 @@ def launches(dtype: torch.dtype, layout: torch.memory_format, channels: int) -> 
         if join:
             launch.grad_sums(grad, twin, x, None, out, gates, stats, vector, slope, blur)
         partial, _ = launch.grad_sums(grad, twin, x, out, None, gates, stats, vector, slope, blur)
+        if se:
+            layers = vector.expand(channels // 2 + 1, channels), vector[: channels // 2 + 1]
+            layers += layers[0].t(), vector
+            _, hidden, _ = launch.excite(gate, stats, vector, join, *layers)
+            launch.excite_backward(partial, stats, vector, gate, gate, hidden, *layers, 784)
         launch.merge_grad_sums(partial, gates, gates, stats, 256 * 28 * 28)
         launch.grad_apply(grad, x, stats, vector, gates, gates, stats, slope, blur, True)
     return recorder.launches

@@ -39,9 +39,9 @@ SHAPES = {
 }
 
 
-def tensors(shape, chain, layout, dtype=torch.float32, gamma=1.0):
+def tensors(shape, chain, layout, dtype=torch.float32, gamma=1.0, reduced=5):
     """Inputs on the kernels' device: activations off centre, gammas of both signs, one zero."""
-    channels, reduced = shape[1], 5
+    channels = shape[1]
     x = (torch.randn(shape) * 2 + 3).to(dtype).to(memory_format=LAYOUTS[layout])
     weight, bias = torch.randn(2, channels) * torch.tensor([[gamma], [1.0]])
     weight[0] = 0
@@ -108,6 +108,13 @@ def test_equals_plain_pytorch_in_fp64(shape, chain, layout):
     assert_equal(ours, exact)
     assert ours["y"].is_contiguous(memory_format=LAYOUTS[layout])
     assert ours["grad of x"].stride() == parts["x"].stride()
+
+
+@pytest.mark.parametrize("chain", ["blur_se", "se_join"])
+def test_an_excitation_of_several_tiles_each_way(chain):
+    parts = tensors((18, 40, 3, 2), CHAINS[chain], "nhwc", reduced=35)
+    exact = run(parts, CHAINS[chain], "reference", dtype=torch.float64)
+    assert_equal(run(parts, CHAINS[chain], "triton"), exact)
 
 
 @pytest.mark.parametrize("se", [False, True], ids=["plain", "se"])

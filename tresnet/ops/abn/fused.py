@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -108,7 +107,7 @@ class FusedABN(torch.autograd.Function):
         running_mean: Tensor,
         running_var: Tensor,
         shortcut: Tensor | None,
-        *layers: Tensor | None,
+        *layers: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         """Return the output, its twin, and the statistics (4, C) and gate (N, C) that produce it.
 
@@ -123,13 +122,12 @@ class FusedABN(torch.autograd.Function):
             x, weight, (running_mean, running_var), linear_squeeze, settings
         )
         gate = squeezed = hidden = None
-        if fc1_weight is not None and fc2_weight is not None:
-            if linear_squeeze and means is not None:  # of a linear function: no pass over x
-                squeezed = torch.addcmul(bias.float(), means - stats[0], stats[1])
-            else:
-                squeezed = launch.squeeze(x, stats, bias, slope, blur)
-            hidden = torch.relu(F.linear(squeezed, fc1_weight.float(), _float(fc1_bias)))
-            gate = torch.sigmoid(F.linear(hidden, fc2_weight.float(), _float(fc2_bias)))
+        if fc1_weight is not None:
+            if (
+                means is None or not linear_squeeze
+            ):  # the means of a linear function need no pass over x
+                means = launch.squeeze(x, stats, bias, slope, blur)
+            squeezed, hidden, gate = launch.excite(means, stats, bias, linear_squeeze, *layers)
         out = launch.apply(x, stats, bias, gate, shortcut, slope, blur)
         joined = shortcut is not None
         ctx.save_for_backward(
@@ -161,21 +159,22 @@ class FusedABN(torch.autograd.Function):
 
 def _backward(ctx: Any, grad: Tensor, twin_grad: Tensor | None) -> tuple[Any, ...]:
     settings: Settings = ctx.settings
-    x, weight, bias, stats, total, fc1, fc2, squeezed, hidden, gate, out, shortcut, *_ = (
-        ctx.saved_tensors
-    )
+    (
+        x, weight, bias, stats, total, fc1, fc2, squeezed, hidden, gate, out, shortcut,
+        fc1_bias, fc2_bias,
+    ) = ctx.saved_tensors  # fmt: skip
     grad = tiles.dense(grad.to(x.dtype), x)
     if twin_grad is not None:
         twin_grad = tiles.dense(twin_grad.to(x.dtype), x)
     partial, masked = launch.grad_sums(
         grad, twin_grad, x, out, shortcut, gate, stats, bias, settings.slope, settings.blur
     )
-    spread, fc_grads = None, (None,) * 4
+    spread, fc_grads = None, [None] * 4
     if gate is not None:
-        pixels = grad[0, 0].numel()
-        spread, fc_grads = _excite_backward(
-            partial, stats, bias, gate, squeezed, hidden, fc1, fc2, pixels
-        )
+        spread, *fc_grads = launch.excite_backward(
+            partial, stats, bias, gate, squeezed, hidden, fc1, fc1_bias, fc2, fc2_bias,
+            grad[0, 0].numel(),
+        )  # fmt: skip
     count = x.numel() // x.shape[1]
     merged = launch.merge_grad_sums(partial, gate, spread, stats, count)
     if total is not None:
@@ -225,35 +224,6 @@ def _plain_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 def _float(x: Any) -> Any:
     return None if x is None else x.float()
-
-
-def _excite_backward(
-    partial: Tensor,
-    stats: Tensor,
-    bias: Tensor,
-    gate: Tensor,
-    squeezed: Tensor,
-    hidden: Tensor,
-    fc1: Tensor,
-    fc2: Tensor,
-    pixels: int,
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Gradient of the squeeze over the number of pixels, (N, C), and of the two layers.
-
-    The gate's gradient is the sum of g * act(z), and act(z) = m * ((x - mean) * scale + bias): the
-    sums BN needs give it without another pass.
-    """
-    sums = partial.view(gate.shape[0], -1, 4, gate.shape[1]).sum(1)
-    grad_gate = torch.addcmul(sums[:, 0] * bias.float(), sums[:, 1], stats[1])
-    grad_logit = torch.ops.aten.sigmoid_backward(grad_gate, gate)
-    grad_hidden = torch.ops.aten.threshold_backward(grad_logit @ fc2.float(), hidden, 0)
-    grads = (
-        (grad_hidden.t() @ squeezed).to(fc1.dtype),
-        grad_hidden.sum(0).to(fc1.dtype),
-        (grad_logit.t() @ hidden).to(fc2.dtype),
-        grad_logit.sum(0).to(fc2.dtype),
-    )
-    return (grad_hidden @ fc1.float()) / pixels, grads
 
 
 def _synchronised_factors(merged: Tensor, stats: Tensor, total: Tensor, group: Any) -> Tensor:

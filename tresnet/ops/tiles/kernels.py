@@ -11,7 +11,9 @@ import triton.language as tl
 # A kernel is compiled once for all sizes. What Triton would find out about each of them, AP and AC
 # say exactly; of strides it matters only which is 1.
 kernel = triton.jit(
-    do_not_specialize=("P", "C", "G", "H", "W", "HO", "WO", "splits", "chunk", "count"),
+    do_not_specialize=(
+        *("N", "P", "C", "R", "G", "H", "W", "HO", "WO", "splits", "chunk", "count"),
+    ),
     do_not_specialize_on_alignment=[
         *("xn", "xp", "xc", "gn", "gp", "gc", "on", "op", "oc"),
     ],
