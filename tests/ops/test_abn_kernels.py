@@ -112,6 +112,7 @@ def test_equals_plain_pytorch_in_fp64(shape, chain, layout):
 
 @pytest.mark.parametrize("chain", ["blur_se", "se_join"])
 def test_an_excitation_of_several_tiles_each_way(chain):
+    torch.manual_seed(1)  # of 0, a hidden unit is 3e-7 off its ReLU's kink
     parts = tensors((18, 40, 3, 2), CHAINS[chain], "nhwc", reduced=35)
     exact = run(parts, CHAINS[chain], "reference", dtype=torch.float64)
     assert_equal(run(parts, CHAINS[chain], "triton"), exact)
@@ -366,7 +367,7 @@ def test_partial_sums_are_as_many_as_the_compiler_is_told(blur, se, layout, monk
     vector, stats = torch.randn(2, device=DEVICE), torch.rand(4, 2, device=DEVICE)
     gate = torch.rand(2, 2, device=DEVICE) if se else None
     grad = torch.nn.functional.avg_pool2d(x, 2, ceil_mode=True) if blur else x.clone()
-    arguments = (grad, x, None, None, gate, stats, vector, 0.1, blur)
+    arguments = (grad, None, x, None, None, gate, stats, vector, 0.1, blur)
     groups = len(launch.grad_sums(*arguments)[0])
     assert groups >= 8
     with FakeTensorMode() as mode:
