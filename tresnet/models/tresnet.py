@@ -217,7 +217,7 @@ class TResNet(nn.Module):
         offers = not traced() and self.config.norm == "abn" and self.recompute != "none"
         offers = offers and not self.grad_checkpointing and not recorded
         outputs, twin = {}, x
-        together = self.training and not (symbolic or traced())
+        together = self.training and not (recorded or traced())
         with (
             batches_counted_together() if together else nullcontext(),
             recompute.scope(offers and torch.is_grad_enabled()),
