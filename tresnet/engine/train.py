@@ -49,11 +49,6 @@ def train(config: TrainConfig, resume: Path | None = None) -> TrainResult:
         distributed.join(config.compute.device) as processes,
         contextlib.ExitStack() as held,
     ):
-        if config.compute.sync_bn and processes.device.type != "cuda":
-            raise ConfigError(
-                "--sync-bn: PyTorch synchronises batch norm on GPUs only, expected one, got"
-                f" {processes.device}: leave it out"
-            )
         check_same_options(config, processes)
         console = Console(processes.is_main, config.run.progress)
         claimed = rundir.claim(config, resume, held, console.say) if processes.is_main else None
@@ -123,8 +118,14 @@ def check_same_options(config: TrainConfig, processes: Processes) -> None:
     """Refuse processes that would train together with different options (a collective).
 
     Raises:
-        ConfigError: They differ, save in what may differ between machines.
+        ConfigError: They differ, save in what may differ between machines; or they would
+            synchronise batch norm without GPUs.
     """
+    if config.compute.sync_bn and processes.device.type != "cuda":
+        raise ConfigError(
+            "--sync-bn: PyTorch synchronises batch norm on GPUs only, expected one, got"
+            f" {processes.device}: leave it out"
+        )
     first, *others = processes.gather(configs.flatten(config))
     for rank, other in enumerate(others, start=1):
         differing = [
