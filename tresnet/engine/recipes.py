@@ -48,11 +48,11 @@ def paper() -> TrainConfig:
 def usi() -> TrainConfig:
     """ImageNet from a teacher's answers: one scheme for all models, arXiv 2204.03475.
 
-    From section 2 of the paper: vanilla distillation, loss = cross-entropy + 5 KL at temperature 1,
-    300 epochs (section 3.4), AdamW, mixup and cutmix, an average. The other figures are the
-    defaults of train.py in the authors' repository: rate 2e-3 for 8 x 128 images from 1e-4 over 5
-    epochs to 1e-6, decay 2e-2, RandAugment 7, three repeats, mixup 0.8, cutmix 1, average 0.99996,
-    test crop 0.95. Their teacher is TResNet-L v2.
+    The paper's: plain distillation, loss = cross-entropy + 5 KL at temperature 1, 300 epochs,
+    AdamW, mixup and cutmix, an average. The other figures are the defaults of train.py in the
+    authors' repository: rate 2e-3 for 8 x 128 images from 1e-4 over 5 epochs to 1e-6, decay 2e-2,
+    RandAugment 7, three repeats, mixup 0.8, cutmix 1, average 0.99996, test crop 0.95. Their
+    teacher is TResNet-L v2.
     """
     return TrainConfig(
         recipe="usi",
@@ -81,8 +81,8 @@ def rsb_a2() -> TrainConfig:
     From its Table 2: test crop 0.95, 300 epochs, 2048 images an update, LAMB with 5e-3 and decay
     0.02, cosine, 5 epochs of warm-up, no smoothing, no dropout, stochastic depth 0.05, three
     repeats, RandAugment 7 / 0.5, mixup 0.1, cutmix 1, no erasing, no average, binary cross-entropy.
-    The first and last rate (1e-4, 1e-6) and the threshold 0.2 of mixed labels are those of the
-    commands published with timm's weights.
+    The first rate, 1e-4, and the threshold 0.2 of mixed labels are those of commands published for
+    timm's weights; the last rate, 1e-6, is this package's choice.
     """
     return TrainConfig(
         recipe="rsb-a2",
