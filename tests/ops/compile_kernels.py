@@ -27,6 +27,8 @@ from triton.compiler import ASTSource
 from tresnet.ops.abn import kernels, launch
 from tresnet.ops.blur_pool import kernels as blur_kernels
 from tresnet.ops.blur_pool import launch as blur_launch
+from tresnet.ops.excite import kernels as excite_kernels
+from tresnet.ops.excite import launch as excite_launch
 from tresnet.ops.space_to_depth import kernels as stem_kernels
 from tresnet.ops.space_to_depth import launch as stem_launch
 
@@ -126,6 +128,8 @@ def launches(dtype: torch.dtype, layout: torch.memory_format, channels: int) -> 
     """Every kernel in every combination of its switches that a model uses."""
     recorder = Recorder(kernels)
     launch._kernels = lambda: recorder  # pyright: ignore[reportAttributeAccessIssue]
+    excitations = Recorder(excite_kernels)
+    excite_launch._kernels = lambda: excitations  # pyright: ignore[reportAttributeAccessIssue]
     x = torch.empty(256, channels, 28, 28, dtype=dtype, device="meta").to(memory_format=layout)
     half = torch.empty(256, channels, 14, 14, dtype=dtype, device="meta").to(memory_format=layout)
     vector = torch.empty(channels, device="meta")
@@ -154,11 +158,11 @@ def launches(dtype: torch.dtype, layout: torch.memory_format, channels: int) -> 
         if se:
             layers = vector.expand(channels // 2 + 1, channels), vector[: channels // 2 + 1]
             layers += layers[0].t(), vector
-            _, hidden, _ = launch.excite(gate, stats, vector, join, *layers)
-            launch.excite_backward(partial, stats, vector, gate, gate, hidden, *layers, 784)
+            _, hidden, _ = excite_launch.forward(gate, stats, vector, join, *layers)
+            excite_launch.backward(partial, stats, vector, gate, gate, hidden, *layers, 784)
         launch.merge_grad_sums(partial, gates, gates, stats, 256 * 28 * 28)
         launch.grad_apply(grad, x, stats, vector, gates, gates, stats, slope, blur, True)
-    return recorder.launches
+    return recorder.launches + excitations.launches
 
 
 def blur_launches(dtype: torch.dtype) -> list[Any]:

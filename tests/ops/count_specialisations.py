@@ -19,6 +19,8 @@ from tresnet.ops import dispatch
 from tresnet.ops.abn import kernels, launch
 from tresnet.ops.blur_pool import kernels as blur_kernels
 from tresnet.ops.blur_pool import launch as blur_launch
+from tresnet.ops.excite import kernels as excite_kernels
+from tresnet.ops.excite import launch as excite_launch
 from tresnet.ops.space_to_depth import kernels as stem_kernels
 from tresnet.ops.space_to_depth import launch as stem_launch
 
@@ -57,6 +59,7 @@ if __name__ == "__main__":
     for module, where in (
         (kernels, launch),
         (blur_kernels, blur_launch),
+        (excite_kernels, excite_launch),
         (stem_kernels, stem_launch),
     ):
         RECORDERS.append(Recorder(module))

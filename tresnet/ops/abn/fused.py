@@ -17,6 +17,7 @@ from tresnet.errors import InputError
 from tresnet.ops import recompute, tiles, twice
 from tresnet.ops.abn import launch, reference
 from tresnet.ops.autocast import autocast_off
+from tresnet.ops.excite import launch as excite
 
 
 class Settings(NamedTuple):
@@ -127,7 +128,7 @@ class FusedABN(torch.autograd.Function):
                 means is None or not linear_squeeze
             ):  # the means of a linear function need no pass over x
                 means = launch.squeeze(x, stats, bias, slope, blur)
-            squeezed, hidden, gate = launch.excite(means, stats, bias, linear_squeeze, *layers)
+            squeezed, hidden, gate = excite.forward(means, stats, bias, linear_squeeze, *layers)
         out = launch.apply(x, stats, bias, gate, shortcut, slope, blur)
         joined = shortcut is not None
         ctx.save_for_backward(
@@ -171,7 +172,7 @@ def _backward(ctx: Any, grad: Tensor, twin_grad: Tensor | None) -> tuple[Any, ..
     )
     spread, fc_grads = None, [None] * 4
     if gate is not None:
-        spread, *fc_grads = launch.excite_backward(
+        spread, *fc_grads = excite.backward(
             partial, stats, bias, gate, squeezed, hidden, fc1, fc1_bias, fc2, fc2_bias,
             grad[0, 0].numel(),
         )  # fmt: skip

@@ -15,7 +15,6 @@ from tresnet.ops.tiles import Geometry, Plan, blurred, geometry, halved, memory_
 RUNNING_CHANNELS, RUNNING_WARPS = 256, 4
 MERGE_TILE, MERGE_WARPS = 4096, 8
 SAMPLE_CHUNKS, SAMPLE_CHANNELS, SAMPLE_WARPS = 16, 64, 4
-EXCITE_TILE = {"BN": 16, "BC": 32, "BR": 32, "num_warps": 4}
 
 
 @functools.cache
@@ -233,92 +232,6 @@ def grad_sums(
         **cut.options,
     )  # fmt: skip
     return partial, masked
-
-
-def _written(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dense = torch.contiguous_format
-    return (
-        torch.empty_like(a, memory_format=dense), torch.empty_like(b, memory_format=dense),
-        torch.empty_like(c, memory_format=dense), torch.empty_like(d, memory_format=dense),
-    )  # fmt: skip
-
-
-@operator(
-    lambda means, stats, bias, linear, fc1, *_: (
-        torch.empty_like(means),
-        means.new_empty(len(means), len(fc1)),
-        torch.empty_like(means),
-    )
-)
-def excite(
-    means: Tensor,
-    stats: Tensor,
-    bias: Tensor,
-    linear: bool,
-    fc1: Tensor,
-    fc1_bias: Tensor,
-    fc2: Tensor,
-    fc2_bias: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What is squeezed (N, C), the hidden layer (N, R) and the gate (N, C), all float32.
-
-    Args:
-        means: (N, C) float32, of the maps that are squeezed, or of x if `linear`.
-        stats: (4, C), as `statistics` returns it.
-        bias: (C,), beta.
-        linear: the maps are z, so that their means follow from those of x.
-        fc1: (R, C), of the first layer.
-        fc1_bias: (R,).
-        fc2: (C, R), of the second layer.
-        fc2_bias: (C,).
-    """
-    (samples, channels), reduced = means.shape, len(fc1)
-    squeezed, gate = torch.empty_like(means), torch.empty_like(means)
-    hidden = means.new_empty(samples, reduced)
-    _kernels().excite[(-(-samples // EXCITE_TILE["BN"]),)](
-        means, stats, stats[1], bias.contiguous(),
-        *(part.contiguous() for part in (fc1, fc1_bias, fc2, fc2_bias)),
-        squeezed, hidden, gate, samples, channels, reduced, LINEAR=linear, **EXCITE_TILE,
-    )  # fmt: skip
-    return squeezed, hidden, gate
-
-
-@operator(
-    lambda partial, stats, bias, gate, squeezed, hidden, fc1, fc1_bias, fc2, fc2_bias, pixels: (
-        torch.empty_like(gate), *_written(fc1, fc1_bias, fc2, fc2_bias),
-    )
-)  # fmt: skip
-def excite_backward(
-    partial: Tensor,
-    stats: Tensor,
-    bias: Tensor,
-    gate: Tensor,
-    squeezed: Tensor,
-    hidden: Tensor,
-    fc1: Tensor,
-    fc1_bias: Tensor,
-    fc2: Tensor,
-    fc2_bias: Tensor,
-    pixels: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradient of the squeeze over `pixels` (N, C), and of the four parameters of the layers.
-
-    `partial` is of `grad_sums`; squeezed, hidden and gate as `excite` returned them.
-    """
-    (samples, channels), reduced = gate.shape, len(fc1)
-    grad_logit, grad_hidden = torch.empty_like(gate), torch.empty_like(hidden)
-    spread = torch.empty_like(gate)
-    grads = _written(fc1, fc1_bias, fc2, fc2_bias)
-    sizes, bc, br = (samples, channels, reduced), EXCITE_TILE["BC"], EXCITE_TILE["BR"]
-    _kernels().excite_grads[(-(-samples // EXCITE_TILE["BN"]),)](
-        partial, stats[1], bias.contiguous(), gate, hidden, fc1.contiguous(), fc2.contiguous(),
-        grad_logit, grad_hidden, spread, *sizes, len(partial) // samples, float(pixels),
-        **EXCITE_TILE,
-    )  # fmt: skip
-    _kernels().excite_weight_grads[(-(-channels // bc) * -(-reduced // br),)](
-        squeezed, hidden, grad_logit, grad_hidden, *grads, *sizes, **EXCITE_TILE
-    )
-    return spread, *grads
 
 
 @operator(lambda partial, gate, spread, stats, count: torch.empty_like(stats))

@@ -50,6 +50,15 @@ def chunk_of_program(
 
 
 @triton.jit
+def load_norm(mean, scale, bias, c, known):
+    """What z is computed with at channels c, as rows of a tile."""
+    mu = tl.load(mean + c, mask=known, other=0.0)
+    k = tl.load(scale + c, mask=known, other=0.0)
+    beta = tl.load(bias + c, mask=known, other=0.0).to(tl.float32)
+    return mu[None, :], k[None, :], beta[None, :]
+
+
+@triton.jit
 def reflect(i, size):
     """Index into a row whose border is reflected without repeating the edge."""
     i = tl.where(i < 0, -i, i)

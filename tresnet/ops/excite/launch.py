@@ -1,0 +1,105 @@
+"""Launches of squeeze and excitation between two passes over the maps."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tresnet.ops.operators import operator
+
+TILE = {"BN": 16, "BC": 32, "BR": 32, "num_warps": 4}
+
+
+@functools.cache
+def _kernels() -> Any:
+    from tresnet.ops.excite import kernels
+
+    return kernels
+
+
+def _written(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dense = torch.contiguous_format
+    return (
+        torch.empty_like(a, memory_format=dense), torch.empty_like(b, memory_format=dense),
+        torch.empty_like(c, memory_format=dense), torch.empty_like(d, memory_format=dense),
+    )  # fmt: skip
+
+
+@operator(
+    lambda means, stats, bias, linear, fc1, *_: (
+        torch.empty_like(means),
+        means.new_empty(len(means), len(fc1)),
+        torch.empty_like(means),
+    )
+)
+def forward(
+    means: Tensor,
+    stats: Tensor,
+    bias: Tensor,
+    linear: bool,
+    fc1: Tensor,
+    fc1_bias: Tensor,
+    fc2: Tensor,
+    fc2_bias: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What is squeezed (N, C), the hidden layer (N, R) and the gate (N, C), all float32.
+
+    Args:
+        means: (N, C) float32, of the maps that are squeezed, or of x if `linear`.
+        stats: (4, C), as `tresnet.ops.abn.launch.statistics` returns it.
+        bias: (C,), beta.
+        linear: the maps are z, so that their means follow from those of x.
+        fc1: (R, C), of the first layer.
+        fc1_bias: (R,).
+        fc2: (C, R), of the second layer.
+        fc2_bias: (C,).
+    """
+    (samples, channels), reduced = means.shape, len(fc1)
+    squeezed, gate = torch.empty_like(means), torch.empty_like(means)
+    hidden = means.new_empty(samples, reduced)
+    _kernels().excite[(-(-samples // TILE["BN"]),)](
+        means, stats, stats[1], bias.contiguous(),
+        *(part.contiguous() for part in (fc1, fc1_bias, fc2, fc2_bias)),
+        squeezed, hidden, gate, samples, channels, reduced, LINEAR=linear, **TILE,
+    )  # fmt: skip
+    return squeezed, hidden, gate
+
+
+@operator(
+    lambda partial, stats, bias, gate, squeezed, hidden, fc1, fc1_bias, fc2, fc2_bias, pixels: (
+        torch.empty_like(gate), *_written(fc1, fc1_bias, fc2, fc2_bias),
+    )
+)  # fmt: skip
+def backward(
+    partial: Tensor,
+    stats: Tensor,
+    bias: Tensor,
+    gate: Tensor,
+    squeezed: Tensor,
+    hidden: Tensor,
+    fc1: Tensor,
+    fc1_bias: Tensor,
+    fc2: Tensor,
+    fc2_bias: Tensor,
+    pixels: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradient of the squeeze over `pixels` (N, C), and of the four parameters of the layers.
+
+    `partial` is what `tresnet.ops.abn.launch.grad_sums` returned; squeezed, hidden and gate are
+    `forward`'s. The gradients have the dtypes of their parameters.
+    """
+    (samples, channels), reduced = gate.shape, len(fc1)
+    grad_logit, grad_hidden = torch.empty_like(gate), torch.empty_like(hidden)
+    spread = torch.empty_like(gate)
+    grads = _written(fc1, fc1_bias, fc2, fc2_bias)
+    sizes, bc, br = (samples, channels, reduced), TILE["BC"], TILE["BR"]
+    _kernels().excite_grads[(-(-samples // TILE["BN"]),)](
+        partial, stats[1], bias.contiguous(), gate, hidden, fc1.contiguous(), fc2.contiguous(),
+        grad_logit, grad_hidden, spread, *sizes, len(partial) // samples, float(pixels),
+        **TILE,
+    )  # fmt: skip
+    _kernels().excite_weight_grads[(-(-channels // bc) * -(-reduced // br),)](
+        squeezed, hidden, grad_logit, grad_hidden, *grads, *sizes, **TILE
+    )
+    return spread, *grads
