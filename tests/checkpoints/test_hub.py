@@ -7,6 +7,7 @@ import time
 import huggingface_hub
 import pytest
 import timm
+import timm.models.tresnet
 import torch
 from huggingface_hub import constants
 
@@ -21,6 +22,14 @@ from tresnet.errors import CheckpointError
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 HUB = f"hf-hub:{REPO}"
 CLASSES = list("abcde")
+
+
+@pytest.fixture(autouse=True)
+def plain_timm(monkeypatch):
+    """timm's own models, should another test have registered ours in their place."""
+    for name in [name for name in vars(timm.models.tresnet) if name.startswith("tresnet_")]:
+        theirs = getattr(timm.models.tresnet, name)
+        monkeypatch.setitem(timm.models._registry._model_entrypoints, name, theirs)
 
 
 @pytest.fixture
@@ -160,6 +169,7 @@ def test_a_download_that_stops_goes_on_where_it_was(fault, pushed, monkeypatch):
 
 
 def read(queue):
+    torch.set_num_threads(1)  # the threads of before are not in a forked process
     queue.put(sorted(tresnet.create(weights=HUB).state_dict()))
 
 
@@ -168,7 +178,7 @@ def test_several_processes_at_once_download_it_once(pushed):
     hub.requests = []
     context = multiprocessing.get_context("fork")  # which inherits the hub's address
     queue = context.Queue()
-    processes = [context.Process(target=read, args=(queue,)) for _ in range(3)]
+    processes = [context.Process(target=read, args=(queue,), daemon=True) for _ in range(3)]
     for process in processes:
         process.start()
     found = [queue.get(timeout=60) for _ in processes]

@@ -24,7 +24,7 @@ CFG = {"input_size": [3, 160, 160], "crop_pct": 0.9, "interpolation": "bicubic"}
 def layout(request, tmp_path):
     """(the model, a directory that timm itself wrote)."""
     torch.manual_seed(1)
-    model = timm.create_model("tresnet_m", num_classes=3, **SMALL).eval()
+    model = timm.models.tresnet.tresnet_m(num_classes=3, **SMALL).eval()
     model.pretrained_cfg = {**model.pretrained_cfg, **CFG}
     safe = "both" if request.param == "model.safetensors" else False
     folder = tmp_path / "layout"
@@ -92,7 +92,7 @@ def test_a_config_that_does_not_fit_is_refused(layout, content, message):
 def test_the_model_is_the_one_that_timm_builds(tmp_path):
     torch.manual_seed(1)
     args = {**SMALL, "global_pool": "max", "drop_rate": 0.25}
-    model = timm.create_model("tresnet_m", num_classes=3, **args).eval()
+    model = timm.models.tresnet.tresnet_m(num_classes=3, **args).eval()
     save_for_hf(model, tmp_path, model_args=args)
     found = tresnet.create(weights=tmp_path).eval()
     x = torch.rand(2, 3, 64, 64)

@@ -48,13 +48,16 @@ def test_other_threads_install_nothing():
 
 
 def test_a_hangup_is_outlived_and_under_torchrun_a_request(monkeypatch):
-    before = signal.getsignal(signal.SIGHUP)
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    with StopRequest() as stop:
-        os.kill(os.getpid(), signal.SIGHUP)
-        assert stop.signum == 0
-    assert signal.getsignal(signal.SIGHUP) is before
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    with StopRequest() as stop:
-        os.kill(os.getpid(), signal.SIGHUP)
-        assert stop.signum == signal.SIGHUP
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
+    try:
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.signum == 0
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.signum == signal.SIGHUP
+    finally:
+        signal.signal(signal.SIGHUP, before)
