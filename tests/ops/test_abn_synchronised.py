@@ -76,6 +76,7 @@ def test_two_processes_equal_one(tmp_path: Path):
         y = run(parts, CHAINS[name], "reference")["y"]
         inputs[name] = parts, torch.randn_like(y)
         torch.save(inputs[name], tmp_path / f"{name}.pt")
+    torch.manual_seed(1)  # of 0, one value is 9e-7 off the kink of its activation
     images = torch.rand(2, 3, 32, 32)
     torch.save(images, tmp_path / "images.pt")
     cases = [(name, sizes) for name in inputs for sizes in SIZES]
