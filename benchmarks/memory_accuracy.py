@@ -18,8 +18,8 @@ from tresnet.measure.cases import BenchCase
 from tresnet.measure.phases import measure_in_new_process
 from tresnet.measure.records import RecordFile
 from tresnet.memory import Device, MaxBatch, Workspaces, describe_device, max_batch, predict
+from tresnet.models.zoo import list_models
 
-OURS = ("tresnet_t", "tresnet_s", "tresnet_m", "tresnet_l", "tresnet_xl", "tresnet_v2_l")
 PEERS = tuple(
     f"timm:{name}"
     for name in (
@@ -41,7 +41,7 @@ def matrix(models: Sequence[str] = ()) -> list[Row]:
     """The steps to compare, as `predict` takes them; those of the models named."""
     steps = [{"amp": amp, "opt": opt} for amp in ("off", "bf16") for opt in ("sgd", "adamw")]
     infer = [{"amp": amp, "train": False} for amp in ("off", "bf16")]
-    rows = [{"model": name, "step": step} for name in OURS for step in (*steps, *infer)]
+    rows = [{"model": name, "step": step} for name in list_models() for step in (*steps, *infer)]
     rows += [{"model": name, "step": step} for name in PEERS for step in (steps[0], steps[3])]
     return [row for row in rows if not models or row["model"] in models]
 

@@ -1,20 +1,13 @@
 import pytest
 
+import tresnet
 from tresnet.cli.main import main as run
 
 
 def test_list_shows_cost_and_weights(capsys):
     assert run(["list"]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
-    assert set(lines) == {
-        "model",
-        "tresnet_t",
-        "tresnet_s",
-        "tresnet_m",
-        "tresnet_l",
-        "tresnet_xl",
-        "tresnet_v2_l",
-    }
+    assert set(lines) == {"model", *tresnet.list_models()}
     assert lines["tresnet_m"].split()[1:3] == ["31,389,032", "2,048"]
     assert "tresnet_m.miil_in1k_448" in lines["tresnet_m"]
 

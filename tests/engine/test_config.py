@@ -116,7 +116,7 @@ def test_resuming_may_change_what_does_not_alter_the_result():
         ({"clip_grad": -1.0}, "--clip-grad: expected more than 0, got -1.0"),
         ({"ema_decay": 1.0}, "--ema-decay: expected 0 or more and below 1, got 1.0"),
         ({"warmup_fraction": 1.5}, "--warmup-fraction: expected 0 to 1, got 1.5"),
-        ({"end_factor": 0.0}, "--end-factor: expected more than 0, got 0.0"),
+        ({"end_factor": 0.0}, "--end-factor: expected more than 0 and at most 1, got 0.0"),
         ({"crop_pct": 0.0}, "--crop-pct: expected more than 0 and at most 1, got 0.0"),
         ({"hflip": 2.0}, "expected hflip in [0, 1], got 2.0"),
         ({"epochs": "many"}, "--epochs: expected int, got 'many'"),

@@ -1,18 +1,31 @@
 """How to train: frozen dataclasses, one per concern. Every field is an option of `train.py`.
 
 Field names are unique over all groups, so `config.schedule.epochs` is `--epochs`. The text under a
-field is its help on the command line.
+field is its help on the command line, and its type says which numbers it takes.
 """
 
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from tresnet.data.transforms import Augment, EvalTransform
 from tresnet.engine import fields
 from tresnet.errors import ConfigError
-from tresnet.steps.settings import EmaConfig, OptimConfig, ScheduleConfig, TrainingCompute
+from tresnet.steps.settings import (
+    Count,
+    CountOrZero,
+    EmaConfig,
+    OptimConfig,
+    Positive,
+    PositiveOrZero,
+    Range,
+    ScheduleConfig,
+    Share,
+    ShareAbove0,
+    ShareBelow1,
+    TrainingCompute,
+)
 
 # What `batch_size` says where the memory is to decide.
 AUTO = "auto"
@@ -49,15 +62,15 @@ class ModelConfig(BuildConfig):
     """Classes of each group of the head group_attention. None: 12 groups, classes spread evenly."""
     head_channels: int | None = None
     """Channels of each group of group_attention (None: 512) or of ml_decoder (None: 768)."""
-    width_factor: float | None = None
+    width_factor: Positive | None = None
     """Multiply the channels. None: the variant's own."""
     layers: tuple[int, ...] | None = None
     """Blocks in each stage. None: the variant's own."""
-    block_size: int | None = None
+    block_size: Count | None = None
     """Side of the space-to-depth blocks: 2 suits small images. None: the variant's own."""
-    drop_rate: float = 0.0
+    drop_rate: ShareBelow1 = 0.0
     """Dropout before the classifier."""
-    drop_path_rate: float = 0.0
+    drop_path_rate: ShareBelow1 = 0.0
     """Stochastic depth of the last block; earlier blocks get less."""
     grad_checkpointing: bool = False
     """Compute activations a second time in backward, to save memory."""
@@ -75,15 +88,15 @@ class ImageConfig:
     images have several labels, or `digits` or `digits_multilabel`."""
     data_root: str = "data"
     """Directory in which the digits are written."""
-    input_size: int | None = None
+    input_size: Count | None = None
     """Height and width of the input in pixels. None: the model's own."""
-    crop_pct: float | None = None
+    crop_pct: ShareAbove0 | None = None
     """Share of the resized image that evaluation keeps. None: the model's own."""
     crop_mode: Literal["center", "squash"] | None = None
     """How evaluation crops. None: the model's own."""
     interpolation: Literal["bilinear", "bicubic"] | None = None
     """Resampling filter. None: the model's own."""
-    workers: int = 4
+    workers: CountOrZero = 4
     """Processes that load images, per process that computes. 0: that process itself."""
     skip_bad_images: bool = False
     """Count unreadable images and go on, instead of stopping."""
@@ -101,9 +114,9 @@ class ImageConfig:
 class DataConfig(ImageConfig):
     """Which images, and how they reach the model."""
 
-    batch_size: int | Literal["auto"] = 128
+    batch_size: Count | Literal["auto"] = 128
     """Images per process (per GPU) and forward pass. auto: as many as are sure to fit the GPU."""
-    eval_batch_size: int | None = None
+    eval_batch_size: Count | None = None
     """Images per process and forward pass in evaluation. None: as in training."""
     progressive_sizes: tuple[int, ...] | None = None
     """Train at these sizes one after the other, each for an equal share of the epochs, and test at
@@ -125,18 +138,18 @@ class DataConfig(ImageConfig):
 class AugmentConfig(Augment):
     """How training images and labels are varied, in this order."""
 
-    aug_repeats: int = 1
+    aug_repeats: Count = 1
     """How often an image comes in an epoch, varied anew each time (arXiv 1902.05509); so many fewer
     images come in it."""
-    mixup: float = 0.0
+    mixup: PositiveOrZero = 0.0
     """Alpha of mixup. 0: none."""
-    cutmix: float = 0.0
+    cutmix: PositiveOrZero = 0.0
     """Alpha of cutmix. 0: none."""
-    mix_prob: float = 1.0
+    mix_prob: Share = 1.0
     """Probability that a batch is mixed at all, where mixup or cutmix is on."""
-    mix_off_epochs: int = 0
+    mix_off_epochs: CountOrZero = 0
     """Train the last so many epochs without mixup and cutmix."""
-    label_smoothing: float = 0.0
+    label_smoothing: ShareBelow1 = 0.0
     """Probability mass spread over all classes."""
 
     @property
@@ -155,17 +168,17 @@ class LabelConfig:
     """For one label an image: cross-entropy, one-vs-all (a binary cross-entropy for each class,
     arXiv 2110.00476) or semantic-softmax (arXiv 2104.10972). For any number of them, listed in
     train.csv and val.csv or in COCO's JSON: bce or asymmetric (arXiv 2009.14119)."""
-    bce_target_thresh: float | None = None
+    bce_target_thresh: ShareBelow1 | None = None
     """One-vs-all: shares of a mixed label above this count as 1, others as 0. None: as they are."""
     hierarchy: str | None = None
     """Semantic softmax: a JSON file, {"class": "the class above it"}."""
-    gamma_neg: float = 4.0
+    gamma_neg: PositiveOrZero = 4.0
     """Asymmetric loss: how much easy negatives are discounted."""
-    gamma_pos: float = 1.0
+    gamma_pos: PositiveOrZero = 1.0
     """Asymmetric loss: how much easy positives are discounted."""
-    prob_margin: float = 0.05
+    prob_margin: ShareBelow1 = 0.05
     """Asymmetric loss: negatives below this probability count nothing."""
-    threshold: float = 0.5
+    threshold: Share = 0.5
     """Probability from which a label counts as predicted, for F1."""
 
     @property
@@ -181,9 +194,9 @@ class DistillConfig:
     teacher: str | None = None
     """Weights of the teacher: a tag of `tresnet list`, a file or hf-hub:USER/NAME, or timm:NAME for
     timm's model with its pretrained weights. None: no teacher."""
-    kd_weight: float = 5.0
+    kd_weight: PositiveOrZero = 5.0
     """Weight of the teacher's answers beside the labels' 1."""
-    kd_temperature: float = 1.0
+    kd_temperature: Positive = 1.0
     """Temperature at which both answers are compared."""
 
 
@@ -207,15 +220,15 @@ class RunConfig:
     """Name of the run directory, which must not exist. None: model, data and date."""
     runs: str = "runs"
     """Directory of run directories."""
-    seed: int = 0
+    seed: Annotated[CountOrZero, Range(f"less than {2**63}", lambda value: value < 2**63)] = 0
     """Seed of weights, data order and augmentation."""
-    eval_interval: int = 1
+    eval_interval: Count = 1
     """Epochs between evaluations; the last epoch always has one."""
-    checkpoint_interval_s: float = 600.0
+    checkpoint_interval_s: PositiveOrZero = 600.0
     """Seconds between checkpoints within an epoch; each epoch ends with one anyway."""
-    log_interval: int = 50
+    log_interval: Count = 50
     """Updates between looks at the loss, and between lines where no bar is shown."""
-    skip_bad_steps: int = 0
+    skip_bad_steps: CountOrZero = 0
     """Leave out so many updates whose loss or gradient is not finite; then stop. More than 0 waits
     for the device once an update."""
     progress: bool = True

@@ -22,6 +22,7 @@ from tresnet.engine.validate import range_problems
 from tresnet.errors import ConfigError, WriteError
 from tresnet.measure.memory import MemoryMeter
 from tresnet.steps import InferenceCompute, InferenceStep
+from tresnet.steps.settings import Count, Share
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,11 +38,11 @@ class EvalConfig(BuildConfig, ImageConfig):
     labels: Literal["single", "multi"] | None = None
     """One label an image, in class folders, or any number, in SPLIT.csv or COCO's JSON. None: as
     the weights were trained."""
-    threshold: float = 0.5
+    threshold: Share = 0.5
     """Probability from which a label counts as predicted, for F1."""
     split: str = "val"
     """Sub-directory of the data."""
-    batch_size: int = 128
+    batch_size: Count = 128
     """Images per process (per GPU) and forward pass."""
     device: str = "auto"
     """cpu, cuda, cuda:N, or auto: a GPU if there is one."""
@@ -118,7 +119,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
 
 
 def _check(config: EvalConfig) -> None:
-    for problem in range_problems(vars(config)):
+    for problem in range_problems(config):
         raise ConfigError(problem)
     if config.output is not None and config.output.exists() and not config.overwrite:
         raise ConfigError(

@@ -1,7 +1,5 @@
 """Named starting points of a configuration. A recipe is a function that returns a `TrainConfig`."""
 
-import json
-import sys
 from collections.abc import Callable
 
 from tresnet.engine import fields
@@ -214,8 +212,3 @@ def recipe(name: str) -> TrainConfig:
     if name not in RECIPES:
         raise ConfigError(fields.unknown("recipe", name, RECIPES))
     return RECIPES[name]()
-
-
-if __name__ == "__main__":
-    resolved = {name: make().to_dict() for name, make in RECIPES.items()}
-    sys.stdout.write(json.dumps(resolved, indent=2) + "\n")

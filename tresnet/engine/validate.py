@@ -3,41 +3,14 @@
 import dataclasses
 import math
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
 from tresnet.engine import fields
-from tresnet.engine.config import AUTO, TrainConfig, flatten
+from tresnet.engine.config import AUTO, TrainConfig
 from tresnet.errors import ConfigError, InputError
-
-SEED_LIMIT = 2**63
-_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "at least 1": (
-        lambda value: value >= 1,
-        "aug_repeats batch_size eval_batch_size input_size lr_batch accumulate epochs block_size"
-        " eval_interval log_interval",
-    ),
-    "0 or more": (
-        lambda value: value >= 0,
-        "gamma_neg gamma_pos kd_weight workers mixup cutmix weight_decay mix_off_epochs seed"
-        " checkpoint_interval_s skip_bad_steps",
-    ),
-    "more than 0": (
-        lambda value: value > 0,
-        "lr clip_grad kd_temperature width_factor start_factor end_factor",
-    ),
-    "0 to 1": (
-        lambda value: 0 <= value <= 1,
-        "threshold mix_prob warmup_fraction start_factor end_factor",
-    ),
-    "0 or more and below 1": (
-        lambda value: 0 <= value < 1,
-        "prob_margin bce_target_thresh drop_rate drop_path_rate label_smoothing ema_decay momentum",
-    ),
-    f"less than {SEED_LIMIT}": (lambda value: value < SEED_LIMIT, "seed"),
-    "more than 0 and at most 1": (lambda value: 0 < value <= 1, "crop_pct layer_decay"),
-}
+from tresnet.steps.settings import Range
 
 
 def validate(config: TrainConfig) -> None:
@@ -47,7 +20,7 @@ def validate(config: TrainConfig) -> None:
         ConfigError: Something does not fit; the message lists everything that does not.
     """
     problems = list(_type_problems(config)) or [
-        *range_problems(flatten(config)),
+        *range_problems(config),
         *_problems_elsewhere(config),
         *_contradictions(config),
     ]
@@ -67,17 +40,20 @@ def _type_problems(config: TrainConfig) -> Iterator[str]:
                 yield str(error)
 
 
-def range_problems(options: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the options that are numbers, each by itself."""
-    for name, value in options.items():
-        if isinstance(value, float) and math.isinf(value):
+def range_problems(options: Any) -> Iterator[str]:
+    """What is wrong with the numbers of a dataclass and of those in it, each by itself."""
+    for name, hint in typing.get_type_hints(type(options), include_extras=True).items():
+        value = getattr(options, name)
+        if dataclasses.is_dataclass(value):
+            yield from range_problems(value)
+        elif isinstance(value, float) and math.isinf(value):
             yield f"{fields.option(name)}: expected a finite number, got {value!r}"
-    for expected, (fits, names) in _RANGES.items():
-        for name in names.split():
-            value = options.get(name)
-            # "not fits" and not its opposite, so that NaN is refused too
-            if value not in (None, AUTO) and not fits(value):
-                yield f"{fields.option(name)}: expected {expected}, got {value!r}"
+        elif value not in (None, AUTO):
+            for part in (hint, *typing.get_args(hint)):  # `Positive`, or one of `Positive | None`
+                for limit in getattr(part, "__metadata__", ()):
+                    # "not holds" and not its opposite, so that NaN is refused too
+                    if isinstance(limit, Range) and not limit.holds(value):
+                        yield f"{fields.option(name)}: expected {limit.expected}, got {value!r}"
 
 
 def _problems_elsewhere(config: TrainConfig) -> Iterator[str]:

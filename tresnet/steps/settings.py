@@ -1,12 +1,13 @@
 """What a step is made of: frozen dataclasses, options of each command that runs it.
 
-The text under a field is its help on the command line.
+The text under a field is its help on the command line, and its type says which numbers it takes.
 """
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -23,6 +24,22 @@ AMP_DTYPES: dict[str, torch.dtype | None] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+
+
+class Range(NamedTuple):
+    """What an option that is a number is checked for before anything runs."""
+
+    expected: str
+    holds: Callable[[Any], bool]
+
+
+Count = Annotated[int, Range("at least 1", lambda value: value >= 1)]
+CountOrZero = Annotated[int, Range("0 or more", lambda value: value >= 0)]
+Positive = Annotated[float, Range("more than 0", lambda value: value > 0)]
+PositiveOrZero = Annotated[float, Range("0 or more", lambda value: value >= 0)]
+Share = Annotated[float, Range("0 to 1", lambda value: 0 <= value <= 1)]
+ShareAbove0 = Annotated[float, Range("more than 0 and at most 1", lambda value: 0 < value <= 1)]
+ShareBelow1 = Annotated[float, Range("0 or more and below 1", lambda value: 0 <= value < 1)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,20 +99,20 @@ class OptimConfig:
 
     opt: str = "sgd"
     """Optimizer by timm's name; sgd is SGD with Nesterov momentum."""
-    lr: float = 0.1
+    lr: Positive = 0.1
     """Highest learning rate."""
-    lr_batch: int | None = None
+    lr_batch: Count | None = None
     """Images per update that `lr` is meant for; it scales linearly. None: `lr` as it is."""
-    momentum: float = 0.9
+    momentum: ShareBelow1 = 0.9
     """Momentum, where the optimizer has one."""
-    weight_decay: float = 1e-4
+    weight_decay: PositiveOrZero = 1e-4
     """Weight decay of convolution and linear weights; biases and norms have none."""
-    layer_decay: float = 1.0
+    layer_decay: ShareAbove0 = 1.0
     """Learning rate of each block as a share of the next one's; the head has the whole. 1: all have
     the same."""
-    clip_grad: float | None = None
+    clip_grad: Positive | None = None
     """Largest norm of the gradients. None: no limit."""
-    accumulate: int = 1
+    accumulate: Count = 1
     """Forward passes per update."""
 
 
@@ -103,15 +120,15 @@ class OptimConfig:
 class ScheduleConfig:
     """How long, and the learning rate over time."""
 
-    epochs: int = 300
+    epochs: Count = 300
     """Passes over the training images."""
     lr_schedule: Literal["one-cycle", "cosine", "constant"] = "one-cycle"
     """Shape after the warm-up; one-cycle warms up along a cosine, the others along a line."""
-    warmup_fraction: float = 0.2
+    warmup_fraction: Share = 0.2
     """Share of all updates in which the learning rate rises."""
-    start_factor: float = 0.04
+    start_factor: ShareAbove0 = 0.04
     """First learning rate, as a share of the highest."""
-    end_factor: float = 4e-6
+    end_factor: ShareAbove0 = 4e-6
     """Last learning rate, as a share of the highest."""
 
 
@@ -119,7 +136,7 @@ class ScheduleConfig:
 class EmaConfig:
     """The moving average of the weights: what is evaluated and kept as best."""
 
-    ema_decay: float = 0.0
+    ema_decay: ShareBelow1 = 0.0
     """Share of the average kept at each update. 0: no average."""
     ema_warmup: bool = True
     """Let the decay grow from 0, so that a short run's average forgets the start."""
