@@ -19,7 +19,7 @@ from tresnet.engine.command import parse_train
 from tresnet.engine.evaluate_weights import EvalConfig
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EXAMPLES = [
     ROOT / "docs" / "examples" / f"{name}.md" for name in ("fine-tuning", "many-labels", "serving")
 ]
@@ -37,6 +37,9 @@ OTHERS = (
     ". .venv",
     "pytest",
     "sphinx-build",
+    "ruff",
+    "pyright",
+    "lint-imports",
 )
 
 

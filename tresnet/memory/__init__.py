@@ -1,13 +1,16 @@
 """GPU memory predicted before the run, and explained.
 
 A step of `tresnet.steps` runs on fake tensors; what it allocates and frees is a trace; the trace is
-run through a simulated allocator. Where a prediction is wrong, look here:
+run through a simulated allocator. Where a prediction is wrong, make a small module of what is
+suspected: `predict` of it prints what is alive at the peak, and
+`[one.name for one in prediction.trace.operations]` are the operations that ran, which should be
+those of a GPU. Then look here:
 
 | what is wrong | where |
 |---|---|
 | the wrong step is predicted: model, settings, batch, loss | `plan.py`, `prediction.py` |
 | the optimizer, the average, loss scaling, clipping | `tresnet/steps`, `patches.py` |
-| layout or dtype: channels-last, autocast, what bfloat16 convolutions return | `patches.py` |
+| other operations run than on a GPU, or return another layout or dtype (autocast) | `patches.py` |
 | the weights and buffers, their order on the device, DDP's buckets | `machine.py` |
 | attention: which kernel runs and what it keeps | `attention.py` |
 | a tensor lives too long or dies too early in backward | `walk.py` |
