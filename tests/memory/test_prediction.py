@@ -279,6 +279,35 @@ def test_several_outputs_are_predicted(step):
     assert predict(Two(3, 4, 1), batch_size=2, input_size=8, **step).allocated.expected_bytes > 0
 
 
+@pytest.mark.parametrize(
+    ("amp", "masked", "size", "whole"),
+    [
+        ("off", False, 8, False),
+        ("off", False, 6, True),
+        ("bf16", True, 8, False),
+        ("bf16", True, 12, True),
+        ("bf16", False, 6, False),
+    ],
+)
+def test_attention_keeps_its_matrix_where_no_kernel_takes_the_heads(amp, masked, size, whole):
+    """The efficient kernel reads rows of 16 bytes; the flash kernel has them padded."""
+    length, heads = 256, 4
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Conv2d(3, 3 * heads * size, 1)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).view(1, 3, heads, size, length).transpose(3, 4).unbind(1)
+            mask = torch.ones(length, length, dtype=torch.bool, device=x.device)
+            return nn.functional.scaled_dot_product_attention(q, k, v, mask if masked else None)
+
+    p = predict(Attention(), batch_size=1, input_size=16, amp=amp, loss=mean)
+    matrix = heads * length * length * (4 if amp == "off" else 2)
+    assert (at_most(p, Category.ACTIVATIONS) > matrix) is whole
+
+
 def test_folded_inference_holds_no_activation_of_a_norm():
     folded, plain = (
         predict("tresnet_m", batch_size=256, amp="bf16", train=False, fold=fold)

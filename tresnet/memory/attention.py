@@ -23,19 +23,19 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Attention of q, k, v: (N, heads, L, head size) by the flash or the efficient kernel."""
+    """Attention of q, k, v: (N, heads, L, head size) by the kernel that a GPU would take."""
     if torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
         q, k, v = (t.to(dtype) for t in (q, k, v))
     if enable_gqa and k.shape[-3] != q.shape[-3]:
         repeats = q.shape[-3] // k.shape[-3]
         k, v = k.repeat_interleave(repeats, -3), v.repeat_interleave(repeats, -3)
-    if q.dim() != 4 or q.dtype == torch.float64:
+    if q.dim() == 4 and _flash(q, v, attn_mask):
+        return _run_flash(q, k, v, dropout_p, is_causal, scale)
+    if q.dim() != 4 or not _efficient(q, v):
         return aten._scaled_dot_product_attention_math(
             q, k, v, attn_mask, dropout_p, is_causal, None, scale=scale
         )[0]
-    if _flash(q, v, attn_mask):
-        return _run_flash(q, k, v, dropout_p, is_causal, scale)
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     mask = None if attn_mask is None else _as_bias(attn_mask, q, k)
     return aten._scaled_dot_product_efficient_attention(
@@ -50,6 +50,12 @@ def _flash(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
         and q.shape[-1] <= _FLASH_MAX_HEAD
         and q.shape[-1] == v.shape[-1]
     )
+
+
+def _efficient(q: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether the efficient kernel takes these heads: their rows must be multiples of 16 bytes."""
+    whole = all(t.shape[-1] * t.itemsize % 16 == 0 for t in (q, v))
+    return whole and q.dtype != torch.float64
 
 
 def _run_flash(
