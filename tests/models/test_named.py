@@ -23,7 +23,10 @@ def test_known_names_pass(name):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("tresnet_x", "unknown model 'tresnet_x'; did you mean 'tresnet_xl'.*, torchvision:NAME"),
+        (
+            "tresnet_v2",
+            "unknown model 'tresnet_v2'; did you mean 'tresnet_v2_l'.*, torchvision:NAME",
+        ),
         ("timm:resnet5O", "expected a model of timm, got 'resnet5O'; did you mean 'resnet50'"),
         ("torchvision:resnet-50", "did you mean 'resnet50'"),
         ("timm:", "expected a model of timm, got ''"),
