@@ -190,8 +190,8 @@ def config(**changes):
         ({"user": {"classes": [1, 2, 3, 4, 5]}}, "classes as a list of names"),
         ({"user": {"labels": 3}}, "labels 'single' or 'multi', got 3"),
         ({"format_version": True}, "written in format True"),
-        ({"user": {"x": torch.ones(1)}}, "no plain values"),
-        ({"user": {"x": float("nan")}}, "no plain values"),
+        ({"user": {"x": torch.ones(1)}}, "not plain values"),
+        ({"user": {"x": float("nan")}}, "not plain values"),
     ],
 )
 def test_metadata_are_checked_before_anything_is_made_of_them(tmp_path, changes, message):
@@ -226,7 +226,7 @@ STEM = "body.conv1.conv.weight"
         (with_tensor("head.fc.bias", torch.zeros(5, dtype=torch.complex64)), "complex64"),
         (with_tensor("head.fc.bias", torch.zeros(5).to_sparse()), "sparse or quantised"),
         (with_tensor("head.fc.bias", None), "NoneType"),
-        (with_tensor(7, torch.zeros(5)), "7 .a name that is no text"),
+        (with_tensor(7, torch.zeros(5)), "7 .a name that is not text"),
         (with_tensor(FC, torch.zeros(1, 1).expand(10**7, 64)), "larger than its storage"),
         (with_tensor("body.layer1.9999999999.x", torch.zeros(1)), "does not fit|not a usable"),
         (with_tensor(STEM, torch.zeros(0, 48, 3, 3)), "only a part of a TResNet"),
@@ -258,7 +258,7 @@ def test_a_dict_that_contains_itself(tmp_path):
     metadata = checkpoint_metadata(tiny())
     metadata["user"]["self"] = metadata
     torch.save({"state_dict": tiny().state_dict(), "tresnet": metadata}, tmp_path / "b.pth")
-    with pytest.raises(CheckpointError, match="no plain values"):
+    with pytest.raises(CheckpointError, match="not plain values"):
         read_weights(tmp_path / "b.pth")
 
 

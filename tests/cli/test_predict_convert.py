@@ -149,7 +149,7 @@ def test_predict_by_an_exported_file(drawn, photographs, tmp_path):
         assert one.probabilities == pytest.approx(other.probabilities, rel=1e-3)
     other = tmp_path / "b.onnx"
     other.write_bytes(b"no model")
-    with pytest.raises(CheckpointError, match=r"b.onnx is no model of tresnet export"):
+    with pytest.raises(CheckpointError, match=r"b.onnx is not a model written by tresnet export"):
         tresnet.predict(photographs[0], weights=other, runtime="onnx")
 
 
@@ -201,7 +201,10 @@ def test_unreadable_images_are_named_and_the_others_predicted(weights, image, tm
         ("IMAGE --weights missing.safetensors", "missing.safetensors"),
         ("IMAGE --weights WEIGHTS --top-k 0", "expected top_k of at least 1, got 0"),
         ("IMAGE --weights WEIGHTS --batch-size 0", "expected batch_size of at least 1, got 0"),
-        ("IMAGE --weights WEIGHTS --runtime onnx", "is no model of tresnet export --format onnx"),
+        (
+            "IMAGE --weights WEIGHTS --runtime onnx",
+            "is not a model written by tresnet export --format onnx",
+        ),
         ("no*.png --weights WEIGHTS", "expected images (jpg, png, ...) at no*.png, found none"),
         ("IMAGE --weights WEIGHTS --device gpu", "expected a device such as cpu or cuda:0"),
         ("--weights WEIGHTS", "expected at least one image file, got none"),

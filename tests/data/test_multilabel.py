@@ -107,7 +107,7 @@ def test_a_list_of_classes_fixes_their_order(tmp_path: Path):
         ({"train.json": "[" * 9999}, "cannot read the labels in .*train.json"),
         ({"train.json": "{"}, "cannot read the labels in .*train.json"),
         ({"train.json": json.dumps({"images": []})}, "'categories' is missing"),
-        ({"train.json": "[1]"}, "'categories' is missing or no list"),
+        ({"train.json": "[1]"}, "'categories' is missing or not a list"),
         (coco(annotations=None), "'annotations' is missing or no"),
         (
             coco(annotations=[{"image_id": 7}]),

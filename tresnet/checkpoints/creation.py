@@ -37,14 +37,15 @@ def create(
         name: a name out of `list_models()`; None for that of the weights.
         weights: a tag out of `list_weights()`, the path of a file in our format, timm's or the
             public TResNet one, a directory in timm's layout (`local-dir:DIR` too),
-            `hf-hub:USER/NAME`, or what `open_weights` returned; None for fresh weights.
+            `hf-hub:USER/NAME`, or what `open_weights` returned; None for random weights.
         new_head: take all but the head from the weights, and any `num_classes`.
         features_only: return feature maps instead of logits.
         out_indices: which maps, or how many of the last; 0 is the stem, 1 to 4 the stages.
-        impl: whose kernels run: 'auto', 'triton' or 'reference', see `TResNet.set_impl`.
-        recompute: what backward rebuilds instead of keeping: 'none', 'activations' or 'outputs',
+        impl: which implementation runs: 'auto', 'triton' or 'reference', see
+            `TResNet.set_impl`.
+        recompute: what backward recomputes instead of keeping: 'none', 'activations' or 'outputs',
             see `TResNet.set_recompute`.
-        pad: widen the channels by zeros to multiples of 8, see `tresnet.surgery.pad_channels`.
+        pad: zero-pad the channels to multiples of 8, see `tresnet.surgery.pad_channels`.
             Checkpoints stay those of the model without padding.
         device: where the parameters live.
         dtype: floating-point type of the parameters.
@@ -58,7 +59,7 @@ def create(
 
     Raises:
         InputError: a name or value is unknown, or contradicts the weights.
-        CheckpointError: the weights cannot be had, are damaged or do not fit.
+        CheckpointError: the weights cannot be found or downloaded, are damaged or do not fit.
         MissingDependencyError: `norm='inplace_abn'` without the package.
     """
     if out_indices is not None and not features_only:

@@ -24,10 +24,10 @@ def fetch(tag: str | WeightsEntry) -> Path:
     """Return the file of a tag: from weights/, then from the cache, then downloaded.
 
     Downloads go to the caches of huggingface_hub and torch.hub. A known hash is always checked.
-    Where an original file cannot be had, a warning names the copy of its weights that is taken.
+    Where an original file cannot be found, a warning names the copy of its weights.
 
     Raises:
-        CheckpointError: it cannot be had here, or its hash is wrong.
+        CheckpointError: it can neither be found nor downloaded, or its hash is wrong.
         InputError: there is no such tag.
     """
     entry = tag if isinstance(tag, WeightsEntry) else find(tag)
@@ -99,7 +99,7 @@ def from_hub_layout(repo_id: str) -> tuple[Path, Path | None]:
     """Return the weights of a repository laid out as timm does, and its config.json if it has one.
 
     Raises:
-        CheckpointError: they cannot be had, or the hash is not the hub's.
+        CheckpointError: they cannot be downloaded, or the hash is not the hub's.
     """
     try:
         path = _first_from_hub(repo_id, LAYOUT)

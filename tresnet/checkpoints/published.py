@@ -35,7 +35,7 @@ class WeightsEntry:
         top5: likewise.
         accuracy_source: who measured it, and how.
         command: what trained the weights, for those made by this project.
-        copy: tag of another file of the same weights, for where this one cannot be had any more.
+        copy: tag of another file of the same weights, where this one can no longer be downloaded.
     """
 
     tag: str

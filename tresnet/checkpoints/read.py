@@ -159,14 +159,14 @@ def unwrap(contents: Any, path: Path) -> dict[str, Tensor]:
     wrong = [f"{key} ({_fault(key, value)})" for key, value in contents.items()]
     wrong = [text for text in wrong if not text.endswith(" ()")]
     if wrong:
-        raise CheckpointError(f"{path} holds entries that are no plain tensors: {listed(wrong)}")
+        raise CheckpointError(f"{path} holds entries that are not plain tensors: {listed(wrong)}")
     return _strip_prefixes(contents)
 
 
 def _fault(key: object, value: object) -> str:
     """What makes an entry something else than a name and a plain tensor; '' if it is one."""
     if not isinstance(key, str):
-        return "a name that is no text"
+        return "a name that is not text"
     if not isinstance(value, Tensor):
         return type(value).__name__
     if value.layout != torch.strided or value.is_quantized:
@@ -210,7 +210,7 @@ def _check_metadata(metadata: Any, path: Path) -> dict[str, Any] | None:
         return json.loads(json.dumps(metadata, allow_nan=False))  # a torch file may hold anything
     except (TypeError, ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} has metadata that are no plain values ({type(error).__name__}): save it again"
+            f"{path} has metadata that are not plain values ({type(error).__name__}): save it again"
         ) from error
 
 

@@ -103,7 +103,7 @@ def open_weights(name: str | os.PathLike[str] | OpenWeights) -> OpenWeights:
 
     Raises:
         InputError: an unknown tag.
-        CheckpointError: the file cannot be had, is unreadable or no TResNet.
+        CheckpointError: the file cannot be found or read, or is not of a TResNet.
     """
     if isinstance(name, OpenWeights):
         return name

@@ -159,7 +159,7 @@ def _pairs(content: Any, key: str, kinds: dict[str, Any], path: Path) -> list[tu
     if not isinstance(entries, list):
         raise DataError(
             f"{path}: expected lists of images (id, file_name), categories (id, name) and "
-            f"annotations (image_id, category_id), but {key!r} is missing or no list"
+            f"annotations (image_id, category_id), but {key!r} is missing or not a list"
         )
     pairs = []
     for number, entry in enumerate(entries):

@@ -115,7 +115,7 @@ def read_onnx(path: Path) -> tuple[Run, dict[str, Any]]:
     """A file that `export_model` wrote with format 'onnx', for bytes, and its metadata.
 
     Raises:
-        CheckpointError: there is no such file, or it is no such model.
+        CheckpointError: the file does not exist, or is not such a model.
         MissingDependencyError: onnxruntime is not installed.
     """
     if not path.is_file():
@@ -130,7 +130,8 @@ def read_onnx(path: Path) -> tuple[Run, dict[str, Any]]:
     except Exception as error:  # onnxruntime's errors have no base class of their own
         reason = " ".join(str(error).split())
         raise CheckpointError(
-            f"{path} is no model of tresnet export --format onnx ({reason:.200}): export it again"
+            f"{path} is not a model written by tresnet export --format onnx ({reason:.200}): "
+            "export it again"
         ) from error
     return (lambda x: run(images.prepare(x))), known
 
@@ -217,10 +218,10 @@ class CompiledPackage:
 def load_aoti(path: str | os.PathLike[str]) -> CompiledPackage:
     """Open a package that `export_model` wrote with format 'aoti'.
 
-    A package holds machine code, which runs: open those alone that you trust.
+    A package holds machine code that is run: open only what you trust.
 
     Raises:
-        CheckpointError: there is no such file, or it is no such package.
+        CheckpointError: the file does not exist, or is not such a package.
     """
     if not Path(path).is_file():
         raise CheckpointError(f"no package at {os.fspath(path)}: check the path")
@@ -230,7 +231,7 @@ def load_aoti(path: str | os.PathLike[str]) -> CompiledPackage:
         return CompiledPackage(package, {k: json.loads(v) for k, v in stored if k[0].islower()})
     except (RuntimeError, OSError, KeyError, ValueError, TypeError) as error:
         raise CheckpointError(
-            f"{os.fspath(path)} is no package of tresnet export --format aoti for this machine "
+            f"{os.fspath(path)} is not a package of tresnet export --format aoti for this machine "
             f"({next(iter(str(error).strip().splitlines()), type(error).__name__)})"
         ) from error
 

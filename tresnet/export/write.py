@@ -58,7 +58,7 @@ def export_model(
     descriptions: tuple[str, ...] | None = None,
     labels: str = "single",
 ) -> Exported:
-    """Write a model, folded, in another runtime's format; the file is there once it is checked.
+    """Write a model, folded, in another runtime's format, and check the file in that runtime.
 
     Args:
         model: a TResNet in eval mode, its weights in float32; unchanged.

@@ -52,7 +52,7 @@ class Workspaces:
             table = json.loads(Path(path).read_text(encoding="utf-8"))["workspaces"]
             bad = next((v for v in table.values() if type(v) is not int or v < 0), None)
             if bad is not None:
-                raise ValueError(f"{bad!r} is no number of bytes")
+                raise ValueError(f"{bad!r} is not a number of bytes")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InputError(
                 f"expected a table of workspaces at {path} (a JSON object with the key "

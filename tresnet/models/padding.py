@@ -40,7 +40,8 @@ def pad_channels(model: ModuleT, multiple: int = 8, *, inplace: bool = False) ->
 
     Args:
         model: a TResNet, or a module around one; unchanged unless `inplace`.
-        multiple: what the widths shall be divisible by. A padded model is padded anew.
+        multiple: what the widths are to be divisible by. A padded model is padded again from
+            its original widths.
         inplace: change `model` itself.
 
     Returns:

@@ -113,12 +113,12 @@ def build(
     dtype: torch.dtype | None = None,
     **options: Unpack[ModelOptions],
 ) -> TResNet:
-    """Build a variant with fresh weights.
+    """Build a variant with random weights.
 
     Args:
         name: a name out of `list_models()`.
-        impl: whose kernels run, see `TResNet.set_impl`.
-        recompute: what backward rebuilds instead of keeping, see `TResNet.set_recompute`.
+        impl: which implementation runs, see `TResNet.set_impl`.
+        recompute: what backward recomputes instead of keeping, see `TResNet.set_recompute`.
         pad: widen the channels by zeros to multiples of 8, see `tresnet.surgery.pad_channels`.
         device: where the parameters live; 'meta' allocates nothing.
         dtype: floating-point type of the parameters.

@@ -91,14 +91,14 @@ class Predictor:
             runtime: 'torch', or 'onnx' for onnxruntime on the CPU.
             maps: make a Grad-CAM picture of the likeliest class for each image (needs torchcam).
             device: where PyTorch computes.
-            impl: whose kernels run, see `TResNet.set_impl`.
+            impl: which implementation runs, see `TResNet.set_impl`.
             pad: widths in multiples of 8, see `tresnet.surgery.pad_channels`.
             compute: precision, layout, compiling.
             say: told how long compiling took; None for the log.
 
         Raises:
             InputError: a value is out of range, or the model gives no classes of RGB images.
-            CheckpointError: the weights cannot be had or read, or are not finite.
+            CheckpointError: the weights cannot be found or read, or are not finite.
             MissingDependencyError: torchcam or onnxruntime is not installed.
         """
         if runtime not in ("torch", "onnx"):
@@ -135,7 +135,7 @@ class Predictor:
 
         Raises:
             BadImageError: an image cannot be read.
-            InputError: something is no image, or a folder has none.
+            InputError: something is not an image, or a folder has none.
         """
         good: list[tuple[str, Tensor]] = []
         for name, read in pictures(images):
@@ -175,7 +175,7 @@ def predict(
     top_k: int = 1,
     **options: Any,
 ) -> list[Prediction]:
-    """Name what images show.
+    """Predict the classes of images.
 
     Args:
         images: paths of files or folders, patterns, PIL images, or bytes (N, 3, H, W) in uint8;
@@ -189,9 +189,9 @@ def predict(
         For each image its name, classes, probabilities and class numbers.
 
     Raises:
-        InputError: a value is out of range, or something is no image.
+        InputError: a value is out of range, or something is not an image.
         BadImageError: an image cannot be read.
-        CheckpointError: the weights cannot be had.
+        CheckpointError: the weights cannot be found or read.
     """
     return list(Predictor(weights, top_k=top_k, **options)(images))
 

@@ -54,7 +54,7 @@ def pictures(images: Source | Iterable[Source]) -> Iterator[tuple[str, Callable[
     """Each image's name, and what reads it as 8-bit RGB.
 
     Raises:
-        InputError: something is no image.
+        InputError: something is not an image.
     """
     from PIL.Image import Image
 

@@ -30,9 +30,9 @@ def fold(
     y = gamma (conv(x) - mean) / sqrt(var + eps) + beta becomes one convolution with bias, computed
     in float64 and rounded once. Besides TResNets, alone or inside another module, it folds a
     `Conv2d` followed by a `BatchNorm2d` or one of our norms in any `nn.Sequential`, which must be
-    called as a whole: a model that calls the children one by one, and does something between them,
-    is not told apart and comes out wrong. Nothing of the result asks for a gradient, and it refuses
-    training mode and checkpoints: load before, export after.
+    called as a whole: where a model calls the children one by one and does something between them,
+    the result is wrong without an error. The result has no gradients and refuses training mode and
+    checkpoints: load before, export after.
 
     Args:
         model: in eval mode; unchanged unless `inplace`.

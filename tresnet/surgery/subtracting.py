@@ -25,7 +25,7 @@ def replace_conv(
     mode: Mode = "composed",
     which: Which | Callable[[str, nn.Conv2d], bool] = "smaller",
 ) -> list[str]:
-    """Swap suitable convolutions of `model` for freshly initialised `SubtractedConv`s, in place.
+    """Replace suitable convolutions of `model` by new, random `SubtractedConv` layers, in place.
 
     Suitable is what a `SubtractedConv` can stand in for: square odd kernel, padding kernel // 2,
     equal strides, no dilation, groups or bias, an even number of output channels, nothing that

@@ -27,8 +27,8 @@ def swap_norm(model: ModuleT, norm: str) -> ModuleT:
 
     Args:
         model: a TResNet, or any module with our norms inside.
-        norm: 'abn', 'batchnorm' or 'inplace_abn'. The last knows no gamma below its eps (1e-5);
-            the zero-initialised gammas of a fresh model are such.
+        norm: 'abn', 'batchnorm' or 'inplace_abn'. The last cannot represent a gamma below its eps
+            (1e-5), such as the zero-initialised ones of a new model.
 
     Returns:
         The model.
