@@ -106,7 +106,7 @@ def fill(path):
 def change(key, value):
     def write(path):
         content = torch.load(path, weights_only=True)
-        torch.save({**content, key: value} if value is not None else {"format": 2}, path)
+        torch.save({**content, key: value} if value is not None else {"format": state.FORMAT}, path)
 
     return write
 
@@ -121,6 +121,7 @@ DAMAGES = {
     "odd progress": change("progress", {"epoch": "two"}),
     "odd identity": change("identity", {"world": 1}),
     "odd rows": change("rows", [{"loss": torch.zeros(3)}]),
+    "odd metadata": change("metadata", {"config": {"variant": "tresnet_q"}}),
     "odd generators": change("generators", []),
     "odd config": change("config", {"optim": {"lr": "fast"}}),
     "directory": lambda path: (path.unlink(), path.mkdir()),

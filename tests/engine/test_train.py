@@ -18,15 +18,18 @@ import torch
 from tests.engine.conftest import config_on
 from tests.engine.images import write_images
 from tests.engine.runs import assert_same_run, rows_of
+from tresnet.checkpoints.creation import create
+from tresnet.checkpoints.save import save_checkpoint
 from tresnet.checkpoints.weights import describe
 from tresnet.data import ImageDataset
 from tresnet.engine import config as configs
 from tresnet.engine import state, trainer
 from tresnet.engine import train as training
+from tresnet.engine.command import parse_train
 from tresnet.engine.evaluate import Metrics
 from tresnet.engine.logs import RunLog
 from tresnet.engine.train import train
-from tresnet.errors import ConfigError, DataError, TrainingError, WriteError
+from tresnet.errors import CheckpointError, ConfigError, DataError, TrainingError, WriteError
 from tresnet.steps import ScheduleConfig, TrainingStep
 from tresnet.steps.optim import create_schedule
 
@@ -581,6 +584,35 @@ def test_finetuning_takes_all_but_the_head(tiny, tmp_path, whole, capsys):
         result = train(tiny(**options, data=str(images), name=f"{len(classes)}", new_head=True))
         assert describe(result.run_dir / "best.safetensors").classes == classes
     assert capsys.readouterr().out.count("warning: expected at least 2 classes, got 1 (cat)") == 1
+
+
+@pytest.mark.parametrize("auto", [False, True])
+def test_a_run_goes_on_without_the_weights_it_started_from(
+    tiny, tmp_path, whole, monkeypatch, auto
+):
+    """And ends with the same files, whatever the weights said of the model and its images."""
+    weights = tmp_path / "start.safetensors"
+    start = create("tresnet_t", layers=(1, 1, 1, 1), width_factor=0.125, num_classes=3)
+    start.set_slopes(0.2, 0.1)
+    start.pretrained_cfg |= {"input_size": (3, 12, 12), "crop_mode": "squash", "tag": "own"}
+    save_checkpoint(start, weights, metadata={"classes": ["blue", "green", "red"]})
+    options = {"weights": str(weights), "pad": True}
+    options |= dict.fromkeys(("model", "layers", "width_factor", "input_size", "crop_mode"))
+    uncut = train(tiny(**options, name="uncut")).run_dir
+    with monkeypatch.context() as patch:
+        kill_after(patch, 8)
+        stopped = train(tiny(**options)).run_dir
+    weights.unlink()
+    if auto:
+        resumed = train(tiny(**options), resume=Path("auto"))
+    else:
+        monkeypatch.chdir(stopped)
+        resumed = train(parse_train(["--resume", "."]).config, resume=Path(stopped))
+    assert_same_run(resumed.run_dir, uncut)
+    best = "best.safetensors"
+    assert (resumed.run_dir / best).read_bytes() == (uncut / best).read_bytes()
+    with pytest.raises(CheckpointError, match="start"):
+        train(tiny(**options, name="new"))
 
 
 def test_a_run_that_waits_for_its_data_says_so_and_what_would_cure_it(tiny, monkeypatch, capsys):

@@ -78,9 +78,11 @@ def _train(arguments: Sequence[str]) -> int:
     command = parse_train(arguments)
     if command.dry_run:
         validate(command.config)
-        config = resolve(command.config)
         if command.resume is not None and str(command.resume) != AUTO:
-            config = configs.resumed(rundir.load_config(command.resume, _note), config)
+            saved = rundir.load_config(command.resume, _note)
+            config = configs.resumed(saved, command.config)
+        else:
+            config = resolve(command.config)
         config = batch_size.foresee(config, _note)
         sys.stdout.write(configs.to_json(config))
         return 0

@@ -282,6 +282,10 @@ FREE_AT_RESUME = frozenset(
 )
 
 
+# What a run fills in that its options leave open.
+RESOLVED = ("model", "input_size", "crop_pct", "crop_mode", "interpolation")
+
+
 def to_json(config: TrainConfig) -> str:
     """The configuration as indented JSON text with a final newline."""
     return json.dumps(config.to_dict(), indent=2) + "\n"
@@ -350,10 +354,12 @@ def replace(config: TrainConfig, **changes: object) -> TrainConfig:
 
 
 def resumed(saved: TrainConfig, wanted: TrainConfig) -> TrainConfig:
-    """The configuration of a resumed run: `--batch-size auto` is what it was when the run began."""
-    if wanted.data.batch_size != AUTO:
-        return wanted
-    return replace(wanted, batch_size=saved.data.batch_size)
+    """The configuration of a resumed run: what it leaves open is what it was when the run began."""
+    before, now = flatten(saved), flatten(wanted)
+    left_open = [name for name in RESOLVED if now[name] is None]
+    if wanted.data.batch_size == AUTO:
+        left_open.append("batch_size")
+    return replace(wanted, **{name: before[name] for name in left_open})
 
 
 def check_resumable(saved: TrainConfig, wanted: TrainConfig, best: Path) -> None:

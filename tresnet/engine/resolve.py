@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tresnet.checkpoints.creation import create
+from tresnet.checkpoints.metadata import check_metadata
 from tresnet.checkpoints.weights import WeightsInfo, describe, open_weights
 from tresnet.engine import config as configs
 from tresnet.engine.config import ImageConfig, TrainConfig
@@ -72,6 +73,20 @@ def create_model(config: TrainConfig, classes: Sequence[str]) -> TResNet:
         "crop_mode": data.crop_mode,
         "interpolation": data.interpolation,
     }
+    return model
+
+
+def rebuild_model(config: TrainConfig, metadata: dict[str, Any]) -> TResNet:
+    """Build the model of a run that goes on, whose state has its weights and this metadata.
+
+    So the weights that the run started from need not be there any more.
+    """
+    options = check_metadata(metadata).to_dict()
+    name = options.pop("variant")
+    del options["bottlenecks"]  # the variant's
+    how = {key: getattr(config.model, key) for key in ("impl", "recompute", "pad")}
+    model = zoo.build(name, **options, **how)
+    model.pretrained_cfg = metadata["pretrained_cfg"]
     return model
 
 

@@ -25,7 +25,7 @@ def claim(
     """Find the run to go on with and lock its directory; called by process 0 alone.
 
     Args:
-        config: A resolved configuration.
+        config: What to do.
         resume: A run's directory; `auto` for that of `--name`, if there is one; None for no run.
         held: Holds the lock from then on.
         say: Told of damage.
@@ -58,8 +58,8 @@ def claim(
             f"expected a checkpoint to resume from in {directory}, found none: the run stopped"
             " before its first one, or this is not a run's directory"
         )
-    saved = config if found is None else load_config(directory, say)
-    write_config(directory, saved)
+    if found is not None:
+        write_config(directory, load_config(directory, say))
     return directory, found
 
 

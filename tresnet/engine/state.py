@@ -16,14 +16,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from tresnet.checkpoints.metadata import check_metadata
+from tresnet.checkpoints.save import checkpoint_metadata
 from tresnet.engine import fields
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.distributed import Processes
-from tresnet.errors import CheckpointError, ConfigError
+from tresnet.errors import CheckpointError, ConfigError, InputError
 from tresnet.files import atomic_write, explained
 from tresnet.steps import TrainingStep
 
-FORMAT = 2
+FORMAT = 3
 LAST, PREVIOUS, BEST = "last.pt", "previous.pt", "best.safetensors"
 DAMAGED = "damaged.pt"
 
@@ -122,6 +124,7 @@ def save(directory: Path, step: TrainingStep, record: Record, processes: Process
         "identity": dataclasses.asdict(record.identity),
         "progress": dataclasses.asdict(record.progress),
         "rows": record.rows,
+        "metadata": checkpoint_metadata(step.model),
         "generators": generators,
     }
     path, previous = directory / LAST, directory / PREVIOUS
@@ -202,14 +205,15 @@ def read(path: Path) -> tuple[Record, dict[str, Any]]:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"expected a training state of format {FORMAT} in {path}")
     parts = {"config": TrainConfig, "identity": Identity, "progress": Progress}
-    missing = {*parts, "rows", "generators", "model", "optimizer"} - content.keys()
+    missing = {*parts, "rows", "metadata", "generators", "model", "optimizer"} - content.keys()
     if missing:
         raise CheckpointError(f"expected a whole training state in {path}, without {missing}")
     try:
         built = {
             name: fields.build(cls, content[name], str(path), name) for name, cls in parts.items()
         }
-    except (ConfigError, TypeError) as error:
+        check_metadata(content["metadata"])
+    except (AttributeError, ConfigError, InputError, TypeError) as error:
         raise CheckpointError(f"expected a training state: {error}") from error
     if not _is_table(content["rows"]):
         raise CheckpointError(f"expected rows of a log in {path}, got something else")

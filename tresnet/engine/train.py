@@ -16,7 +16,7 @@ from tresnet.engine.distill import create_teacher
 from tresnet.engine.distributed import Processes
 from tresnet.engine.images import create_loaders, open_splits
 from tresnet.engine.losses import Losses
-from tresnet.engine.resolve import create_model, resolve
+from tresnet.engine.resolve import create_model, rebuild_model, resolve
 from tresnet.engine.signals import StopRequest
 from tresnet.engine.state import BEST, Identity, Record
 from tresnet.engine.trainer import Trainer, TrainResult
@@ -43,7 +43,6 @@ def train(config: TrainConfig, resume: Path | None = None) -> TrainResult:
         TrainingError: The loss is no longer finite, or the GPU's memory is full.
     """
     validate(config)
-    config = resolve(config)
     with (
         StopRequest() as stop,
         distributed.join(config.compute.device) as processes,
@@ -54,7 +53,9 @@ def train(config: TrainConfig, resume: Path | None = None) -> TrainResult:
         claimed = rundir.claim(config, resume, held, console.say) if processes.is_main else None
         run_dir, path = processes.from_main(claimed)
         saved, content = (None, None) if path is None else state.read(path)
-        if saved is not None:
+        if saved is None:
+            config = resolve(config)
+        else:
             config = configs.resumed(saved.config, config)
             configs.check_resumable(saved.config, config, run_dir / BEST)
         splits = open_splits(config, processes)
@@ -78,7 +79,10 @@ def train(config: TrainConfig, resume: Path | None = None) -> TrainResult:
         memory = MemoryMeter(processes.device)
         memory.phase("initial")
         state.seed_everything(config.run.seed, processes.device)
-        model = create_model(config, splits.classes)
+        if content is None:
+            model = create_model(config, splits.classes)
+        else:
+            model = rebuild_model(config, content["metadata"])
         updates = -(-passes // config.optim.accumulate) * config.schedule.epochs
         step = create_step(model, config, processes, updates, console.say)
         teacher = create_teacher(config, splits.classes, processes.device)
@@ -93,6 +97,8 @@ def train(config: TrainConfig, resume: Path | None = None) -> TrainResult:
                 rundir.create(config, datetime.datetime.now(), held) if processes.is_main else None
             )
             run_dir = processes.from_main(made)
+        elif saved is None and processes.is_main:
+            rundir.write_config(run_dir, config)
         trainer = Trainer(
             record,
             config,
