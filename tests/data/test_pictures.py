@@ -77,6 +77,14 @@ def test_every_crop_of_a_photograph_is_pillows(photos, decoded_in_part):
     assert decoded_in_part == [True] * 14 * len(photos)
 
 
+@linux
+def test_a_crop_one_pixel_wide_is_pillows(photos):
+    """nvImageCodec takes the colours of the first column alone from elsewhere."""
+    for data in photos:
+        crop = Picture(data, "x").crop((7, 0, 40, 1))
+        np.testing.assert_array_equal(crop.numpy(), pillow(data)[7:47, :1])
+
+
 def exif_turned():
     exif = Image.Exif()
     exif[0x0112] = 6

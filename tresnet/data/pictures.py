@@ -124,8 +124,16 @@ class Picture:
         Raises:
             BadImageError: as for `rgb`, of the whole image.
         """
-        pixels = _decode_region(self.data, box) if self.plain_size() else None
-        return crop_of(self.rgb(), box) if pixels is None else pixels
+        top, left, height, width = box
+        # nvImageCodec may get the colours of a single column wrong: decode the one beside it too
+        first = min(left, max(self.size[0] - 2, 0)) if width == 1 else left
+        wide = max(width, min(2, self.size[0]))
+        pixels = None
+        if self.plain_size():
+            pixels = _decode_region(self.data, (top, first, height, wide))
+        if pixels is None:
+            return crop_of(self.rgb(), box)
+        return pixels[:, left - first :][:, :width]
 
     def plain_size(self) -> tuple[int, int] | None:
         """Width and height of a plain, whole, baseline JPEG in RGB; None of anything else.
