@@ -46,7 +46,7 @@ device=cuda batch=256 half_batch=128 double_batch=512
 common=(--input-size 224 --channels-last)
 steps=(--warmup-steps 3 --rounds 4 --steps 5)
 ops_options=(--batch-size 128 --input-size 224 --dtype bf16 --rounds 20)
-largest_options=(--first 64 --granularity 16 --memory-gib 79)
+largest_options=(--first 64 --granularity 16 --gpu-memory 79GiB)
 kernel_tests=(tests/ops/test_abn_kernels.py tests/ops/test_blur_kernels.py tests/models/test_kernels.py)
 if $rehearsing; then
     m=tresnet_t l=tresnet_t xl=tresnet_t

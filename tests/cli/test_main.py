@@ -41,7 +41,7 @@ def test_help_names_every_command(capsys):
         ("list", "PATTERN"),
         ("info", "MODEL --input-size --num-classes"),
         ("bench", "train infer max-batch ops report"),
-        ("bench max-batch", "MODEL --granularity --memory-gib"),
+        ("bench max-batch", "MODEL --granularity --gpu-memory"),
         ("bench ops", "[OP --rounds --time-limit-s"),
         ("bench report", "--into --pictures --picture-format {svg,png}"),
         ("bench train", "MODEL --batch-size --amp --compile --norm --sequential"),

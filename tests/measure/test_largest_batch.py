@@ -160,7 +160,7 @@ def test_cudnn_searches_only_for_the_answer(monkeypatch, tmp_path):
         ({"at_most": 1}, "expected at_most of at least 2, got 1"),
         ({"at_most": None}, "expected at_most on cpu, got none: only a GPU says when it is full"),
         ({"time_limit_s": float("nan")}, "expected a time limit above 0 s, got nan"),
-        ({"memory_gib": 0.0}, "expected a memory limit above 0 GiB, got 0.0"),
+        ({"gpu_memory": "0GiB"}, "expected a size above zero, got '0GiB'"),
     ],
 )
 def test_bad_settings(changes, message, search):
@@ -170,11 +170,11 @@ def test_bad_settings(changes, message, search):
 
 @pytest.mark.gpu
 def test_a_memory_limit_is_kept(tmp_path, cuda_device):
-    def largest(gib):
-        chosen = LargestSettings(device="cuda", memory_gib=gib, output_dir=tmp_path)
+    def largest(memory):
+        chosen = LargestSettings(device="cuda", gpu_memory=memory, output_dir=tmp_path)
         return largest_batches([case()], chosen, ["tresnet"], str).rows[0]
 
-    row = largest(1.0)
+    row = largest("1GiB")
     assert row["limited_by"] == "memory"
     assert 0 < row["max_allocated_mib"] <= 1024
-    assert largest(2.0)["largest_batch"] > row["largest_batch"]
+    assert largest("2GiB")["largest_batch"] > row["largest_batch"]

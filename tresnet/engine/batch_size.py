@@ -13,6 +13,7 @@ from tresnet.engine.distributed import Processes, pick_device
 from tresnet.engine.images import foresee as foresee_images
 from tresnet.engine.losses import loss_of
 from tresnet.engine.resolve import create_model
+from tresnet.env import parse_size
 from tresnet.errors import ConfigError, InputError, TResNetError
 from tresnet.ops.dispatch import lacking
 
@@ -117,7 +118,6 @@ def gpu_of(config: TrainConfig, device: torch.device) -> "Device":
         ConfigError: The device is no GPU.
     """
     from tresnet.memory import present_device
-    from tresnet.memory.device import parse_size
 
     if device.type != "cuda":
         raise ConfigError(

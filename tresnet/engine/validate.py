@@ -9,6 +9,7 @@ from typing import Any
 
 from tresnet.engine import fields
 from tresnet.engine.config import AUTO, TrainConfig
+from tresnet.env import parse_size
 from tresnet.errors import ConfigError, InputError
 from tresnet.steps.settings import Range
 
@@ -57,8 +58,6 @@ def range_problems(options: Any) -> Iterator[str]:
 
 
 def _problems_elsewhere(config: TrainConfig) -> Iterator[str]:
-    from tresnet.memory.device import parse_size
-
     try:
         config.augment.check()
         if config.compute.gpu_memory is not None:

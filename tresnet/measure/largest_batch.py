@@ -66,7 +66,7 @@ def largest_batches(
     limit_s = min(share_s, settings.case_limit_s or math.inf)
     each = dataclasses.replace(settings, time_limit_s=None, case_limit_s=limit_s)
     compiles = any(case.compile != "none" for case in checked)
-    with searching_algorithms(False), _limited(device, settings.memory_gib) as limit:
+    with searching_algorithms(False), _limited(device, settings.gpu_memory) as limit:
         groups = [[LargestContender(case, each, device, limit, log)] for case in checked]
         return run(groups, each, log=log, record=record, compiles=compiles)
 
@@ -207,13 +207,13 @@ def find_edge(
 
 
 @contextlib.contextmanager
-def _limited(device: torch.device, limit_gib: float | None) -> Iterator[int | None]:
+def _limited(device: torch.device, limit: str | None) -> Iterator[int | None]:
     """Inside, PyTorch's allocator may take no more; yields the bytes there are, None on a CPU."""
     if device.type != "cuda":
         yield None
         return
     total_bytes = torch.cuda.get_device_properties(device).total_memory
-    limit_bytes = total_bytes if limit_gib is None else min(total_bytes, int(limit_gib * 2**30))
+    limit_bytes = total_bytes if limit is None else min(total_bytes, env.parse_size(limit))
     torch.cuda.set_per_process_memory_fraction(limit_bytes / total_bytes, device)
     try:
         yield limit_bytes

@@ -77,9 +77,9 @@ class LargestSettings(RunSettings):
     """The answer is a multiple of this."""
     at_most: int | None = None
     """Try no larger batch; needed on a CPU."""
-    memory_gib: float | None = None
-    """Give PyTorch's allocator no more than this, so that a larger GPU stands for a smaller one;
-    the CUDA context, about half a GiB, comes on top."""
+    gpu_memory: str | None = None
+    """Give PyTorch's allocator no more than this, such as 79GiB, so that a larger GPU stands for a
+    smaller one; the CUDA context, about half a GiB, comes on top."""
     seed: Suppress[int] = 0
 
     def check(self) -> None:
@@ -91,8 +91,10 @@ class LargestSettings(RunSettings):
             )
         if self.at_most is not None and self.at_most < self.first:
             raise InputError(f"expected at_most of at least {self.first}, got {self.at_most}")
-        if self.memory_gib is not None and not 0 < self.memory_gib < math.inf:
-            raise InputError(f"expected a memory limit above 0 GiB, got {self.memory_gib}")
+        if self.gpu_memory is not None:
+            from tresnet.env import parse_size
+
+            parse_size(self.gpu_memory)
 
 
 @dataclasses.dataclass(frozen=True)

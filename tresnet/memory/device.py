@@ -1,21 +1,14 @@
 """What a prediction needs to know of a GPU: its memory, cuBLAS's workspace and the context."""
 
-import re
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
 import torch
 
+from tresnet.env import parse_size
 from tresnet.errors import InputError
 
 MIB = 2**20
 GIB = 2**30
-_UNITS = {
-    "": 1, "b": 1,
-    "kib": 2**10, "mib": MIB, "gib": GIB, "tib": 2**40,
-    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-}  # fmt: skip
-_SIZE = re.compile(r"\s*([0-9]{0,15}\.?[0-9]{1,15})\s*([a-zA-Z]*)\s*")
 # PyTorch gives cuBLAS 8,519,680 B before Hopper and 32 MiB on Hopper, once a handle.
 _CUBLAS_WORKSPACE_BYTES = 8_519_680
 _CUBLAS_WORKSPACE_HOPPER_BYTES = 32 * MIB
@@ -102,25 +95,6 @@ def describe_device(name: str, capacity_bytes: int, capability: tuple[int, int])
     hopper = capability == (9, 0)
     workspace = _CUBLAS_WORKSPACE_HOPPER_BYTES if hopper else _CUBLAS_WORKSPACE_BYTES
     return Device(name, capacity_bytes, workspace)
-
-
-def parse_size(size: str | int) -> int:
-    """Bytes from `80GiB`, `512 MiB`, `24GB` (powers of ten) or a plain count of bytes.
-
-    Raises:
-        InputError: not a size, an unknown unit, or not above zero.
-    """
-    number, unit = size, ""
-    if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
-        number, unit = Fraction(match[1]), match[2].lower()
-    if isinstance(number, bool) or not isinstance(number, int | Fraction) or unit not in _UNITS:
-        raise InputError(
-            f"expected a size such as '80GiB', '512MiB' or a number of bytes, got {size!r}"
-        )
-    n_bytes = int(number * _UNITS[unit])
-    if n_bytes <= 0:
-        raise InputError(f"expected a size above zero, got {size!r}")
-    return n_bytes
 
 
 def mib(n_bytes: float) -> str:
