@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from tresnet.checkpoints.save import save_checkpoint
-from tresnet.cli import info, main
+from tresnet.cli import info
 from tresnet.cli.main import main as run
 from tresnet.cli.output import format_table
 from tresnet.env import package_version
@@ -98,14 +98,6 @@ def test_ctrl_c_is_exit_code_130_and_a_mistake_of_ours_a_traceback(monkeypatch, 
         ending(TypeError("a mistake of ours"))
 
 
-def test_program_exits_with_the_code():
-    """The entry point in a process of its own, warnings being errors."""
-    command = [sys.executable, "-W", "error", "-m", main.__name__, "info", "tresnet_q"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert result.returncode == 2
-    assert result.stderr.startswith("error: unknown model")
-
-
 # Forks for each case, so that torch is imported once: its Python ends as any other does.
 CASES = """
 import json, os, sys, warnings
@@ -156,7 +148,7 @@ def ended(tmp_path_factory):
     ]
     command = [sys.executable, "-W", "error", "-c", CASES, json.dumps(cases)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run(command, cwd=folder, env=environment, check=True, timeout=100)
+    subprocess.run(command, cwd=folder, env=environment, check=True, timeout=300)
     return {
         name: ((folder / f"{name}.out").read_bytes(), (folder / f"{name}.err").read_bytes(),
                int((folder / f"{name}.code").read_text()))

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tresnet
 from tests.live_storages import live_after
-from tests.ops.kernels import DEVICE, LAYOUTS, large_tiles, poisoned_memory  # noqa: F401
+from tests.ops.kernels import DEVICE, large_tiles, poisoned_memory  # noqa: F401
 from tresnet.errors import InputError
 from tresnet.models.tresnet import RECOMPUTE
 from tresnet.ops.abn import launch
@@ -33,12 +33,11 @@ def step(model, x):
     return {"logits": y.detach(), **grads, **dict(model.named_buffers())}
 
 
-@pytest.mark.parametrize(("layout", "options"), [("nchw", {}), ("nhwc", {"drop_path_rate": 0.2})])
-def test_a_training_step_equals_the_plain_one(layout, options):
-    x = torch.rand(2, 3, 20, 20, device=DEVICE).to(memory_format=LAYOUTS[layout])
+def test_a_training_step_in_channels_last_equals_the_plain_one():
+    x = torch.rand(2, 3, 20, 20, device=DEVICE).to(memory_format=torch.channels_last)
     results = []
     for impl in ("triton", "reference"):
-        model = make(impl, **options).to(memory_format=LAYOUTS[layout])
+        model = make(impl, drop_path_rate=0.2).to(memory_format=torch.channels_last)
         torch.manual_seed(1)  # of the drop path
         results.append(step(model, x))
     for name, expected in results[1].items():
@@ -131,12 +130,12 @@ def test_backward_adds_no_two_gradients_of_a_join(recompute):
     x = torch.rand(2, 3, 20, 20, device=DEVICE)
     results, counts = [], []
     for impl in ("triton", "reference"):
-        model = make(impl, layers=(2, 2, 1, 2), recompute=recompute)
+        model = make(impl, layers=(2, 1, 1, 2), recompute=recompute)
         with Additions() as additions:
             results.append(step(model, x))
         counts.append(additions.count)
     assert counts[0] == 1  # the stem's output has two readers and no join
-    assert counts[1] >= 2 * 7  # seven blocks: one sum forward, one backward
+    assert counts[1] >= 2 * 6  # six blocks: one sum forward, one backward
     for name, expected in results[1].items():
         difference = (results[0][name] - expected).float().norm()
         assert difference <= 1e-4 * expected.float().norm(), name

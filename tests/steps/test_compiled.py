@@ -52,11 +52,9 @@ def test_training_equals_eager_and_keeps_less(without_code, caplog):
     assert f"compiled in {run.warmup_s:.1f} s" in caplog.text
     less = kept(run, x)
     torch.compiler.reset()
-    most = kept(compile_model(make(), training=True, recompute="none"), x)
-    torch.compiler.reset()
     own = make()
     own.set_recompute("none")
-    assert kept(compile_model(own, training=True), x) == most > less / 0.8
+    assert kept(compile_model(own, training=True), x) > less / 0.8
 
 
 @pytest.mark.slow
