@@ -109,10 +109,15 @@ warm() { # warm KIND CASE...: compile cases, four at a time
     return "$failed"
 }
 
+warm_kernels() { # warm_kernels MODEL [OPTION...]: its Triton kernels, one process a core
+    $rehearsing || timeout --foreground -k 5 60 "$python" -m tresnet.cli.main warm "$@" --batch-size "$batch" \
+        --amp bf16 --channels-last || echo "not warmed: $1"
+}
+
 kernels() { timeout --foreground -k 5 "$limit_s" "$python" -m pytest -q -x --no-header "${kernel_tests[@]}"; }
 
 eager() { compare train "$1" "$timm_m" "$m@$kernels" "$resnet" "$m@$kernels,recompute=none" "$m@$public"; }
-eager_256() { eager "$batch"; }
+eager_256() { warm_kernels "$m"; eager "$batch"; }
 eager_128() { eager "$half_batch"; }
 graphs() { compare train "$half_batch $batch" "$timm_m" "$m@$kernels,$graph"; }
 
@@ -125,10 +130,10 @@ where_a_step_goes() { # where_a_step_goes CASE...
 profile_eager() { where_a_step_goes "$timm_m" "$m@$kernels"; }
 profile_compiled() { where_a_step_goes "$timm_m@$peer" "$m@$compiled"; }
 
-warm_ml() { warm train "${train_m_compiled[@]}" "${train_l_compiled[@]}"; }
+warm_ml() { warm_kernels "$l" --pad; warm train "${train_m_compiled[@]}" "${train_l_compiled[@]}"; }
 train_m() { compare train "$batch" "${train_m_compiled[@]}"; }
 train_l() { compare train "$batch" "${train_l_compiled[@]}" "$timm_l" "$l@pad=true,$kernels"; }
-warm_xl() { warm train "${train_xl_compiled[@]}"; }
+warm_xl() { warm_kernels "$xl" --pad; warm train "${train_xl_compiled[@]}"; }
 train_xl() { compare train "$batch" "${train_xl_compiled[@]}" "$timm_xl" "$xl@pad=true,$kernels"; }
 warm_infer() { warm infer "${infer_compiled[@]}"; }
 infer() { compare infer "$batch" "${infer_compiled[@]}" "$timm_m" "$m" "$resnet"; }

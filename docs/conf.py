@@ -46,6 +46,7 @@ COMMANDS = [
     ["tresnet", "bench", "loader"],
     ["tresnet", "memory", "predict"],
     ["tresnet", "memory", "max-batch"],
+    ["tresnet", "warm"],
 ]
 
 

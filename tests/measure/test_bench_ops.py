@@ -94,7 +94,7 @@ def test_kernels_cut_otherwise_are_contenders_of_their_own(monkeypatch, measured
 
     def spied(*args, **kwargs):
         cut = plan(*args, **kwargs)
-        seen.add((case, cut.options["num_warps"], tiles.TILE))
+        seen.add((case, cut.warps, tiles.TILE))
         return cut
 
     replace(monkeypatch, "abn", places=(OPS["abn"].places[0]._replace(channels=3, reduction=8),))

@@ -24,12 +24,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tresnet.ops.abn import kernels, launch
-from tresnet.ops.blur_pool import kernels as blur_kernels
+from tresnet.ops import operators
+from tresnet.ops.abn import launch
 from tresnet.ops.blur_pool import launch as blur_launch
-from tresnet.ops.excite import kernels as excite_kernels
 from tresnet.ops.excite import launch as excite_launch
-from tresnet.ops.space_to_depth import kernels as stem_kernels
 from tresnet.ops.space_to_depth import launch as stem_launch
 
 POINTERS = {
@@ -43,21 +41,15 @@ CHANNELS = {torch.channels_last: (64, 76, 83), torch.contiguous_format: (83,)}
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
-class Recorder:
-    """Stands in for the kernels' module and keeps the arguments of each launch."""
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-        self.launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        function = getattr(self.module, name)
-
-        class Grid:
-            def __getitem__(_, grid: Any) -> Any:  # noqa: N805
-                return lambda *args, **options: self.launches.append((function, args, options))
-
-        return Grid()
+def named(launched: list[Any]) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """Launches that `operators.noted` noted, their constants by name."""
+    found = []
+    for function, tensors, numbers, warps in launched:
+        given = dict(zip(function.arg_names, (*tensors, *numbers), strict=True))
+        options = {function.arg_names[index]: given.pop(function.arg_names[index])
+                   for index in function.constexprs}  # fmt: skip
+        found.append((function, tuple(given.values()), {**options, "num_warps": warps}))
+    return found
 
 
 def source_of(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> ASTSource:
@@ -124,12 +116,8 @@ def longest_loop(compiled: Any) -> int:
     return longest
 
 
-def launches(dtype: torch.dtype, layout: torch.memory_format, channels: int) -> list[Any]:
-    """Every kernel in every combination of its switches that a model uses."""
-    recorder = Recorder(kernels)
-    launch._kernels = lambda: recorder  # pyright: ignore[reportAttributeAccessIssue]
-    excitations = Recorder(excite_kernels)
-    excite_launch._kernels = lambda: excitations  # pyright: ignore[reportAttributeAccessIssue]
+def launches(dtype: torch.dtype, layout: torch.memory_format, channels: int) -> None:
+    """Launch every kernel in every combination of its switches that a model uses."""
     x = torch.empty(256, channels, 28, 28, dtype=dtype, device="meta").to(memory_format=layout)
     half = torch.empty(256, channels, 14, 14, dtype=dtype, device="meta").to(memory_format=layout)
     vector = torch.empty(channels, device="meta")
@@ -162,29 +150,22 @@ def launches(dtype: torch.dtype, layout: torch.memory_format, channels: int) -> 
             excite_launch.backward(partial, stats, vector, gate, gate, hidden, *layers, 784)
         launch.merge_grad_sums(partial, gates, gates, stats, 256 * 28 * 28)
         launch.grad_apply(grad, x, stats, vector, gates, gates, stats, slope, blur, True)
-    return recorder.launches + excitations.launches
 
 
-def blur_launches(dtype: torch.dtype) -> list[Any]:
+def blur_launches(dtype: torch.dtype) -> None:
     """The blur and its transpose, channels last and first, wide and odd."""
-    recorder = Recorder(blur_kernels)
-    blur_launch._kernels = lambda: recorder  # pyright: ignore[reportAttributeAccessIssue]
     for layout, widths in CHANNELS.items():
         for channels in widths:
             x = torch.empty(8, channels, 28, 28, dtype=dtype, device="meta")
-            y = blur_launch.blur.__wrapped__(x.to(memory_format=layout))
-            blur_launch.transposed_blur.__wrapped__(y, 28, 28)
-    return recorder.launches
+            y = blur_launch.blur(x.to(memory_format=layout))
+            blur_launch.transposed_blur(y, 28, 28)
 
 
-def stem_launches(dtype: torch.dtype) -> list[Any]:
+def stem_launches(dtype: torch.dtype) -> None:
     """The stem's kernel on bytes, channels last and first."""
-    recorder = Recorder(stem_kernels)
-    stem_launch._kernels = lambda: recorder  # pyright: ignore[reportAttributeAccessIssue]
     images = torch.empty(8, 3, 224, 224, dtype=torch.uint8, device="meta")
     for layout in (torch.channels_last, torch.contiguous_format):
-        stem_launch.stem_input.__wrapped__(images.to(memory_format=layout), 4, dtype)
-    return recorder.launches
+        stem_launch.stem_input(images.to(memory_format=layout), 4, dtype)
 
 
 def main(capabilities: list[int], dtypes: list[str]) -> None:
@@ -194,11 +175,13 @@ def main(capabilities: list[int], dtypes: list[str]) -> None:
     for capability in capabilities:
         for name in dtypes:
             dtype = getattr(torch, name)
-            cases = stem_launches(dtype) + blur_launches(dtype)
-            for layout, widths in CHANNELS.items():
-                for channels in widths:
-                    cases += launches(dtype, layout, channels)
-            for function, args, options in cases:
+            with operators.noted() as launched:
+                stem_launches(dtype)
+                blur_launches(dtype)
+                for layout, widths in CHANNELS.items():
+                    for channels in widths:
+                        launches(dtype, layout, channels)
+            for function, args, options in named(launched):
                 source = source_of(function, args, options)
                 if (capability, source.hash()) in seen:
                     continue

@@ -23,6 +23,7 @@ from tresnet.cli.predict import Predict
 from tresnet.cli.push import Push
 from tresnet.cli.runs import Runs
 from tresnet.cli.shard import Shard
+from tresnet.cli.warm import Warm
 
 _DESCRIPTION = """TResNet image classifiers: models, weights, predictions and measurements.
 
@@ -31,7 +32,7 @@ _DESCRIPTION = """TResNet image classifiers: models, weights, predictions and me
 
 def parse(
     arguments: Sequence[str],
-) -> List | Info | Bench | Memory | Predict | Convert | Export | Push | Demo | Shard | Runs:
+) -> List | Info | Bench | Memory | Predict | Convert | Export | Push | Demo | Shard | Runs | Warm:
     """Return the command with its options.
 
     Raises:
@@ -48,7 +49,8 @@ def parse(
         | Annotated[Push, subcommand("push")]
         | Annotated[Demo, subcommand("demo")]
         | Annotated[Shard, subcommand("shard")]
-        | Annotated[Runs, subcommand("runs")],  # pyright: ignore[reportArgumentType]
+        | Annotated[Runs, subcommand("runs")]
+        | Annotated[Warm, subcommand("warm")],  # pyright: ignore[reportArgumentType]
         prog="tresnet",
         description=_DESCRIPTION,
         args=arguments,

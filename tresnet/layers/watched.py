@@ -11,6 +11,14 @@ from tresnet.errors import InputError
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
+# of every module; PyTorch changes these, it does not replace them
+_EVERY_MODULES = (
+    every_module._global_forward_pre_hooks,
+    every_module._global_forward_hooks,
+    every_module._global_backward_pre_hooks,
+    every_module._global_backward_hooks,
+)
+
 
 def is_watched(module: nn.Module) -> bool:
     """Whether hooks wait for `module` to be called, so that fused operations must not pass it over.
@@ -18,19 +26,10 @@ def is_watched(module: nn.Module) -> bool:
     They are its own and those of every module; a `forward` put in the place of its own counts as
     one. A hook with the attribute `bypassable` set to True does not mind.
     """
-    kinds = (
-        module._forward_pre_hooks,
-        module._forward_hooks,
-        module._backward_pre_hooks,
-        module._backward_hooks,
-        every_module._global_forward_pre_hooks,
-        every_module._global_forward_hooks,
-        every_module._global_backward_pre_hooks,
-        every_module._global_backward_hooks,
-    )
-    if not any(kinds):
-        return "forward" in module.__dict__
-    return "forward" in module.__dict__ or any(
+    own = module.__dict__
+    kinds = [own[name] for name in _HOOKS if own[name]]
+    kinds += [hooks for hooks in _EVERY_MODULES if hooks]
+    return "forward" in own or any(
         not getattr(hook, "bypassable", False) for hooks in kinds for hook in hooks.values()
     )
 

@@ -18,8 +18,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +29,7 @@ from tresnet.ops.autocast import autocast_off
 Rebuild = Callable[[], Tensor]
 
 
-@dataclass(frozen=True)
-class _Offer:
+class _Offer(NamedTuple):
     """A tensor that can be rebuilt: its identity when it was offered, and how."""
 
     storage: StorageWeakRef
@@ -40,8 +38,7 @@ class _Offer:
     rebuild: Rebuild
 
 
-@dataclass(frozen=True)
-class _Kept:
+class _Kept(NamedTuple):
     """A tensor stored as autograd would store it, with the version autograd would check."""
 
     tensor: Tensor
@@ -157,5 +154,5 @@ def offer(y: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> None:
 
 
 def _constant(x: Tensor) -> Rebuild:
-    kept = _Kept(x.detach(), x._version)
+    kept = _Kept(x if x.grad_fn is None else x.detach(), x._version)
     return lambda: _unpack(kept)

@@ -91,7 +91,9 @@ def _statistics(
     )
     if alone:
         return stats, means, None
-    stats, total = _synchronised(stats, x.numel() // x.shape[1], weight, running, settings)
+    with autocast_off(x.device.type):
+        count = x.numel() // x.shape[1]
+        stats, total = _synchronised(stats, count, weight, running, settings)
     return stats, means, total
 
 
@@ -253,7 +255,8 @@ class AbsentABN(torch.autograd.Function):
     ) -> Tensor:
         """Return no values, in the shape of the output."""
         nothing = weight.new_zeros(4, x.shape[1], dtype=torch.float32)
-        _synchronised(nothing, 0, weight, running, settings)
+        with autocast_off(x.device.type):
+            _synchronised(nothing, 0, weight, running, settings)
         ctx.save_for_backward(x, weight, *others)
         ctx.group = settings.group
         ctx.set_materialize_grads(False)
@@ -296,10 +299,9 @@ def fused_abn(
     x = tiles.dense(x)
     if shortcut is not None:
         shortcut = tiles.dense(shortcut, x)
-    with autocast_off(x.device.type):
-        y, twin, stats, gate = FusedABN.apply(  # pyright: ignore[reportGeneralTypeIssues]
-            settings, x, weight, bias, *running, shortcut, *layers
-        )
+    y, twin, stats, gate = FusedABN.apply(  # pyright: ignore[reportGeneralTypeIssues]
+        settings, x, weight, bias, *running, shortcut, *layers
+    )
     twin = y if twin is None else twin
     if shortcut is not None and settings.keep_output:
         return y, twin

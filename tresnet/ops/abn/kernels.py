@@ -166,7 +166,7 @@ def running_moments(weight, running_mean, running_var, out, C, eps, BC: tl.const
 
 @kernel
 def squeeze(
-    x, mean, scale, bias, partial, P, C, H, W, HO, WO, xn, xp, xc, splits, chunk, slope,
+    x, stats, bias, partial, P, C, H, W, HO, WO, xn, xp, xc, splits, chunk, slope,
     HAS_ACT: tl.constexpr, BLUR: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
@@ -178,7 +178,7 @@ def squeeze(
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
     group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
     x += n * xn if BLUR else n * xn + start.to(tl.int64) * xp
-    mu, k, beta = load_norm(mean, scale, bias, c, known)
+    mu, k, beta = load_norm(stats, bias, C, c, known)
     rows = tl.arange(0, BP)
     total = tl.zeros((BP, BC), tl.float32)
     for begin in range(0, count, BP):
@@ -200,7 +200,7 @@ def squeeze(
 
 @kernel
 def apply(
-    x, mean, scale, bias, gate, shortcut, out, P, C, xn, xp, xc, splits, chunk, slope,
+    x, stats, bias, gate, shortcut, out, P, C, xn, xp, xc, splits, chunk, slope,
     HAS_ACT: tl.constexpr, HAS_GATE: tl.constexpr, JOIN: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
@@ -208,7 +208,7 @@ def apply(
     P = aligned(P, AP)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
     _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
-    mu, k, beta = load_norm(mean, scale, bias, c, known)
+    mu, k, beta = load_norm(stats, bias, C, c, known)
     if HAS_GATE:
         factor = tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
     rows = tl.arange(0, BP)
@@ -255,7 +255,7 @@ def load_activated(x, w, mask, W, xp, mu, k, beta, slope, HAS_ACT: tl.constexpr)
 
 @kernel
 def apply_blurred(
-    x, mean, scale, bias, gate, out, P, C, H, W, HO, WO,
+    x, stats, bias, gate, out, P, C, H, W, HO, WO,
     xn, xp, xc, on, op, oc, splits, chunk, slope,
     HAS_ACT: tl.constexpr, HAS_GATE: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
@@ -268,7 +268,7 @@ def apply_blurred(
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
     on, op, oc = aligned_strides(on, op, oc, AP, AC)
     _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
-    mu, k, beta = load_norm(mean, scale, bias, c, known)
+    mu, k, beta = load_norm(stats, bias, C, c, known)
     if HAS_GATE:
         factor = tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
     x += n * xn
@@ -304,7 +304,7 @@ def apply_blurred(
 
 @kernel
 def grad_sums(
-    grad, twin_grad, x, joined, gate, mean, scale, bias, masked, partial, P, C, H, W, HO, WO,
+    grad, twin_grad, x, joined, gate, stats, bias, masked, partial, P, C, H, W, HO, WO,
     xn, xp, xc, gn, gp, gc, splits, chunk, slope,
     HAS_ACT: tl.constexpr, BLUR: tl.constexpr, HAS_GATE: tl.constexpr, JOIN: tl.constexpr,
     TWIN: tl.constexpr,
@@ -323,7 +323,7 @@ def grad_sums(
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
     gn, gp, gc = aligned_strides(gn, gp, gc, AP, AC)
     group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
-    mu, k, beta = load_norm(mean, scale, bias, c, known)
+    mu, k, beta = load_norm(stats, bias, C, c, known)
     rows = tl.arange(0, BP)
     s1 = tl.zeros((BP, BC), tl.float32)
     s2 = tl.zeros((BP, BC), tl.float32)
@@ -424,25 +424,25 @@ def merge_grad_sums(
 
 @kernel
 def grad_apply(
-    grad, x, mean, scale, bias, gate, spread, factors, grad_x, P, C, H, W, HO, WO,
+    grad, x, stats, bias, gate, spread, merged, grad_x, P, C, H, W, HO, WO,
     xn, xp, xc, gn, gp, gc, splits, chunk, slope,
     HAS_ACT: tl.constexpr, BLUR: tl.constexpr, HAS_GATE: tl.constexpr, TRAINING: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one sample of the gradient of x: scale * g + k1 * (x - mean) + k0.
 
-    factors: (2, C), k1 and k0 of `merge_grad_sums`; left out unless TRAINING, not multiplied by
-    zero: where x is infinite, running statistics still give a finite gradient. With BLUR, P counts
-    the pixels of grad.
+    merged: (4, C), of `merge_grad_sums`; its k1 and k0 are left out unless TRAINING, not multiplied
+    by zero: where x is infinite, running statistics still give a finite gradient. With BLUR, P
+    counts the pixels of grad.
     """
     P = aligned(P, AP)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
     gn, gp, gc = aligned_strides(gn, gp, gc, AP, AC)
     _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
-    mu, k, beta = load_norm(mean, scale, bias, c, known)
+    mu, k, beta = load_norm(stats, bias, C, c, known)
     if TRAINING:
-        k1 = tl.load(factors + c, mask=known, other=0.0)[None, :]
-        k0 = tl.load(factors + C + c, mask=known, other=0.0)[None, :]
+        k1 = tl.load(merged + 2 * C + c, mask=known, other=0.0)[None, :]
+        k0 = tl.load(merged + 3 * C + c, mask=known, other=0.0)[None, :]
     if HAS_GATE:
         factor = tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
         term = tl.load(spread + n * C + c, mask=known, other=0.0)[None, :]

@@ -4,13 +4,22 @@ They return a tensor for everything; one that was not asked for has no elements.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tresnet.ops.operators import operator
-from tresnet.ops.tiles import Geometry, Plan, blurred, geometry, halved, memory_format, plan
+from tresnet.ops.operators import launch, operator
+from tresnet.ops.tiles import (
+    Geometry,
+    Plan,
+    blurred,
+    by_form,
+    geometry,
+    halved,
+    memory_format,
+    plan,
+)
 
 RUNNING_CHANNELS, RUNNING_WARPS = 256, 4
 MERGE_TILE, MERGE_WARPS = 4096, 8
@@ -24,22 +33,33 @@ def _kernels() -> Any:
     return kernels
 
 
-def _merging(groups: int, channels: int, tile: int) -> tuple[int, dict[str, int]]:
-    """Programs and options of a kernel that merges groups.
+def _merging(groups: int, channels: int, tile: int) -> tuple[tuple[int, int, int], tuple[int, int]]:
+    """Programs and the last numbers, BG and BC, of a kernel that merges groups.
 
     It waits for memory, not for bandwidth: as many groups at once as there are, from few channels.
     Of two widths, so that not every batch size has kernels of its own.
     """
     bg = tile // (4 if groups > tile // 16 else 16)
     bc = min(tile // bg, 16)
-    return -(-channels // bc), {"BG": bg, "BC": bc, "num_warps": MERGE_WARPS}
+    return (-(-channels // bc), 1, 1), (bg, bc)
 
 
-def grad_cut(
-    x: Tensor, gate: Tensor | None, blur: bool, writes: bool
-) -> tuple[Geometry, Geometry, Plan]:
+class _Cut(NamedTuple):
+    """How a pass over maps is launched: programs, warps, the kernel's numbers; groups, of sums."""
+
+    grid: tuple[int, int, int]
+    warps: int
+    numbers: tuple[Any, ...]
+    groups: int
+
+
+def _launched(cut: Plan, groups: int, *numbers: Any) -> _Cut:
+    return _Cut((cut.programs, 1, 1), cut.warps, (*numbers, *cut.tile), groups)
+
+
+def grad_cut(x: Tensor, gated: bool, blur: bool, writes: bool) -> tuple[Geometry, Geometry, Plan]:
     """A dense `x`, what backward's passes over it cut, with blur squares of its pixels, and how."""
-    source = geometry(x, whole_batch=not blur and gate is None)
+    source = geometry(x, whole_batch=not (blur or gated))
     shape = halved(x) if blur else source
     return source, shape, plan(shape, blur, writes, source)
 
@@ -51,6 +71,12 @@ def _image(x: Tensor, blur: bool) -> tuple[int, int, int, int]:
 
 def _nothing(x: Tensor) -> Tensor:
     return x.new_empty(0, dtype=torch.float32)
+
+
+@functools.cache
+def _no_values(device: torch.device) -> Tensor:
+    """What a launch returns for `_nothing`: one for all."""
+    return torch.empty(0, device=device)
 
 
 def _stats(x: Tensor, channels: int) -> Tensor:
@@ -93,34 +119,42 @@ def statistics(
     Returns:
         (4, C) float32: mean, gamma * invstd, invstd, biased variance; and (N, C) or nothing.
     """
-    shape = geometry(x, whole_batch=not per_sample)
-    cut = plan(shape)
-    groups = shape.n * cut.splits
-    partial = x.new_empty(groups, 2, shape.c, dtype=torch.float32)
-    stats = _stats(x, shape.c)
-    _kernels().moments[(cut.programs,)](
-        x, partial, shape.p, shape.c, *shape.strides, cut.splits, cut.chunk,
-        **cut.options,
-    )  # fmt: skip
+    grid, warps, numbers, groups = _moments_cut(x, per_sample)
+    pixels, channels, *_, splits, chunk = numbers[:-4]
+    partial = x.new_empty(groups, 2, channels, dtype=torch.float32)
+    stats = _stats(x, channels)
+    launch(_kernels().moments, grid, warps, (x, partial), numbers)
     mean, var = running_mean.contiguous(), running_var.contiguous()
-    programs, options = _merging(groups, shape.c, MERGE_TILE)
-    _kernels().merge_moments[(programs,)](
-        partial, weight.contiguous(), mean, var, stats, groups, shape.c, shape.p,
-        cut.splits, cut.chunk, momentum, eps, UPDATE=update,
-        **options,
+    grid, tile = _merging(groups, channels, MERGE_TILE)
+    launch(
+        _kernels().merge_moments, grid, MERGE_WARPS,
+        (partial, weight.contiguous(), mean, var, stats),
+        (groups, channels, pixels, splits, chunk, momentum, eps, update, *tile),
     )  # fmt: skip
     for part, updated in ((running_mean, mean), (running_var, var)):
         if update and part is not updated:  # has strides: the kernel updated a copy
             part.copy_(updated)
-    return stats, _merged_samples(partial, shape, cut) if per_sample else _nothing(x)
+    means = _merged_samples(partial, x, pixels, splits, chunk) if per_sample else None
+    return stats, _no_values(x.device) if means is None else means
 
 
-def _merged_samples(partial: Tensor, shape: Geometry, cut: Plan) -> Tensor:
+@by_form
+def _moments_cut(x: Tensor, per_sample: bool) -> _Cut:
+    shape = geometry(x, whole_batch=not per_sample)
+    cut = plan(shape)
+    numbers = shape.p, shape.c, *shape.strides, cut.splits, cut.chunk
+    return _launched(cut, shape.n * cut.splits, *numbers)
+
+
+def _merged_samples(partial: Tensor, x: Tensor, pixels: int, splits: int, chunk: int) -> Tensor:
     """Means of the samples, (N, C), from their chunks' means and deviations, or sums."""
-    means = partial.new_empty(shape.n, shape.c)
-    _kernels().merge_samples[(shape.n * -(-shape.c // SAMPLE_CHANNELS),)](
-        partial, means, shape.c, shape.p, cut.splits, cut.chunk, KINDS=partial.dim() - 1,
-        BS=SAMPLE_CHUNKS, BC=SAMPLE_CHANNELS, num_warps=SAMPLE_WARPS,
+    samples, channels = x.shape[:2]
+    means = partial.new_empty(samples, channels)
+    kinds = partial.dim() - 1
+    launch(
+        _kernels().merge_samples, (samples * -(-channels // SAMPLE_CHANNELS), 1, 1), SAMPLE_WARPS,
+        (partial, means),
+        (channels, pixels, splits, chunk, kinds, SAMPLE_CHUNKS, SAMPLE_CHANNELS),
     )  # fmt: skip
     return means
 
@@ -130,9 +164,10 @@ def running_statistics(weight: Tensor, mean: Tensor, var: Tensor, eps: float) ->
     """What normalises by the running statistics: (4, C) as `statistics` returns it."""
     channels = weight.shape[0]
     stats = _stats(weight, channels)
-    _kernels().running_moments[(-(-channels // RUNNING_CHANNELS),)](
-        weight.contiguous(), mean.contiguous(), var.contiguous(), stats, channels, eps,
-        BC=RUNNING_CHANNELS, num_warps=RUNNING_WARPS,
+    launch(
+        _kernels().running_moments, (-(-channels // RUNNING_CHANNELS), 1, 1), RUNNING_WARPS,
+        (weight.contiguous(), mean.contiguous(), var.contiguous(), stats),
+        (channels, eps, RUNNING_CHANNELS),
     )  # fmt: skip
     return stats
 
@@ -140,16 +175,20 @@ def running_statistics(weight: Tensor, mean: Tensor, var: Tensor, eps: float) ->
 @operator(_samples)
 def squeeze(x: Tensor, stats: Tensor, bias: Tensor, slope: float | None, blur: bool) -> Tensor:
     """Mean over the pixels of each sample after activation and blur: (N, C), float32."""
+    grid, warps, numbers, groups = _squeeze_cut(x, slope, blur)
+    partial = x.new_empty(groups, x.shape[1], dtype=torch.float32)
+    launch(_kernels().squeeze, grid, warps, (x, stats, bias.contiguous(), partial), numbers)
+    return _merged_samples(partial, x, numbers[0], *numbers[9:11])
+
+
+@by_form
+def _squeeze_cut(x: Tensor, slope: float | None, blur: bool) -> _Cut:
     source = geometry(x, whole_batch=False)
     shape = halved(x) if blur else source
     cut = plan(shape, blur, source=source)
-    partial = x.new_empty(shape.n * cut.splits, shape.c, dtype=torch.float32)
-    _kernels().squeeze[(cut.programs,)](
-        x, stats, stats[1], bias.contiguous(), partial, shape.p, shape.c, *_image(x, blur),
-        *source.strides, cut.splits, cut.chunk, slope or 0.0, HAS_ACT=slope is not None, BLUR=blur,
-        **cut.options,
-    )  # fmt: skip
-    return _merged_samples(partial, shape, cut)
+    numbers = shape.p, shape.c, *_image(x, blur), *source.strides, cut.splits, cut.chunk
+    activated = slope or 0.0, slope is not None
+    return _launched(cut, shape.n * cut.splits, *numbers, *activated, blur)
 
 
 def _output(x: Tensor, blur: bool) -> Tensor:
@@ -168,32 +207,33 @@ def apply(
     blur: bool,
 ) -> Tensor:
     """relu(gate * blur(act((x - mean) * scale + bias)) + shortcut), each part where asked for."""
+    grid, warps, numbers, _ = _apply_cut(x, slope, blur, gate is not None, shortcut is not None)
     out = _output(x, blur)
-    source = geometry(x, whole_batch=not blur and gate is None)
+    norm = x, stats, bias.contiguous(), _or(gate, x)
+    if blur:
+        launch(_kernels().apply_blurred, grid, warps, (*norm, out), numbers)
+    else:
+        launch(_kernels().apply, grid, warps, (*norm, _or(shortcut, x), out), numbers)
+    return out
+
+
+@by_form
+def _apply_cut(x: Tensor, slope: float | None, blur: bool, gated: bool, joins: bool) -> _Cut:
+    source = geometry(x, whole_batch=not (blur or gated))
     shape = halved(x, times=2) if blur else source
     cut = plan(shape, blur, writes=True, source=source)
-    norm = x, stats, stats[1], bias.contiguous(), _or(gate, x)
-    switches = {"HAS_ACT": slope is not None, "HAS_GATE": gate is not None}
+    activated, ends = (slope or 0.0, slope is not None, gated), (cut.splits, cut.chunk)
     if blur:
-        _kernels().apply_blurred[(cut.programs,)](
-            *norm, out, shape.p, shape.c, *_image(x, blur), *source.strides,
-            *geometry(out, whole_batch=False).strides, cut.splits, cut.chunk, slope or 0.0,
-            **switches, **cut.options,
-        )  # fmt: skip
-    else:
-        _kernels().apply[(cut.programs,)](
-            *norm, _or(shortcut, x), out, shape.p, shape.c, *source.strides,
-            cut.splits, cut.chunk, slope or 0.0, JOIN=shortcut is not None,
-            **switches, **cut.options,
-        )  # fmt: skip
-    return out
+        strides = *source.strides, *geometry(_output(x, blur), whole_batch=False).strides
+        return _launched(cut, 0, shape.p, shape.c, *_image(x, blur), *strides, *ends, *activated)
+    return _launched(cut, 0, shape.p, shape.c, *source.strides, *ends, *activated, joins)
 
 
 def _grad_sums_outputs(
     grad: Tensor, twin_grad: Any, x: Tensor, out: Any, shortcut: Any, gate: Any, stats: Any,
     bias: Any, slope: Any, blur: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    _, shape, cut = grad_cut(x, gate, blur, writes=False)
+    _, shape, cut = grad_cut(x, gate is not None, blur, writes=False)
     groups, kinds = shape.n * cut.splits, 2 if gate is None else 4
     partial = x.new_empty(groups, kinds, shape.c, dtype=torch.float32)
     joins = out is not None or shortcut is not None
@@ -218,20 +258,39 @@ def grad_sums(
     A join gives `out`, or `shortcut` where its output was not kept. The gradient is that of two
     readers where there is a `twin_grad`: `grad + twin_grad`, added in float32, never written.
     """
-    source, shape, cut = grad_cut(x, gate, blur, writes=False)
-    partial, masked = _grad_sums_outputs(
-        grad, twin_grad, x, out, shortcut, gate, stats, bias, slope, blur
-    )
-    joined = shortcut if out is None else out
-    _kernels().grad_sums[(cut.programs,)](
-        grad, _or(twin_grad, grad), x, _or(joined, x), _or(gate, stats), stats, stats[1],
-        bias.contiguous(), masked, partial, shape.p, shape.c, *_image(x, blur), *source.strides,
-        *geometry(grad, whole_batch=False).strides, cut.splits, cut.chunk, slope or 0.0,
-        HAS_ACT=slope is not None, BLUR=blur, HAS_GATE=gate is not None,
-        JOIN=0 if joined is None else 2 if out is None else 1, TWIN=twin_grad is not None,
-        **cut.options,
+    gated, join = gate is not None, 2 if shortcut is not None else int(out is not None)
+    switches = slope, blur, gated, join, twin_grad is not None
+    grid, warps, numbers, groups = _grad_sums_cut(x, *switches)
+    partial = x.new_empty(groups, 4 if gated else 2, x.shape[1], dtype=torch.float32)
+    masked = torch.empty_like(x) if join else _no_values(x.device)
+    joined = _or(shortcut if out is None else out, x)
+    launch(
+        _kernels().grad_sums, grid, warps,
+        (
+            grad, _or(twin_grad, grad), x, joined, _or(gate, stats), stats, bias.contiguous(),
+            masked, partial,
+        ),
+        numbers,
     )  # fmt: skip
     return partial, masked
+
+
+@by_form
+def _grad_sums_cut(
+    x: Tensor, slope: float | None, blur: bool, gated: bool, join: int, twin: bool
+) -> _Cut:
+    source, shape, cut = grad_cut(x, gated, blur, writes=False)
+    numbers = _grad_numbers(x, source, shape, cut, slope, blur)
+    return _launched(cut, shape.n * cut.splits, *numbers, blur, gated, join, twin)
+
+
+def _grad_numbers(
+    x: Tensor, source: Geometry, shape: Geometry, cut: Plan, slope: float | None, blur: bool
+) -> tuple[Any, ...]:
+    """What both passes of backward have in common, from P to HAS_ACT; gradients lie as `x` does."""
+    strides = *source.strides, *geometry(_output(x, blur), whole_batch=False).strides
+    numbers = shape.p, shape.c, *_image(x, blur), *strides, cut.splits, cut.chunk
+    return *numbers, slope or 0.0, slope is not None
 
 
 @operator(lambda partial, gate, spread, stats, count: torch.empty_like(stats))
@@ -243,15 +302,15 @@ def merge_grad_sums(
     count: int,
 ) -> Tensor:
     """Gradients of weight and bias, k1 and k0, as (4, C): see the kernel."""
-    groups, _, channels = partial.shape
+    (groups, _, channels), gated = partial.shape, gate is not None
     out = torch.empty_like(stats)
     splits = 1 if gate is None else groups // gate.shape[0]
     # the gate has six values a group and channel, otherwise there are two
-    programs, options = _merging(groups, channels, MERGE_TILE // (4 if gate is not None else 1))
-    _kernels().merge_grad_sums[(programs,)](
-        partial, _or(gate, stats), _or(spread, stats), stats, out, groups, channels, splits,
-        float(count), HAS_GATE=gate is not None,
-        **options,
+    grid, tile = _merging(groups, channels, MERGE_TILE // (4 if gated else 1))
+    launch(
+        _kernels().merge_grad_sums, grid, MERGE_WARPS,
+        (partial, _or(gate, stats), _or(spread, stats), stats, out),
+        (groups, channels, splits, float(count), gated, *tile),
     )  # fmt: skip
     return out
 
@@ -271,15 +330,24 @@ def grad_apply(
 ) -> Tensor:
     """Second pass of backward: the gradient of `x`; merged is what `merge_grad_sums` returned."""
     grad_x = torch.empty_like(x)
-    source, shape, cut = grad_cut(x, gate, blur, writes=True)
-    _kernels().grad_apply[(cut.programs,)](
-        grad, x, stats, stats[1], bias.contiguous(), _or(gate, x), _or(spread, x), merged[2:],
-        grad_x, shape.p, shape.c, *_image(x, blur), *source.strides,
-        *geometry(grad, whole_batch=False).strides, cut.splits, cut.chunk, slope or 0.0,
-        HAS_ACT=slope is not None, BLUR=blur, HAS_GATE=gate is not None, TRAINING=training,
-        **cut.options,
+    grid, warps, numbers, _ = _grad_apply_cut(x, slope, blur, gate is not None, training)
+    launch(
+        _kernels().grad_apply, grid, warps,
+        (
+            grad, x, stats, bias.contiguous(), _or(gate, x), _or(spread, x), merged, grad_x,
+        ),
+        numbers,
     )  # fmt: skip
     return grad_x
+
+
+@by_form
+def _grad_apply_cut(
+    x: Tensor, slope: float | None, blur: bool, gated: bool, training: bool
+) -> _Cut:
+    source, shape, cut = grad_cut(x, gated, blur, writes=True)
+    numbers = _grad_numbers(x, source, shape, cut, slope, blur)
+    return _launched(cut, 0, *numbers, blur, gated, training)
 
 
 def _or(x: Tensor | None, other: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ def matrix_product(total, a, b):
 
 @kernel
 def excite(
-    means, mean, scale, bias, fc1, fc1_bias, fc2, fc2_bias, squeezed, hidden, gate, N, C, R,
+    means, stats, bias, fc1, fc1_bias, fc2, fc2_bias, squeezed, hidden, gate, N, C, R,
     LINEAR: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """The gate of some samples: sigmoid(fc2 relu(fc1 squeezed)), with both biases.
@@ -49,7 +49,7 @@ def excite(
             c = begin + tl.arange(0, BC)
             value = load_matrix(means, n, c, N, C)
             if LINEAR:
-                mu, k, beta = load_norm(mean, scale, bias, c, c < C)
+                mu, k, beta = load_norm(stats, bias, C, c, c < C)
                 value = (value - mu) * k + beta
             store_matrix(squeezed, value, n, c, N, C)
             total = matrix_product(total, value, tl.trans(load_matrix(fc1, r, c, R, C)))
@@ -69,7 +69,7 @@ def excite(
 
 @kernel
 def excite_grads(
-    partial, scale, bias, gate, hidden, fc1, fc2, grad_logit, grad_hidden, spread, N, C, R, splits,
+    partial, stats, bias, gate, hidden, fc1, fc2, grad_logit, grad_hidden, spread, N, C, R, splits,
     count, BN: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the two layers' outputs, and spread: of the squeeze over the count of pixels.
@@ -87,7 +87,7 @@ def excite_grads(
             at = partial + (n * splits + s)[:, None] * 4 * C + c[None, :]
             s1 += tl.load(at, mask=mask, other=0.0)
             s2 += tl.load(at + C, mask=mask, other=0.0)
-        k = tl.load(scale + c, mask=c < C, other=0.0)[None, :]
+        k = tl.load(stats + C + c, mask=c < C, other=0.0)[None, :]
         beta = tl.load(bias + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
         g = load_matrix(gate, n, c, N, C)
         store_matrix(grad_logit, (s1 * beta + s2 * k) * (1.0 - g) * g, n, c, N, C)

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tresnet.ops.operators import operator
+from tresnet.ops.operators import launch, operator
 
-TILE = {"BN": 16, "BC": 32, "BR": 32, "num_warps": 4}
+BN, BC, BR = TILE = 16, 32, 32  # samples, channels and hidden units
+WARPS = 4
 
 
 @functools.cache
@@ -58,10 +59,13 @@ def forward(
     (samples, channels), reduced = means.shape, len(fc1)
     squeezed, gate = torch.empty_like(means), torch.empty_like(means)
     hidden = means.new_empty(samples, reduced)
-    _kernels().excite[(-(-samples // TILE["BN"]),)](
-        means, stats, stats[1], bias.contiguous(),
-        *(part.contiguous() for part in (fc1, fc1_bias, fc2, fc2_bias)),
-        squeezed, hidden, gate, samples, channels, reduced, LINEAR=linear, **TILE,
+    launch(
+        _kernels().excite, (-(-samples // BN), 1, 1), WARPS,
+        (
+            means, stats, bias.contiguous(), fc1.contiguous(), fc1_bias.contiguous(),
+            fc2.contiguous(), fc2_bias.contiguous(), squeezed, hidden, gate,
+        ),
+        (samples, channels, reduced, linear, *TILE),
     )  # fmt: skip
     return squeezed, hidden, gate
 
@@ -93,13 +97,17 @@ def backward(
     grad_logit, grad_hidden = torch.empty_like(gate), torch.empty_like(hidden)
     spread = torch.empty_like(gate)
     grads = _written(fc1, fc1_bias, fc2, fc2_bias)
-    sizes, bc, br = (samples, channels, reduced), TILE["BC"], TILE["BR"]
-    _kernels().excite_grads[(-(-samples // TILE["BN"]),)](
-        partial, stats[1], bias.contiguous(), gate, hidden, fc1.contiguous(), fc2.contiguous(),
-        grad_logit, grad_hidden, spread, *sizes, len(partial) // samples, float(pixels),
-        **TILE,
+    sizes = samples, channels, reduced
+    launch(
+        _kernels().excite_grads, (-(-samples // BN), 1, 1), WARPS,
+        (
+            partial, stats, bias.contiguous(), gate, hidden, fc1.contiguous(), fc2.contiguous(),
+            grad_logit, grad_hidden, spread,
+        ),
+        (*sizes, len(partial) // samples, float(pixels), *TILE),
     )  # fmt: skip
-    _kernels().excite_weight_grads[(-(-channels // bc) * -(-reduced // br),)](
-        squeezed, hidden, grad_logit, grad_hidden, *grads, *sizes, **TILE
-    )
+    launch(
+        _kernels().excite_weight_grads, (-(-channels // BC) * -(-reduced // BR), 1, 1), WARPS,
+        (squeezed, hidden, grad_logit, grad_hidden, *grads), (*sizes, *TILE),
+    )  # fmt: skip
     return spread, *grads

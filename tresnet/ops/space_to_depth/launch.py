@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tresnet.ops.operators import operator
+from tresnet.ops.operators import launch, operator
 
 BLOCK = 1024
 WIDEST = 4  # values at once: bytes in, 8 or 16 out
@@ -40,8 +40,7 @@ def stem_input(x: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
     """Bytes (N, C, H, W) of any strides to (N, b*b*C, H/b, W/b) in [0, 1], channels_last."""
     out = _empty(x, block_size, dtype)
     rows, width = out.shape[2], out.shape[1] * out.shape[3]
-    _kernels().stem_input[(x.shape[0] * rows, -(-width // BLOCK))](
-        x, out, *x.stride(), rows, WIDTH=width, C=x.shape[1], BLOCK=BLOCK, B=block_size,
-        RUN=_run(x, block_size), num_warps=4,
-    )  # fmt: skip
+    numbers = *x.stride(), rows, width, x.shape[1], BLOCK, block_size, _run(x, block_size)
+    grid = x.shape[0] * rows, -(-width // BLOCK), 1
+    launch(_kernels().stem_input, grid, 4, (x, out), numbers)
     return out

@@ -11,12 +11,14 @@ other.
 import functools
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+CutT = TypeVar("CutT")
 
 # Values of a tile; the blur's, of 16 bits and side by side in memory: several of its pixels are in
 # registers at once, which would spill at 2048, at 1024 in float32, and at 512 where each is loaded
@@ -53,15 +55,18 @@ class Plan(NamedTuple):
         splits: chunks of a sample.
         chunk: pixels of a chunk.
         programs: one for each chunk of each sample and each tile's width of channels.
-        options: of every launch. BP and BC, pixels and channels of a tile; AP and AC, what the
-            numbers of pixels and of channels are known to be divisible by, which lets a thread load
-            as many values at once: Triton itself sees only whether an argument is divisible by 16.
+        tile: the last arguments of every launch. BP and BC, pixels and channels of a tile; AP and
+            AC, what the numbers of pixels and of channels are known to be divisible by, which lets
+            a thread load as many values at once: Triton itself sees only whether an argument is
+            divisible by 16.
+        warps: of a program.
     """
 
     splits: int
     chunk: int
     programs: int
-    options: dict[str, int]
+    tile: tuple[int, int, int, int]
+    warps: int
 
 
 @contextmanager
@@ -88,8 +93,41 @@ def memory_format(x: Tensor) -> torch.memory_format:
 
 
 def dense(x: Tensor, like: Tensor | None = None) -> Tensor:
-    """`x` in the memory format of `like` (its own if None), copied only if it is in another."""
+    """`x` in the memory format of a dense `like` (its own if None), copied only if in another."""
+    if not torch.compiler.is_compiling() and _is_dense(x, like):
+        return x
     return x.contiguous(memory_format=memory_format(x if like is None else like))
+
+
+def _is_dense(x: Tensor, like: Tensor | None) -> bool:
+    """Whether `dense` has nothing to do: quicker than letting PyTorch find out."""
+    if like is None:
+        return x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)
+    return x.stride() == like.stride() and x.shape == like.shape
+
+
+def by_form(cut: Callable[..., CutT]) -> Callable[..., CutT]:
+    """Remember what `cut` returned, which takes longer than a launch.
+
+    Its first argument is a tensor of which it looks at shape, strides and dtype alone.
+    """
+
+    @functools.lru_cache(maxsize=4096)
+    def known(
+        shape: torch.Size,
+        stride: tuple[int, ...],
+        dtype: torch.dtype,
+        limits: tuple[int, ...],
+        *rest: Any,
+    ) -> CutT:
+        return cut(torch.empty_strided(shape, stride, dtype=dtype, device="meta"), *rest)
+
+    @functools.wraps(cut)
+    def run(x: Tensor, *rest: Any) -> CutT:
+        limits = TILE, BLUR_TILE, WARPS, PROGRAMS, MOST_TILES  # what `tuned` changes
+        return known(x.shape, x.stride(), x.dtype, limits, *rest)
+
+    return run
 
 
 def geometry(x: Tensor, whole_batch: bool) -> Geometry:
@@ -158,22 +196,6 @@ def plan(
         source: what is read, if not of this shape: its channels may be apart where those of a
             single pixel, written, are not.
     """
-    if not all(type(size) is int for size in shape[:3]):  # symbols of a dynamic shape
-        return _plan(shape, blur, writes, source)
-    return _remembered_plan(
-        shape, blur, writes, source, (TILE, BLUR_TILE, WARPS, PROGRAMS, MOST_TILES)
-    )
-
-
-@functools.lru_cache(maxsize=4096)
-def _remembered_plan(
-    shape: Geometry, blur: bool, writes: bool, source: Geometry | None, limits: tuple[int, ...]
-) -> Plan:
-    """`_plan`, which takes longer than a launch; `limits` are what `tuned` changes."""
-    return _plan(shape, blur, writes, source)
-
-
-def _plan(shape: Geometry, blur: bool, writes: bool, source: Geometry | None) -> Plan:
     bp, bc = tile(shape, blur)
     columns = -(-shape.c // bc)
     wanted = max(-(-PROGRAMS // (shape.n * columns)), 1)
@@ -184,15 +206,10 @@ def _plan(shape: Geometry, blur: bool, writes: bool, source: Geometry | None) ->
     splits = -(-shape.p // chunk)
     widest = WIDEST_LOAD // shape.itemsize
     along_c = shape.strides[2] == (source or shape).strides[2] == 1
-    options = {
-        "BP": bp,
-        "BC": bc,
-        # the blur's pixels are no neighbours in memory
-        "AP": 1 if along_c or blur else math.gcd(shape.p, widest),
-        "AC": math.gcd(shape.c, widest) if along_c else 1,
-        "num_warps": WARPS,
-    }
-    return Plan(splits, chunk, shape.n * splits * columns, options)
+    # the blur's pixels are no neighbours in memory
+    ap = 1 if along_c or blur else math.gcd(shape.p, widest)
+    ac = math.gcd(shape.c, widest) if along_c else 1
+    return Plan(splits, chunk, shape.n * splits * columns, (bp, bc, ap, ac), WARPS)
 
 
 def blurred(size: tuple[int, ...] | torch.Size) -> tuple[int, int]:

@@ -50,10 +50,10 @@ def chunk_of_program(
 
 
 @triton.jit
-def load_norm(mean, scale, bias, c, known):
-    """What z is computed with at channels c, as rows of a tile."""
-    mu = tl.load(mean + c, mask=known, other=0.0)
-    k = tl.load(scale + c, mask=known, other=0.0)
+def load_norm(stats, bias, C, c, known):
+    """What z is computed with at channels c, as rows of a tile; stats (4, C): mean, scale, ..."""
+    mu = tl.load(stats + c, mask=known, other=0.0)
+    k = tl.load(stats + C + c, mask=known, other=0.0)
     beta = tl.load(bias + c, mask=known, other=0.0).to(tl.float32)
     return mu[None, :], k[None, :], beta[None, :]
 

@@ -1,0 +1,189 @@
+#!/usr/bin/env python3
+"""What a training step costs the host: Python, PyTorch's dispatcher and Triton's launcher.
+
+    python3 benchmarks/host_time.py timm:tresnet_m tresnet_m
+
+Steps of `tresnet.steps` run on a CPU, one thread, with so few channels and pixels that operators
+compute next to nothing. Convolutions only make their output. Our kernels go through Triton's own
+launcher up to the call of the driver, which is left out, as the driver's part of all other
+operators is: the results are garbage. Models take turns; the clock is this process's CPU time; the
+record goes to benchmarks/records. `--profile` prints where the last model's time goes instead.
+"""
+
+import cProfile
+import dataclasses
+import functools
+import itertools
+import os
+import pstats
+import sys
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+os.environ["TRITON_INTERPRET"] = "0"
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where it is not set
+
+import numpy as np
+import torch
+import tyro
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+from tyro.conf import Positional, arg
+
+from tresnet.cli.output import finish, format_table, progress, say
+from tresnet.measure.records import RecordFile
+from tresnet.measure.runner import Contender, run
+from tresnet.measure.settings import StepSettings
+from tresnet.models.named import build_named, split_name
+from tresnet.ops import dispatch
+from tresnet.ops.autocast import autocast_dtype
+from tresnet.steps import TrainingCompute, create_training_step
+
+WIDTH_FACTOR, BATCH_SIZE, SIDE = 0.125, 2, 32
+PERCENTILES = (20, 50, 80)
+COLUMNS = [f"p{percentile}_step_time_us" for percentile in PERCENTILES]
+CPU = torch.device("cpu")
+launches = itertools.count()
+
+
+class NoDriver:
+    """In place of Triton's: an H100 that is not there."""
+
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+
+
+class NoConvolution(torch.autograd.Function):
+    """In place of cuDNN's: keeps and returns what it does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, step: int) -> Tensor:
+        """The output, of any values."""
+        ctx.save_for_backward(x, weight, bias)
+        size = len(x), len(weight), -(-x.shape[2] // step), -(-x.shape[3] // step)
+        return torch.empty(size, dtype=x.dtype, memory_format=torch.channels_last)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Gradients, of any values."""
+        return *(None if t is None else torch.empty_like(t) for t in ctx.saved_tensors), None
+
+
+def convolve(self: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+    """In place of `nn.Conv2d._conv_forward`, casts of autocast included."""
+    dtype = autocast_dtype("cpu")
+    if dtype is not None:
+        x, weight, bias = (None if t is None else t.to(dtype) for t in (x, weight, bias))
+    return NoConvolution.apply(x, weight, bias, self.stride[0])
+
+
+def compiled(self: JITFunction, key: Any, signature: Any, device: int, *_: Any) -> CompiledKernel:
+    """In place of Triton's compiler: a kernel that is launched as others, up to the driver."""
+    kernel = object.__new__(CompiledKernel)
+    kernel.module = kernel.function = kernel._module_pid = 0  # loaded, by no process
+    kernel._run = lambda *args: next(launches)
+    kernel.name = kernel.src = kernel.packed_metadata = None
+    return self.device_caches[device][0].setdefault(key, kernel)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options(StepSettings):
+    """What is timed."""
+
+    models: Annotated[Positional[tuple[str, ...]], arg(metavar="MODEL [MODEL ...]")] = (
+        "timm:tresnet_m",
+        "tresnet_m",
+    )
+    """Ours, or timm:NAME."""
+    amp: tuple[str, ...] = ("bf16", "off")
+    """Precisions, each a comparison of its own."""
+    profile: bool = False
+    """Print the functions in which the last model's steps spend their time, and record nothing."""
+
+
+class Host(Contender):
+    """A model, whose steps are timed."""
+
+    def __init__(self, model: str, amp: str, settings: Options) -> None:
+        """Nothing is built yet."""
+        self.label, self.compared_with, self._settings = f"{model}, amp {amp}", amp, settings
+        self.columns: dict[str, Any] = {"model": model, "amp": amp, "triton_launches": None}
+        self._numbers = itertools.count(1)
+
+    def set_up(self) -> None:
+        """Build and warm up."""
+        name, amp = self.columns["model"], self.columns["amp"]
+        ours = split_name(name)[0] == "tresnet"
+        model = build_named(name, width_factor=WIDTH_FACTOR, impl="triton" if ours else None)
+        sgd = functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9, nesterov=True, fused=True)
+        compute = TrainingCompute(amp=amp, channels_last=True)
+        self._step = create_training_step(model, compute, CPU, build_optimizer=sgd)
+        self._images = self._step.feed.images(torch.rand(BATCH_SIZE, 3, SIDE, SIDE))
+        self._labels = torch.zeros(BATCH_SIZE, dtype=torch.long)
+        for _ in range(self._settings.warmup_steps):
+            before = next(launches)
+            self.step()
+        self.columns["triton_launches"] = next(launches) - before - 1
+
+    def step(self) -> None:
+        """Forward, backward and update."""
+        self._step.backward(self._images, self._labels, cross_entropy)
+        self._step.update(next(self._numbers))
+
+    def visit(self) -> Sequence[float]:
+        """Seconds of each step."""
+        marks = [time.process_time()]
+        for _ in range(self._settings.steps):
+            self.step()
+            marks.append(time.process_time())
+        return [end - begin for begin, end in itertools.pairwise(marks)]
+
+    def figures(self, rounds: Sequence[Sequence[float]]) -> dict[str, Any]:
+        """Percentiles of microseconds a step."""
+        times = [time_s for visit in rounds for time_s in visit]
+        percentiles = [float(p) * 1e6 for p in np.percentile(times, PERCENTILES)] if times else []
+        return dict(itertools.zip_longest(COLUMNS, percentiles))
+
+
+def main(options: Options, argv: Sequence[str]) -> int:
+    """Time the models, or profile the last."""
+    options.check()
+    dispatch.interpreted = lambda: True  # so that the kernels are launched for a CPU's tensors
+    nn.Conv2d._conv_forward = convolve
+    JITFunction._do_compile = compiled  # pyright: ignore[reportAttributeAccessIssue]
+    driver.set_active(NoDriver())  # pyright: ignore[reportArgumentType]
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)
+    hosts = [Host(model, amp, options) for amp in options.amp for model in options.models]
+    if options.profile:
+        hosts[-1].set_up()
+        with cProfile.Profile() as profiled, torch.autograd.set_multithreading_enabled(False):
+            hosts[-1].visit()
+        pstats.Stats(profiled).sort_stats("tottime").print_stats(45)
+        return 0
+    settings = {
+        **options.to_dict(),
+        "width_factor": WIDTH_FACTOR,
+        "input": [BATCH_SIZE, 3, SIDE, SIDE],
+        "method": "steps of tresnet.steps on a CPU, on which operators compute next to nothing; the"
+        " driver's calls are left out",
+    }
+    record = RecordFile(options.output_dir, "host_time", device=CPU, settings=settings, argv=argv)
+    outcome = run([hosts], options, log=progress, record=record)
+    columns = ["triton_launches", *COLUMNS]
+    rows = [
+        [row["model"], row["amp"], *(f"{row[c] or 0:,.0f}" for c in columns)]
+        for row in outcome.rows
+    ]
+    say(format_table(["model", "amp", *columns], rows))
+    return finish(outcome)
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options, description=__doc__), ["host_time.py", *sys.argv[1:]]))
