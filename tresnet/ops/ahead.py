@@ -32,7 +32,7 @@ class _Pointer:
 
     def __init__(self, x: torch.Tensor) -> None:
         # PyTorch's allocator gives multiples of 512 bytes
-        self.dtype, self._offset = x.dtype, x.storage_offset() * x.element_size()
+        self.dtype, self._offset = x.dtype, int(x.storage_offset()) * x.element_size()
 
     def data_ptr(self) -> int:
         return self._offset
@@ -48,7 +48,7 @@ class _Compiler:
         return self._target
 
     def get_current_device(self) -> int:
-        return -self._target.arch  # no GPU's number: nothing is kept for one that is there
+        return hash(str(self._target))  # no GPU's number: nothing is kept for one that is there
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -71,18 +71,19 @@ def find_target(name: str | None) -> GPUTarget:
         return GPUTarget("cuda", int(found[1]), 32)
     if not torch.cuda.is_available():
         raise InputError("expected a GPU to compile for, got none: name one, such as sm_90")
-    return driver.active.get_current_target()
+    return driver.active.get_current_target()  # pyright: ignore[reportReturnType]
 
 
 def specialisations(launches: Sequence[Launch], target: GPUTarget) -> list[Specialisation]:
     """What Triton would compile for these launches; it is asked itself, and compiles nothing."""
     found: dict[Specialisation, None] = {}
 
-    def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+    def note(*, fn: Any, compile: Any, **_: Any) -> bool:
         found[Specialisation(fn.module, fn.name, compile["specialization_data"])] = None
         return True  # it is dealt with
 
-    before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, note
+    before: Any = knobs.runtime.jit_cache_hook
+    knobs.runtime.jit_cache_hook = note
     active = driver._active
     driver.set_active(_Compiler(target))  # pyright: ignore[reportArgumentType]
     try:
