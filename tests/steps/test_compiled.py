@@ -20,7 +20,8 @@ def make(**options):
 
 def kept(run, x):
     """Bytes of the feature maps that the compiled graph keeps for backward."""
-    maps = [t for t in run(x).grad_fn.saved_tensors if t.dim() == 4 and t.shape[-1] > 1]
+    y = run(x)  # held, or PyTorch 2.11 frees what it saved
+    maps = [t for t in y.grad_fn.saved_tensors if t.dim() == 4 and t.shape[-1] > 1]
     weights = 3  # sides of the largest kernel
     return sum(t.numel() * t.element_size() for t in maps if t.shape[-1] > weights)
 
