@@ -17,7 +17,6 @@ html_title = "tresnet"
 default_role = "code"
 autodoc_typehints = "signature"
 suppress_warnings = ["myst.xref_missing"]  # links from pages to files of the repository
-exclude_patterns = ["reference/options/*"]
 myst_heading_anchors = 3
 
 HERE = Path(__file__).parent
@@ -44,23 +43,27 @@ COMMANDS = [
     ["tresnet", "bench", "infer"],
     ["tresnet", "bench", "ops"],
     ["tresnet", "bench", "loader"],
+    ["tresnet", "bench", "max-batch"],
+    ["tresnet", "bench", "report"],
     ["tresnet", "memory", "predict"],
     ["tresnet", "memory", "max-batch"],
     ["tresnet", "warm"],
+    ["tresnet", "memory", "measure"],
+    ["tresnet", "memory", "workspaces"],
 ]
 
 
 def write_options() -> None:
     """The help of each command as it prints it, for `reference/commands.md` to include."""
-    folder = HERE / "reference" / "options"
-    folder.mkdir(exist_ok=True)
+    parts = []
     for words in COMMANDS:
         module, function = PROGRAMS[words[0]]
         main = getattr(importlib.import_module(module), function)
         text = io.StringIO()
         with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
             main([*words[1:], "--help"])
-        (folder / f"{'-'.join(words)}.txt").write_text(text.getvalue(), encoding="utf-8")
+        parts.append(f"## {' '.join(words)}\n\n```text\n{text.getvalue()}```\n")
+    (HERE / "reference" / "options.txt").write_text("\n".join(parts), encoding="utf-8")
 
 
 write_options()

@@ -4,6 +4,9 @@ Command lines turn any of them into one line on stderr and exit code 2; as a lib
 `TResNetError` or the built-in class that fits (`ValueError`, `RuntimeError`, `ImportError`).
 """
 
+import contextlib
+from collections.abc import Iterator
+
 
 class TResNetError(Exception):
     """Base class of every error this package raises on purpose."""
@@ -43,3 +46,29 @@ class WriteError(TResNetError, OSError):
 
 class BusyError(TResNetError, RuntimeError):
     """Another process is at work in a directory."""
+
+
+@contextlib.contextmanager
+def needed(what: str, extra: str) -> Iterator[None]:
+    """Turn a failed import inside into the command that installs what `what` needs.
+
+    Args:
+        what: the feature, for the message.
+        extra: of this package, such as `plot`, that installs it.
+
+    Raises:
+        MissingDependencyError: the import failed.
+    """
+    try:
+        yield
+    except ImportError as error:
+        package = (error.name or str(error)).partition(".")[0]
+        raise MissingDependencyError(to_install(what, package, extra)) from error
+
+
+def to_install(what: str, package: str, extra: str) -> str:
+    """What `what` needs, and how to install it."""
+    return (
+        f"{what} needs {package}, not installed: pip install 'tresnet[{extra}]' (from a clone: "
+        f"pip install -e '.[{extra}]')"
+    )

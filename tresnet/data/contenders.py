@@ -18,7 +18,7 @@ from tresnet.data.loaders import create_loader, usable_cores
 from tresnet.data.seeding import preserved_generators, seed_cpu_generators
 from tresnet.data.shards import ShardDataset, manifest_path
 from tresnet.data.transforms import Augment, EvalTransform, eval_transform, train_transform
-from tresnet.errors import MissingDependencyError
+from tresnet.errors import needed
 
 Split = Literal["train", "val"]
 # The most common size of ImageNet's images.
@@ -256,12 +256,8 @@ def write_jpegs(root: Path, split: Split, count: int = JPEGS) -> None:
     """
     from PIL import Image, ImageOps
 
-    try:
+    with needed("bench loader without --data", "demo"):
         from sklearn.datasets import load_sample_images
-    except ModuleNotFoundError as error:
-        raise MissingDependencyError(
-            "photographs to load come with scikit-learn: pip install scikit-learn, or give --data"
-        ) from error
     sources = [Image.fromarray(pixels) for pixels in load_sample_images().images]
     draw = np.random.default_rng(0)
     for number in range(count):

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from tresnet import files
-from tresnet.errors import DataError, MissingDependencyError
+from tresnet.errors import DataError, needed
 
 CLASSES = tuple(str(digit) for digit in range(10))
 IMAGES = 1797
@@ -107,13 +107,8 @@ def to_uint8(images: np.ndarray) -> np.ndarray:
 
 def load() -> tuple[np.ndarray, np.ndarray]:
     """Return scikit-learn's digits: float images (1797, 8, 8) of 0..16 and labels (1797,)."""
-    try:
+    with needed("the data set of digits", "demo"):
         from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise MissingDependencyError(
-            "the digits ship with scikit-learn, which is not installed: pip install "
-            "'tresnet[demo]' (from a checkout: pip install -e '.[demo]')"
-        ) from error
     pixels, labels = load_digits(return_X_y=True)
     return np.asarray(pixels).reshape(-1, 8, 8), np.asarray(labels)
 

@@ -29,7 +29,7 @@ import torch
 
 from tresnet.data.folder import ImageDataset, open_picture
 from tresnet.data.pictures import BadImageError, Picture, Pixels, named
-from tresnet.errors import ConfigError, DataError, MissingDependencyError
+from tresnet.errors import ConfigError, DataError, needed
 from tresnet.files import atomic_write, lock, remove_leftovers, write_text
 
 FORMAT = 2
@@ -414,9 +414,5 @@ def _reader(file: str, process: int) -> Any:
 
 
 def _library() -> Any:
-    try:
+    with needed("a data set in shards", "shards"):
         return import_module("array_record.python.array_record_module")
-    except ImportError as error:
-        raise MissingDependencyError(
-            "shards need array-record: pip install 'tresnet[shards]'"
-        ) from error

@@ -11,7 +11,7 @@ from tresnet import files
 from tresnet.engine import config as configs
 from tresnet.engine import fields, logs, rundir
 from tresnet.engine.config import TrainConfig
-from tresnet.errors import ConfigError, DataError, MissingDependencyError, WriteError
+from tresnet.errors import ConfigError, DataError, MissingDependencyError, WriteError, needed
 
 PICTURE = "run.svg"
 # Of each panel of the picture: the axis, and the columns of the log with their names.
@@ -137,13 +137,9 @@ def draw(run: Run) -> Path:
         MissingDependencyError: matplotlib is not installed.
         WriteError: The picture cannot be written.
     """
-    try:
+    with needed("a picture", "plot"):
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependencyError(
-            "pictures need matplotlib: pip install 'tresnet[plot]'"
-        ) from error
     if not run.epochs:
         raise DataError(f"expected a whole epoch in the log of {run.directory}, got none yet: wait")
     panels = [

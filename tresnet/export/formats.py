@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from tresnet.errors import CheckpointError, ExportError, InputError, MissingDependencyError
+from tresnet.errors import (
+    CheckpointError,
+    ExportError,
+    InputError,
+    MissingDependencyError,
+    to_install,
+)
 from tresnet.export.images import Images
 from tresnet.export.options import ExportOptions
 from tresnet.export.plain import trace
@@ -121,7 +127,7 @@ def read_onnx(path: Path) -> tuple[Run, dict[str, Any]]:
     if not path.is_file():
         raise CheckpointError(f"no ONNX file at {path}: check the path")
     if importlib.util.find_spec("onnxruntime") is None:
-        raise MissingDependencyError(_to_install("format 'onnx'", ["onnxruntime"], "onnx"))
+        raise MissingDependencyError(to_install("format 'onnx'", "onnxruntime", "onnx"))
     try:
         session = _session(path)
         texts = session.get_modelmeta().custom_metadata_map
@@ -319,12 +325,5 @@ def find_format(options: ExportOptions) -> Format:
     missing = [one for one in packages if importlib.util.find_spec(one) is None]
     if missing:
         extra = "int8" if quantised else name
-        raise MissingDependencyError(_to_install(f"format {name!r}", missing, extra))
+        raise MissingDependencyError(to_install(f"format {name!r}", ", ".join(missing), extra))
     return FORMATS[name]
-
-
-def _to_install(what: str, missing: Sequence[str], extra: str) -> str:
-    return (
-        f"{what} needs {', '.join(missing)}, not installed: pip install 'tresnet[{extra}]' "
-        f"(from a checkout: pip install -e '.[{extra}]')"
-    )

@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tresnet.errors import InputError, MissingDependencyError
+from tresnet.errors import InputError, needed
 from tresnet.files import write_text
 from tresnet.measure.cases import BenchCase
 from tresnet.measure.records import FORMAT
@@ -395,13 +395,9 @@ def draw_picture(section: Sequence[Record], folder: Path, suffix: str) -> Path |
     points = [point for found in panels.values() for point in found]
     if not any(published_top1(row["model"], row["input_size"]) for row, _ in points):
         return None
-    try:
+    with needed("a picture", "plot"):
         import matplotlib as mpl
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependencyError(
-            "pictures need matplotlib: pip install 'tresnet[plot]'"
-        ) from error
     # A figure of its own: pyplot would keep it and may look for a screen.
     figure = Figure(figsize=(2 + 6 * len(panels), 5.5), layout="constrained")
     names = list(dict.fromkeys(contender(row) for row, _ in points))

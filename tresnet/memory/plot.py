@@ -6,7 +6,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tresnet.errors import InputError, MissingDependencyError
+from tresnet.errors import InputError, needed
 from tresnet.files import atomic_write
 from tresnet.memory.device import MIB
 from tresnet.memory.prediction import Prediction
@@ -86,13 +86,9 @@ def plot(prediction: Prediction, path: str | Path) -> Path:
     kind = path.suffix.lower()
     if kind not in _SUFFIXES:
         raise InputError(f"expected a path ending in {', '.join(_SUFFIXES)}, got {path.name!r}")
-    try:
+    with needed("a picture", "plot"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependencyError(
-            "pictures need matplotlib: pip install 'tresnet[plot]'"
-        ) from error
     # A figure of its own: pyplot would keep it and may look for a screen.
     figure = Figure(figsize=(11, 5.5), layout="constrained")
     FigureCanvasAgg(figure)

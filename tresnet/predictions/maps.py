@@ -5,21 +5,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tresnet.errors import MissingDependencyError
+from tresnet.errors import needed
 from tresnet.models.tresnet import TResNet
 from tresnet.ops.unit_floats import unit_floats
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-try:
+with needed("Grad-CAM", "cam"):
     from torchcam.methods import GradCAM
     from torchcam.utils import overlay_mask
-except ImportError as error:
-    raise MissingDependencyError(
-        "Grad-CAM needs torchcam, not installed: pip install 'tresnet[cam]' (from a checkout: "
-        "pip install -e '.[cam]')"
-    ) from error
 
 
 def class_maps(model: TResNet, images: Tensor, classes: list[int]) -> list["Image"]:

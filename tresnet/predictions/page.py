@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from tresnet.errors import MissingDependencyError
+from tresnet.errors import needed
 from tresnet.predictions.predictor import Predictor
 
 if TYPE_CHECKING:
@@ -19,13 +19,8 @@ def make_page(predictor: Predictor, title: str) -> Any:
     Raises:
         MissingDependencyError: gradio is not installed.
     """
-    try:
+    with needed("the page", "page"):
         import gradio  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise MissingDependencyError(
-            "the page needs gradio, not installed: pip install 'tresnet[page]' (from a checkout: "
-            "pip install -e '.[page]')"
-        ) from error
 
     def answer(image: "Image | None") -> tuple[dict[str, float] | None, "Image | None"]:
         if image is None:  # it was taken away
