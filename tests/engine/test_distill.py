@@ -8,6 +8,7 @@ from torch import nn
 
 from tests.engine.runs import rows_of
 from tresnet.checkpoints.creation import create
+from tresnet.checkpoints.save import save_checkpoint
 from tresnet.engine import state
 from tresnet.engine.distill import DistillationLoss, create_teacher
 from tresnet.engine.distributed import Processes
@@ -109,6 +110,27 @@ def test_a_run_with_a_teacher_keeps_it_out_of_its_checkpoints(tiny, whole):
     assert content.keys() == state.read(whole / "last.pt")[1].keys()
     assert content["model"].keys() == state.read(whole / "last.pt")[1]["model"].keys()
     assert rows_of(run_dir)[0]["loss"] != rows_of(whole)[0]["loss"]
+
+
+@pytest.mark.parametrize("option", ["teacher", "hierarchy"])
+def test_a_run_is_not_resumed_with_another_teacher_or_hierarchy_in_its_file(
+    tiny, tmp_path, whole, option
+):
+    path = tmp_path / "file.safetensors"
+    options = {option: str(path), "mixup": 0.0, "epochs": 1}
+    if option == "teacher":
+        path.write_bytes((whole / "best.safetensors").read_bytes())
+    else:
+        path.write_text('{"blue": "red"}')
+        options["loss"] = "semantic-softmax"
+    run_dir = train(tiny(**options)).run_dir
+    train(tiny(**options), resume=run_dir)
+    if option == "teacher":
+        save_checkpoint(create(weights=path), path)
+    else:
+        path.write_text('{"green": "red"}')
+    with pytest.raises(ConfigError, match="the file is not the one the run began with"):
+        train(tiny(**options), resume=run_dir)
 
 
 # blue and sky are roots; navy and cyan are blue, teal is cyan; x is no class, but has a parent

@@ -19,7 +19,7 @@ from tresnet.errors import CheckpointError, ConfigError, WriteError
 from tresnet.models.zoo import build
 
 ALONE = Processes(0, 1, torch.device("cpu"))
-IDENTITY = Identity(1, "abc", "def", ("blue", "red"))
+IDENTITY = Identity(1, "abc", "def", "", ("blue", "red"))
 
 
 @pytest.fixture
@@ -76,6 +76,7 @@ def test_a_state_comes_back_whole(step, record, tmp_path):
         ({"classes": ("blue",)}, "trained on 2 classes (blue, red), the data now have 1"),
         ({"train": "xyz"}, "the training images are not the ones"),
         ({"val": "xyz"}, "the validation images are not the ones"),
+        ({"beside": "xyz"}, "--hierarchy, --teacher: the file is not the one the run began with"),
     ],
 )
 def test_a_state_of_other_data_is_refused(change, message):

@@ -177,3 +177,12 @@ def fingerprint(dataset: ImageDataset, folder: Path) -> str:
             digest.update(b"\n?\n")
     digest.update(dataset.targets.numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def fingerprint_beside(config: TrainConfig) -> str:
+    """A hash of the files that a run learns from beside its images: hierarchy and teacher."""
+    digest = hashlib.sha256()
+    for name in (config.labels.hierarchy, config.distill.teacher):
+        if name is not None and os.path.isfile(name):  # else a name that says it all, or it shows
+            digest.update(hashlib.sha256(Path(name).read_bytes()).digest())
+    return digest.hexdigest()[:16]

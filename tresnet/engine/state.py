@@ -80,12 +80,14 @@ class Identity:
         world: Processes that the run began with.
         train: Fingerprint of the training images.
         val: Fingerprint of the others.
+        beside: Fingerprint of the files of the hierarchy and the teacher.
         classes: Names in the order of the labels.
     """
 
     world: int
     train: str
     val: str
+    beside: str
     classes: tuple[str, ...]
 
 
@@ -242,6 +244,11 @@ def check(saved: Identity, now: Identity) -> None:
                 f"the {what} images are not the ones the run began with (other files, sizes, order"
                 " or labels): resume with those, or start a new run"
             )
+    if saved.beside != now.beside:
+        raise ConfigError(
+            "--hierarchy, --teacher: the file is not the one the run began with: resume with that,"
+            " or start a new run"
+        )
 
 
 def restore(content: dict[str, Any], step: TrainingStep, processes: Processes) -> None:

@@ -14,7 +14,7 @@ from tresnet.engine.config import TrainConfig
 from tresnet.engine.console import Console
 from tresnet.engine.distill import create_teacher
 from tresnet.engine.distributed import Processes
-from tresnet.engine.images import create_loaders, open_splits
+from tresnet.engine.images import create_loaders, fingerprint_beside, open_splits
 from tresnet.engine.losses import Losses
 from tresnet.engine.resolve import create_model, rebuild_model, resolve
 from tresnet.engine.signals import StopRequest
@@ -61,7 +61,8 @@ def train(config: TrainConfig, resume: Path | None = None) -> TrainResult:
         splits = open_splits(config, processes)
         prints = splits.fingerprints
         began = processes.world if saved is None else saved.identity.world
-        identity = Identity(began, **prints, classes=tuple(splits.classes))
+        beside, classes = fingerprint_beside(config), tuple(splits.classes)
+        identity = Identity(began, **prints, beside=beside, classes=classes)
         if saved is not None:
             state.check(saved.identity, identity)
         config = batch_size.resolve(
