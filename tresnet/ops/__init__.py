@@ -22,8 +22,8 @@ What is alike in all of them, for a function `double` of a tensor (`tiles` cuts 
     # launch.py
     @operator(torch.empty_like)  # operators.py: tresnet::double_forward, and its result when faked
     def forward(x: Tensor) -> Tensor:
-        out = torch.empty_like(x)
-        _kernels().forward[(-(-x.numel() // BLOCK),)](x, out, x.numel(), BLOCK=BLOCK)
+        out, grid = torch.empty_like(x), (-(-x.numel() // BLOCK), 1, 1)
+        launch(_kernels().forward, grid, WARPS, (x, out), (x.numel(), BLOCK))  # operators.py
         return out
 
     @functools.cache
@@ -39,5 +39,5 @@ What is alike in all of them, for a function `double` of a tensor (`tiles` cuts 
 
 `selfcheck.check` runs all kernels on a GPU before their first use there: a new one is added to it.
 `tests/ops/test_blur_kernels.py` is a test to copy. `bench ops` times what `measure/operations.py`
-lists; `tests/ops/compile_kernels.py` lists what is compiled to count registers.
+lists; `tests/ops/compile_kernels.py` compiles what it lists, to count registers.
 """
