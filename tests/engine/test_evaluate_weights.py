@@ -138,6 +138,9 @@ def test_other_classes_are_refused(config, tmp_path):
     assert class_map(None, 2, ["x", "y"]) is None
     numbered = ["0", "1", "10", *map(str, range(2, 10))]  # in the order of their names
     assert class_map(tuple("abcdefghijk"), 11, numbered) == [int(name) for name in numbered]
+    assert class_map(("2", "0", "1"), 3, ["0", "1", "2"]) == [1, 2, 0]  # named by numbers too
+    with pytest.raises(ConfigError, match=r"only the weights have 3; only the data have 0"):
+        class_map(("1", "2", "3"), 3, ["0", "1", "2"])
     with pytest.raises(ConfigError, match=r"the weights have 3 classes, the data 2 \(a, b\)"):
         class_map(None, 3, ["a", "b"])
     write_images(tmp_path / "other", "val", 6, ("cat", "green", "red"))

@@ -114,7 +114,8 @@ def class_map(
     if trained is None or list(trained) == list(found):
         return None
     numbers = [int(name) if name.isdecimal() else -1 for name in found]
-    if sorted(numbers) == list(range(outputs)):  # numbered folders, as ImageNet's may be
+    named = not all(name.isdecimal() for name in trained)
+    if named and sorted(numbers) == list(range(outputs)):  # as ImageNet's folders may be
         return None if numbers == sorted(numbers) else numbers
     if set(trained) != set(found):
         raise ConfigError(
