@@ -59,22 +59,18 @@ def train(config: TrainConfig, resume: Path | None = None) -> TrainResult:
             config = configs.resumed(saved.config, config)
             configs.check_resumable(saved.config, config, run_dir / BEST)
         splits = open_splits(config, processes)
-        prints = splits.fingerprints
+        images = len(splits.train)
         began = processes.world if saved is None else saved.identity.world
         beside, classes = fingerprint_beside(config), tuple(splits.classes)
-        identity = Identity(began, **prints, beside=beside, classes=classes)
+        identity = Identity(began, **splits.fingerprints, beside=beside, classes=classes)
         if saved is not None:
             state.check(saved.identity, identity)
-        config = batch_size.resolve(
-            config, splits.classes, len(splits.train), processes, console.say
-        )
+        config = batch_size.resolve(config, splits.classes, images, processes, console.say)
         record = Record(config, identity)
-        config, passes = batch_size.spread(config, began, processes.world, len(splits.train))
+        config, passes = batch_size.spread(config, began, processes.world, images)
         if saved is not None and content is not None:
             record.progress, record.rows = saved.progress, saved.rows
-            before = batch_size.spread(
-                record.config, began, len(content["generators"]), len(splits.train)
-            )
+            before = batch_size.spread(record.config, began, len(content["generators"]), images)
             record.progress.batch = record.progress.batch * passes // before[1]
         loaders = create_loaders(config, splits, processes)
         memory = MemoryMeter(processes.device)
