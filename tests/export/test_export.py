@@ -233,6 +233,8 @@ def test_images_to_compare_with_are_those_of_the_model(root, tmp_path):
         export_model(small(in_chans=1), path, options)
     with pytest.raises(DataError, match=r"expected the 5 classes of the model .* got 10 class"):
         export_model(small(), path, options)
+    with pytest.raises(InputError, match="expected the names of 5 classes, got 1"):
+        export_model(small(), path, ExportOptions("pt2"), classes=("cat",))
     assert not list(tmp_path.iterdir())
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tresnet.checkpoints.save import checkpoint_metadata
 from tresnet.data import ImageDataset
 from tresnet.env import package_version
 from tresnet.errors import ExportError, InputError
@@ -79,6 +80,8 @@ def export_model(
     _check_options(path, options, format)
     plain = plain_model(model)
     assert isinstance(model, TResNet), "checked by plain_model"
+    kept = {"classes": classes, "descriptions": descriptions, "labels": labels}
+    checkpoint_metadata(model, kept)  # as many names as outputs
     images = _images(model, options)
     splits: dict[str, ImageDataset] = {}
     if options.data is not None:
@@ -99,9 +102,7 @@ def export_model(
         batches = spread(splits["train"], CALIBRATION_IMAGES)
         calibration = [images.prepare(batch) for batch, _ in batches]
     metadata = _metadata(model, images, options) | {
-        "classes": classes,
-        "descriptions": descriptions,
-        "labels": labels,
+        **kept,
         "device": str(device),
     }
     job = Job(trace(plain, images, device), images, metadata, calibration)
