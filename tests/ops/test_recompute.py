@@ -1,13 +1,18 @@
 """Rebuilding saved activations: when it happens, when not, and that nothing goes wrong silently."""
 
+import gc
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+from tests.ops.kernels import DEVICE
 from tresnet.ops import recompute
 from tresnet.ops.blur_pool import blur_pool
+from tresnet.ops.space_to_depth import stem_input
 
 
 class Doubler:
@@ -126,6 +131,23 @@ def test_rebuilding_ignores_autocast_around_backward(x):
 
     assert run(autocast=True).dtype is torch.float32
     torch.testing.assert_close(run(autocast=True), run(autocast=False), rtol=2e-2, atol=0.5)
+
+
+def test_the_stem_keeps_the_bytes_alone():
+    images = torch.randint(256, (2, 3, 8, 8), dtype=torch.uint8, device=DEVICE)
+    weight = torch.randn(5, 48, 1, 1, device=DEVICE, requires_grad=True)
+    gradients, dead = [], []
+    for active in (True, False):
+        with recompute.scope(active):
+            y = stem_input(images, 4, torch.float32, impl="triton")
+            z = F.conv2d(y, weight)
+        storage = StorageWeakRef(y.untyped_storage())
+        del y
+        gc.collect()  # Triton's interpreter leaves cycles
+        dead.append(storage.expired())
+        gradients.append(gradient(z.square(), weight))
+    assert dead == [True, False]
+    assert torch.equal(*gradients)
 
 
 def test_threads_do_not_share_a_scope(doubler, x):

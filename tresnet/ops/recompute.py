@@ -128,7 +128,9 @@ def active() -> bool:
     return _active.scope is not None
 
 
-def offer(y: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> None:
+def offer(
+    y: Tensor, function: Callable[..., Tensor], *inputs: Tensor, always: bool = False
+) -> None:
     """Offer `y`, which equals `function(*inputs)`, for recomputation.
 
     Each input is itself rebuilt if it was offered, and kept otherwise: offer only what is a
@@ -139,9 +141,10 @@ def offer(y: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> None:
         function: rebuilds `y` from its inputs without randomness or side effects; called without
             gradient recording and outside autocast.
         inputs: the arguments of `function`.
+        always: also where `y` needs no gradient, so that it is kept for a weight's alone.
     """
     current = _active.scope
-    if current is None or not y.requires_grad:
+    if current is None or not (y.requires_grad or always):
         return
     sources = [current.find(x) or _constant(x) for x in inputs]
     device_type = y.device.type

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from tresnet.errors import InputError
+from tresnet.ops import recompute
 from tresnet.ops.dispatch import Impl, check_impl, runs_kernels
 from tresnet.ops.scripted import scripted_if
 from tresnet.ops.space_to_depth import reference
@@ -54,7 +55,10 @@ def stem_input(x: Tensor, block_size: int, dtype: torch.dtype, *, impl: Impl = "
     if runs_kernels(example, impl):
         from tresnet.ops.space_to_depth import launch
 
-        return launch.stem_input(x, block_size, dtype)
+        y = launch.stem_input(x, block_size, dtype)
+        # the convolution behind keeps its input, twice as large as the bytes or more
+        recompute.offer(y, lambda x: launch.stem_input(x, block_size, dtype), x, always=True)
+        return y
     return reference.stem_input(x, block_size, dtype)
 
 
