@@ -174,7 +174,15 @@ def main(options: Options, argv: Sequence[str]) -> int:
         "method": "steps of tresnet.steps on a CPU, on which operators compute next to nothing; the"
         " driver's calls are left out",
     }
-    record = RecordFile(options.output_dir, "host_time", device=CPU, settings=settings, argv=argv)
+    record = RecordFile(
+        options.output_dir,
+        "host_time",
+        device=CPU,
+        settings=settings,
+        warmup_steps=options.warmup_steps,
+        runs=options.rounds * options.steps,
+        argv=argv,
+    )
     outcome = run([hosts], options, log=progress, record=record)
     columns = ["triton_launches", *COLUMNS]
     rows = [
