@@ -129,6 +129,8 @@ def _check_norm(case: _Case, random: torch.Generator, device: torch.device) -> N
     # PyTorch may multiply the matrices of an SE in TF32, which rounds like float16
     dtype = torch.float16 if case.se and case.dtype == torch.float32 else case.dtype
     found = run(fused=True)
+    if device.type == "cuda":  # again: what was compiled is launched without asking Triton
+        found = run(fused=True)
     for name, expected in run(fused=False).items():
         _compare(f"{name}, {case}", found[name], expected, TOLERANCE[dtype])
 
