@@ -1,11 +1,13 @@
 """One inference step: a model in evaluation mode, in the chosen precision and layout."""
 
 from collections.abc import Callable
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tresnet.errors import InputError
 from tresnet.steps.compiled import compile_model
 from tresnet.steps.feed import Feed, reads_bytes
 from tresnet.steps.settings import DTYPES, Compute, InferenceCompute
@@ -41,7 +43,8 @@ class InferenceStep:
             say: Told how long compiling took; None for the log.
 
         Raises:
-            InputError: The model cannot be folded; the message says why.
+            InputError: The model cannot be folded, or has complex numbers, of which a conversion
+                would drop the imaginary part; the message says why.
         """
         self._compute = compute
         self._device = device
@@ -49,6 +52,12 @@ class InferenceStep:
         dtype, freeze = torch.float32, False
         if isinstance(compute, InferenceCompute):
             dtype, freeze = DTYPES[compute.dtype], compute.freeze
+            for name, value in chain(model.named_parameters(), model.named_buffers()):
+                if value.is_complex():
+                    raise InputError(
+                        f"expected real numbers to convert to {dtype}, got {value.dtype} in "
+                        f"{name}: run the model without tresnet's inference step"
+                    )
             model = model.to(device, dtype).eval()
             if compute.fold:
                 model = fold(model)
