@@ -132,7 +132,7 @@ profile_compiled() { where_a_step_goes "$timm_m@$peer" "$m@$compiled"; }
 
 warm_ml() { warm_kernels "$l" --pad; warm train "${train_m_compiled[@]}" "${train_l_compiled[@]}"; }
 train_m() { compare train "$batch" "${train_m_compiled[@]}"; }
-train_l() { compare train "$batch" "${train_l_compiled[@]}" "$timm_l" "$l@pad=true,$kernels"; }
+train_l() { compare train "$batch" "${train_l_compiled[@]}" "$timm_l" "$l@pad=true,$kernels" "$l@$kernels"; }
 warm_xl() { warm_kernels "$xl" --pad; warm train "${train_xl_compiled[@]}"; }
 train_xl() { compare train "$batch" "${train_xl_compiled[@]}" "$timm_xl" "$xl@pad=true,$kernels"; }
 warm_infer() { warm infer "${infer_compiled[@]}"; }
