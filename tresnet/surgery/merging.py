@@ -38,10 +38,11 @@ class ParallelBranches(nn.Module):
         if not self.shared_input:
             x = x.unflatten(1, (self.groups, -1))
         dims = (0, None if self.shared_input else 1, 0)
-        run = torch.vmap(self._run, dims, out_dims=1, randomness="different")
+        # out_dims=1 fails in torch 2.11 where the branches have no tensors and one input
+        run = torch.vmap(self._run, dims, randomness="different")
         # the numbers of the branches, in case they have no tensors
         numbers = torch.arange(self.groups, device=x.device)
-        return run(_tensors(self.merged), x, numbers).flatten(1, 2)
+        return run(_tensors(self.merged), x, numbers).transpose(0, 1).flatten(1, 2)
 
     def _run(self, tensors: dict[str, Tensor], x: Tensor, number: Tensor) -> Tensor:
         return functional_call(self.merged, tensors, (x,), tie_weights=False)
