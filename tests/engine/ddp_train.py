@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tresnet.checkpoints.creation import create
 from tresnet.engine import command
 from tresnet.engine import config as configs
 from tresnet.engine import resolve as resolving
@@ -39,13 +38,22 @@ class Scale(nn.Module):
         return x if self.slope is None else nn.functional.leaky_relu(x, self.slope)
 
 
-def create_without_norms(*args, **kwargs):
-    model = create(*args, **kwargs)
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if hasattr(child, "running_mean"):
-                setattr(parent, name, Scale(child))
-    return model
+def without_norms(create):
+    def without(*args, **kwargs):
+        model = create(*args, **kwargs)
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if hasattr(child, "running_mean"):
+                    setattr(parent, name, Scale(child))
+        return model
+
+    return without
+
+
+def make_without_norms(change=setattr):
+    """Models of runs that begin, and of those that go on, have no norms from now on."""
+    change(resolving, "create", without_norms(resolving.create))
+    change(resolving.zoo, "build", without_norms(resolving.zoo.build))
 
 
 def before(rank, update, action, restarts=0):
@@ -83,7 +91,7 @@ if __name__ == "__main__":
     parser.add_argument("--kill", type=int, nargs=3, action="append")
     options = parser.parse_args()
     if options.without_norms:
-        resolving.create = create_without_norms
+        make_without_norms()
     for restarts, (rank, update, signum) in enumerate(options.kill or []):
         before(rank, update, functools.partial(os.kill, os.getpid(), signum), restarts)
     if options.spoil:

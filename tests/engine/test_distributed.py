@@ -18,7 +18,6 @@ from tests.engine.conftest import config_on
 from tests.engine.runs import assert_same_run, rows_of, tensors_of
 from tresnet.engine import config as configs
 from tresnet.engine import distributed, signals, state
-from tresnet.engine import resolve as resolving
 from tresnet.engine.command import eval_main
 from tresnet.engine.distributed import Processes
 from tresnet.engine.train import check_same_options, train
@@ -56,7 +55,7 @@ SHARED = {**PLAIN, "accumulate": 4, "lr": 0.005, "clip_grad": 1.0, "lr_batch": 1
 @pytest.fixture
 def one(tiny, monkeypatch):
     """The directory of a run of one process, without norms, for which a batch's parts matter."""
-    monkeypatch.setattr(resolving, "create", ddp_train.create_without_norms)
+    ddp_train.make_without_norms(monkeypatch.setattr)
     return train(tiny(name="one", batch_size=4, **SHARED)).run_dir
 
 
