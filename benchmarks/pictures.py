@@ -85,10 +85,51 @@ def digits_run(axes: Any, ink: str) -> None:
     right.spines[:].set_visible(False)
 
 
+def architecture(axes: Any, ink: str) -> None:
+    """The stages of tresnet_m, and its two blocks at stride 2, as boxes."""
+    import tresnet
+    from tresnet.layers.squeeze_excite import SqueezeExcite
+
+    model = tresnet.create("tresnet_m", device="meta")
+    sides = [224 // info["reduction"] for info in model.feature_info]
+    sizes = [
+        f"{info['num_chs']} x {n} x {n}" for info, n in zip(model.feature_info, sides, strict=True)
+    ]
+    body = model.body
+    kinds = []
+    for stage in (body.layer1, body.layer2, body.layer3, body.layer4):
+        squeezes = any(isinstance(module, SqueezeExcite) for module in stage.modules())
+        kinds.append(f"{len(stage)} x {type(stage[0]).__name__}{' + SE' * squeezes}")
+    rows = [
+        ["image\n3 x 224 x 224", "space to depth\n48 x 56 x 56", f"conv 3x3\n{sizes[0]}"]
+        + [f"{kind}\n{size}" for kind, size in zip(kinds, sizes[1:], strict=True)]
+        + ["mean, linear\n1000"],
+        ["BasicBlock", "conv 3x3", "blur /2", "conv 3x3\nno activation", "SE", "+ shortcut, ReLU"],
+        ["Bottleneck", "conv 1x1", "conv 3x3", "blur /2", "SE", "conv 1x1\nno activation",
+         "+ shortcut, ReLU"],
+        ["shortcut", "mean 2x2 /2", "conv 1x1\nno activation"],
+    ]  # fmt: skip
+    for y, row in zip((3, 2, 1, 0), rows, strict=True):
+        for x, text in enumerate(row):
+            named = y < 3 and x == 0
+            colour = "none" if named else (OURS if " x B" in text else OTHERS)
+            box = {"boxstyle": "round,pad=0.4", "facecolor": "none", "edgecolor": colour}
+            weight = "bold" if named else "normal"
+            axes.text(x, y, text, ha="center", va="center", size=7, color=ink, bbox=box,
+                      weight=weight)  # fmt: skip
+            if x and not (y < 3 and x == 1):
+                axes.annotate("", (x - 0.4, y), (x - 0.6, y),
+                              arrowprops={"arrowstyle": "->", "color": OTHERS})  # fmt: skip
+    axes.set_xlim(-0.5, 7.5)
+    axes.set_ylim(-0.5, 3.5)
+    axes.axis("off")
+
+
 DRAWINGS: dict[str, tuple[Callable[[Any, str], None], Path, tuple[float, float]]] = {
     "speed_and_accuracy": (speed_and_accuracy, PEERS, (7.6, 4.2)),
     "predicted_memory": (predicted_memory, MEMORY, (6.4, 3.2)),
     "digits_run": (digits_run, RUN, (6.4, 3.0)),
+    "architecture": (architecture, ROOT / "tresnet" / "models" / "zoo.py", (11.0, 3.2)),
 }
 
 
