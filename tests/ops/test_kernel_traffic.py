@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -176,7 +177,8 @@ def test_no_kernel_spills_registers_or_computes_longer_than_it_moves(capability,
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     assert len({row["kernel"] for row in rows}) == 15
     # Triton 3.6 gives one kernel of SE a frame of 8 bytes, which are not registers spilled.
-    assert [row for row in rows if row["stack"] > 8 or row["local"]] == []
+    frame = {"excite": 8} if version("triton").startswith("3.6.") else {}
+    assert [r for r in rows if r["stack"] > frame.get(r["kernel"], 0) or r["local"]] == []
     assert max(row["reg"] for row in rows) < 255
     # Single 16-bit values are moved only where the width or the image leaves no choice. The pivots
     # of `moments` lie a whole image apart.
