@@ -1,6 +1,8 @@
 """The loaders that are compared give the same pictures; only their form differs."""
 
+import sys
 from multiprocessing import active_children
+from types import ModuleType
 
 import pytest
 import torch
@@ -59,6 +61,17 @@ def test_all_crop_at_random_in_training(folder):
         batches = [images for images, _ in loader]
         assert [batch.shape for batch in batches] == [(3, 3, 32, 32)] * 2
         assert len({int(image.float().sum() * 100) for batch in batches for image in batch}) == 6
+
+
+def test_a_dali_that_cannot_be_imported_is_left_out_and_named(
+    folder, tmp_path, monkeypatch, caplog
+):
+    (tmp_path / "dali.py").write_text("import a_missing_dependency")
+    nvidia = ModuleType("nvidia")
+    nvidia.__path__ = [str(tmp_path)]
+    monkeypatch.setitem(sys.modules, "nvidia", nvidia)
+    assert len(contending(folder, "val")) == 5
+    assert "DALI is left out, its import failed: No module named 'a_missing" in caplog.text
 
 
 def test_the_time_of_a_training_image_is_told_by_stages(folder):

@@ -51,6 +51,24 @@ def test_fp32_rounds_no_worse_than_the_model_itself(norm):
     assert folded.abs().max() <= 3 * own.abs().max() + 1e-6
 
 
+@pytest.mark.parametrize("change", [lambda model: model, fold])
+def test_hooks_of_all_modules_see_what_leaves_them_and_change_no_gradient(change):
+    own, x, kept, outputs = network().double().eval(), images(torch.double), [], []
+    for watched in (False, True):
+        model = change(copy.deepcopy(own))
+        for module in model.modules() if watched else ():
+            module.register_full_backward_hook(lambda *_: None)
+            module.register_forward_hook(lambda m, i, y: kept.append((y, y.detach().clone())))
+        inputs = x.clone().requires_grad_()
+        model(inputs).square().sum().backward()
+        outputs.append([inputs.grad, *(p.grad for p in model.parameters())])
+    for ours, expected in zip(*outputs, strict=True):
+        torch.testing.assert_close(ours, expected)
+    assert len(kept) > 100
+    for y, as_it_left in kept:
+        assert torch.equal(y, as_it_left)
+
+
 def test_in_place_abns_gamma_is_the_magnitude_plus_eps():
     model = network(norm="inplace_abn").double()
     stem = model.body.conv1

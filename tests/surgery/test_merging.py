@@ -200,6 +200,15 @@ def test_bad_branches_are_refused(branches: object, message: str):
         merge_parallel(branches)
 
 
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, ABN])
+def test_a_norm_without_momentum_runs_in_eval_mode_alone(norm: type[nn.BatchNorm2d]):
+    merged = merge_parallel([norm(4, momentum=None), norm(4, momentum=None)])
+    x = torch.rand(2, 4, 3, 3)
+    with pytest.raises(InputError, match="momentum=None in training: set a momentum, or"):
+        merged(x)
+    assert merged.eval()(x).shape == (2, 8, 3, 3)
+
+
 def test_split_needs_a_merged_module():
     with pytest.raises(InputError, match="merge_parallel returned, got Linear"):
         split(nn.Linear(2, 2))

@@ -1,11 +1,11 @@
 """The loaders that `tresnet bench loader` compares, and images to load where there are none."""
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from tresnet.data.shards import ShardDataset, manifest_path
 from tresnet.data.transforms import Augment, EvalTransform, eval_transform, train_transform
 from tresnet.errors import needed
 
+logger = logging.getLogger(__name__)
 Split = Literal["train", "val"]
 # The most common size of ImageNet's images.
 JPEG_SIZE = (500, 375)
@@ -237,9 +238,12 @@ def loaders_in(
         "timm, float": lambda: timm_loader(epoch, torch.float32),
         "torchvision, uint8": lambda: torchvision_loader(epoch),
     }
-    if find_spec("nvidia") is not None and find_spec("nvidia.dali") is not None:
+    try:
         version = import_module("nvidia.dali").__version__
         loaders[f"DALI {version} on the CPU, uint8"] = lambda: DaliLoader(epoch)
+    except ImportError as error:
+        if error.name not in ("nvidia", "nvidia.dali"):
+            logger.warning("DALI is left out, its import failed: %s", error)
     for name, each in sharded.items():
         loaders[f"tresnet, uint8, {name}"] = partial(OurLoader, each, torch.uint8)
     return loaders

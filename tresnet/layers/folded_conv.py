@@ -1,9 +1,11 @@
 """Convolution and activation with the norm folded in, for inference."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tresnet.errors import InputError
+from tresnet.layers.watched import is_watched
 
 
 class FoldedConv(nn.Module):
@@ -27,8 +29,13 @@ class FoldedConv(nn.Module):
         """(N, in, H, W) to (N, out, H', W') in the dtype of `x`."""
         y = self.conv(x)
         if self.slope is not None:
-            y = F.leaky_relu_(y, self.slope)
+            # in place, unless someone may keep the convolution's output
+            y = F.leaky_relu(y, self.slope, torch.jit.is_scripting() or self._unwatched())
         return self.aa(y)
+
+    @torch.jit.unused
+    def _unwatched(self) -> bool:
+        return not is_watched(self.conv)
 
     def train(self, mode: bool = True) -> "FoldedConv":
         """Stay in eval mode.

@@ -47,7 +47,7 @@ class SqueezeExcite(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Scale each channel of `x` (N, C, H, W) by a gate computed from all its pixels."""
         gate = self.pool(x)[:, :, None, None]
-        gate = torch.sigmoid(self.fc2(torch.relu_(self.fc1(gate))))
+        gate = torch.sigmoid(self.fc2(torch.relu(self.fc1(gate))))
         y = _scale(x, gate)
         if not torch.jit.is_scripting():
             recompute.offer(y, _scale, x, gate)

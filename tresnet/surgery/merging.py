@@ -34,7 +34,11 @@ class ParallelBranches(nn.Module):
         self.training = branches[0].training
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run all branches and concatenate their outputs along dimension 1."""
+        """Run all branches and concatenate their outputs along dimension 1.
+
+        Raises:
+            InputError: a branch calls .item() of a tensor, as a batch norm without momentum does.
+        """
         if not self.shared_input:
             x = x.unflatten(1, (self.groups, -1))
         dims = (0, None if self.shared_input else 1, 0)
@@ -42,7 +46,16 @@ class ParallelBranches(nn.Module):
         run = torch.vmap(self._run, dims, randomness="different")
         # the numbers of the branches, in case they have no tensors
         numbers = torch.arange(self.groups, device=x.device)
-        return run(_tensors(self.merged), x, numbers).transpose(0, 1).flatten(1, 2)
+        try:
+            outputs = run(_tensors(self.merged), x, numbers)
+        except RuntimeError as error:
+            if "calling .item()" not in str(error):
+                raise
+            raise InputError(
+                "expected branches without .item() of a tensor, which torch.vmap cannot run, such "
+                "as BatchNorm with momentum=None in training: set a momentum, or call eval()"
+            ) from error
+        return outputs.transpose(0, 1).flatten(1, 2)
 
     def _run(self, tensors: dict[str, Tensor], x: Tensor, number: Tensor) -> Tensor:
         return functional_call(self.merged, tensors, (x,), tie_weights=False)
