@@ -63,7 +63,7 @@ def test_labels_are_compared_by_name(config, data):
         {"compute": InferenceCompute(channels_last=True)},
         {"compute": InferenceCompute(fold=False)},
         {"impl": "reference"},
-        {"pad": True},
+        {"pad": 8},
         {"jit": True},
         {"norm": "batchnorm"},
         {"batch_size": 3},

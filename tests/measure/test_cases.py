@@ -49,7 +49,7 @@ def test_defaults_follow_from_the_device_and_the_work():
             "out of none, activations, got",
         ),
         ("timm:resnet50", {"fold": True}, False, "no fold for timm:resnet50, .* only our models"),
-        ("timm:resnet50", {"pad": True}, True, "no pad for timm:resnet50, .* only our models"),
+        ("timm:resnet50", {"pad": 8}, True, "no pad for timm:resnet50, .* only our models"),
         ("timm:resnet50", {"norm": "abn"}, True, "no norm for timm:resnet50, got 'abn'"),
         ("timm:resnet50", {"impl": "auto"}, True, "no impl for timm:resnet50, got 'auto'"),
     ],
@@ -82,7 +82,7 @@ def test_a_model_may_have_its_own_settings():
         ("channels_last=1", "expected channels_last= true or false, got '1'"),
         ("fold=yes", "expected fold= true or false, got 'yes'"),
         ("norm=", "expected a value after norm=, got none"),
-        ("pad=true,pad=false", "expected pad= once for tresnet_t, got it again"),
+        ("pad=8,pad=16", "expected pad= once for tresnet_t, got it again"),
     ],
 )
 def test_bad_settings_of_a_model(option, message):
@@ -103,10 +103,24 @@ def test_every_model_at_every_batch_size_but_its_own():
         Cases(models=("tresnet_t",), batch_sizes=()).cases()
 
 
+@pytest.mark.parametrize(
+    ("training", "on_gpu", "given", "found"),
+    [
+        (True, True, None, 8),
+        (True, True, 1, 1),
+        (True, False, None, None),
+        (False, True, None, None),
+    ],
+)
+def test_training_on_a_gpu_pads_unless_told_otherwise(training, on_gpu, given, found):
+    case = BenchCase(model="tresnet_l", pad=given).checked(training, on_gpu)
+    assert case.pad == found
+
+
 def test_the_label_names_what_differs_from_the_defaults():
-    text = "tresnet_t@recompute=outputs,pad=true,amp=fp16,channels_last=true,compile=default"
+    text = "tresnet_t@recompute=outputs,pad=8,amp=fp16,channels_last=true,compile=default"
     assert parse_case(text, CaseSettings(), 8).checked(training=True).label() == (
-        "tresnet_t, batch 8, amp fp16, norm abn, recompute outputs, pad, channels_last, "
+        "tresnet_t, batch 8, amp fp16, norm abn, recompute outputs, pad 8, channels_last, "
         "compile default"
     )
     text = "timm:resnet50@input=uint8,compile=default,freeze=true,dtype=bf16"

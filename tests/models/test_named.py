@@ -55,7 +55,7 @@ def test_models_of_all_sources_are_built(name, shape):
 
 
 def test_options_reach_ours():
-    model = build_named("tresnet_t", norm="abn", impl="reference", pad=True, recompute="none")
+    model = build_named("tresnet_t", norm="abn", impl="reference", pad=8, recompute="none")
     reads_gray = build_named("tresnet_t", norm="batchnorm", in_chans=1)
     assert model.recompute == "none"
     assert {module.impl for module in model.modules() if hasattr(module, "impl")} == {"reference"}

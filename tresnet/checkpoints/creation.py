@@ -26,7 +26,7 @@ def create(
     out_indices: int | Sequence[int] | None = None,
     impl: Impl = "auto",
     recompute: str = "activations",
-    pad: bool = False,
+    pad: int | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     **options: Unpack[ModelOptions],
@@ -45,8 +45,9 @@ def create(
             `TResNet.set_impl`.
         recompute: what backward recomputes instead of keeping: 'none', 'activations' or 'outputs',
             see `TResNet.set_recompute`.
-        pad: zero-pad the channels to multiples of 8, see `tresnet.surgery.pad_channels`.
-            Checkpoints stay those of the model without padding.
+        pad: zero-pad the channels to multiples of this, such as 8, see
+            `tresnet.surgery.pad_channels`; None leaves them. Checkpoints stay those of the model
+            without padding.
         device: where the parameters live.
         dtype: floating-point type of the parameters.
         **options: fields of `ModelConfig`: norm, jit, head, head_groups, head_channels, in_chans,

@@ -56,8 +56,8 @@ class Predict:
     impl: Literal["auto", "triton", "reference"] = "auto"
     """What computes the norms: Triton kernels, or plain operators."""
 
-    pad: bool = False
-    """Widths in multiples of 8, as tensor cores want them: the same outputs."""
+    pad: int | None = None
+    """Widths in multiples of this, as tensor cores want 8: the same outputs. None: as they are."""
 
     amp: Literal["off", "bf16", "fp16"] = "off"
     """Autocast to a 16-bit type."""

@@ -15,6 +15,7 @@ from tresnet.engine.losses import loss_of
 from tresnet.engine.resolve import create_model
 from tresnet.env import parse_size
 from tresnet.errors import ConfigError, InputError, TResNetError
+from tresnet.models.zoo import training_pad
 from tresnet.ops.dispatch import lacking
 
 if TYPE_CHECKING:
@@ -140,7 +141,8 @@ def largest(config: TrainConfig, classes: Sequence[str], gpu: "Device", world: i
     """
     from tresnet.memory import max_batch
 
-    model = create_model(config, classes)
+    pad = training_pad(config.model.pad, on_gpu=True)
+    model = create_model(configs.replace(config, pad=pad), classes)
     return max_batch(model, device=gpu, **step_of(config, classes, world))
 
 

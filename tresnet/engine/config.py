@@ -39,8 +39,9 @@ class BuildConfig:
     """Implementation of batch norm + activation."""
     impl: Literal["auto", "triton", "reference"] = "auto"
     """What computes the norms and what follows them: Triton kernels, or plain operators."""
-    pad: bool = False
-    """Widths in multiples of 8, as tensor cores want them; the same function and checkpoints."""
+    pad: Count | None = None
+    """Widths in multiples of this; the same function and checkpoints. None: of 8, as tensor cores
+    want them, to train on a GPU, else as they are."""
     jit: bool = False
     """Use the scripted helper functions."""
 
@@ -283,7 +284,7 @@ FREE_AT_RESUME = frozenset(
 
 
 # What a run fills in that its options leave open.
-RESOLVED = ("model", "input_size", "crop_pct", "crop_mode", "interpolation")
+RESOLVED = ("model", "pad", "input_size", "crop_pct", "crop_mode", "interpolation")
 
 
 def to_json(config: TrainConfig) -> str:

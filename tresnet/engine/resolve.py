@@ -16,8 +16,8 @@ from tresnet.models import zoo
 from tresnet.models.tresnet import TResNet
 
 
-def resolve(config: TrainConfig) -> TrainConfig:
-    """The configuration with the model's name, input size and test crop filled in.
+def resolve(config: TrainConfig, on_gpu: bool = False) -> TrainConfig:
+    """The configuration with the model's name, input size, test crop and padding filled in.
 
     What the options say stays; else what the weights were trained with; else the variant's own.
 
@@ -34,7 +34,8 @@ def resolve(config: TrainConfig) -> TrainConfig:
         cfg = zoo.default_pretrained_cfg(model, zoo.make_config(model))
     else:
         raise ConfigError("--model: name a model, or --weights that say which it is")
-    return configs.replace(config, model=model, **missing(config.data, cfg))
+    pad = zoo.training_pad(config.model.pad, on_gpu)
+    return configs.replace(config, model=model, pad=pad, **missing(config.data, cfg))
 
 
 def missing(data: ImageConfig, cfg: Mapping[str, Any]) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def train(config: TrainConfig, resume: Path | None = None) -> TrainResult:
         run_dir, path = processes.from_main(claimed)
         saved, content = (None, None) if path is None else state.read(path)
         if saved is None:
-            config = resolve(config)
+            config = resolve(config, processes.device.type == "cuda")
         else:
             config = configs.resumed(saved.config, config)
             configs.check_resumable(saved.config, config, run_dir / BEST)
@@ -80,6 +80,8 @@ def train(config: TrainConfig, resume: Path | None = None) -> TrainResult:
             model = create_model(config, splits.classes)
         else:
             model = rebuild_model(config, content["metadata"])
+        if model.unpadded_shapes:
+            console.say(f"channels padded to multiples of {config.model.pad}; --pad 1 leaves them")
         updates = -(-passes // config.optim.accumulate) * config.schedule.epochs
         step = create_step(model, config, processes, updates, console.say)
         teacher = create_teacher(config, splits.classes, processes.device)

@@ -37,8 +37,8 @@ class CaseSettings:
     recompute: str | None = None
     """What backward rebuilds instead of keeping: none, activations (the default of ours) or
     outputs. A compiled model of others takes none (its default) or activations."""
-    pad: bool = False
-    """Pad the channels of our models to multiples of 8."""
+    pad: int | None = None
+    """Widen the channels of our models to multiples of this; by default of 8 to train on a GPU."""
     jit: bool = False
     """Run the helper functions of our models as TorchScript."""
     grad_checkpointing: bool = False
@@ -101,6 +101,7 @@ class BenchCase(CaseSettings):
                 setting that does not apply.
         """
         from tresnet.models.named import check_name
+        from tresnet.models.zoo import training_pad
 
         check_name(self.model)
         self._check_what_applies(training)
@@ -108,6 +109,7 @@ class BenchCase(CaseSettings):
         dtype = self.dtype or ("bf16" if on_gpu and amp == "off" else "fp32")
         case = dataclasses.replace(
             self,
+            pad=training_pad(self.pad, on_gpu and training) if self.ours else None,
             amp=amp,
             dtype=None if training else dtype,
             norm=(self.norm or "abn") if self.ours else None,

@@ -13,8 +13,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tresnet.errors import InputError
-from tresnet.models.named import build_named, build_without_data, default_input_shape
+from tresnet.models.named import (
+    build_named,
+    build_without_data,
+    default_input_shape,
+    split_name,
+)
 from tresnet.models.tresnet import TResNet
+from tresnet.models.zoo import training_pad
 from tresnet.steps import Compute, InferenceCompute, OptimConfig
 from tresnet.steps.settings import AMP_DTYPES, DTYPES
 
@@ -163,7 +169,8 @@ def make_plan(model: ModelLike, **settings: Any) -> tuple[str, nn.Module, Plan]:
         model: `tresnet_m`, `timm:resnet50`, `torchvision:vgg16_bn`, a module on the CPU or on the
             meta device, or a function that builds one.
         **settings: of the step, see `Plan`; the others are options of a model given by name, such
-            as `norm`, `recompute` or `num_classes`.
+            as `norm`, `recompute` or `num_classes`. One of ours is padded for training as train.py
+            pads it, unless `pad` says otherwise.
 
     Raises:
         InputError: an unknown name or setting, or a model that cannot be predicted.
@@ -171,6 +178,8 @@ def make_plan(model: ModelLike, **settings: Any) -> tuple[str, nn.Module, Plan]:
     """
     step = {name: settings.pop(name) for name in STEP_SETTINGS if name in settings}
     if isinstance(model, str):
+        if split_name(model)[0] == "tresnet" and step.get("train", True):
+            settings["pad"] = training_pad(settings.get("pad"), on_gpu=True)
         name, built = model, build_named(model, device="meta", **settings)
     elif settings:
         raise InputError(

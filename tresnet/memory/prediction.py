@@ -144,7 +144,8 @@ def predict(
         workspaces: a table of cuDNN workspaces measured on that GPU.
         **settings: `batch_size` and the other settings of the step, see `tresnet.memory.plan.Plan`
             (input_size, amp, optimizer, train, accumulate, ...); for a model given by name also
-            its options (norm, impl, recompute, pad, num_classes, ...).
+            its options (norm, impl, recompute, pad (8 in training, as in train.py),
+            num_classes, ...).
 
     Raises:
         InputError: an argument does not fit, the model rejects its input, or one of its

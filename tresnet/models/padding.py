@@ -48,15 +48,21 @@ def pad_channels(model: ModuleT, multiple: int = 8, *, inplace: bool = False) ->
         The padded model, in the same mode.
 
     Raises:
-        InputError: `multiple` is below 1, or there is no TResNet, or it is compiled or folded.
+        InputError: `multiple` is no whole number of at least 1, or there is no TResNet, or it is
+            compiled or folded.
     """
-    if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
-        raise InputError(f"expected a multiple of at least 1, got {multiple!r}")
+    check_multiple(multiple)
     model = _own_copy(model, inplace)
     for network in _networks(model):
         _crop(network)
         _pad(network, multiple)
     return model
+
+
+def check_multiple(value: object) -> None:
+    """Raise `InputError` unless it is a whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"expected pad as a whole number of at least 1, such as 8, got {value!r}")
 
 
 def unpad_channels(model: ModuleT, *, inplace: bool = False) -> ModuleT:

@@ -12,7 +12,7 @@ import torch
 from tresnet.env import usable_device
 from tresnet.errors import InputError
 from tresnet.models.config import ModelConfig, ModelOptions
-from tresnet.models.padding import pad_channels
+from tresnet.models.padding import check_multiple, pad_channels
 from tresnet.models.tresnet import TResNet
 from tresnet.ops.abn import Impl
 
@@ -103,12 +103,20 @@ def make_config(name: str, **options: Unpack[ModelOptions]) -> ModelConfig:
     return ModelConfig(variant=name, **{**variant, **chosen})
 
 
+def training_pad(pad: int | None, on_gpu: bool) -> int | None:
+    """What `pad` is in training: if None, the multiples of 8 that tensor cores want, on a GPU.
+
+    `tresnet_l` and `tresnet_xl` get wider by them, the other variants are so already.
+    """
+    return 8 if pad is None and on_gpu else pad
+
+
 def build(
     name: str,
     *,
     impl: Impl = "auto",
     recompute: str = "activations",
-    pad: bool = False,
+    pad: int | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     **options: Unpack[ModelOptions],
@@ -119,7 +127,8 @@ def build(
         name: a name out of `list_models()`.
         impl: which implementation runs, see `TResNet.set_impl`.
         recompute: what backward recomputes instead of keeping, see `TResNet.set_recompute`.
-        pad: widen the channels by zeros to multiples of 8, see `tresnet.surgery.pad_channels`.
+        pad: widen the channels by zeros to multiples of this, see `tresnet.surgery.pad_channels`;
+            None leaves them.
         device: where the parameters live; 'meta' allocates nothing.
         dtype: floating-point type of the parameters.
         **options: fields of `ModelConfig` in place of the variant's: norm, num_classes, in_chans,
@@ -133,15 +142,14 @@ def build(
         MissingDependencyError: `norm='inplace_abn'` without the package.
     """
     _check_placement(device, dtype)
-    if not isinstance(pad, bool):
-        raise InputError(f"expected pad as True or False, got {pad!r}")
+    check_multiple(1 if pad is None else pad)
     model = TResNet(make_config(name, **options), device, dtype)
     model.pretrained_cfg = default_pretrained_cfg(name, model.config)
     if impl != "auto":
         model.set_impl(impl)
     if recompute != "activations":
         model.set_recompute(recompute)
-    return pad_channels(model, inplace=True) if pad else model
+    return model if pad is None else pad_channels(model, pad, inplace=True)
 
 
 def _check_placement(device: torch.device | str | None, dtype: torch.dtype | None) -> None:

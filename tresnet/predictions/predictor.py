@@ -78,7 +78,7 @@ class Predictor:
         maps: bool = False,
         device: str = "cpu",
         impl: Impl = "auto",
-        pad: bool = False,
+        pad: int | None = None,
         compute: InferenceCompute | None = None,
         say: Callable[[str], object] | None = None,
     ) -> None:
@@ -92,7 +92,7 @@ class Predictor:
             maps: make a Grad-CAM picture of the likeliest class for each image (needs torchcam).
             device: where PyTorch computes.
             impl: which implementation runs, see `TResNet.set_impl`.
-            pad: widths in multiples of 8, see `tresnet.surgery.pad_channels`.
+            pad: widths in multiples of this, see `tresnet.surgery.pad_channels`; None: as they are.
             compute: precision, layout, compiling.
             say: told how long compiling took; None for the log.
 
@@ -206,7 +206,7 @@ def _torch(
     opened: OpenWeights,
     device_name: str,
     impl: Impl,
-    pad: bool,
+    pad: int | None,
     compute: InferenceCompute,
     say: Callable[[str], object] | None,
 ) -> _Runner:
