@@ -9,13 +9,14 @@ from torch import nn
 
 import tresnet
 from tests.checkpoints.small import same, snapshot
-from tests.surgery.networks import features, images, network
+from tests.surgery.networks import ODD_WIDTH, features, images, network
 from tresnet.checkpoints.read import read_weights
 from tresnet.errors import InputError
 from tresnet.models.features import FeatureExtractor
 from tresnet.models.zoo import build
 from tresnet.surgery import fold, pad_channels, unpad_channels
 
+SIZES = {"width_factor": ODD_WIDTH, "num_classes": 7, "layers": (1, 2, 1, 2)}  # of `network`
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, nesterov=True, weight_decay=1e-2),
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1),
@@ -111,6 +112,34 @@ def test_checkpoints_are_those_of_the_unpadded_model(suffix, tmp_path):
     assert files[0].metadata == files[1].metadata
     assert same(files[0].tensors, files[1].tensors)
     assert same(tresnet.create(weights=tmp_path / f"padded{suffix}").state_dict(), snapshot(model))
+
+
+def initialised(model):
+    """As many scripts do it."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight)
+        elif isinstance(module, nn.BatchNorm2d):
+            nn.init.ones_(module.weight)
+    return model
+
+
+@pytest.mark.parametrize("norm", ["abn", "inplace_abn"])
+def test_padding_that_is_initialised_is_refused_and_loading_clears_it(norm, tmp_path):
+    model, x = network(norm=norm), images()
+    tresnet.save_checkpoint(model, tmp_path / "plain.safetensors")
+    padded = initialised(pad_channels(model))
+    for leaves_out in (unpad_channels, fold, lambda m: tresnet.save_checkpoint(m, "new.pth")):
+        with pytest.raises(InputError, match=r"channels that are zero, got others behind body\.c"):
+            leaves_out(padded)
+    tresnet.load_checkpoint(padded, tmp_path / "plain.safetensors")
+    torch.testing.assert_close(padded(x), model(x), rtol=1e-4, atol=1e-4)
+    assert same(unpad_channels(padded).state_dict(), model.state_dict())
+    empty = build("tresnet_t", norm=norm, pad=True, device="meta", **SIZES).to_empty(device="cpu")
+    for tensor in (*empty.parameters(), *empty.buffers()):
+        tensor.data.fill_(7)
+    tresnet.load_checkpoint(empty, tmp_path / "plain.safetensors")
+    torch.testing.assert_close(empty.eval()(x), model(x), rtol=1e-4, atol=1e-4)
 
 
 def test_a_load_that_fails_leaves_the_padded_model_alone(tmp_path):

@@ -12,6 +12,7 @@ from tresnet.checkpoints.remap import Weights, to_ours
 from tresnet.errors import CheckpointError, InputError
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.models.features import FeatureExtractor
+from tresnet.models.padding import renew_padding
 from tresnet.models.tresnet import TResNet
 
 
@@ -57,6 +58,7 @@ def install(model: TResNet, staged: Mapping[str, Tensor], slopes: tuple[float, f
     with torch.no_grad():
         for name, value in staged.items():
             tensors[name].copy_(value)
+    renew_padding(model)
     model.set_slopes(*slopes)
 
 

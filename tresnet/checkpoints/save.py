@@ -16,6 +16,7 @@ from tresnet.checkpoints.read import CHECKSUM_KEY, FORMAT_VERSION, METADATA_KEY,
 from tresnet.errors import CheckpointError, InputError
 from tresnet.files import atomic_write
 from tresnet.models.config import BLOCK_SLOPE, STEM_SLOPE
+from tresnet.models.padding import refuse_live_padding
 from tresnet.models.tresnet import STAGES, TResNet
 
 FORMATS = ("tresnet", "timm")
@@ -110,6 +111,7 @@ def _plain_tensors(model: TResNet) -> dict[str, Tensor]:
     absent = [stage for stage in STAGES if not hasattr(model.body, stage)]
     if absent:
         raise InputError(f"expected a whole model to save, got one cut off before {absent[0]}")
+    refuse_live_padding(model)
     model.state_dict()  # lets norm='inplace_abn' turn its weights into plain gammas
     tensors = model_tensors(model)
     if any(tensor.is_meta for tensor in tensors.values()):

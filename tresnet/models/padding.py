@@ -127,6 +127,7 @@ def _pad(model: TResNet, multiple: int) -> None:
 
 def _crop(model: TResNet) -> None:
     """Undo `_pad`."""
+    refuse_live_padding(model)
     shapes = model.unpadded_shapes
     parts: dict[str, Any] = dict(model.body.named_modules(prefix="body"))
     wanted: list[tuple[nn.Conv2d, NormAct | None, int, int]] = []
@@ -158,13 +159,55 @@ def _resize_conv(conv: nn.Conv2d, inputs: int, outputs: int) -> None:
 
 
 def _resize_norm(norm: NormAct, channels: int) -> None:
-    # gamma 0 is beyond in-place ABN, and indifferent where the input is zero
-    gamma = norm.eps if isinstance(norm, InplaceABN) else 0.0
     norm.num_features = channels
-    norm.weight = _resized(norm.weight, (channels,), gamma)
-    norm.bias = _resized(norm.bias, (channels,))
-    norm.running_mean = _resized(norm.running_mean, (channels,))
-    norm.running_var = _resized(norm.running_var, (channels,), 1.0)
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        setattr(norm, name, _resized(getattr(norm, name), (channels,), _fill(norm, name)))
+
+
+def _fill(module: nn.Module, name: str) -> float:
+    """What a tensor is padded with."""
+    if name == "weight" and isinstance(module, InplaceABN):
+        return module.eps  # gamma 0 is beyond it, and indifferent where the input is zero
+    return float(name == "running_var")
+
+
+@torch.no_grad()
+def renew_padding(model: TResNet) -> None:
+    """Make the padding of a model again what `pad_channels` made it; the rest stays."""
+    modules = dict(model.named_modules())
+    for path, shape in model.unpadded_shapes.items():
+        prefix, _, name = path.rpartition(".")
+        module = modules.get(prefix)
+        if module is None:  # a stage that was cut off
+            continue
+        tensor, real = getattr(module, name), tuple(map(slice, shape))
+        kept = tensor[real].clone()
+        tensor.fill_(_fill(module, name))[real] = kept
+
+
+@torch.no_grad()
+def refuse_live_padding(model: TResNet) -> None:
+    """Check that padded channels are zero, so that the model without them computes the same.
+
+    Raises:
+        InputError: they are not; names the first convolution.
+    """
+    modules: dict[str, Any] = dict(model.named_modules())
+    for path in model.unpadded_shapes:
+        prefix, _, name = path.removesuffix(".weight").rpartition(".")
+        if name not in ("conv", "fc1") or prefix not in modules:  # fc2 gates what is zero
+            continue
+        layer = modules[prefix]
+        first, *_ = model.unpadded_shapes[path]
+        rows = getattr(layer, name).weight[first:].flatten(1).ne(0).any(1)
+        norm = layer.fc1 if name == "fc1" else layer.bn
+        gamma = norm.weight[first:] if name == "conv" else rows
+        if not rows.is_meta and bool((rows & gamma.ne(0) | norm.bias[first:].ne(0)).any()):
+            raise InputError(
+                f"expected padded channels that are zero, got others behind {prefix}.{name}, which "
+                "files and the model without padding leave out: initialise the model without "
+                "padding, then pad it"
+            )
 
 
 @torch.no_grad()
