@@ -135,7 +135,7 @@ def test_padding_that_is_initialised_is_refused_and_loading_clears_it(norm, tmp_
     tresnet.load_checkpoint(padded, tmp_path / "plain.safetensors")
     torch.testing.assert_close(padded(x), model(x), rtol=1e-4, atol=1e-4)
     assert same(unpad_channels(padded).state_dict(), model.state_dict())
-    empty = build("tresnet_t", norm=norm, pad=True, device="meta", **SIZES).to_empty(device="cpu")
+    empty = build("tresnet_t", norm=norm, pad=8, device="meta", **SIZES).to_empty(device="cpu")
     for tensor in (*empty.parameters(), *empty.buffers()):
         tensor.data.fill_(7)
     tresnet.load_checkpoint(empty, tmp_path / "plain.safetensors")
