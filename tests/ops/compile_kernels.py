@@ -146,7 +146,7 @@ def launches(dtype: torch.dtype, layout: torch.memory_format, channels: int) -> 
         if se:
             layers = vector.expand(channels // 2 + 1, channels), vector[: channels // 2 + 1]
             layers += layers[0].t(), vector
-            _, hidden, _ = excite_launch.forward(gate, stats, vector, join, *layers)
+            _, hidden, _ = excite_launch.forward(gate, x, stats, vector, join, blur, *layers)
             excite_launch.backward(partial, stats, vector, gate, gate, hidden, *layers, 784)
         launch.merge_grad_sums(partial, gates, gates, stats, 256 * 28 * 28)
         launch.grad_apply(grad, x, stats, vector, gates, gates, stats, slope, blur, True)

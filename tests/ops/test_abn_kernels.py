@@ -10,6 +10,7 @@ from tests.ops.kernels import DEVICE, LAYOUTS, poisoned_memory  # noqa: F401
 from tresnet.errors import InputError
 from tresnet.ops import recompute, tiles
 from tresnet.ops.abn import SEWeights, abn, launch
+from tresnet.ops.excite import launch as excite
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,6 @@ def test_reductions_in_many_chunks(chain, layout, monkeypatch):
     And several rounds where chunks are merged.
     """
     monkeypatch.setattr(launch, "MERGE_TILE", 16)
-    monkeypatch.setattr(launch, "SAMPLE_CHUNKS", 2)
     for name, value in (("TILE", 32), ("BLUR_TILE", 32), ("PROGRAMS", 12)):
         monkeypatch.setattr(tiles, name, value)
     parts = tensors((2, 5, 6, 5), CHAINS[chain], layout)
@@ -335,7 +335,10 @@ def test_operators_keep_their_promises():
     gate, half = torch.rand(2, 6, device=DEVICE), torch.randn(2, 6, 3, 2, device=DEVICE)
     half = half.to(memory_format=torch.channels_last)
     partial, _ = launch.grad_sums(half, None, x, None, None, gate, stats, vector, 0.1, True)
+    _, moments = launch.statistics(x, vector, vector.clone(), vector.abs(), 0.1, 1e-5, True, True)
+    layers = torch.randn(4, 6, device=DEVICE), vector[:4], torch.randn(6, 4, device=DEVICE), vector
     calls = [
+        (excite.forward, (moments, x, stats, vector, True, False, *layers)),
         (launch.statistics, (x, vector, vector.clone(), vector.abs(), 0.1, 1e-5, True, True)),
         (launch.running_statistics, (vector, vector, vector.abs(), 1e-5)),
         (launch.squeeze, (x, stats, vector, 0.1, True)),

@@ -175,7 +175,7 @@ def test_no_kernel_spills_registers_or_computes_longer_than_it_moves(capability,
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr[-2000:]
     rows = [json.loads(line) for line in result.stdout.splitlines()]
-    assert len({row["kernel"] for row in rows}) == 15
+    assert len({row["kernel"] for row in rows}) == 14
     # Triton 3.6 gives one kernel of SE a frame of 8 bytes, which are not registers spilled.
     frame = {"excite": 8} if version("triton").startswith("3.6.") else {}
     assert [r for r in rows if r["stack"] > frame.get(r["kernel"], 0) or r["local"]] == []

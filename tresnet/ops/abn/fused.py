@@ -81,20 +81,20 @@ def _synchronised(
 def _statistics(
     x: Tensor, weight: Tensor, running: tuple[Tensor, Tensor], per_sample: bool, settings: Settings
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Statistics to normalise by (4, C), the samples' means, and the count where it is not ours."""
+    """Statistics to normalise by (4, C), the samples' own, and the count where it is not ours."""
     mean, var = running
     if not settings.training:
         return launch.running_statistics(weight, mean, var, settings.eps), None, None
     alone = settings.group is None
-    stats, means = launch.statistics(
+    stats, partial = launch.statistics(
         x, weight, mean, var, settings.momentum, settings.eps, per_sample, alone
     )
     if alone:
-        return stats, means, None
+        return stats, partial, None
     with autocast_off(x.device.type):
         count = x.numel() // x.shape[1]
         stats, total = _synchronised(stats, count, weight, running, settings)
-    return stats, means, total
+    return stats, partial, total
 
 
 class FusedABN(torch.autograd.Function):
@@ -121,16 +121,16 @@ class FusedABN(torch.autograd.Function):
         fc1_weight, fc1_bias, fc2_weight, fc2_bias = layers
         x = tiles.dense(x)  # it is: so the compiler knows the strides of what is saved
         linear_squeeze = settings.training and slope is None and not blur and fc1_weight is not None
-        stats, means, total = _statistics(
+        stats, partial, total = _statistics(
             x, weight, (running_mean, running_var), linear_squeeze, settings
         )
         gate = squeezed = hidden = None
         if fc1_weight is not None:
-            if (
-                means is None or not linear_squeeze
-            ):  # the means of a linear function need no pass over x
-                means = launch.squeeze(x, stats, bias, slope, blur)
-            squeezed, hidden, gate = excite.forward(means, stats, bias, linear_squeeze, *layers)
+            if not linear_squeeze:  # the means of a linear function need no pass over x
+                partial = launch.squeeze(x, stats, bias, slope, blur)
+            squeezed, hidden, gate = excite.forward(
+                partial, x, stats, bias, linear_squeeze, blur, *layers
+            )
         out = launch.apply(x, stats, bias, gate, shortcut, slope, blur)
         joined = shortcut is not None
         ctx.save_for_backward(

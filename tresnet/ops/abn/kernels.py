@@ -130,26 +130,6 @@ def merge_moments(
 
 
 @kernel
-def merge_samples(
-    partial, out, C, P, splits, chunk, KINDS: tl.constexpr, BS: tl.constexpr, BC: tl.constexpr
-):
-    """Means of each sample, out: (N, C), from its chunks' means (KINDS 2, of `moments`) or sums."""
-    columns = tl.cdiv(C, BC)
-    n = tl.program_id(0) // columns
-    c = (tl.program_id(0) % columns) * BC + tl.arange(0, BC)
-    total = tl.zeros((BS, BC), tl.float32)
-    for begin in range(0, splits, BS):
-        s = begin + tl.arange(0, BS)
-        mask = (s < splits)[:, None] & (c < C)[None, :]
-        group = (n * splits + s)[:, None]
-        value = tl.load(partial + group * KINDS * C + c[None, :], mask=mask, other=0.0)
-        if KINDS == 2:
-            value = value * tl.minimum(chunk, P - s * chunk).to(tl.float32)[:, None]
-        total += value
-    tl.store(out + n * C + c, tl.sum(total, 0) / P, mask=c < C)
-
-
-@kernel
 def running_moments(weight, running_mean, running_var, out, C, eps, BC: tl.constexpr):
     """What normalises by the running statistics, as `merge_moments` writes it: out (4, C)."""
     c = tl.program_id(0) * BC + tl.arange(0, BC)

@@ -23,7 +23,6 @@ from tresnet.ops.tiles import (
 
 RUNNING_CHANNELS, RUNNING_WARPS = 256, 4
 MERGE_TILE, MERGE_WARPS = 4096, 8
-SAMPLE_CHUNKS, SAMPLE_CHANNELS, SAMPLE_WARPS = 16, 64, 4
 
 
 @functools.cache
@@ -83,14 +82,12 @@ def _stats(x: Tensor, channels: int) -> Tensor:
     return x.new_empty(4, channels, dtype=torch.float32)
 
 
-def _samples(x: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(x.shape[:2], dtype=torch.float32)
-
-
 @operator(
     lambda x, w, mean, var, momentum, eps, per_sample, update: (
         _stats(x, x.shape[1]),
-        _samples(x) if per_sample else _nothing(x),
+        x.new_empty(_moments_cut(x, True).groups, 2, x.shape[1], dtype=torch.float32)
+        if per_sample
+        else _nothing(x),
     ),
     updates=("running_mean", "running_var"),
 )
@@ -113,11 +110,12 @@ def statistics(
         running_var: (C,), likewise, by the unbiased variance.
         momentum: weight of the batch in the running statistics.
         eps: added to the variance.
-        per_sample: return the mean of each sample too.
+        per_sample: return what was merged too.
         update: whether the running statistics are updated.
 
     Returns:
-        (4, C) float32: mean, gamma * invstd, invstd, biased variance; and (N, C) or nothing.
+        (4, C) float32: mean, gamma * invstd, invstd, biased variance; and (chunks, 2, C) or
+        nothing, mean and sum of squared deviations of each chunk of each sample.
     """
     grid, warps, numbers, groups = _moments_cut(x, per_sample)
     pixels, channels, *_, splits, chunk = numbers[:-4]
@@ -134,8 +132,7 @@ def statistics(
     for part, updated in ((running_mean, mean), (running_var, var)):
         if update and part is not updated:  # has strides: the kernel updated a copy
             part.copy_(updated)
-    means = _merged_samples(partial, x, pixels, splits, chunk) if per_sample else None
-    return stats, _no_values(x.device) if means is None else means
+    return stats, partial if per_sample else _no_values(x.device)
 
 
 @by_form
@@ -144,19 +141,6 @@ def _moments_cut(x: Tensor, per_sample: bool) -> _Cut:
     cut = plan(shape)
     numbers = shape.p, shape.c, *shape.strides, cut.splits, cut.chunk
     return _launched(cut, shape.n * cut.splits, *numbers)
-
-
-def _merged_samples(partial: Tensor, x: Tensor, pixels: int, splits: int, chunk: int) -> Tensor:
-    """Means of the samples, (N, C), from their chunks' means and deviations, or sums."""
-    samples, channels = x.shape[:2]
-    means = partial.new_empty(samples, channels)
-    kinds = partial.dim() - 1
-    launch(
-        _kernels().merge_samples, (samples * -(-channels // SAMPLE_CHANNELS), 1, 1), SAMPLE_WARPS,
-        (partial, means),
-        (channels, pixels, splits, chunk, kinds, SAMPLE_CHUNKS, SAMPLE_CHANNELS),
-    )  # fmt: skip
-    return means
 
 
 @operator(lambda weight, *_: _stats(weight, weight.shape[0]))
@@ -172,13 +156,17 @@ def running_statistics(weight: Tensor, mean: Tensor, var: Tensor, eps: float) ->
     return stats
 
 
-@operator(_samples)
+def _squeeze_sums(x: Tensor, stats: Any, bias: Any, slope: float | None, blur: bool) -> Tensor:
+    return x.new_empty(_squeeze_cut(x, slope, blur).groups, x.shape[1], dtype=torch.float32)
+
+
+@operator(_squeeze_sums)
 def squeeze(x: Tensor, stats: Tensor, bias: Tensor, slope: float | None, blur: bool) -> Tensor:
-    """Mean over the pixels of each sample after activation and blur: (N, C), float32."""
-    grid, warps, numbers, groups = _squeeze_cut(x, slope, blur)
-    partial = x.new_empty(groups, x.shape[1], dtype=torch.float32)
+    """Sums over the pixels of each sample's chunks, after activation and blur: (chunks, C)."""
+    grid, warps, numbers, _ = _squeeze_cut(x, slope, blur)
+    partial = _squeeze_sums(x, stats, bias, slope, blur)
     launch(_kernels().squeeze, grid, warps, (x, stats, bias.contiguous(), partial), numbers)
-    return _merged_samples(partial, x, numbers[0], *numbers[9:11])
+    return partial
 
 
 @by_form

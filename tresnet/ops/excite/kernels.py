@@ -33,29 +33,43 @@ def matrix_product(total, a, b):
 
 @kernel
 def excite(
-    means, stats, bias, fc1, fc1_bias, fc2, fc2_bias, squeezed, hidden, gate, N, C, R,
-    LINEAR: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr,
+    partial, stats, bias, fc1, fc1_bias, fc2, fc2_bias, squeezed, hidden, gate, N, C, R, P, splits,
+    chunk, LINEAR: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """The gate of some samples: sigmoid(fc2 relu(fc1 squeezed)), with both biases.
 
-    means (N, C) are of the squeezed maps; with LINEAR of x, from which the means of z follow.
-    fc1 (R, C), fc2 (C, R); written are squeezed and gate (N, C) and hidden (N, R).
+    partial (N * splits, C) holds the sums of the squeezed maps over chunks of their P pixels; with
+    LINEAR (N * splits, 2, C), of `moments`, the means of x, from which those of z follow. fc1 (R,
+    C), fc2 (C, R); written are squeezed and gate (N, C) and hidden (N, R).
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
+    kinds: tl.constexpr = 2 if LINEAR else 1
+    for begin in range(0, C, BC):
+        c = begin + tl.arange(0, BC)
+        mask = (n < N)[:, None] & (c < C)[None, :]
+        total = tl.zeros((BN, BC), tl.float32)
+        for s in range(0, splits):
+            at = partial + (n * splits + s)[:, None] * kinds * C + c[None, :]
+            value = tl.load(at, mask=mask, other=0.0)
+            if LINEAR:
+                value *= tl.minimum(chunk, P - s * chunk).to(tl.float32)
+            total += value
+        value = total / P
+        if LINEAR:
+            mu, k, beta = load_norm(stats, bias, C, c, c < C)
+            value = (value - mu) * k + beta
+        store_matrix(squeezed, value, n, c, N, C)
+    tl.debug_barrier()  # this program's threads read what others of them have written
     for row in range(0, R, BR):
         r = row + tl.arange(0, BR)
         total = tl.zeros((BN, BR), tl.float32)
         for begin in range(0, C, BC):
             c = begin + tl.arange(0, BC)
-            value = load_matrix(means, n, c, N, C)
-            if LINEAR:
-                mu, k, beta = load_norm(stats, bias, C, c, c < C)
-                value = (value - mu) * k + beta
-            store_matrix(squeezed, value, n, c, N, C)
+            value = load_matrix(squeezed, n, c, N, C)
             total = matrix_product(total, value, tl.trans(load_matrix(fc1, r, c, R, C)))
         total += tl.load(fc1_bias + r, mask=r < R, other=0.0).to(tl.float32)[None, :]
         store_matrix(hidden, tl.where(total <= 0, 0.0, total), n, r, N, R)  # NaN stays
-    tl.debug_barrier()  # this program's threads read what others of them have written
+    tl.debug_barrier()
     for begin in range(0, C, BC):
         c = begin + tl.arange(0, BC)
         total = tl.zeros((BN, BC), tl.float32)

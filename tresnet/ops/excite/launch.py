@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tresnet.ops.operators import launch, operator
+from tresnet.ops.tiles import by_form, geometry, halved, plan
 
 BN, BC, BR = TILE = 16, 32, 32  # samples, channels and hidden units
 WARPS = 4
@@ -27,18 +28,27 @@ def _written(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, Tensor
     )  # fmt: skip
 
 
+@by_form
+def _pixels_and_chunk(x: Tensor, blur: bool) -> tuple[int, int]:
+    """Pixels of what is squeezed of a sample, and those of the chunks that `moments` cuts it in."""
+    shape = halved(x) if blur else geometry(x, whole_batch=False)
+    return shape.p, plan(shape).chunk
+
+
 @operator(
-    lambda means, stats, bias, linear, fc1, *_: (
-        torch.empty_like(means),
-        means.new_empty(len(means), len(fc1)),
-        torch.empty_like(means),
+    lambda partial, x, stats, bias, linear, blur, fc1, *_: (
+        partial.new_empty(x.shape[:2]),
+        partial.new_empty(len(x), len(fc1)),
+        partial.new_empty(x.shape[:2]),
     )
 )
 def forward(
-    means: Tensor,
+    partial: Tensor,
+    x: Tensor,
     stats: Tensor,
     bias: Tensor,
     linear: bool,
+    blur: bool,
     fc1: Tensor,
     fc1_bias: Tensor,
     fc2: Tensor,
@@ -47,25 +57,29 @@ def forward(
     """What is squeezed (N, C), the hidden layer (N, R) and the gate (N, C), all float32.
 
     Args:
-        means: (N, C) float32, of the maps that are squeezed, or of x if `linear`.
+        partial: what `tresnet.ops.abn.launch.squeeze` returned; if `linear`, the second that
+            `statistics` did.
+        x: what they were of, (N, C, ...).
         stats: (4, C), as `tresnet.ops.abn.launch.statistics` returns it.
         bias: (C,), beta.
         linear: the maps are z, so that their means follow from those of x.
+        blur: the maps are blurred.
         fc1: (R, C), of the first layer.
         fc1_bias: (R,).
         fc2: (C, R), of the second layer.
         fc2_bias: (C,).
     """
-    (samples, channels), reduced = means.shape, len(fc1)
-    squeezed, gate = torch.empty_like(means), torch.empty_like(means)
-    hidden = means.new_empty(samples, reduced)
+    (samples, channels), reduced = x.shape[:2], len(fc1)
+    squeezed, gate = partial.new_empty(samples, channels), partial.new_empty(samples, channels)
+    hidden = partial.new_empty(samples, reduced)
+    pixels, chunk = _pixels_and_chunk(x, blur)
     launch(
         _kernels().excite, (-(-samples // BN), 1, 1), WARPS,
         (
-            means, stats, bias.contiguous(), fc1.contiguous(), fc1_bias.contiguous(),
+            partial, stats, bias.contiguous(), fc1.contiguous(), fc1_bias.contiguous(),
             fc2.contiguous(), fc2_bias.contiguous(), squeezed, hidden, gate,
         ),
-        (samples, channels, reduced, linear, *TILE),
+        (samples, channels, reduced, pixels, len(partial) // samples, chunk, linear, *TILE),
     )  # fmt: skip
     return squeezed, hidden, gate
 
