@@ -83,8 +83,9 @@ def test_other_measurements_print_a_table_and_write_a_record(tmp_path, capsys):
     assert record["settings"]["data"] == "images"
     names = ["tresnet, uint8", "tresnet, float", "timm, uint8", "timm, float"]
     names.append("torchvision, uint8")
-    assert [row["case"] for row in record["rows"]] == names
-    assert [row["batch_bytes"] for row in record["rows"]] == [
+    rows = [row for row in record["rows"] if not row["case"].startswith("DALI")]
+    assert [row["case"] for row in rows] == names
+    assert [row["batch_bytes"] for row in rows] == [
         2 * 3 * 16 * 16 * size for size in (1, 4, 1, 4, 1)
     ]
 

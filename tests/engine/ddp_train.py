@@ -99,4 +99,5 @@ if __name__ == "__main__":
     if options.unlink:
         before(0, 2, options.unlink.unlink)
     command.train = lambda *_: train(configs.load(options.config), options.resume)
-    leave(command.train_main([]))
+    if code := command.train_main([]):
+        leave(code)  # torchrun waits for ever for what a fork that leaves with 0 would return

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import run
 
 from tests.engine import ddp_train
 from tests.engine.conftest import config_on
 from tests.engine.runs import assert_same_run, rows_of, tensors_of
+from tests.forks import run_forked
 from tresnet.engine import config as configs
 from tresnet.engine import distributed, signals, state
 from tresnet.engine.command import eval_main
@@ -30,17 +32,18 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 PLAIN = {"mixup": 0.0, "drop_rate": 0.0, "drop_path_rate": 0.0}
 
 
-def torchrun(*arguments, processes=2):
+def torchrun(*arguments):
     """Two processes on this machine's CPU."""
+    command = [*LAUNCHER, "--nproc-per-node=2", *map(str, arguments)]
     return subprocess.run(
-        [*LAUNCHER, f"--nproc-per-node={processes}", *map(str, arguments)],
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
+        command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=240
     )
+
+
+def forked(*arguments, processes=2):
+    """The same where torchrun forks itself and them: each finds torch imported."""
+    words = ["--standalone", f"--nproc-per-node={processes}", "--run-path", "--start-method=fork"]
+    return run_forked(lambda: run.main([*words, *map(str, arguments)]), ROOT, OMP_NUM_THREADS="1")
 
 
 def saved(config, tmp_path):
@@ -72,7 +75,7 @@ def assert_same_curve(run_dir, one):
 @pytest.mark.slow
 def test_two_processes_compute_what_one_does_with_the_double_batch(tiny, tmp_path, one):
     config = tiny(name="two", batch_size=2, eval_batch_size=3, **SHARED)
-    done = torchrun(SCRIPT, saved(config, tmp_path), "--without-norms")
+    done = forked(SCRIPT, saved(config, tmp_path), "--without-norms")
     assert done.returncode == 0, done.stderr
     assert "2 images per update" not in done.stdout
     assert "8 images per update on each of 2 x cpu, 16 in all" in done.stdout
@@ -85,9 +88,9 @@ def test_a_run_goes_on_with_other_numbers_of_processes(tiny, tmp_path, one):
     """Within the first epoch from 2 to 4, within the second from 4 to 1: the same images."""
     config, run_dir = tiny(name="moved", batch_size=2, **SHARED), tmp_path / "runs" / "moved"
     start = (SCRIPT, saved(config, tmp_path), "--without-norms", "--resume", "auto", "--kill", 1)
-    done = torchrun(*start, 1, int(signal.SIGTERM))
+    done = forked(*start, 1, int(signal.SIGTERM))
     assert "stopped by SIGTERM after update 1, saved" in done.stdout, done.stderr
-    done = torchrun(*start, 3, int(signal.SIGTERM), processes=4)
+    done = forked(*start, 3, int(signal.SIGTERM), processes=4)
     assert "on 4 an update is 2 x 2 images on each" in done.stdout, done.stderr
     assert "stopped by SIGTERM after update 3, saved" in done.stdout, done.stderr
     train(config, resume=run_dir)
@@ -99,7 +102,7 @@ def test_a_run_goes_on_with_other_numbers_of_processes(tiny, tmp_path, one):
 def whole(data, tmp_path_factory):
     """The directory of a run of two processes from its beginning to its end."""
     place = tmp_path_factory.mktemp("whole")
-    done = torchrun(SCRIPT, saved(config_on(data, place), place))
+    done = forked(SCRIPT, saved(config_on(data, place), place))
     assert done.returncode == 0, done.stderr
     return place / "run"
 
@@ -112,7 +115,7 @@ def test_a_signal_to_one_process_stops_all_and_the_run_goes_on_bit_for_bit(tiny,
     assert "stopped by SIGTERM after update 4, saved" in done.stdout
     assert done.stderr.count("exitcode  : 143") == 2
     assert state.read(run_dir / "last.pt")[0].progress.update == 4
-    done = torchrun(SCRIPT, config, "--resume", run_dir)
+    done = forked(SCRIPT, config, "--resume", run_dir)
     assert done.returncode == 0, done.stderr
     assert_same_run(run_dir, whole)
 
@@ -182,7 +185,7 @@ def test_a_process_that_waits_for_its_partners_ends_at_once(monkeypatch, rank, s
 def test_torchrun_restarts_a_killed_run_which_goes_on_bit_for_bit(tiny, tmp_path, whole):
     config = saved(tiny(checkpoint_interval_s=0.0), tmp_path)
     kills = [value for kill in ((0, 4), (1, 9)) for value in ("--kill", *kill, int(signal.SIGKILL))]
-    done = torchrun("--max-restarts=2", SCRIPT, config, "--resume", "auto", *kills)
+    done = forked("--max-restarts=2", SCRIPT, config, "--resume", "auto", *kills)
     assert done.returncode == 0, done.stderr
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run"]
     assert_same_run(tmp_path / "runs" / "run", whole)
@@ -197,13 +200,13 @@ def test_an_image_that_one_process_misses_stops_all_of_them_after_saving(
     config = saved(tiny(data=str(copy)), tmp_path)
     victim = next((copy / "train" / "red").iterdir())
     content = victim.read_bytes()
-    done = torchrun(SCRIPT, config, "--unlink", victim)
+    done = forked(SCRIPT, config, "--unlink", victim)
     update = state.read(run_dir / "last.pt")[0].progress.update
     assert done.returncode != 0
     assert f"{victim.name} cannot be read" in done.stderr
     assert f"of update {update}: go on with --resume {run_dir}" in done.stderr
     victim.write_bytes(content)
-    done = torchrun(SCRIPT, config, "--resume", run_dir)
+    done = forked(SCRIPT, config, "--resume", run_dir)
     assert done.returncode == 0, done.stderr
     assert_same_run(run_dir, whole)
 
@@ -211,7 +214,7 @@ def test_an_image_that_one_process_misses_stops_all_of_them_after_saving(
 @pytest.mark.slow
 def test_all_processes_skip_the_step_that_is_bad_on_one(tiny, tmp_path):
     config = saved(tiny(skip_bad_steps=1, epochs=1), tmp_path)
-    done = torchrun(SCRIPT, config, "--spoil", 1, 2)
+    done = forked(SCRIPT, config, "--spoil", 1, 2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("update 2 skipped: its loss or gradient is not finite (1 of 1") == 1
     assert [row["bad_steps"] for row in rows_of(tmp_path / "runs" / "run")] == [1]
