@@ -1,5 +1,6 @@
 """What every test gets: a fixed seed, few threads, and the skips that a machine's lacks demand."""
 
+import gc
 import os
 import signal
 from collections.abc import Generator
@@ -21,6 +22,17 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(min(torch.get_num_threads(), MAX_THREADS) // processes, 1))
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector the million objects that imports made and that stay."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let them be freed after all: bindings in C++ print what is left at the end."""
+    gc.unfreeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

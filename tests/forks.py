@@ -7,7 +7,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 
 class Ended(NamedTuple):
@@ -21,13 +21,29 @@ class Ended(NamedTuple):
 def run_forked(action: Callable[[], object], folder: Path, **environment: str) -> Ended:
     """Do something in a process that starts where this one is, and wait for its end.
 
-    It has its own folder, environment and outputs. Not for what a start itself has to show, such as
-    which packages are imported.
+    It has a folder, an environment and outputs of its own. Not for what a start itself has to show,
+    such as which packages are imported.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         child = os.fork()
         if not child:
-            _be_forked(action, folder, environment, out.fileno(), err.fileno())
+            for name, file, number in (("stdout", out, 1), ("stderr", err, 2)):
+                os.dup2(file.fileno(), number)
+                setattr(sys, name, os.fdopen(number, "w", closefd=False))
+            code: object = 1
+            try:
+                os.chdir(folder)
+                os.environ.update(environment)
+                action()
+                code = 0
+            except SystemExit as end:
+                code = end.code or 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code if isinstance(code, int) else 1)
         try:
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         except BaseException:
@@ -37,25 +53,3 @@ def run_forked(action: Callable[[], object], folder: Path, **environment: str) -
         out.seek(0)
         err.seek(0)
         return Ended(code, out.read().decode(), err.read().decode())
-
-
-def _be_forked(
-    action: Callable[[], object], folder: Path, environment: dict[str, str], out: int, err: int
-) -> NoReturn:
-    code: object = 1
-    try:
-        os.dup2(out, 1)
-        os.dup2(err, 2)
-        sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
-        os.chdir(folder)
-        os.environ.update(environment)
-        action()
-        code = 0
-    except SystemExit as end:
-        code = end.code or 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else 1)

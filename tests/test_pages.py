@@ -13,6 +13,7 @@ import pytest
 import tyro
 import yaml
 
+from tests.forks import run_forked
 from tresnet.checkpoints.published import entries
 from tresnet.cli.commands import parse
 from tresnet.engine.command import parse_train
@@ -69,15 +70,7 @@ def command_lines() -> list[tuple[Path, str]]:
 def test_python_blocks_run(pages: list[Path], written: str, tmp_path: Path):
     """In a process of its own: the plugin changes what timm builds."""
     code = "\n".join(code for page in pages for code in blocks(page, "python"))
-    result = subprocess.run(
-        # PyTorch 2.11 warns of its own use of TorchScript
-        [sys.executable, "-W", "error", "-W", "ignore:`torch.jit", "-c", code],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    result = run_forked(lambda: exec(code, {"__name__": "__main__"}), tmp_path)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / written).is_file()
 

@@ -98,13 +98,15 @@ def test_ctrl_c_is_exit_code_130_and_a_mistake_of_ours_a_traceback(monkeypatch, 
         ending(TypeError("a mistake of ours"))
 
 
-# Forks for each case, so that torch is imported once: its Python ends as any other does.
+# Forks for each case, so that after the first torch is imported once: its Python ends as any other.
 CASES = """
 import json, os, sys, warnings
 warnings.simplefilter("ignore", ResourceWarning)  # of the streams that the cases open
 before = set(sys.modules)
 from tresnet.cli.main import main
-for name, arguments, code in json.loads(sys.argv[1]):
+for number, (name, arguments, code) in enumerate(json.loads(sys.argv[1])):
+    if number == 1:
+        import tresnet.env, tresnet.predictions.predictor
     child = os.fork()
     if not child:
         for end, number in (("out", 1), ("err", 2)):
@@ -132,6 +134,11 @@ def ended(tmp_path_factory):
     os.rename(folder / "a.png", os.fsencode(folder) + b"/\xff.png")
     predict = ["predict", "\udcff.png", "\udcfe.png", "--weights", "a.safetensors"]
     cases = [
+        (
+            "help",
+            ["--help"],
+            "import atexit; atexit.register(lambda: print(*set(sys.modules) - before))",
+        ),
         ("text", predict, "sys.stdout = open(1, 'w', encoding='ascii')"),
         ("full", VERSION, "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)"),
         ("closed", VERSION, "sys.stdout = None"),
@@ -139,11 +146,6 @@ def ended(tmp_path_factory):
             "gone",
             VERSION,
             "end, write = os.pipe(); os.close(end); sys.stdout = os.fdopen(write, 'w')",
-        ),
-        (
-            "help",
-            ["--help"],
-            "import atexit; atexit.register(lambda: print(*set(sys.modules) - before))",
         ),
     ]
     command = [sys.executable, "-W", "error", "-c", CASES, json.dumps(cases)]

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,12 +18,14 @@ def _prepare_the_interpreter() -> None:
     """Patch Triton's language once, and for Triton 3.6 with a NumPy that is newer than it.
 
     Triton itself does so at every call of a function that kernels share, which takes ten times as
-    long as what the function computes. Its release of torch 2.11 cannot loop with that NumPy.
+    long as what the function computes. Its release of torch 2.11 cannot loop with that NumPy. Types
+    of NumPy are looked up in a table that it builds for each operation.
     """
     from triton.runtime import interpreter
 
     patch_language, patch_tensor = interpreter._patch_lang, interpreter._patch_lang_tensor
     patched_modules: dict[int, Any] = {}
+    get_dtype, dtypes = interpreter._get_np_dtype, dict[str, np.dtype]()
 
     def patched_language(function: Any) -> Any:
         module = function.__globals__
@@ -31,10 +34,16 @@ def _prepare_the_interpreter() -> None:
             patched_modules[id(module)] = module
         return types.SimpleNamespace(restore=lambda: None)
 
+    def numpys(kind: Any) -> np.dtype:
+        if kind.name not in dtypes:
+            dtypes[kind.name] = get_dtype(kind)
+        return dtypes[kind.name]
+
     def patched_tensor(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
+    interpreter._get_np_dtype = numpys
     interpreter._patch_lang = patched_language
     interpreter._patch_lang_tensor = patched_tensor
 
