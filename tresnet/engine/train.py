@@ -1,8 +1,8 @@
 """What train.py does: brings a run's parts together and lets it run."""
 
 import contextlib
-import datetime
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 from torch import nn
@@ -92,9 +92,8 @@ def train(config: TrainConfig, resume: Path | None = None) -> TrainResult:
             state.restore(content, step, processes)
         del content
         if run_dir is None:
-            made = (
-                rundir.create(config, datetime.datetime.now(), held) if processes.is_main else None
-            )
+            now = datetime.now()
+            made = rundir.create(config, now, held) if processes.is_main else None
             run_dir = processes.from_main(made)
         elif saved is None and processes.is_main:
             rundir.write_config(run_dir, config)
