@@ -230,7 +230,7 @@ def test_places_are_those_of_the_model():
         ("abn", 3, 5),
         ("abn_blur", 2.25, 3.5),
         ("abn_se", 4, 5),
-        ("abn_join", 4, 7),
+        ("abn_join", 4, 6),
         ("blur", 1.25, 1.25),
         ("stem", 3, None),
     ],

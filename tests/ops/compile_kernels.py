@@ -136,13 +136,15 @@ def launches(dtype: torch.dtype, layout: torch.memory_format, channels: int) -> 
         (None, False, True, True),
         (None, False, False, True),
     ):
-        gates, out = gate if se else None, x if join else None
+        gates, added = gate if se else None, x if join else None
         grad = half if blur else x
-        launch.apply(x, stats, vector, gates, out, slope, blur)
-        twin = grad if join else None
+        launch.apply(x, stats, vector, gates, added, slope, blur)
+        twin = bits = None
         if join:
-            launch.grad_sums(grad, twin, x, None, out, gates, stats, vector, slope, blur)
-        partial, _ = launch.grad_sums(grad, twin, x, out, None, gates, stats, vector, slope, blur)
+            twin = grad
+            bits = launch.apply(x, stats, vector, gates, added, slope, blur, True)[1]
+            launch.grad_sums(grad, twin, x, None, added, gates, stats, vector, slope, blur)
+        partial, _ = launch.grad_sums(grad, twin, x, bits, None, gates, stats, vector, slope, blur)
         if se:
             layers = vector.expand(channels // 2 + 1, channels), vector[: channels // 2 + 1]
             layers += layers[0].t(), vector

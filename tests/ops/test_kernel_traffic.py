@@ -82,6 +82,7 @@ def operations():
     images = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
     images = images.to(memory_format=torch.channels_last)
     bn = launch
+    bits = torch.randint(256, (n, h * w, c // 8), dtype=torch.uint8)
     return {
         "statistics": (
             lambda: bn.statistics(x, vector, vector.clone(), vector.abs(), 0.1, 1e-5, False, True),
@@ -92,7 +93,8 @@ def operations():
             lambda: bn.apply(x, stats, vector, None, None, 0.1, True), big, small, 25 / 16,
         ),
         "apply_join": (
-            lambda: bn.apply(x, stats, vector, gate, x + 1, None, False), 2 * big, big, 1.0,
+            lambda: bn.apply(x, stats, vector, gate, x + 1, None, False, True),
+            2 * big, big + bits.nbytes, 1.0,
         ),
         "squeeze": (lambda: bn.squeeze(x, stats, vector, 0.1, True), big, 0, 1.0),
         "grad_sums": (
@@ -100,8 +102,8 @@ def operations():
             2 * big, 0, 1.0,
         ),
         "grad_sums_join": (
-            lambda: bn.grad_sums(x + 1, x + 3, x, x + 2, None, gate, stats, vector, None, False),
-            4 * big, big, 1.0,
+            lambda: bn.grad_sums(x + 1, x + 3, x, bits, None, gate, stats, vector, None, False),
+            3 * big + bits.nbytes, big, 1.0,
         ),
         "grad_sums_blur": (
             lambda: bn.grad_sums(half, None, x, None, None, None, stats, vector, 0.1, True),

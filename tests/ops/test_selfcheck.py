@@ -1,5 +1,6 @@
 """Kernels that are wrong, slow or cannot be launched are not used; right ones are remembered."""
 
+import math
 import time
 import warnings
 from collections.abc import Callable
@@ -37,14 +38,15 @@ def test_right_kernels_are_checked_once_and_remembered(cache, monkeypatch):
 
 
 WRONG = {
-    "output": changed(launch, "apply", lambda y: y * 1.1),
+    "output": changed(launch, "apply", lambda f: (f[0] * 1.1, f[1])),
+    "bits": changed(launch, "apply", lambda f: (f[0], 255 - f[1])),
     "statistics": changed(launch, "statistics", lambda found: (found[0] * 1.1, found[1])),
     "running statistics": changed(launch, "running_statistics", lambda y: y + 0.1),
     "squeeze": changed(launch, "squeeze", lambda y: y + 1),
     "gradient of x": changed(launch, "grad_apply", lambda y: y + 0.1),
     "gradient of the shortcut": changed(launch, "grad_sums", lambda f: (f[0], f[1] + 0.1)),
     "gradients of vectors": changed(launch, "merge_grad_sums", lambda y: y * 1.1),
-    "values that are not written": changed(launch, "apply", lambda y: y * float("nan")),
+    "values that are not written": changed(launch, "apply", lambda f: (f[0] * math.nan, f[1])),
     "blur": changed(blur_launch, "blur", lambda y: y * 1.1),
     "transposed blur": changed(blur_launch, "transposed_blur", lambda y: y * 1.1),
     "stem": changed(stem_launch, "stem_input", lambda y: y * 1.1),

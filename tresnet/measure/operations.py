@@ -198,10 +198,11 @@ _JOINS = (
 #   abn_blur  the same, with a blurred y and its gradient of a quarter of the size.
 #   abn_se    forward: x once more for the squeeze, which the activation keeps from following out of
 #             the statistics. Backward: the sums of the gate's gradient are taken with those of BN.
-#   abn_join  forward: the shortcut too; the squeeze follows out of the statistics. Backward: y too
-#             (for the ReLU), writing the shortcut's gradient, which is read to apply.
+#   abn_join  forward: the shortcut too; the squeeze follows out of the statistics. Backward:
+#             writing the shortcut's gradient, which is read to apply. The ReLU's signs, a bit each,
+#             are left out.
 OPS: dict[str, Op] = {
-    "abn_join": _abn("join", _JOINS, (3, 1), (6, 1)),
+    "abn_join": _abn("join", _JOINS, (3, 1), (5, 1)),
     "abn": _abn("", _INNER, (2, 1), (4, 1)),
     "abn_blur": _abn("blur", _HALVED, (2, 1), (3, 2)),
     "abn_se": _abn("se", (Place("stage 3 inner", 256, 16, se=128),), (3, 1), (4, 1)),

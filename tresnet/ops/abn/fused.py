@@ -2,8 +2,9 @@
 
 Forward reads the convolution's output twice (statistics, apply), three times with an SE after an
 activation. Backward reads it twice: one pass sums what BN, SE and the ReLU of the join need, one
-writes the gradient. Saved are the convolution's output, per-channel and per-sample vectors, and the
-block's output where there is a join, which the next convolution keeps anyway.
+writes the gradient. Saved are the convolution's output, per-channel and per-sample vectors, and
+where there is a join, of each value of the block's output whether it is positive, in one bit. Where
+that output is not kept for the next convolution either, the shortcut takes the bits' place.
 """
 
 from typing import Any, NamedTuple
@@ -104,6 +105,7 @@ class FusedABN(torch.autograd.Function):
     def forward(
         ctx: Any,
         settings: Settings,
+        keep_bits: bool,
         x: Tensor,
         weight: Tensor,
         bias: Tensor,
@@ -117,7 +119,7 @@ class FusedABN(torch.autograd.Function):
         The twin of a join is the same memory with a gradient of its own: where the output has two
         readers, their gradients come here unsummed. The compiler sees none; it fuses the sum.
         """
-        slope, blur, keep_output = settings.slope, settings.blur, settings.keep_output
+        slope, blur = settings.slope, settings.blur
         fc1_weight, fc1_bias, fc2_weight, fc2_bias = layers
         x = tiles.dense(x)  # it is: so the compiler knows the strides of what is saved
         linear_squeeze = settings.training and slope is None and not blur and fc1_weight is not None
@@ -131,11 +133,11 @@ class FusedABN(torch.autograd.Function):
             squeezed, hidden, gate = excite.forward(
                 partial, x, stats, bias, linear_squeeze, blur, *layers
             )
-        out = launch.apply(x, stats, bias, gate, shortcut, slope, blur)
+        out, bits = launch.apply(x, stats, bias, gate, shortcut, slope, blur, keep_bits)
         joined = shortcut is not None
         ctx.save_for_backward(
             x, weight, bias, stats, total, fc1_weight, fc2_weight, squeezed, hidden, gate,
-            out if joined and keep_output else None, None if keep_output else shortcut,
+            bits if keep_bits else None, None if keep_bits else shortcut,
             fc1_bias, fc2_bias,
         )  # fmt: skip
         ctx.joined = joined
@@ -153,7 +155,7 @@ class FusedABN(torch.autograd.Function):
         if grad is None:
             grad, twin_grad = twin_grad, None
         if grad is None:
-            return (None,) * 11
+            return (None,) * 12
         if twice.wanted():
             return _plain_backward(ctx, grad if twin_grad is None else grad + twin_grad)
         with autocast_off(grad.device.type):
@@ -163,14 +165,14 @@ class FusedABN(torch.autograd.Function):
 def _backward(ctx: Any, grad: Tensor, twin_grad: Tensor | None) -> tuple[Any, ...]:
     settings: Settings = ctx.settings
     (
-        x, weight, bias, stats, total, fc1, fc2, squeezed, hidden, gate, out, shortcut,
+        x, weight, bias, stats, total, fc1, fc2, squeezed, hidden, gate, bits, shortcut,
         fc1_bias, fc2_bias,
     ) = ctx.saved_tensors  # fmt: skip
     grad = tiles.dense(grad.to(x.dtype), x)
     if twin_grad is not None:
         twin_grad = tiles.dense(twin_grad.to(x.dtype), x)
     partial, masked = launch.grad_sums(
-        grad, twin_grad, x, out, shortcut, gate, stats, bias, settings.slope, settings.blur
+        grad, twin_grad, x, bits, shortcut, gate, stats, bias, settings.slope, settings.blur
     )
     spread, fc_grads = None, [None] * 4
     if gate is not None:
@@ -183,19 +185,20 @@ def _backward(ctx: Any, grad: Tensor, twin_grad: Tensor | None) -> tuple[Any, ..
     if total is not None:
         merged = _synchronised_factors(merged, stats, total, settings.group)
     grad_x = None
-    if ctx.needs_input_grad[1]:
-        source = masked if ctx.joined else grad
+    source = masked if ctx.joined else grad
+    del grad, twin_grad  # where they are copies, their memory is free for what follows
+    if ctx.needs_input_grad[2]:
         grad_x = launch.grad_apply(
             source, x, stats, bias, gate, spread, merged, settings.slope, settings.blur,
             settings.training,
         )  # fmt: skip
     grads = grad_x, merged[0].to(weight.dtype), merged[1].to(bias.dtype)
-    return None, *grads, None, None, masked if ctx.joined else None, *fc_grads
+    return None, None, *grads, None, None, masked if ctx.joined else None, *fc_grads
 
 
 def _plain_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     """Gradients that can be differentiated again, by plain operators in float32."""
-    x, weight, bias, stats, total, fc1, fc2, _, _, _, out, shortcut, fc1_bias, fc2_bias = (
+    x, weight, bias, stats, total, fc1, fc2, _, _, _, bits, shortcut, fc1_bias, fc2_bias = (
         ctx.saved_tensors
     )
     settings: Settings = ctx.settings
@@ -214,15 +217,18 @@ def _plain_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return reference.tail(y, settings.blur, layers if fc1 is not None else None, None)
 
     inputs = (x, weight, bias, fc1, fc1_bias, fc2, fc2_bias)
-    needs = ctx.needs_input_grad[1:4] + ctx.needs_input_grad[7:]
+    needs = ctx.needs_input_grad[2:5] + ctx.needs_input_grad[8:]
     grad, masked = grad.float(), None
     if ctx.joined:
         with torch.no_grad():
-            negative = (plain(*inputs) + shortcut.float() if out is None else out) <= 0
-        grad = grad.masked_fill(negative, 0.0)
+            if bits is None:
+                blocked = plain(*inputs) + shortcut.float() <= 0
+            else:
+                blocked = ~launch.unpacked(bits, x)
+        grad = grad.masked_fill(blocked, 0.0)
         masked = grad.to(x.dtype)
     first = twice.gradients(plain, inputs, needs, grad)
-    return None, *first[:3], None, None, masked, *first[3:]
+    return None, None, *first[:3], None, None, masked, *first[3:]
 
 
 def _float(x: Any) -> Any:
@@ -299,11 +305,12 @@ def fused_abn(
     x = tiles.dense(x)
     if shortcut is not None:
         shortcut = tiles.dense(shortcut, x)
+    kept = shortcut is not None and settings.keep_output
     y, twin, stats, gate = FusedABN.apply(  # pyright: ignore[reportGeneralTypeIssues]
-        settings, x, weight, bias, *running, shortcut, *layers
+        settings, kept and torch.is_grad_enabled(), x, weight, bias, *running, shortcut, *layers
     )
     twin = y if twin is None else twin
-    if shortcut is not None and settings.keep_output:
+    if kept:
         return y, twin
     gated = gate is not None
     factors = [part for part in (gate, shortcut) if part is not None]
@@ -312,7 +319,7 @@ def fused_abn(
         x, left = tiles.dense(x), list(factors)
         scale = left.pop(0) if gated else None
         added = tiles.dense(left[0], x) if left else None
-        return launch.apply(x, stats, bias, scale, added, settings.slope, settings.blur)
+        return launch.apply(x, stats, bias, scale, added, settings.slope, settings.blur)[0]
 
     recompute.offer(y, rebuild, x, stats, bias, *factors)
     return y, twin

@@ -16,14 +16,17 @@ import triton.language as tl
 from tresnet.ops.tiles.kernels import (
     aligned,
     aligned_strides,
+    bytes_of_tile,
     chunk_of_program,
     kernel,
     load_norm,
     load_square_gradients,
+    packed,
     pixel_of_square,
     reflect,
     square_of,
     transposed_blur_at,
+    unpacked,
     weights_of_pixel,
 )
 
@@ -180,11 +183,14 @@ def squeeze(
 
 @kernel
 def apply(
-    x, stats, bias, gate, shortcut, out, P, C, xn, xp, xc, splits, chunk, slope,
-    HAS_ACT: tl.constexpr, HAS_GATE: tl.constexpr, JOIN: tl.constexpr,
+    x, stats, bias, gate, shortcut, out, bits, P, C, xn, xp, xc, splits, chunk, slope,
+    HAS_ACT: tl.constexpr, HAS_GATE: tl.constexpr, JOIN: tl.constexpr, BITS: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one sample of out, without blur, from one read of x."""
+    """One chunk of one sample of out, without blur, from one read of x.
+
+    With BITS, a join's: where the ReLU lets gradients pass, as `packed` bits.
+    """
     P = aligned(P, AP)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
     _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
@@ -207,7 +213,12 @@ def apply(
         if JOIN:
             y += tl.load(shortcut + offsets, mask=mask, other=0.0).to(tl.float32)
             y = tl.where(y < 0, 0.0, y)  # NaN stays
-        tl.store(out + offsets, y.to(out.dtype.element_ty), mask=mask)
+        y = y.to(out.dtype.element_ty)
+        tl.store(out + offsets, y, mask=mask)
+        if BITS:
+            # as a ReLU's: none passes where y was rounded to zero, NaN's does
+            at, inside = bytes_of_tile(n, start, begin, count, P, C, c, known, BITS, BP, BC)
+            tl.store(bits + at, packed((y <= 0) == 0, BITS), mask=inside)
 
 
 @triton.jit
@@ -295,9 +306,9 @@ def grad_sums(
     With m = act'(z), g the gradient of s brought back through the blur and w = 1 brought back
     likewise: partial (N * splits, 2 or 4, C) holds the sums of m g, m g (x - mean), and with
     HAS_GATE of m w, m w (x - mean). With JOIN the gradient is first masked by the ReLU and written
-    to masked, for the second pass and the shortcut: JOIN 1 reads the ReLU's output from joined,
-    JOIN 2 computes its sign from the shortcut there. With TWIN the gradient is grad + twin_grad.
-    With BLUR, P counts the pixels of grad, each of which stands for four of x.
+    to masked, for the second pass and the shortcut: JOIN 1 and 2 read the bits of `apply` from
+    joined, JOIN 3 computes the sign of the sum from the shortcut there. With TWIN the gradient is
+    grad + twin_grad. With BLUR, P counts the pixels of grad, each of which stands for four of x.
     """
     P = aligned(P, AP)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -311,7 +322,8 @@ def grad_sums(
     s4 = tl.zeros((BP, BC), tl.float32)
     first = n * xn if BLUR else n * xn + start.to(tl.int64) * xp
     x += first
-    joined += first
+    if JOIN == 3:
+        joined += first
     masked += first
     grad += n * gn if BLUR else first
     twin_grad += first
@@ -333,14 +345,17 @@ def grad_sums(
                 g = tl.load(grad + offsets, mask=inside, other=0.0).to(tl.float32)
             if TWIN:
                 g += tl.load(twin_grad + offsets, mask=inside, other=0.0).to(tl.float32)
-            if JOIN:
+            if JOIN == 3:
                 y = tl.load(joined + offsets, mask=inside, other=0.0).to(tl.float32)
-                if JOIN == 2:
-                    s = activate(delta * k + beta, slope, HAS_ACT)
-                    if HAS_GATE:
-                        s = s * tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
-                    y += s
-                g = tl.where(y <= 0, 0.0, g)  # NaN's gradient passes, as a ReLU's does
+                s = activate(delta * k + beta, slope, HAS_ACT)
+                if HAS_GATE:
+                    s = s * tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
+                g = tl.where(y + s <= 0, 0.0, g)  # NaN's passes
+            elif JOIN:
+                to, there = bytes_of_tile(n, start, begin, count, P, C, c, known, JOIN, BP, BC)
+                passes = unpacked(tl.load(joined + to, mask=there, other=0), JOIN, BP, BC)
+                g = tl.where(passes, g, 0.0)
+            if JOIN:
                 tl.store(masked + offsets, g.to(masked.dtype.element_ty), mask=inside)
             m = activation_slope(delta * k + beta, slope, HAS_ACT)
             s1 += m * g

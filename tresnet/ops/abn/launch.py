@@ -184,7 +184,31 @@ def _output(x: Tensor, blur: bool) -> Tensor:
     return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=memory_format(x))
 
 
-@operator(lambda x, stats, bias, gate, shortcut, slope, blur: _output(x, blur))
+def _lines(x: Tensor) -> tuple[int, int, int, int]:
+    """How the bits of a dense `x` lie: 1 along channels or 2 along pixels; lines, their length."""
+    n, p, c, strides, _ = geometry(x, whole_batch=False)
+    return (1, n, p, c) if strides[2] == 1 else (2, n, c, p)
+
+
+def _bits(x: Tensor) -> Tensor:
+    _, n, lines, length = _lines(x)
+    return x.new_empty(n, lines, -(-length // 8), dtype=torch.uint8)
+
+
+def unpacked(bits: Tensor, x: Tensor) -> Tensor:
+    """The truth values, in the shape of `x`, that `apply` packed: (N, lines, ceil(length / 8))."""
+    along, _, _, length = _lines(x)
+    flags = bits.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=bits.device) & 1
+    flags = flags.flatten(2)[..., :length].bool()
+    return (flags.mT if along == 1 else flags).reshape(x.shape)
+
+
+@operator(
+    lambda x, stats, bias, gate, shortcut, slope, blur, keep_bits=False: (
+        _output(x, blur),
+        _bits(x) if keep_bits else _nothing(x),
+    )
+)
 def apply(
     x: Tensor,
     stats: Tensor,
@@ -193,20 +217,27 @@ def apply(
     shortcut: Tensor | None,
     slope: float | None,
     blur: bool,
-) -> Tensor:
-    """relu(gate * blur(act((x - mean) * scale + bias)) + shortcut), each part where asked for."""
-    grid, warps, numbers, _ = _apply_cut(x, slope, blur, gate is not None, shortcut is not None)
-    out = _output(x, blur)
+    keep_bits: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """relu(gate * blur(act((x - mean) * scale + bias)) + shortcut), each part where asked for.
+
+    With `keep_bits`, also where the ReLU lets gradients pass, a bit each: see `unpacked`.
+    """
+    parts = gate is not None, shortcut is not None, keep_bits
+    grid, warps, numbers, _ = _apply_cut(x, slope, blur, *parts)
+    out, bits = _output(x, blur), _bits(x) if keep_bits else _no_values(x.device)
     norm = x, stats, bias.contiguous(), _or(gate, x)
     if blur:
         launch(_kernels().apply_blurred, grid, warps, (*norm, out), numbers)
     else:
-        launch(_kernels().apply, grid, warps, (*norm, _or(shortcut, x), out), numbers)
-    return out
+        launch(_kernels().apply, grid, warps, (*norm, _or(shortcut, x), out, bits), numbers)
+    return out, bits
 
 
 @by_form
-def _apply_cut(x: Tensor, slope: float | None, blur: bool, gated: bool, joins: bool) -> _Cut:
+def _apply_cut(
+    x: Tensor, slope: float | None, blur: bool, gated: bool, joins: bool, keep_bits: bool
+) -> _Cut:
     source = geometry(x, whole_batch=not (blur or gated))
     shape = halved(x, times=2) if blur else source
     cut = plan(shape, blur, writes=True, source=source)
@@ -214,17 +245,18 @@ def _apply_cut(x: Tensor, slope: float | None, blur: bool, gated: bool, joins: b
     if blur:
         strides = *source.strides, *geometry(_output(x, blur), whole_batch=False).strides
         return _launched(cut, 0, shape.p, shape.c, *_image(x, blur), *strides, *ends, *activated)
-    return _launched(cut, 0, shape.p, shape.c, *source.strides, *ends, *activated, joins)
+    bits = _lines(x)[0] if keep_bits else 0
+    return _launched(cut, 0, shape.p, shape.c, *source.strides, *ends, *activated, joins, bits)
 
 
 def _grad_sums_outputs(
-    grad: Tensor, twin_grad: Any, x: Tensor, out: Any, shortcut: Any, gate: Any, stats: Any,
+    grad: Tensor, twin_grad: Any, x: Tensor, bits: Any, shortcut: Any, gate: Any, stats: Any,
     bias: Any, slope: Any, blur: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     _, shape, cut = grad_cut(x, gate is not None, blur, writes=False)
     groups, kinds = shape.n * cut.splits, 2 if gate is None else 4
     partial = x.new_empty(groups, kinds, shape.c, dtype=torch.float32)
-    joins = out is not None or shortcut is not None
+    joins = bits is not None or shortcut is not None
     return partial, torch.empty_like(x) if joins else _nothing(x)
 
 
@@ -233,7 +265,7 @@ def grad_sums(
     grad: Tensor,
     twin_grad: Tensor | None,
     x: Tensor,
-    out: Tensor | None,
+    bits: Tensor | None,
     shortcut: Tensor | None,
     gate: Tensor | None,
     stats: Tensor,
@@ -243,20 +275,19 @@ def grad_sums(
 ) -> tuple[Tensor, Tensor]:
     """The sums of backward's first pass, (groups, 2 or 4, C), and of a join the masked gradient.
 
-    A join gives `out`, or `shortcut` where its output was not kept. The gradient is that of two
-    readers where there is a `twin_grad`: `grad + twin_grad`, added in float32, never written.
+    A join gives the `bits` of `apply`, or `shortcut` where none were kept. The gradient is that of
+    two readers where there is a `twin_grad`: `grad + twin_grad`, added in float32, never written.
     """
-    gated, join = gate is not None, 2 if shortcut is not None else int(out is not None)
-    switches = slope, blur, gated, join, twin_grad is not None
+    gated, joined = gate is not None, shortcut if bits is None else bits
+    switches = slope, blur, gated, bits is not None, shortcut is not None, twin_grad is not None
     grid, warps, numbers, groups = _grad_sums_cut(x, *switches)
     partial = x.new_empty(groups, 4 if gated else 2, x.shape[1], dtype=torch.float32)
-    masked = torch.empty_like(x) if join else _no_values(x.device)
-    joined = _or(shortcut if out is None else out, x)
+    masked = _no_values(x.device) if joined is None else torch.empty_like(x)
     launch(
         _kernels().grad_sums, grid, warps,
         (
-            grad, _or(twin_grad, grad), x, joined, _or(gate, stats), stats, bias.contiguous(),
-            masked, partial,
+            grad, _or(twin_grad, grad), x, _or(joined, x), _or(gate, stats), stats,
+            bias.contiguous(), masked, partial,
         ),
         numbers,
     )  # fmt: skip
@@ -265,10 +296,11 @@ def grad_sums(
 
 @by_form
 def _grad_sums_cut(
-    x: Tensor, slope: float | None, blur: bool, gated: bool, join: int, twin: bool
+    x: Tensor, slope: float | None, blur: bool, gated: bool, bits: bool, sums: bool, twin: bool
 ) -> _Cut:
     source, shape, cut = grad_cut(x, gated, blur, writes=False)
     numbers = _grad_numbers(x, source, shape, cut, slope, blur)
+    join = _lines(x)[0] if bits else 3 * sums
     return _launched(cut, shape.n * cut.splits, *numbers, blur, gated, join, twin)
 
 

@@ -50,6 +50,49 @@ def chunk_of_program(
 
 
 @triton.jit
+def bytes_of_tile(
+    n, start, begin, count, P, C, c, known, ALONG: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr
+):  # fmt: skip
+    """Offsets of the bytes that hold a tile's bits, eight neighbours in memory each; which exist.
+
+    With ALONG 1 these are channels, and the map of bits is (N, P, ceil(C / 8)) bytes; with 2 they
+    are pixels, and it is (N, C, ceil(P / 8)).
+    """
+    if ALONG == 1:
+        line = n * P + start + begin + tl.arange(0, BP)
+        here = begin + tl.arange(0, BP) < count
+        size, at = C, tl.program_id(0) % tl.cdiv(C, BC) * BC
+        width: tl.constexpr = BC
+    else:
+        line, here = n * C + c, known
+        size, at = P, start + begin
+        width: tl.constexpr = BP
+    byte = at // 8 + tl.arange(0, (width + 7) // 8)
+    offsets = line[:, None] * ((size + 7) // 8) + byte[None, :]
+    return offsets, here[:, None] & (byte * 8 < size)[None, :]
+
+
+@triton.jit
+def packed(flags, ALONG: tl.constexpr):
+    """A tile (BP, BC) of truth values as bytes, the first value in the lowest bit."""
+    if ALONG == 2:
+        flags = tl.trans(flags)
+    W: tl.constexpr = min(flags.shape[1], 8)
+    bits = tl.reshape(flags.to(tl.int32), (flags.shape[0], flags.shape[1] // W, W))
+    return tl.sum(bits << tl.arange(0, W)[None, None, :], 2).to(tl.uint8)
+
+
+@triton.jit
+def unpacked(bits, ALONG: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
+    """The tile that `packed` packed."""
+    W: tl.constexpr = min(BC if ALONG == 1 else BP, 8)
+    flags = (bits.to(tl.int32)[:, :, None] >> tl.arange(0, W)[None, None, :]) & 1
+    if ALONG == 2:
+        return tl.trans(tl.reshape(flags, (BC, BP))) != 0
+    return tl.reshape(flags, (BP, BC)) != 0
+
+
+@triton.jit
 def load_norm(stats, bias, C, c, known):
     """What z is computed with at channels c, as rows of a tile; stats (4, C): mean, scale, ..."""
     mu = tl.load(stats + c, mask=known, other=0.0)
