@@ -283,3 +283,8 @@ def test_models_that_cannot_be_loaded(path):
         load_checkpoint(nn.Linear(1, 1), path)
     with pytest.raises(CheckpointError, match=r"meta device.*to_empty\(device=...\) before"):
         load_checkpoint(small(device="meta"), path)
+    with torch.inference_mode():
+        inferring = small()
+        load_checkpoint(inferring, path)
+    with pytest.raises(CheckpointError, match=r"under torch\.inference_mode.*load there too"):
+        load_checkpoint(inferring, path)

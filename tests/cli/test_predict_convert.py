@@ -134,6 +134,8 @@ def test_predict_in_python_is_the_command(drawn, photographs, capsys):
     assert len(tresnet.predict(pixels[0], weights=drawn[1], top_k=9)[0].classes) == 4
     with pytest.raises(InputError, match=r"bytes \(3, H, W\) in torch.uint8, got torch.float32"):
         tresnet.predict(pixels / 255, weights=drawn[1])
+    with pytest.raises(InputError, match="expected images, or an iterable of them, got None"):
+        tresnet.predict(None, weights=drawn[1])
 
 
 def test_predict_by_an_exported_file(drawn, photographs, tmp_path):

@@ -65,6 +65,9 @@ def test_forward_intermediates_errors(pair, images):
     ours = pair[1]
     with pytest.raises(InputError, match=r"feature indices in \[-5, 4\], got \[5\]"):
         ours.forward_intermediates(images, [5])
+    for wrong in ("x", [1, "a"], 2.5):
+        with pytest.raises(InputError, match=r"feature indices in \[-5, 4\], got "):
+            ours.forward_intermediates(images, wrong)
     with pytest.raises(InputError, match="1 to 5 feature maps, got 6"):
         ours.forward_intermediates(images, 6)
     with pytest.raises(InputError, match="output_fmt 'NCHW', got 'NLC'"):

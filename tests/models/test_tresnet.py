@@ -61,6 +61,8 @@ def assert_same_step(first, second):
 def test_bad_shapes(shape, message):
     with pytest.raises(InputError, match=message):
         make()(torch.rand(shape))
+    with pytest.raises(InputError, match=r"images \(N, 3, H, W\), got ndarray"):
+        make()(torch.rand(shape).numpy())
 
 
 @pytest.mark.parametrize("autocast", [False, True])

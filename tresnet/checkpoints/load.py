@@ -47,13 +47,18 @@ def install(model: TResNet, staged: Mapping[str, Tensor], slopes: tuple[float, f
     """Copy what `fit` returned into the model: nothing that can fail is left but the copying.
 
     Raises:
-        CheckpointError: the model is on the meta device.
+        CheckpointError: the model is on the meta device, or was made under `inference_mode`.
     """
     tensors = model_tensors(model)
     if any(tensor.is_meta for tensor in tensors.values()):
         raise CheckpointError(
             "the model is on the meta device, which holds no values: build it on a real one, or "
             "call model.to_empty(device=...) before loading"
+        )
+    if not torch.is_inference_mode_enabled() and any(t.is_inference() for t in tensors.values()):
+        raise CheckpointError(
+            "the model was made under torch.inference_mode, outside of which nothing is copied "
+            "into it: load there too, or build the model outside"
         )
     with torch.no_grad():
         for name, value in staged.items():

@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from numbers import Integral
 from typing import Any, cast
 
 import torch
@@ -137,6 +138,8 @@ class TResNet(nn.Module):
             InputError: the shape, size, channels or dtype do not fit.
         """
         block, channels = self.config.block_size, self.config.in_chans
+        if not isinstance(x, Tensor):
+            raise InputError(f"expected images (N, {channels}, H, W), got {type(x).__name__}")
         if x.dim() != 4:
             raise InputError(f"expected images (N, {channels}, H, W), got shape {tuple(x.shape)}")
         if x.shape[1] != channels:
@@ -456,11 +459,9 @@ def take_indices(indices: int | Sequence[int] | None, count: int) -> list[int]:
         if not 1 <= indices <= count:
             raise InputError(f"expected 1 to {count} feature maps, got {indices}")
         return list(range(count - indices, count))
-    wrong = [i for i in indices if not -count <= i < count]
-    if wrong or not indices:
-        raise InputError(
-            f"expected feature indices in [{-count}, {count - 1}], got {list(indices)}"
-        )
+    whole = isinstance(indices, Sequence) and all(isinstance(i, Integral) for i in indices)
+    if not whole or not indices or not all(-count <= i < count for i in indices):
+        raise InputError(f"expected feature indices in [{-count}, {count - 1}], got {indices!r}")
     return [i % count for i in indices]
 
 

@@ -62,6 +62,8 @@ def pictures(images: Source | Iterable[Source]) -> Iterator[tuple[str, Callable[
         isinstance(images, Tensor) and images.dim() == 3
     ):
         images = [images]
+    if not isinstance(images, Iterable):
+        raise InputError(f"expected images, or an iterable of them, got {images!r}")
     for number, one in enumerate(images):
         if isinstance(one, str | os.PathLike):
             for path in find_images([one]):
