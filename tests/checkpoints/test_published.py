@@ -77,6 +77,13 @@ def test_a_plain_http_address_is_refused(tmp_path):
         published._entries(tmp_path / "manifest.json")
 
 
+def test_a_package_without_its_table_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(published, "weights_dir", lambda: tmp_path)
+    for use in (published.list_weights, lambda: published.locate("mine.safetensors")):
+        with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read \(No such file"):
+            use()
+
+
 def test_an_unknown_tag_suggests_the_nearest():
     with pytest.raises(
         InputError, match=r"'tresnet_m.miil_1k'; did you mean 'tresnet_m.miil_in1k'"

@@ -94,7 +94,12 @@ def weights_dir() -> Path:
 
 @cache
 def _entries(manifest: Path) -> dict[str, WeightsEntry]:
-    rows = json.loads(manifest.read_text(encoding="utf-8"))["weights"]
+    try:
+        rows = json.loads(manifest.read_text(encoding="utf-8"))["weights"]
+    except OSError as error:
+        raise CheckpointError(
+            f"{manifest} cannot be read ({error.strerror}): install tresnet by pip, not as a zip"
+        ) from error
     entries = [WeightsEntry(**{**row, "input_size": tuple(row["input_size"])}) for row in rows]
     insecure = [entry.tag for entry in entries if entry.url and entry.url[:8] != "https://"]
     if insecure:
