@@ -2,15 +2,17 @@
 
 import contextlib
 import errno
+import io
 import logging
 import os
 import re
 import secrets
 import stat
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, TextIO
 
 from tresnet.errors import BusyError, WriteError
 
@@ -219,3 +221,21 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def prepare_streams() -> None:
+    """Let standard output and error be there, and take names and words of any bytes."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell or a daemon's manager
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):
+            with contextlib.suppress(ValueError):  # closed
+                stream.reconfigure(errors="backslashreplace")
+
+
+def redirect(stream: TextIO) -> None:
+    """Let a stream lead nowhere, for Python's flush at its end and for other libraries too."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)

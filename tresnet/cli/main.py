@@ -7,8 +7,9 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 
-from tresnet.cli.output import fail, prepare, say
+from tresnet.cli.output import fail, say
 from tresnet.errors import TResNetError
+from tresnet.files import prepare_streams, redirect
 
 BAD_INPUT_EXIT_CODE = 2
 BROKEN_PIPE_EXIT_CODE = 141  # 128 + SIGPIPE
@@ -31,7 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     with _noted_interrupts() as interrupts:
         try:
-            prepare()
+            if os.environ.get("NO_COLOR"):
+                os.environ.setdefault("PYTHON_TYRO_ANSI_CODES", "False")  # read as tyro is imported
+            prepare_streams()
             return _run(arguments)
         except Exception:
             if not interrupts:
@@ -74,7 +77,7 @@ def _run(arguments: list[str]) -> int:
             code = parse(arguments).run(["tresnet", *arguments])
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, `head` say, has gone: nothing is left to say
-        _give_up_output()
+        redirect(sys.stdout)
         return BROKEN_PIPE_EXIT_CODE
     except TResNetError as error:
         fail(error)
@@ -82,7 +85,7 @@ def _run(arguments: list[str]) -> int:
     except OSError as error:
         if error.filename is not None or error.errno is None:
             raise
-        _give_up_output()
+        redirect(sys.stdout)
         fail(f"the output cannot be written: {error.strerror}")
         return BAD_INPUT_EXIT_CODE
     except (RuntimeError, MemoryError) as error:
@@ -93,11 +96,6 @@ def _run(arguments: list[str]) -> int:
         fail(f"the memory is full: {str(error).partition(chr(10))[0]}: ask for smaller sizes")
         return BAD_INPUT_EXIT_CODE
     return code
-
-
-def _give_up_output() -> None:
-    """Keep Python from writing, once more and in vain, what is left when it ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

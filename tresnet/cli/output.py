@@ -1,8 +1,5 @@
 """What the commands print: results on stdout, progress and errors on stderr."""
 
-import contextlib
-import io
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,20 +11,6 @@ if TYPE_CHECKING:
     from tresnet.measure.runner import Outcome
 
 PARTLY_FAILED_EXIT_CODE = 1
-
-
-def prepare() -> None:
-    """Make the streams take any text, and help plain where the user asks for that."""
-    if os.environ.get("NO_COLOR"):
-        os.environ.setdefault("PYTHON_TYRO_ANSI_CODES", "False")  # read when tyro is imported
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the shell
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            with contextlib.suppress(ValueError):  # closed
-                # a name that is no UTF-8, or a word that the terminal's encoding lacks
-                stream.reconfigure(errors="backslashreplace")
 
 
 def say(text: str, end: str = "\n") -> None:

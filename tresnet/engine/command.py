@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import errno
-import io
 import os
 import signal
 import sys
@@ -15,13 +14,14 @@ import torch
 from tresnet.engine import batch_size, evaluate_weights, rundir
 from tresnet.engine import config as configs
 from tresnet.engine.config import AUTO, TrainConfig
-from tresnet.engine.console import redirect, silence
+from tresnet.engine.console import silence
 from tresnet.engine.evaluate_weights import EvalConfig
 from tresnet.engine.recipes import recipe
 from tresnet.engine.resolve import resolve
 from tresnet.engine.train import train
 from tresnet.engine.validate import validate
 from tresnet.errors import TResNetError, WriteError
+from tresnet.files import prepare_streams, redirect
 
 BAD_INPUT = 2
 
@@ -115,12 +115,7 @@ def _guard(action: Callable[[], int]) -> int:
     """Turn the errors that a user can cause into one message on stderr and an exit code."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # as the scripts set it
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the shell or a daemon's manager
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # names of files and classes may be any bytes
-            stream.reconfigure(errors="backslashreplace")
+    prepare_streams()
     try:
         return _shown(action)
     except TResNetError as error:

@@ -5,11 +5,12 @@ and nothing else.
 """
 
 import contextlib
-import os
 import sys
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self, TextIO
+
+from tresnet.files import redirect
 
 
 class Console:
@@ -59,13 +60,6 @@ def silence(stream: TextIO) -> None:
         stream.flush()
     except OSError:
         redirect(stream)
-
-
-def redirect(stream: TextIO) -> None:
-    """Let a stream lead nowhere, for Python's flush at its end and for other libraries too."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
 
 
 class Bar:
