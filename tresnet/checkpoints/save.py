@@ -111,9 +111,9 @@ def _plain_tensors(model: TResNet) -> dict[str, Tensor]:
     absent = [stage for stage in STAGES if not hasattr(model.body, stage)]
     if absent:
         raise InputError(f"expected a whole model to save, got one cut off before {absent[0]}")
-    refuse_live_padding(model)
     model.state_dict()  # lets norm='inplace_abn' turn its weights into plain gammas
     tensors = model_tensors(model)
+    refuse_live_padding(model)
     if any(tensor.is_meta for tensor in tensors.values()):
         raise InputError("the model is on the meta device, which holds no values to save")
     return {
