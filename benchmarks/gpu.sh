@@ -150,10 +150,15 @@ max_batch() {
 }
 
 tiles() { # each operation alone, its kernels cut in all ways
-    local op contenders=(triton
+    local op chip contenders=(triton
         triton@warps=2 triton@warps=8 triton@tile=1024 triton@tile=4096 triton@tile=4096,warps=8
-        triton@blur_tile=512 triton@blur_tile=2048,warps=8 triton@programs=512 triton@programs=2048
-        triton@programs=4096 triton@most_tiles=1 triton@most_tiles=2 triton@most_tiles=8)
+        triton@blur_tile=512 triton@blur_tile=2048,warps=8 triton@channels=128 triton@channels=256
+        triton@most_tiles=1 triton@most_tiles=2 triton@most_tiles=8)
+    # once, twice and so on the four programs that are on a multiprocessor at once
+    chip=$("$python" -c 'import torch; print(
+        torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 132)')
+    contenders+=(triton@programs=$((4 * chip)) triton@programs=$((8 * chip))
+        triton@programs=$((16 * chip)) triton@programs=$((32 * chip)))
     limit_s=$((limit_s / 6))
     for op in abn_join abn abn_blur abn_se blur stem; do
         measure ops "$op" --contenders "${contenders[@]}" "${ops_options[@]}"

@@ -92,9 +92,9 @@ def resources(compiled: Any) -> dict[str, int]:
 
 
 def narrowest(compiled: Any) -> int:
-    """Bytes of the narrowest load or store of global memory."""
+    """Bytes of the narrowest load or store of global memory, single bytes (of bits) left out."""
     accesses = re.findall(r"(?:ld|st)\.global(?:\.v(\d))?\.[bfsu](\d+)", compiled.asm["ptx"])
-    return min(int(count or 1) * int(bits) // 8 for count, bits in accesses)
+    return min(int(count or 1) * int(bits) // 8 for count, bits in accesses if count or bits != "8")
 
 
 def longest_loop(compiled: Any) -> int:

@@ -157,7 +157,7 @@ def bytes_a_round(row: dict) -> float:
         "squeeze": 1,
         "apply": 2 + join,
         "apply_blurred": 5,
-        "grad_sums": 1.25 if squares else 2 + 2 * join + bool(row.get("TWIN")),
+        "grad_sums": 1.25 if squares else 2 + join + (row.get("JOIN") == 3) + bool(row.get("TWIN")),
         "grad_apply": 2.25 if squares else 3,
         "blur": 5,
         "transposed_blur": 1.25,
@@ -201,6 +201,10 @@ def test_no_kernel_spills_registers_or_computes_longer_than_it_moves(capability,
 def test_a_tile_is_no_wider_than_the_channels_need(channels, width):
     shape = tiles.Geometry(1, 4096, channels, (0, channels, 1), 2)
     assert tiles.tile(shape) == (tiles.TILE // width, width)
+    with tiles.tuned({"channels": 256}):
+        assert tiles.tile(shape) == (tiles.TILE // width, width)
+        shape = shape._replace(c=1024, strides=(0, 1024, 1))
+        assert tiles.tile(shape) == (tiles.TILE // 256, 256)
 
 
 def test_a_step_needs_few_kernels_the_same_at_every_batch_size_and_all_can_be_warmed():

@@ -25,6 +25,7 @@ CutT = TypeVar("CutT")
 # alone.
 TILE, BLUR_TILE = 2048, 1024
 WARPS = 4
+CHANNELS = 64  # of a tile, and as many side by side are 128 bytes in 16 bits
 PROGRAMS = 1024
 MOST_TILES = 4  # of one program that writes: enough to share the loads of the channels' factors
 WIDEST_LOAD = 16  # bytes
@@ -33,6 +34,7 @@ TUNABLE = {
     "tile": (512, 65536, True),
     "blur_tile": (256, 65536, True),
     "warps": (1, 32, True),
+    "channels": (64, 256, True),
     "programs": (1, 65536, False),
     "most_tiles": (1, 65536, False),
 }
@@ -124,7 +126,7 @@ def by_form(cut: Callable[..., CutT]) -> Callable[..., CutT]:
 
     @functools.wraps(cut)
     def run(x: Tensor, *rest: Any) -> CutT:
-        limits = TILE, BLUR_TILE, WARPS, PROGRAMS, MOST_TILES  # what `tuned` changes
+        limits = TILE, BLUR_TILE, WARPS, CHANNELS, PROGRAMS, MOST_TILES  # what `tuned` changes
         return known(x.shape, x.stride(), x.dtype, limits, *rest)
 
     return run
@@ -171,11 +173,12 @@ def tile(shape: Geometry, blur: bool = False) -> tuple[int, int]:
         alone = shape.strides[2] > 1 or shape.c % 2 > 0
         values = BLUR_TILE // 4 if alone else BLUR_TILE * 2 // shape.itemsize
     if shape.strides[2] == 1:
-        bc = power(shape.c, 64)
+        # wider only where no thread is without a channel
+        bc = power(shape.c, max(math.gcd(shape.c, CHANNELS), 64))
         columns = -(-shape.c // bc)
         if bc > 32 and shape.c < 0.8 * columns * bc and -(-shape.c // 32) < 2 * columns:
             bc = 32  # more than a fifth of the wider tiles' threads would have no channel
-        return power(shape.p, values // bc), bc
+        return power(shape.p, max(values // bc, 1)), bc
     bp = power(shape.p, values)
     return bp, power(shape.c, values // bp)
 
