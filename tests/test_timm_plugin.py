@@ -1,9 +1,10 @@
 import copy
+import importlib
 import json
 import logging
 import runpy
-import subprocess
 import sys
+import warnings
 
 import pytest
 import timm
@@ -16,6 +17,7 @@ from timm.models._features_fx import get_notrace_modules
 from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
 
 from tests.checkpoints.small import CLASSES, same, small, small_public, trained
+from tests.forks import run_forked
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.errors import CheckpointError, InputError
 from tresnet.models.features import FeatureExtractor
@@ -316,11 +318,16 @@ def test_timms_scripts_see_our_models(tmp_path):
         "print(__name__, type(model).__module__, sys.argv[1:])\n"
     )
     (tmp_path / "neighbour.py").touch()
-    command = [sys.executable, "-W", "error", "-m", "tresnet.timm_plugin"]
-    run = subprocess.run(
-        [*command, script, "tresnet_m", "--x"], capture_output=True, text=True, check=False
-    )
-    assert run.stdout == "__main__ tresnet.models.tresnet ['tresnet_m', '--x']\n", run.stderr
+
+    def start():
+        with warnings.catch_warnings(action="ignore"):  # timm's own are registered again
+            importlib.reload(timm.models.tresnet)
+        del sys.modules["tresnet.timm_plugin"]
+        sys.argv = ["timm_plugin", str(script), "tresnet_m", "--x"]
+        runpy.run_module("tresnet.timm_plugin", run_name="__main__")
+
+    done = run_forked(start, tmp_path)
+    assert done.stdout == "__main__ tresnet.models.tresnet ['tresnet_m', '--x']\n", done.stderr
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")

@@ -125,17 +125,19 @@ class Additions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("recompute", ["activations", "outputs"])
-def test_backward_adds_no_two_gradients_of_a_join(recompute):
+@pytest.mark.parametrize(
+    ("recompute", "layers"), [("activations", (2, 1, 1, 1)), ("outputs", (1, 1, 1, 2))]
+)
+def test_backward_adds_no_two_gradients_of_a_join(recompute, layers):
     x = torch.rand(2, 3, 20, 20, device=DEVICE)
     results, counts = [], []
     for impl in ("triton", "reference"):
-        model = make(impl, layers=(2, 1, 1, 2), recompute=recompute)
+        model = make(impl, layers=layers, recompute=recompute)
         with Additions() as additions:
             results.append(step(model, x))
         counts.append(additions.count)
     assert counts[0] == 1  # the stem's output has two readers and no join
-    assert counts[1] >= 2 * 6  # six blocks: one sum forward, one backward
+    assert counts[1] >= 2 * 5  # five blocks: one sum forward, one backward
     for name, expected in results[1].items():
         difference = (results[0][name] - expected).float().norm()
         assert difference <= 1e-4 * expected.float().norm(), name
