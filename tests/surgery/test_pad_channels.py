@@ -196,7 +196,7 @@ def test_a_feature_extractor_pads_its_model():
 
 
 def test_what_cannot_be_padded():
-    with pytest.raises(InputError, match="expected a multiple of at least 1, got True"):
+    with pytest.raises(InputError, match="expected pad as a whole number of at least 1"):
         pad_channels(network(), True)
     with pytest.raises(InputError, match=r"expected a TResNet from tresnet\.create, got Linear"):
         pad_channels(nn.Linear(2, 2))
