@@ -146,6 +146,7 @@ def test_a_gpu_trains_padded_and_a_resumed_run_as_it_began():
     on_gpu, on_cpu = resolve(config, on_gpu=True), resolve(config)
     assert (on_gpu.model.pad, on_cpu.model.pad) == (8, None)
     assert resolve(configs.replace(config, pad=1), on_gpu=True).model.pad == 1
+    assert resolve(configs.replace(config, opt="kron"), on_gpu=True).model.pad is None
     assert configs.resumed(on_gpu, config) == on_gpu
     assert configs.resumed(on_cpu, config) == on_cpu
     model = create_model(configs.replace(on_gpu, width_factor=0.3), ["a", "b"])

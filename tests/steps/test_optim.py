@@ -7,7 +7,7 @@ from torch import nn
 from tresnet.engine.config import OptimConfig, ScheduleConfig
 from tresnet.errors import ConfigError
 from tresnet.models.zoo import build
-from tresnet.steps.optim import create_optimizer, create_schedule, peak_lr
+from tresnet.steps.optim import create_optimizer, create_schedule, moves_zeros, peak_lr
 
 OPTIM = OptimConfig(lr=0.4, momentum=0.8, weight_decay=3e-4)
 
@@ -63,6 +63,22 @@ def test_layers_further_from_the_head_learn_at_lower_rates():
         depth = next((i for i, layer in enumerate(layers) if name.startswith(layer)), 5)
         assert rates[id(parameter)] == pytest.approx(0.4 * 0.5 ** (5 - depth)), name
         assert (decays[id(parameter)] > 0) == (parameter.ndim > 1), name
+
+
+@pytest.mark.parametrize(
+    "opt", ["sgd", "adamw", "lamb", "lion", "muon", "adafactor", "adamp", "kron"]
+)
+def test_only_optimizers_that_move_zeros_would_bring_padding_to_life(opt, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # of which kron has some
+    zeros = torch.ones(16, 8, 3, 3).bool()
+    zeros[:12, :6] = False
+    model = nn.Conv2d(8, 16, 3, bias=False)
+    model.weight.data[zeros] = 0
+    optimizer = create_optimizer(model, OptimConfig(opt=opt, lr=0.01, weight_decay=0.1), 64)
+    for _ in range(4):
+        model.weight.grad = torch.randn(16, 8, 3, 3).masked_fill(zeros, 0.0)
+        optimizer.step()
+    assert (model.weight[zeros] != 0).any() == moves_zeros(opt)
 
 
 def test_an_unknown_optimizer_and_one_of_second_derivatives_are_refused():

@@ -13,6 +13,11 @@ from tresnet.errors import ConfigError
 from tresnet.steps.settings import OptimConfig, ScheduleConfig
 
 
+def moves_zeros(opt: str) -> bool:
+    """Whether that optimizer of timm's changes weights that are zero and have no gradient."""
+    return opt.lower().startswith("kron")  # it draws random directions
+
+
 def create_optimizer(
     model: nn.Module | Sequence[dict[str, Any]],
     config: OptimConfig,
