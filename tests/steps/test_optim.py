@@ -65,6 +65,7 @@ def test_layers_further_from_the_head_learn_at_lower_rates():
         assert (decays[id(parameter)] > 0) == (parameter.ndim > 1), name
 
 
+@pytest.mark.filterwarnings("ignore:It is highly recommended")  # kron's, of a package
 @pytest.mark.parametrize(
     "opt", ["sgd", "adamw", "lamb", "lion", "muon", "adafactor", "adamp", "kron"]
 )
