@@ -128,7 +128,7 @@ class FusedABN(torch.autograd.Function):
         )
         gate = squeezed = hidden = None
         if fc1_weight is not None:
-            if not linear_squeeze:  # the means of a linear function need no pass over x
+            if partial is None or not linear_squeeze:  # a linear function's means need no pass
                 partial = launch.squeeze(x, stats, bias, slope, blur)
             squeezed, hidden, gate = excite.forward(
                 partial, x, stats, bias, linear_squeeze, blur, *layers
