@@ -1,55 +1,64 @@
-"""Processes of their own without the seconds in which one imports torch: forks of this one."""
+"""Processes of their own without the seconds in which one imports torch.
 
+They are forks of Python's fork server, which has imported and computed nothing else: a fork of
+pytest's own process could not compute gradients once that has threads of autograd.
+"""
+
+import multiprocessing
 import os
-import signal
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(
+    ["timm", "torch.distributed.run", "torchvision", "tresnet.engine.train"]
+)
 
 
 class Ended(NamedTuple):
     """How a process ended, as `subprocess.run` says it."""
 
-    returncode: int
+    returncode: int | None
     stdout: str
     stderr: str
 
 
-def run_forked(action: Callable[[], object], folder: Path, **environment: str) -> Ended:
-    """Do something in a process that starts where this one is, and wait for its end.
+def run_forked(
+    action: Callable[..., object], *arguments: Any, folder: Path, **environment: str
+) -> Ended:
+    """Call a function of a module in a process of its own, and wait for its end.
 
     It has a folder, an environment and outputs of its own. Not for what a start itself has to show,
     such as which packages are imported.
     """
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        child = os.fork()
-        if not child:
-            for name, file, number in (("stdout", out, 1), ("stderr", err, 2)):
-                os.dup2(file.fileno(), number)
-                setattr(sys, name, os.fdopen(number, "w", closefd=False))
-            code: object = 1
-            try:
-                os.chdir(folder)
-                os.environ.update(environment)
-                action()
-                code = 0
-            except SystemExit as end:
-                code = end.code or 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code if isinstance(code, int) else 1)
+    with tempfile.TemporaryDirectory() as directory:
+        outputs = Path(directory, "out"), Path(directory, "err")
+        threads = environment.get("OMP_NUM_THREADS", torch.get_num_threads())
+        place = folder, {**os.environ, **environment}, outputs, int(threads)
+        child = SERVER.Process(target=_run, args=(place, action, arguments))
+        child.start()
         try:
-            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            child.join()
         except BaseException:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+            child.kill()
+            child.join()
             raise
-        out.seek(0)
-        err.seek(0)
-        return Ended(code, out.read().decode(), err.read().decode())
+        return Ended(child.exitcode, *(output.read_text(encoding="utf-8") for output in outputs))
+
+
+def _run(place: Any, action: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+    folder, environment, outputs, threads = place
+    for name, path, number in zip(("stdout", "stderr"), outputs, (1, 2), strict=True):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+        os.dup2(file, number)
+        setattr(sys, name, os.fdopen(number, "w", closefd=False))
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(threads)
+    action(*arguments)

@@ -70,7 +70,7 @@ def command_lines() -> list[tuple[Path, str]]:
 def test_python_blocks_run(pages: list[Path], written: str, tmp_path: Path):
     """In a process of its own: the plugin changes what timm builds."""
     code = "\n".join(code for page in pages for code in blocks(page, "python"))
-    result = run_forked(lambda: exec(code, {"__name__": "__main__"}), tmp_path)
+    result = run_forked(exec, code, {"__name__": "__main__"}, folder=tmp_path)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / written).is_file()
 

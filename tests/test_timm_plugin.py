@@ -1,10 +1,8 @@
 import copy
-import importlib
 import json
 import logging
 import runpy
 import sys
-import warnings
 
 import pytest
 import timm
@@ -310,6 +308,11 @@ def test_timms_tools_for_training():
     assert model(torch.rand(2, 3, 64, 64)).shape == (2, 3)
 
 
+def start_plugin(*arguments):
+    sys.argv = ["timm_plugin", *arguments]
+    runpy.run_module("tresnet.timm_plugin", run_name="__main__")
+
+
 def test_timms_scripts_see_our_models(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -319,14 +322,7 @@ def test_timms_scripts_see_our_models(tmp_path):
     )
     (tmp_path / "neighbour.py").touch()
 
-    def start():
-        with warnings.catch_warnings(action="ignore"):  # timm's own are registered again
-            importlib.reload(timm.models.tresnet)
-        del sys.modules["tresnet.timm_plugin"]
-        sys.argv = ["timm_plugin", str(script), "tresnet_m", "--x"]
-        runpy.run_module("tresnet.timm_plugin", run_name="__main__")
-
-    done = run_forked(start, tmp_path)
+    done = run_forked(start_plugin, str(script), "tresnet_m", "--x", folder=tmp_path)
     assert done.stdout == "__main__ tresnet.models.tresnet ['tresnet_m', '--x']\n", done.stderr
 
 

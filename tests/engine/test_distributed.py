@@ -43,7 +43,8 @@ def torchrun(*arguments):
 def forked(*arguments, processes=2):
     """The same where torchrun forks itself and them: each finds torch imported."""
     words = ["--standalone", f"--nproc-per-node={processes}", "--run-path", "--start-method=fork"]
-    return run_forked(lambda: run.main([*words, *map(str, arguments)]), ROOT, OMP_NUM_THREADS="1")
+    words += map(str, arguments)
+    return run_forked(run.main, words, folder=ROOT, OMP_NUM_THREADS="1")
 
 
 def saved(config, tmp_path):

@@ -80,7 +80,7 @@ def test_two_processes_equal_one(tmp_path: Path):
     images = torch.rand(2, 3, 32, 32)
     torch.save(images, tmp_path / "images.pt")
     cases = [(name, sizes) for name in inputs for sizes in SIZES]
-    mp.start_processes(half, (str(tmp_path), cases), nprocs=WORLD, start_method="fork")
+    mp.start_processes(half, (str(tmp_path), cases), nprocs=WORLD, start_method="forkserver")
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
     for name, sizes in cases:
         chain, (parts, grad) = CHAINS[name], inputs[name]

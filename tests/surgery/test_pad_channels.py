@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tests.checkpoints.small import same, snapshot
 from tests.surgery.networks import ODD_WIDTH, features, images, network
 from tresnet.checkpoints.read import read_weights
 from tresnet.errors import InputError
+from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.models.features import FeatureExtractor
 from tresnet.models.zoo import build
 from tresnet.surgery import fold, pad_channels, unpad_channels
@@ -193,6 +195,34 @@ def test_a_feature_extractor_pads_its_model():
     assert padded.model.body.conv1.conv.out_channels == 24
     torch.testing.assert_close(padded(x), extractor(x), rtol=1e-10, atol=1e-12)
     assert padded.model.forward_features(x).shape[1] == extractor.model.num_features
+
+
+def with_norms(make):
+    model = network(layers=(1, 1, 1, 1))
+    for module in model.modules():
+        if isinstance(module, ConvNormAct):
+            module.bn = make(module.bn.num_features)
+    return model
+
+
+def test_norms_without_running_statistics():
+    model, x = with_norms(partial(nn.BatchNorm2d, track_running_stats=False)), images()
+    padded = pad_channels(model)
+    torch.testing.assert_close(padded(x), model(x), rtol=1e-4, atol=1e-5)
+    assert same(unpad_channels(padded).state_dict(), model.state_dict())
+
+
+class Shifted(nn.BatchNorm2d):
+    """Of which zeros do not stay zero."""
+
+    def forward(self, input):
+        return super().forward(input) + 1
+
+
+@pytest.mark.parametrize("make", [Shifted, partial(nn.BatchNorm2d, affine=False)])
+def test_norms_that_might_not_leave_zeros_zero_are_refused(make):
+    with pytest.raises(InputError, match=r"with weights in body\.conv1, got Conv2d and"):
+        pad_channels(with_norms(make))
 
 
 def test_what_cannot_be_padded():

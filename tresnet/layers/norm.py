@@ -307,6 +307,8 @@ NORMS: dict[str, type[NormAct]] = {
     "batchnorm": BatchNormAct,
     "inplace_abn": InplaceABN,
 }
+# Batch norms that compute what their tensors say; a subclass may compute something else.
+PLAIN_NORMS = (NormAct, *NORMS.values(), nn.BatchNorm2d, nn.SyncBatchNorm)
 
 
 def norm_class(name: str) -> type[NormAct]:

@@ -2,8 +2,9 @@
 
 L and XL have 76 and 83 channels and multiples of these; kernels for matrix units want multiples of
 8. A padded channel is exactly zero everywhere, and so is every gradient of its parameters: its
-convolution's weights, gamma and beta are zero, and no weight that reads it differs from zero. SGD
-(momentum, weight decay) and AdamW keep zeros with zero gradients, so padding can be trained.
+convolution's weights, gamma and beta are zero, and no weight that reads it differs from zero.
+SGD, AdamW and all others of timm's optimizers but kron keep zeros with zero gradients, so padding
+can be trained.
 """
 
 import copy
@@ -13,12 +14,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from tresnet.errors import InputError
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
-from tresnet.layers.norm import InplaceABN, NormAct
+from tresnet.layers.norm import PLAIN_NORMS, InplaceABN, NormAct
 from tresnet.layers.squeeze_excite import SqueezeExcite
 from tresnet.layers.watched import check_model, refuse_watched
 from tresnet.models.tresnet import TResNet
@@ -108,15 +108,17 @@ def _pad(model: TResNet, multiple: int) -> None:
     for name, module in model.body.named_modules(prefix="body"):
         if isinstance(module, ConvNormAct):
             conv = module.conv
-            if type(conv) is not nn.Conv2d or not isinstance(module.bn, _BatchNorm):
+            norm: Any = module.bn
+            plain = type(conv) is nn.Conv2d and type(norm) in PLAIN_NORMS
+            if not plain or norm.weight is None:
                 raise InputError(
-                    f"expected a convolution and a batch norm in {name}, got {type(conv).__name__} "
-                    f"and {type(module.bn).__name__}: pad before they are replaced"
+                    f"expected a convolution and a batch norm with weights in {name}, got "
+                    f"{type(conv).__name__} and {type(norm).__name__}: pad before they are replaced"
                 )
             inputs, outputs = conv.in_channels, conv.out_channels
             inputs = inputs if _GIVEN_INPUT.fullmatch(name) else wide(inputs)
             outputs = outputs if _GIVEN_OUTPUT.fullmatch(name) else wide(outputs)
-            wanted.append((conv, module.bn, inputs, outputs))
+            wanted.append((conv, norm, inputs, outputs))
         elif isinstance(module, SqueezeExcite):
             reduced, channels = wide(module.fc1.out_channels), wide(module.fc1.in_channels)
             wanted += [(module.fc1, None, channels, reduced), (module.fc2, None, reduced, channels)]
@@ -161,7 +163,8 @@ def _resize_conv(conv: nn.Conv2d, inputs: int, outputs: int) -> None:
 def _resize_norm(norm: NormAct, channels: int) -> None:
     norm.num_features = channels
     for name in ("weight", "bias", "running_mean", "running_var"):
-        setattr(norm, name, _resized(getattr(norm, name), (channels,), _fill(norm, name)))
+        if getattr(norm, name) is not None:  # as running statistics may be
+            setattr(norm, name, _resized(getattr(norm, name), (channels,), _fill(norm, name)))
 
 
 def _fill(module: nn.Module, name: str) -> float:

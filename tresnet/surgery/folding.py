@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tresnet.errors import InputError
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
-from tresnet.layers.norm import NORMS, NormAct
+from tresnet.layers.norm import PLAIN_NORMS, NormAct
 from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.layers.watched import check_model, refuse_watched, what_watches
 from tresnet.models.padding import pad_channels
@@ -19,7 +19,6 @@ from tresnet.models.tresnet import TResNet
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 AnyNorm = NormAct | nn.BatchNorm2d | nn.SyncBatchNorm
 # of these alone, as classes below them may compute something else
-_NORMS = (NormAct, *NORMS.values(), nn.BatchNorm2d, nn.SyncBatchNorm)
 
 
 def fold(
@@ -85,7 +84,7 @@ def _pairs(parent: nn.Sequential) -> list[tuple[str, str]]:
     return [
         (name, next_name)
         for (name, conv), (next_name, norm) in itertools.pairwise(parent._modules.items())
-        if type(conv) is nn.Conv2d and type(norm) in _NORMS
+        if type(conv) is nn.Conv2d and type(norm) in PLAIN_NORMS
     ]
 
 
@@ -134,7 +133,7 @@ def _check_parts(block: ConvNormAct, name: str) -> None:
         raise InputError(
             f"expected plain convolutions, but {name}.conv is {type(conv).__name__}: {todo} first"
         )
-    if type(norm) not in _NORMS:
+    if type(norm) not in PLAIN_NORMS:
         raise InputError(
             f"expected batch norms, but {name}.bn is {type(norm).__name__}: fold before it is "
             "replaced"
