@@ -3,6 +3,7 @@ import dataclasses
 import io
 import itertools
 import json
+import os
 import typing
 
 import pytest
@@ -22,6 +23,7 @@ from tresnet.engine.resolve import missing
 from tresnet.errors import CheckpointError, InputError
 from tresnet.export import ExportOptions, export_model
 from tresnet.models.zoo import build
+from tresnet.predictions.sources import find_images
 from tresnet.steps import InferenceCompute
 
 CLASSES = ["zero", "one", "two"]
@@ -121,6 +123,22 @@ def test_predict_agrees_with_the_model(format, given, drawn, photographs, capsys
             expected, numbers = model(x)[0].softmax(0).topk(2)
         assert classes == tuple(("cat", "dog", "tench, fish", "owl")[n] for n in numbers)
         assert chances == pytest.approx(expected.tolist(), rel=1e-4)
+
+
+def test_a_folder_of_links_is_followed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("real/a.png", "real/below/b.png", "elsewhere/c.png"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        to_pil_image(torch.rand(3, 4, 4)).save(path)
+    (tmp_path / "real" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "real" / "lost.png").symlink_to(tmp_path / "nothing")
+    os.mkfifo(tmp_path / "real" / "pipe.png")
+    expected = ["a.png", "below/b.png", "link/c.png", "lost.png"]
+    assert find_images(["real"]) == [f"real/{name}" for name in expected]
+    (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match="got a link to one above, real/link/back"):
+        find_images(["real"])
 
 
 def test_predict_in_python_is_the_command(drawn, photographs, capsys):

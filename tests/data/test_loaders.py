@@ -51,6 +51,22 @@ def test_an_epoch_has_each_image_once_with_its_label(folder, workers):
     assert orders[0] != orders[1]
 
 
+def test_batches_that_are_all_kept_come_whatever_the_temporary_directory(
+    folder, tmp_path, monkeypatch
+):
+    """There are more than the memory for batches has room for, and its path is no socket's."""
+    place = tmp_path / ("x" * 100)
+    place.mkdir()
+    configuration = multiprocessing.process.current_process()._config
+    monkeypatch.setitem(configuration, "tempdir", str(place))
+    dataset = open_folder(folder, "train", RANDOM)
+    kept = [list(create_loader(dataset, 2, training=True, workers=w)) for w in (0, 1)]
+    assert len(kept[0]) == len(kept[1]) == 13
+    for (ours, labels), (expected, others) in zip(*kept, strict=True):
+        assert torch.equal(ours, expected)
+        assert torch.equal(labels, others)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_repeats_vary_an_image_anew_each_time(folder, ranks):
     """As timm's sampler for them has it: copies in a row over all ranks, as many images as ever."""

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import shutil
 
 import pytest
 import timm
@@ -8,13 +9,15 @@ from torch import nn
 
 from tests.engine.runs import rows_of
 from tresnet.checkpoints.creation import create
+from tresnet.checkpoints.layout import push
 from tresnet.checkpoints.save import save_checkpoint
+from tresnet.checkpoints.weights import open_weights
 from tresnet.engine import state
 from tresnet.engine.distill import DistillationLoss, create_teacher
 from tresnet.engine.distributed import Processes
 from tresnet.engine.evaluate import evaluate
 from tresnet.engine.hierarchy import SemanticSoftmaxLoss, read_hierarchy
-from tresnet.engine.images import create_loaders, open_splits
+from tresnet.engine.images import create_loaders, fingerprint_beside, open_splits
 from tresnet.engine.losses import Losses
 from tresnet.engine.resolve import resolve
 from tresnet.engine.train import train
@@ -131,6 +134,20 @@ def test_a_run_is_not_resumed_with_another_teacher_or_hierarchy_in_its_file(
         path.write_text('{"green": "red"}')
     with pytest.raises(ConfigError, match="the file is not the one the run began with"):
         train(tiny(**options), resume=run_dir)
+
+
+@pytest.mark.parametrize("prefix", ["", "local-dir:"])
+def test_a_teacher_in_a_directory_is_told_from_another(tiny, tmp_path, prefix):
+    config = tiny(teacher=f"{prefix}{tmp_path / 'teacher'}")
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        model = create("tresnet_t", width_factor=0.125, layers=(1, 1, 1, 1), num_classes=3)
+        save_checkpoint(model, tmp_path / "file.safetensors")
+        shutil.rmtree(tmp_path / "teacher", ignore_errors=True)
+        push(open_weights(tmp_path / "file.safetensors"), str(tmp_path / "teacher"), "mit")
+        found.append(fingerprint_beside(config))
+    assert found[0] == found[1] != found[2]
 
 
 # blue and sky are roots; navy and cyan are blue, teal is cyan; x is no class, but has a parent

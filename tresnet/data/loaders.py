@@ -270,7 +270,9 @@ class _Found:
 
     Attributes:
         count: its images.
-        images: them, or in which slot of which memory they are; None if none is readable.
+        images: them, or in which slot of which memory they are; None if none is readable. A
+            worker sends no tensors: torch would open a socket below TMPDIR, whose path may be too
+            long.
         labels: theirs.
         failures: images that cannot be read.
         unfilled: whether no other was found in place of one of them.
@@ -278,7 +280,7 @@ class _Found:
     """
 
     count: int
-    images: torch.Tensor | tuple[_Slots, int] | None
+    images: np.ndarray | torch.Tensor | tuple[_Slots, int] | None
     labels: Any
     failures: list[BadImageError]
     unfilled: bool
@@ -286,11 +288,13 @@ class _Found:
 
     def tensors(self) -> Batch:
         """(images, labels) of a batch that has any."""
-        images, labels = self.images, self.labels
-        if isinstance(images, tuple):
-            slots, slot = images
-            images, labels = slots.images(slot, self.count), torch.from_numpy(labels)
-        assert images is not None
+        assert self.images is not None
+        if isinstance(self.images, tuple):
+            slots, slot = self.images
+            images = slots.images(slot, self.count)
+        else:
+            images = torch.as_tensor(self.images)
+        labels = torch.as_tensor(self.labels)
         return images.permute(0, 3, 1, 2) if self.innermost else images, labels
 
     def pin_memory(self, device: Any = None) -> "_Found":
@@ -339,11 +343,9 @@ class _Batches(Dataset[Any]):
         unfilled = self._replace and len(images) < len(keys)
         if not images:
             return _Found(0, None, None, failures, unfilled)
-        marks = default_collate(labels)
-        if place is None:
-            stack = default_collate(images)
-            return _Found(len(images), stack, marks, failures, unfilled, innermost)
-        return _Found(len(images), place, marks.numpy(), failures, unfilled, innermost)
+        marks = default_collate(labels).numpy()
+        found = default_collate(images).numpy() if place is None else place
+        return _Found(len(images), found, marks, failures, unfilled, innermost)
 
     def _sample(
         self, index: int, seed: int | None, failures: list[BadImageError]

@@ -183,6 +183,16 @@ def fingerprint_beside(config: TrainConfig) -> str:
     """A hash of the files that a run learns from beside its images: hierarchy and teacher."""
     digest = hashlib.sha256()
     for name in (config.labels.hierarchy, config.distill.teacher):
-        if name is not None and os.path.isfile(name):  # else a name that says it all, or it shows
-            digest.update(hashlib.sha256(Path(name).read_bytes()).digest())
+        for path in _files_of(name or ""):
+            digest.update(hashlib.sha256(Path(path).read_bytes()).digest())
     return digest.hexdigest()[:16]
+
+
+def _files_of(name: str) -> list[str]:
+    """A file, or what is read of a directory in timm's layout; none of a name that says it all."""
+    place = name.removeprefix("local-dir:")
+    if not os.path.isdir(place):
+        return [name] if os.path.isfile(name) else []
+    paths = (os.path.join(place, found) for found in sorted(os.listdir(place)))
+    kinds = (".json", ".safetensors", ".bin")
+    return [path for path in paths if path.endswith(kinds) and os.path.isfile(path)]

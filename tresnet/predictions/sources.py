@@ -46,8 +46,19 @@ def find_images(names: Iterable[str | os.PathLike[str]]) -> list[str]:
 def _below(folder: Path) -> list[str]:
     from torchvision.datasets.folder import IMG_EXTENSIONS
 
-    found = (path for path in folder.rglob("*") if path.suffix.lower() in IMG_EXTENSIONS)
-    return sorted(str(path) for path in found if path.is_file())
+    def refuse(error: OSError) -> None:
+        raise InputError(f"expected a folder to read, got {error.filename}: {error.strerror}")
+
+    found: list[str] = []
+    for place, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
+        here = os.path.realpath(place)
+        for below in (os.path.join(place, name) for name in folders):
+            if os.path.commonpath([here, aim := os.path.realpath(below)]) == aim:
+                raise InputError(f"expected folders that end, got a link to one above, {below}")
+        paths = (Path(place, name) for name in files if name.lower().endswith(IMG_EXTENSIONS))
+        # a link to nothing is left to whoever reads it
+        found += [str(path) for path in paths if path.is_file() or not path.exists()]
+    return sorted(found)
 
 
 def pictures(images: Source | Iterable[Source]) -> Iterator[tuple[str, Callable[[], "Image"]]]:
