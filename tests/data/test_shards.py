@@ -242,3 +242,8 @@ def test_settings_locks_and_a_missing_library_are_checked_first(images, tmp_path
     monkeypatch.setitem(sys.modules, "array_record.python.array_record_module", None)
     with pytest.raises(MissingDependencyError, match=r"tresnet\[shards\]"):
         sharded(images, tmp_path / "out")
+
+
+def test_shards_written_anew_are_read_anew(images, tmp_path):
+    sizes = [sharded(images, tmp_path / "out", short_side=n)[1][0][0].size for n in (None, 4)]
+    assert min(sizes[1]) == 4 != min(sizes[0])

@@ -140,7 +140,7 @@ def test_resuming_may_change_what_does_not_alter_the_result():
         ),
         (
             {"pad": 8, "opt": "kron"},
-            "--pad: its channels must stay zero, which --opt kron changes",
+            "--pad: --opt kron would train another model",
         ),
         ({"recipe": "usi"}, "--teacher: the recipe usi needs a teacher: a tag, a file or timm:N"),
         ({"teacher": "a.pth", "loss": "bce"}, "--teacher: expected --loss cross-entropy or one-"),

@@ -1,5 +1,7 @@
 """Whole models on the fused kernels: equal to the plain operators, and out of the way of hooks."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -235,6 +237,8 @@ def test_compiles_in_one_graph():
         torch.testing.assert_close(parameter.grad, eager[name], rtol=1e-4, atol=1e-5)
     for name, buffer in model.named_buffers():
         torch.testing.assert_close(buffer, eager[name])
+    more, twin = torch.rand(3, 3, 32, 32, device=DEVICE), copy.deepcopy(model)
+    torch.testing.assert_close(compiled(more), twin(more))  # of whose size no graph knows
 
 
 def test_exports_as_plain_operators():

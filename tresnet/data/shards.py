@@ -118,6 +118,7 @@ class ShardDataset(ImageDataset):
                     + ("but it is missing" if found is None else f"got {found}")
                     + ": write the shards again, those that are whole are kept"
                 )
+        _reader.cache_clear()  # they may have been written anew
         self._places = _Places(files, counts)
         super().__init__(split, classes, self._places, targets, transform, skip_bad_images)
 

@@ -3,8 +3,7 @@
 L and XL have 76 and 83 channels and multiples of these; kernels for matrix units want multiples of
 8. A padded channel is exactly zero everywhere, and so is every gradient of its parameters: its
 convolution's weights, gamma and beta are zero, and no weight that reads it differs from zero.
-SGD, AdamW and all others of timm's optimizers but kron keep zeros with zero gradients, so padding
-can be trained.
+Optimizers that do not heed a tensor's size, such as SGD and AdamW, train it as without padding.
 """
 
 import copy

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,9 +14,13 @@ from tresnet.errors import ConfigError
 from tresnet.steps.settings import OptimConfig, ScheduleConfig
 
 
-def moves_zeros(opt: str) -> bool:
-    """Whether that optimizer of timm's changes weights that are zero and have no gradient."""
-    return opt.lower().startswith("kron")  # it draws random directions
+def sees_padding(opt: str) -> bool:
+    """Whether that optimizer of timm's trains a model with padded channels in another way.
+
+    Where an update depends on a tensor's size, as in the cautious ones, whose names begin with c;
+    kron even moves zeros that have no gradient.
+    """
+    return bool(re.match("c|.*(adafactor|kron|muon)", opt.lower()))
 
 
 def create_optimizer(

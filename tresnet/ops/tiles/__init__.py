@@ -126,6 +126,8 @@ def by_form(cut: Callable[..., CutT]) -> Callable[..., CutT]:
 
     @functools.wraps(cut)
     def run(x: Tensor, *rest: Any) -> CutT:
+        if type(x) is not Tensor and any(isinstance(size, torch.SymInt) for size in x.shape):
+            return cut(x, *rest)  # a fake, of sizes that the compiler leaves open
         limits = TILE, BLUR_TILE, WARPS, CHANNELS, PROGRAMS, MOST_TILES  # what `tuned` changes
         return known(x.shape, x.stride(), x.dtype, limits, *rest)
 
