@@ -65,8 +65,8 @@ def test_layers_further_from_the_head_learn_at_lower_rates():
         assert (decays[id(parameter)] > 0) == (parameter.ndim > 1), name
 
 
-SEEN = ("cadamw", "clion", "csgdw", "kron", "muon", "nadamuon")
-UNSEEN = ("adamp", "adamw", "adan", "lamb", "lars", "lion", "nadam", "sgd")
+SEEN = ("adamp", "cadamw", "clion", "csgdw", "kron", "muon", "nadamuon", "sgdp")
+UNSEEN = ("adamw", "adan", "lamb", "lars", "lion", "nadam", "sgd")
 
 
 @pytest.mark.filterwarnings("ignore:It is highly recommended")  # kron's, of a package
@@ -79,9 +79,9 @@ def test_which_optimizers_train_padding_in_another_way(opt, monkeypatch):
         model = nn.Conv2d(6, 12, 3, bias=False)
         model.weight = nn.Parameter(nn.functional.pad(model.weight.data, padding))
         optimizer = create_optimizer(model, OptimConfig(opt=opt, lr=0.01, weight_decay=0.1), 64)
-        for seed in range(8):
+        for seed in range(48):
             torch.manual_seed(seed)
-            model.weight.grad = nn.functional.pad(torch.randn(12, 6, 3, 3), padding)
+            model.weight.grad = nn.functional.pad(torch.randn(12, 6, 3, 3) / 1e3, padding)
             optimizer.step()
         weights.append(model.weight.data[:12, :6])
     assert torch.allclose(*weights, rtol=1e-3, atol=1e-5) != sees_padding(opt)

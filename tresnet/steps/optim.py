@@ -17,10 +17,11 @@ from tresnet.steps.settings import OptimConfig, ScheduleConfig
 def sees_padding(opt: str) -> bool:
     """Whether that optimizer of timm's trains a model with padded channels in another way.
 
-    Where an update depends on a tensor's size, as in the cautious ones, whose names begin with c;
+    Where an update depends on a tensor's size, as in the cautious ones, whose names begin with c,
+    in adamp and sgdp, and where states of 8 bits have a scale for each stretch of so many values;
     kron even moves zeros that have no gradient.
     """
-    return bool(re.match("c|.*(adafactor|kron|muon)", opt.lower()))
+    return bool(re.match("c|.*(adafactor|adamp|kron|muon|sgdp|8bit)", opt.lower()))
 
 
 def create_optimizer(
