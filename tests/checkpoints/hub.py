@@ -23,6 +23,7 @@ class Hub(http.server.ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.repos: dict[str, dict[str, bytes]] = {}
+        self.commit, self.old = "1" * 40, {}  # of main; the files of earlier ones
         self.objects: dict[str, bytes] = {}
         self.fault, self.requests = "", []
         self.ended = threading.Event()
@@ -50,17 +51,22 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def file(self) -> bytes | None:
-        repo, _, name = self.path.strip("/").partition("/resolve/main/")
-        if repo not in self.server.repos or name not in self.server.repos[repo]:
-            code = "EntryNotFound" if repo in self.server.repos else "RepoNotFound"
-            self.answer(404, X_Error_Code=code)
+        repo, _, rest = self.path.strip("/").partition("/resolve/")
+        revision, _, name = rest.partition("/")
+        files = self.server.repos.get(repo)
+        if revision not in ("main", self.server.commit):
+            files = self.server.old.get(revision)
+        if files is None or name not in files:
+            self.answer(404, X_Error_Code="RepoNotFound" if files is None else "EntryNotFound")
             return None
-        return self.server.repos[repo][name]
+        return files[name]
 
     def headers_of(self, content: bytes) -> dict[str, object]:
         wrong = b"!" if self.server.fault == "hash" and self.path.endswith(LARGE) else b""
         kind = hashlib.sha256 if self.path.endswith(LARGE) else hashlib.sha1
-        return {"ETag": f'"{kind(content + wrong).hexdigest()}"', "X-Repo-Commit": "1" * 40}
+        revision = self.path.partition("/resolve/")[2].partition("/")[0]
+        commit = self.server.commit if revision == "main" else revision
+        return {"ETag": f'"{kind(content + wrong).hexdigest()}"', "X-Repo-Commit": commit}
 
     def do_HEAD(self) -> None:
         self.server.requests.append(("HEAD", self.path))

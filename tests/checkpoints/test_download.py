@@ -21,7 +21,7 @@ def hub(tmp_path, content, monkeypatch, *, online=True, name=None):
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "1"
     calls = []
 
-    def fake(repo_id, filename, local_files_only=False):
+    def fake(repo_id, filename, revision=None, local_files_only=False):
         calls.append((repo_id, filename, local_files_only))
         pointer = snapshot / filename
         if not pointer.exists():

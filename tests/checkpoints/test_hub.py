@@ -15,6 +15,7 @@ import tresnet
 from tests.checkpoints.hub import REPO, running_hub
 from tests.checkpoints.small import same, small, trained
 from tresnet.checkpoints import describe, save_checkpoint
+from tresnet.checkpoints.download import from_hub, from_hub_layout
 from tresnet.cli.main import main as run
 from tresnet.errors import CheckpointError
 
@@ -188,6 +189,19 @@ def test_several_processes_at_once_download_it_once(pushed):
     assert [path for kind, path in hub.requests if kind == "GET"].count(
         f"/{REPO}/resolve/main/model.safetensors"
     ) == 1
+
+
+def test_names_are_of_the_weights_commit(pushed):
+    hub, _ = pushed
+    from_hub(REPO, "model.safetensors")  # and a process that ends before config.json has come
+    hub.old[hub.commit] = dict(hub.repos[REPO])
+    config = json.loads(hub.repos[REPO]["config.json"])
+    config["pretrained_cfg"] |= {"crop_pct": 0.5}
+    hub.commit, hub.repos[REPO]["config.json"] = "2" * 40, json.dumps(config).encode()
+    path, found = from_hub_layout(REPO)
+    assert found is not None
+    assert found.parent == path.parent
+    assert json.loads(found.read_text())["pretrained_cfg"]["crop_pct"] != 0.5
 
 
 def test_a_hub_that_refuses_is_named(hub, mine, capsys):

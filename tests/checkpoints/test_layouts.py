@@ -39,7 +39,7 @@ def hub(monkeypatch):
     """Serves a folder as any repository; None for no network."""
     served = {}
 
-    def download(repo_id, filename, *, local_files_only=False):
+    def download(repo_id, filename, *, revision=None, local_files_only=False):
         if local_files_only or served["folder"] is None:
             raise LocalEntryNotFoundError("not here")
         if not (served["folder"] / filename).is_file():

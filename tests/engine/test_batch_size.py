@@ -203,7 +203,8 @@ def test_a_dry_run_foresees_the_batch_without_a_gpu(capsys, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     answer(monkeypatch, 90)
     code, printed = dry_run(capsys, "--gpu-memory", "1550MiB")
-    assert (code, configs.from_json(printed.out).data.batch_size) == (0, 88)
+    found = configs.from_json(printed.out)
+    assert (code, found.data.batch_size, found.model.pad) == (0, 88, 8)
     assert "--batch-size auto: 88, of 90 that are sure to fit into 1550.0 MiB of" in printed.err
     assert list(tmp_path.iterdir()) == []
 

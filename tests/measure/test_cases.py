@@ -104,16 +104,17 @@ def test_every_model_at_every_batch_size_but_its_own():
 
 
 @pytest.mark.parametrize(
-    ("training", "on_gpu", "given", "found"),
+    ("training", "on_gpu", "options", "found"),
     [
-        (True, True, None, 8),
-        (True, True, 1, 1),
-        (True, False, None, None),
-        (False, True, None, None),
+        (True, True, {}, 8),
+        (True, True, {"pad": 1}, 1),
+        (True, True, {"opt": "muon"}, None),  # it would see the padding
+        (True, False, {}, None),
+        (False, True, {}, None),
     ],
 )
-def test_training_on_a_gpu_pads_unless_told_otherwise(training, on_gpu, given, found):
-    case = BenchCase(model="tresnet_l", pad=given).checked(training, on_gpu)
+def test_training_on_a_gpu_pads_unless_told_otherwise(training, on_gpu, options, found):
+    case = BenchCase(model="tresnet_l", **options).checked(training, on_gpu)
     assert case.pad == found
 
 

@@ -49,9 +49,11 @@ def test_one_of_ours_by_name_is_padded_as_training_on_a_gpu_is():
     how = {"batch_size": 2, "width_factor": 0.3, "input_size": 64}
     trained, as_it_is = predict("tresnet_l", **how), predict("tresnet_l", pad=1, **how)
     assert trained.allocated == predict("tresnet_l", pad=8, **how).allocated
+    cautious = [predict("tresnet_l", pad=pad, optimizer="cadamw", **how) for pad in (None, 1)]
+    assert cautious[0].allocated == cautious[1].allocated  # it would see the padding
     assert trained.allocated.expected_bytes > as_it_is.allocated.expected_bytes
-    how["train"] = False
-    assert predict("tresnet_l", **how).allocated == predict("tresnet_l", pad=1, **how).allocated
+    how["train"] = False  # folding pads, too
+    assert predict("tresnet_l", **how).allocated == predict("tresnet_l", pad=8, **how).allocated
 
 
 def test_two_threads_leave_torch_as_it_was():

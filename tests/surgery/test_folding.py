@@ -81,6 +81,15 @@ def test_in_place_abns_gamma_is_the_magnitude_plus_eps():
     torch.testing.assert_close(folded, expected, rtol=1e-14, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("pad", "options", "first"),
+    [(None, {}, 80), (1, {}, 76), (16, {}, 80), (32, {}, 96), (32, {"pad_to": 1}, 76)],
+)
+def test_the_models_own_padding_stays_unless_told_otherwise(pad, options, first):
+    model = tresnet.create("tresnet_l", layers=(1, 1, 1, 1), pad=pad, device="meta").eval()
+    assert fold(model, **options).body.conv1.conv.out_channels == first
+
+
 def test_what_is_left_is_convolutions_with_bias():
     model = network()
     folded = fold(model)

@@ -125,6 +125,7 @@ def test_a_lone_module_is_returned_as_a_convolution():
         (nn.Sequential(nn.Conv2d(3, 9 * 8, 1, bias=False)), {}, "none of the others"),
         (nn.Conv2d(4, 4, 1, bias=False), {"which": "all"}, "inside the model .* the 0 in Conv2d"),
         (nn.Sequential(nn.LazyConv2d(4, 1, bias=False)), {}, "0: it is lazy and has never run"),
+        (tresnet.create("tresnet_l", pad=8, device="meta"), {}, "got a padded one"),
         (small(), {"which": "most"}, "smaller, spatial, all, or a function, got 'most'"),
         (small(), {"mode": "most"}, "branches, composed, recompute, got 'most'"),
     ],

@@ -80,7 +80,7 @@ def _download(entry: WeightsEntry) -> tuple[Path, str | None]:
     )
 
 
-def from_hub(repo_id: str, filename: str) -> Path:
+def from_hub(repo_id: str, filename: str, revision: str | None = None) -> Path:
     """Return a file of a Hugging Face repository, out of the hub's cache or downloaded into it.
 
     Raises:
@@ -90,9 +90,9 @@ def from_hub(repo_id: str, filename: str) -> Path:
     from huggingface_hub.errors import EntryNotFoundError
 
     try:
-        return Path(hf_hub_download(repo_id, filename, local_files_only=True))
+        return Path(hf_hub_download(repo_id, filename, revision=revision, local_files_only=True))
     except EntryNotFoundError:  # not cached
-        return Path(hf_hub_download(repo_id, filename))
+        return Path(hf_hub_download(repo_id, filename, revision=revision))
 
 
 def from_hub_layout(repo_id: str) -> tuple[Path, Path | None]:
@@ -103,7 +103,9 @@ def from_hub_layout(repo_id: str) -> tuple[Path, Path | None]:
     """
     try:
         path = _first_from_hub(repo_id, LAYOUT)
-        config = _first_from_hub(repo_id, ("config.json",))
+        # of the weights' commit, as the repository may have changed since they were cached
+        commit = None if path is None else path.parent.name
+        config = _first_from_hub(repo_id, ("config.json",), commit)
     except Exception as error:  # the hub's client and its transports each have their own
         raise CheckpointError(
             f"could not get hf-hub:{repo_id} ({type(error).__name__}: {error}): check the name and"
@@ -116,12 +118,14 @@ def from_hub_layout(repo_id: str) -> tuple[Path, Path | None]:
     return path, config
 
 
-def _first_from_hub(repo_id: str, names: tuple[str, ...]) -> Path | None:
+def _first_from_hub(
+    repo_id: str, names: tuple[str, ...], revision: str | None = None
+) -> Path | None:
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     for name in names:
         try:
-            return from_hub(repo_id, name)
+            return from_hub(repo_id, name, revision)
         except LocalEntryNotFoundError:  # there is no network
             raise
         except EntryNotFoundError:

@@ -57,7 +57,8 @@ class Predict:
     """What computes the norms: Triton kernels, or plain operators."""
 
     pad: int | None = None
-    """Widths in multiples of this, as tensor cores want 8: the same outputs. None: as they are."""
+    """Widths in multiples of this, as tensor cores want 8: the same outputs. None: of 8 to fold,
+    else as they are."""
 
     amp: Literal["off", "bf16", "fp16"] = "off"
     """Autocast to a 16-bit type."""

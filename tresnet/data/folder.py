@@ -105,7 +105,7 @@ def open_folder(
     classes = class_folders(Path(root), folder)
     reached: dict[tuple[int, int], str] = {}
     try:
-        files = [list(_image_files(os.path.join(folder, name), reached)) for name in classes]
+        files = [list(image_files(os.path.join(folder, name), reached)) for name in classes]
     except OSError as error:
         raise DataError(f"cannot list the images under {folder}: {error}") from error
     empty = [name for name, found in zip(classes, files, strict=True) if not found]
@@ -121,10 +121,18 @@ def open_folder(
     return ImageDataset(split, classes, paths, targets, transform, skip_bad_images)
 
 
-def _image_files(folder: str, reached: dict[tuple[int, int], str]) -> Iterator[str]:
+def image_files(folder: str, reached: dict[tuple[int, int], str]) -> Iterator[str]:
     """Yield the images below a folder, also through links, in torchvision's order.
 
     torchvision itself goes round and round in a loop of links, as deep as the system lets it.
+
+    Args:
+        folder: where to begin.
+        reached: the folders met before, by device and inode; those below are added.
+
+    Raises:
+        DataError: a symbolic link leads to a folder a second time.
+        OSError: a folder cannot be listed.
     """
     from torchvision.datasets.folder import IMG_EXTENSIONS
 

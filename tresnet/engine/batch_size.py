@@ -15,9 +15,7 @@ from tresnet.engine.losses import loss_of
 from tresnet.engine.resolve import create_model
 from tresnet.env import parse_size
 from tresnet.errors import ConfigError, InputError, TResNetError
-from tresnet.models.zoo import training_pad
 from tresnet.ops.dispatch import lacking
-from tresnet.steps.optim import sees_padding
 
 if TYPE_CHECKING:
     from tresnet.memory import Device, MaxBatch
@@ -142,8 +140,7 @@ def largest(config: TrainConfig, classes: Sequence[str], gpu: "Device", world: i
     """
     from tresnet.memory import max_batch
 
-    pad = training_pad(config.model.pad, on_gpu=not sees_padding(config.optim.opt))
-    model = create_model(configs.replace(config, pad=pad), classes)
+    model = create_model(config, classes)
     return max_batch(model, device=gpu, **step_of(config, classes, world))
 
 

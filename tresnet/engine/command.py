@@ -82,7 +82,10 @@ def _train(arguments: Sequence[str]) -> int:
             saved = rundir.load_config(command.resume, _note)
             config = configs.resumed(saved, command.config)
         else:
-            config = resolve(command.config)
+            compute = command.config.compute
+            foreseen = torch.cuda.is_available() or compute.gpu_memory is not None
+            on_gpu = foreseen if compute.device == "auto" else compute.device != "cpu"
+            config = resolve(command.config, on_gpu)
         config = batch_size.foresee(config, _note)
         sys.stdout.write(configs.to_json(config))
         return 0

@@ -41,7 +41,7 @@ class BuildConfig:
     """What computes the norms and what follows them: Triton kernels, or plain operators."""
     pad: Count | None = None
     """Widths in multiples of this; the same function and checkpoints. None: of 8, as tensor cores
-    want them, to train on a GPU, else as they are."""
+    want them, to train on a GPU and to fold, else as they are."""
     jit: bool = False
     """Use the scripted helper functions."""
 

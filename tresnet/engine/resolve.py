@@ -14,7 +14,7 @@ from tresnet.engine.config import ImageConfig, TrainConfig
 from tresnet.errors import ConfigError
 from tresnet.models import zoo
 from tresnet.models.tresnet import TResNet
-from tresnet.steps.optim import sees_padding
+from tresnet.steps.optim import training_pad
 
 
 def resolve(config: TrainConfig, on_gpu: bool = False) -> TrainConfig:
@@ -35,7 +35,7 @@ def resolve(config: TrainConfig, on_gpu: bool = False) -> TrainConfig:
         cfg = zoo.default_pretrained_cfg(model, zoo.make_config(model))
     else:
         raise ConfigError("--model: name a model, or --weights that say which it is")
-    pad = zoo.training_pad(config.model.pad, on_gpu and not sees_padding(config.optim.opt))
+    pad = training_pad(config.model.pad, config.optim.opt, on_gpu)
     return configs.replace(config, model=model, pad=pad, **missing(config.data, cfg))
 
 

@@ -38,7 +38,8 @@ class CaseSettings:
     """What backward rebuilds instead of keeping: none, activations (the default of ours) or
     outputs. A compiled model of others takes none (its default) or activations."""
     pad: int | None = None
-    """Widen the channels of our models to multiples of this; by default of 8 to train on a GPU."""
+    """Widen the channels of our models to multiples of this; by default of 8 to train on a GPU and
+    to fold."""
     jit: bool = False
     """Run the helper functions of our models as TorchScript."""
     grad_checkpointing: bool = False
@@ -101,7 +102,7 @@ class BenchCase(CaseSettings):
                 setting that does not apply.
         """
         from tresnet.models.named import check_name
-        from tresnet.models.zoo import training_pad
+        from tresnet.steps.optim import training_pad
 
         check_name(self.model)
         self._check_what_applies(training)
@@ -109,7 +110,7 @@ class BenchCase(CaseSettings):
         dtype = self.dtype or ("bf16" if on_gpu and amp == "off" else "fp32")
         case = dataclasses.replace(
             self,
-            pad=training_pad(self.pad, on_gpu and training) if self.ours else None,
+            pad=training_pad(self.pad, self.opt, on_gpu and training) if self.ours else None,
             amp=amp,
             dtype=None if training else dtype,
             norm=(self.norm or "abn") if self.ours else None,

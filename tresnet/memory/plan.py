@@ -20,8 +20,8 @@ from tresnet.models.named import (
     split_name,
 )
 from tresnet.models.tresnet import TResNet
-from tresnet.models.zoo import training_pad
 from tresnet.steps import Compute, InferenceCompute, OptimConfig
+from tresnet.steps.optim import training_pad
 from tresnet.steps.settings import AMP_DTYPES, DTYPES
 
 ModelLike = str | nn.Module | Callable[[], nn.Module]
@@ -179,7 +179,9 @@ def make_plan(model: ModelLike, **settings: Any) -> tuple[str, nn.Module, Plan]:
     step = {name: settings.pop(name) for name in STEP_SETTINGS if name in settings}
     if isinstance(model, str):
         if split_name(model)[0] == "tresnet" and step.get("train", True):
-            settings["pad"] = training_pad(settings.get("pad"), on_gpu=True)
+            opt = step.get("optimizer", "sgd")
+            opt = opt.opt if isinstance(opt, OptimConfig) else opt if isinstance(opt, str) else ""
+            settings["pad"] = training_pad(settings.get("pad"), opt, on_gpu=True)
         name, built = model, build_named(model, device="meta", **settings)
     elif settings:
         raise InputError(

@@ -123,6 +123,7 @@ def _pad(model: TResNet, multiple: int) -> None:
             wanted += [(module.fc1, None, channels, reduced), (module.fc2, None, reduced, channels)]
     _resize(model, wanted)
     after = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    model.pad = multiple
     model.unpadded_shapes = {name: before[name] for name in before if before[name] != after[name]}
 
 
@@ -138,7 +139,7 @@ def _crop(model: TResNet) -> None:
             norm = parts.get(name.removesuffix("conv") + "bn")
             wanted.append((module, norm, inputs, outputs))
     _resize(model, wanted)
-    model.unpadded_shapes = {}
+    model.pad, model.unpadded_shapes = 0, {}
 
 
 def _resize(model: TResNet, wanted: Sequence[tuple[nn.Conv2d, NormAct | None, int, int]]) -> None:

@@ -76,7 +76,8 @@ class TResNet(nn.Module):
         self.grad_checkpointing = False
         self.recompute = "activations"
         self.pretrained_cfg = {}
-        self.unpadded_shapes = {}  # of the tensors that surgery.pad_channels has widened
+        self.pad = 0  # what surgery.pad_channels was asked for
+        self.unpadded_shapes = {}  # of the tensors that it has widened
         self.body = self._make_body(device=device, dtype=dtype)
         self.feature_info = self._feature_info()
         self.num_features: int = self.feature_info[-1]["num_chs"]

@@ -103,14 +103,6 @@ def make_config(name: str, **options: Unpack[ModelOptions]) -> ModelConfig:
     return ModelConfig(variant=name, **{**variant, **chosen})
 
 
-def training_pad(pad: int | None, on_gpu: bool) -> int | None:
-    """What `pad` is in training: if None, the multiples of 8 that tensor cores want, on a GPU.
-
-    `tresnet_l` and `tresnet_xl` get wider by them, the other variants are so already.
-    """
-    return 8 if pad is None and on_gpu else pad
-
-
 def build(
     name: str,
     *,

@@ -92,7 +92,8 @@ class Predictor:
             maps: make a Grad-CAM picture of the likeliest class for each image (needs torchcam).
             device: where PyTorch computes.
             impl: which implementation runs, see `TResNet.set_impl`.
-            pad: widths in multiples of this, see `tresnet.surgery.pad_channels`; None: as they are.
+            pad: widths in multiples of this, see `tresnet.surgery.pad_channels`; None: of 8 to
+                fold, else as they are.
             compute: precision, layout, compiling.
             say: told how long compiling took; None for the log.
 

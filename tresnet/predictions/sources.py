@@ -3,13 +3,12 @@
 import glob
 import os
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, Union
 
 import torch
 from torch import Tensor
 
-from tresnet.data.folder import load_rgb
+from tresnet.data.folder import image_files, load_rgb
 from tresnet.data.pictures import named, to_rgb
 from tresnet.errors import InputError
 
@@ -27,12 +26,17 @@ def find_images(names: Iterable[str | os.PathLike[str]]) -> list[str]:
             need not exist: reading it is what says so.
 
     Raises:
-        InputError: a folder holds no image, or no file fits a pattern.
+        DataError: a folder is there twice, by a symbolic link.
+        InputError: a folder holds no image or cannot be read, or no file fits a pattern.
     """
     found: list[str] = []
     for name in (os.fspath(name) for name in names):
         if os.path.isdir(name):
-            more = _below(Path(name))
+            try:
+                more = list(image_files(name, {}))
+            except OSError as error:
+                why = f"{error.filename}: {error.strerror}"
+                raise InputError(f"expected a folder to read, got {why}") from error
         elif glob.has_magic(name) and not os.path.exists(name):
             more = sorted(filter(os.path.isfile, glob.iglob(name, recursive=True)))
         else:
@@ -41,24 +45,6 @@ def find_images(names: Iterable[str | os.PathLike[str]]) -> list[str]:
             raise InputError(f"expected images (jpg, png, ...) at {name}, found none")
         found += more
     return found
-
-
-def _below(folder: Path) -> list[str]:
-    from torchvision.datasets.folder import IMG_EXTENSIONS
-
-    def refuse(error: OSError) -> None:
-        raise InputError(f"expected a folder to read, got {error.filename}: {error.strerror}")
-
-    found: list[str] = []
-    for place, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
-        here = os.path.realpath(place)
-        for below in (os.path.join(place, name) for name in folders):
-            if os.path.commonpath([here, aim := os.path.realpath(below)]) == aim:
-                raise InputError(f"expected folders that end, got a link to one above, {below}")
-        paths = (Path(place, name) for name in files if name.lower().endswith(IMG_EXTENSIONS))
-        # a link to nothing is left to whoever reads it
-        found += [str(path) for path in paths if path.is_file() or not path.exists()]
-    return sorted(found)
 
 
 def pictures(images: Source | Iterable[Source]) -> Iterator[tuple[str, Callable[[], "Image"]]]:

@@ -24,6 +24,15 @@ def sees_padding(opt: str) -> bool:
     return bool(re.match("c|.*(adafactor|adamp|kron|muon|sgdp|8bit)", opt.lower()))
 
 
+def training_pad(pad: int | None, opt: str, on_gpu: bool) -> int | None:
+    """What `pad` is in training: if None, the multiples of 8 that tensor cores want, on a GPU.
+
+    `tresnet_l` and `tresnet_xl` get wider by them, the other variants are so already. Widths stay
+    where the optimizer sees padding.
+    """
+    return 8 if pad is None and on_gpu and not sees_padding(opt) else pad
+
+
 def create_optimizer(
     model: nn.Module | Sequence[dict[str, Any]],
     config: OptimConfig,

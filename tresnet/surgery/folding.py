@@ -22,7 +22,7 @@ AnyNorm = NormAct | nn.BatchNorm2d | nn.SyncBatchNorm
 
 
 def fold(
-    model: ModuleT, pad_to: int = 8, *, merge_stem: bool = False, inplace: bool = False
+    model: ModuleT, pad_to: int | None = None, *, merge_stem: bool = False, inplace: bool = False
 ) -> ModuleT:
     """Return `model` for inference: each norm folded into its convolution, the same outputs.
 
@@ -36,7 +36,7 @@ def fold(
     Args:
         model: in eval mode; unchanged unless `inplace`.
         pad_to: zero-pad the channels of TResNets to multiples of this (see `pad_channels`); 1 for
-            no padding.
+            no padding. None: as they were padded, or else to 8.
         merge_stem: let one strided convolution (12x12, stride 4, for blocks of 4) do what
             space-to-depth and the stem's 3x3 do; exact.
         inplace: change `model` itself.
@@ -53,8 +53,8 @@ def fold(
     _check(model, merge_stem)
     folded = copy.deepcopy(model)
     networks = [module for module in folded.modules() if isinstance(module, TResNet)]
-    if pad_to != 1 and networks:
-        folded = pad_channels(folded, pad_to, inplace=True)
+    for network in networks:
+        pad_channels(network, network.pad or 8 if pad_to is None else pad_to, inplace=True)
     # a block that several parents share stays shared
     new = {
         id(m): FoldedConv(fold_norm(m.conv, m.bn), m.slope, m.aa)

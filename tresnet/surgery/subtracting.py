@@ -51,6 +51,11 @@ def replace_conv(
     if mode not in MODES:
         raise InputError(f"expected mode out of {', '.join(MODES)}, got {mode!r}")
     check_model(model)
+    if any(getattr(module, "unpadded_shapes", None) for module in model.modules()):
+        raise InputError(
+            "expected a model without padded channels, got a padded one: replace its convolutions "
+            "first, or call tresnet.surgery.unpad_channels"
+        )
     chosen = which if callable(which) else _WHICH.get(which)
     if chosen is None:
         raise InputError(f"expected which out of {', '.join(_WHICH)}, or a function, got {which!r}")
