@@ -130,6 +130,10 @@ def test_resuming_may_change_what_does_not_alter_the_result():
             {"recompute": "outputs", "compile": "default"},
             "--recompute outputs: only the fused kernels",
         ),
+        (
+            {"compile": "reduce-overhead", "accumulate": 2},
+            "--accumulate: PyTorch loses gradients between passes with --compile reduce-overhead",
+        ),
         ({"recompute": "none", "norm": "batchnorm"}, "none: expected --norm abn, got batchnorm"),
         ({"runs": "l\udcfcufe"}, r"--runs: expected printable UTF-8 text, got 'l\udcfcufe'"),
         ({"name": "a\0b"}, r"--name: expected printable UTF-8 text, got 'a\x00b'"),

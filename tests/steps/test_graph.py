@@ -19,6 +19,7 @@ from tresnet.engine import train as training
 from tresnet.engine.distributed import Processes
 from tresnet.engine.resolve import create_model, resolve
 from tresnet.errors import ConfigError
+from tresnet.steps import training as steps
 from tresnet.steps.graph import WARMUP_PASSES, GraphedPasses
 from tresnet.steps.settings import TrainingCompute
 from tresnet.steps.training import check_cuda_graph
@@ -135,6 +136,33 @@ def test_another_shape_runs_eagerly_and_leaves_the_graph_good(tiny):
     losses, stand_in = run(True)
     assert (stand_in.captures, stand_in.replays) == (1, 4)  # updates 6, 8, 10 and 11
     assert torch.equal(losses, run(False)[0])
+
+
+def test_gradients_are_reduced_on_the_captured_stream(monkeypatch):
+    """What holds on to the nodes that add gradients up is made where they are captured."""
+    model, inside = torch.nn.Linear(2, 2), []
+
+    class Watched(StandIn):
+        @contextlib.contextmanager
+        def warming_up(self):
+            inside.append("begin")
+            yield
+            inside.append("end")
+
+    class Parallel(torch.nn.Module):
+        no_sync = contextlib.nullcontext
+
+        def __init__(self, *_, **__):
+            super().__init__()
+            inside.append("made")
+
+    monkeypatch.setattr(steps, "CudaCapturer", Watched)
+    monkeypatch.setattr(steps, "check_cuda_graph", lambda *_: None)
+    monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", Parallel)
+    for graphs, expected in ((True, ["begin", "made", "end"]), (False, ["made"])):
+        inside.clear()
+        steps.create_training_step(model, TrainingCompute(cuda_graph=graphs), CPU, world=2)
+        assert inside == expected
 
 
 def test_what_no_graph_can_hold_is_refused(tiny):

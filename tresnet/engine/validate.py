@@ -13,6 +13,7 @@ from tresnet.env import parse_size
 from tresnet.errors import ConfigError, InputError
 from tresnet.steps.optim import sees_padding
 from tresnet.steps.settings import Range
+from tresnet.steps.training import check_compiled_passes
 
 
 def validate(config: TrainConfig) -> None:
@@ -61,6 +62,7 @@ def range_problems(options: Any) -> Iterator[str]:
 def _problems_elsewhere(config: TrainConfig) -> Iterator[str]:
     try:
         config.augment.check()
+        check_compiled_passes(config.compute, config.optim)
         if config.compute.gpu_memory is not None:
             parse_size(config.compute.gpu_memory)
     except ConfigError as error:

@@ -304,9 +304,11 @@ def create_training_step(
         say: Told how long compiling took; None for the log.
 
     Raises:
-        ConfigError: timm has no such optimizer, or it refuses an option.
+        ConfigError: timm has no such optimizer, it refuses an option, or the passes cannot be
+            compiled or captured.
     """
     optimizer = optimizer or OptimConfig()
+    check_compiled_passes(compute, optimizer)
     model = place(model, compute, device)
     compiles = compute.compile != "none"
     graphed = isinstance(compute, TrainingCompute) and compute.cuda_graph
@@ -321,7 +323,11 @@ def create_training_step(
         made = build_optimizer(model.parameters())
     else:
         made = optim.create_optimizer(model, optimizer, global_batch, on_gpu=device.type == "cuda")
-    wrapped = _distributed(model, world, device)
+    capturer = CudaCapturer(device) if graphed else None
+    # DistributedDataParallel holds on to what adds gradients up, which runs on the stream it was
+    # made on: another than the captured one would end the capture
+    with contextlib.nullcontext() if capturer is None else capturer.warming_up():
+        wrapped = _distributed(model, world, device)
     ddp = isinstance(wrapped, nn.parallel.DistributedDataParallel)
     step = TrainingStep(
         model,
@@ -341,13 +347,29 @@ def create_training_step(
         skips=skips,
         watch=watch,
     )
-    if graphed:
+    if capturer is not None:
         step.capture_with(
-            CudaCapturer(device),
+            capturer,
             warmup_passes=WARMUP_PASSES_DDP if ddp else WARMUP_PASSES,
             say=say or logging.getLogger(__name__).info,
         )
     return step
+
+
+def check_compiled_passes(compute: Compute, optimizer: OptimConfig) -> None:
+    """Refuse to add gradients up over passes that the compiler makes CUDA graphs of.
+
+    The first pass's gradients then are memory of its graph, into which the next pass writes:
+    PyTorch gives an error or wrong sums (its issues 169545 and 96693).
+
+    Raises:
+        ConfigError: That is asked for.
+    """
+    if optimizer.accumulate > 1 and compute.compile in CUDA_GRAPH_MODES:
+        raise ConfigError(
+            f"--accumulate: PyTorch loses gradients between passes with --compile"
+            f" {compute.compile}: choose --compile default, with --cuda-graph or without"
+        )
 
 
 def check_cuda_graph(compute: Compute, device: torch.device, grad_checkpointing: bool) -> None:
