@@ -10,6 +10,7 @@ import contextlib
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -19,6 +20,7 @@ from tresnet.engine import train as training
 from tresnet.engine.distributed import Processes
 from tresnet.engine.resolve import create_model, resolve
 from tresnet.errors import ConfigError
+from tresnet.models import zoo
 from tresnet.steps import training as steps
 from tresnet.steps.graph import WARMUP_PASSES, GraphedPasses
 from tresnet.steps.settings import TrainingCompute
@@ -185,6 +187,31 @@ def test_a_gpu_replays_what_it_runs_eagerly(tiny, changes):
     shared = {"device": "cuda", "epochs": 4, "mixup": 0.0, "impl": "reference", **changes}
     found = training.train(tiny(name="graphed", cuda_graph=True, **shared)).run_dir
     assert_same_run(found, training.train(tiny(name="eager", **shared)).run_dir)
+
+
+@pytest.mark.gpu
+def test_data_parallel_passes_are_captured_with_their_reductions():
+    weights = data_parallel_weights("cuda", "nccl", graphs=True)
+    eager = data_parallel_weights("cuda", "nccl", graphs=False)
+    assert all(map(torch.equal, weights, eager))
+
+
+def data_parallel_weights(device, backend, graphs):
+    """After 16 updates in a group of one process."""
+    torch.backends.cudnn.deterministic = True
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        torch.manual_seed(0)
+        model = zoo.build("tresnet_t", width_factor=0.25, layers=(1, 1, 1, 1), impl="reference")
+        compute = TrainingCompute(cuda_graph=graphs)
+        step = steps.create_training_step(model, compute, torch.device(device), world=2)
+        for number in range(1, 17):
+            images, labels = torch.rand(4, 3, 32, 32), torch.randint(1000, (4,))
+            step.backward(*step.feed(images, labels), torch.nn.functional.cross_entropy)
+            step.update(number)
+        return [parameter.detach().clone() for parameter in model.parameters()]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_no_more_graphs_than_memory_is_meant_for():
