@@ -48,6 +48,7 @@ def test_defaults_follow_from_the_device_and_the_work():
             True,
             "out of none, activations, got",
         ),
+        ("tresnet_t", {"accumulate": 2, "compile": "max-autotune"}, True, "loses gradients"),
         ("timm:resnet50", {"fold": True}, False, "no fold for timm:resnet50, .* only our models"),
         ("timm:resnet50", {"pad": 8}, True, "no pad for timm:resnet50, .* only our models"),
         ("timm:resnet50", {"norm": "abn"}, True, "no norm for timm:resnet50, got 'abn'"),
@@ -55,7 +56,7 @@ def test_defaults_follow_from_the_device_and_the_work():
     ],
 )
 def test_what_does_not_apply_is_refused(model, changes, training, message):
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(ValueError, match=message):
         BenchCase(model, **changes).checked(training)
 
 

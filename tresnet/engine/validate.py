@@ -62,7 +62,7 @@ def range_problems(options: Any) -> Iterator[str]:
 def _problems_elsewhere(config: TrainConfig) -> Iterator[str]:
     try:
         config.augment.check()
-        check_compiled_passes(config.compute, config.optim)
+        check_compiled_passes(config.compute.compile, config.optim.accumulate)
         if config.compute.gpu_memory is not None:
             parse_size(config.compute.gpu_memory)
     except ConfigError as error:

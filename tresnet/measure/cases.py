@@ -100,9 +100,11 @@ class BenchCase(CaseSettings):
         Raises:
             InputError: a value out of range, an unknown model, an input size it cannot take, or a
                 setting that does not apply.
+            ConfigError: gradients that the compiler's CUDA graphs would lose.
         """
         from tresnet.models.named import check_name
         from tresnet.steps.optim import training_pad
+        from tresnet.steps.training import check_compiled_passes
 
         check_name(self.model)
         self._check_what_applies(training)
@@ -117,6 +119,7 @@ class BenchCase(CaseSettings):
             fold=False if training or not self.ours else self.fold is not False,
         )
         case._check_values()
+        check_compiled_passes(case.compile, case.accumulate)
         if case.ours:
             built = ("model", "input_size", *_BUILT_WITH)
             _rehearse(BenchCase(**{name: getattr(case, name) for name in built}))

@@ -308,7 +308,7 @@ def create_training_step(
             compiled or captured.
     """
     optimizer = optimizer or OptimConfig()
-    check_compiled_passes(compute, optimizer)
+    check_compiled_passes(compute.compile, optimizer.accumulate)
     model = place(model, compute, device)
     compiles = compute.compile != "none"
     graphed = isinstance(compute, TrainingCompute) and compute.cuda_graph
@@ -356,7 +356,7 @@ def create_training_step(
     return step
 
 
-def check_compiled_passes(compute: Compute, optimizer: OptimConfig) -> None:
+def check_compiled_passes(mode: str, accumulate: int) -> None:
     """Refuse to add gradients up over passes that the compiler makes CUDA graphs of.
 
     The first pass's gradients then are memory of its graph, into which the next pass writes:
@@ -365,10 +365,10 @@ def check_compiled_passes(compute: Compute, optimizer: OptimConfig) -> None:
     Raises:
         ConfigError: That is asked for.
     """
-    if optimizer.accumulate > 1 and compute.compile in CUDA_GRAPH_MODES:
+    if accumulate > 1 and mode in CUDA_GRAPH_MODES:
         raise ConfigError(
-            f"--accumulate: PyTorch loses gradients between passes with --compile"
-            f" {compute.compile}: choose --compile default, with --cuda-graph or without"
+            f"--accumulate: PyTorch loses gradients between passes with --compile {mode}: choose"
+            " --compile default, with --cuda-graph or without"
         )
 
 
