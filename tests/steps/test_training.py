@@ -2,11 +2,12 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tresnet.engine.distributed import Processes
 from tresnet.engine.train import create_step
-from tresnet.layers.norm import NormAct
+from tresnet.layers.norm import ABN, NormAct
 from tresnet.models.zoo import build
 from tresnet.steps import Compute, InferenceStep
 from tresnet.steps.training import synchronise
@@ -147,6 +148,15 @@ def test_synchronised_norms_keep_names_values_and_function():
         torch.testing.assert_close(found, expected)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(other.state_dict()[name], value, msg=name)
+
+
+def test_processes_agree_on_who_synchronises(monkeypatch):
+    monkeypatch.setattr(ABN, "kernels_run", lambda *_: True)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    for kernels_elsewhere in (1.0, 0.0):
+        monkeypatch.setattr(dist, "all_reduce", lambda x, _, least=kernels_elsewhere: x.mul_(least))
+        model = synchronise(build("tresnet_t", layers=(1, 1, 1, 1)), compiles=False)
+        assert any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()) != kernels_elsewhere
 
 
 def test_a_compiled_model_learns_the_same(tiny, monkeypatch):

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
@@ -395,8 +396,8 @@ def check_cuda_graph(compute: Compute, device: torch.device, grad_checkpointing:
 def synchronise(model: nn.Module, compiles: bool) -> nn.Module:
     """Let every batch norm of `model` share its statistics, in place, and return the model.
 
-    The fused kernels share them themselves; where they do not run, or `torch.compile` follows,
-    PyTorch's module takes the norm's place.
+    The fused kernels share them themselves; where they do not run in one of the processes, or
+    `torch.compile` follows, PyTorch's module takes the norm's place (a collective).
 
     Args:
         model: On its device.
@@ -404,7 +405,12 @@ def synchronise(model: nn.Module, compiles: bool) -> nn.Module:
     """
     norms = [module for module in model.modules() if isinstance(module, ABN)]
     example = next(model.parameters())
-    if compiles or not norms or not all(norm.kernels_run(example) for norm in norms):
+    fused = bool(norms) and not compiles and all(norm.kernels_run(example) for norm in norms)
+    if dist.is_initialized():  # a process that does otherwise would be waited for without end
+        agreed = example.new_tensor(float(fused), requires_grad=False)
+        dist.all_reduce(agreed, dist.ReduceOp.MIN)
+        fused = bool(agreed)
+    if not fused:
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)
     for norm in norms:
         norm.synchronised = True
