@@ -90,6 +90,19 @@ def test_a_damaged_run_is_named_and_the_others_are_shown(runs, capsys, name, con
     assert re.search(message, shown.err)
 
 
+def test_a_run_is_called_as_its_directory_is(runs, capsys, monkeypatch):
+    path = (runs / "b").rename(runs / "to $2^$\n\x1b\udcff")
+    config = path / "config.json"
+    config.write_text(config.read_text().replace('"tresnet_t"', "null"))
+    monkeypatch.chdir(path)
+    assert main(["runs", "list", ".", "../a"]) == 0
+    assert table(capsys.readouterr().out)[1][:4] == ["to", "$2^$???", "digits", "-"]
+    pytest.importorskip("matplotlib")
+    assert main(["runs", "show", "."]) == 0
+    assert "to $2^$???" in (path / "run.svg").read_text()
+    assert ET.parse(path / "run.svg")
+
+
 def test_a_place_without_runs_is_refused(tmp_path, capsys):
     assert main(["runs", "list", str(tmp_path)]) == 2
     assert "expected the directory of a run, or of several" in capsys.readouterr().err

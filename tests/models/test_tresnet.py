@@ -370,6 +370,16 @@ def test_gpu_inplace_abn_refuses_bfloat16(images):
         model(images.cuda().to(torch.bfloat16))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_inplace_abn_refuses_16_bits_on_a_cpu(images, dtype):
+    model = make("inplace_abn")
+    with (
+        pytest.raises(InputError, match="no kernels for 16 bits on a CPU: use float32, or norm="),
+        torch.autocast("cpu", dtype),
+    ):
+        model(images)
+
+
 def test_checkpointing_holds_on_to_less_while_it_runs():
     """Within forward, not only after it: offers of checkpointed blocks would keep their insides."""
     alive = {}

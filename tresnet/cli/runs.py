@@ -63,7 +63,7 @@ class RunsList(_Runs):
             score = figures["val_map"] if run.config.labels.multi else figures["val_top1"]
             lines.append(
                 [
-                    *(run.directory.name, run.config.recipe, run.config.model.model),
+                    *(run.name, run.config.recipe, run.config.model.model or "-"),
                     f"{len(run.epochs)}/{run.config.schedule.epochs}",
                     *(_cell(score, ".2f"), _cell(figures["images_per_s"], ".0f"), run.state),
                 ]
@@ -85,7 +85,7 @@ class RunsCompare(_Runs):
         for name, (title, how) in _FIGURES.items():
             if any(one[name] is not None for one in figures):
                 table.append([title, *(_cell(one[name], how) for one in figures)])
-        say(format_table(["", *(run.directory.name for run in found)], table))
+        say(format_table(["", *(run.name for run in found)], table))
         return False
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,12 @@ class Run:
     config: TrainConfig
     rows: list[dict[str, Any]]
     state: str
+
+    @property
+    def name(self) -> str:
+        """The directory's own, also of one given as `.`; printable."""
+        name = os.path.basename(os.path.abspath(self.directory))
+        return "".join(letter if letter.isprintable() else "?" for letter in name)
 
     @property
     def epochs(self) -> list[dict[str, Any]]:
@@ -160,8 +167,8 @@ def draw(run: Run) -> Path:
         if len(columns) > 1:
             axes.legend(frameon=False, fontsize=8)
     grid[-1].set_xlabel("epoch")
-    title = f"{run.directory.name}: {run.config.model.model}, {run.config.recipe}, {run.state}"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    title = f"{run.name}: {run.config.model.model}, {run.config.recipe}, {run.state}"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10, parse_math=False)
     path = run.directory / PICTURE
     with files.atomic_write(path) as temporary:
         figure.savefig(temporary, format="svg", metadata={"Date": None})

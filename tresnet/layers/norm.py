@@ -263,6 +263,10 @@ class InplaceABN(NormAct):
             raise InputError(
                 "inplace-abn has no bfloat16 kernels for CUDA: use float16, or norm='abn'"
             )
+        if x.dtype.itemsize == 2 and x.device.type == "cpu":
+            raise InputError(
+                "inplace-abn has no kernels for 16 bits on a CPU: use float32, or norm='abn'"
+            )
         mean, var, momentum = self._statistics()
         return inplace_abn_function()(
             x,
