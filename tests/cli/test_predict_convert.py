@@ -19,7 +19,7 @@ from tresnet.cli.main import main as run
 from tresnet.cli.predict import Predict
 from tresnet.engine.config import ImageConfig
 from tresnet.engine.resolve import missing
-from tresnet.errors import CheckpointError, DataError, InputError
+from tresnet.errors import DataError, InputError
 from tresnet.export import ExportOptions, export_model
 from tresnet.models.zoo import build
 from tresnet.predictions.sources import find_images
@@ -152,23 +152,6 @@ def test_predict_in_python_is_the_command(drawn, photographs, capsys):
         tresnet.predict(pixels / 255, weights=drawn[1])
     with pytest.raises(InputError, match="expected images, or an iterable of them, got None"):
         tresnet.predict(None, weights=drawn[1])
-
-
-def test_predict_by_an_exported_file(drawn, photographs, tmp_path):
-    pytest.importorskip("onnxruntime")
-    model, path = drawn
-    classes = tuple(describe(path).classes)
-    file = tmp_path / "a.onnx"
-    export_model(model, file, ExportOptions("onnx"), classes=classes)
-    by_torch = tresnet.predict(photographs[0], weights=path, top_k=4)
-    by_onnx = tresnet.predict(photographs[0], weights=file, top_k=4, runtime="onnx")
-    for one, other in zip(by_torch, by_onnx, strict=True):
-        assert (one.image, one.classes, one.numbers) == (other.image, other.classes, other.numbers)
-        assert one.probabilities == pytest.approx(other.probabilities, rel=1e-3)
-    other = tmp_path / "b.onnx"
-    other.write_bytes(b"no model")
-    with pytest.raises(CheckpointError, match=r"b.onnx is not a model written by tresnet export"):
-        tresnet.predict(photographs[0], weights=other, runtime="onnx")
 
 
 def test_maps_are_grad_cam(drawn, photographs, tmp_path, monkeypatch, capsys):

@@ -81,9 +81,8 @@ def held_by_the_step(config):
     [
         {},
         {"grad_checkpointing": True, "amp": "bf16", "channels_last": False},
-        {"recompute": "none", "accumulate": 2, "clip_grad": 1.0},
-        {"opt": "lamb", "mixup": 0.2, "ema_decay": 0.0},
-        {"norm": "batchnorm", "loss": "asymmetric", "label_smoothing": 0.0},
+        {"recompute": "none", "accumulate": 2, "clip_grad": 1.0, "opt": "lamb", "mixup": 0.2},
+        {"norm": "batchnorm", "loss": "asymmetric", "label_smoothing": 0.0, "ema_decay": 0.0},
     ],
     ids=str,
 )
@@ -111,6 +110,7 @@ def test_batches_are_rounded_down(fitting, pairs, expected):
     assert batch_size.round_down(fitting, pairs=pairs) == expected
 
 
+@pytest.mark.slow
 def test_a_run_takes_the_largest_batch_that_is_sure_to_fit(tiny, small_gpu, capsys):
     config = tiny(batch_size="auto", input_size=SIDE, epochs=1, lr=0.02, lr_batch=4)
     run_dir = train.train(config).run_dir

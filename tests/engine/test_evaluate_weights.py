@@ -14,19 +14,25 @@ from tresnet.errors import CheckpointError, ConfigError, DataError
 from tresnet.steps import InferenceCompute
 
 
-@pytest.fixture
-def weights(tmp_path):
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
     torch.manual_seed(1)
+    path = tmp_path_factory.mktemp("weights") / "w.safetensors"
     model = create("tresnet_t", width_factor=0.125, layers=(1, 1, 1, 1), num_classes=3)
     model.pretrained_cfg |= {"input_size": (3, 12, 12), "crop_pct": 1.0}
     # classes in another order than the folders'
-    save_checkpoint(model, tmp_path / "w.safetensors", metadata={"classes": ["red", *CLASSES[:2]]})
-    return tmp_path / "w.safetensors"
+    save_checkpoint(model, path, metadata={"classes": ["red", *CLASSES[:2]]})
+    return path
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def config(data, weights):
     return EvalConfig(data=str(data), weights=str(weights), workers=0, device="cpu", batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def plain(config):
+    return run(config)
 
 
 def test_the_result_names_what_was_measured_and_on_what(config, tmp_path, capsys):
@@ -44,7 +50,7 @@ def test_the_result_names_what_was_measured_and_on_what(config, tmp_path, capsys
     assert f"top-1 {written['top1']:.2f} %" in capsys.readouterr().out
 
 
-def test_labels_are_compared_by_name(config, data):
+def test_labels_are_compared_by_name(config, plain, data):
     from tresnet.data import EvalTransform, eval_transform, open_folder
 
     model = create(weights=config.weights).eval()
@@ -52,7 +58,7 @@ def test_labels_are_compared_by_name(config, data):
     names = ["red", *CLASSES[:2]]
     with torch.no_grad():
         hits = [names[model(image[None]).argmax()] == CLASSES[label] for image, label in dataset]
-    assert run(config)["top1"] == pytest.approx(100 * sum(hits) / 11)
+    assert plain["top1"] == pytest.approx(100 * sum(hits) / 11)
 
 
 @pytest.mark.parametrize(
@@ -69,11 +75,11 @@ def test_labels_are_compared_by_name(config, data):
         {"batch_size": 3},
     ],
 )
-def test_precision_layout_and_implementation_hardly_change_the_loss(config, change):
+def test_precision_layout_and_implementation_hardly_change_the_loss(config, plain, change):
     found = run(dataclasses.replace(config, **change))
     # bf16 keeps 8 bits: logits, and so the loss, are off by some 2**-8
     exact = "bf16" not in str(change)
-    assert found["loss"] == pytest.approx(run(config)["loss"], rel=1e-5 if exact else 2e-2)
+    assert found["loss"] == pytest.approx(plain["loss"], rel=1e-5 if exact else 2e-2)
 
 
 def test_a_model_is_compiled_once_and_says_how_long_that_took(config, monkeypatch, capsys):

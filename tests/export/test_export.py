@@ -25,7 +25,6 @@ from tresnet.ops.blur_pool import reference
 
 WEIGHTS = "tresnet_t_digits"
 # The command exports a pt2 too, openvino begins with onnx; the fourth, aoti, compiles C++.
-FORMATS_COMPARED = ("onnx", *(pytest.param(f, marks=pytest.mark.slow) for f in ("pt2", "openvino")))
 
 
 def needs(format, extra=()):
@@ -78,23 +77,48 @@ def test_what_is_exported_has_plain_operators_of_at_most_four_dimensions():
     assert max(node.meta["val"].dim() for node in nodes) == 4
 
 
-@pytest.mark.parametrize("format", FORMATS_COMPARED)
-def test_a_file_computes_what_the_model_does_and_says_what_it_takes(format, root, tmp_path):
-    needs(format)
-    model = small(num_classes=10)
-    path, classes = tmp_path / f"digits{suffix(format)}", digits.CLASSES
-    options = ExportOptions(format, input="uint8", dynamic_size=True, data=root)
-    done = export_model(model, path, options, classes=classes)
+FORMATS_COMPARED = ("onnx", *(pytest.param(f, marks=pytest.mark.slow) for f in ("pt2", "openvino")))
+
+
+@pytest.fixture(scope="module", params=FORMATS_COMPARED)
+def exported(request, root, tmp_path_factory):
+    """A model of the digits in a file: (its format, the model, the path, what was compared)."""
+    needs(request.param)
+    model, folder = small(num_classes=10), tmp_path_factory.mktemp("exported")
+    path = folder / f"digits{suffix(request.param)}"
+    options = ExportOptions(request.param, input="uint8", dynamic_size=True, data=root)
+    return request.param, model, path, export_model(model, path, options, classes=digits.CLASSES)
+
+
+def test_a_file_computes_what_the_model_does_and_says_what_it_takes(exported):
+    format, model, path, done = exported
     assert (done.images, done.top1) == (359, done.model_top1)
     assert done.difference <= FORMATS[format].limit
-    assert {file.suffix for file in tmp_path.iterdir()} == set(FORMATS[format].suffixes)
+    assert {file.suffix for file in path.parent.iterdir()} == set(FORMATS[format].suffixes)
     x = images(4, 22, 50)  # another size, neither square nor even all the way
     with torch.no_grad():
         torch.testing.assert_close(FORMATS[format].open(path)(x), model(x), rtol=1e-4, atol=1e-4)
     known = stored(format, path)
-    assert tuple(known["classes"]) == classes
+    assert tuple(known["classes"]) == digits.CLASSES
     assert known["images"]["input"] == "uint8"
     assert known["preprocessing"]["crop_mode"] == "center"
+
+
+def test_an_exported_file_predicts_what_its_weights_do(exported, tmp_path):
+    format, model, file, _ = exported
+    if format != "onnx":
+        pytest.skip("tresnet.predict runs ONNX files alone")
+    weights, pictures = tmp_path / "a.pth", list(images(5, 40, 50))
+    tresnet.save_checkpoint(model, weights, metadata={"classes": digits.CLASSES})
+    by_torch = tresnet.predict(pictures, weights=weights, top_k=4)
+    by_onnx = tresnet.predict(pictures, weights=file, top_k=4, runtime="onnx")
+    for one, other in zip(by_torch, by_onnx, strict=True):
+        assert (one.classes, one.numbers) == (other.classes, other.numbers)
+        assert one.probabilities == pytest.approx(other.probabilities, rel=1e-3)
+    other = tmp_path / "b.onnx"
+    other.write_bytes(b"no model")
+    with pytest.raises(CheckpointError, match=r"b.onnx is not a model written by tresnet export"):
+        tresnet.predict(pictures, weights=other, runtime="onnx")
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,4 @@
+import functools
 import json
 
 import pytest
@@ -12,9 +13,12 @@ def cuda_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+about = functools.cache(env.describe)
+
+
 @pytest.fixture
 def quick(monkeypatch):
     """Neither collect garbage nor ask git who we are: that takes longer than all the rest."""
-    about = env.describe()
-    monkeypatch.setattr(env, "describe", lambda device: json.loads(json.dumps(about)))
+    said = json.dumps(about())
+    monkeypatch.setattr(env, "describe", lambda device: json.loads(said))
     monkeypatch.setattr(runner.gc, "collect", int)

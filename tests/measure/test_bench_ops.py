@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-import tests.ops.kernels  # noqa: F401  makes Triton's interpreter quicker
+from tests.ops.kernels import large_tiles  # noqa: F401  makes Triton's interpreter quicker
 from tresnet.errors import InputError
 from tresnet.layers.blur_pool import BlurPool2d
 from tresnet.layers.norm import NormAct

@@ -35,18 +35,6 @@ def step(model, x):
     return {"logits": y.detach(), **grads, **dict(model.named_buffers())}
 
 
-def test_a_training_step_in_channels_last_equals_the_plain_one():
-    x = torch.rand(2, 3, 20, 20, device=DEVICE).to(memory_format=torch.channels_last)
-    results = []
-    for impl in ("triton", "reference"):
-        model = make(impl, drop_path_rate=0.2).to(memory_format=torch.channels_last)
-        torch.manual_seed(1)  # of the drop path
-        results.append(step(model, x))
-    for name, expected in results[1].items():
-        difference = (results[0][name] - expected).float().norm()
-        assert difference <= 1e-4 * expected.float().norm(), name
-
-
 @pytest.mark.slow
 def test_checkpointing_changes_nothing():
     x = torch.rand(2, 3, 32, 32, device=DEVICE)
@@ -128,13 +116,18 @@ class Additions(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("recompute", "layers"), [("activations", (2, 1, 1, 1)), ("outputs", (1, 1, 1, 2))]
+    ("recompute", "layers"),
+    [
+        pytest.param("activations", (2, 1, 1, 1), marks=pytest.mark.slow),
+        ("outputs", (1, 1, 1, 2)),
+    ],
 )
-def test_backward_adds_no_two_gradients_of_a_join(recompute, layers):
-    x = torch.rand(2, 3, 20, 20, device=DEVICE)
+def test_a_step_equals_the_plain_one_and_adds_no_two_gradients_of_a_join(recompute, layers):
+    x = torch.rand(2, 3, 20, 20, device=DEVICE).to(memory_format=torch.channels_last)
     results, counts = [], []
     for impl in ("triton", "reference"):
         model = make(impl, layers=layers, recompute=recompute)
+        model = model.to(memory_format=torch.channels_last)
         with Additions() as additions:
             results.append(step(model, x))
         counts.append(additions.count)
@@ -149,7 +142,8 @@ def test_a_gradient_that_a_user_asks_for_is_whole():
     x = torch.rand(2, 3, 20, 20, device=DEVICE)
     found = []
     for impl in ("triton", "reference"):
-        model, seen = make(impl, layers=(2, 1, 1, 2)), []
+        model, seen = make(impl, layers=(1, 1, 1, 2), drop_path_rate=0.2), []
+        torch.manual_seed(1)  # of the drop path
         model.body.layer4[0].register_forward_hook(
             lambda _m, _i, y, seen=seen: y.register_hook(seen.append) and None
         )
@@ -161,14 +155,14 @@ def test_a_gradient_that_a_user_asks_for_is_whole():
 
 
 def test_one_statistics_pass_and_one_apply_a_norm(monkeypatch):
-    model, names = make(), []
+    block, names = make().body.layer3[0], []
     for name in ("statistics", "apply"):
         operator = getattr(launch, name)
         monkeypatch.setattr(
             launch, name, lambda *a, run=operator, name=name: names.append(name) or run(*a)
         )
-    model(torch.rand(2, 3, 20, 20, device=DEVICE))
-    norms = sum(type(m).__name__ == "ABN" for m in model.modules())
+    block(torch.rand(2, 16, 8, 8, device=DEVICE))
+    norms = sum(type(m).__name__ == "ABN" for m in block.modules())
     assert names.count("statistics") == names.count("apply") == norms
 
 
@@ -241,13 +235,14 @@ def test_compiles_in_one_graph():
     torch.testing.assert_close(compiled(more), twin(more))  # of whose size no graph knows
 
 
-def test_exports_as_plain_operators():
-    x = torch.rand(2, 3, 32, 32, device=DEVICE)
-    model = make().eval()
-    program = torch.export.export(model, (x,))
+def test_exports_as_plain_operators_for_any_batch():
+    model, x = make().eval(), torch.rand(3, 3, 32, 24, device=DEVICE)
+    sizes = {"x": {0: torch.export.Dim("n")}}
+    program = torch.export.export(model, (x,), dynamic_shapes=sizes)
     targets = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
-    assert not [target for target in targets if target.startswith("tresnet")]
-    torch.testing.assert_close(program.module()(x), model(x), rtol=1e-4, atol=1e-5)
+    assert all(target.startswith(("aten.", "<built-in")) for target in targets), targets
+    larger = torch.rand(5, 3, 32, 24, device=DEVICE)
+    torch.testing.assert_close(program.module()(larger), model(larger), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ VARIANTS = [
     pytest.param("tresnet_xl", marks=pytest.mark.slow),
     pytest.param("tresnet_v2_l", marks=pytest.mark.slow),
 ]
-SHAPES = [(1, 3, 224, 224), (2, 3, 96, 160)]
+SHAPES = [pytest.param((1, 3, 224, 224), marks=pytest.mark.slow), (2, 3, 96, 160)]
 
 
 @dataclass

@@ -134,7 +134,7 @@ def test_inplace_abn_reflects_weights_below_eps(images):
     torch.testing.assert_close(model(images), before)
 
 
-@pytest.mark.parametrize(("norm", "jit"), [("abn", False), ("batchnorm", True), ("abn", True)])
+@pytest.mark.parametrize(("norm", "jit"), [("abn", False), ("batchnorm", True)])
 def test_script_and_trace(images, norm, jit):
     model = make(norm, jit=jit, layers=(1, 1, 1, 1)).eval()
     expected = model(images).detach()
@@ -162,6 +162,7 @@ def test_copies_after_use(images, norm, copied):
     assert torch.equal(expected[0], torch.cat([p.grad.flatten() for p in model.parameters()]))
 
 
+@pytest.mark.slow
 def test_batch_norms_and_scripted_helpers_compile_into_one_graph(images):
     torch._dynamo.reset()
     model = make("batchnorm", jit=True, layers=(1, 1, 1, 1), width_factor=0.125)
@@ -171,9 +172,8 @@ def test_batch_norms_and_scripted_helpers_compile_into_one_graph(images):
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("norm", ["abn", "inplace_abn"])
-def test_export_with_a_dynamic_batch(images, norm):
-    model = make(norm, layers=(1, 1, 1, 1)).eval()
+def test_export_with_a_dynamic_batch(images):
+    model = make("inplace_abn", layers=(1, 1, 1, 1)).eval()
     program = torch.export.export(
         model, (images,), dynamic_shapes={"x": {0: torch.export.Dim("n")}}
     )
@@ -406,11 +406,9 @@ def test_images_of_another_dtype_are_refused(images, dtype):
             assert model(images.to(dtype)).dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize("indices", [None, (3, 0)])
-def test_a_feature_extractor_scripts(indices):
-    model = FeatureExtractor(
-        build("tresnet_t", layers=(1, 1, 1, 1), width_factor=0.3), indices
-    ).eval()
+def test_a_feature_extractor_scripts():
+    trunk = build("tresnet_t", layers=(1, 1, 1, 1), width_factor=0.3)
+    model = FeatureExtractor(trunk, (3, 0)).eval()
     x = torch.rand(2, 3, 32, 48)
     for which in (model, tresnet.surgery.pad_channels(model)):
         torch.testing.assert_close(torch.jit.script(which)(x), model(x))
