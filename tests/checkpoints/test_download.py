@@ -1,11 +1,7 @@
 import hashlib
 import http.server
-import os
-import subprocess
-import sys
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import huggingface_hub
 import pytest
@@ -171,32 +167,3 @@ def test_a_failed_download_leaves_nothing(room, server, tmp_path, file, reason):
     with pytest.raises(CheckpointError, match=rf"could not get .*({reason}).*put the file of http"):
         fetch(row.tag)
     assert list((tmp_path / "hub" / "checkpoints").iterdir()) == []
-
-
-def test_the_real_hub_client(server, tmp_path):
-    """The cache it lays out names the file by the hash that is then checked."""
-    code = (
-        "from tresnet.checkpoints import download\n"
-        "path = download.from_hub('owner/name', 'model.safetensors')\n"
-        "assert download.from_hub('owner/name', 'model.safetensors') == path\n"
-        "print(path, download.hub_sha256(path))\n"
-    )
-    environment = {
-        **os.environ,
-        "HF_ENDPOINT": server,
-        "HF_HOME": str(tmp_path),
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-    }
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-    )
-    assert run.returncode == 0, run.stderr
-    path, digest = run.stdout.split()
-    assert Path(path).read_bytes() == Server.content
-    assert Path(path).is_relative_to(tmp_path)
-    assert digest == hashlib.sha256(Server.content).hexdigest()

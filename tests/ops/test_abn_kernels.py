@@ -111,7 +111,7 @@ def test_equals_plain_pytorch_in_fp64(shape, chain, layout):
     assert ours["grad of x"].stride() == parts["x"].stride()
 
 
-@pytest.mark.parametrize("chain", ["blur_se", "se_join"])
+@pytest.mark.parametrize("chain", ["se", "se_join"])
 def test_an_excitation_of_several_tiles_each_way(chain):
     torch.manual_seed(1)  # of 0, a hidden unit is 3e-7 off its ReLU's kink
     parts = tensors((18, 40, 3, 2), CHAINS[chain], "nhwc", reduced=35)

@@ -207,6 +207,7 @@ def test_a_tile_is_no_wider_than_the_channels_need(channels, width):
         assert tiles.tile(shape) == (tiles.TILE // 256, 256)
 
 
+@pytest.mark.slow
 def test_a_step_needs_few_kernels_the_same_at_every_batch_size_and_all_can_be_warmed():
     command = [sys.executable, "-m", "tests.ops.count_specialisations", "tresnet_m"]
     result = subprocess.run([*command, "256", "100"], cwd=ROOT, capture_output=True, text=True)
