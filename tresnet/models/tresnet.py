@@ -217,25 +217,30 @@ class TResNet(nn.Module):
         recorded = symbolic(x)
         if not (recorded or torch.compiler.is_exporting() or torch.jit.is_tracing()):
             self.check_input(x)
+        if recorded or traced():
+            # no context around the loop: dynamo cannot follow two of them there in Python 3.13
+            return self._walk(x, wanted, recorded)
         # A checkpointed block keeps its input alone: offers would hold on to more until the end.
-        offers = not traced() and self.config.norm == "abn" and self.recompute != "none"
-        offers = offers and not self.grad_checkpointing and not recorded
-        outputs, twin = {}, x
-        together = self.training and not (recorded or traced())
+        offers = self.config.norm == "abn" and self.recompute != "none"
+        offers = offers and not self.grad_checkpointing and torch.is_grad_enabled()
         with (
-            batches_counted_together() if together else nullcontext(),
-            recompute.scope(offers and torch.is_grad_enabled()),
+            batches_counted_together() if self.training else nullcontext(),
+            recompute.scope(offers),
         ):
-            for index, stage in enumerate(list(self.body)[: max(wanted) + 1]):
-                if recorded:
-                    x = twin = stage(x)
-                elif x.dtype == torch.uint8:
-                    x = twin = self._run_stem_on_bytes(stage, x)
-                else:
-                    x, twin = self._run_stage(stage, x, twin)
-                if index in wanted:
-                    twin = x  # whose gradient someone may ask for: it must be whole
-                    outputs[index] = x[:, : self._width(index)] if self.unpadded_shapes else x
+            return self._walk(x, wanted, recorded)
+
+    def _walk(self, x: Tensor, wanted: list[int], recorded: bool) -> dict[int, Tensor]:
+        outputs, twin = {}, x
+        for index, stage in enumerate(list(self.body)[: max(wanted) + 1]):
+            if recorded:
+                x = twin = stage(x)
+            elif x.dtype == torch.uint8:
+                x = twin = self._run_stem_on_bytes(stage, x)
+            else:
+                x, twin = self._run_stage(stage, x, twin)
+            if index in wanted:
+                twin = x  # whose gradient someone may ask for: it must be whole
+                outputs[index] = x[:, : self._width(index)] if self.unpadded_shapes else x
         return outputs
 
     def _width(self, index: int) -> int:
