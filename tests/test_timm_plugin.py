@@ -1,6 +1,5 @@
 import copy
 import json
-import logging
 import runpy
 import sys
 
@@ -18,7 +17,6 @@ from tests.checkpoints.small import CLASSES, same, small, small_public, trained
 from tests.forks import run_forked
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.errors import CheckpointError, InputError
-from tresnet.models.features import FeatureExtractor
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import list_models
 
@@ -137,17 +135,6 @@ def test_other_classes_get_a_new_head(timms):
     assert torch.equal(model(x), source.forward_head(source.forward_features(x), True))
 
 
-def test_gray_images_adapt_the_stem(timms, caplog):
-    source, path = timms
-    with caplog.at_level(logging.WARNING):
-        model = create(path=path, in_chans=1).eval()
-    assert caplog.text == ""
-    gray = torch.rand(2, 1, 64, 96)
-    expected = source(gray.expand(-1, 3, -1, -1))
-    torch.testing.assert_close(model(gray), expected, rtol=1e-4, atol=1e-5)
-    assert model.pretrained_cfg["first_conv"] == "body.conv1.conv"
-
-
 def test_two_channels_keep_pretrained_weights_in_the_stem(timms):
     """timm itself starts the stem of such a model afresh."""
     source, path = timms
@@ -175,25 +162,6 @@ def test_misfits_are_errors_even_with_a_new_head(timms, num_classes):
             pretrained=True,
             pretrained_cfg_overlay={"file": str(timms[1]), "num_classes": CLASSES},
         )
-
-
-def test_inplace_abn_is_refused_negative_gammas(timms):
-    pytest.importorskip("inplace_abn")
-    with pytest.raises(CheckpointError, match="build the model with norm='abn'"):
-        create(path=timms[1], norm="inplace_abn")
-
-
-def test_features_only(timms):
-    source, path = timms
-    model = create(path=path, features_only=True, out_indices=(0, 2)).eval()
-    assert isinstance(model, FeatureExtractor)
-    assert model.feature_info.channels() == [16, 32]
-    assert model.feature_info.reduction() == [4, 8]
-    x = torch.rand(1, 3, 64, 64)
-    expected = source.forward_intermediates(x, [0, 2], intermediates_only=True)
-    assert all(torch.equal(a, b) for a, b in zip(model(x), expected, strict=True))
-    with pytest.raises(InputError, match="needs features_only=True"):
-        create(out_indices=(0, 2))
 
 
 def test_data_config():
@@ -282,12 +250,6 @@ def test_a_directory_in_timms_layout(tmp_path, monkeypatch, source, saved):
     found = timm.create_model(f"{source}{place}", pretrained=True)
     assert same(model.state_dict(), found.state_dict())
     assert found.config.layers == (1, 2, 1, 1)
-
-
-def test_a_directory_without_weights(tmp_path):
-    (tmp_path / "config.json").write_text('{"architecture": "tresnet_m", "num_classes": 5}')
-    with pytest.raises(CheckpointError, match=r"expected model.safetensors or pytorch_model.bin"):
-        timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
 
 
 def test_no_published_weights():

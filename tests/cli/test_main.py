@@ -61,10 +61,7 @@ def test_help_of_a_command(command, words, capsys):
     ("arguments", "message"),
     [
         (["lst"], "Unrecognized options: lst"),
-        (
-            ["bench"],
-            "Expected one of {train, infer, max-batch, ops, loader, report}",
-        ),
+        (["bench"], "Expected one of {train, infer, max-batch, ops, loader, report}"),
         (["bench", "train", "tresnet_t", "--batch-size", "many"], "many"),
         (["predict", "image.png"], "--weights"),
         ([], "Missing subcommand"),

@@ -9,12 +9,7 @@ from PIL import Image
 from timm.data import create_transform
 
 from tresnet.data.seeding import seed_cpu_generators
-from tresnet.data.transforms import (
-    Augment,
-    EvalTransform,
-    eval_transform,
-    train_transform,
-)
+from tresnet.data.transforms import Augment, EvalTransform, eval_transform, train_transform
 from tresnet.errors import ConfigError
 
 NO_NORM = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}

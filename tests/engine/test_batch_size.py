@@ -338,24 +338,6 @@ def test_full_memory_ends_the_run_with_what_would_fit(tiny, small_gpu, monkeypat
     assert (result.run_dir, result.stopped_by) == (Path(run_dir), 0)
 
 
-def test_the_command_prints_it_as_an_error(tiny, monkeypatch, capsys, tmp_path):
-    full_at(monkeypatch, 1)
-    path = tmp_path / "started"
-    path.mkdir()
-    (path / "config.json").write_text(configs.to_json(tiny()))
-    config = configs.load(path / "config.json")
-    monkeypatch.setattr(
-        "tresnet.engine.command.parse_train",
-        lambda arguments: types.SimpleNamespace(config=config, resume=None, dry_run=False),
-    )
-    assert train_main([]) == 2
-    message = capsys.readouterr().err
-    assert message.startswith("error: the GPU's memory is full with --batch-size 4: CUDA out of")
-    assert "there is no checkpoint yet" in message
-    assert "what would fit cannot be predicted" in message  # this is a CPU
-    assert "try --batch-size 2 --accumulate 2" in message
-
-
 def test_another_error_does_not_hide_that_memory_is_full(tiny, monkeypatch):
     def broken(config, device):
         raise RuntimeError("CUDA error: unspecified launch failure")

@@ -142,10 +142,7 @@ def test_resuming_may_change_what_does_not_alter_the_result():
             {"loss": "semantic-softmax", "mixup": 0.2},
             "--loss semantic-softmax needs one class an image: expected no --mixup",
         ),
-        (
-            {"pad": 8, "opt": "kron"},
-            "--pad: --opt kron would train another model",
-        ),
+        ({"pad": 8, "opt": "kron"}, "--pad: --opt kron would train another model"),
         ({"recipe": "usi"}, "--teacher: the recipe usi needs a teacher: a tag, a file or timm:N"),
         ({"teacher": "a.pth", "loss": "bce"}, "--teacher: expected --loss cross-entropy or one-"),
         ({"teacher": "a.pth", "batch_size": "auto"}, "cannot be predicted with --teacher"),

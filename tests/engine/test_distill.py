@@ -13,7 +13,7 @@ from tresnet.checkpoints.layout import push
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.checkpoints.weights import open_weights
 from tresnet.engine import state
-from tresnet.engine.distill import DistillationLoss, create_teacher
+from tresnet.engine.distill import create_teacher
 from tresnet.engine.distributed import Processes
 from tresnet.engine.evaluate import evaluate
 from tresnet.engine.hierarchy import SemanticSoftmaxLoss, read_hierarchy
@@ -95,13 +95,6 @@ def test_the_teachers_part_of_the_loss(tiny, temperature):
     own = nn.functional.cross_entropy(logits, labels, label_smoothing=0.3)
     expected = own + 5 * temperature**2 * divergence
     torch.testing.assert_close(criterion(logits, targets), expected)
-
-
-def test_without_a_difference_the_teacher_adds_nothing():
-    logits = torch.randn(4, 3)
-    loss = DistillationLoss(lambda *_: torch.tensor(0.5), 5.0, 1.0)
-    targets = torch.stack([torch.zeros(4, 3), logits], 1)
-    assert loss(logits, targets).item() == pytest.approx(0.5, abs=1e-6)
 
 
 def test_a_run_with_a_teacher_keeps_it_out_of_its_checkpoints(tiny, whole):

@@ -153,12 +153,3 @@ def test_other_classes_are_refused(config, tmp_path):
     with pytest.raises(ConfigError) as error:
         run(dataclasses.replace(config, data=str(tmp_path / "other")))
     assert "only the weights have blue; only the data have cat" in str(error.value)
-
-
-def test_weights_of_a_run_that_diverged_are_refused(config, tmp_path):
-    model = create(weights=config.weights)
-    with torch.no_grad():
-        model.head.fc.bias[0] = float("nan")
-    save_checkpoint(model, tmp_path / "bad.safetensors")
-    with pytest.raises(CheckpointError, match=r"infinities or NaN, in head\.fc\.bias"):
-        run(dataclasses.replace(config, weights=str(tmp_path / "bad.safetensors")))

@@ -89,12 +89,7 @@ def test_tensorboard_gets_the_numbers_if_it_is_installed(tmp_path, monkeypatch):
     log.row(phase="train", epoch=1, step=6, loss=0.5, elapsed_s=3.0)
     log.scalars(7, "update", {"lr": 0.1})
     log.close()
-    assert written == [
-        (str(tmp_path), 4),
-        ("epoch/loss", 0.5, 6),
-        ("update/lr", 0.1, 7),
-        "closed",
-    ]
+    assert written == [(str(tmp_path), 4), ("epoch/loss", 0.5, 6), ("update/lr", 0.1, 7), "closed"]
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])

@@ -24,7 +24,6 @@ from tresnet.checkpoints.weights import describe
 from tresnet.data import ImageDataset
 from tresnet.engine import config as configs
 from tresnet.engine import state, trainer
-from tresnet.engine import train as training
 from tresnet.engine.command import parse_train
 from tresnet.engine.evaluate import Metrics
 from tresnet.engine.logs import RunLog
@@ -106,13 +105,18 @@ def test_no_line_runs_into_the_bar_on_a_terminal(tiny, monkeypatch):
 
 
 def test_the_best_checkpoint_says_what_it_is_and_gives_its_figures_again(tiny):
-    result = train(tiny(mixup=0.0, epochs=3, lr=0.1, eval_interval=2, log_interval=4))
+    model = {"norm": "batchnorm", "jit": True, "block_size": 1}
+    often = {"eval_interval": 2, "log_interval": 4}
+    result = train(tiny(mixup=0.0, epochs=3, lr=0.1, **model, **often))
     rows = [row for row in rows_of(result.run_dir) if row["val_top1"] is not None]
     assert [row["epoch"] for row in rows] == [2, 3]
     best = max(rows, key=lambda row: (row["val_top1"], -row["val_loss"]))
     info = describe(result.run_dir / "best.safetensors")
     assert info.classes == ("blue", "green", "red")
     assert (info.model, info.input_size, info.crop_pct) == ("tresnet_t", (3, 12, 12), 1.0)
+    chosen = {**model, "drop_rate": 0.2, "drop_path_rate": 0.2, "layers": (1, 1, 1, 1)}
+    assert chosen.items() <= configs.load(result.run_dir / "config.json").model.__dict__.items()
+    assert {"block_size": 1, "layers": (1, 1, 1, 1)}.items() <= info.kwargs.items()
     assert info.user["epoch"] == best["epoch"] == result.best_epoch
     assert info.user["top1"] == best["val_top1"] == result.metrics.top1
     assert result.metrics.loss == pytest.approx(best["val_loss"], rel=1e-6)
@@ -122,9 +126,7 @@ def test_the_best_checkpoint_says_what_it_is_and_gives_its_figures_again(tiny):
 def test_between_equal_accuracies_the_lower_loss_is_best(tiny, monkeypatch):
     scripted = iter([(50, 0.5), (50, 0.4), (50, 0.6), (40, 0.1), (50, 0.4)])
     monkeypatch.setattr(
-        trainer,
-        "evaluate",
-        lambda *a, **k: Metrics(11, *reversed(next(scripted)), 100, None, 0),
+        trainer, "evaluate", lambda *a, **k: Metrics(11, *reversed(next(scripted)), 100, None, 0)
     )
     result = train(tiny(epochs=4))
     assert result.best_epoch == 2
@@ -143,8 +145,7 @@ def varied(data, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("update", "signum", "workers"),
-    [(2, signal.SIGINT, 0), (3, signal.SIGTERM, 1)],
+    ("update", "signum", "workers"), [(2, signal.SIGINT, 0), (3, signal.SIGTERM, 1)]
 )
 def test_a_stopped_run_goes_on_bit_for_bit(
     tiny, varied, monkeypatch, capsys, update, signum, workers
@@ -631,27 +632,6 @@ def test_a_run_that_waits_for_its_data_says_so_and_what_would_cure_it(tiny, monk
     out = capsys.readouterr().out
     assert out.count("data is the bottleneck") == 1
     assert "--workers 1 would be enough (now 0)" in out or "--workers 2 would be" in out
-
-
-def test_every_option_of_the_model_reaches_it(tiny, monkeypatch):
-    seen = {}
-
-    def create(model, config, processes, updates, say):
-        seen.update(model=model, updates=updates)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(training, "create_step", create)
-    with pytest.raises(KeyboardInterrupt):
-        train(tiny(block_size=1, norm="batchnorm", jit=True, accumulate=4))
-    config = seen["model"].config
-    assert (config.block_size, config.norm, config.jit, config.num_classes) == (
-        1,
-        "batchnorm",
-        True,
-        3,
-    )
-    assert (config.drop_rate, config.drop_path_rate, config.layers) == (0.2, 0.2, (1, 1, 1, 1))
-    assert seen["updates"] == 4  # 6 batches in 2 updates, 2 epochs
 
 
 def test_an_evaluation_that_fails_does_not_lose_its_epoch(tiny, whole, monkeypatch):

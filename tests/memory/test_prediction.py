@@ -212,8 +212,7 @@ def test_checkpointing_recomputes_in_mixed_precision():
 
 
 @pytest.mark.parametrize(
-    "step",
-    [{}, {"amp": "fp16", "channels_last": True}, {"norm": "batchnorm", "amp": "bf16"}],
+    "step", [{}, {"amp": "fp16", "channels_last": True}, {"norm": "batchnorm", "amp": "bf16"}]
 )
 def test_our_models_in_every_mode(step):
     prediction = small(**step)

@@ -117,10 +117,7 @@ class Additions(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     ("recompute", "layers"),
-    [
-        pytest.param("activations", (2, 1, 1, 1), marks=pytest.mark.slow),
-        ("outputs", (1, 1, 1, 2)),
-    ],
+    [pytest.param("activations", (2, 1, 1, 1), marks=pytest.mark.slow), ("outputs", (1, 1, 1, 2))],
 )
 def test_a_step_equals_the_plain_one_and_adds_no_two_gradients_of_a_join(recompute, layers):
     x = torch.rand(2, 3, 20, 20, device=DEVICE).to(memory_format=torch.channels_last)

@@ -368,10 +368,7 @@ def test_operators_keep_their_promises():
         (launch.apply, (x, stats, vector, gate, x.clone(), None, False)),
         (launch.apply, (x, stats, vector, gate, x.clone(), None, False, True)),
         (launch.grad_sums, (half, None, x, None, None, gate, stats, vector, 0.1, True)),
-        (
-            launch.grad_sums,
-            (x.clone(), x.clone(), x, bits, None, None, stats, vector, None, False),
-        ),
+        (launch.grad_sums, (x.clone(), x.clone(), x, bits, None, None, stats, vector, None, False)),
         (launch.merge_grad_sums, (partial, gate, gate, stats, 40)),
         (launch.grad_apply, (half, x, stats, vector, gate, gate, stats, 0.1, True, True)),
     ]

@@ -129,11 +129,13 @@ def test_one_cycle_is_torchs():
     assert found[-1] == pytest.approx(0.4 / 20000)
 
 
-@pytest.mark.parametrize("updates", [1, 2, 7])
-def test_one_cycle_of_few_updates_ends_at_its_last_rate(updates):
+@pytest.mark.parametrize("updates", [1, 2, 5, 7, 10, 11])
+def test_one_cycle_of_any_length_ends_at_its_last_rate(updates):
+    """At 5 updates exactly one rises, where torch's own division is by zero."""
     found = rates(ScheduleConfig(warmup_fraction=0.2), updates)
     assert len(found) == updates
-    assert all(math.isfinite(rate) and rate > 0 for rate in found)
+    assert all(0 < rate <= 0.4 * (1 + 1e-6) for rate in found), found
+    assert found[-1] < 0.01 or updates < 3, found
 
 
 def test_cosine_rises_along_a_line_and_falls_along_a_cosine():
@@ -152,17 +154,3 @@ def test_cosine_rises_along_a_line_and_falls_along_a_cosine():
 def test_constant_stays_after_the_warm_up():
     config = ScheduleConfig(lr_schedule="constant", warmup_fraction=0.5, start_factor=0.5)
     assert rates(config, 4) == pytest.approx([0.2, 0.3, 0.4, 0.4])
-
-
-@pytest.mark.parametrize("updates", [1, 2, 5, 10, 11])
-def test_one_cycle_of_any_length(updates):
-    """At 5 updates exactly one rises, where torch's own division is by zero."""
-    optimizer = create_optimizer(small_model(), OPTIM, 8)
-    schedule = create_schedule(optimizer, ScheduleConfig(warmup_fraction=0.2), updates)
-    rates = []
-    for _ in range(updates):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        schedule.step()
-    assert all(0 < rate <= 0.4 * (1 + 1e-6) for rate in rates), rates
-    assert rates[-1] < 0.01 or updates < 3, rates

@@ -178,10 +178,7 @@ def test_the_result_has_the_first_parts_dtype_and_trainability():
         (lambda: compose_sum(conv(4, 6, 1), nn.Tanh()), "branch 1 is Tanh"),
         (lambda: compose_sum(conv(4, 6, 1), conv(4, 5, 1)), "branch 0.* 6, branch 1.* 5"),
         (lambda: compose_sum(conv(4, 6, 1), nn.Identity()), "branch 0.* 6, branch 1 has 4"),
-        (
-            lambda: compose_sum(conv(4, 6, 1), conv(4, 6, 3)),
-            "differ in .*kernel - 1.*branch 1",
-        ),
+        (lambda: compose_sum(conv(4, 6, 1), conv(4, 6, 3)), "differ in .*kernel - 1.*branch 1"),
         (
             lambda: compose_cat(conv(4, 6, 1), conv(4, 6, 1, 2)),
             "differ in channels, stride.* branch 1",
@@ -200,10 +197,7 @@ def test_the_result_has_the_first_parts_dtype_and_trainability():
             "part 0.*expected as many zeros",
         ),
         (lambda: compose(Residual(conv(4, 4, 1)), conv(4, 2, 1)), "part 0 is Residual"),
-        (
-            lambda: compose(conv(4, 6, 1), hooked(conv(6, 2, 1))),
-            r"part 1 .Conv2d. has hooks",
-        ),
+        (lambda: compose(conv(4, 6, 1), hooked(conv(6, 2, 1))), r"part 1 .Conv2d. has hooks"),
         (
             lambda: compose(nn.Conv2d(4, 6, 1, dtype=torch.complex64), conv(6, 2, 1)),
             "real .* but part 0",
