@@ -349,11 +349,9 @@ def create_training_step(
         watch=watch,
     )
     if capturer is not None:
-        step.capture_with(
-            capturer,
-            warmup_passes=WARMUP_PASSES_DDP if ddp else WARMUP_PASSES,
-            say=say or logging.getLogger(__name__).info,
-        )
+        passes = WARMUP_PASSES_DDP if ddp else WARMUP_PASSES
+        say = say or logging.getLogger(__name__).info
+        step.capture_with(capturer, warmup_passes=passes, say=say)
     return step
 
 
