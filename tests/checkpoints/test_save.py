@@ -6,8 +6,11 @@ import safetensors
 import timm
 import torch
 from torch import nn
+from torch.nn.utils import prune
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.checkpoints.small import CLASSES, LAYERS, PLANES, same, small, snapshot, trained
+from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.load import load_checkpoint
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.errors import CheckpointError, InputError, WriteError
@@ -124,6 +127,58 @@ def test_bad_arguments(tmp_path, arguments, message):
     with pytest.raises(InputError, match=message):
         save_checkpoint(model, path, **arguments)
     assert not list(tmp_path.iterdir())
+
+
+def other_classifier(model):
+    model.head.fc = nn.Linear(model.num_features, 9)
+
+
+def pruned(model):
+    prune.l1_unstructured(model.body.layer2[0].conv1.conv, "weight", 0.3)
+
+
+def sparse(model):
+    model.head.fc.bias = nn.Parameter(model.head.fc.bias.detach().to_sparse())
+
+
+def small_bias(model):
+    bias = torch.zeros(5, dtype=torch.int8)
+    model.head.fc.bias = nn.Parameter(bias, requires_grad=False)
+
+
+def wrapped(model):
+    model.head.fc.bias = nn.Parameter(TwoTensor(model.head.fc.bias, model.head.fc.bias))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            other_classifier,
+            r"head.fc.weight of shape \(9, 512\), expected \(5, 512\), .* by reset_cl",
+        ),
+        (pruned, r"no body.layer2.0.conv1.conv.weight, an unknown body.*_orig, an unknown body"),
+        (sparse, r"head.fc.bias as torch.sparse_coo of torch.float32"),
+        (wrapped, r"head.fc.bias as TwoTensor"),
+        (small_bias, "head.fc.bias as torch.strided of torch.int8"),
+    ],
+)
+def test_what_could_not_be_read_back_is_not_written(tmp_path, change, message):
+    model = small()
+    change(model)
+    with pytest.raises(InputError, match=message):
+        save_checkpoint(model, tmp_path / "a.pth")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_with_compiled_parts_has_the_names_of_others(tmp_path):
+    model, other = trained(small()), small()
+    for which in (model, other):
+        which.body.layer3 = torch.compile(which.body.layer3)
+    save_checkpoint(model, tmp_path / "a.safetensors")
+    load_checkpoint(other, tmp_path / "a.safetensors")
+    assert same(model.state_dict(), other.state_dict())
+    assert create(weights=tmp_path / "a.safetensors").config == model.config
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)

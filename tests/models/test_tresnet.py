@@ -162,6 +162,13 @@ def test_copies_after_use(images, norm, copied):
     assert torch.equal(expected[0], torch.cat([p.grad.flatten() for p in model.parameters()]))
 
 
+def test_a_part_of_a_model_compiles_into_one_graph(images):
+    model = make()
+    expected = train_step(copy.deepcopy(model), images)
+    model.body.layer2.compile(fullgraph=True, backend="eager")
+    assert_same_step(train_step(model, images), expected)
+
+
 @pytest.mark.slow
 def test_batch_norms_and_scripted_helpers_compile_into_one_graph(images):
     torch._dynamo.reset()

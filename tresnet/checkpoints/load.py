@@ -84,7 +84,8 @@ def model_tensors(model: TResNet) -> dict[str, Tensor]:
         )
     names = {}
     for prefix, module in model.named_modules():
-        dot = f"{prefix}." if prefix else ""
+        prefix = f"{prefix}.".replace("_orig_mod.", "")  # of a compiled part
+        dot = "" if prefix == "." else prefix
         for name, parameter in module.named_parameters(recurse=False):
             names[dot + name] = parameter
         for name, buffer in module.named_buffers(recurse=False):

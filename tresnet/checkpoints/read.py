@@ -29,7 +29,7 @@ _WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")
 # What DistributedDataParallel, torch.compile and a wrapping module put before every key.
 _PREFIXES = ("module.", "_orig_mod.", "model.")
 # What every PyTorch converts into every other of its kind; float8 and smaller, it does not.
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def _fault(key: object, value: object) -> str:
         return "sparse or quantised"
     if value.is_meta:
         return "on the meta device, without values"
-    if value.dtype not in _DTYPES:
+    if value.dtype not in DTYPES:
         return str(value.dtype)
     # An expanded tensor, of a few bytes, would have a model of any size made for it.
     small = value.untyped_storage().nbytes() < value.numel() * value.element_size()

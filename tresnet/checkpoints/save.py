@@ -12,7 +12,14 @@ from torch import Tensor, nn
 from tresnet import env
 from tresnet.checkpoints.load import bare_model, model_tensors
 from tresnet.checkpoints.metadata import check_metadata
-from tresnet.checkpoints.read import CHECKSUM_KEY, FORMAT_VERSION, METADATA_KEY, checksum
+from tresnet.checkpoints.read import (
+    CHECKSUM_KEY,
+    DTYPES,
+    FORMAT_VERSION,
+    METADATA_KEY,
+    checksum,
+    listed,
+)
 from tresnet.errors import CheckpointError, InputError
 from tresnet.files import atomic_write
 from tresnet.models.config import BLOCK_SLOPE, STEM_SLOPE
@@ -42,8 +49,9 @@ def save_checkpoint(
     Raises:
         WriteError: the file cannot be written.
         CheckpointError: timm's class would compute something else.
-        InputError: an unknown format or suffix, no TResNet, or metadata that JSON cannot hold or
-            that contradict the model.
+        InputError: an unknown format or suffix, no TResNet, one whose layers were replaced by
+            others than its configuration says, or metadata that JSON cannot hold or that
+            contradict the model.
     """
     target = bare_model(model)
     file = Path(path)
@@ -116,10 +124,35 @@ def _plain_tensors(model: TResNet) -> dict[str, Tensor]:
     refuse_live_padding(model)
     if any(tensor.is_meta for tensor in tensors.values()):
         raise InputError("the model is on the meta device, which holds no values to save")
+    _check_readable(model, tensors)
     return {
         name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
     }
+
+
+def _check_readable(model: TResNet, tensors: Mapping[str, Tensor]) -> None:
+    """Raise `InputError` unless a model made from the configuration has such tensors."""
+    expected = model_tensors(TResNet(model.config, device="meta"))
+    counts = ".num_batches_tracked"  # as a whole they may be absent
+    if not any(name.endswith(counts) for name in tensors):
+        expected = {name: t for name, t in expected.items() if not name.endswith(counts)}
+    faults = [f"no {name}" for name in expected if name not in tensors]
+    for name, tensor in tensors.items():
+        if name not in expected:
+            faults.append(f"an unknown {name}")
+        elif type(tensor) not in (Tensor, nn.Parameter):
+            faults.append(f"{name} as {type(tensor).__name__}")
+        elif tensor.layout != torch.strided or tensor.dtype not in DTYPES:
+            faults.append(f"{name} as {tensor.layout} of {tensor.dtype}")
+        elif tensor.shape != (shape := expected[name].shape):
+            faults.append(f"{name} of shape {tuple(tensor.shape)}, expected {tuple(shape)}")
+    if faults:
+        raise InputError(
+            f"expected a model as its configuration says, got {listed(faults, 6)}: such a file "
+            "could not be read again; change the classifier by reset_classifier, and keep other "
+            "changed models by torch.save(model.state_dict())"
+        )
 
 
 def computed_by_timm(model: TResNet) -> bool:

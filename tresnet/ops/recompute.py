@@ -143,7 +143,7 @@ def offer(
         inputs: the arguments of `function`.
         always: also where `y` needs no gradient, so that it is kept for a weight's alone.
     """
-    current = _active.scope
+    current = None if torch.compiler.is_compiling() else _active.scope  # of a part of a model
     if current is None or not (y.requires_grad or always):
         return
     sources = [current.find(x) or _constant(x) for x in inputs]
