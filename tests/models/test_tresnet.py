@@ -162,6 +162,7 @@ def test_copies_after_use(images, norm, copied):
     assert torch.equal(expected[0], torch.cat([p.grad.flatten() for p in model.parameters()]))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler asks for it
 def test_a_part_of_a_model_compiles_into_one_graph(images):
     model = make()
     expected = train_step(copy.deepcopy(model), images)
