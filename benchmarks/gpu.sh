@@ -8,6 +8,7 @@
 #   benchmarks/gpu.sh              all three, one after another
 #   benchmarks/gpu.sh train_m      these stages alone
 #   benchmarks/gpu.sh tiles        in no part: the kernels with their work cut otherwise, to tune them
+#   benchmarks/gpu.sh gpu_tests    in no part: the other tests that need a GPU (CUDA graphs, loaders, memory)
 #   benchmarks/gpu.sh --rehearse   before any of these: the same command lines on the CPU, with tiny
 #                                  models, one step and no compiler: nothing it writes is a measurement
 #
@@ -48,6 +49,7 @@ steps=(--warmup-steps 3 --rounds 4 --steps 5)
 ops_options=(--batch-size 128 --input-size 224 --dtype bf16 --rounds 20)
 largest_options=(--first 64 --granularity 16 --gpu-memory 79GiB)
 kernel_tests=(tests/ops/test_abn_kernels.py tests/ops/test_blur_kernels.py tests/models/test_kernels.py)
+gpu_rooms=(tests/steps tests/ops tests/models tests/data tests/measure tests/memory tests/checkpoints)
 if $rehearsing; then
     m=tresnet_t l=tresnet_t xl=tresnet_t
     timm_m=timm:test_resnet timm_l=timm:test_resnet timm_xl=timm:test_resnet
@@ -58,7 +60,7 @@ if $rehearsing; then
     steps=(--warmup-steps 1 --rounds 2 --steps 1)
     ops_options=(--batch-size 2 --input-size 32 --dtype fp32 --rounds 1)
     largest_options=(--first 2 --granularity 2 --at-most 4)
-    kernel_tests=(tests/measure/test_throughput.py)
+    kernel_tests=(tests/measure/test_throughput.py) gpu_rooms=(tests/steps)
     records=${RECORDS:-$scratch/records} report=${REPORT:-$scratch}
     total_s=${TOTAL_S:-1500}
     export TORCHDYNAMO_DISABLE=1
@@ -115,7 +117,9 @@ warm_kernels() { # warm_kernels MODEL [OPTION...]: its Triton kernels, one proce
         --amp bf16 --channels-last || echo "not warmed: $1"
 }
 
-kernels() { timeout --foreground -k 5 "$limit_s" "$python" -m pytest -q -x --no-header "${kernel_tests[@]}"; }
+pytest() { timeout --foreground -k 5 "$limit_s" "$python" -m pytest -q --no-header "$@"; }
+kernels() { pytest -x "${kernel_tests[@]}"; }
+gpu_tests() { pytest -m gpu "${gpu_rooms[@]}"; }
 
 eager() { compare train "$1" "$timm_m" "$m@$kernels" "$resnet" "$m@$kernels,recompute=none" "$m@$public"; }
 eager_256() { warm_kernels "$m"; eager "$batch"; }
@@ -176,7 +180,7 @@ declare -A limits=(
     [kernels]=120 [eager_256]=110 [eager_128]=80 [ops]=90 [profile_eager]=60 [graphs]=50
     [warm_ml]=190 [train_m]=130 [train_l]=110 [profile_compiled]=70
     [warm_xl]=100 [train_xl]=80 [warm_infer]=80 [infer]=70 [memory]=75 [max_batch]=100
-    [report]=20 [tiles]=500
+    [report]=20 [tiles]=500 [gpu_tests]=170
 )
 parts=(
     [1]='kernels eager_256 eager_128 ops profile_eager graphs report'
@@ -225,7 +229,7 @@ names=("$@")
 (($#)) || names=(1 2 3)
 for name in "${names[@]}"; do
     [[ $name =~ ^[123]$ || -n ${limits[${name:-none}]:-} ]] || {
-        echo "expected parts out of 1 2 3, or stages out of ${parts[*]} tiles, got $name" >&2
+        echo "expected parts out of 1 2 3, or stages out of ${parts[*]} tiles gpu_tests, got $name" >&2
         exit 2
     }
 done
