@@ -28,7 +28,14 @@ from tresnet.engine.command import parse_train
 from tresnet.engine.evaluate import Metrics
 from tresnet.engine.logs import RunLog
 from tresnet.engine.train import train
-from tresnet.errors import CheckpointError, ConfigError, DataError, TrainingError, WriteError
+from tresnet.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    InputError,
+    TrainingError,
+    WriteError,
+)
 from tresnet.steps import ScheduleConfig, TrainingStep
 from tresnet.steps.optim import create_schedule
 
@@ -346,6 +353,12 @@ def test_an_image_that_vanishes_stops_the_run_after_saving(
     assert saved >= 2
     victim.write_bytes(content)
     assert_same_run(train(tiny(**options), resume=run_dir).run_dir, uncut)
+
+
+def test_a_run_whose_batches_are_too_small_frees_its_name(tiny):
+    with pytest.raises(InputError, match="need more than one value per channel"):
+        train(tiny(batch_size=1, mixup=0.0))
+    assert not (Path(tiny().run.runs) / "run").exists()
 
 
 def test_a_full_disk_says_so_and_a_run_that_had_no_state_frees_its_name(tiny, whole, monkeypatch):

@@ -290,6 +290,18 @@ def test_activation_checkpointing(images, norm):
     assert kept_bytes(checkpointed, images) < 0.6 * kept_bytes(plain, images)
 
 
+def test_checkpointed_activations_serve_several_losses(images):
+    """Each backward runs the blocks again; none updates the running statistics again."""
+    model = make().train()
+    model.set_grad_checkpointing()
+    expected = train_step(copy.deepcopy(model), images)
+    loss = model(images).square().mean()
+    (0.25 * loss).backward(retain_graph=True)
+    (0.75 * loss).backward()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert_same_step((gradient, dict(model.named_buffers())), expected)
+
+
 def kept_bytes(model, images):
     alive = live_after(lambda: model(images), [images, *model.parameters(), *model.buffers()])
     return sum(size for _, size in alive)

@@ -27,7 +27,7 @@ from tresnet.engine.logs import RunLog, in_words
 from tresnet.engine.losses import Losses, Tally
 from tresnet.engine.signals import StopRequest
 from tresnet.engine.state import BEST, LAST, Record
-from tresnet.errors import CheckpointError, DataError, TrainingError, WriteError
+from tresnet.errors import CheckpointError, DataError, InputError, TrainingError, WriteError
 from tresnet.measure.memory import MemoryMeter, MemorySnapshot
 from tresnet.measure.throughput import ThroughputMeter
 from tresnet.steps import InferenceStep, TrainingStep
@@ -144,10 +144,12 @@ class Trainer:
             raise TrainingError(message) from error
         except DataError as error:
             raise DataError(f"{error}; {self.last_good()}") from error
+        except InputError:  # of its first batch, such as one that is too small
+            self._discard_if_new()
+            raise
         except WriteError as error:
             message = f"{error}; {self.last_good()}"
-            if self.processes.is_main and not self._has_state() and not self._resumed_at:
-                rundir.discard(self.run_dir)
+            self._discard_if_new()
             raise WriteError(message) from error
 
     def last_good(self) -> str:
@@ -158,6 +160,11 @@ class Trainer:
             f"the last good checkpoint is {self.run_dir / LAST}, of update {self._saved_update}:"
             f" go on with --resume {self.run_dir}"
         )
+
+    def _discard_if_new(self) -> None:
+        """Free the name of a run of which there is nothing to go on with."""
+        if self.processes.is_main and not self._has_state() and not self._resumed_at:
+            rundir.discard(self.run_dir)
 
     def _has_state(self) -> bool:
         return (self.run_dir / LAST).exists()

@@ -486,4 +486,15 @@ def _is_block(module: nn.Module) -> bool:
 
 def _checkpoint_contexts() -> tuple[Any, Any]:
     """Contexts of the first and the second forward: only the first updates running statistics."""
-    return nullcontext(), frozen_running_stats()
+    return nullcontext(), _SecondForward()
+
+
+class _SecondForward:
+    """`frozen_running_stats` as often as backward comes: after `retain_graph` it comes again."""
+
+    def __enter__(self) -> None:
+        self._inside = frozen_running_stats()
+        self._inside.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._inside.__exit__(*error)
