@@ -63,6 +63,7 @@ def test_wheel_carries_its_licence_and_command(wheel: Path):
         assert "License-Expression: Apache-2.0" in archive.read(f"{info}/METADATA").decode()
 
 
+@pytest.mark.slow
 def test_unpacked_wheel_works_away_from_the_sources(wheel: Path, tmp_path: Path):
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:

@@ -70,11 +70,12 @@ def test_predict_writes_the_picture_and_the_snapshot(tmp_path, capsys):
 
 
 def test_max_batch_prints_an_answer(capsys):
-    code, out, _ = run(capsys, "max-batch", "tresnet_t", "--gpu-memory", "1GiB")
+    code, out, _ = run(capsys, "max-batch", "timm:test_resnet", "--gpu-memory", "1GiB")
     assert code == 0
     assert out.startswith("fits: batch ")
 
 
+@pytest.mark.slow
 def test_measure_writes_a_record_of_fresh_processes(tmp_path, capsys):
     arguments = ["tresnet_t", *TINY, "--device", "cpu", "--output-dir", str(tmp_path)]
     code, out, _ = run(capsys, "measure", *arguments)
@@ -122,7 +123,8 @@ def measured(monkeypatch):
 def test_a_table_of_workspaces_is_what_predictions_read(measured, tmp_path, capsys):
     path = tmp_path / "table.json"
     shared = ["--device", "cpu", "--input-size", "16", "-o", str(path)]
-    cases = ["tresnet_t@batch_size=4", "tresnet_t@amp=bf16,batch_size=2"]
+    model = "timm:test_resnet"
+    cases = [f"{model}@batch_size=4", f"{model}@amp=bf16,batch_size=2"]
     code, out, _ = run(capsys, "workspaces", *cases, *shared)
     assert code == 0
     content = json.loads(path.read_text())
@@ -136,7 +138,7 @@ def test_a_table_of_workspaces_is_what_predictions_read(measured, tmp_path, caps
     bands = []
     for more in ([], ["--workspaces", str(path)]):
         step = ["--batch-size", "4", "--input-size", "16", "--json", *more]
-        allocated = json.loads(run(capsys, "predict", "tresnet_t", *step)[1])["allocated"]
+        allocated = json.loads(run(capsys, "predict", model, *step)[1])["allocated"]
         bands.append(allocated["high_mib"] - allocated["mib"])
     assert bands[1] < bands[0] / 4  # measured, so nothing is left to a bound
 

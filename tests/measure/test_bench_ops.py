@@ -75,7 +75,10 @@ def test_abn_on_the_cpu(measured):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n in ("abn_blur", "abn_se") else n for n in OPS],
+)
 def test_kernels_compute_what_plain_operators_do_through_all_buffers(monkeypatch, measured, name):
     """As on a GPU: some forward passes, then as many backward ones, compared with float64."""
     place = OPS[name].places[0]

@@ -49,8 +49,8 @@ def trace(name, batch_size, **step):
     "step", [{"amp": "bf16", "optimizer": "adamw", "ema_decay": 0.9}, {"train": False}]
 )
 def test_traces_of_other_batches_are_foreseen(step):
-    small = AffineTrace((2, trace("tresnet_t", 2, **step)), (4, trace("tresnet_t", 4, **step)))
-    foreseen, real = small.at(24), trace("tresnet_t", 24, **step)
+    two, four, real = (trace("tresnet_t", n, layers=(1, 1, 1, 1), **step) for n in (2, 4, 24))
+    foreseen = AffineTrace((2, two), (4, four)).at(24)
     assert foreseen.events == real.events
     assert [b.n_bytes for b in foreseen.buffers] == [b.n_bytes for b in real.buffers]
 

@@ -49,13 +49,13 @@ def small(**step):
 
 def test_one_of_ours_by_name_is_padded_as_training_on_a_gpu_is():
     how = {"batch_size": 2, "width_factor": 0.3, "input_size": 32, "layers": (1, 1, 1, 1)}
-    trained, as_it_is = predict("tresnet_l", **how), predict("tresnet_l", pad=1, **how)
-    assert trained.allocated == predict("tresnet_l", pad=8, **how).allocated
-    cautious = [predict("tresnet_l", pad=pad, optimizer="cadamw", **how) for pad in (None, 1)]
+    trained, as_it_is = predict("tresnet_t", **how), predict("tresnet_t", pad=1, **how)
+    assert trained.allocated == predict("tresnet_t", pad=8, **how).allocated
+    cautious = [predict("tresnet_t", pad=pad, optimizer="cadamw", **how) for pad in (None, 1)]
     assert cautious[0].allocated == cautious[1].allocated  # it would see the padding
     assert trained.allocated.expected_bytes > as_it_is.allocated.expected_bytes
     how["train"] = False  # folding pads, too
-    folded, narrow = predict("tresnet_l", **how), predict("tresnet_l", pad=1, **how)
+    folded, narrow = predict("tresnet_t", **how), predict("tresnet_t", pad=1, **how)
     assert folded.allocated.expected_bytes > narrow.allocated.expected_bytes
 
 
@@ -329,10 +329,10 @@ def test_folded_inference_holds_no_activation_of_a_norm():
     assert folded.allocated.expected_bytes <= plain.allocated.expected_bytes
 
 
-def golden():
+def golden(pinned=PINNED):
     """Return what the golden file should hold, in bytes."""
     numbers = {}
-    for name, settings in PINNED:
+    for name, settings in pinned:
         p = predict(name, device="a100", **settings)
         numbers[f"{name} {json.dumps(settings)}"] = [
             p.allocated.expected_bytes,
@@ -343,9 +343,12 @@ def golden():
     return numbers
 
 
-def test_golden():
+@pytest.mark.parametrize("pinned", [PINNED[:3], pytest.param(PINNED[3:], marks=pytest.mark.slow)])
+def test_golden(pinned):
     """After a change on purpose: `python -m tests.golden memory`."""
-    assert golden() == json.loads(GOLDEN.read_text())
+    written = json.loads(GOLDEN.read_text())
+    assert len(written) == len(PINNED)
+    assert golden(pinned).items() <= written.items()
 
 
 # -- bad input --------------------------------------------------------------------------------

@@ -72,4 +72,4 @@ def test_walk_equals_engine_on_many_models(name):
     ids=["accumulate", "checkpointing", "channels_last bf16"],
 )
 def test_walk_equals_engine_for_kinds_of_steps(step):
-    assert_walk_equals_engine("timm:resnet18", **step)
+    assert_walk_equals_engine("timm:test_resnet", **step)

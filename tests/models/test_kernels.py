@@ -135,6 +135,7 @@ def test_a_step_equals_the_plain_one_and_adds_no_two_gradients_of_a_join(recompu
         assert difference <= 1e-4 * expected.float().norm(), name
 
 
+@pytest.mark.slow
 def test_a_gradient_that_a_user_asks_for_is_whole():
     x = torch.rand(2, 3, 20, 20, device=DEVICE)
     found = []

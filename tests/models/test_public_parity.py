@@ -147,6 +147,7 @@ def whole(tmp_path_factory):
     return paths, runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 def test_a_deep_network_in_float64(whole, training):
     paths, runs = whole
@@ -155,6 +156,7 @@ def test_a_deep_network_in_float64(whole, training):
     assert max(found.values()) < EXACT, max(found, key=found.get)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("norm", ["abn", "batchnorm", "inplace_abn"])
 def test_a_deep_network_in_float32(whole, norm, training):

@@ -44,6 +44,7 @@ def without_code(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda model, **_: compiler(model, backend=backend))
 
 
+@pytest.mark.slow
 def test_training_equals_eager_and_keeps_less(without_code, caplog):
     x = torch.rand(4, 3, 32, 32)
     model = make()
