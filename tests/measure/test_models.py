@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.operators import Recorder
 from tresnet.errors import InputError
 from tresnet.measure import models
 from tresnet.measure.cases import BenchCase
@@ -63,23 +63,11 @@ def test_percentiles_are_of_times():
     assert set(speed([], 60).values()) == {None}
 
 
-class Operations(TorchDispatchMode):
-    """The names of all operators that run within it."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def operations(step):
     step()  # buffers of the optimizer are made
-    with Operations() as found:
+    with Recorder() as found:
         step()
-    return found.names
+    return [str(function) for function, *_ in found.calls]
 
 
 def test_a_timed_step_does_what_a_step_of_a_training_run_does(monkeypatch):

@@ -10,26 +10,14 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Function
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.operators import Recorder
 from tresnet.memory import patches
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or not torch.backends.cuda.is_built(),
     reason="needs a torch built with CUDA on a machine without a GPU",
 )
-
-
-class Names(TorchDispatchMode):
-    """Notes which operations run."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func._schema.name.removeprefix("aten::"))
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture
@@ -42,9 +30,9 @@ def test_attention(mode):
     q = torch.empty(2, 4, 16, 32, device="cuda", dtype=torch.bfloat16)
 
     def kernels():
-        with Names() as seen:
+        with Recorder() as seen:
             torch.nn.functional.scaled_dot_product_attention(q, q, q)
-        return seen.names
+        return seen.names()
 
     assert not any("flash" in name for name in kernels())
     with patches.attention_chosen_by_rule():
@@ -84,9 +72,9 @@ def test_attention_layers():
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
 
     def kernels():
-        with torch.no_grad(), Names() as seen:
+        with torch.no_grad(), Recorder() as seen:
             layer(torch.ones(1, 4, 8))
-        return seen.names
+        return seen.names()
 
     assert "_transformer_encoder_layer_fwd" in kernels()
     with patches.attention_layers_in_pieces():
@@ -98,9 +86,9 @@ def test_foreach_optimizers(mode):
         parameter = nn.Parameter(torch.empty(4, device="cuda"))
         parameter.grad = torch.empty(4, device="cuda")
         optimizer = torch.optim.Adagrad([parameter], lr=0.1)
-        with Names() as seen:
+        with Recorder() as seen:
             optimizer.step()
-        return seen.names
+        return seen.names()
 
     assert not any("foreach" in name for name in kernels())
     with patches.foreach_optimizers():

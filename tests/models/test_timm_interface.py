@@ -161,19 +161,6 @@ def test_group_matcher_and_layer_decay(pair):
     assert ours.no_weight_decay() == set()
 
 
-def test_default_cfg_resolves():
-    from timm.data import resolve_data_config
-
-    model = build("tresnet_m", device="meta")
-    assert model.default_cfg is model.pretrained_cfg
-    config = resolve_data_config({}, model=model)
-    assert config["input_size"] == (3, 224, 224)
-    assert config["mean"] == (0, 0, 0)
-    assert config["std"] == (1, 1, 1)
-    assert config["crop_pct"] == 0.875
-    assert config["interpolation"] == "bilinear"
-
-
 @pytest.mark.parametrize("pool", ["avg", "fast", "max", "avgmax"])
 def test_pools_equal_timms(pool):
     from timm.layers import SelectAdaptivePool2d

@@ -6,10 +6,11 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import tresnet
 from tests.live_storages import Births, live_after
+from tests.operators import Recorder
 from tresnet.errors import InputError, MissingDependencyError
 from tresnet.models.features import FeatureExtractor
 from tresnet.models.zoo import build
@@ -434,29 +435,17 @@ def test_a_feature_extractor_scripts():
         torch.testing.assert_close(torch.jit.script(which)(x), model(x))
 
 
-class Counters(TorchDispatchMode):
-    """Operations on integers of no dimension, as the counters of batches are."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        first = args[0][0] if args and isinstance(args[0], list) and args[0] else args[:1]
-        if isinstance(first, torch.Tensor) and first.dtype == torch.int64 and first.dim() == 0:
-            self.names.append(func.overloadpacket._qualified_op_name)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("norm", ["abn", "batchnorm"])
 def test_batches_are_counted_in_one_operation_each_norm_as_often_as_it_runs(norm):
     model = tresnet.create("tresnet_t", layers=(2, 1, 1, 1), norm=norm)
     twice, frozen = model.body.layer1, model.body.layer2[0].conv1.bn
     twice[1] = twice[0]  # one block, run two times
     frozen.eval()
-    with Counters() as counters:
+    with Recorder() as recorder:
         model(torch.rand(2, 3, 32, 32))
-    assert counters.names.count("aten::_foreach_add_") == 1
+    firsts = [(f, tree_leaves(args)[0]) for f, args, *_ in recorder.calls if tree_leaves(args)]
+    counted = [f for f, x in firsts if isinstance(x, torch.Tensor) and x.dtype == torch.int64]
+    assert counted.count(torch.ops.aten._foreach_add_.Scalar) == 1
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.BatchNorm2d):
             expected = 0 if module is frozen else 2 if name.startswith("body.layer1.0.") else 1

@@ -11,10 +11,10 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.engine.runs import assert_same_run
+from tests.operators import Recorder
 from tresnet.engine import config as configs
 from tresnet.engine import train as training
 from tresnet.engine.distributed import Processes
@@ -28,18 +28,6 @@ from tresnet.steps.training import check_cuda_graph
 
 CPU = torch.device("cpu")
 ALONE = Processes(0, 1, CPU)
-
-
-class Recorder(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        out = function(*args, **kwargs)
-        self.calls.append((function, args, kwargs, out))
-        return out
 
 
 class StandIn:

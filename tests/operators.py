@@ -1,0 +1,23 @@
+"""Notes the operators that run, whoever calls them."""
+
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps each call: (operator, arguments, keyword arguments, what it returned)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, dict[str, Any], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self.calls.append((func, args, kwargs, out))
+        return out
+
+    def names(self) -> list[str]:
+        """As in 'add' and 'tresnet::apply'."""
+        return [func._schema.name.removeprefix("aten::") for func, *_ in self.calls]
