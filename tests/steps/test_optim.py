@@ -138,6 +138,14 @@ def test_one_cycle_of_any_length_ends_at_its_last_rate(updates):
     assert found[-1] < 0.01 or updates < 3, found
 
 
+@pytest.mark.parametrize("updates", [1, 2, 3, 8])
+def test_one_cycle_may_rise_to_its_end(updates):
+    found = rates(ScheduleConfig(warmup_fraction=1.0), updates)
+    assert found == sorted(found)
+    assert found[0] == pytest.approx(0.4 * 0.04)
+    assert updates == 1 or found[-1] == pytest.approx(0.4)
+
+
 def test_cosine_rises_along_a_line_and_falls_along_a_cosine():
     config = ScheduleConfig(
         lr_schedule="cosine", warmup_fraction=0.25, start_factor=0.2, end_factor=0.1

@@ -97,13 +97,14 @@ def create_schedule(
     """The learning rate of each of `updates` updates; call its `step()` after each update."""
     if config.lr_schedule == "one-cycle":
         rising = config.warmup_fraction * updates
+        total = updates + (rising == updates)  # torch divides by the updates that fall, too
         if rising == 1:  # torch divides by the updates after the first that still rise: none
             rising = 1.001
         return lr_scheduler.OneCycleLR(
             optimizer,
             max_lr=[group["lr"] for group in optimizer.param_groups],
-            total_steps=updates,
-            pct_start=rising / updates,
+            total_steps=total,
+            pct_start=rising / total,
             cycle_momentum=False,
             div_factor=1 / config.start_factor,
             final_div_factor=config.start_factor / config.end_factor,
