@@ -14,7 +14,7 @@ import pytest
 from tests.engine.runs import assert_same_run
 from tresnet.engine import config as configs
 
-KILLS = int(os.environ.get("TRESNET_KILLS", "10"))
+KILLS = int(os.environ.get("TRESNET_KILLS", "20"))
 # Imports once, computes nothing, and forks a process for each start of the run.
 SCRIPT = """
 import json, os, random, sys, time, traceback

@@ -159,17 +159,17 @@ def test_label_smoothing_and_mixing_are_for_one_label():
 
 
 @pytest.mark.slow
-def test_two_epochs_of_the_recipe_name_most_digits(tmp_path: Path):
-    """They reach 68 % here, all eight more than 95 %; guessing gives 23 %."""
+def test_three_epochs_of_the_recipe_name_most_digits(tmp_path: Path):
+    """They reach 84 % here, all eight more than 95 %; guessing gives 23 %."""
     config = configs.replace(
         recipe("multilabel"),
         data_root=str(tmp_path),
         runs=str(tmp_path / "runs"),
-        epochs=2,
+        epochs=3,
         progress=False,
         tensorboard=False,
         device="cpu",
     )
     result = train(config)
     assert result.metrics is not None
-    assert result.metrics.score >= 60
+    assert result.metrics.score >= 75
