@@ -1,6 +1,7 @@
 import os
 import shutil
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -114,6 +115,21 @@ def test_a_truncated_image_is_named_whatever_pillow_was_told(
     with pytest.raises(BadImageError, match=rf"cut\.{suffix} cannot be read \(.+\): replace"):
         load_rgb(path)
     assert lenient == ImageFile.LOAD_TRUNCATED_IMAGES
+
+
+def test_threads_leave_pillow_strict_together_and_as_it_was(tmp_path, photo, monkeypatch):
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    path = tmp_path / "cut.jpg"
+    photo.save(path)
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+
+    def load(_):
+        with pytest.raises(BadImageError):
+            load_rgb(path)
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(load, range(400)))
+    assert ImageFile.LOAD_TRUNCATED_IMAGES
 
 
 @pytest.mark.parametrize("content", [b"", b"<html>404</html>", b"\x89PNG\r\n\x1a\n" + b"\0" * 64])

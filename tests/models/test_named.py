@@ -61,6 +61,7 @@ def test_options_reach_ours():
     assert {module.impl for module in model.modules() if hasattr(module, "impl")} == {"reference"}
     assert reads_gray.config.norm == "batchnorm"
     assert default_input_shape(reads_gray) == (1, 32, 32)
+    assert default_input_shape(torch.nn.Sequential(reads_gray)) == (1, 224, 224)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, cached_property
@@ -28,6 +29,9 @@ Box = tuple[int, int, int, int]  # top, left, height, width
 # In a JPEG's scan 255 is followed by 0 if it is data, and by 208 to 215 if decoding restarts there.
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7]")
 _END = b"\xff\xd9"
+
+_leniency = threading.Lock()
+_lenient: list[bool] = []  # of each decoding under way; the first: what Pillow was told before
 
 
 class BadImageError(DataError):
@@ -250,12 +254,19 @@ def to_rgb(image: "Image") -> "Image":
 
 @contextmanager
 def _strict_decoding() -> Iterator[None]:
-    """Switch off Pillow's process-wide leniency, which pads a truncated image with grey."""
+    """Switch off Pillow's process-wide leniency, which pads a truncated image with grey.
+
+    The last of the threads that are in here at once switches it on again.
+    """
     from PIL import ImageFile
 
-    lenient = ImageFile.LOAD_TRUNCATED_IMAGES
-    ImageFile.LOAD_TRUNCATED_IMAGES = False
+    with _leniency:
+        _lenient.append(not _lenient and ImageFile.LOAD_TRUNCATED_IMAGES)
+        ImageFile.LOAD_TRUNCATED_IMAGES = False
     try:
         yield
     finally:
-        ImageFile.LOAD_TRUNCATED_IMAGES = lenient
+        with _leniency:
+            if len(_lenient) == 1:
+                ImageFile.LOAD_TRUNCATED_IMAGES = _lenient[0]
+            _lenient.pop()

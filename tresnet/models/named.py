@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tresnet.errors import InputError
+from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import DEFAULT_INPUT_SIZE, build, find_variant, nearest
 
 SOURCES = ("tresnet", "timm", "torchvision")
@@ -119,6 +120,8 @@ def _channels(model: nn.Module, usual: tuple[int, ...]) -> int:
         if isinstance(channels, int):
             return channels
     for module in model.modules():
+        if isinstance(module, TResNet):
+            return module.in_chans
         if isinstance(module, nn.Conv2d):
             # A stem that rearranges pixels first has a multiple of the image's channels.
             return usual[0] if usual and module.in_channels % usual[0] == 0 else module.in_channels
