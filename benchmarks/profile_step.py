@@ -71,7 +71,8 @@ def our_kernels() -> frozenset[str]:
     """The names of this package's Triton kernels, from its sources: importing them takes Triton."""
     found: set[str] = set()
     for path in (ROOT / "tresnet" / "ops").rglob("*.py"):
-        found.update(re.findall(r"@triton\.jit[^\n]*\ndef (\w+)", path.read_text(encoding="utf-8")))
+        text = path.read_text(encoding="utf-8")
+        found.update(re.findall(r"^@(?:kernel|triton\.jit)\b.*\ndef (\w+)", text, re.MULTILINE))
     return frozenset(found)
 
 
@@ -188,7 +189,7 @@ def profiled(model: str, options: Options, device: torch.device) -> list[Event]:
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
         torch.cuda.synchronize(device)
-    with profile(activities=activities, record_shapes=True) as recorded:
+    with profile(activities=activities, record_shapes=True, acc_events=True) as recorded:
         for _ in range(options.steps):
             step()
         if device.type == "cuda":

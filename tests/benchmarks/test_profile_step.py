@@ -34,6 +34,11 @@ GPU = [
 ]
 
 
+def test_ours_are_what_is_launched():
+    launched = {"moments", "merge_moments", "apply", "apply_blurred", "grad_sums", "grad_apply"}
+    assert launched | {"excite", "excite_grads", "squeeze", "stem_input"} <= our_kernels()
+
+
 def test_kernels_are_told_apart():
     assert read_work(GPU, our_kernels()) == [
         Work("convolution", "forward 8x64x56x56 * 64x64x3x3, channels_last", 30),

@@ -17,6 +17,7 @@ from torch.distributed.nn.functional import all_reduce
 from torch.optim.swa_utils import update_bn
 
 import tresnet
+from tests.ops.kernels import DEVICE
 from tresnet.layers.norm import ABN, NORMS, NormAct, frozen_running_stats
 
 CLASSES = pytest.mark.parametrize("name", NORMS)
@@ -177,11 +178,10 @@ def test_a_synchronised_model_on_two_processes_is_the_model_on_one(tmp_path: Pat
 
 def test_the_kernels_average_too():
     pytest.importorskip("triton")
-    device = "cuda" if torch.cuda.is_available() else "cpu"  # interpreted
-    norm, plain = ABN(3, momentum=None).to(device), nn.BatchNorm2d(3, momentum=None).to(device)
+    norm, plain = ABN(3, momentum=None).to(DEVICE), nn.BatchNorm2d(3, momentum=None).to(DEVICE)
     norm.set_impl("triton")
     for i in range(2):
-        x = torch.randn(4, 3, 5, 5, device=device) + i
+        x = torch.randn(4, 3, 5, 5, device=DEVICE) + i
         norm(x)
         plain(x)
     for key, value in plain.state_dict().items():
