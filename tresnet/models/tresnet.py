@@ -223,10 +223,8 @@ class TResNet(nn.Module):
         # A checkpointed block keeps its input alone: offers would hold on to more until the end.
         offers = self.config.norm == "abn" and self.recompute != "none"
         offers = offers and not self.grad_checkpointing and torch.is_grad_enabled()
-        with (
-            batches_counted_together() if self.training else nullcontext(),
-            recompute.scope(offers),
-        ):
+        together = batches_counted_together() if self.training else nullcontext()
+        with together, recompute.scope(offers):
             return self._walk(x, wanted, recorded)
 
     def _walk(self, x: Tensor, wanted: list[int], recorded: bool) -> dict[int, Tensor]:
