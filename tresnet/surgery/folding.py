@@ -18,7 +18,6 @@ from tresnet.models.tresnet import TResNet
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 AnyNorm = NormAct | nn.BatchNorm2d | nn.SyncBatchNorm
-# of these alone, as classes below them may compute something else
 
 
 def fold(
