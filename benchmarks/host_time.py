@@ -41,6 +41,7 @@ from tresnet.measure.runner import Contender, run
 from tresnet.measure.settings import StepSettings
 from tresnet.models.named import build_named, split_name
 from tresnet.ops import dispatch
+from tresnet.ops.abn import Convolution
 from tresnet.ops.autocast import autocast_dtype
 from tresnet.steps import TrainingCompute, create_training_step
 
@@ -81,6 +82,16 @@ def convolve(self: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) ->
     if dtype is not None:
         x, weight, bias = (None if t is None else t.to(dtype) for t in (x, weight, bias))
     return NoConvolution.apply(x, weight, bias, self.stride[0])
+
+
+def output(self: Convolution, x: Tensor, weight: Tensor) -> Any:
+    """In place of a convolution's that runs in its norm's node."""
+    return NoConvolution.apply(x, weight, None, self.stride[0])
+
+
+def gradient(self: Convolution, grad: Tensor, x: Tensor, weight: Tensor, of_weight: bool) -> Tensor:
+    """In place of such a one's gradient."""
+    return torch.empty_like(weight if of_weight else x)
 
 
 def compiled(self: JITFunction, key: Any, signature: Any, device: int, *_: Any) -> CompiledKernel:
@@ -156,6 +167,7 @@ def main(options: Options, argv: Sequence[str]) -> int:
     options.check()
     dispatch.interpreted = lambda: True  # so that the kernels are launched for a CPU's tensors
     nn.Conv2d._conv_forward = convolve
+    Convolution.output, Convolution.gradient = output, gradient
     JITFunction._do_compile = compiled  # pyright: ignore[reportAttributeAccessIssue]
     driver.set_active(NoDriver())  # pyright: ignore[reportArgumentType]
     torch.set_num_threads(1)

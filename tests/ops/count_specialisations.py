@@ -23,12 +23,14 @@ from triton.runtime import driver
 
 import tresnet
 from tresnet.engine import warm
+from tresnet.layers import fusion
 from tresnet.ops import ahead, dispatch, operators
+from tresnet.ops.abn import Convolution
 
 TARGET = ahead.find_target("sm_90")
 
 
-class Convolution(torch.autograd.Function):
+class NoConvolution(torch.autograd.Function):
     """Without computing; under autocast to bf16 on a GPU, whose convolutions keep channels last."""
 
     @staticmethod
@@ -78,8 +80,13 @@ def warmed(name: str, batch: int) -> set[ahead.Specialisation]:
 
 if __name__ == "__main__":
     dispatch.interpreted = lambda: True
-    nn.Conv2d._conv_forward = lambda self, x, weight, bias: Convolution.apply(
+    fusion.autocast_dtype = lambda device_type: torch.bfloat16
+    nn.Conv2d._conv_forward = lambda self, x, weight, bias: NoConvolution.apply(
         x, weight, bias, self.stride[0]
+    )
+    Convolution.output = lambda self, x, weight: NoConvolution.apply(x, weight, None, 1)
+    Convolution.gradient = lambda self, grad, x, weight, of_weight: torch.empty_like(
+        weight if of_weight else x
     )
     known: set[ahead.Specialisation] = set()
     for batch in map(int, sys.argv[2:]):

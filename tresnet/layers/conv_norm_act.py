@@ -1,13 +1,11 @@
 """Convolution, norm and activation, with or without anti-aliased downsampling."""
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tresnet.layers.blur_pool import BlurPool2d
-from tresnet.layers.fusion import runs_fused
+from tresnet.layers.fusion import runs_behind, runs_fused
 from tresnet.layers.norm import ABN, norm_class
 from tresnet.layers.squeeze_excite import SqueezeExcite
 
@@ -76,36 +74,43 @@ class ConvNormAct(nn.Module):
 
     @torch.jit.unused
     def _forward_eager(self, x: Tensor) -> Tensor:
-        return self.forward_fused(x)[0] if runs_fused(x, [self]) else self._forward_plain(x)
+        if not runs_fused(x, [self]):
+            return self._forward_plain(x)
+        return self.normalise(self.conv(x))[0]
 
-    def forward_fused(
+    def normalise(
         self,
         x: Tensor,
         se: nn.Module | None = None,
-        shortcut: Callable[[], Tensor] | None = None,
+        shortcut: Tensor | None = None,
         keep_output: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """Run the layer and what follows it in a block, after the convolution in fused kernels.
+        """Run what follows the convolution, also in a block, in fused kernels.
 
         Only where `tresnet.layers.fusion` has said that they run.
 
         Args:
-            x: (N, in, H, W).
+            x: (N, out, H, W), the convolution's output.
             se: applied after the blur.
-            shortcut: computes what is added in front of a ReLU; None for neither.
+            shortcut: what is added in front of a ReLU; None for neither.
             keep_output: False lets backward rebuild the output of the ReLU.
 
         Returns:
             The output, twice, as `tresnet.ops.abn.fused_abn` does.
         """
         assert isinstance(self.bn, ABN)
-        y = self.conv(x)
         blur = isinstance(self.aa, BlurPool2d)
         weights = se.weights() if isinstance(se, SqueezeExcite) else None
-        if shortcut is None:
-            return self.bn.forward_fused(y, blur, weights)
-        added = shortcut()
-        if blur or added.dtype != y.dtype:
-            y = torch.relu_(self.bn.forward_fused(y, blur, weights)[0] + added)
+        if shortcut is not None and (blur or shortcut.dtype != x.dtype):
+            y = torch.relu_(self.bn.forward_fused(x, blur, weights)[0] + shortcut)
             return y, y
-        return self.bn.forward_fused(y, blur, weights, added, keep_output)
+        return self.bn.forward_fused(x, blur, weights, shortcut, keep_output)
+
+    def normalise_into(self, conv: nn.Module, x: Tensor, se: nn.Module | None = None) -> Tensor:
+        """`conv` of what `normalise` returns, which nothing else reads."""
+        if isinstance(self.aa, BlurPool2d) or not runs_behind(self.bn, conv, x):
+            return conv(self.normalise(x, se)[0])
+        assert isinstance(self.bn, ABN)
+        assert isinstance(conv, nn.Conv2d)
+        weights = se.weights() if isinstance(se, SqueezeExcite) else None
+        return self.bn.forward_fused(x, se=weights, conv=conv)[0]

@@ -3,13 +3,16 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from tresnet.layers.blur_pool import BlurPool2d
 from tresnet.layers.global_pool import GlobalPool2d
-from tresnet.layers.norm import ABN
+from tresnet.layers.norm import ABN, NormAct
 from tresnet.layers.squeeze_excite import SqueezeExcite
 from tresnet.layers.watched import is_watched
+from tresnet.ops import recompute
+from tresnet.ops.autocast import autocast_dtype
 
 if TYPE_CHECKING:
     from tresnet.layers.conv_norm_act import ConvNormAct
@@ -47,6 +50,29 @@ def runs_fused(
         if not (_is_own(layer.aa, BlurPool2d) or _is_own(layer.aa, nn.Identity)):
             return False
     return se is None or _is_own(se, nn.Identity) or _excites(se)
+
+
+def runs_behind(norm: NormAct, conv: nn.Module, x: Tensor) -> bool:
+    """Whether `conv`, which alone reads what a fused `norm` makes of `x`, is a part of its node.
+
+    It is where backward is to rebuild what `conv` reads, which costs no pass of its own there.
+
+    Args:
+        norm: which `runs_fused` has looked at.
+        conv: what follows.
+        x: the input of `norm`.
+    """
+    return (
+        recompute.active()
+        and not torch.compiler.is_compiling()
+        and type(conv) is nn.Conv2d
+        and not is_watched(conv)
+        and conv.bias is None
+        and conv.padding_mode == "zeros"
+        and isinstance(conv.padding, tuple)
+        and x.dtype == (autocast_dtype(x.device.type) or conv.weight.dtype)
+        and (x.requires_grad or norm.weight.requires_grad or norm.bias.requires_grad)
+    )
 
 
 def _is_own(module: nn.Module, kind: type[nn.Module]) -> bool:

@@ -8,7 +8,7 @@ in what is kept for backward.
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tresnet.errors import InputError, MissingDependencyError
 from tresnet.layers.whole import symbolic, whole
-from tresnet.ops.abn import Settings, SEWeights, abn, fused_abn, reference
+from tresnet.ops.abn import Convolution, Settings, SEWeights, abn, fused_abn, reference
 from tresnet.ops.dispatch import Impl, check_impl, runs_kernels
 
 
@@ -209,15 +209,20 @@ class ABN(NormAct):
         se: SEWeights | None = None,
         shortcut: Tensor | None = None,
         keep_output: bool = True,
+        conv: nn.Conv2d | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Normalise, activate, and blur, excite and join where asked for, in the fewest passes.
 
-        It returns the output twice, as `tresnet.ops.abn.fused_abn` does. Only where
-        `tresnet.layers.fusion` has said that the kernels run.
+        It returns the output twice, as `tresnet.ops.abn.fused_abn` does; that of `conv`, where
+        there is one. Only where `tresnet.layers.fusion` has said that the kernels run.
         """
-        tail = {"blur": blur, "group": self._group(), "keep_output": keep_output}
-        running, settings = self._settings(**tail)
-        return fused_abn(x, self.weight, self.bias, running, shortcut, se, settings)
+        running, settings = self._settings(blur=blur, group=self._group(), keep_output=keep_output)
+        behind: tuple[Any, ...] = ()
+        if conv is not None:
+            padding = cast(tuple[int, ...], conv.padding)
+            form = Convolution(conv.stride, padding, conv.dilation, conv.groups)
+            behind = form, conv.weight.to(x.dtype)
+        return fused_abn(x, self.weight, self.bias, running, shortcut, se, settings, *behind)
 
 
 class InplaceABN(NormAct):

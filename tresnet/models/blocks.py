@@ -137,8 +137,8 @@ class BasicBlock(nn.Module):
         if not runs_fused(x, (self.conv1, self.conv2), self.se, self.drop_path):
             y = self._forward_plain(x)
             return y, y
-        y, _ = self.conv1.forward_fused(x)
-        return self.conv2.forward_fused(y, self.se, lambda: self.downsample(twin), self.keep_output)
+        y = self.conv1.normalise_into(self.conv2.conv, self.conv1.conv(x))
+        return self.conv2.normalise(y, self.se, self.downsample(twin), self.keep_output)
 
 
 class Bottleneck(nn.Module):
@@ -198,5 +198,6 @@ class Bottleneck(nn.Module):
         if not runs_fused(x, layers, self.se, self.drop_path):
             y = self._forward_plain(x)
             return y, y
-        y, _ = self.conv2.forward_fused(self.conv1.forward_fused(x)[0], self.se)
-        return self.conv3.forward_fused(y, None, lambda: self.downsample(twin), self.keep_output)
+        y = self.conv1.normalise_into(self.conv2.conv, self.conv1.conv(x))
+        y = self.conv2.normalise_into(self.conv3.conv, y, self.se)
+        return self.conv3.normalise(y, None, self.downsample(twin), self.keep_output)

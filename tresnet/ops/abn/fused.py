@@ -5,6 +5,10 @@ activation. Backward reads it twice: one pass sums what BN, SE and the ReLU of t
 writes the gradient. Saved are the convolution's output, per-channel and per-sample vectors, and
 where there is a join, of each value of the block's output whether it is positive, in one bit. Where
 that output is not kept for the next convolution either, the shortcut takes the bits' place.
+
+A convolution that alone reads the output can run in the same node of the graph. Its input is then
+not kept and needs no pass of its own to be rebuilt: backward computes the convolution's input
+gradient first, the pass that sums writes the input as it goes, and the weight's gradient reads it.
 """
 
 from typing import Any, NamedTuple
@@ -19,6 +23,27 @@ from tresnet.ops import recompute, tiles, twice
 from tresnet.ops.abn import launch, reference
 from tresnet.ops.autocast import autocast_off
 from tresnet.ops.excite import launch as excite
+
+
+class Convolution(NamedTuple):
+    """A convolution without bias behind the rest, as `torch.conv2d` takes it."""
+
+    stride: tuple[int, ...] = (1, 1)
+    padding: tuple[int, ...] = (0, 0)
+    dilation: tuple[int, ...] = (1, 1)
+    groups: int = 1
+
+    def output(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Convolve `x`."""
+        return torch.conv2d(x, weight, None, *self)
+
+    def gradient(self, grad: Tensor, x: Tensor, weight: Tensor, of_weight: bool) -> Tensor:
+        """The gradient of `weight`, or of `x`: the one reads no values of the other."""
+        grads = torch.ops.aten.convolution_backward(
+            grad, x, weight, None, self.stride, self.padding, self.dilation, False, (0, 0),
+            self.groups, (not of_weight, of_weight, False),
+        )  # fmt: skip
+        return grads[of_weight]
 
 
 class Settings(NamedTuple):
@@ -44,6 +69,26 @@ class Settings(NamedTuple):
     blur: bool = False
     group: Any = None
     keep_output: bool = True
+
+
+class _Saved(NamedTuple):
+    """What is kept for backward."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor
+    stats: Tensor
+    total: Any = None
+    gate: Any = None
+    squeezed: Any = None
+    hidden: Any = None
+    bits: Any = None
+    shortcut: Any = None
+    convolution_weight: Any = None
+    fc1_weight: Any = None
+    fc1_bias: Any = None
+    fc2_weight: Any = None
+    fc2_bias: Any = None
 
 
 def _synchronised(
@@ -99,19 +144,21 @@ def _statistics(
 
 
 class FusedABN(torch.autograd.Function):
-    """BN + leaky ReLU, then blur, SE scale and residual join where asked for."""
+    """BN + leaky ReLU, then blur, SE scale, residual join or convolution where asked for."""
 
     @staticmethod
     def forward(
         ctx: Any,
         settings: Settings,
         keep_bits: bool,
+        convolution: Convolution | None,
         x: Tensor,
         weight: Tensor,
         bias: Tensor,
         running_mean: Tensor,
         running_var: Tensor,
         shortcut: Tensor | None,
+        convolution_weight: Tensor | None,
         *layers: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         """Return the output, its twin, and the statistics (4, C) and gate (N, C) that produce it.
@@ -120,28 +167,30 @@ class FusedABN(torch.autograd.Function):
         readers, their gradients come here unsummed. The compiler sees none; it fuses the sum.
         """
         slope, blur = settings.slope, settings.blur
-        fc1_weight, fc1_bias, fc2_weight, fc2_bias = layers
         x = tiles.dense(x)  # it is: so the compiler knows the strides of what is saved
-        linear_squeeze = settings.training and slope is None and not blur and fc1_weight is not None
+        linear_squeeze = settings.training and slope is None and not blur and layers[0] is not None
         stats, partial, total = _statistics(
             x, weight, (running_mean, running_var), linear_squeeze, settings
         )
         gate = squeezed = hidden = None
-        if fc1_weight is not None:
+        if layers[0] is not None:
             if partial is None or not linear_squeeze:  # a linear function's means need no pass
                 partial = launch.squeeze(x, stats, bias, slope, blur)
             squeezed, hidden, gate = excite.forward(
                 partial, x, stats, bias, linear_squeeze, blur, *layers
             )
         out, bits = launch.apply(x, stats, bias, gate, shortcut, slope, blur, keep_bits)
-        joined = shortcut is not None
+        ctx.joined = joined = shortcut is not None
+        ctx.settings, ctx.convolution = settings, convolution
+        if convolution is not None and convolution_weight is not None:
+            out = convolution.output(out, convolution_weight)
+        shortcut, bits = (None, bits) if keep_bits else (shortcut, None)
         ctx.save_for_backward(
-            x, weight, bias, stats, total, fc1_weight, fc2_weight, squeezed, hidden, gate,
-            bits if keep_bits else None, None if keep_bits else shortcut,
-            fc1_bias, fc2_bias,
+            *_Saved(
+                x, weight, bias, stats, total, gate, squeezed, hidden, bits, shortcut,
+                convolution_weight, *layers,
+            )
         )  # fmt: skip
-        ctx.joined = joined
-        ctx.settings = settings
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(stats, *(() if gate is None else (gate,)))
         twin = out.detach() if joined and not torch.compiler.is_compiling() else None
@@ -155,7 +204,7 @@ class FusedABN(torch.autograd.Function):
         if grad is None:
             grad, twin_grad = twin_grad, None
         if grad is None:
-            return (None,) * 12
+            return (None,) * 14
         if twice.wanted():
             return _plain_backward(ctx, grad if twin_grad is None else grad + twin_grad)
         with autocast_off(grad.device.type):
@@ -164,71 +213,77 @@ class FusedABN(torch.autograd.Function):
 
 def _backward(ctx: Any, grad: Tensor, twin_grad: Tensor | None) -> tuple[Any, ...]:
     settings: Settings = ctx.settings
-    (
-        x, weight, bias, stats, total, fc1, fc2, squeezed, hidden, gate, bits, shortcut,
-        fc1_bias, fc2_bias,
-    ) = ctx.saved_tensors  # fmt: skip
+    slope, blur = settings.slope, settings.blur
+    convolution: Convolution | None = ctx.convolution
+    saved = _Saved(*ctx.saved_tensors)
+    x, stats, bias, gate = saved.x, saved.stats, saved.bias, saved.gate
+    convolved = grad.to(x.dtype)
+    if convolution is not None:
+        grad = convolution.gradient(convolved, x, saved.convolution_weight, of_weight=False)
     grad = tiles.dense(grad.to(x.dtype), x)
     if twin_grad is not None:
         twin_grad = tiles.dense(twin_grad.to(x.dtype), x)
-    partial, masked = launch.grad_sums(
-        grad, twin_grad, x, bits, shortcut, gate, stats, bias, settings.slope, settings.blur
+    again = convolution is not None and ctx.needs_input_grad[9]
+    partial, written = launch.grad_sums(
+        grad, twin_grad, x, saved.bits, saved.shortcut, gate, stats, bias, slope, blur, again
     )
+    convolution_grad = None
+    if convolution is not None and again:
+        conv_weight = saved.convolution_weight
+        convolution_grad = convolution.gradient(convolved, written, conv_weight, of_weight=True)
     spread, fc_grads = None, [None] * 4
     if gate is not None:
         spread, *fc_grads = excite.backward(
-            partial, stats, bias, gate, squeezed, hidden, fc1, fc1_bias, fc2, fc2_bias,
-            grad[0, 0].numel(),
+            partial, stats, bias, gate, saved.squeezed, saved.hidden, saved.fc1_weight,
+            saved.fc1_bias, saved.fc2_weight, saved.fc2_bias, grad[0, 0].numel(),
         )  # fmt: skip
-    count = x.numel() // x.shape[1]
-    merged = launch.merge_grad_sums(partial, gate, spread, stats, count)
-    if total is not None:
-        merged = _synchronised_factors(merged, stats, total, settings.group)
-    grad_x = None
-    source = masked if ctx.joined else grad
-    del grad, twin_grad  # where they are copies, their memory is free for what follows
-    if ctx.needs_input_grad[2]:
+    merged = launch.merge_grad_sums(partial, gate, spread, stats, x.numel() // x.shape[1])
+    if saved.total is not None:
+        merged = _synchronised_factors(merged, stats, saved.total, settings.group)
+    grad_x, masked = None, written if ctx.joined else None
+    source = grad if masked is None else masked
+    del grad, twin_grad, convolved, written  # where nobody needs them their memory is free
+    if ctx.needs_input_grad[3]:
         grad_x = launch.grad_apply(
-            source, x, stats, bias, gate, spread, merged, settings.slope, settings.blur,
-            settings.training,
-        )  # fmt: skip
-    grads = grad_x, merged[0].to(weight.dtype), merged[1].to(bias.dtype)
-    return None, None, *grads, None, None, masked if ctx.joined else None, *fc_grads
+            source, x, stats, bias, gate, spread, merged, slope, blur, settings.training
+        )
+    grads = grad_x, merged[0].to(saved.weight.dtype), merged[1].to(bias.dtype)
+    return None, None, None, *grads, None, None, masked, convolution_grad, *fc_grads
 
 
 def _plain_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     """Gradients that can be differentiated again, by plain operators in float32."""
-    x, weight, bias, stats, total, fc1, fc2, _, _, _, bits, shortcut, fc1_bias, fc2_bias = (
-        ctx.saved_tensors
-    )
     settings: Settings = ctx.settings
-    if total is not None:
+    saved = _Saved(*ctx.saved_tensors)
+    stats = saved.stats
+    if saved.total is not None:
         raise InputError(
             "second derivatives need the statistics of one process, got synchronised ones: "
             "pass create_graph=False, or group=None"
         )
 
     def plain(*inputs: Any) -> Tensor:
-        x, weight, bias, *layers = (_float(part) for part in inputs)
+        x, weight, bias, convolution_weight, *layers = (_float(part) for part in inputs)
         running = stats[0].clone(), stats[3].clone()
         y = reference.abn(
             x, weight, bias, *running, settings.training, 0.0, settings.eps, settings.slope
         )
-        return reference.tail(y, settings.blur, layers if fc1 is not None else None, None)
+        y = reference.tail(y, settings.blur, layers if layers[0] is not None else None, None)
+        return y if ctx.convolution is None else ctx.convolution.output(y, convolution_weight)
 
-    inputs = (x, weight, bias, fc1, fc1_bias, fc2, fc2_bias)
-    needs = ctx.needs_input_grad[2:5] + ctx.needs_input_grad[8:]
+    inputs = saved.x, saved.weight, saved.bias, *saved[-5:]
+    needs = ctx.needs_input_grad[3:6] + ctx.needs_input_grad[9:]
     grad, masked = grad.float(), None
     if ctx.joined:
         with torch.no_grad():
-            if bits is None:
-                blocked = plain(*inputs) + shortcut.float() <= 0
+            if saved.bits is None:
+                blocked = plain(*inputs) + saved.shortcut.float() <= 0
             else:
-                blocked = ~launch.unpacked(bits, x)
+                blocked = ~launch.unpacked(saved.bits, saved.x)
         grad = grad.masked_fill(blocked, 0.0)
-        masked = grad.to(x.dtype)
+        masked = grad.to(saved.x.dtype)
     first = twice.gradients(plain, inputs, needs, grad)
-    return None, None, *first[:3], None, None, masked, *first[3:]
+    return None, None, None, *first[:3], None, None, masked, *first[3:]
 
 
 def _float(x: Any) -> Any:
@@ -290,8 +345,21 @@ def fused_abn(
     shortcut: Tensor | None,
     se: tuple[Tensor, Tensor, Tensor, Tensor] | None,
     settings: Settings,
+    convolution: Convolution | None = None,
+    convolution_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the kernels, and offer an output that can be rebuilt for recomputation.
+
+    Args:
+        x: (N, C, ...).
+        weight: (C,), gamma.
+        bias: (C,), beta.
+        running: mean and variance, (C,), updated in place while training.
+        shortcut: added before a ReLU.
+        se: the two layers of squeeze and excitation.
+        settings: what is not a tensor.
+        convolution: what alone reads the output, and is run on it; without blur and shortcut.
+        convolution_weight: its weight, in the dtype of `x`.
 
     Returns:
         The output, twice. Those of a join are two handles of one memory: two readers that take one
@@ -301,16 +369,19 @@ def fused_abn(
     layers = se or (None,) * 4
     if x.numel() == 0:
         absent: Any = AbsentABN.apply(settings, running, x, weight, bias, shortcut, *layers)
+        if convolution is not None and convolution_weight is not None:
+            absent = convolution.output(absent, convolution_weight)
         return absent, absent
     x = tiles.dense(x)
     if shortcut is not None:
         shortcut = tiles.dense(shortcut, x)
     kept = shortcut is not None and settings.keep_output
     y, twin, stats, gate = FusedABN.apply(  # pyright: ignore[reportGeneralTypeIssues]
-        settings, kept and torch.is_grad_enabled(), x, weight, bias, *running, shortcut, *layers
-    )
+        settings, kept and torch.is_grad_enabled(), convolution, x, weight, bias, *running,
+        shortcut, convolution_weight, *layers,
+    )  # fmt: skip
     twin = y if twin is None else twin
-    if kept:
+    if kept or convolution is not None:
         return y, twin
     gated = gate is not None
     factors = [part for part in (gate, shortcut) if part is not None]

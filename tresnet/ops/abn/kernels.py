@@ -295,10 +295,10 @@ def apply_blurred(
 
 @kernel
 def grad_sums(
-    grad, twin_grad, x, joined, gate, stats, bias, masked, partial, P, C, H, W, HO, WO,
+    grad, twin_grad, x, joined, gate, stats, bias, written, partial, P, C, H, W, HO, WO,
     xn, xp, xc, gn, gp, gc, splits, chunk, slope,
     HAS_ACT: tl.constexpr, BLUR: tl.constexpr, HAS_GATE: tl.constexpr, JOIN: tl.constexpr,
-    TWIN: tl.constexpr,
+    TWIN: tl.constexpr, AGAIN: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
     """Sums over one chunk of one sample that BN's and SE's backward need, in one pass.
@@ -306,9 +306,10 @@ def grad_sums(
     With m = act'(z), g the gradient of s brought back through the blur and w = 1 brought back
     likewise: partial (N * splits, 2 or 4, C) holds the sums of m g, m g (x - mean), and with
     HAS_GATE of m w, m w (x - mean). With JOIN the gradient is first masked by the ReLU and written
-    to masked, for the second pass and the shortcut: JOIN 1 and 2 read the bits of `apply` from
+    to written, for the second pass and the shortcut: JOIN 1 and 2 read the bits of `apply` from
     joined, JOIN 3 computes the sign of the sum from the shortcut there. With TWIN the gradient is
-    grad + twin_grad. With BLUR, P counts the pixels of grad, each of which stands for four of x.
+    grad + twin_grad. With AGAIN, which has no JOIN and no BLUR, s is written to written, as `apply`
+    wrote it. With BLUR, P counts the pixels of grad, each of which stands for four of x.
     """
     P = aligned(P, AP)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -324,7 +325,7 @@ def grad_sums(
     x += first
     if JOIN == 3:
         joined += first
-    masked += first
+    written += first
     grad += n * gn if BLUR else first
     twin_grad += first
     for begin in range(0, count, BP):
@@ -356,7 +357,12 @@ def grad_sums(
                 passes = unpacked(tl.load(joined + to, mask=there, other=0), JOIN, BP, BC)
                 g = tl.where(passes, g, 0.0)
             if JOIN:
-                tl.store(masked + offsets, g.to(masked.dtype.element_ty), mask=inside)
+                tl.store(written + offsets, g.to(written.dtype.element_ty), mask=inside)
+            if AGAIN:
+                s = activate(delta * k + beta, slope, HAS_ACT)
+                if HAS_GATE:
+                    s = s * tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
+                tl.store(written + offsets, s.to(written.dtype.element_ty), mask=inside)
             m = activation_slope(delta * k + beta, slope, HAS_ACT)
             s1 += m * g
             s2 += m * g * delta

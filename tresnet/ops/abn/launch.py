@@ -251,13 +251,13 @@ def _apply_cut(
 
 def _grad_sums_outputs(
     grad: Tensor, twin_grad: Any, x: Tensor, bits: Any, shortcut: Any, gate: Any, stats: Any,
-    bias: Any, slope: Any, blur: bool,
+    bias: Any, slope: Any, blur: bool, again: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     _, shape, cut = grad_cut(x, gate is not None, blur, writes=False)
     groups, kinds = shape.n * cut.splits, 2 if gate is None else 4
     partial = x.new_empty(groups, kinds, shape.c, dtype=torch.float32)
-    joins = bits is not None or shortcut is not None
-    return partial, torch.empty_like(x) if joins else _nothing(x)
+    writes = again or bits is not None or shortcut is not None
+    return partial, torch.empty_like(x) if writes else _nothing(x)
 
 
 @operator(_grad_sums_outputs)
@@ -272,36 +272,39 @@ def grad_sums(
     bias: Tensor,
     slope: float | None,
     blur: bool,
+    again: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The sums of backward's first pass, (groups, 2 or 4, C), and of a join the masked gradient.
 
     A join gives the `bits` of `apply`, or `shortcut` where none were kept. The gradient is that of
     two readers where there is a `twin_grad`: `grad + twin_grad`, added in float32, never written.
+    Without join and blur, `again` writes the output of `apply` in place of that gradient.
     """
     gated, joined = gate is not None, shortcut if bits is None else bits
-    switches = slope, blur, gated, bits is not None, shortcut is not None, twin_grad is not None
-    grid, warps, numbers, groups = _grad_sums_cut(x, *switches)
+    switches = bits is not None, shortcut is not None, twin_grad is not None, again
+    grid, warps, numbers, groups = _grad_sums_cut(x, slope, blur, gated, *switches)
     partial = x.new_empty(groups, 4 if gated else 2, x.shape[1], dtype=torch.float32)
-    masked = _no_values(x.device) if joined is None else torch.empty_like(x)
+    written = torch.empty_like(x) if again or joined is not None else _no_values(x.device)
     launch(
         _kernels().grad_sums, grid, warps,
         (
             grad, _or(twin_grad, grad), x, _or(joined, x), _or(gate, stats), stats,
-            bias.contiguous(), masked, partial,
+            bias.contiguous(), written, partial,
         ),
         numbers,
     )  # fmt: skip
-    return partial, masked
+    return partial, written
 
 
 @by_form
 def _grad_sums_cut(
-    x: Tensor, slope: float | None, blur: bool, gated: bool, bits: bool, sums: bool, twin: bool
-) -> _Cut:
+    x: Tensor, slope: float | None, blur: bool, gated: bool, bits: bool, sums: bool, twin: bool,
+    again: bool,
+) -> _Cut:  # fmt: skip
     source, shape, cut = grad_cut(x, gated, blur, writes=False)
     numbers = _grad_numbers(x, source, shape, cut, slope, blur)
     join = _lines(x)[0] if bits else 3 * sums
-    return _launched(cut, shape.n * cut.splits, *numbers, blur, gated, join, twin)
+    return _launched(cut, shape.n * cut.splits, *numbers, blur, gated, join, twin, again)
 
 
 def _grad_numbers(
