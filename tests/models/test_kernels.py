@@ -12,6 +12,7 @@ from tests.operators import Recorder
 from tests.ops.kernels import DEVICE, large_tiles, poisoned_memory  # noqa: F401
 from tresnet.errors import InputError
 from tresnet.models.tresnet import RECOMPUTE
+from tresnet.ops import recompute
 from tresnet.ops.abn import launch
 
 
@@ -164,6 +165,68 @@ def test_changed_parts_are_not_bypassed():
     before = block(x)
     block.se.fc1 = nn.Sequential(block.se.fc1, nn.Hardtanh(0, 1e-3))
     assert not torch.allclose(before, block(x))
+
+
+def biased(block):
+    block.conv2.conv.bias = nn.Parameter(torch.full((32,), 0.5, device=DEVICE))
+
+
+def parametrised(block):
+    nn.utils.parametrize.register_parametrization(block.conv2.conv, "weight", nn.Tanh())
+
+
+def frozen_weight(block):
+    block.conv2.conv.weight.requires_grad_(False)
+
+
+def frozen_norm(block):
+    block.conv1.bn.requires_grad_(False)
+
+
+def reflecting(block):
+    block.conv2.conv.padding_mode = "reflect"
+    block.conv2.conv._reversed_padding_repeated_twice = (1, 1, 1, 1)
+
+
+def dilated(block):
+    block.conv2.conv.padding = block.conv2.conv.dilation = (2, 2)
+
+
+# how often `apply` is launched in a step, three times of them forward: as it is, and watched
+CHANGES = {
+    "as it is": (lambda block: None, (3, 5)),
+    "biased": (biased, (4, 5)),
+    "parametrised": (parametrised, (4, 5)),
+    "reflecting": (reflecting, (3, 4)),  # keeps the map with its border
+    "dilated": (dilated, (3, 5)),
+    "frozen weight": (frozen_weight, (3, 4)),
+    "frozen norm": (frozen_norm, (3, 5)),
+}
+
+
+@pytest.mark.parametrize(("change", "launches"), CHANGES.values(), ids=CHANGES)
+def test_a_convolution_in_the_node_of_its_norm_changes_no_bit(change, launches, monkeypatch):
+    """Only where the norm's node holds it, its input is not rebuilt by a launch of its own."""
+    applied, apply = [], launch.apply
+    monkeypatch.setattr(launch, "apply", lambda *a: applied.append(a) or apply(*a))
+    x = torch.rand(2, 128, 6, 6, device=DEVICE).to(memory_format=torch.channels_last)
+    results, counts = [], []
+    for watched in (False, True):
+        block, seen = make(layers=(1, 1, 2, 1)).body.layer3[1], []
+        change(block.to(memory_format=torch.channels_last))
+        for layer in (block.conv2, block.conv3) if watched else ():
+            layer.conv.register_forward_hook(lambda *a, seen=seen: seen.append(a))
+        applied.clear()
+        with recompute.scope(), torch.autocast(DEVICE, torch.bfloat16):
+            y = block(x)
+        y.float().square().sum().backward()
+        counts.append(len(applied))
+        assert len(seen) == 2 * watched
+        results.append([y, *(p.grad for p in block.parameters()), *block.buffers()])
+    assert tuple(counts) == launches
+    for ours, expected in zip(*results, strict=True):
+        assert (ours is None) == (expected is None)
+        assert ours is None or torch.equal(ours, expected)
 
 
 def replaced_forward(module):
