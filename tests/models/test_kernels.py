@@ -199,7 +199,7 @@ CHANGES = {
     "parametrised": (parametrised, (4, 5)),
     "reflecting": (reflecting, (3, 4)),  # keeps the map with its border
     "dilated": (dilated, (3, 5)),
-    "frozen weight": (frozen_weight, (3, 4)),
+    "frozen weight": (frozen_weight, (3, 5)),
     "frozen norm": (frozen_norm, (3, 5)),
 }
 
