@@ -144,7 +144,10 @@ def launches(dtype: torch.dtype, layout: torch.memory_format, channels: int) -> 
             twin = grad
             bits = launch.apply(x, stats, vector, gates, added, slope, blur, True)[1]
             launch.grad_sums(grad, twin, x, None, added, gates, stats, vector, slope, blur)
-        partial, _ = launch.grad_sums(grad, twin, x, bits, None, gates, stats, vector, slope, blur)
+        sums = grad, twin, x, bits, None, gates, stats, vector, slope, blur
+        partial, _ = launch.grad_sums(*sums)
+        if not (blur or join):
+            launch.grad_sums(*sums, True)
         if se:
             layers = vector.expand(channels // 2 + 1, channels), vector[: channels // 2 + 1]
             layers += layers[0].t(), vector

@@ -101,6 +101,10 @@ def operations():
             lambda: bn.grad_sums(x + 1, None, x, None, None, None, stats, vector, 0.1, False),
             2 * big, 0, 1.0,
         ),
+        "grad_sums_again": (
+            lambda: bn.grad_sums(x + 1, None, x, None, None, gate, stats, vector, 0.1, False, True),
+            2 * big, big, 1.0,
+        ),
         "grad_sums_join": (
             lambda: bn.grad_sums(x + 1, x + 3, x, bits, None, gate, stats, vector, None, False),
             3 * big + bits.nbytes, big, 1.0,
@@ -157,7 +161,9 @@ def bytes_a_round(row: dict) -> float:
         "squeeze": 1,
         "apply": 2 + join,
         "apply_blurred": 5,
-        "grad_sums": 1.25 if squares else 2 + join + (row.get("JOIN") == 3) + bool(row.get("TWIN")),
+        "grad_sums": 1.25
+        if squares
+        else 2 + join + (row.get("JOIN") == 3) + sum(bool(row.get(k)) for k in ("TWIN", "AGAIN")),
         "grad_apply": 2.25 if squares else 3,
         "blur": 5,
         "transposed_blur": 1.25,

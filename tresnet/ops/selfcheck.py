@@ -34,13 +34,15 @@ class _Case(NamedTuple):
     blur: bool = False
     se: bool = False
     join: bool = False
+    conv: bool = False
     training: bool = True
 
 
 _CASES = (
     _Case(torch.bfloat16, torch.channels_last, (3, 40, 10, 9), 1e-3, blur=True, se=True),
     _Case(torch.float32, torch.contiguous_format, (2, 12, 7, 5), None, se=True, join=True),
-    _Case(torch.float16, torch.channels_last, (2, 16, 6, 6), 1e-2),
+    _Case(torch.float16, torch.channels_last, (2, 16, 6, 6), 1e-2, conv=True),
+    _Case(torch.bfloat16, torch.channels_last, (2, 16, 6, 6), 1e-3, se=True, conv=True),
     _Case(torch.float32, torch.channels_last, (2, 16, 6, 6), 1e-2, training=False),
 )
 
@@ -90,7 +92,7 @@ def check(device: torch.device) -> None:
 
 
 def _check_norm(case: _Case, random: torch.Generator, device: torch.device) -> None:
-    from tresnet.ops.abn import Settings, SEWeights, fused_abn, reference
+    from tresnet.ops.abn import Convolution, Settings, SEWeights, fused_abn, reference
 
     def draw(*size: int) -> Tensor:
         return torch.randn(size, generator=random).to(device)
@@ -103,6 +105,9 @@ def _check_norm(case: _Case, random: torch.Generator, device: torch.device) -> N
         parts |= {"fc2_weight": draw(channels, 8) / 2, "fc2_bias": draw(channels) / 2}
     if case.join:
         parts["shortcut"] = draw(*case.shape).to(case.dtype)
+    if case.conv:
+        weight = draw(8, channels, 3, 3) / 8
+        parts["conv_weight"] = weight.to(case.dtype).contiguous(memory_format=case.layout)
     settings = Settings(case.training, slope=case.slope, blur=case.blur)
     running = draw(channels) / 4, draw(channels).square() + 0.5
 
@@ -110,15 +115,22 @@ def _check_norm(case: _Case, random: torch.Generator, device: torch.device) -> N
         leaves = {k: v.clone() if fused else v.double() for k, v in parts.items()}
         mean, var = (v.clone() if fused else v.double() for v in running)
         x, weight, bias, *layers = (
-            v.requires_grad_() for k, v in leaves.items() if k != "shortcut"
+            v for k, v in leaves.items() if k not in ("shortcut", "conv_weight")
         )
-        shortcut = leaves["shortcut"].requires_grad_() if case.join else None
+        for leaf in leaves.values():
+            leaf.requires_grad_()
+        shortcut, conv_weight = leaves.get("shortcut"), leaves.get("conv_weight")
+        convolution = Convolution() if case.conv else None
         if fused:
             se = SEWeights(*layers) if layers else None
-            y, twin = fused_abn(x, weight, bias, (mean, var), shortcut, se, settings)
+            behind = convolution, conv_weight
+            y, twin = fused_abn(x, weight, bias, (mean, var), shortcut, se, settings, *behind)
         else:
             y = reference.abn(x, weight, bias, mean, var, *settings[:4])
-            y = twin = reference.tail(y, case.blur, layers or None, shortcut)
+            y = reference.tail(y, case.blur, layers or None, shortcut)
+            if convolution is not None and conv_weight is not None:
+                y = convolution.output(y, conv_weight)
+            twin = y
         probe = torch.linspace(-1, 1, y.numel(), device=device).view(y.shape).to(case.dtype)
         probes = [part.to(y.dtype) for part in (probe / 4, probe - probe / 4)]
         grads = torch.autograd.grad([y, twin], list(leaves.values()), probes)
