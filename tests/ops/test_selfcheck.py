@@ -84,12 +84,13 @@ def test_kernels_that_cannot_be_launched_or_hang_are_not_used(monkeypatch):
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a GPU is pretended")
 def test_a_gpu_with_wrong_kernels_runs_plain_operators_and_says_so_once(monkeypatch):
+    with torch._subclasses.FakeTensorMode():
+        # before one seems to be there: torch 2.11 would initialise it
+        x = torch.empty(2, 3, 4, 4, device="cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(dispatch, "_capability", lambda index: (9, 0))
     monkeypatch.setattr(dispatch, "_found", {})
-    with torch._subclasses.FakeTensorMode():
-        x = torch.empty(2, 3, 4, 4, device="cuda")
     assert dispatch.runs_kernels(x, "auto"), "nothing known yet"
     with pytest.warns(UserWarning, match="impl='auto' runs plain PyTorch there"):
         dispatch.lacking(torch.device("cuda", 0))
