@@ -1,10 +1,12 @@
 """Whole models on the fused kernels: equal to the plain operators, and out of the way of hooks."""
 
 import copy
+import functools
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import tresnet
 from tests.live_storages import live_after
@@ -34,6 +36,18 @@ def step(model, x):
     y.square().sum().backward()
     grads = {name: p.grad for name, p in model.named_parameters()}
     return {"logits": y.detach(), **grads, **dict(model.named_buffers())}
+
+
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+def test_a_part_that_a_user_checkpoints_gives_the_same_gradients(impl):
+    x = torch.rand(2, 3, 20, 20, device=DEVICE)
+    plain, checkpointed = make(impl), make(impl)
+    block = checkpointed.body.layer3[0]
+    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    expected = step(plain, x)
+    for name, value in step(checkpointed, x).items():
+        if "running" not in name and "batches" not in name:  # a user's counts batches twice
+            torch.testing.assert_close(value, expected[name], msg=name)
 
 
 @pytest.mark.slow
@@ -192,6 +206,25 @@ def dilated(block):
     block.conv2.conv.padding = block.conv2.conv.dilation = (2, 2)
 
 
+def halved_convolution(block):
+    run = block.conv2.conv._conv_forward
+    block.conv2.conv._conv_forward = lambda *a: run(*a) * 0.5
+
+
+class Halved(torch.Tensor):
+    """A weight with convolutions of its own."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        y = super().__torch_function__(function, types, args, kwargs or {})
+        return y.as_subclass(torch.Tensor) * 0.5 if function is torch.conv2d else y
+
+
+def weight_of_its_own_kind(block):
+    weight = block.conv2.conv.weight.detach().as_subclass(Halved)
+    block.conv2.conv.weight = nn.Parameter(weight)
+
+
 # how often `apply` is launched in a step, three times of them forward: as it is, and watched
 CHANGES = {
     "as it is": (lambda block: None, (3, 5)),
@@ -199,6 +232,8 @@ CHANGES = {
     "parametrised": (parametrised, (4, 5)),
     "reflecting": (reflecting, (3, 4)),  # keeps the map with its border
     "dilated": (dilated, (3, 5)),
+    "halved": (halved_convolution, (4, 5)),
+    "weight of its own kind": (weight_of_its_own_kind, (4, 5)),
     "frozen weight": (frozen_weight, (3, 5)),
     "frozen norm": (frozen_norm, (3, 5)),
 }

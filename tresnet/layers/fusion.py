@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import has_torch_function
 
 from tresnet.layers.blur_pool import BlurPool2d
 from tresnet.layers.global_pool import GlobalPool2d
@@ -63,13 +64,14 @@ def runs_behind(norm: NormAct, conv: nn.Module, x: Tensor) -> bool:
         x: the input of `norm`.
     """
     return (
-        recompute.active()
-        and not torch.compiler.is_compiling()
+        not torch.compiler.is_compiling()
+        and recompute.active()
         and type(conv) is nn.Conv2d
         and not is_watched(conv)
         and conv.bias is None
         and conv.padding_mode == "zeros"
         and isinstance(conv.padding, tuple)
+        and not has_torch_function((conv.weight,))
         and x.dtype == (autocast_dtype(x.device.type) or conv.weight.dtype)
         and (x.requires_grad or norm.weight.requires_grad or norm.bias.requires_grad)
     )

@@ -10,6 +10,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from tresnet.errors import InputError
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_FORWARDS = ("forward", "_conv_forward")
 
 # of every module; PyTorch changes these, it does not replace them
 _EVERY_MODULES = (
@@ -24,12 +25,13 @@ def is_watched(module: nn.Module) -> bool:
     """Whether hooks wait for `module` to be called, so that fused operations must not pass it over.
 
     They are its own and those of every module; a `forward` put in the place of its own counts as
-    one. A hook with the attribute `bypassable` set to True does not mind.
+    one, and so does a convolution's `_conv_forward`. A hook with the attribute `bypassable` set to
+    True does not mind.
     """
     own = module.__dict__
     kinds = [own[name] for name in _HOOKS if own[name]]
     kinds += [hooks for hooks in _EVERY_MODULES if hooks]
-    return "forward" in own or any(
+    return not own.keys().isdisjoint(_FORWARDS) or any(
         not getattr(hook, "bypassable", False) for hooks in kinds for hook in hooks.values()
     )
 
@@ -53,7 +55,7 @@ def what_watches(module: nn.Module) -> str | None:
     hooks = [kind for kind in _HOOKS if getattr(module, kind)]
     if hooks:
         return f"hooks ({hooks[0]})"
-    if "forward" in vars(module):
+    if not vars(module).keys().isdisjoint(_FORWARDS):
         return "a forward of its own"
     return "a parametrization" if is_parametrized(module) else None
 

@@ -10,7 +10,9 @@ buffers exchanged: nothing is inverted, so any slope, any gamma (zero too) and a
 exactly the gradients of plain batch normalisation.
 
 Outside a scope offers are ignored and autograd keeps what it always keeps. Activation checkpointing
-runs without one: its own hooks come first, and offers would hold on to what it lets go.
+runs without one: its own hooks come first, and offers would hold on to what it lets go. Where a
+user checkpoints a part of a model, `active()` is False in that part, as it is when the part runs
+again in backward: what is saved must be the same.
 """
 
 import atexit
@@ -22,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _autograd
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tresnet.ops.autocast import autocast_off
@@ -54,6 +57,7 @@ class _Scope:
 
     def __init__(self) -> None:
         self.offers: dict[int, _Offer] = {}
+        self.hooks: Any = None  # as autograd has them
 
     def add(self, x: Tensor, rebuild: Rebuild) -> None:
         # The weak reference keeps the address of a dead storage from being used again.
@@ -117,15 +121,24 @@ def scope(active: bool = True) -> Iterator[None]:
     _active.scope = current
     try:
         with torch.autograd.graph.saved_tensors_hooks(current.pack, _unpack):
+            current.hooks = _hooks()
             yield
     finally:
         _active.scope = outer
         current.offers.clear()  # activation checkpointing may keep the hooks until backward
 
 
+def _hooks() -> Any:
+    """The pair of hooks, the innermost, that autograd calls for what is saved now."""
+    return _autograd._top_saved_tensors_default_hooks(True)
+
+
 def active() -> bool:
-    """Whether offers are taken."""
-    return _active.scope is not None
+    """Whether offers are taken: within a scope, unless somebody else's hooks come first.
+
+    An operation that asks saves something else where they are not.
+    """
+    return _active.scope is not None and _active.scope.hooks == _hooks()
 
 
 def offer(

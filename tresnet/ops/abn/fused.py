@@ -242,7 +242,7 @@ def _backward(ctx: Any, grad: Tensor, twin_grad: Tensor | None) -> tuple[Any, ..
         merged = _synchronised_factors(merged, stats, saved.total, settings.group)
     grad_x, masked = None, written if ctx.joined else None
     source = grad if masked is None else masked
-    del grad, twin_grad, convolved, written  # where nobody needs them their memory is free
+    del grad, twin_grad, convolved, written  # what nobody else holds is free for what follows
     if ctx.needs_input_grad[3]:
         grad_x = launch.grad_apply(
             source, x, stats, bias, gate, spread, merged, slope, blur, settings.training
