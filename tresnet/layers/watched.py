@@ -10,7 +10,6 @@ from torch.nn.utils.parametrize import is_parametrized
 from tresnet.errors import InputError
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_FORWARDS = ("forward", "_conv_forward")
 
 # of every module; PyTorch changes these, it does not replace them
 _EVERY_MODULES = (
@@ -31,9 +30,9 @@ def is_watched(module: nn.Module) -> bool:
     own = module.__dict__
     kinds = [own[name] for name in _HOOKS if own[name]]
     kinds += [hooks for hooks in _EVERY_MODULES if hooks]
-    return not own.keys().isdisjoint(_FORWARDS) or any(
-        not getattr(hook, "bypassable", False) for hooks in kinds for hook in hooks.values()
-    )
+    if "forward" in own or "_conv_forward" in own:
+        return True
+    return any(not getattr(hook, "bypassable", False) for hooks in kinds for hook in hooks.values())
 
 
 def check_model(model: Any) -> None:
@@ -55,7 +54,7 @@ def what_watches(module: nn.Module) -> str | None:
     hooks = [kind for kind in _HOOKS if getattr(module, kind)]
     if hooks:
         return f"hooks ({hooks[0]})"
-    if not vars(module).keys().isdisjoint(_FORWARDS):
+    if "forward" in vars(module) or "_conv_forward" in vars(module):
         return "a forward of its own"
     return "a parametrization" if is_parametrized(module) else None
 
