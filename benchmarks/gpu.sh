@@ -126,7 +126,7 @@ eager_256() { warm_kernels "$m"; eager "$batch"; }
 eager_128() { eager "$half_batch"; }
 graphs() { compare train "$half_batch $batch" "$timm_m" "$m@$kernels,$graph"; }
 
-ops() { measure ops --contenders copy eager triton "${ops_options[@]}"; } # the heaviest first
+ops() { measure ops --contenders copy eager triton triton@order=0 "${ops_options[@]}"; } # the heaviest first
 
 where_a_step_goes() { # where_a_step_goes CASE...
     timeout --foreground -k 5 "$limit_s" "$python" benchmarks/profile_step.py "$@" --batch-size "$batch" \
@@ -157,7 +157,7 @@ tiles() { # each operation alone, its kernels cut in all ways
     local op chip contenders=(triton
         triton@warps=2 triton@warps=8 triton@tile=1024 triton@tile=4096 triton@tile=4096,warps=8
         triton@blur_tile=512 triton@blur_tile=2048,warps=8 triton@channels=128 triton@channels=256
-        triton@most_tiles=1 triton@most_tiles=2 triton@most_tiles=8)
+        triton@most_tiles=1 triton@most_tiles=2 triton@most_tiles=8 triton@order=0 triton@order=1)
     # once, twice and so on the four programs that are on a multiprocessor at once
     chip=$("$python" -c 'import torch; print(
         torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 132)')

@@ -93,7 +93,9 @@ def resources(compiled: Any) -> dict[str, int]:
 
 def narrowest(compiled: Any) -> int:
     """Bytes of the narrowest load or store of global memory, single bytes (of bits) left out."""
-    accesses = re.findall(r"(?:ld|st)\.global(?:\.v(\d))?\.[bfsu](\d+)", compiled.asm["ptx"])
+    hints = r"(?:\.L[12]::\w+)*"
+    access = rf"(?:ld|st)\.global{hints}(?:\.v(\d))?\.[bfsu](\d+)"
+    accesses = re.findall(access, compiled.asm["ptx"])
     return min(int(count or 1) * int(bits) // 8 for count, bits in accesses if count or bits != "8")
 
 

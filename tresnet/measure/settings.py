@@ -113,7 +113,7 @@ class OpsSettings(RunSettings):
     """Of the feature maps, one or several; by default bf16 on a GPU and fp32 on a CPU."""
     contenders: tuple[str, ...] = ()
     """Out of eager, inductor and triton; by default all. triton@warps=8,tile=4096 cuts the kernels'
-    work otherwise: tile, blur_tile, warps, programs, most_tiles."""
+    work otherwise: tile, blur_tile, warps, channels, programs, most_tiles, order."""
     rounds: int = 20
     """Timed passes of each contender."""
     seed: Suppress[int] = 0

@@ -20,6 +20,7 @@ from tresnet.ops.tiles.kernels import (
     chunk_of_program,
     kernel,
     load_norm,
+    load_once,
     load_square_gradients,
     packed,
     pixel_of_square,
@@ -64,7 +65,7 @@ def moments(
     Sums are taken about the chunk's first pixel: squares of large means would cancel.
     partial: (N * splits, 2, C).
     """
-    P = aligned(P, AP)
+    P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
     group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
     x += n * xn + start.to(tl.int64) * xp
@@ -157,7 +158,7 @@ def squeeze(
 
     With BLUR, P counts the pixels of b.
     """
-    P = aligned(P, AP)
+    P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
     group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
     x += n * xn if BLUR else n * xn + start.to(tl.int64) * xp
@@ -185,15 +186,16 @@ def squeeze(
 def apply(
     x, stats, bias, gate, shortcut, out, bits, P, C, xn, xp, xc, splits, chunk, slope,
     HAS_ACT: tl.constexpr, HAS_GATE: tl.constexpr, JOIN: tl.constexpr, BITS: tl.constexpr,
+    ORDER: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one sample of out, without blur, from one read of x.
 
     With BITS, a join's: where the ReLU lets gradients pass, as `packed` bits.
     """
-    P = aligned(P, AP)
+    P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
-    _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
+    _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC, ORDER)
     mu, k, beta = load_norm(stats, bias, C, c, known)
     if HAS_GATE:
         factor = tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
@@ -206,12 +208,12 @@ def apply(
         p = begin + rows
         mask = (p < count)[:, None] & known[None, :]
         offsets = p[:, None] * xp + c[None, :] * xc
-        value = tl.load(x + offsets, mask=mask, other=0.0)
-        y = activate((value.to(tl.float32) - mu) * k + beta, slope, HAS_ACT)
+        value = load_once(x + offsets, mask, ORDER)
+        y = activate((value - mu) * k + beta, slope, HAS_ACT)
         if HAS_GATE:
             y = y * factor
         if JOIN:
-            y += tl.load(shortcut + offsets, mask=mask, other=0.0).to(tl.float32)
+            y += load_once(shortcut + offsets, mask, ORDER)
             y = tl.where(y < 0, 0.0, y)  # NaN stays
         y = y.to(out.dtype.element_ty)
         tl.store(out + offsets, y, mask=mask)
@@ -248,17 +250,17 @@ def load_activated(x, w, mask, W, xp, mu, k, beta, slope, HAS_ACT: tl.constexpr)
 def apply_blurred(
     x, stats, bias, gate, out, P, C, H, W, HO, WO,
     xn, xp, xc, on, op, oc, splits, chunk, slope,
-    HAS_ACT: tl.constexpr, HAS_GATE: tl.constexpr,
+    HAS_ACT: tl.constexpr, HAS_GATE: tl.constexpr, ORDER: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one sample of out, with blur: in squares of two by two, which P counts.
 
     A square needs 25 pixels of x, its outputs one by one 36: activating them is most of the work.
     """
-    P = aligned(P, AP)
+    P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
     on, op, oc = aligned_strides(on, op, oc, AP, AC)
-    _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
+    _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC, ORDER)
     mu, k, beta = load_norm(stats, bias, C, c, known)
     if HAS_GATE:
         factor = tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
@@ -311,7 +313,7 @@ def grad_sums(
     grad + twin_grad. With AGAIN, which has no JOIN and no BLUR, s is written to written, as `apply`
     wrote it. With BLUR, P counts the pixels of grad, each of which stands for four of x.
     """
-    P = aligned(P, AP)
+    P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
     gn, gp, gc = aligned_strides(gn, gp, gc, AP, AC)
     group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
@@ -428,6 +430,7 @@ def grad_apply(
     grad, x, stats, bias, gate, spread, merged, grad_x, P, C, H, W, HO, WO,
     xn, xp, xc, gn, gp, gc, splits, chunk, slope,
     HAS_ACT: tl.constexpr, BLUR: tl.constexpr, HAS_GATE: tl.constexpr, TRAINING: tl.constexpr,
+    ORDER: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one sample of the gradient of x: scale * g + k1 * (x - mean) + k0.
@@ -436,10 +439,10 @@ def grad_apply(
     by zero: where x is infinite, running statistics still give a finite gradient. With BLUR, P
     counts the pixels of grad.
     """
-    P = aligned(P, AP)
+    P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
     gn, gp, gc = aligned_strides(gn, gp, gc, AP, AC)
-    _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
+    _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC, ORDER)
     mu, k, beta = load_norm(stats, bias, C, c, known)
     if TRAINING:
         k1 = tl.load(merged + 2 * C + c, mask=known, other=0.0)[None, :]
@@ -463,11 +466,11 @@ def grad_apply(
             if BLUR:
                 at, inside = pixel_of_square(i, j, mask, H, W, corner // 2, corner % 2)
             offsets = at[:, None] * xp + c[None, :] * xc
-            delta = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32) - mu
+            delta = load_once(x + offsets, inside, ORDER) - mu
             if BLUR:
                 g = transposed_blur_at(t00, t01, t10, t11, u0, u1, v0, v1, corner // 2, corner % 2)
             else:
-                g = tl.load(grad + offsets, mask=inside, other=0.0).to(tl.float32)
+                g = load_once(grad + offsets, inside, ORDER)
             if HAS_GATE:
                 part = term
                 if BLUR:

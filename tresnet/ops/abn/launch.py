@@ -244,9 +244,11 @@ def _apply_cut(
     activated, ends = (slope or 0.0, slope is not None, gated), (cut.splits, cut.chunk)
     if blur:
         strides = *source.strides, *geometry(_output(x, blur), whole_batch=False).strides
-        return _launched(cut, 0, shape.p, shape.c, *_image(x, blur), *strides, *ends, *activated)
+        numbers = *_image(x, blur), *strides, *ends, *activated
+        return _launched(cut, 0, shape.p, shape.c, *numbers, cut.order)
     bits = _lines(x)[0] if keep_bits else 0
-    return _launched(cut, 0, shape.p, shape.c, *source.strides, *ends, *activated, joins, bits)
+    numbers = *source.strides, *ends, *activated, joins, bits, cut.order
+    return _launched(cut, 0, shape.p, shape.c, *numbers)
 
 
 def _grad_sums_outputs(
@@ -370,7 +372,7 @@ def _grad_apply_cut(
 ) -> _Cut:
     source, shape, cut = grad_cut(x, gated, blur, writes=True)
     numbers = _grad_numbers(x, source, shape, cut, slope, blur)
-    return _launched(cut, 0, *numbers, blur, gated, training)
+    return _launched(cut, 0, *numbers, blur, gated, training, cut.order)
 
 
 def _or(x: Tensor | None, other: Tensor) -> Tensor:

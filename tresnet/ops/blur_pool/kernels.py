@@ -21,7 +21,7 @@ def blur(
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one sample of the blurred image; P counts the pixels of out."""
-    P = aligned(P, AP)
+    P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
     on, op, oc = aligned_strides(on, op, oc, AP, AC)
     _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
@@ -48,7 +48,7 @@ def transposed_blur(
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one sample of the transposed blur; P counts the pixels of grad."""
-    P = aligned(P, AP)
+    P, C = aligned(P, AP), aligned(C, AC)
     gn, gp, gc = aligned_strides(gn, gp, gc, AP, AC)
     on, op, oc = aligned_strides(on, op, oc, AP, AC)
     _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC)

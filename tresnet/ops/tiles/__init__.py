@@ -29,6 +29,10 @@ CHANNELS = 64  # of a tile, and as many side by side are 128 bytes in 16 bits
 PROGRAMS = 1024
 MOST_TILES = 4  # of one program that writes: enough to share the loads of the channels' factors
 WIDEST_LOAD = 16  # bytes
+# Programs that write a map go from its end to its beginning, opposite to what ran before and after
+# them (a reduction, a convolution), and so begin with what is still in the GPU's second-level
+# cache. 2: what they read there once is let go first; 1: without that; 0: from the beginning.
+ORDER = 2
 # What `tuned` changes: from what to what, and whether only powers of two.
 TUNABLE = {
     "tile": (512, 65536, True),
@@ -37,6 +41,7 @@ TUNABLE = {
     "channels": (64, 256, True),
     "programs": (1, 65536, False),
     "most_tiles": (1, 65536, False),
+    "order": (0, 2, False),
 }
 
 
@@ -57,6 +62,7 @@ class Plan(NamedTuple):
         splits: chunks of a sample.
         chunk: pixels of a chunk.
         programs: one for each chunk of each sample and each tile's width of channels.
+        order: in which the programs of a kernel that writes a map go through it, as `ORDER`.
         tile: the last arguments of every launch. BP and BC, pixels and channels of a tile; AP and
             AC, what the numbers of pixels and of channels are known to be divisible by, which lets
             a thread load as many values at once: Triton itself sees only whether an argument is
@@ -67,6 +73,7 @@ class Plan(NamedTuple):
     splits: int
     chunk: int
     programs: int
+    order: int
     tile: tuple[int, int, int, int]
     warps: int
 
@@ -128,7 +135,7 @@ def by_form(cut: Callable[..., CutT]) -> Callable[..., CutT]:
     def run(x: Tensor, *rest: Any) -> CutT:
         if type(x) is not Tensor and any(isinstance(size, torch.SymInt) for size in x.shape):
             return cut(x, *rest)  # a fake, of sizes that the compiler leaves open
-        limits = TILE, BLUR_TILE, WARPS, CHANNELS, PROGRAMS, MOST_TILES  # what `tuned` changes
+        limits = TILE, BLUR_TILE, WARPS, CHANNELS, PROGRAMS, MOST_TILES, ORDER  # see `tuned`
         return known(x.shape, x.stride(), x.dtype, limits, *rest)
 
     return run
@@ -214,7 +221,7 @@ def plan(
     # the blur's pixels are no neighbours in memory
     ap = 1 if along_c or blur else math.gcd(shape.p, widest)
     ac = math.gcd(shape.c, widest) if along_c else 1
-    return Plan(splits, chunk, shape.n * splits * columns, (bp, bc, ap, ac), WARPS)
+    return Plan(splits, chunk, shape.n * splits * columns, ORDER, (bp, bc, ap, ac), WARPS)
 
 
 def blurred(size: tuple[int, ...] | torch.Size) -> tuple[int, int]:
