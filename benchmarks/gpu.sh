@@ -141,7 +141,7 @@ train_l() { compare train "$batch" "${train_l_compiled[@]}" "$timm_l" "$l@$kerne
 warm_xl() { warm_kernels "$xl"; warm train "${train_xl_compiled[@]}"; }
 train_xl() { compare train "$batch" "${train_xl_compiled[@]}" "$timm_xl" "$xl@$kernels" "$xl@pad=32,$kernels"; }
 warm_infer() { warm infer "${infer_compiled[@]}"; }
-infer() { compare infer "$batch" "${infer_compiled[@]}" "$timm_m" "$m" "$resnet"; }
+infer() { compare infer "$batch" "${infer_compiled[@]}" "$timm_m" "$m" "$resnet" "$m@fold=false"; }
 
 memory() { # peak memory over batch sizes
     compare train "$half_batch $batch $double_batch" "$timm_m" "$m@$kernels" \

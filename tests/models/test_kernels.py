@@ -16,6 +16,7 @@ from tresnet.errors import InputError
 from tresnet.models.tresnet import RECOMPUTE
 from tresnet.ops import recompute
 from tresnet.ops.abn import launch
+from tresnet.surgery import fold
 
 
 def make(impl="triton", **options):
@@ -69,6 +70,46 @@ def test_inference_equals_the_plain_one_and_takes_bytes():
         torch.testing.assert_close(ours, model(images.float() / 255), rtol=1e-4, atol=1e-5)
         with torch.autocast(DEVICE, torch.bfloat16):
             assert model(images).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"merge_stem": True}, {"pad_to": 1}])
+def test_a_folded_model_runs_the_kernels_behind_its_convolutions(dtype, options):
+    model = make().eval()
+    plain = fold(model, **options).double()
+    plain.set_impl("reference")
+    folded = fold(model, **options).to(dtype).to(memory_format=torch.channels_last)
+    x = torch.rand(2, 3, 40, 44, device=DEVICE)
+    images = x.to(dtype).to(memory_format=torch.channels_last)
+    with torch.no_grad(), Recorder() as recorder:
+        ours = folded.forward_features(images).double()
+    with torch.inference_mode():
+        assert torch.equal(folded.forward_features(images).double(), ours)
+        expected = plain.forward_features(x.double())
+        assert (ours - expected).abs().max() <= 2 * torch.finfo(dtype).eps * expected.abs().max()
+    # one pass a convolution, and none beside them
+    names = recorder.names()
+    assert names.count("convolution") == names.count("tresnet::abn_apply") == 14
+    assert not {"add", "add_", "mul", "leaky_relu_", "relu_", "reflection_pad2d"} & set(names)
+
+
+def test_a_folded_model_runs_its_modules_where_someone_looks_or_wants_gradients():
+    folded, x = fold(make().eval()), torch.rand(2, 3, 32, 32, device=DEVICE)
+    with torch.no_grad():
+        expected = folded(x)
+    x.requires_grad_()
+    folded(x).sum().backward()  # the kernels behind folded convolutions have no gradient
+    assert x.grad is not None
+    block, seen = folded.body.layer3[0], []
+    block.conv2.conv.register_forward_hook(lambda module, args, y: seen.append((args[0], y)))
+    with torch.inference_mode():
+        torch.testing.assert_close(folded(x), expected, rtol=1e-4, atol=1e-5)
+        ((given, convolved),) = seen
+        conv = block.conv2.conv
+        torch.testing.assert_close(convolved, conv._conv_forward(given, conv.weight, conv.bias))
+        block.conv2.conv = nn.Sequential(conv)
+        torch.testing.assert_close(folded(x), expected, rtol=1e-4, atol=1e-5)
+    assert len(seen) == 2
 
 
 def test_the_choice_reaches_blurs_and_the_stem(monkeypatch):

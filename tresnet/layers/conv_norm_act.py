@@ -1,16 +1,19 @@
 """Convolution, norm and activation, with or without anti-aliased downsampling."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tresnet.layers.blur_pool import BlurPool2d
-from tresnet.layers.fusion import runs_behind, runs_fused
+from tresnet.layers.fusion import FusibleConv, is_own, runs_behind
 from tresnet.layers.norm import ABN, norm_class
 from tresnet.layers.squeeze_excite import SqueezeExcite
+from tresnet.ops.dispatch import Impl
 
 
-class ConvNormAct(nn.Module):
+class ConvNormAct(FusibleConv):
     """k x k convolution without bias, norm, leaky ReLU; blur with stride 2 where asked.
 
     A norm of ours applies the activation. Where another is put in its place (synchronised, frozen,
@@ -60,57 +63,32 @@ class ConvNormAct(nn.Module):
         self.slope = slope
         self.aa = BlurPool2d(jit) if blur else nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(N, in, H, W) to (N, out, H, W), or to half the height and width, rounded up."""
-        if torch.jit.is_scripting():
-            return self._forward_plain(x)
-        return self._forward_eager(x)
-
     def _forward_plain(self, x: Tensor) -> Tensor:
         y = self.bn(self.conv(x))
         if self.slope is not None and not hasattr(self.bn, "slope"):
             y = F.leaky_relu(y, self.slope)
         return self.aa(y)
 
-    @torch.jit.unused
-    def _forward_eager(self, x: Tensor) -> Tensor:
-        if not runs_fused(x, [self]):
-            return self._forward_plain(x)
-        return self.normalise(self.conv(x))[0]
+    @property
+    def fused_impl(self) -> Impl | None:
+        """Whose kernels may follow the convolution; None where the norm has none."""
+        return self.bn.impl if isinstance(self.bn, ABN) and is_own(self.bn, ABN) else None
 
-    def normalise(
-        self,
-        x: Tensor,
-        se: nn.Module | None = None,
-        shortcut: Tensor | None = None,
-        keep_output: bool = True,
+    def kernels_run(self, x: Tensor) -> bool:
+        """Whether they run on what the convolution makes of `x`."""
+        return isinstance(self.bn, ABN) and self.bn.kernels_run(x)
+
+    def _run(
+        self, x: Tensor, blur: bool, se: Any, shortcut: Tensor | None, keep_output: bool
     ) -> tuple[Tensor, Tensor]:
-        """Run what follows the convolution, also in a block, in fused kernels.
-
-        Only where `tresnet.layers.fusion` has said that they run.
-
-        Args:
-            x: (N, out, H, W), the convolution's output.
-            se: applied after the blur.
-            shortcut: what is added in front of a ReLU; None for neither.
-            keep_output: False lets backward rebuild the output of the ReLU.
-
-        Returns:
-            The output, twice, as `tresnet.ops.abn.fused_abn` does.
-        """
         assert isinstance(self.bn, ABN)
-        blur = isinstance(self.aa, BlurPool2d)
-        weights = se.weights() if isinstance(se, SqueezeExcite) else None
-        if shortcut is not None and (blur or shortcut.dtype != x.dtype):
-            y = torch.relu_(self.bn.forward_fused(x, blur, weights)[0] + shortcut)
-            return y, y
-        return self.bn.forward_fused(x, blur, weights, shortcut, keep_output)
+        return self.bn.forward_fused(x, blur, se, shortcut, keep_output)
 
-    def normalise_into(self, conv: nn.Module, x: Tensor, se: nn.Module | None = None) -> Tensor:
-        """`conv` of what `normalise` returns, which nothing else reads."""
-        if isinstance(self.aa, BlurPool2d) or not runs_behind(self.bn, conv, x):
-            return conv(self.normalise(x, se)[0])
+    def normalise_into(self, layer: FusibleConv, x: Tensor, se: nn.Module | None = None) -> Tensor:
+        """The convolution of `layer` on what `normalise` returns, which nothing else reads."""
+        if isinstance(self.aa, BlurPool2d) or not runs_behind(self.bn, layer.conv, x):
+            return super().normalise_into(layer, x, se)
         assert isinstance(self.bn, ABN)
-        assert isinstance(conv, nn.Conv2d)
+        assert isinstance(layer.conv, nn.Conv2d)
         weights = se.weights() if isinstance(se, SqueezeExcite) else None
-        return self.bn.forward_fused(x, se=weights, conv=conv)[0]
+        return self.bn.forward_fused(x, se=weights, conv=layer.conv)[0]

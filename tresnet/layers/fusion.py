@@ -9,19 +9,92 @@ from torch.overrides import has_torch_function
 
 from tresnet.layers.blur_pool import BlurPool2d
 from tresnet.layers.global_pool import GlobalPool2d
-from tresnet.layers.norm import ABN, NormAct
+from tresnet.layers.norm import NormAct
 from tresnet.layers.squeeze_excite import SqueezeExcite
 from tresnet.layers.watched import is_watched
 from tresnet.ops import recompute
 from tresnet.ops.autocast import autocast_dtype
+from tresnet.ops.dispatch import Impl
 
-if TYPE_CHECKING:
-    from tresnet.layers.conv_norm_act import ConvNormAct
+
+class FusibleConv(nn.Module):
+    """A convolution with what follows it: module by module, or in fused kernels."""
+
+    __jit_unused_properties__ = ("fused_impl",)
+    if TYPE_CHECKING:  # TorchScript would read these too, and knows no such types
+        conv: nn.Conv2d
+        aa: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, in, H, W) to (N, out, H, W), or to half the height and width, rounded up."""
+        if torch.jit.is_scripting():
+            return self._forward_plain(x)
+        return self._forward_eager(x)
+
+    def _forward_plain(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    @torch.jit.unused
+    def _forward_eager(self, x: Tensor) -> Tensor:
+        if not runs_fused(x, [self]):
+            return self._forward_plain(x)
+        return self.normalise(self.convolve(x))[0]
+
+    @property
+    def fused_impl(self) -> Impl | None:
+        """Whose kernels may follow the convolution; None where they never do."""
+        raise NotImplementedError
+
+    def kernels_run(self, x: Tensor) -> bool:
+        """Whether they run on what the convolution makes of `x`; asked where they may."""
+        raise NotImplementedError
+
+    def convolve(self, x: Tensor) -> Tensor:
+        """What `normalise` takes, of the layer's input."""
+        return self.conv(x)
+
+    def _run(
+        self, x: Tensor, blur: bool, se: Any, shortcut: Tensor | None, keep_output: bool
+    ) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def normalise(
+        self,
+        x: Tensor,
+        se: nn.Module | None = None,
+        shortcut: Tensor | None = None,
+        keep_output: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """Run what follows the convolution, also in a block, in fused kernels.
+
+        Only where `runs_fused` has said that they run.
+
+        Args:
+            x: (N, out, H, W), of `convolve`.
+            se: applied after the blur.
+            shortcut: what is added in front of a ReLU; None for neither.
+            keep_output: False lets backward rebuild the output of the ReLU.
+
+        Returns:
+            The output, twice, as `tresnet.ops.abn.fused_abn` does.
+        """
+        blur = isinstance(self.aa, BlurPool2d)
+        weights = se.weights() if isinstance(se, SqueezeExcite) else None
+        if shortcut is not None and (blur or shortcut.dtype != x.dtype):
+            y = torch.relu_(self._run(x, blur, weights, None, True)[0] + shortcut)
+            return y, y
+        return self._run(x, blur, weights, shortcut, keep_output)
+
+    def normalise_into(
+        self, layer: "FusibleConv", x: Tensor, se: nn.Module | None = None
+    ) -> Tensor:
+        """The convolution of `layer` on what `normalise` returns, which nothing else reads."""
+        return layer.convolve(self.normalise(x, se)[0])
 
 
 def runs_fused(
     x: Any,
-    layers: Sequence["ConvNormAct"],
+    layers: Sequence[nn.Module],
     se: nn.Module | None = None,
     drop_path: nn.Module | None = None,
 ) -> bool:
@@ -36,21 +109,22 @@ def runs_fused(
         se: squeeze and excitation of the block.
         drop_path: in front of the block's join.
     """
-    from tresnet.layers.conv_norm_act import ConvNormAct  # which imports this
-
-    norm = getattr(layers[0], "bn", None)  # none where surgery has folded it
-    if not isinstance(norm, ABN) or not isinstance(x, Tensor) or not norm.kernels_run(x):
+    first = layers[0]
+    if not (isinstance(x, Tensor) and isinstance(first, FusibleConv)):
+        return False
+    impl = first.fused_impl
+    if impl is None or not first.kernels_run(x):
         return False
     if drop_path is not None and not _is_nothing(drop_path):
         return False
     for layer in layers:
-        if len(layers) > 1 and not _is_own(layer, ConvNormAct):
+        if not isinstance(layer, FusibleConv) or layer.fused_impl != impl:
             return False
-        if not _is_own(layer.bn, ABN) or layer.bn.impl != norm.impl:
+        if len(layers) > 1 and not is_own(layer, FusibleConv):
             return False
-        if not (_is_own(layer.aa, BlurPool2d) or _is_own(layer.aa, nn.Identity)):
+        if not (is_own(layer.aa, BlurPool2d) or is_own(layer.aa, nn.Identity)):
             return False
-    return se is None or _is_own(se, nn.Identity) or _excites(se)
+    return se is None or is_own(se, nn.Identity) or _excites(se)
 
 
 def runs_behind(norm: NormAct, conv: nn.Module, x: Tensor) -> bool:
@@ -77,7 +151,7 @@ def runs_behind(norm: NormAct, conv: nn.Module, x: Tensor) -> bool:
     )
 
 
-def _is_own(module: nn.Module, kind: type[nn.Module]) -> bool:
+def is_own(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether a module computes what its kind does, and no one watches."""
     return (
         isinstance(module, kind) and type(module).forward is kind.forward and not is_watched(module)
@@ -94,8 +168,8 @@ def _is_nothing(drop_path: nn.Module) -> bool:
 def _excites(se: nn.Module) -> bool:
     return (
         isinstance(se, SqueezeExcite)
-        and _is_own(se, SqueezeExcite)
-        and _is_own(se.pool, GlobalPool2d)
+        and is_own(se, SqueezeExcite)
+        and is_own(se.pool, GlobalPool2d)
         and se.pool.pool_type in ("avg", "fast")
         and all(type(fc) is nn.Conv2d and not is_watched(fc) for fc in (se.fc1, se.fc2))
     )

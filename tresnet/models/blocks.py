@@ -137,7 +137,7 @@ class BasicBlock(nn.Module):
         if not runs_fused(x, (self.conv1, self.conv2), self.se, self.drop_path):
             y = self._forward_plain(x)
             return y, y
-        y = self.conv1.normalise_into(self.conv2.conv, self.conv1.conv(x))
+        y = self.conv1.normalise_into(self.conv2, self.conv1.convolve(x))
         return self.conv2.normalise(y, self.se, self.downsample(twin), self.keep_output)
 
 
@@ -198,6 +198,6 @@ class Bottleneck(nn.Module):
         if not runs_fused(x, layers, self.se, self.drop_path):
             y = self._forward_plain(x)
             return y, y
-        y = self.conv1.normalise_into(self.conv2.conv, self.conv1.conv(x))
-        y = self.conv2.normalise_into(self.conv3.conv, y, self.se)
+        y = self.conv1.normalise_into(self.conv2, self.conv1.convolve(x))
+        y = self.conv2.normalise_into(self.conv3, y, self.se)
         return self.conv3.normalise(y, None, self.downsample(twin), self.keep_output)

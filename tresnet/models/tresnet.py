@@ -378,7 +378,7 @@ class TResNet(nn.Module):
         for module in self.modules():
             if isinstance(module, ABN):
                 module.set_impl(impl)
-            elif isinstance(module, BlurPool2d | SpaceToDepth):
+            elif isinstance(module, BlurPool2d | SpaceToDepth | FoldedConv):
                 module.impl = impl
 
     def set_recompute(self, what: str) -> None:

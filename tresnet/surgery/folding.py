@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from tresnet.errors import InputError
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
-from tresnet.layers.norm import PLAIN_NORMS, NormAct
+from tresnet.layers.norm import ABN, PLAIN_NORMS, NormAct
 from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.layers.watched import check_model, refuse_watched, what_watches
 from tresnet.models.padding import pad_channels
 from tresnet.models.tresnet import TResNet
+from tresnet.ops.dispatch import Impl
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 AnyNorm = NormAct | nn.BatchNorm2d | nn.SyncBatchNorm
@@ -56,7 +57,7 @@ def fold(
         pad_channels(network, network.pad or 8 if pad_to is None else pad_to, inplace=True)
     # a block that several parents share stays shared
     new = {
-        id(m): FoldedConv(fold_norm(m.conv, m.bn), m.slope, m.aa)
+        id(m): FoldedConv(fold_norm(m.conv, m.bn), m.slope, m.aa, _impl(m.bn))
         for m in folded.modules()
         if isinstance(m, ConvNormAct)
     }
@@ -74,6 +75,10 @@ def fold(
         return folded
     model.__dict__.update(folded.__dict__)
     return model
+
+
+def _impl(norm: nn.Module) -> Impl:
+    return norm.impl if isinstance(norm, ABN) else "reference"
 
 
 def _pairs(parent: nn.Sequential) -> list[tuple[str, str]]:
@@ -146,7 +151,7 @@ def _fold_pairs(parent: nn.Sequential) -> None:
         assert isinstance(norm, AnyNorm)
         folded = fold_norm(conv, norm)
         if isinstance(norm, NormAct):
-            folded = FoldedConv(folded, norm.slope, nn.Identity())
+            folded = FoldedConv(folded, norm.slope, nn.Identity(), _impl(norm))
         parent.register_module(name, folded)
         parent.register_module(next_name, nn.Identity())
 

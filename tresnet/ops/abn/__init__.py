@@ -8,7 +8,7 @@ from torch import Tensor
 from tresnet.errors import InputError
 from tresnet.ops import recompute
 from tresnet.ops.abn import reference
-from tresnet.ops.abn.fused import Convolution, Settings, fused_abn
+from tresnet.ops.abn.fused import Convolution, Settings, fused_abn, shift
 from tresnet.ops.abn.recomputed import ActivatedBatchNorm
 from tresnet.ops.dispatch import Impl, check_impl, runs_kernels, traced
 
@@ -124,4 +124,4 @@ def _check_tail(x: Tensor, blur: bool, shortcut: Tensor | None) -> None:
         )
 
 
-__all__ = ["Convolution", "SEWeights", "Settings", "abn", "fused_abn"]
+__all__ = ["Convolution", "SEWeights", "Settings", "abn", "fused_abn", "shift"]

@@ -78,6 +78,18 @@ def _no_values(device: torch.device) -> Tensor:
     return torch.empty(0, device=device)
 
 
+@functools.cache
+def _identity(channels: int, device: torch.device) -> Tensor:
+    """The statistics (4, C) that leave values as they are: mean 0, scale 1."""
+    stats = torch.zeros(4, channels, dtype=torch.float32, device=device)
+    stats[1].fill_(1.0)
+    return stats
+
+
+def _given(stats: Tensor | None, x: Tensor) -> Tensor:
+    return _identity(x.shape[1], x.device) if stats is None else stats
+
+
 def _stats(x: Tensor, channels: int) -> Tensor:
     return x.new_empty(4, channels, dtype=torch.float32)
 
@@ -161,11 +173,17 @@ def _squeeze_sums(x: Tensor, stats: Any, bias: Any, slope: float | None, blur: b
 
 
 @operator(_squeeze_sums)
-def squeeze(x: Tensor, stats: Tensor, bias: Tensor, slope: float | None, blur: bool) -> Tensor:
-    """Sums over the pixels of each sample's chunks, after activation and blur: (chunks, C)."""
+def squeeze(
+    x: Tensor, stats: Tensor | None, bias: Tensor, slope: float | None, blur: bool
+) -> Tensor:
+    """Sums over the pixels of each sample's chunks, after activation and blur: (chunks, C).
+
+    Without `stats`, `x` is normalised already, but for its shift.
+    """
     grid, warps, numbers, _ = _squeeze_cut(x, slope, blur)
     partial = _squeeze_sums(x, stats, bias, slope, blur)
-    launch(_kernels().squeeze, grid, warps, (x, stats, bias.contiguous(), partial), numbers)
+    norm = x, _given(stats, x), bias.contiguous()
+    launch(_kernels().squeeze, grid, warps, (*norm, partial), numbers)
     return partial
 
 
@@ -211,7 +229,7 @@ def unpacked(bits: Tensor, x: Tensor) -> Tensor:
 )
 def apply(
     x: Tensor,
-    stats: Tensor,
+    stats: Tensor | None,
     bias: Tensor,
     gate: Tensor | None,
     shortcut: Tensor | None,
@@ -221,12 +239,13 @@ def apply(
 ) -> tuple[Tensor, Tensor]:
     """relu(gate * blur(act((x - mean) * scale + bias)) + shortcut), each part where asked for.
 
-    With `keep_bits`, also where the ReLU lets gradients pass, a bit each: see `unpacked`.
+    Without `stats`, mean is 0 and scale 1. With `keep_bits`, also where the ReLU lets gradients
+    pass, a bit each: see `unpacked`.
     """
     parts = gate is not None, shortcut is not None, keep_bits
     grid, warps, numbers, _ = _apply_cut(x, slope, blur, *parts)
     out, bits = _output(x, blur), _bits(x) if keep_bits else _no_values(x.device)
-    norm = x, stats, bias.contiguous(), _or(gate, x)
+    norm = x, _given(stats, x), bias.contiguous(), _or(gate, x)
     if blur:
         launch(_kernels().apply_blurred, grid, warps, (*norm, out), numbers)
     else:

@@ -45,7 +45,7 @@ def _pixels_and_chunk(x: Tensor, blur: bool) -> tuple[int, int]:
 def forward(
     partial: Tensor,
     x: Tensor,
-    stats: Tensor,
+    stats: Tensor | None,
     bias: Tensor,
     linear: bool,
     blur: bool,
@@ -60,7 +60,7 @@ def forward(
         partial: what `tresnet.ops.abn.launch.squeeze` returned; if `linear`, the second that
             `statistics` did.
         x: what they were of, (N, C, ...).
-        stats: (4, C), as `tresnet.ops.abn.launch.statistics` returns it.
+        stats: (4, C), as `tresnet.ops.abn.launch.statistics` returns it; read if `linear`.
         bias: (C,), beta.
         linear: the maps are z, so that their means follow from those of x.
         blur: the maps are blurred.
@@ -76,8 +76,8 @@ def forward(
     launch(
         _kernels().excite, (-(-samples // BN), 1, 1), WARPS,
         (
-            partial, stats, bias.contiguous(), fc1.contiguous(), fc1_bias.contiguous(),
-            fc2.contiguous(), fc2_bias.contiguous(), squeezed, hidden, gate,
+            partial, partial if stats is None else stats, bias.contiguous(), fc1.contiguous(),
+            fc1_bias.contiguous(), fc2.contiguous(), fc2_bias.contiguous(), squeezed, hidden, gate,
         ),
         (samples, channels, reduced, pixels, len(partial) // samples, chunk, linear, *TILE),
     )  # fmt: skip
