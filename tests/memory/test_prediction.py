@@ -16,6 +16,7 @@ from tresnet.memory import Category, Phase, predict
 from tresnet.memory.allocator import round_request
 from tresnet.memory.device import MIB
 from tresnet.models.named import build_named
+from tresnet.ops.operators import noted
 from tresnet.steps import OptimConfig
 
 WIDTH = 1024
@@ -324,8 +325,12 @@ def test_attention_keeps_its_matrix_where_no_kernel_takes_the_heads(amp, masked,
 
 def test_folded_inference_holds_no_activation_of_a_norm():
     step = {"batch_size": 256, "amp": "bf16", "train": False}
-    folded, plain = (predict("tresnet_t", fold=fold, **step) for fold in (True, False))
+    with noted() as launches:
+        folded = predict("tresnet_t", fold=True, **step)
+    plain = predict("tresnet_t", fold=False, **step)
     assert "folded" in str(folded)
+    # the kernels that a GPU runs behind each convolution
+    assert {"apply", "apply_blurred", "squeeze"} <= {kernel.__name__ for kernel, *_ in launches}
     assert folded.allocated.expected_bytes <= plain.allocated.expected_bytes
 
 

@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import tresnet
@@ -13,6 +14,7 @@ from tests.live_storages import live_after
 from tests.operators import Recorder
 from tests.ops.kernels import DEVICE, large_tiles, poisoned_memory  # noqa: F401
 from tresnet.errors import InputError
+from tresnet.layers.norm import ABN
 from tresnet.models.tresnet import RECOMPUTE
 from tresnet.ops import recompute
 from tresnet.ops.abn import launch
@@ -110,6 +112,44 @@ def test_a_folded_model_runs_its_modules_where_someone_looks_or_wants_gradients(
         block.conv2.conv = nn.Sequential(conv)
         torch.testing.assert_close(folded(x), expected, rtol=1e-4, atol=1e-5)
     assert len(seen) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda block: setattr(block, "downsample", nn.AdaptiveAvgPool2d(1)),
+        lambda block: setattr(block.se, "fc1", nn.Conv2d(8, 64, 3, padding=1)),
+        lambda block: setattr(block.se, "fc1", nn.Conv2d(8, 64, 1, groups=2)),
+        lambda block: setattr(block.se, "fc2", nn.Conv2d(64, 1, 1)),
+        lambda block: setattr(block.se.fc1, "bias", None),
+    ],
+    ids=["one pixel", "3x3", "groups", "one gate", "no bias"],
+)
+@pytest.mark.parametrize("folds", [True, False])
+def test_parts_that_the_kernels_do_not_know_run_as_they_are(change, folds):
+    ours, x = make("reference").eval(), torch.rand(2, 3, 32, 32, device=DEVICE)
+    ours = fold(ours) if folds else ours
+    change(ours.body.layer1[0])
+    ours.to(DEVICE)
+    with torch.no_grad():
+        expected = ours(x)
+        ours.set_impl("triton")
+        torch.testing.assert_close(ours(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_folded_parts_refuse_or_pass_on_what_the_kernels_cannot_do():
+    norm = ABN(4, 0.01)
+    norm.set_impl("triton")
+    folded = fold(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), norm).to(DEVICE).eval())
+    batch, tangent = torch.randn(2, 1, 3, 6, 6, device=DEVICE)
+    with torch.no_grad():
+        torch.testing.assert_close(folded(batch[0]), folded(batch)[0], rtol=1e-4, atol=1e-5)
+        with forward_ad.dual_level():
+            dual = folded(forward_ad.make_dual(batch, tangent))
+            assert forward_ad.unpack_dual(dual).tangent is not None
+        folded[0].conv.bias = nn.Parameter(torch.ones(1, device=DEVICE))
+        with pytest.raises(InputError, match="4 channels"):
+            folded(batch)
 
 
 def test_the_choice_reaches_blurs_and_the_stem(monkeypatch):

@@ -129,6 +129,7 @@ def launches(dtype: torch.dtype, layout: torch.memory_format, channels: int) -> 
         launch.statistics(x, vector, vector, vector, 0.1, 1e-5, per_sample, True)
     for blur in (False, True):
         launch.squeeze(x, stats, vector, 1e-3, blur)
+        launch.squeeze(x, None, vector, 1e-3, blur)
     for slope, blur, se, join in (
         (1e-3, False, False, False),
         (1e-3, True, False, False),
@@ -141,6 +142,7 @@ def launches(dtype: torch.dtype, layout: torch.memory_format, channels: int) -> 
         gates, added = gate if se else None, x if join else None
         grad = half if blur else x
         launch.apply(x, stats, vector, gates, added, slope, blur)
+        launch.apply(x, None, vector, gates, added, slope, blur)
         twin = bits = None
         if join:
             twin = grad

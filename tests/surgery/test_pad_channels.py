@@ -236,3 +236,11 @@ def test_what_cannot_be_padded():
         pad_channels(torch.compile(network()))
     with pytest.raises(InputError, match="got one without padding"):
         unpad_channels(network())
+
+
+def test_one_gate_for_all_channels_stays_one():
+    model, x = network().double(), images(torch.double)
+    se = model.body.layer1[0].se
+    se.fc2 = nn.Conv2d(se.fc1.out_channels, 1, 1).double()
+    with torch.no_grad():
+        torch.testing.assert_close(pad_channels(model, 32)(x), model(x), rtol=1e-10, atol=1e-10)

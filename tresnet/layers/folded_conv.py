@@ -5,6 +5,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
 from tresnet.errors import InputError
 from tresnet.layers.fusion import FusibleConv
@@ -55,15 +57,15 @@ class FoldedConv(FusibleConv):
     @property
     def fused_impl(self) -> Impl | None:
         """Whose kernels may follow the convolution; None where it is not as it was made."""
-        if torch.is_grad_enabled() or traced():
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0 or traced():
             return None
         conv = self.conv
-        plain = type(conv) is nn.Conv2d and self._unwatched() and type(conv.bias) is nn.Parameter
-        return self.impl if plain else None
+        plain = type(conv) is nn.Conv2d and type(conv.bias) in (nn.Parameter, FakeTensor)
+        return self.impl if plain and self._unwatched() else None
 
     def kernels_run(self, x: Tensor) -> bool:
         """Whether they run on what the convolution makes of `x`."""
-        return runs_kernels(x, self.impl)
+        return x.dim() == 4 and runs_kernels(x, self.impl)
 
     def convolve(self, x: Tensor) -> Tensor:
         """The convolution without its bias, which the kernels add."""

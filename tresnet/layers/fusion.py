@@ -80,7 +80,8 @@ class FusibleConv(nn.Module):
         """
         blur = isinstance(self.aa, BlurPool2d)
         weights = se.weights() if isinstance(se, SqueezeExcite) else None
-        if shortcut is not None and (blur or shortcut.dtype != x.dtype):
+        fits = shortcut is None or (shortcut.dtype == x.dtype and shortcut.shape == x.shape)
+        if shortcut is not None and (blur or not fits):
             y = torch.relu_(self._run(x, blur, weights, None, True)[0] + shortcut)
             return y, y
         return self._run(x, blur, weights, shortcut, keep_output)
@@ -89,7 +90,9 @@ class FusibleConv(nn.Module):
         self, layer: "FusibleConv", x: Tensor, se: nn.Module | None = None
     ) -> Tensor:
         """The convolution of `layer` on what `normalise` returns, which nothing else reads."""
-        return layer.convolve(self.normalise(x, se)[0])
+        y = self.normalise(x, se)[0]
+        del x  # only in inference nobody else holds it
+        return layer.convolve(y)
 
 
 def runs_fused(
@@ -171,5 +174,18 @@ def _excites(se: nn.Module) -> bool:
         and is_own(se, SqueezeExcite)
         and is_own(se.pool, GlobalPool2d)
         and se.pool.pool_type in ("avg", "fast")
-        and all(type(fc) is nn.Conv2d and not is_watched(fc) for fc in (se.fc1, se.fc2))
+        and _is_linear(se.fc1)
+        and _is_linear(se.fc2)
+        and se.fc2.out_channels == se.fc1.in_channels
+    )
+
+
+def _is_linear(fc: nn.Module) -> bool:
+    return (
+        type(fc) is nn.Conv2d
+        and not is_watched(fc)
+        and fc.kernel_size == (1, 1)
+        and fc.padding == (0, 0)
+        and fc.groups == 1
+        and fc.bias is not None
     )

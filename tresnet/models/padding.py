@@ -120,7 +120,9 @@ def _pad(model: TResNet, multiple: int) -> None:
             wanted.append((conv, norm, inputs, outputs))
         elif isinstance(module, SqueezeExcite):
             reduced, channels = wide(module.fc1.out_channels), wide(module.fc1.in_channels)
-            wanted += [(module.fc1, None, channels, reduced), (module.fc2, None, reduced, channels)]
+            given = module.fc2.out_channels
+            gates = channels if given == module.fc1.in_channels else given  # one for all channels
+            wanted += [(module.fc1, None, channels, reduced), (module.fc2, None, reduced, gates)]
     _resize(model, wanted)
     after = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     model.pad = multiple

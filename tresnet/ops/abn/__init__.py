@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from tresnet.errors import InputError
-from tresnet.ops import recompute
-from tresnet.ops.abn import reference
-from tresnet.ops.abn.fused import Convolution, Settings, fused_abn, shift
+from tresnet.ops import recompute, tiles
+from tresnet.ops.abn import launch, reference
+from tresnet.ops.abn.fused import Convolution, Settings, excited, fused_abn
 from tresnet.ops.abn.recomputed import ActivatedBatchNorm
 from tresnet.ops.dispatch import Impl, check_impl, runs_kernels, traced
 
@@ -95,6 +95,41 @@ def abn(
     y, scale, shift = ActivatedBatchNorm.apply(x, weight, bias, *running, *options)  # pyright: ignore[reportGeneralTypeIssues]
     recompute.offer(y, lambda a, b, c: reference.affine(a, b, c, chosen.slope), x, scale, shift)
     return y
+
+
+def shift(
+    x: Tensor,
+    bias: Tensor,
+    slope: float | None,
+    blur: bool,
+    se: SEWeights | None,
+    shortcut: Tensor | None,
+) -> Tensor:
+    """What `abn` does behind the norm, by the kernels, where a convolution has the norm folded in.
+
+    For inference: it has no gradient.
+
+    Args:
+        x: (N, C, H, W), the convolution's output without its bias.
+        bias: (C,), of the convolution.
+        slope: negative slope of the leaky ReLU; None leaves the activation out.
+        blur: as `blur_pool`.
+        se: as in `abn`.
+        shortcut: added before a ReLU; shape and dtype of what it is added to.
+
+    Returns:
+        (N, C, H, W), or half the height and width with `blur`, in the dtype of `x`.
+
+    Raises:
+        InputError: something does not fit `x`.
+    """
+    _check_vectors(x, bias, *(se[2:] if se else ()))
+    _check_tail(x, blur, shortcut)
+    x = tiles.dense(x)
+    if shortcut is not None:
+        shortcut = tiles.dense(shortcut, x)
+    gate = None if se is None else excited(x, None, bias, None, slope, blur, se)[2]
+    return launch.apply(x, None, bias, gate, shortcut, slope, blur)[0]
 
 
 def _check_vectors(x: Tensor, *vectors: Tensor) -> None:

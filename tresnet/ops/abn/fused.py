@@ -143,7 +143,7 @@ def _statistics(
     return stats, partial, total
 
 
-def _excite(
+def excited(
     x: Tensor, stats: Any, bias: Tensor, partial: Any, slope: Any, blur: bool, layers: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What SE squeezes, its hidden layer and its gate; `partial` spares a pass over `x`."""
@@ -185,7 +185,7 @@ class FusedABN(torch.autograd.Function):
         squeezed = hidden = gate = None
         if layers[0] is not None:
             sums = partial if linear_squeeze else None  # a linear function's means need no pass
-            squeezed, hidden, gate = _excite(x, stats, bias, sums, slope, blur, layers)
+            squeezed, hidden, gate = excited(x, stats, bias, sums, slope, blur, layers)
         out, bits = launch.apply(x, stats, bias, gate, shortcut, slope, blur, keep_bits)
         ctx.joined = joined = shortcut is not None
         ctx.settings, ctx.convolution = settings, convolution
@@ -401,30 +401,3 @@ def fused_abn(
 
     recompute.offer(y, rebuild, x, stats, bias, *factors)
     return y, twin
-
-
-def shift(
-    x: Tensor,
-    bias: Tensor,
-    slope: float | None,
-    blur: bool,
-    se: tuple[Tensor, Tensor, Tensor, Tensor] | None,
-    shortcut: Tensor | None,
-) -> Tensor:
-    """What `fused_abn` does behind the norm, where a convolution has the norm folded in.
-
-    For inference: it has no gradient.
-
-    Args:
-        x: (N, C, ...), the convolution's output without its bias.
-        bias: (C,), of the convolution.
-        slope: as in `Settings`.
-        blur: as in `Settings`.
-        se: the two layers of squeeze and excitation.
-        shortcut: added before a ReLU.
-    """
-    x = tiles.dense(x)
-    if shortcut is not None:
-        shortcut = tiles.dense(shortcut, x)
-    gate = None if se is None else _excite(x, None, bias, None, slope, blur, se)[2]
-    return launch.apply(x, None, bias, gate, shortcut, slope, blur)[0]

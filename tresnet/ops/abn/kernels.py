@@ -151,7 +151,7 @@ def running_moments(weight, running_mean, running_var, out, C, eps, BC: tl.const
 @kernel
 def squeeze(
     x, stats, bias, partial, P, C, H, W, HO, WO, xn, xp, xc, splits, chunk, slope,
-    HAS_ACT: tl.constexpr, BLUR: tl.constexpr,
+    HAS_ACT: tl.constexpr, BLUR: tl.constexpr, NORM: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
     """Sum of b over the pixels of one chunk of one sample; partial: (N * splits, C).
@@ -162,7 +162,7 @@ def squeeze(
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
     group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
     x += n * xn if BLUR else n * xn + start.to(tl.int64) * xp
-    mu, k, beta = load_norm(stats, bias, C, c, known)
+    mu, k, beta = load_norm(stats, bias, C, c, known, NORM)
     rows = tl.arange(0, BP)
     total = tl.zeros((BP, BC), tl.float32)
     for begin in range(0, count, BP):
@@ -186,7 +186,7 @@ def squeeze(
 def apply(
     x, stats, bias, gate, shortcut, out, bits, P, C, xn, xp, xc, splits, chunk, slope,
     HAS_ACT: tl.constexpr, HAS_GATE: tl.constexpr, JOIN: tl.constexpr, BITS: tl.constexpr,
-    ORDER: tl.constexpr,
+    NORM: tl.constexpr, ORDER: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one sample of out, without blur, from one read of x.
@@ -196,7 +196,7 @@ def apply(
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
     _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC, ORDER)
-    mu, k, beta = load_norm(stats, bias, C, c, known)
+    mu, k, beta = load_norm(stats, bias, C, c, known, NORM)
     if HAS_GATE:
         factor = tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
     rows = tl.arange(0, BP)
@@ -250,7 +250,8 @@ def load_activated(x, w, mask, W, xp, mu, k, beta, slope, HAS_ACT: tl.constexpr)
 def apply_blurred(
     x, stats, bias, gate, out, P, C, H, W, HO, WO,
     xn, xp, xc, on, op, oc, splits, chunk, slope,
-    HAS_ACT: tl.constexpr, HAS_GATE: tl.constexpr, ORDER: tl.constexpr,
+    HAS_ACT: tl.constexpr, HAS_GATE: tl.constexpr, NORM: tl.constexpr,
+    ORDER: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one sample of out, with blur: in squares of two by two, which P counts.
@@ -261,7 +262,7 @@ def apply_blurred(
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
     on, op, oc = aligned_strides(on, op, oc, AP, AC)
     _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC, ORDER)
-    mu, k, beta = load_norm(stats, bias, C, c, known)
+    mu, k, beta = load_norm(stats, bias, C, c, known, NORM)
     if HAS_GATE:
         factor = tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
     x += n * xn

@@ -78,18 +78,6 @@ def _no_values(device: torch.device) -> Tensor:
     return torch.empty(0, device=device)
 
 
-@functools.cache
-def _identity(channels: int, device: torch.device) -> Tensor:
-    """The statistics (4, C) that leave values as they are: mean 0, scale 1."""
-    stats = torch.zeros(4, channels, dtype=torch.float32, device=device)
-    stats[1].fill_(1.0)
-    return stats
-
-
-def _given(stats: Tensor | None, x: Tensor) -> Tensor:
-    return _identity(x.shape[1], x.device) if stats is None else stats
-
-
 def _stats(x: Tensor, channels: int) -> Tensor:
     return x.new_empty(4, channels, dtype=torch.float32)
 
@@ -169,7 +157,7 @@ def running_statistics(weight: Tensor, mean: Tensor, var: Tensor, eps: float) ->
 
 
 def _squeeze_sums(x: Tensor, stats: Any, bias: Any, slope: float | None, blur: bool) -> Tensor:
-    return x.new_empty(_squeeze_cut(x, slope, blur).groups, x.shape[1], dtype=torch.float32)
+    return x.new_empty(_squeeze_cut(x, slope, blur, True).groups, x.shape[1], dtype=torch.float32)
 
 
 @operator(_squeeze_sums)
@@ -180,21 +168,20 @@ def squeeze(
 
     Without `stats`, `x` is normalised already, but for its shift.
     """
-    grid, warps, numbers, _ = _squeeze_cut(x, slope, blur)
-    partial = _squeeze_sums(x, stats, bias, slope, blur)
-    norm = x, _given(stats, x), bias.contiguous()
-    launch(_kernels().squeeze, grid, warps, (*norm, partial), numbers)
+    grid, warps, numbers, _ = _squeeze_cut(x, slope, blur, stats is not None)
+    partial, bias = _squeeze_sums(x, stats, bias, slope, blur), bias.contiguous()
+    launch(_kernels().squeeze, grid, warps, (x, _or(stats, bias), bias, partial), numbers)
     return partial
 
 
 @by_form
-def _squeeze_cut(x: Tensor, slope: float | None, blur: bool) -> _Cut:
+def _squeeze_cut(x: Tensor, slope: float | None, blur: bool, normed: bool) -> _Cut:
     source = geometry(x, whole_batch=False)
     shape = halved(x) if blur else source
     cut = plan(shape, blur, source=source)
     numbers = shape.p, shape.c, *_image(x, blur), *source.strides, cut.splits, cut.chunk
     activated = slope or 0.0, slope is not None
-    return _launched(cut, shape.n * cut.splits, *numbers, *activated, blur)
+    return _launched(cut, shape.n * cut.splits, *numbers, *activated, blur, normed)
 
 
 def _output(x: Tensor, blur: bool) -> Tensor:
@@ -242,10 +229,11 @@ def apply(
     Without `stats`, mean is 0 and scale 1. With `keep_bits`, also where the ReLU lets gradients
     pass, a bit each: see `unpacked`.
     """
-    parts = gate is not None, shortcut is not None, keep_bits
+    parts = stats is not None, gate is not None, shortcut is not None, keep_bits
     grid, warps, numbers, _ = _apply_cut(x, slope, blur, *parts)
     out, bits = _output(x, blur), _bits(x) if keep_bits else _no_values(x.device)
-    norm = x, _given(stats, x), bias.contiguous(), _or(gate, x)
+    bias = bias.contiguous()
+    norm = x, _or(stats, bias), bias, _or(gate, x)
     if blur:
         launch(_kernels().apply_blurred, grid, warps, (*norm, out), numbers)
     else:
@@ -255,8 +243,9 @@ def apply(
 
 @by_form
 def _apply_cut(
-    x: Tensor, slope: float | None, blur: bool, gated: bool, joins: bool, keep_bits: bool
-) -> _Cut:
+    x: Tensor, slope: float | None, blur: bool, normed: bool, gated: bool, joins: bool,
+    keep_bits: bool,
+) -> _Cut:  # fmt: skip
     source = geometry(x, whole_batch=not (blur or gated))
     shape = halved(x, times=2) if blur else source
     cut = plan(shape, blur, writes=True, source=source)
@@ -264,9 +253,9 @@ def _apply_cut(
     if blur:
         strides = *source.strides, *geometry(_output(x, blur), whole_batch=False).strides
         numbers = *_image(x, blur), *strides, *ends, *activated
-        return _launched(cut, 0, shape.p, shape.c, *numbers, cut.order)
+        return _launched(cut, 0, shape.p, shape.c, *numbers, normed, cut.order)
     bits = _lines(x)[0] if keep_bits else 0
-    numbers = *source.strides, *ends, *activated, joins, bits, cut.order
+    numbers = *source.strides, *ends, *activated, joins, bits, normed, cut.order
     return _launched(cut, 0, shape.p, shape.c, *numbers)
 
 
