@@ -110,5 +110,10 @@ def test_constraints_pin_everything_and_agree_with_the_project():
         assert version(pin) >= version(floor), f"{name}: pinned to {pin}, needed {floor}"
 
 
+def test_the_citation_names_the_projects_version():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"version: {project['version']}" in (ROOT / "CITATION.cff").read_text().splitlines()
+
+
 def version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split("."))
