@@ -6,10 +6,6 @@ if __name__ == "__main__":
     # Importing torch takes seconds, in which Ctrl-C is to end this without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    from tresnet.engine.signals import end_with_torchrun
-
-    end_with_torchrun()
-
     from tresnet.engine.command import eval_main
     from tresnet.engine.distributed import leave
 

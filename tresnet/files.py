@@ -152,19 +152,6 @@ def lock(directory: Path) -> Iterator[None]:
             _held.discard(file)
 
 
-def is_locked(directory: Path) -> bool:
-    """Whether a process, this one included, has the directory for itself."""
-    try:
-        with (directory / LOCK).open(encoding="utf-8") as file:
-            if fcntl is not None:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # there is no lock, or a file system without any
-        return False
-    return False
-
-
 def _flock(file: IO[str]) -> None:
     """Take the lock, waiting a moment for a process that is just being killed."""
     deadline_s = time.monotonic() + PATIENCE_S

@@ -135,25 +135,6 @@ def test_processes_meet_under_a_name_of_their_own_whatever_ended_ones_left_in_th
         distributed.meet(store, 0, 3, timeout / 100)
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_a_process_ends_with_the_torchrun_that_started_it(monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    reading, writing = os.pipe()
-    launcher = os.fork()
-    if not launcher:
-        if not os.fork():
-            signals.end_with_torchrun()
-            os.write(writing, b"x")
-        time.sleep(100)
-        os._exit(1)
-    os.close(writing)
-    with open(reading, "rb", buffering=0) as pipe:
-        assert pipe.read(1) == b"x"
-        os.kill(launcher, signal.SIGKILL)
-        os.waitpid(launcher, 0)
-        assert pipe.read(1) == b""  # its last writer has ended
-
-
 def test_processes_with_other_options_do_not_train_together(tiny):
     class Two(Processes):
         def gather(self, value):

@@ -1,11 +1,12 @@
 import csv
 import json
+import os
 import sys
 import types
 
 import pytest
 
-from tresnet.engine.logs import COLUMNS, RunLog
+from tresnet.engine.logs import COLUMNS, RunLog, read_rows
 from tresnet.errors import WriteError
 
 
@@ -31,43 +32,39 @@ def test_rows_are_written_twice_and_absent_values_are_empty(tmp_path, monkeypatc
     table, rows = read(tmp_path)
     assert table[0] == list(COLUMNS)
     cells = dict(zip(*table, strict=True))
-    assert (cells["phase"], cells["loss"], cells["allocated_mib"]) == ("train", "0.123457", "")
-    assert cells["val_loss"] == "nan"
-    assert (rows[0]["loss"], rows[0]["val_loss"], rows[0]["allocated_mib"]) == (
-        0.123456789,
-        None,
-        None,
-    )
+    names = ("phase", "loss", "val_loss", "allocated_mib")
+    assert [cells[name] for name in names] == ["train", "0.123457", "", ""]
+    assert [rows[0][name] for name in names] == ["train", 0.123456789, None, None]
     with pytest.raises(ValueError, match="no such columns"):
         log.row(phase="train", top1=3.0)
+    (tmp_path / "log.jsonl").unlink()
+    (tmp_path / "log.jsonl").mkdir()
+    with pytest.raises(WriteError, match=r"cannot write .*log\.jsonl: Is a directory"):
+        log.row(phase="train", step=1)
 
 
-@pytest.mark.parametrize("damage", ["rows that come again", "half a row", "binary", "missing"])
-def test_going_on_writes_the_rows_of_the_state_whatever_became_of_the_files(tmp_path, damage):
-    rows = []
-    log = RunLog(tmp_path, rows, 0, tensorboard=False)
+@pytest.mark.parametrize(
+    ("damage", "kept"),
+    [
+        (lambda text: text, [0, 6]),  # with a row that will be written again
+        (lambda text: text[:-9], [0, 6]),
+        (lambda text: text[:-9] + "\n", [0, 6]),
+        (lambda text: "{", []),
+        (lambda text: "\udcff", []),
+    ],
+)
+def test_a_resumed_log_has_the_rows_of_its_state_once(tmp_path, damage, kept):
+    assert read_rows(tmp_path, 1) == []
+    log = RunLog(tmp_path, [], 0, tensorboard=False)
     for step in (0, 6, 12):
         log.row(phase="train", epoch=step // 6, step=step, loss=1.0)
-    for path in (tmp_path / "log.csv", tmp_path / "log.jsonl"):
-        if damage == "half a row":
-            path.write_bytes(path.read_bytes()[:-9])
-        if damage == "binary":
-            path.write_bytes(b"\xff\x00")
-        if damage == "missing":
-            path.unlink()
-    log = RunLog(tmp_path, rows[:2], 6, tensorboard=False)
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(os.fsencode(damage(path.read_text())))
+    log = RunLog(tmp_path, read_rows(tmp_path, 1), 6, tensorboard=False)
     log.row(phase="train", epoch=2, step=12, loss=2.0)
     table, found = read(tmp_path)
-    assert [row[COLUMNS.index("step")] for row in table] == ["step", "0", "6", "12"]
-    assert [(row["step"], row["loss"]) for row in found] == [(0, 1.0), (6, 1.0), (12, 2.0)]
-
-
-def test_a_log_that_cannot_be_written_is_an_error(tmp_path):
-    log = RunLog(tmp_path, [], 0, tensorboard=False)
-    (tmp_path / "log.csv").unlink()
-    (tmp_path / "log.csv").mkdir()
-    with pytest.raises(WriteError, match=r"cannot write .*log\.csv: Is a directory"):
-        log.row(phase="train", step=1)
+    assert [row[COLUMNS.index("step")] for row in table] == ["step", *map(str, kept), "12"]
+    assert [(row["step"], row["loss"]) for row in found] == [*((s, 1.0) for s in kept), (12, 2.0)]
 
 
 def test_tensorboard_gets_the_numbers_if_it_is_installed(tmp_path, monkeypatch):

@@ -64,16 +64,14 @@ def test_a_run_that_cannot_begin_leaves_its_name_free(tiny, held, monkeypatch):
     rundir.discard(directory)  # somebody else was quicker
 
 
-@pytest.mark.parametrize("damage", [None, b"{}", b"[1", b"\xff", b'["' + b"[" * 9999])
-def test_each_start_of_a_run_leaves_its_environment(tmp_path, damage):
-    said = []
-    rundir.add_environment(tmp_path, {"torch": "1"}, said.append)
-    if damage is not None:
-        (tmp_path / rundir.ENVIRONMENT).write_bytes(damage)
-    rundir.add_environment(tmp_path, {"torch": "2"}, said.append)
-    records = json.loads((tmp_path / rundir.ENVIRONMENT).read_text())
-    assert records == [{"torch": "1"}, {"torch": "2"}][damage is not None :]
-    assert len(said) == (damage is not None)
+def test_each_start_of_a_run_leaves_its_environment(tmp_path):
+    for version in "12":
+        rundir.add_environment(tmp_path, {"torch": version})
+    path = tmp_path / rundir.ENVIRONMENT
+    assert json.loads(path.read_text()) == [{"torch": "1"}, {"torch": "2"}]
+    path.write_bytes(b"\xff")
+    rundir.add_environment(tmp_path, {"torch": "3"})
+    assert json.loads(path.read_text()) == [{"torch": "3"}]
 
 
 def test_auto_begins_in_a_new_or_an_empty_directory_and_in_no_other(tiny, held, tmp_path):

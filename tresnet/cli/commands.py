@@ -21,7 +21,6 @@ from tresnet.cli.list import List
 from tresnet.cli.memory import Memory
 from tresnet.cli.predict import Predict
 from tresnet.cli.push import Push
-from tresnet.cli.runs import Runs
 from tresnet.cli.shard import Shard
 from tresnet.cli.warm import Warm
 
@@ -32,7 +31,7 @@ _DESCRIPTION = """TResNet image classifiers: models, weights, predictions and me
 
 def parse(
     arguments: Sequence[str],
-) -> List | Info | Bench | Memory | Predict | Convert | Export | Push | Demo | Shard | Runs | Warm:
+) -> List | Info | Bench | Memory | Predict | Convert | Export | Push | Demo | Shard | Warm:
     """Return the command with its options.
 
     Raises:
@@ -49,7 +48,6 @@ def parse(
         | Annotated[Push, subcommand("push")]
         | Annotated[Demo, subcommand("demo")]
         | Annotated[Shard, subcommand("shard")]
-        | Annotated[Runs, subcommand("runs")]
         | Annotated[Warm, subcommand("warm")],  # pyright: ignore[reportArgumentType]
         prog="tresnet",
         description=_DESCRIPTION,

@@ -62,7 +62,7 @@ def parse_train(arguments: Sequence[str]) -> TrainCommand:
     early.add_argument("--resume", type=Path)
     named, _ = early.parse_known_args(arguments)
     if named.recipe is None and named.resume is not None and str(named.resume) != AUTO:
-        defaults = rundir.load_config(named.resume, _note)
+        defaults = configs.load(named.resume / rundir.CONFIG)
     else:
         defaults = recipe(named.recipe or "paper")
     return tyro.cli(
@@ -79,7 +79,7 @@ def _train(arguments: Sequence[str]) -> int:
     if command.dry_run:
         validate(command.config)
         if command.resume is not None and str(command.resume) != AUTO:
-            saved = rundir.load_config(command.resume, _note)
+            saved = configs.load(command.resume / rundir.CONFIG)
             config = configs.resumed(saved, command.config)
         else:
             compute = command.config.compute

@@ -1,9 +1,11 @@
-"""What a run writes about itself: one table as CSV and JSONL, and TensorBoard events."""
+"""What a run writes about itself: one table as JSONL and CSV, and TensorBoard events."""
 
+import contextlib
 import csv
 import io
 import json
 import math
+import os
 import secrets
 from collections.abc import Sequence
 from importlib import import_module
@@ -13,7 +15,7 @@ from typing import Any
 from tresnet import files
 from tresnet.errors import WriteError
 
-FILES = ("log.csv", "log.jsonl")
+TABLE, CSV = "log.jsonl", "log.csv"
 EVENTS = "events.out.tfevents"  # how TensorBoard's names begin
 TRACKED = "tracked.txt"  # what a tracker knows the run by
 COLUMNS = (
@@ -57,10 +59,14 @@ _TEXTS = {
 class RunLog:
     """The table of a run: a row each for the phases initial and model, for each epoch, and final.
 
-    `step` counts updates of the weights, `accuracy`, `val_top*`, `val_map` and `val_f1` are in
-    percent, `images_per_s` is over all processes, `data_wait_pct` the share of the time in which
-    training waited for images, `bad_steps` the updates skipped so far. A cell that does not apply
-    is empty in the CSV and null in the JSONL.
+    `step` counts optimizer steps, `accuracy`, `val_top*`, `val_map` and `val_f1` are in percent,
+    `images_per_s` is over all processes, `data_wait_pct` the part of the time in which training
+    waited for images, `bad_steps` the optimizer steps skipped so far. A cell that does not apply,
+    or is not a finite number, is null in `log.jsonl` and empty in `log.csv`. Rows are appended to
+    `log.jsonl`, and `log.csv` is derived from it.
+
+    Attributes:
+        rows: All rows so far.
     """
 
     def __init__(
@@ -72,28 +78,28 @@ class RunLog:
         track: str | None = None,
         config: dict[str, Any] | None = None,
     ) -> None:
-        """Write both files anew, from the rows that belong to the state the run goes on from.
+        """Begin a log, or continue one after the rows that belong to the resumed state.
 
         Args:
             directory: The run directory.
-            rows: So far; those written from now on are appended to this list too.
-            step: The update the run goes on from.
+            rows: What `read_rows` found there; the file has these alone from now on.
+            step: The optimizer step the run goes on from.
             tensorboard: Write event files too, if the package is installed.
-            track: wandb or trackio, to be told the same numbers; installed.
+            track: wandb or trackio, to be sent the same numbers; installed.
             config: What it is told of the run.
 
         Raises:
             WriteError: The files cannot be written, or the tracker refuses to begin.
         """
-        self._csv, self._jsonl = (directory / name for name in FILES)
-        self._rows = rows
-        files.write_text(self._csv, ",".join(COLUMNS) + "\n" + _csv_lines(rows))
+        self.rows = rows
+        self._jsonl, self._csv = directory / TABLE, directory / CSV
         files.write_text(self._jsonl, "".join(map(_json_line, rows)))
+        files.write_text(self._csv, _to_csv(rows))
         self._events = _event_writer(directory, step if rows else None) if tensorboard else None
         self._tracker = _tracker(track, directory, config) if track else None
 
-    def row(self, **values: Any) -> dict[str, Any]:
-        """Append a row and return it whole; columns not named stay empty.
+    def row(self, **values: Any) -> None:
+        """Append a row; columns not named stay empty.
 
         Raises:
             WriteError: The files cannot be written.
@@ -101,13 +107,17 @@ class RunLog:
         row = {name: values.pop(name, None) for name in COLUMNS}
         if values:
             raise ValueError(f"no such columns: {sorted(values)}")
-        self._rows.append(row)
-        for path, line in ((self._csv, _csv_lines([row])), (self._jsonl, _json_line(row))):
-            with files.explained(path), path.open("a", encoding="utf-8", newline="") as file:
-                file.write(line)
+        for name, value in row.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                row[name] = None  # JSON has no NaN
+        self.rows.append(row)
+        with files.explained(self._jsonl), self._jsonl.open("a", encoding="utf-8") as file:
+            file.write(_json_line(row))
+            file.flush()
+            os.fsync(file.fileno())  # before the state that the row belongs to
+        files.write_text(self._csv, _to_csv(self.rows))
         numbers = {k: v for k, v in row.items() if isinstance(v, float) and k != "elapsed_s"}
         self.scalars(row["step"], "epoch", numbers)
-        return row
 
     def scalars(self, step: int, prefix: str, values: dict[str, float]) -> None:
         """Send numbers to TensorBoard and to the tracker alone."""
@@ -126,22 +136,29 @@ class RunLog:
             self._tracker.finish()
 
 
+def read_rows(directory: Path, epochs: int) -> list[dict[str, Any]]:
+    """Read the rows of a run's log that belong to a state with so many whole epochs.
+
+    A kill between a row and its state leaves a row that will be written again, or a part of one:
+    reading ends at the first line that is not JSON.
+    """
+    rows = []
+    with contextlib.suppress(OSError, ValueError):
+        for line in (directory / TABLE).read_text(encoding="utf-8").splitlines():
+            rows.append(json.loads(line))  # noqa: PERF401 (those before a damaged line are kept)
+    return [row for row in rows if row["epoch"] <= epochs]
+
+
 def _json_line(row: dict[str, Any]) -> str:
-    """JSON has no NaN: null stands for it, and the CSV tells the difference."""
-    plain = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in row.items()
-    }
-    return json.dumps(plain, allow_nan=False) + "\n"
+    return json.dumps(row, allow_nan=False) + "\n"
 
 
-def _csv_lines(rows: Sequence[dict[str, Any]]) -> str:
+def _to_csv(rows: Sequence[dict[str, Any]]) -> str:
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, COLUMNS, lineterminator="\n")
+    writer.writeheader()
     for row in rows:
-        writer.writerow(
-            {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items() if k in COLUMNS}
-        )
+        writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
     return buffer.getvalue()
 
 

@@ -12,6 +12,7 @@ from tresnet import files
 from tresnet.engine import config as configs
 from tresnet.engine import logs, state
 from tresnet.engine.config import AUTO, TrainConfig
+from tresnet.engine.state import Record
 from tresnet.errors import CheckpointError, ConfigError
 
 CONFIG, ENVIRONMENT = "config.json", "environment.json"
@@ -21,7 +22,7 @@ Say = Callable[[str], object]
 
 def claim(
     config: TrainConfig, resume: Path | None, held: contextlib.ExitStack, say: Say
-) -> tuple[Path | None, Path | None]:
+) -> tuple[Path | None, tuple[Record, dict[str, Any]] | None]:
     """Find the run to go on with and lock its directory; called by process 0 alone.
 
     Args:
@@ -31,13 +32,14 @@ def claim(
         say: Told of damage.
 
     Returns:
-        The directory and the state in it to go on from. Without a directory a new one is to be
+        The directory and what `state.load` found in it. Without a directory a new one is to be
         made; without a state the run begins in that directory.
 
     Raises:
         ConfigError: Something else is at that place, or `auto` comes without a name.
         CheckpointError: There is no state to go on from, or none that can be read.
         BusyError: Another process is at work on that run.
+        WriteError: The directory cannot be written.
     """
     if resume is None:
         return None, None
@@ -52,14 +54,14 @@ def claim(
         raise ConfigError(f"--name: {directory} exists and is not a run's: choose another name")
     held.enter_context(files.lock(directory))
     files.remove_leftovers(directory)
-    found = state.find(directory, say)
+    found = state.load(directory, say)
     if found is None and not auto:
         raise CheckpointError(
             f"expected a checkpoint to resume from in {directory}, found none: the run stopped"
             " before its first one, or this is not a run's directory"
         )
     if found is not None:
-        write_config(directory, load_config(directory, say))
+        write_config(directory, found[0].config)
     return directory, found
 
 
@@ -90,29 +92,12 @@ def create(config: TrainConfig, now: datetime.datetime, held: contextlib.ExitSta
 
 def discard(directory: Path) -> None:
     """Remove the directory of a run that could not begin, so that its name is free again."""
-    own = (CONFIG, ENVIRONMENT, files.LOCK, logs.TRACKED, *logs.FILES)
+    own = (CONFIG, ENVIRONMENT, files.LOCK, logs.TRACKED, logs.TABLE, logs.CSV)
     with contextlib.suppress(OSError):  # it is gone already, or holds something that is not ours
         for path in directory.iterdir():
             if path.name in own or path.name.startswith(logs.EVENTS):
                 path.unlink()
         directory.rmdir()
-
-
-def load_config(directory: Path, say: Say) -> TrainConfig:
-    """A run's configuration, from its last state where its own file is damaged.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    try:
-        return configs.load(directory / CONFIG)
-    except ConfigError as error:
-        for name in (state.LAST, state.PREVIOUS):
-            with contextlib.suppress(CheckpointError):
-                config = state.read(directory / name)[0].config
-                say(f"{error}: taken from {name}")
-                return config
-        raise
 
 
 def write_config(directory: Path, config: TrainConfig) -> None:
@@ -124,22 +109,15 @@ def write_config(directory: Path, config: TrainConfig) -> None:
     files.write_text(directory / CONFIG, configs.to_json(config))
 
 
-def add_environment(directory: Path, record: dict[str, Any], say: Say) -> None:
+def add_environment(directory: Path, record: dict[str, Any]) -> None:
     """Append what the process that starts or resumes the run computes with.
 
     Raises:
         WriteError: It cannot be written.
     """
-    path = directory / ENVIRONMENT
-    records = []
-    try:
-        if path.is_file():
-            records = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(records, list):
-            raise TypeError("expected a list")
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        say(f"{path} cannot be read ({error}): begun anew")
-        records = []
+    path, records = directory / ENVIRONMENT, []
+    with contextlib.suppress(OSError, ValueError):  # there is none yet, or it is damaged
+        records = json.loads(path.read_text(encoding="utf-8"))
     files.write_text(path, json.dumps([*records, record], indent=2) + "\n")
 
 

@@ -1,10 +1,8 @@
 """Turns Ctrl-C and SIGTERM into a request to stop after the step under way."""
 
 import contextlib
-import ctypes
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +12,6 @@ from typing import Self
 # torchrun passes a Ctrl-C on to processes that the terminal has already told: one request, twice.
 ECHO_S = 2.0
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"
-_PR_SET_PDEATHSIG = 1
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 HANGUP = getattr(signal, "SIGHUP", None)  # Windows has none
 
@@ -64,15 +61,6 @@ class StopRequest:
             self.signum, self._asked_s = signum, now
         elif now - self._asked_s > ECHO_S:
             raise KeyboardInterrupt
-
-
-def end_with_torchrun() -> None:
-    """Have SIGTERM sent to this process when torchrun ends, killed even, which has started it.
-
-    Else it would wait for torchrun's store, and join the next run that opens the same port.
-    """
-    if sys.platform == "linux" and UNDER_TORCHRUN in os.environ:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
 
 @contextlib.contextmanager

@@ -1,8 +1,4 @@
-"""What a run saves to go on exactly where it stopped.
-
-A row of the log belongs to the state that holds it: a run that goes on writes its log anew from
-there, so that no row is lost or doubled, whatever became of the log.
-"""
+"""What a run saves to resume exactly where it stopped: `last.pt`, and `previous.pt` before it."""
 
 import dataclasses
 import math
@@ -16,18 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from tresnet.checkpoints.metadata import check_metadata
 from tresnet.checkpoints.save import checkpoint_metadata
-from tresnet.engine import fields
+from tresnet.engine import config as configs
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.distributed import Processes
-from tresnet.errors import CheckpointError, ConfigError, InputError
+from tresnet.errors import CheckpointError, ConfigError
 from tresnet.files import atomic_write, explained
 from tresnet.steps import TrainingStep
 
-FORMAT = 3
+FORMAT = 4
 LAST, PREVIOUS, BEST = "last.pt", "previous.pt", "best.safetensors"
-DAMAGED = "damaged.pt"
 
 
 @dataclasses.dataclass
@@ -99,13 +93,11 @@ class Record:
         config: The run's resolved configuration.
         identity: What it trains on.
         progress: How far it is.
-        rows: All rows of its log so far, of process 0.
     """
 
     config: TrainConfig
     identity: Identity
     progress: Progress = dataclasses.field(default_factory=Progress)
-    rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
 
 def save(directory: Path, step: TrainingStep, record: Record, processes: Processes) -> None:
@@ -114,7 +106,7 @@ def save(directory: Path, step: TrainingStep, record: Record, processes: Process
     What was `last.pt` becomes `previous.pt`.
 
     Raises:
-        WriteError: It cannot be written; `last.pt` is left as it was.
+        WriteError: It cannot be written; there is a whole state as before.
     """
     generators = processes.gather(random_state(processes.device))
     if not processes.is_main:
@@ -122,64 +114,50 @@ def save(directory: Path, step: TrainingStep, record: Record, processes: Process
     content = {
         **step.state_dict(),
         "format": FORMAT,
-        "config": record.config.to_dict(),
+        "config": configs.to_json(record.config),
         "identity": dataclasses.asdict(record.identity),
         "progress": dataclasses.asdict(record.progress),
-        "rows": record.rows,
         "metadata": checkpoint_metadata(step.model),
         "generators": generators,
     }
     path, previous = directory / LAST, directory / PREVIOUS
     with atomic_write(path) as temporary:
-        _write(content, temporary)
+        with temporary.open("wb") as stream:  # of a path torch hides why it cannot be written
+            torch.save(content, stream)
         if path.exists():
             with explained(previous):
-                previous.unlink(missing_ok=True)
-                try:
-                    os.link(path, previous)  # so that there is a last.pt at any moment
-                except OSError:  # a file system without links
-                    os.replace(path, previous)
+                os.replace(path, previous)
 
 
-def add_row(directory: Path, row: dict[str, Any]) -> None:
-    """Append a row to the last state, which stays the same otherwise.
+def load(directory: Path, say: Callable[[str], object]) -> tuple[Record, dict[str, Any]] | None:
+    """Read `last.pt` or, where that is damaged or missing, `previous.pt`, which takes its place.
 
-    Raises:
-        CheckpointError: It cannot be read.
-        WriteError: It cannot be written.
-    """
-    _, content = read(directory / LAST)
-    with atomic_write(directory / LAST) as temporary:
-        _write({**content, "rows": [*content["rows"], row]}, temporary)
+    Args:
+        directory: The run's.
+        say: Called with a line that says what is damaged.
 
-
-def find(directory: Path, say: Callable[[str], object]) -> Path | None:
-    """The newest state of a run that can be read: None if there is none at all.
-
-    A damaged `last.pt` is put aside, so that it does not become `previous.pt`.
+    Returns:
+        What `read` returns; None if the run has saved no state yet.
 
     Raises:
-        CheckpointError: There are states, but none that can be read.
+        CheckpointError: Neither can be read.
     """
     last, previous = directory / LAST, directory / PREVIOUS
-    errors = []
-    for path in (last, previous):
-        if not os.path.lexists(path):
-            continue
-        try:
-            read(path)
-        except CheckpointError as error:
-            errors.append(str(error))
-            continue
-        if path == previous and errors:
-            os.replace(last, directory / DAMAGED)
-            say(f"{errors[0]}. It is kept as {DAMAGED}; going on from {path}, the one before")
-        return path
-    if errors:
+    if not (last.exists() or previous.exists()):
+        return None
+    try:
+        return read(last)
+    except CheckpointError as error:
+        problem = error
+    try:
+        found = read(previous)
+    except CheckpointError as error:
         raise CheckpointError(
-            "; ".join(errors) + f": start a new run, --weights {directory / BEST} from its best"
-        )
-    return None
+            f"{problem}; {error}: start a new run, --weights {directory / BEST} from its best"
+        ) from error
+    say(f"{problem}: going on from {previous}, the one before")
+    os.replace(previous, last)
+    return found
 
 
 def read(path: Path) -> tuple[Record, dict[str, Any]]:
@@ -190,38 +168,29 @@ def read(path: Path) -> tuple[Record, dict[str, Any]]:
 
     Raises:
         CheckpointError: No such file, or it is damaged or of another format.
+        ConfigError: Its configuration is that of another version of this package.
     """
-    if not path.is_file():
-        raise CheckpointError(f"expected a training state in {path}, found no file")
     try:
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()  # torch does not look at the checksums that it writes
         if bad is not None:
             raise zipfile.BadZipFile(f"the checksum of {bad} is another")
         content = torch.load(path, map_location="cpu", weights_only=True)
+        if content["format"] != FORMAT:
+            raise CheckpointError(f"expected a training state of format {FORMAT} in {path}")
+        record = Record(
+            configs.from_json(content["config"], str(path)),
+            Identity(**content["identity"]),
+            Progress(**content["progress"]),
+        )
+    except (CheckpointError, ConfigError):
+        raise
     except Exception as error:  # damaged pickles raise nearly anything
         raise CheckpointError(
             f"cannot read {path}, which is damaged or was not written by this program"
             f" ({type(error).__name__})"
         ) from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise CheckpointError(f"expected a training state of format {FORMAT} in {path}")
-    parts = {"config": TrainConfig, "identity": Identity, "progress": Progress}
-    missing = {*parts, "rows", "metadata", "generators", "model", "optimizer"} - content.keys()
-    if missing:
-        raise CheckpointError(f"expected a whole training state in {path}, without {missing}")
-    try:
-        built = {
-            name: fields.build(cls, content[name], str(path), name) for name, cls in parts.items()
-        }
-        check_metadata(content["metadata"])
-    except (AttributeError, ConfigError, InputError, TypeError) as error:
-        raise CheckpointError(f"expected a training state: {error}") from error
-    if not _is_table(content["rows"]):
-        raise CheckpointError(f"expected rows of a log in {path}, got something else")
-    if not (isinstance(content["generators"], list) and content["generators"]):
-        raise CheckpointError(f"expected the generators of each process in {path}, got none")
-    return Record(**built, rows=list(content["rows"])), content
+    return record, content
 
 
 def check(saved: Identity, now: Identity) -> None:
@@ -302,19 +271,6 @@ def seed_everything(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
-
-
-def _is_table(rows: object) -> bool:
-    return isinstance(rows, list) and all(
-        isinstance(row, dict)
-        and all(value is None or isinstance(value, str | int | float) for value in row.values())
-        for row in rows
-    )
-
-
-def _write(content: dict[str, Any], path: Path) -> None:
-    with path.open("wb") as stream:  # of a path torch hides why it cannot be written
-        torch.save(content, stream)
 
 
 def _some(names: tuple[str, ...]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from tresnet.data.seeding import mix_seed
-from tresnet.engine import batch_size, distributed, fields, rundir, runs, state
+from tresnet.engine import batch_size, distributed, fields, rundir, state
 from tresnet.engine import config as configs
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.console import Console
@@ -18,7 +18,7 @@ from tresnet.engine.images import create_loaders, fingerprint_beside, open_split
 from tresnet.engine.losses import Losses
 from tresnet.engine.resolve import create_model, rebuild_model, resolve
 from tresnet.engine.signals import StopRequest
-from tresnet.engine.state import BEST, Identity, Record
+from tresnet.engine.state import BEST, LAST, Identity, Record
 from tresnet.engine.trainer import Trainer, TrainResult
 from tresnet.engine.validate import validate
 from tresnet.errors import ConfigError
@@ -50,9 +50,13 @@ def train(config: TrainConfig, resume: Path | None = None) -> TrainResult:
     ):
         check_same_options(config, processes)
         console = Console(processes.is_main, config.run.progress)
-        claimed = rundir.claim(config, resume, held, console.say) if processes.is_main else None
-        run_dir, path = processes.from_main(claimed)
-        saved, content = (None, None) if path is None else state.read(path)
+        run_dir, found = None, None
+        if processes.is_main:
+            run_dir, found = rundir.claim(config, resume, held, console.say)
+        run_dir, resumes = processes.from_main((run_dir, found is not None))
+        if resumes and not processes.is_main:
+            found = state.read(run_dir / LAST)
+        saved, content = found or (None, None)
         if saved is None:
             config = resolve(config, processes.device.type == "cuda")
         else:
@@ -69,7 +73,7 @@ def train(config: TrainConfig, resume: Path | None = None) -> TrainResult:
         record = Record(config, identity)
         config, passes = batch_size.spread(config, began, processes.world, images)
         if saved is not None and content is not None:
-            record.progress, record.rows = saved.progress, saved.rows
+            record.progress = saved.progress
             before = batch_size.spread(record.config, began, len(content["generators"]), images)
             record.progress.batch = record.progress.batch * passes // before[1]
         loaders = create_loaders(config, splits, processes)
@@ -112,10 +116,7 @@ def train(config: TrainConfig, resume: Path | None = None) -> TrainResult:
             console,
         )
         with contextlib.closing(trainer), trainer.explaining():
-            result = trainer.run()
-        if processes.is_main and result.metrics is not None:
-            runs.draw_finished(run_dir, console.say)
-        return result
+            return trainer.run()
 
 
 def check_same_options(config: TrainConfig, processes: Processes) -> None:

@@ -15,7 +15,6 @@ import torch
 from tresnet import env
 from tresnet.checkpoints.load import load_checkpoint
 from tresnet.checkpoints.save import save_checkpoint
-from tresnet.checkpoints.weights import open_weights
 from tresnet.data.loaders import Batch, Loader, usable_cores
 from tresnet.engine import batch_size, rundir, state
 from tresnet.engine.config import TrainConfig
@@ -23,11 +22,12 @@ from tresnet.engine.console import Bar, Console
 from tresnet.engine.distributed import Processes
 from tresnet.engine.evaluate import Metrics, MultiLabelMetrics, evaluate
 from tresnet.engine.images import Splits, set_training_size
-from tresnet.engine.logs import RunLog, in_words
+from tresnet.engine.logs import RunLog, in_words, read_rows
 from tresnet.engine.losses import Losses, Tally
+from tresnet.engine.picture import draw
 from tresnet.engine.signals import StopRequest
-from tresnet.engine.state import BEST, LAST, Record
-from tresnet.errors import CheckpointError, DataError, InputError, TrainingError, WriteError
+from tresnet.engine.state import BEST, LAST, PREVIOUS, Record
+from tresnet.errors import DataError, InputError, TrainingError, WriteError
 from tresnet.measure.memory import MemoryMeter, MemorySnapshot
 from tresnet.measure.throughput import ThroughputMeter
 from tresnet.steps import InferenceStep, TrainingStep
@@ -104,9 +104,7 @@ class Trainer:
     def run(self) -> TrainResult:
         """Train the epochs that remain and evaluate the best checkpoint."""
         self._introduce()
-        self._forget_a_damaged_best()
-        finished = any(row["phase"] == "final" for row in self.record.rows)
-        if self.processes.is_main and not finished:
+        if self.processes.is_main:
             self._open_log()
         stopped_by = 0
         while self.progress.epoch < self.config.schedule.epochs and not stopped_by:
@@ -167,7 +165,7 @@ class Trainer:
             rundir.discard(self.run_dir)
 
     def _has_state(self) -> bool:
-        return (self.run_dir / LAST).exists()
+        return any((self.run_dir / name).exists() for name in (LAST, PREVIOUS))
 
     def _introduce(self) -> None:
         config, splits = self.config, self.splits
@@ -192,12 +190,16 @@ class Trainer:
             )
 
     def _open_log(self) -> None:
-        config, rows = self.config, self.record.rows
+        """Open the log, unless the run has ended already."""
+        config, rows = self.config, []
+        if self._has_state():
+            rows = read_rows(self.run_dir, self.progress.epoch)
+        if any(row["phase"] == "final" for row in rows):
+            return
         rundir.add_environment(
             self.run_dir,
             env.describe(self.processes.device)
             | {"processes": self.processes.world, "from_step": self.progress.update},
-            self.console.say,
         )
         run = config.run
         self.log = RunLog(
@@ -367,19 +369,6 @@ class Trainer:
             levels=self.losses.levels,
         )
 
-    def _forget_a_damaged_best(self) -> None:
-        """Look for the best epoch anew where a resumed run's file of it is damaged or gone."""
-        progress, problem = self.progress, None
-        if progress.best_epoch and self.processes.is_main:
-            try:
-                open_weights(self.run_dir / BEST)
-            except CheckpointError as error:
-                problem = str(error)
-        problem = self.processes.from_main(problem)
-        if problem is not None:
-            self.console.say(f"warning: {problem}; the best of what follows takes its place")
-            progress.best_score, progress.best_loss, progress.best_epoch = -1.0, math.inf, 0
-
     def _keep_as_best(self, metrics: Metrics | MultiLabelMetrics, epoch: int) -> None:
         progress = self.progress
         progress.best_score, progress.best_loss = metrics.score, metrics.loss
@@ -423,8 +412,8 @@ class Trainer:
         if self.log is not None:
             memory = self.memory.phase("final")
             rate = metrics.images_per_s
-            row = self._row("final", memory, images_per_s=rate, **metrics.figures())
-            state.add_row(self.run_dir, row)
+            self._row("final", memory, images_per_s=rate, **metrics.figures())
+            self._draw(self.log.rows)
         self.console.say(
             f"result: {metrics.summary()} on {metrics.images} images with {self.run_dir / BEST}"
             f" (epoch {self.progress.best_epoch}; after the last epoch"
@@ -438,9 +427,16 @@ class Trainer:
             )
         return metrics
 
-    def _row(self, phase: str, memory: MemorySnapshot, **figures: Any) -> dict[str, Any]:
+    def _draw(self, rows: list[dict[str, Any]]) -> None:
+        title = f"{self.run_dir.resolve().name}: {self.config.model.model}, {self.config.recipe}"
+        try:
+            draw(self.run_dir, rows, title)
+        except WriteError as error:
+            self.console.say(f"warning: no picture of the run: {error}")
+
+    def _row(self, phase: str, memory: MemorySnapshot, **figures: Any) -> None:
         assert self.log is not None, "process 0 alone writes rows"
-        return self.log.row(
+        self.log.row(
             phase=phase,
             epoch=self.progress.epoch,
             step=self.progress.update,
