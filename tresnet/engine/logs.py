@@ -155,7 +155,7 @@ def _json_line(row: dict[str, Any]) -> str:
 
 def _to_csv(rows: Sequence[dict[str, Any]]) -> str:
     buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, COLUMNS, lineterminator="\n")
+    writer: csv.DictWriter[str] = csv.DictWriter(buffer, COLUMNS, lineterminator="\n")
     writer.writeheader()
     for row in rows:
         writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
