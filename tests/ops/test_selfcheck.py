@@ -1,9 +1,13 @@
 """Kernels that are wrong, slow or cannot be launched are not used; right ones are remembered."""
 
 import math
+import subprocess
+import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -28,12 +32,15 @@ def changed(module: Any, name: str, change: Callable[[Any], Any]) -> Callable[[A
     return lambda patch: patch.setattr(module, name, lambda *args: change(original(*args)))
 
 
+def files_in(cache):
+    return sorted(path.suffix for path in (cache / "tresnet").iterdir())
+
+
 def test_right_kernels_are_checked_once_and_remembered(cache, monkeypatch):
-    began_s = time.process_time()
+    monkeypatch.setattr(selfcheck, "check", lambda device: pytest.fail("in this process"))
     assert selfcheck.failure(torch.device(DEVICE)) is None
-    assert time.process_time() - began_s < 10
-    assert len(list((cache / "tresnet").iterdir())) == 1
-    monkeypatch.setattr(selfcheck, "check", lambda device: pytest.fail("checked again"))
+    assert files_in(cache) == ["", ".lock"]
+    monkeypatch.setattr(selfcheck, "_command", lambda *_: pytest.fail("checked again"))
     assert selfcheck.failure(torch.device(DEVICE)) is None
 
 
@@ -60,26 +67,146 @@ FEW = ("output", "bits", "gradient of x", "values that are not written", "blur",
 @pytest.mark.parametrize(
     "what", [what if what in FEW else pytest.param(what, marks=pytest.mark.slow) for what in WRONG]
 )
-def test_a_wrong_kernel_is_found(what, cache, monkeypatch):
+def test_a_wrong_kernel_is_found(what, monkeypatch):
     WRONG[what](monkeypatch)
-    with pytest.warns(UserWarning, match=r"ArithmeticError: .*off by .*runs plain PyTorch there"):
-        reason = selfcheck.failure(torch.device(DEVICE))
-    assert reason is not None
-    assert not (cache / "tresnet").exists(), "asked again next time"
+    with pytest.raises(ArithmeticError, match="off by"):
+        selfcheck.check(torch.device(DEVICE))
 
 
-def test_kernels_that_cannot_be_launched_or_hang_are_not_used(monkeypatch):
-    def missing(*args):
-        raise RuntimeError("Cannot find ptxas")
+def test_a_fault_in_the_last_of_many_copies_is_found(monkeypatch):
+    case = selfcheck._Case(
+        torch.bfloat16, torch.channels_last, (2, 16, 6, 6), 1e-3, se=True, copies=3
+    )
 
-    with monkeypatch.context() as patch:
-        patch.setattr(launch, "statistics", missing)
-        with pytest.warns(UserWarning, match="RuntimeError: Cannot find ptxas"):
-            assert selfcheck.failure(torch.device(DEVICE))
+    def run():
+        selfcheck._check_norm(case, torch.Generator().manual_seed(0), torch.device(DEVICE))
+
+    run()
+    original = launch.apply
+
+    def overflowing(*args):
+        y, bits = original(*args)
+        y[-1] = y[0] + 1
+        return y, bits
+
+    monkeypatch.setattr(launch, "apply", overflowing)
+    with pytest.raises(ArithmeticError, match=r"output, .*off by"):
+        run()
+
+
+def test_the_large_case_needs_64_bits_or_what_memory_there_is(monkeypatch):
+    for free_gib, fraction in ((79, 1), (20, 0.3), (0.01, 0)):
+        monkeypatch.setattr(
+            torch.cuda, "mem_get_info", lambda _, free=free_gib: (int(free * 2**30), 80 * 2**30)
+        )
+        values = [math.prod(c.shape) * c.copies for c in selfcheck._large(torch.device("cuda"))]
+        assert sum(values) / 2**31 >= fraction
+        assert sum(values) * 2 * 10 <= free_gib * 2**30
+    assert selfcheck._large(torch.device("cpu")) == []
+
+
+def stand_in(monkeypatch, code, begins=True):
+    """Let `code` run in place of the process that compares."""
+    lines = ["import os, signal, sys, time", "say = lambda line: print(line, flush=True)"]
+    lines += [f"say({selfcheck._SAYS + selfcheck._BEGINS!r})"] if begins else []
+    text = "\n".join([*lines, code])
+    monkeypatch.setattr(selfcheck, "_command", lambda *_: [sys.executable, "-c", text])
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "ended with SIGSEGV"),
+        ("os._exit(3)", "ended with status 3"),
+        ("say('terminate called')\nos.abort()", "ended with SIGABRT"),
+        ("time.sleep(60)", "not finished after 2 s"),
+        (f"say({selfcheck._SAYS + 'RuntimeError: Cannot find ptxas'!r})", "Cannot find ptxas"),
+    ],
+    ids=["SIGSEGV", "exit", "SIGABRT", "hang", "cannot compile"],
+)
+def test_kernels_that_end_their_process_or_fail_there_are_not_used(
+    code, reason, cache, monkeypatch
+):
+    monkeypatch.setattr(selfcheck, "LIMIT_S", 2.0)
+    monkeypatch.setattr(selfcheck, "check", lambda device: pytest.fail("in this process"))
+    stand_in(monkeypatch, code)
+    with pytest.warns(UserWarning, match=rf"{reason}.*; impl='auto' runs plain PyTorch there"):
+        assert reason in (selfcheck.failure(torch.device(DEVICE)) or "")
+    assert files_in(cache) == [".lock"], "asked again by the next process"
+
+
+@pytest.mark.parametrize(
+    ("code", "begins"),
+    [
+        ("raise RuntimeError('CUDA-capable device(s) is/are busy or unavailable')", False),
+        ("say('garbage')\nos.kill(os.getpid(), signal.SIGKILL)", False),
+        ("sys.stdout.buffer.write(bytes(range(256)))", False),
+        ("time.sleep(60)", False),
+        (f"say({selfcheck._SAYS + selfcheck._NO_MEMORY!r})", True),
+    ],
+    ids=["exclusive", "killed", "garbage", "hang", "no memory"],
+)
+def test_a_process_without_the_gpu_or_memory_says_nothing(code, begins, cache, monkeypatch):
+    monkeypatch.setattr(selfcheck, "LIMIT_S", 1.0)
+    stand_in(monkeypatch, code, begins)
+    checked = []
+    monkeypatch.setattr(selfcheck, "check", checked.append)
+    assert selfcheck.failure(torch.device(DEVICE)) is None
+    assert checked == [torch.device(DEVICE)]
+    assert files_in(cache) == ["", ".lock"]
+
+
+def test_the_process_itself_notes_missing_memory_and_hangs(cache, monkeypatch):
+    def no_memory(device):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+
+    monkeypatch.setattr(selfcheck, "_command", lambda *_: ["/no/such/python"])
     monkeypatch.setattr(selfcheck, "LIMIT_S", 0.2)
-    monkeypatch.setattr(selfcheck, "check", lambda device: time.sleep(1))
-    with pytest.warns(UserWarning, match="not finished after 0 s"):
-        assert selfcheck.failure(torch.device(DEVICE))
+    for check, reason in (
+        (no_memory, r"\(out of memory\)"),
+        (lambda device: time.sleep(1), "not finished after 0 s"),
+    ):
+        monkeypatch.setattr(selfcheck, "check", check)
+        with pytest.warns(UserWarning, match=reason):
+            assert selfcheck.failure(torch.device(DEVICE))
+    assert (cache / "tresnet").exists()
+
+
+def test_another_gpu_than_the_one_meant_is_no_answer():
+    command = selfcheck._command(torch.device("cpu"), "of an H100")
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.returncode == 1
+    assert "expected the GPU of of an H100, got another as cpu" in found.stderr
+    assert selfcheck._SAYS not in found.stdout
+
+
+@pytest.mark.parametrize("verdict", ["right", "ValueError: no such instruction"])
+def test_one_of_many_compares_and_those_that_wait_use_what_it_found(verdict, monkeypatch):
+    """Ranks at once: a file's lock keeps threads apart as it does processes."""
+    compared, together = [], threading.Barrier(4)
+
+    def compare(device, key):
+        compared.append(key)
+        time.sleep(0.3)
+        return verdict
+
+    def rank(_):
+        together.wait()
+        return selfcheck.failure(torch.device(DEVICE))
+
+    monkeypatch.setattr(selfcheck, "_found_by_child", compare)
+    with warnings.catch_warnings(), ThreadPoolExecutor(4) as ranks:
+        warnings.simplefilter("ignore")
+        found = list(ranks.map(rank, range(4)))
+    assert len(compared) == 1
+    for reason in found:
+        assert reason is None if verdict == "right" else verdict in reason
+
+
+def test_a_home_that_cannot_be_written_to_is_no_obstacle(cache, monkeypatch):
+    (cache / "tresnet").write_text("a file where the folder would be")
+    stand_in(monkeypatch, f"say({selfcheck._SAYS + selfcheck._RIGHT!r})")
+    assert selfcheck.failure(torch.device(DEVICE)) is None
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a GPU is pretended")
@@ -91,6 +218,7 @@ def test_a_gpu_with_wrong_kernels_runs_plain_operators_and_says_so_once(monkeypa
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(dispatch, "_capability", lambda index: (9, 0))
     monkeypatch.setattr(dispatch, "_found", {})
+    stand_in(monkeypatch, f"say({selfcheck._SAYS + 'ValueError: wrong'!r})")
     assert dispatch.runs_kernels(x, "auto"), "nothing known yet"
     with pytest.warns(UserWarning, match="impl='auto' runs plain PyTorch there"):
         dispatch.lacking(torch.device("cuda", 0))
