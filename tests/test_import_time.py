@@ -13,7 +13,7 @@ LIMIT_MS = 100.0
 RUNS = 5
 LAZY = {
     *("timm", "torchvision", "triton", "inplace_abn", "sklearn", "PIL", "safetensors"),
-    *("huggingface_hub", "tyro", "tqdm", "pynvml", "tensorboard"),
+    *("huggingface_hub", "tyro", "pydantic", "tqdm", "pynvml", "tensorboard"),
 }
 PROGRAM = """
 import json, sys, time

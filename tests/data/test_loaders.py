@@ -9,10 +9,11 @@ import torch
 
 from tresnet.data.folder import open_folder
 from tresnet.data.loaders import create_loader
-from tresnet.data.transforms import Augment, EvalTransform, eval_transform, train_transform
+from tresnet.data.transforms import Augment, eval_transform, train_transform
 from tresnet.errors import ConfigError, DataError
+from tresnet.settings import EvalTransform
 
-EVAL = eval_transform(EvalTransform(size=8, crop_mode="squash"))
+EVAL = eval_transform(EvalTransform(input_size=8, crop_mode="squash"))
 RANDOM = train_transform(Augment(auto_augment="original", cutout_prob=0.5), 16)
 
 

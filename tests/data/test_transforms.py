@@ -9,8 +9,9 @@ from PIL import Image
 from timm.data import create_transform
 
 from tresnet.data.seeding import seed_cpu_generators
-from tresnet.data.transforms import Augment, EvalTransform, eval_transform, train_transform
+from tresnet.data.transforms import Augment, eval_transform, train_transform
 from tresnet.errors import ConfigError
+from tresnet.settings import EvalTransform
 
 NO_NORM = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
 PAPER = Augment(auto_augment="original", cutout_prob=0.5)
@@ -23,14 +24,16 @@ DIGITS = replace(  # as the recipe digits has it
 @pytest.mark.parametrize(
     ("cfg", "timm_args"),
     [
-        (EvalTransform(size=64), {"input_size": 64, "crop_pct": 0.875}),
-        (EvalTransform(size=64, crop_pct=1.0), {"input_size": 64, "crop_pct": 1.0}),
+        (EvalTransform(input_size=64), {"input_size": 64, "crop_pct": 1.0}),
+        (EvalTransform(), {"input_size": 224, "crop_pct": 0.875}),
         (
-            EvalTransform(size=448, crop_mode="squash"),
+            EvalTransform(input_size=448, crop_mode="squash"),
             {"input_size": 448, "crop_pct": 1.0, "crop_mode": "squash"},
         ),
         (
-            EvalTransform(size=64, crop_mode="squash", crop_pct=0.875, interpolation="bicubic"),
+            EvalTransform(
+                input_size=64, crop_mode="squash", crop_pct=0.875, interpolation="bicubic"
+            ),
             {
                 "input_size": 64,
                 "crop_pct": 0.875,
@@ -45,24 +48,24 @@ def test_evaluation_equals_timms(photo, cfg, timm_args):
         ours = eval_transform(cfg)(image)
         theirs = create_transform(is_training=False, **NO_NORM, **timm_args)(image)
         assert ours.dtype == torch.float32
-        assert ours.shape == (3, cfg.size, cfg.size)
+        assert ours.shape == theirs.shape == (3, timm_args["input_size"], timm_args["input_size"])
         assert torch.equal(ours, theirs)
 
 
 def test_center_is_resize_and_crop_and_squash_loses_nothing(photo):
-    center = eval_transform(EvalTransform(size=56))(photo)
+    center = eval_transform(EvalTransform(input_size=56, crop_pct=0.875))(photo)
     # The shorter side, 180, becomes 56 / 0.875 = 64; the longer int(64 * 260 / 180) = 92.
     resized = photo.resize((92, 64), Image.Resampling.BILINEAR)
     by_hand = np.asarray(resized.crop((18, 4, 18 + 56, 4 + 56)))
     np.testing.assert_array_equal((center * 255).round().permute(1, 2, 0).numpy(), by_hand)
 
-    squashed = eval_transform(EvalTransform(size=56, crop_mode="squash"))(photo)
+    squashed = eval_transform(EvalTransform(input_size=56, crop_mode="squash"))(photo)
     by_hand = np.asarray(photo.resize((56, 56), Image.Resampling.BILINEAR))
     np.testing.assert_array_equal((squashed * 255).round().permute(1, 2, 0).numpy(), by_hand)
 
 
 def test_uint8_and_float32_are_the_same_picture(photo):
-    for build, cfg in ((eval_transform, EvalTransform(size=32)), (train_transform, PAPER)):
+    for build, cfg in ((eval_transform, EvalTransform(input_size=32)), (train_transform, PAPER)):
         seed_cpu_generators(1)
         as_float = build(cfg)(photo)
         seed_cpu_generators(1)
@@ -106,7 +109,7 @@ def test_training_follows_from_the_seed_after_pickling_too(photo):
 
 
 def test_without_augmentation_training_is_a_squash(photo):
-    expected = eval_transform(EvalTransform(size=32, crop_mode="squash"))(photo)
+    expected = eval_transform(EvalTransform(input_size=32, crop_mode="squash"))(photo)
     levels = (train_transform(PLAIN, 32)(photo) - expected).abs() * 255
     assert levels.max() < 1.01  # torchvision's resize rounds otherwise than Pillow's
 
@@ -149,12 +152,13 @@ def test_mirror_and_digits():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hflip": 1.5}, r"hflip in \[0, 1\], got 1.5"),
-        ({"crop_scale": (0.5, 0.1)}, r"crop_scale as 0 < smallest <= largest <= 1"),
-        ({"affine_scale": (0.0, 1.0)}, "affine_scale as 0 < smallest"),
-        ({"cutout_min_aspect": 2.0}, "cutout_min_aspect"),
-        ({"affine_degrees": -1}, "affine_degrees and affine_shear of 0 or more"),
-        ({"affine_shear": math.nan}, "affine_shear of 0 or more, got 0.0 and nan"),
+        ({"hflip": 1.5}, "--hflip: expected at most 1, got 1.5"),
+        ({"crop_scale": (0.5, 0.1)}, r"--crop-scale: expected smallest first, got \(0.5, 0.1\)"),
+        ({"crop_scale": (0.5, 1.1)}, "--crop-scale: expected at most 1, got 1.1"),
+        ({"affine_scale": (0.0, 1.0)}, "--affine-scale: expected more than 0, got 0.0"),
+        ({"cutout_min_aspect": 2.0}, "--cutout-min-aspect: expected at most 1, got 2.0"),
+        ({"affine_degrees": -1}, "--affine-degrees: expected at least 0, got -1"),
+        ({"affine_shear": math.nan}, "--affine-shear: expected a finite number, got nan"),
         ({"auto_augment": "best"}, "a policy timm knows.*'best'"),
     ],
 )
@@ -167,8 +171,9 @@ def test_wrong_augmentation_is_refused(changes, message):
     ("build", "message"),
     [
         (lambda: train_transform(Augment(), 0), "size of at least 1 pixel, got 0"),
-        (lambda: EvalTransform(crop_pct=87.5), r"crop_pct in \(0, 1\], got 87.5"),
-        (lambda: EvalTransform(crop_mode="fit"), "'center' or 'squash', got 'fit'"),
+        (lambda: eval_transform(EvalTransform(crop_pct=87.5)), "--crop-pct: expected at most 1"),
+        (lambda: eval_transform(EvalTransform(crop_mode="fit")), "'center' or 'squash', got 'fit'"),
+        (lambda: eval_transform(EvalTransform(input_size=0)), "--input-size: expected at least 1"),
         (lambda: eval_transform(EvalTransform(), dtype=torch.float16), "torch.uint8, got torch.f"),
     ],
 )

@@ -175,7 +175,7 @@ def test_on_a_cpu_it_is_refused(tiny):
         ({"compile": "default"}, "cannot be predicted with --compile, expected a number"),
         ({"jit": True}, "cannot be predicted with --jit, expected a number"),
         ({"gpu_memory": "8 gigs"}, "--gpu-memory: expected a size such as '80GiB'"),
-        ({"batch_size": "most"}, "--batch-size: expected int or auto, got 'most'"),
+        ({"batch_size": "most"}, "--batch-size: expected a whole number or 'auto', got 'most'"),
     ],
 )
 def test_what_cannot_be_is_refused_at_once(changes, message, tiny):

@@ -75,7 +75,10 @@ def test_a_timed_step_does_what_a_step_of_a_training_run_does(monkeypatch):
     from tresnet.models.named import build_named
 
     step = create_training_step(
-        build_named("tresnet_t"), TrainingCompute("bf16", True), CPU, optimizer=OptimConfig()
+        build_named("tresnet_t"),
+        TrainingCompute(amp="bf16", channels_last=True),
+        CPU,
+        optimizer=OptimConfig(),
     )
     images, labels = torch.rand(2, 3, 32, 32), torch.zeros(2, dtype=torch.int64)
     images = step.feed.images(images)

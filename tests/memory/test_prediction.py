@@ -113,7 +113,13 @@ PARAMETERS = LAYERS * (WEIGHT_BYTES + 4 * WIDTH)
 @pytest.mark.parametrize(
     ("optimizer", "copies"),
     [
-        *((sgd, 0), ("sgd", 1), ("adamw", 2), (torch.optim.RMSprop, 1), (OptimConfig("lamb"), 2)),
+        *(
+            (sgd, 0),
+            ("sgd", 1),
+            ("adamw", 2),
+            (torch.optim.RMSprop, 1),
+            (OptimConfig(opt="lamb"), 2),
+        ),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), 3),
     ],
 )

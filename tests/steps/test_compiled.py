@@ -1,15 +1,16 @@
 """The compiled forms: equal results, less kept for backward, and the warm-up on the log."""
 
 import logging
+from typing import get_args
 
 import pytest
 import torch
 
 import tresnet
 from tresnet.errors import InputError
+from tresnet.settings import CompileMode
 from tresnet.steps import compiled as module
 from tresnet.steps.compiled import compile_model
-from tresnet.steps.settings import COMPILE_MODES
 
 
 def make(**options):
@@ -90,7 +91,7 @@ def test_modes_with_graphs_of_their_own_hand_out_copies(monkeypatch):
     copied = compile_model(make(), "reduce-overhead", training=False)(torch.rand(2, 3, 32, 32))
     assert copied is not out
     assert compile_model(make(), training=False)(torch.rand(2, 3, 32, 32)) is out
-    assert set(module.CUDA_GRAPH_MODES) <= set(COMPILE_MODES)
+    assert set(module.CUDA_GRAPH_MODES) <= set(get_args(CompileMode))
 
 
 @torch._dynamo.config.patch(recompile_limit=2, automatic_dynamic_shapes=False)

@@ -21,9 +21,9 @@ from tresnet.engine.distributed import Processes
 from tresnet.engine.resolve import create_model, resolve
 from tresnet.errors import ConfigError
 from tresnet.models import zoo
+from tresnet.settings import TrainingCompute
 from tresnet.steps import training as steps
 from tresnet.steps.graph import WARMUP_PASSES, GraphedPasses
-from tresnet.steps.settings import TrainingCompute
 from tresnet.steps.training import check_cuda_graph
 
 CPU = torch.device("cpu")

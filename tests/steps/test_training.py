@@ -96,7 +96,7 @@ def test_precisions_learn_alike_and_only_fp16_scales_the_loss(tiny, amp):
     assert losses[-1] < 0.9 * losses[0]
     assert all(p.dtype == torch.float32 for p in step.model.parameters())
     images, _ = batch()
-    tested = InferenceStep(step.averaged, Compute(amp), ALONE.device)
+    tested = InferenceStep(step.averaged, Compute(amp=amp), ALONE.device)
     assert tested(images).dtype == torch.float32
     assert not step.averaged.training
 

@@ -9,17 +9,11 @@ from tresnet.data.folder import (
 )
 from tresnet.data.loaders import Loader, create_loader
 from tresnet.data.pictures import BadImageError
-from tresnet.data.transforms import (
-    Augment,
-    EvalTransform,
-    eval_transform,
-    train_transform,
-)
+from tresnet.data.transforms import Augment, eval_transform, train_transform
 
 __all__ = [
     "Augment",
     "BadImageError",
-    "EvalTransform",
     "ImageDataset",
     "Loader",
     "check_same_classes",

@@ -17,8 +17,9 @@ from tresnet.data.folder import open_folder
 from tresnet.data.loaders import create_loader, usable_cores
 from tresnet.data.seeding import preserved_generators, seed_cpu_generators
 from tresnet.data.shards import ShardDataset, manifest_path
-from tresnet.data.transforms import Augment, EvalTransform, eval_transform, train_transform
+from tresnet.data.transforms import Augment, eval_transform, train_transform
 from tresnet.errors import needed
+from tresnet.settings import EvalTransform
 
 logger = logging.getLogger(__name__)
 Split = Literal["train", "val"]
@@ -165,7 +166,9 @@ class OurLoader(Peer):
         if training:
             transform = train_transform(Augment(), epoch.size, dtype=dtype)
         else:
-            transform = eval_transform(EvalTransform(epoch.size), dtype=dtype)
+            transform = eval_transform(
+                EvalTransform(input_size=epoch.size, crop_pct=0.875), dtype=dtype
+            )
         in_shards = manifest_path(epoch.root, epoch.split).is_file()
         opener = ShardDataset if in_shards else open_folder
         self._dataset = opener(epoch.root, epoch.split, transform)

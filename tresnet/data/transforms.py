@@ -1,9 +1,8 @@
 """From an image to the tensor TResNet takes: RGB in [0, 1], no mean/std normalisation."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
@@ -11,6 +10,17 @@ from torch.nn.functional import interpolate
 
 from tresnet.data.pictures import Box, Picture, crop_of
 from tresnet.errors import ConfigError
+from tresnet.models.zoo import DEFAULT_INPUT_SIZE, default_crop_pct
+from tresnet.settings import EvalTransform
+from tresnet.settings.fields import (
+    Ascending,
+    Fraction,
+    FractionAbove0,
+    Positive,
+    PositiveOrZero,
+    Settings,
+    check,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -19,85 +29,34 @@ if TYPE_CHECKING:
 Transform = Callable[["Image | Picture"], torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Augment:
+@dataclass(frozen=True, kw_only=True)
+class Augment(Settings):
     """How training images are varied, in this order."""
 
     random_crop: bool = True
     """Crop a random part and resize it, instead of squashing the whole image."""
-    crop_scale: tuple[float, float] = (0.08, 1.0)
-    """Share of the image's area that a random crop covers: least, most."""
-    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    crop_scale: Annotated[tuple[FractionAbove0, FractionAbove0], Ascending] = (0.08, 1.0)
+    """Fraction of the image's area that a random crop covers: least, most."""
+    crop_ratio: Annotated[tuple[Positive, Positive], Ascending] = (3 / 4, 4 / 3)
     """Width / height of a random crop: least, most."""
-    hflip: float = 0.5
+    hflip: Fraction = 0.5
     """Probability of a mirror image."""
-    affine_degrees: float = 0.0
+    affine_degrees: PositiveOrZero = 0.0
     """Largest random rotation either way."""
-    affine_translate: float = 0.0
-    """Largest random shift, as a share of the image's side."""
-    affine_scale: tuple[float, float] = (1.0, 1.0)
+    affine_translate: Fraction = 0.0
+    """Largest random shift, as a fraction of the image's side."""
+    affine_scale: Annotated[tuple[Positive, Positive], Ascending] = (1.0, 1.0)
     """Random zoom: least, most."""
-    affine_shear: float = 0.0
+    affine_shear: PositiveOrZero = 0.0
     """Largest random shear in degrees either way."""
     auto_augment: str | None = None
     """Policy in timm's notation, such as original, v0 or rand-m9-mstd0.5. None: none."""
-    cutout_prob: float = 0.0
+    cutout_prob: Fraction = 0.0
     """Probability that a random part is blackened."""
-    cutout_area: tuple[float, float] = (0.25, 0.25)
-    """Share of the area that cutout blackens: least, most."""
-    cutout_min_aspect: float = 1.0
+    cutout_area: Annotated[tuple[FractionAbove0, FractionAbove0], Ascending] = (0.25, 0.25)
+    """Fraction of the area that cutout blackens: least, most."""
+    cutout_min_aspect: FractionAbove0 = 1.0
     """Least height / width of that part, with its inverse the most. 1: a square."""
-
-    def check(self) -> None:
-        """Raise `ConfigError` for a value out of range."""
-        for name in ("hflip", "cutout_prob", "affine_translate"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"expected {name} in [0, 1], got {getattr(self, name)}")
-        for name, most in {
-            "crop_scale": 1.0,
-            "cutout_area": 1.0,
-            "crop_ratio": math.inf,
-            "affine_scale": math.inf,
-        }.items():
-            low, high = getattr(self, name)
-            if not 0 < low <= high <= most:
-                limit = "" if most == math.inf else f" <= {most:g}"
-                raise ConfigError(
-                    f"expected {name} as 0 < smallest <= largest{limit}, got {low}, {high}"
-                )
-        if not 0 < self.cutout_min_aspect <= 1:
-            raise ConfigError(f"expected cutout_min_aspect in (0, 1], got {self.cutout_min_aspect}")
-        if not (0 <= self.affine_degrees < math.inf and 0 <= self.affine_shear < math.inf):
-            raise ConfigError(
-                "expected affine_degrees and affine_shear of 0 or more, "
-                f"got {self.affine_degrees} and {self.affine_shear}"
-            )
-
-
-@dataclass(frozen=True)
-class EvalTransform:
-    """How an image is brought to the size a model is tested at.
-
-    Attributes:
-        size: height and width of the result in pixels.
-        crop_mode: "center" keeps the shape of things: the shorter side becomes size / crop_pct
-            and the middle is cut out. "squash" makes both sides size / crop_pct.
-        crop_pct: part of the resized image that is kept; None is 0.875 for "center" and 1 for
-            "squash", that is, nothing is lost.
-        interpolation: how pixels are resampled, with antialiasing.
-    """
-
-    size: int = 224
-    crop_mode: str = "center"
-    crop_pct: float | None = None
-    interpolation: str = "bilinear"
-
-    def __post_init__(self) -> None:
-        _check_size(self.size)
-        if self.crop_mode not in ("center", "squash"):
-            raise ConfigError(f"expected crop_mode 'center' or 'squash', got {self.crop_mode!r}")
-        if self.crop_pct is not None and not 0 < self.crop_pct <= 1:
-            raise ConfigError(f"expected crop_pct in (0, 1], got {self.crop_pct}")
 
 
 def train_transform(
@@ -129,8 +88,9 @@ def train_transform(
     from timm.data.random_erasing import RandomErasing
     from torchvision import transforms
 
-    _check_size(size)
-    cfg.check()
+    if size < 1:
+        raise ConfigError(f"expected a size of at least 1 pixel, got {size}")
+    check(cfg)
     steps: list[Any] = [_Crop(cfg, size, interpolation)]
     on_pil = [*_affine(cfg), *_policy(cfg, size, interpolation)]
     if on_pil:
@@ -229,22 +189,27 @@ def eval_transform(cfg: EvalTransform, *, dtype: torch.dtype = torch.float32) ->
     """Build the fixed transform of `cfg`: timm's own, without mean/std.
 
     Args:
-        cfg: size and crop.
+        cfg: size, crop and filter. What is None is 224 pixels, the middle, the zoo's
+            `default_crop_pct` and bilinear.
         dtype: torch.float32 for values in [0, 1] or torch.uint8 for 0..255.
 
     Returns:
         A picklable function from a `Picture`, or a PIL image in RGB, to a tensor (3, size, size).
+
+    Raises:
+        ConfigError: a value is out of range, or the dtype unknown.
     """
     from timm.data.transforms_factory import create_transform
     from torchvision import transforms
 
-    crop_pct = cfg.crop_pct or (0.875 if cfg.crop_mode == "center" else 1.0)
+    check(cfg)
+    size, mode = cfg.input_size or DEFAULT_INPUT_SIZE, cfg.crop_mode or "center"
     resize_and_crop = create_transform(
-        cfg.size,
+        size,
         is_training=False,
-        interpolation=cfg.interpolation,
-        crop_pct=crop_pct,
-        crop_mode=cfg.crop_mode,
+        interpolation=cfg.interpolation or "bilinear",
+        crop_pct=cfg.crop_pct or default_crop_pct(size, mode),
+        crop_mode=mode,
         normalize=False,
     )
     return transforms.Compose([_decoded, resize_and_crop, *_to_dtype(dtype)])
@@ -287,8 +252,3 @@ def _to_dtype(dtype: torch.dtype) -> list[Any]:
     if dtype == torch.float32:
         return [transforms.ConvertImageDtype(dtype)]
     raise ConfigError(f"expected dtype torch.float32 or torch.uint8, got {dtype}")
-
-
-def _check_size(size: int) -> None:
-    if size < 1:
-        raise ConfigError(f"expected a size of at least 1 pixel, got {size}")

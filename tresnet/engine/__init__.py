@@ -3,7 +3,7 @@
 | to change | file |
 |---|---|
 | a recipe | `recipes.py` |
-| an option | `config.py`; one of the step itself: `tresnet/steps/settings.py` |
+| an option | `config.py`; one of the model, its images or its step: `tresnet/settings/` |
 | which options exclude each other | `validate.py` |
 | what an epoch does; when a run saves, stops or skips | `trainer.py` |
 | what a run's directory holds | `rundir.py`, `logs.py`, `state.py` |

@@ -149,7 +149,7 @@ def step_of(config: TrainConfig, classes: Sequence[str], world: int) -> dict[str
 
     Synchronised batch norm is predicted as the plain one: what it saves differs by a few vectors.
     """
-    size, mixes = max(config.data.testing.size, *config.data.sizes), config.augment.mixes
+    size, mixes = max(config.data.resolved_input_size, *config.data.sizes), config.augment.mixes
     return {
         "input_size": (3, size, size),
         "input": "uint8",

@@ -9,45 +9,37 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from tresnet.data.transforms import Augment, EvalTransform
-from tresnet.engine import fields
+from annotated_types import Ge, Lt
+
+from tresnet.data.transforms import Augment
 from tresnet.errors import ConfigError
-from tresnet.steps.settings import (
+from tresnet.settings import (
+    EmaConfig,
+    EvalTransform,
+    OptimConfig,
+    ScheduleConfig,
+    Shape,
+    TrainingBuild,
+    TrainingCompute,
+    fields,
+)
+from tresnet.settings.fields import (
     Count,
     CountOrZero,
-    EmaConfig,
-    OptimConfig,
+    Fraction,
+    FractionBelow1,
     Positive,
     PositiveOrZero,
-    Range,
-    ScheduleConfig,
-    Share,
-    ShareAbove0,
-    ShareBelow1,
-    TrainingCompute,
+    Settings,
+    Size,
 )
 
 # What `batch_size` says where the memory is to decide.
 AUTO = "auto"
 
 
-@dataclasses.dataclass(frozen=True)
-class BuildConfig:
-    """How a model computes; its function and its checkpoints are the same."""
-
-    norm: Literal["abn", "batchnorm", "inplace_abn"] = "abn"
-    """Implementation of batch norm + activation."""
-    impl: Literal["auto", "triton", "reference"] = "auto"
-    """What computes the norms and what follows them: Triton kernels, or plain operators."""
-    pad: Count | None = None
-    """Widths in multiples of this; the same function and checkpoints. None: of 8, as tensor cores
-    want them, to train on a GPU and to fold, else as they are."""
-    jit: bool = False
-    """Use the scripted helper functions."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelConfig(BuildConfig):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig(TrainingBuild, Shape):
     """Which model, and what it starts from."""
 
     model: str | None = None
@@ -57,31 +49,10 @@ class ModelConfig(BuildConfig):
     hf-hub:USER/NAME. None: random weights."""
     new_head: bool = False
     """Leave the head of the weights out and start a new one for the classes of the data."""
-    head: str | None = None
-    """Kind of classifier: linear, group_attention, ml_decoder. None: the weights', else linear."""
-    head_groups: tuple[int, ...] | None = None
-    """Classes of each group of the head group_attention. None: 12 groups, classes spread evenly."""
-    head_channels: int | None = None
-    """Channels of each group of group_attention (None: 512) or of ml_decoder (None: 768)."""
-    width_factor: Positive | None = None
-    """Multiply the channels. None: the variant's own."""
-    layers: tuple[int, ...] | None = None
-    """Blocks in each stage. None: the variant's own."""
-    block_size: Count | None = None
-    """Side of the space-to-depth blocks: 2 suits small images. None: the variant's own."""
-    drop_rate: ShareBelow1 = 0.0
-    """Dropout before the classifier."""
-    drop_path_rate: ShareBelow1 = 0.0
-    """Stochastic depth of the last block; earlier blocks get less."""
-    grad_checkpointing: bool = False
-    """Compute activations a second time in backward, to save memory."""
-    recompute: Literal["none", "activations", "outputs"] = "activations"
-    """What norm abn rebuilds in backward instead of keeping it: none is the least work,
-    outputs (those of every second block too, on a GPU and without --compile) the least memory."""
 
 
-@dataclasses.dataclass(frozen=True)
-class ImageConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageConfig(EvalTransform):
     """Which images, and how they are read and tested."""
 
     data: str | None = None
@@ -89,37 +60,21 @@ class ImageConfig:
     images have several labels, or `digits` or `digits_multilabel`."""
     data_root: str = "data"
     """Directory in which the digits are written."""
-    input_size: Count | None = None
-    """Height and width of the input in pixels. None: the model's own."""
-    crop_pct: ShareAbove0 | None = None
-    """Share of the resized image that evaluation keeps. None: the model's own."""
-    crop_mode: Literal["center", "squash"] | None = None
-    """How evaluation crops. None: the model's own."""
-    interpolation: Literal["bilinear", "bicubic"] | None = None
-    """Resampling filter. None: the model's own."""
     workers: CountOrZero = 4
     """Processes that load images, per process that computes. 0: that process itself."""
     skip_bad_images: bool = False
     """Count unreadable images and go on, instead of stopping."""
 
-    @property
-    def testing(self) -> EvalTransform:
-        """How an image is tested, of a resolved configuration."""
-        assert self.input_size is not None, "filled in by resolve"
-        assert self.crop_mode is not None, "filled in by resolve"
-        assert self.interpolation is not None, "filled in by resolve"
-        return EvalTransform(self.input_size, self.crop_mode, self.crop_pct, self.interpolation)
 
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig(ImageConfig):
     """Which images, and how they reach the model."""
 
-    batch_size: Count | Literal["auto"] = 128
+    batch_size: Size | Literal["auto"] = 128
     """Images per process (per GPU) and forward pass. auto: as many as are sure to fit the GPU."""
-    eval_batch_size: Count | None = None
+    eval_batch_size: Size | None = None
     """Images per process and forward pass in evaluation. None: as in training."""
-    progressive_sizes: tuple[int, ...] | None = None
+    progressive_sizes: tuple[Size, ...] | None = None
     """Train at these sizes one after the other, each for an equal share of the epochs, and test at
     --input-size. None: train at --input-size."""
 
@@ -130,12 +85,18 @@ class DataConfig(ImageConfig):
         return self.batch_size
 
     @property
+    def resolved_input_size(self) -> int:
+        """`input_size` of a resolved configuration, which is filled in."""
+        assert self.input_size is not None, "filled in by resolve"
+        return self.input_size
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """The sizes of training images, in their order, of a resolved configuration."""
-        return self.progressive_sizes or (self.testing.size,)
+        return self.progressive_sizes or (self.resolved_input_size,)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class AugmentConfig(Augment):
     """How training images and labels are varied, in this order."""
 
@@ -146,11 +107,11 @@ class AugmentConfig(Augment):
     """Alpha of mixup. 0: none."""
     cutmix: PositiveOrZero = 0.0
     """Alpha of cutmix. 0: none."""
-    mix_prob: Share = 1.0
+    mix_prob: Fraction = 1.0
     """Probability that a batch is mixed at all, where mixup or cutmix is on."""
     mix_off_epochs: CountOrZero = 0
     """Train the last so many epochs without mixup and cutmix."""
-    label_smoothing: ShareBelow1 = 0.0
+    label_smoothing: FractionBelow1 = 0.0
     """Probability mass spread over all classes."""
 
     @property
@@ -159,8 +120,8 @@ class AugmentConfig(Augment):
         return self.mixup > 0 or self.cutmix > 0
 
 
-@dataclasses.dataclass(frozen=True)
-class LabelConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LabelConfig(Settings):
     """One label an image, or any number of them, and the loss."""
 
     loss: Literal["cross-entropy", "one-vs-all", "semantic-softmax", "bce", "asymmetric"] = (
@@ -169,7 +130,7 @@ class LabelConfig:
     """For one label an image: cross-entropy, one-vs-all (a binary cross-entropy for each class,
     arXiv 2110.00476) or semantic-softmax (arXiv 2104.10972). For any number of them, listed in
     train.csv and val.csv or in COCO's JSON: bce or asymmetric (arXiv 2009.14119)."""
-    bce_target_thresh: ShareBelow1 | None = None
+    bce_target_thresh: FractionBelow1 | None = None
     """One-vs-all: shares of a mixed label above this count as 1, others as 0. None: as they are."""
     hierarchy: str | None = None
     """Semantic softmax: a JSON file, {"class": "the class above it"}."""
@@ -177,9 +138,9 @@ class LabelConfig:
     """Asymmetric loss: how much easy negatives are discounted."""
     gamma_pos: PositiveOrZero = 1.0
     """Asymmetric loss: how much easy positives are discounted."""
-    prob_margin: ShareBelow1 = 0.05
+    prob_margin: FractionBelow1 = 0.05
     """Asymmetric loss: negatives below this probability count nothing."""
-    threshold: Share = 0.5
+    threshold: Fraction = 0.5
     """Probability from which a label counts as predicted, for F1."""
 
     @property
@@ -188,8 +149,8 @@ class LabelConfig:
         return self.loss in ("bce", "asymmetric")
 
 
-@dataclasses.dataclass(frozen=True)
-class DistillConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistillConfig(Settings):
     """A teacher, whose answers are learned beside the labels."""
 
     teacher: str | None = None
@@ -201,7 +162,7 @@ class DistillConfig:
     """Temperature at which both answers are compared."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ComputeConfig(TrainingCompute):
     """On what, and in which precision and layout."""
 
@@ -213,15 +174,15 @@ class ComputeConfig(TrainingCompute):
     """Memory that --batch-size auto may count on, such as 24GiB. None: what is free on the GPU."""
 
 
-@dataclasses.dataclass(frozen=True)
-class RunConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig(Settings):
     """What the run is called, writes and shows."""
 
     name: str | None = None
     """Name of the run directory, which must not exist. None: model, data and date."""
     runs: str = "runs"
     """Directory of run directories."""
-    seed: Annotated[CountOrZero, Range(f"less than {2**63}", lambda value: value < 2**63)] = 0
+    seed: Annotated[int, Ge(0), Lt(2**63)] = 0
     """Seed of weights, data order and augmentation."""
     eval_interval: Count = 1
     """Epochs between evaluations; the last epoch always has one."""
@@ -240,8 +201,8 @@ class RunConfig:
     """Send the numbers of the log to W&B or trackio too, which has to be installed."""
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainConfig:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig(Settings):
     """Everything that decides a training run; saved with it as config.json."""
 
     recipe: str = "paper"
@@ -300,13 +261,9 @@ def from_json(text: str, source: str = "the configuration") -> TrainConfig:
         source: Where it came from, for error messages.
 
     Raises:
-        ConfigError: Not JSON, an unknown field, or a value of another type.
+        ConfigError: Not JSON, an unknown field, or a value that does not fit.
     """
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{source} is not JSON: {error}") from error
-    return fields.build(TrainConfig, values, source)
+    return fields.read(TrainConfig, text, source)
 
 
 def load(path: Path) -> TrainConfig:

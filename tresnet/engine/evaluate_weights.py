@@ -13,20 +13,20 @@ from tresnet.checkpoints.weights import WeightsInfo, open_weights
 from tresnet.data import ImageDataset, Loader, create_loader, eval_transform
 from tresnet.data.folder import CLASSES_FILE
 from tresnet.engine import distributed, images
-from tresnet.engine.config import BuildConfig, ImageConfig, LabelConfig
+from tresnet.engine.config import ImageConfig, LabelConfig
 from tresnet.engine.console import Console
 from tresnet.engine.distributed import Processes
 from tresnet.engine.evaluate import evaluate
 from tresnet.engine.resolve import class_map, missing
-from tresnet.engine.validate import range_problems
 from tresnet.errors import ConfigError, WriteError
 from tresnet.measure.memory import MemoryMeter
-from tresnet.steps import InferenceCompute, InferenceStep
-from tresnet.steps.settings import Count, Share
+from tresnet.settings import Build, InferenceCompute
+from tresnet.settings.fields import Fraction, Size, check
+from tresnet.steps import InferenceStep
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalConfig(BuildConfig, ImageConfig):
+class EvalConfig(Build, ImageConfig):
     """Evaluate weights on the images of a folder, or on the digits."""
 
     data: str = dataclasses.field()
@@ -38,11 +38,11 @@ class EvalConfig(BuildConfig, ImageConfig):
     labels: Literal["single", "multi"] | None = None
     """One label an image, in class folders, or any number, in SPLIT.csv or COCO's JSON. None: as
     the weights were trained."""
-    threshold: Share = 0.5
+    threshold: Fraction = 0.5
     """Probability from which a label counts as predicted, for F1."""
     split: str = "val"
     """Sub-directory of the data."""
-    batch_size: Count = 128
+    batch_size: Size = 128
     """Images per process (per GPU) and forward pass."""
     device: str = "auto"
     """cpu, cuda, cuda:N, or auto: a GPU if there is one."""
@@ -82,12 +82,11 @@ def run(config: EvalConfig) -> dict[str, Any]:
         memory.reset_peak()
         dataset, loader = _open(config, multi, processes)
         options = dataclasses.asdict(config)
-        build = {field.name: options[field.name] for field in dataclasses.fields(BuildConfig)}
-        model = create(config.model, weights=opened, **build)
+        model = create(config.model, weights=opened, **config.values(Build))
         mapping = _class_map(opened.info, dataset)
         console = Console(processes.is_main, config.progress)
         step = InferenceStep(model, config.compute, processes.device, say=console.say)
-        labels = LabelConfig("bce" if multi else "cross-entropy", threshold=config.threshold)
+        labels = LabelConfig(loss="bce" if multi else "cross-entropy", threshold=config.threshold)
         try:
             metrics = evaluate(labels, step, loader, processes, mapping, console)
         finally:
@@ -119,8 +118,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
 
 
 def _check(config: EvalConfig) -> None:
-    for problem in range_problems(config):
-        raise ConfigError(problem)
+    check(config)
     if config.output is not None and config.output.exists() and not config.overwrite:
         raise ConfigError(
             f"--output: {config.output} exists: choose another name, or add --overwrite"
@@ -133,7 +131,7 @@ def _open(config: EvalConfig, multi: bool, processes: Processes) -> tuple[ImageD
     dataset = images.open_split(
         images.locate(config, processes),
         config.split,
-        eval_transform(config.testing, dtype=torch.uint8),
+        eval_transform(config, dtype=torch.uint8),
         multi,
         config.skip_bad_images,
     )

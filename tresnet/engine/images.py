@@ -85,11 +85,11 @@ def open_splits(config: TrainConfig, processes: Processes) -> Splits:
     Raises:
         DataError: A folder is missing or empty, or the splits have different classes.
     """
-    data, multi, test = config.data, config.labels.multi, config.data.testing
+    data, multi = config.data, config.labels.multi
     folder = locate(data, processes)
     transforms = {
         "train": _train_transform(config, config.data.sizes[0]),
-        "val": eval_transform(test, dtype=torch.uint8),
+        "val": eval_transform(data, dtype=torch.uint8),
     }
     splits = {
         name: open_split(folder, name, transform, multi, data.skip_bad_images)
@@ -134,7 +134,8 @@ def set_training_size(config: TrainConfig, splits: Splits, epoch: int) -> bool:
 
 
 def _train_transform(config: TrainConfig, size: int) -> Any:
-    filter_ = config.data.testing.interpolation
+    filter_ = config.data.interpolation
+    assert filter_ is not None, "filled in by resolve"
     return train_transform(config.augment, size, filter_, dtype=torch.uint8)
 
 

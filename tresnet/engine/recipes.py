@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-from tresnet.engine import fields
 from tresnet.engine.config import (
     AugmentConfig,
     ComputeConfig,
@@ -17,6 +16,7 @@ from tresnet.engine.config import (
     TrainConfig,
 )
 from tresnet.errors import ConfigError
+from tresnet.settings import fields
 
 
 def paper() -> TrainConfig:

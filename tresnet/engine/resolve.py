@@ -10,10 +10,11 @@ from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.metadata import check_metadata
 from tresnet.checkpoints.weights import WeightsInfo, describe, open_weights
 from tresnet.engine import config as configs
-from tresnet.engine.config import ImageConfig, TrainConfig
+from tresnet.engine.config import TrainConfig
 from tresnet.errors import ConfigError
 from tresnet.models import zoo
 from tresnet.models.tresnet import TResNet
+from tresnet.settings import EvalTransform
 from tresnet.steps.optim import training_pad
 
 
@@ -39,7 +40,7 @@ def resolve(config: TrainConfig, on_gpu: bool = False) -> TrainConfig:
     return configs.replace(config, model=model, pad=pad, **missing(config.data, cfg))
 
 
-def missing(data: ImageConfig, cfg: Mapping[str, Any]) -> dict[str, Any]:
+def missing(data: EvalTransform, cfg: Mapping[str, Any]) -> dict[str, Any]:
     """What the options leave open of how images are prepared, out of a model's `pretrained_cfg`."""
     known = {name: cfg[name] for name in ("crop_pct", "crop_mode", "interpolation")}
     if data.input_size is None:
@@ -64,7 +65,7 @@ def create_model(config: TrainConfig, classes: Sequence[str]) -> TResNet:
             _check_head(options["weights"].info, classes)
     model = create(config.model.model, num_classes=len(classes), **options)
     assert isinstance(model, TResNet), "features_only is not an option"
-    size = data.testing.size
+    size = data.resolved_input_size
     for side in {size, *data.sizes}:
         model.check_input(torch.empty(1, 3, side, side, device="meta"))
     # what is saved with the weights, so that whoever loads them prepares images the same way

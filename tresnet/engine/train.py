@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from tresnet.data.seeding import mix_seed
-from tresnet.engine import batch_size, distributed, fields, rundir, state
+from tresnet.engine import batch_size, distributed, rundir, state
 from tresnet.engine import config as configs
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.console import Console
@@ -23,6 +23,7 @@ from tresnet.engine.trainer import Trainer, TrainResult
 from tresnet.engine.validate import validate
 from tresnet.errors import ConfigError
 from tresnet.measure.memory import MemoryMeter
+from tresnet.settings import fields
 from tresnet.steps import TrainingStep, create_training_step
 
 

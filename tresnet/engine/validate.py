@@ -1,18 +1,13 @@
 """Refuses configurations whose values are out of range or contradict each other."""
 
-import dataclasses
-import math
-import typing
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import Any
 
-from tresnet.engine import fields
 from tresnet.engine.config import AUTO, TrainConfig
 from tresnet.env import parse_size
 from tresnet.errors import ConfigError, InputError
+from tresnet.settings import fields
 from tresnet.steps.optim import sees_padding
-from tresnet.steps.settings import Range
 from tresnet.steps.training import check_compiled_passes
 
 
@@ -22,46 +17,13 @@ def validate(config: TrainConfig) -> None:
     Raises:
         ConfigError: Something does not fit; the message lists everything that does not.
     """
-    problems = list(_type_problems(config)) or [
-        *range_problems(config),
-        *_problems_elsewhere(config),
-        *_contradictions(config),
-    ]
+    problems = fields.problems(config) or [*_problems_elsewhere(config), *_contradictions(config)]
     if problems:
         raise ConfigError("\n  ".join(["the configuration does not fit:", *problems]))
 
 
-def _type_problems(config: TrainConfig) -> Iterator[str]:
-    for field in dataclasses.fields(config):
-        group = getattr(config, field.name)
-        if not dataclasses.is_dataclass(group):
-            continue
-        for name, hint in typing.get_type_hints(type(group)).items():
-            try:
-                fields.coerce(getattr(group, name), hint, fields.option(name))
-            except ConfigError as error:
-                yield str(error)
-
-
-def range_problems(options: Any) -> Iterator[str]:
-    """What is wrong with the numbers of a dataclass and of those in it, each by itself."""
-    for name, hint in typing.get_type_hints(type(options), include_extras=True).items():
-        value = getattr(options, name)
-        if dataclasses.is_dataclass(value):
-            yield from range_problems(value)
-        elif isinstance(value, float) and math.isinf(value):
-            yield f"{fields.option(name)}: expected a finite number, got {value!r}"
-        elif value not in (None, AUTO):
-            for part in (hint, *typing.get_args(hint)):  # `Positive`, or one of `Positive | None`
-                for limit in getattr(part, "__metadata__", ()):
-                    # "not holds" and not its opposite, so that NaN is refused too
-                    if isinstance(limit, Range) and not limit.holds(value):
-                        yield f"{fields.option(name)}: expected {limit.expected}, got {value!r}"
-
-
 def _problems_elsewhere(config: TrainConfig) -> Iterator[str]:
     try:
-        config.augment.check()
         check_compiled_passes(config.compute.compile, config.optim.accumulate)
         if config.compute.gpu_memory is not None:
             parse_size(config.compute.gpu_memory)
@@ -85,10 +47,10 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         yield "--teacher: the recipe usi needs a teacher: a tag, a file or timm:NAME"
     yield from _problems_of_losses(config)
     sizes = data.progressive_sizes or ()
-    if len(sizes) > config.schedule.epochs or any(size < 1 for size in sizes):
+    if len(sizes) > config.schedule.epochs:
         yield (
             f"--progressive-sizes: expected at most as many sizes as the {config.schedule.epochs}"
-            f" epochs, each at least 1, got {sizes}"
+            f" epochs, got {sizes}"
         )
     unpredictable = {
         "--teacher": config.distill.teacher is not None,

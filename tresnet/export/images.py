@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tresnet.data import EvalTransform, ImageDataset, eval_transform, open_folder
+from tresnet.data import ImageDataset, eval_transform, open_folder
 from tresnet.errors import DataError, InputError
 from tresnet.export.options import Input
 from tresnet.models.tresnet import TResNet
 from tresnet.ops.unit_floats import unit_floats
+from tresnet.settings import EvalTransform
 
 BATCH = 32
 
@@ -107,7 +108,7 @@ def open_labelled(
         DataError: the folder is incomplete, or its classes are not the model's.
     """
     wanted = {key: model.pretrained_cfg[key] for key in ("crop_mode", "crop_pct", "interpolation")}
-    transform = eval_transform(EvalTransform(images.size, **wanted), dtype=torch.uint8)
+    transform = eval_transform(EvalTransform(input_size=images.size, **wanted), dtype=torch.uint8)
     dataset = open_folder(root, split, transform)
     expected = model.config.num_classes if classes is None else len(classes)
     if len(dataset.classes) != expected or dataset.classes != list(classes or dataset.classes):

@@ -34,7 +34,7 @@ from tresnet.measure.runner import (
 )
 from tresnet.measure.settings import OpsSettings
 from tresnet.ops import tiles
-from tresnet.steps.settings import DTYPES
+from tresnet.settings import Dtype, torch_dtype
 
 CONTENDERS = ("copy", "eager", "inductor", "triton")
 _LEAST_SIZE = 8 * BLOCK_SIZE
@@ -104,7 +104,8 @@ def bench_ops(settings: OpsSettings, argv: Sequence[str], log: Log) -> Outcome:
     parsed = [parse_contender(text)[0] for text in contenders]
     device = env.timed_device(env.device_or_default(settings.device))
     groups: list[Group] = []
-    dtypes = settings.dtype or (("bf16",) if device.type == "cuda" else ("fp32",))
+    usual: Dtype = "bf16" if device.type == "cuda" else "fp32"
+    dtypes = settings.dtype or (usual,)
     for name, dtype in itertools.product(settings.ops or OPS, dtypes):
         for place in OPS[name].places:
             site = _Site(name, place, dtype, device, settings)
@@ -137,10 +138,11 @@ class _Site:
     """An operation at a place in a dtype."""
 
     def __init__(
-        self, name: str, place: Place, dtype: str, device: torch.device, settings: OpsSettings
+        self, name: str, place: Place, dtype: Dtype, device: torch.device, settings: OpsSettings
     ) -> None:
         side = settings.input_size // place.reduction
-        self.name, self.place, self.dtype, self.device = name, place, dtype, device
+        self.name, self.place, self.device = name, place, device
+        self.dtype: Dtype = dtype
         self.op, self.shape = OPS[name], (settings.batch_size, place.channels, side, side)
         self.clock, self._seed = HeldClock(device), settings.seed
 
@@ -148,7 +150,7 @@ class _Site:
     def data(self) -> _Data:
         """Made at the first use, and again after `free`, the same."""
         torch.manual_seed(self._seed)
-        inputs = self.op.make(self.shape, self.place, DTYPES[self.dtype], self.device)
+        inputs = self.op.make(self.shape, self.place, torch_dtype(self.dtype), self.device)
         with torch.no_grad():
             y = self.op.plain(*inputs.maps, *inputs.vectors)
         grad = torch.randn(y.shape, device=self.device)

@@ -146,12 +146,12 @@ class BenchCase(CaseSettings):
 
     def _check_values(self) -> None:
         from tresnet.models.tresnet import RECOMPUTE
-        from tresnet.steps.settings import AMP_DTYPES, COMPILE_MODES, DTYPES
+        from tresnet.settings import Amp, CompileMode, Dtype
 
         choices: dict[str, Sequence[str]] = {
-            "amp": tuple(AMP_DTYPES),
-            "dtype": tuple(DTYPES),
-            "compile": COMPILE_MODES,
+            "amp": typing.get_args(Amp),
+            "dtype": typing.get_args(Dtype),
+            "compile": typing.get_args(CompileMode),
             "recompute": tuple(RECOMPUTE) if self.ours else ("none", "activations"),
             "input": ("float", "uint8"),
         }

@@ -242,7 +242,7 @@ def _training_step(
         _picked(TrainingCompute, case),
         device,
         optimizer=_picked(OptimConfig, case, lr=_LR),
-        ema=EmaConfig(case.ema_decay),
+        ema=EmaConfig(ema_decay=case.ema_decay),
         grad_checkpointing=case.grad_checkpointing,
         recompute=None if case.ours else case.recompute,
     )

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +20,8 @@ from tresnet.models.named import (
     split_name,
 )
 from tresnet.models.tresnet import TResNet
-from tresnet.steps import Compute, InferenceCompute, OptimConfig
+from tresnet.settings import Amp, Compute, Dtype, InferenceCompute, OptimConfig
 from tresnet.steps.optim import training_pad
-from tresnet.steps.settings import AMP_DTYPES, DTYPES
 
 ModelLike = str | nn.Module | Callable[[], nn.Module]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -109,7 +108,7 @@ class Plan:
     def compute(self) -> Compute:
         """Precision and layout, as `tresnet.steps` takes them."""
         if self.train:
-            return Compute(self.amp, self.channels_last)  # pyright: ignore[reportArgumentType]
+            return Compute(amp=self.amp, channels_last=self.channels_last)  # pyright: ignore
         return InferenceCompute(
             amp=self.amp,  # pyright: ignore[reportArgumentType]
             channels_last=self.channels_last,
@@ -306,9 +305,9 @@ _CHECKS: list[tuple[str, Callable[[Any], bool], str]] = [
     ("batch_size accumulate", _is_whole, "to be a whole number from 1 on"),
     ("train mixes channels_last ddp", _is_one_of(True, False), "out of True, False"),
     ("fold", _is_one_of(True, False, None), "out of True, False, None"),
-    ("amp", _is_one_of(*AMP_DTYPES), _names(AMP_DTYPES)),
+    ("amp", _is_one_of(*get_args(Amp)), _names(get_args(Amp))),
     ("input", _is_one_of(*_INPUTS), _names(_INPUTS)),
-    ("dtype", _is_one_of(*DTYPES), _names(DTYPES)),
+    ("dtype", _is_one_of(*get_args(Dtype)), _names(get_args(Dtype))),
     ("input_size", _or_none(lambda v: _is_whole(v) or _are_whole(v)), _SIZE),
     ("target_size", _or_none(_are_whole), "to be whole numbers from 1 on, in a tuple"),
     ("optimizer", lambda v: isinstance(v, str | OptimConfig) or callable(v), _OPTIMIZER),

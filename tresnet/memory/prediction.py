@@ -208,7 +208,9 @@ def _training(model: nn.Module, plan: Plan, machine: FakeMachine) -> Callable[[i
     loss = plan.loss or default_loss
     optim = OptimConfig(clip_grad=plan.clip_grad)
     if isinstance(plan.optimizer, str | OptimConfig):
-        optim = OptimConfig(plan.optimizer) if isinstance(plan.optimizer, str) else plan.optimizer
+        optim = (
+            OptimConfig(opt=plan.optimizer) if isinstance(plan.optimizer, str) else plan.optimizer
+        )
         optim, build = replace(optim, clip_grad=plan.clip_grad), None
     else:
         build = plan.optimizer
@@ -219,7 +221,7 @@ def _training(model: nn.Module, plan: Plan, machine: FakeMachine) -> Callable[[i
             machine.device,
             optimizer=optim,
             build_optimizer=build,
-            ema=EmaConfig(plan.ema_decay),
+            ema=EmaConfig(ema_decay=plan.ema_decay),
             mixes=plan.mixes,
             watch=machine,
         )

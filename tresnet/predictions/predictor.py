@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tresnet.checkpoints import OpenWeights, create, open_weights
-from tresnet.data import BadImageError, EvalTransform, eval_transform
+from tresnet.data import BadImageError, eval_transform
 from tresnet.env import usable_device
 from tresnet.errors import InputError
 from tresnet.export.formats import read_onnx
@@ -18,6 +18,7 @@ from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import image_side
 from tresnet.ops.dispatch import Impl
 from tresnet.predictions.sources import Source, pictures
+from tresnet.settings import EvalTransform
 from tresnet.steps import InferenceCompute, InferenceStep
 
 if TYPE_CHECKING:
@@ -248,4 +249,4 @@ def _onnx(path: Path) -> _Runner:
 def _transform(size: int, known: dict[str, Any]) -> Callable[["Image"], Tensor]:
     """What evaluation does to an image, as bytes."""
     wanted = {key: known[key] for key in ("crop_mode", "crop_pct", "interpolation")}
-    return eval_transform(EvalTransform(size=size, **wanted), dtype=torch.uint8)
+    return eval_transform(EvalTransform(input_size=size, **wanted), dtype=torch.uint8)

@@ -4,10 +4,7 @@
 second of a benchmark, those of a run's log and the predicted memory speak of the same operations.
 """
 
-from tresnet.steps.inference import InferenceStep
-from tresnet.steps.settings import (
-    AMP_DTYPES,
-    COMPILE_MODES,
+from tresnet.settings import (
     Compute,
     EmaConfig,
     InferenceCompute,
@@ -15,12 +12,11 @@ from tresnet.steps.settings import (
     ScheduleConfig,
     TrainingCompute,
 )
+from tresnet.steps.inference import InferenceStep
 from tresnet.steps.training import TrainingStep, create_training_step
 from tresnet.steps.watch import Watch
 
 __all__ = [
-    "AMP_DTYPES",
-    "COMPILE_MODES",
     "Compute",
     "EmaConfig",
     "InferenceCompute",

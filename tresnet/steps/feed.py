@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from tresnet.models.tresnet import TResNet
 from tresnet.ops.unit_floats import unit_floats
-from tresnet.steps.settings import Compute
+from tresnet.settings import Compute
 
 
 class Feed:

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tresnet.errors import InputError
+from tresnet.settings import Compute, InferenceCompute, torch_dtype
 from tresnet.steps.compiled import compile_model
 from tresnet.steps.feed import Feed, reads_bytes
-from tresnet.steps.settings import DTYPES, Compute, InferenceCompute
 from tresnet.steps.watch import Watch
 from tresnet.surgery.folding import fold
 
@@ -51,7 +51,7 @@ class InferenceStep:
         self._watch = watch or Watch()
         dtype, freeze = torch.float32, False
         if isinstance(compute, InferenceCompute):
-            dtype, freeze = DTYPES[compute.dtype], compute.freeze
+            dtype, freeze = torch_dtype(compute.dtype), compute.freeze
             for name, value in chain(model.named_parameters(), model.named_buffers()):
                 if value.is_complex():
                     raise InputError(

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from tresnet.errors import ConfigError
-from tresnet.steps.settings import OptimConfig, ScheduleConfig
+from tresnet.settings import OptimConfig, ScheduleConfig
 
 
 def sees_padding(opt: str) -> bool:

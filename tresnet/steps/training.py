@@ -14,6 +14,13 @@ from torch.optim import lr_scheduler
 
 from tresnet.errors import ConfigError
 from tresnet.layers.norm import ABN
+from tresnet.settings import (
+    Compute,
+    EmaConfig,
+    OptimConfig,
+    ScheduleConfig,
+    TrainingCompute,
+)
 from tresnet.steps import optim
 from tresnet.steps.compiled import CUDA_GRAPH_MODES, compile_model
 from tresnet.steps.feed import Feed, reads_bytes
@@ -26,13 +33,6 @@ from tresnet.steps.graph import (
     Pass,
 )
 from tresnet.steps.inference import place
-from tresnet.steps.settings import (
-    Compute,
-    EmaConfig,
-    OptimConfig,
-    ScheduleConfig,
-    TrainingCompute,
-)
 from tresnet.steps.watch import Watch
 
 

@@ -1,0 +1,270 @@
+"""Every setting of a model's build, of its step and of its images, declared once.
+
+The training configuration, `eval.py`, benchmarks and predictions of memory are made of these
+classes. The text under a field is its help on the command line, and its type holds its range.
+Nothing here imports PyTorch, so that `--help` is quick.
+"""
+
+import contextlib
+import dataclasses
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from tresnet.errors import InputError
+from tresnet.settings.fields import (
+    Count,
+    Fraction,
+    FractionAbove0,
+    FractionBelow1,
+    Positive,
+    PositiveOrZero,
+    Settings,
+    Size,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+Amp = Literal["off", "bf16", "fp16"]
+CompileMode = Literal[
+    "none", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
+]
+Dtype = Literal["fp32", "bf16", "fp16"]
+Recompute = Literal["none", "activations", "outputs"]
+
+
+def torch_dtype(name: Dtype) -> "torch.dtype":
+    """The type that a setting names."""
+    import torch
+
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+
+
+# -- a model's build --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build(Settings):
+    """How a model computes; its function and its checkpoints are the same."""
+
+    norm: Literal["abn", "batchnorm", "inplace_abn"] = "abn"
+    """Implementation of batch norm + activation."""
+    impl: Literal["auto", "triton", "reference"] = "auto"
+    """What computes the norms and what follows them: Triton kernels, or plain operators."""
+    pad: Count | None = None
+    """Widths in multiples of this; the same function and checkpoints. None: of 8, as tensor cores
+    want them, to train on a GPU and to fold, else as they are."""
+    jit: bool = False
+    """Use the scripted helper functions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingBuild(Build):
+    """The same for a model that is trained."""
+
+    recompute: Recompute = "activations"
+    """What norm abn rebuilds in backward instead of keeping it: none is the least work,
+    outputs (those of every second block too, on a GPU and without --compile) the least memory."""
+    grad_checkpointing: bool = False
+    """Compute the activations of whole blocks a second time in backward, to save memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape(Settings):
+    """What a model's parameters and function follow from, beside its variant."""
+
+    head: str | None = None
+    """Kind of classifier: linear, group_attention, ml_decoder. None: the weights', else linear."""
+    head_groups: tuple[int, ...] | None = None
+    """Classes of each group of the head group_attention. None: 12 groups, classes spread evenly."""
+    head_channels: int | None = None
+    """Channels of each group of group_attention (None: 512) or of ml_decoder (None: 768)."""
+    width_factor: Positive | None = None
+    """Multiply the channels. None: the variant's own."""
+    layers: tuple[int, ...] | None = None
+    """Blocks in each stage. None: the variant's own."""
+    block_size: Count | None = None
+    """Side of the space-to-depth blocks: 2 suits small images. None: the variant's own."""
+    drop_rate: FractionBelow1 = 0.0
+    """Dropout before the classifier."""
+    drop_path_rate: FractionBelow1 = 0.0
+    """Stochastic depth of the last block; earlier blocks get less."""
+
+
+# -- its images -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSize(Settings):
+    """The size of a model's images."""
+
+    input_size: Size | None = None
+    """Height and width of the input in pixels. None: the model's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalTransform(ImageSize):
+    """How an image is brought to the size that a model is tested at."""
+
+    crop_pct: FractionAbove0 | None = None
+    """Fraction of the resized image that evaluation keeps. None: the model's own."""
+    crop_mode: Literal["center", "squash"] | None = None
+    """How evaluation crops: center keeps the aspect ratio and cuts the middle out, squash resizes
+    to a square. None: the model's own."""
+    interpolation: Literal["bilinear", "bicubic"] | None = None
+    """Resampling filter. None: the model's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInput(ImageSize):
+    """The images that reach a step."""
+
+    input: Literal["float", "uint8"] = "float"
+    """float: images in [0, 1]. uint8: bytes, which our channels-last stem reads as they are; other
+    models divide them by 255 within the step."""
+
+
+# -- its step ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute(Settings):
+    """In which precision and layout a step computes, and whether it is compiled."""
+
+    amp: Amp = "off"
+    """Autocast to 16 bits; fp16 scales the loss in training."""
+    channels_last: bool = False
+    """Keep images and weights in channels-last memory."""
+    compile: CompileMode = "none"
+    """Mode of torch.compile. none: run eagerly."""
+
+    @property
+    def amp_dtype(self) -> "torch.dtype | None":
+        """The type of autocast, None for none."""
+        return None if self.amp == "off" else torch_dtype(self.amp)
+
+    def autocast(self, device: "torch.device") -> AbstractContextManager[Any]:
+        """Autocast to that type, or nothing for none."""
+        if self.amp_dtype is None:
+            return contextlib.nullcontext()
+        import torch
+
+        # Each weight is cast once a pass anyway, and copies kept beyond a captured pass would be
+        # stale.
+        return torch.autocast(device.type, dtype=self.amp_dtype, cache_enabled=False)
+
+    @property
+    def memory_format(self) -> "torch.memory_format":
+        """The layout of images and weights."""
+        import torch
+
+        return torch.channels_last if self.channels_last else torch.contiguous_format
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingCompute(Compute):
+    """The same for a model that is trained."""
+
+    cuda_graph: bool = False
+    """Replay forward and backward as a CUDA graph: less work for the CPU, where the GPU waits for
+    it. Batches of another size run eagerly."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceCompute(Compute):
+    """The same for a model whose weights do not change any more."""
+
+    dtype: Dtype = "fp32"
+    """Type of the weights."""
+    fold: bool = True
+    """Fold each batch norm of our models into the convolution before it: the same outputs up to
+    rounding."""
+    freeze: bool = False
+    """With --compile: compile the weights in as constants."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig(Settings):
+    """How the weights are updated."""
+
+    opt: str = "sgd"
+    """Optimizer by timm's name; sgd is SGD with Nesterov momentum."""
+    lr: Positive = 0.1
+    """Highest learning rate."""
+    lr_batch: Count | None = None
+    """Images per optimizer step that `lr` is meant for; it scales linearly. None: `lr` as it is."""
+    momentum: FractionBelow1 = 0.9
+    """Momentum, where the optimizer has one."""
+    weight_decay: PositiveOrZero = 1e-4
+    """Weight decay of convolution and linear weights; biases and norms have none."""
+    layer_decay: FractionAbove0 = 1.0
+    """Learning rate of each block as a fraction of the next one's; the head has the whole. 1: all
+    have the same."""
+    clip_grad: Positive | None = None
+    """Largest norm of the gradients. None: no limit."""
+    accumulate: Count = 1
+    """Micro-batches per optimizer step, each of --batch-size images."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig(Settings):
+    """How long, and the learning rate over time."""
+
+    epochs: Count = 300
+    """Passes over the training images."""
+    lr_schedule: Literal["one-cycle", "cosine", "constant"] = "one-cycle"
+    """Shape after the warm-up; one-cycle warms up along a cosine, the others along a line."""
+    warmup_fraction: Fraction = 0.2
+    """Fraction of all optimizer steps in which the learning rate rises."""
+    start_factor: FractionAbove0 = 0.04
+    """First learning rate, as a fraction of the highest."""
+    end_factor: FractionAbove0 = 4e-6
+    """Last learning rate, as a fraction of the highest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmaConfig(Settings):
+    """The moving average of the weights: what is evaluated and kept as best."""
+
+    ema_decay: FractionBelow1 = 0.0
+    """Fraction of the EMA kept at each optimizer step. 0: no EMA."""
+    ema_warmup: bool = True
+    """Let the decay grow from 0, so that a short run's EMA forgets the start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSettings(
+    TrainingBuild, TrainingCompute, InferenceCompute, OptimConfig, EmaConfig, StepInput
+):
+    """All that decides the speed and the memory of a model's training or inference step."""
+
+    def check_applies(self, *, training: bool, model: str, ours: bool) -> None:
+        """Refuse a setting that would change nothing.
+
+        Args:
+            training: Whether the step trains.
+            model: The model's name, for the message.
+            ours: Whether it is one of this package.
+
+        Raises:
+            InputError: One is not at its default.
+        """
+        learning = _names(TrainingBuild, TrainingCompute, OptimConfig, EmaConfig)
+        shared = _names(Build, Compute)
+        reasons = dict.fromkeys(
+            (_names(InferenceCompute) if training else learning) - shared,
+            f"it is for {'inference' if training else 'training'}",
+        )
+        if not ours:
+            reasons |= dict.fromkeys({*_names(Build), "fold"}, "only our models have one")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in reasons and value not in (field.default, False):
+                raise InputError(
+                    f"expected no {field.name} for {model}, got {value!r}: {reasons[field.name]}"
+                )
+
+
+def _names(*classes: type[Settings]) -> set[str]:
+    return {field.name for cls in classes for field in dataclasses.fields(cls)}

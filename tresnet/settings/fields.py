@@ -1,0 +1,213 @@
+"""How settings are checked: ranges are part of a field's type, and pydantic holds values to them.
+
+pydantic is imported at the first check, so that importing the package stays cheap.
+"""
+
+import dataclasses
+import difflib
+import functools
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
+
+from annotated_types import Ge, Gt, Le, Lt, Predicate
+
+from tresnet.errors import ConfigError, TResNetError
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter, ValidationError
+
+T = TypeVar("T")
+
+Count = Annotated[int, Ge(1)]
+Size = Annotated[int, Ge(1), Le(2**31 - 1)]  # PyTorch counts images and pixels in 32 bits
+CountOrZero = Annotated[int, Ge(0)]
+Positive = Annotated[float, Gt(0)]
+PositiveOrZero = Annotated[float, Ge(0)]
+Fraction = Annotated[float, Ge(0), Le(1)]
+FractionAbove0 = Annotated[float, Gt(0), Le(1)]
+FractionBelow1 = Annotated[float, Ge(0), Lt(1)]
+
+
+def smallest_first(values: tuple[float, float]) -> bool:
+    """Whether a range begins with its smaller end."""
+    return values[0] <= values[1]
+
+
+Ascending = Predicate(smallest_first)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Base of the settings: NaN and infinity are in no range, and instances are checked."""
+
+    __pydantic_config__: ClassVar = {"allow_inf_nan": False, "revalidate_instances": "always"}
+
+    def values(self, of: "type[Settings]") -> dict[str, Any]:
+        """The values of the fields that the base class `of` declares, by their names."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(of)}
+
+
+def problems(settings: Settings, spell: Callable[[str], str] | None = None) -> list[str]:
+    """What is wrong with each value by itself, such as `--lr: expected more than 0, got -1.0`.
+
+    Args:
+        settings: A dataclass; those in its fields are checked too.
+        spell: From a field's name to its name in the message; None for the command line's.
+    """
+    from pydantic import ValidationError
+
+    try:
+        _adapter(type(settings)).validate_python(settings, strict=True)
+    except ValidationError as error:
+        return _explained(error, type(settings), lambda path: (spell or option)(path[-1]))
+    return []
+
+
+def check(settings: Settings, error: type[TResNetError] = ConfigError) -> None:
+    """Raise `error`, with what is wrong with each value, if anything is."""
+    if found := problems(settings):
+        raise error("; ".join(found))
+
+
+def read(cls: type[T], text: str, source: str) -> T:
+    """An instance of a dataclass of settings from JSON; absent fields keep their defaults.
+
+    Lists become tuples, and whole numbers become floats where a float is meant.
+
+    Args:
+        cls: A dataclass whose fields are dataclasses or plain values.
+        text: JSON.
+        source: Where it came from, for error messages.
+
+    Raises:
+        ConfigError: Not JSON, not an object, an unknown field, or a value that does not fit.
+    """
+    from pydantic import ValidationError
+
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{source} is not JSON: {error}") from error
+    try:
+        return _adapter(cls).validate_python(_unchecked(cls, values, source, ""), strict=True)
+    except ValidationError as error:
+        lines = _explained(error, cls, lambda path: f"{source}: {'.'.join(path)}")
+        raise ConfigError("; ".join(lines)) from None
+
+
+def parse(cls: type[T], texts: Mapping[str, str], source: str) -> T:
+    """An instance of a dataclass from one text for each of its fields that is not at its default.
+
+    Raises:
+        ConfigError: An unknown field, or a text that does not fit; the message begins with
+            `source`.
+    """
+    from pydantic import ValidationError
+
+    for name in texts:
+        if name not in _kinds(cls):
+            raise ConfigError(f"{source}: {unknown('setting', name, _kinds(cls))}")
+    try:
+        return _adapter(cls).validate_strings(dict(texts))
+    except ValidationError as error:
+        lines = _explained(error, cls, lambda path: f"{source}: {path[-1]}")
+        raise ConfigError("; ".join(lines)) from None
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """`unknown KIND 'NAME'`, with the nearest known name, or all of them if none is near."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(names)}"
+    return f"unknown {kind} {name!r}: {hint}"
+
+
+def option(name: str) -> str:
+    """The command line's spelling of a field: `batch_size` is `--batch-size`."""
+    return "--" + name.replace("_", "-")
+
+
+@functools.cache
+def _adapter(cls: type[T]) -> "TypeAdapter[T]":
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(cls)
+
+
+def _kinds(cls: type) -> dict[str, Any]:
+    return {field.name: field.type for field in dataclasses.fields(cls)}
+
+
+def _unchecked(cls: type, values: object, source: str, path: str) -> Any:
+    """An instance with all names known; pydantic's own reader refuses lone surrogates in paths."""
+    if not isinstance(values, dict):
+        where = f"{path} of {source}" if path else source
+        raise ConfigError(f"expected {where} to be an object with fields, got {values!r}")
+    kinds, arguments = _kinds(cls), {}
+    for name, value in values.items():
+        full = f"{path}.{name}" if path else str(name)
+        if name not in kinds:
+            known = [f"{path}.{kind}" if path else kind for kind in kinds]
+            raise ConfigError(f"{source}: {unknown('field', full, known)}")
+        if dataclasses.is_dataclass(kinds[name]):
+            value = _unchecked(kinds[name], value, source, full)
+        arguments[name] = tuple(value) if isinstance(value, list) else value
+    return cls(**arguments)
+
+
+# pydantic's name of an error: what was expected instead.
+_EXPECTED = {
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "callable_type": "a function",
+    "finite_number": "a finite number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "int_parsing": "a whole number",
+    "int_parsing_size": "a whole number",
+    "int_type": "a whole number",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+    "literal_error": "{expected}",
+    "missing": "as many values as it has",
+    "string_type": "text",
+    "too_long": "at most {max_length} values",
+    "tuple_type": "a list",
+}
+
+
+def _explained(
+    error: "ValidationError", cls: type, spell: Callable[[tuple[str, ...]], str]
+) -> list[str]:
+    """A line for each value that does not fit: `NAME: expected ..., got ...`."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for one in error.errors(include_url=False):
+        context = {key: _plain(value) for key, value in one.get("ctx", {}).items()}
+        if one["type"] == "predicate_failed":  # named after what it wants
+            expected = one["msg"].split("'")[1].replace("_", " ")
+        else:
+            expected = _EXPECTED.get(one["type"], one["msg"]).format(**context)
+        key = spell(_path(cls, one["loc"])), repr(one["input"])
+        found.setdefault(key, []).append(expected)  # a union has an error for each kind
+    return [
+        f"{name}: expected {' or '.join(kinds)}, got {got}" for (name, got), kinds in found.items()
+    ]
+
+
+def _path(cls: type, place: tuple[int | str, ...]) -> tuple[str, ...]:
+    """The fields of a place, without the positions and pydantic's names of kinds that follow."""
+    path: list[str] = []
+    for part in map(str, place):
+        path.append(part)
+        kind = _kinds(cls).get(part)
+        if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+            break
+        cls = kind
+    return tuple(path)
+
+
+def _plain(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
