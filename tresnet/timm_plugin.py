@@ -28,8 +28,8 @@ from tresnet.checkpoints.download import from_layout
 from tresnet.checkpoints.fit import fit
 from tresnet.checkpoints.load import load_weights, model_tensors
 from tresnet.checkpoints.published import WeightsEntry, entries, find, weights_dir
-from tresnet.checkpoints.read import WeightsFile, read_weights, unwrap
-from tresnet.checkpoints.remap import Weights, identify, to_ours
+from tresnet.checkpoints.read import unwrap
+from tresnet.checkpoints.remap import Weights, identify, read_weights, to_ours
 from tresnet.errors import InputError
 from tresnet.models.features import FeatureExtractor
 from tresnet.models.tresnet import TResNet
@@ -107,7 +107,7 @@ def _load(model: TResNet, cfg: dict[str, Any], cache_dir: str | Path | None) -> 
     """Load the weights a configuration names: files by ourselves, with the metadata in them."""
     if cfg.get("file") and not cfg.get("state_dict"):
         path = Path(cfg["file"])
-        weights = to_ours(read_weights(from_layout(path)[0] if path.is_dir() else path))
+        weights = read_weights(from_layout(path)[0] if path.is_dir() else path)
         load_weights(model, weights, _needs_new_head(weights, model))
         return
     load_pretrained(
@@ -131,7 +131,7 @@ def _convert(state_dict: dict[str, Any], model: TResNet) -> dict[str, Tensor]:
     """
     cfg = model.pretrained_cfg
     name = Path(cfg.get("hf_hub_id") or cfg.get("url") or "the state dict")
-    weights = to_ours(WeightsFile(name, unwrap(state_dict, name)))
+    weights = to_ours(name, unwrap(state_dict, name), {})
     tensors = fit(weights, model, model_tensors(model), _needs_new_head(weights, model))
     model.set_slopes(*weights.slopes)
     return tensors

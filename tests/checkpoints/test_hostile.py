@@ -14,7 +14,7 @@ import torch
 from tests.checkpoints.small import same, small, snapshot, trained
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.load import load_checkpoint
-from tresnet.checkpoints.read import checksum, read_weights
+from tresnet.checkpoints.read import checksum, read_file
 from tresnet.checkpoints.save import checkpoint_metadata, save_checkpoint
 from tresnet.checkpoints.weights import open_weights
 from tresnet.errors import CheckpointError, InputError, TResNetError
@@ -142,21 +142,21 @@ def test_the_checksum_holds_for_tensors_names_and_metadata(tmp_path, suffix):
         at = data.rindex(wanted) + 3
         path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
         with pytest.raises(CheckpointError, match=r"damaged|not a readable"):
-            read_weights(path)
+            read_file(path)
 
 
 def test_files_without_a_checksum_are_read(tmp_path):
     """Those of others, and those of the first version of our format."""
     tensors = tiny().state_dict()
     torch.save(tensors, tmp_path / "a.pth")
-    read_weights(tmp_path / "a.pth")
+    read_file(tmp_path / "a.pth")
     old = {**checkpoint_metadata(tiny()), "format_version": 1}
     torch.save({"state_dict": tensors, "tresnet": old}, tmp_path / "b.pth")
-    read_weights(tmp_path / "b.pth")
+    read_file(tmp_path / "b.pth")
     old["format_version"] = 2
     torch.save({"state_dict": tensors, "tresnet": old}, tmp_path / "b.pth")
     with pytest.raises(CheckpointError, match="do not have the checksum"):
-        read_weights(tmp_path / "b.pth")
+        read_file(tmp_path / "b.pth")
 
 
 def config(**changes):
@@ -190,8 +190,8 @@ def config(**changes):
         ({"user": {"classes": [1, 2, 3, 4, 5]}}, "classes as a list of names"),
         ({"user": {"labels": 3}}, "labels 'single' or 'multi', got 3"),
         ({"format_version": True}, "written in format True"),
-        ({"user": {"x": torch.ones(1)}}, "not plain values"),
-        ({"user": {"x": float("nan")}}, "not plain values"),
+        ({"user": {"x": torch.ones(1)}}, "no plain values"),
+        ({"user": {"x": float("nan")}}, "no plain values"),
     ],
 )
 def test_metadata_are_checked_before_anything_is_made_of_them(tmp_path, changes, message):
@@ -214,20 +214,18 @@ def with_tensor(name, value):
     return tensors
 
 
-FC = "head.fc.weight"
 STEM = "body.conv1.conv.weight"
 
 
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        (with_tensor("head.fc.bias", torch.empty(5, device="meta")), "meta device"),
+        (with_tensor("head.fc.bias", torch.empty(5, device="meta")), "float32 on meta"),
         (with_tensor("head.fc.bias", torch.zeros(5).to(torch.float8_e4m3fn)), "float8_e4m3fn"),
         (with_tensor("head.fc.bias", torch.zeros(5, dtype=torch.complex64)), "complex64"),
-        (with_tensor("head.fc.bias", torch.zeros(5).to_sparse()), "sparse or quantised"),
+        (with_tensor("head.fc.bias", torch.zeros(5).to_sparse()), "sparse_coo of torch.float32"),
         (with_tensor("head.fc.bias", None), "NoneType"),
-        (with_tensor(7, torch.zeros(5)), "7 .a name that is not text"),
-        (with_tensor(FC, torch.zeros(1, 1).expand(10**7, 64)), "larger than its storage"),
+        (with_tensor(7, torch.zeros(5)), "not plain tensors: 7"),
         (with_tensor("body.layer1.9999999999.x", torch.zeros(1)), "does not fit|not a usable"),
         (with_tensor(STEM, torch.zeros(0, 48, 3, 3)), "only a part of a TResNet"),
         (with_tensor(STEM, torch.zeros(())), "only a part of a TResNet"),
@@ -254,12 +252,12 @@ def test_a_dict_that_contains_itself(tmp_path):
     contents["state_dict"]["state_dict"] = contents["state_dict"]
     torch.save(contents, tmp_path / "a.pth")
     with pytest.raises(CheckpointError, match="holds no weights"):
-        read_weights(tmp_path / "a.pth")
+        read_file(tmp_path / "a.pth")
     metadata = checkpoint_metadata(tiny())
     metadata["user"]["self"] = metadata
     torch.save({"state_dict": tiny().state_dict(), "tresnet": metadata}, tmp_path / "b.pth")
-    with pytest.raises(CheckpointError, match="not plain values"):
-        read_weights(tmp_path / "b.pth")
+    with pytest.raises(CheckpointError, match="no plain values"):
+        read_file(tmp_path / "b.pth")
 
 
 @pytest.mark.parametrize("text", ["{", '{"user": ' + "[" * 100_000 + "]" * 100_000 + "}"])
@@ -267,7 +265,7 @@ def test_broken_and_deep_json(tmp_path, text):
     path = tmp_path / "a.safetensors"
     safetensors.torch.save_file({"a": torch.ones(1)}, path, {"tresnet": text})
     with pytest.raises(CheckpointError, match=r"a.safetensors is not a readable safetensors file"):
-        read_weights(path)
+        read_file(path)
 
 
 @pytest.mark.parametrize("fault", ["encrypted", "method", "crc"])
@@ -291,10 +289,7 @@ def test_bad_members_of_a_zip(tmp_path, fault):
 
 
 @pytest.mark.parametrize("weights", [5, 2.5, [], "a\0b.pth", "x" * 5000 + ".pth"])
-def test_what_is_no_path(tmp_path, weights):
-    os.mkfifo(tmp_path / "a.pth")  # which is not waited for
-    with pytest.raises(CheckpointError, match="got a pipe or device"):
-        read_weights(tmp_path / "a.pth")
+def test_what_is_no_path(weights):
     with pytest.raises(
         (InputError, CheckpointError), match=r"expected a tag or|cannot be read|no file of weights"
     ):

@@ -73,7 +73,7 @@ def test_what_is_pushed_is_read_by_us_and_by_plain_timm(pushed, monkeypatch, cap
     hub.fault = "hash"
     assert describe(HUB).classes == tuple(CLASSES)
     card = hub.repos[REPO]["README.md"].decode()
-    assert card.startswith("---\nlicense: mit\n")
+    assert huggingface_hub.ModelCard(card).data.license == "mit"
     assert "| val of flowers | 81.50 |" in card
     assert f'timm.create_model("{HUB}", pretrained=True)' in card
     assert "timm_plugin" not in card
@@ -86,7 +86,7 @@ def test_a_directory_is_written_whole_or_not_at_all(mine, tmp_path, monkeypatch,
     assert "expected a licence for weights of your own" in capsys.readouterr().err
     arguments = ["push", str(path), str(target), "--license", "mit"]
     with monkeypatch.context() as patch:
-        patch.setattr("tresnet.checkpoints.layout._card", lambda *_: 1 / 0)
+        patch.setattr("tresnet.checkpoints.layout._history", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run(arguments)
     assert list(tmp_path.iterdir()) == [path]

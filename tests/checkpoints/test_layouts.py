@@ -59,7 +59,8 @@ def test_what_timm_wrote_is_read_with_its_names_and_sizes(layout, hub, source):
     assert torch.equal(found(x), model(x))
     info = describe(name)
     assert (info.name, info.model, info.classes) == (name, "tresnet_m", tuple(CLASSES))
-    assert (info.input_size, info.crop_pct) == ((3, 160, 160), 0.9)
+    cfg = info.pretrained_cfg
+    assert (cfg["input_size"], cfg["crop_pct"]) == ((3, 160, 160), 0.9)
     assert found.pretrained_cfg["interpolation"] == "bicubic"
 
 

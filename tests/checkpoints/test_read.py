@@ -1,19 +1,20 @@
 import argparse
 import json
+import os
 import pickle
 
 import pytest
 import safetensors.torch
 import torch
 
-from tresnet.checkpoints.read import read_weights
+from tresnet.checkpoints.read import read_file
 from tresnet.errors import CheckpointError
 
 TENSORS = {"body.conv1.conv.weight": torch.ones(2, 3), "head.fc.bias": torch.zeros(4)}
 
 
 def assert_reads(path, expected=TENSORS):
-    found = read_weights(path).tensors
+    found = read_file(path)[0]
     assert list(found) == list(expected)
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
@@ -74,16 +75,18 @@ def test_code_is_refused_and_not_run(tmp_path, how, inside):
     known = r"holds code .*\.open\).*not opened: ask"
     message = r"not a readable torch file \(Unsupported operand 149" if how in (4, 5) else known
     with pytest.raises(CheckpointError, match=message) as info:
-        read_weights(path)
+        read_file(path)
     assert not created.exists()
     assert str(path) in str(info.value)
     torch.save(torch.nn.Linear(1, 1), path)
     with pytest.raises(CheckpointError, match=r"holds code .*torch.nn.modules.linear.Linear"):
-        read_weights(path)
+        read_file(path)
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-@pytest.mark.parametrize("damage", [0.02, 0.5, 0.99, b"hello, world", b"\0" * 100, b"PK"], ids=str)
+@pytest.mark.parametrize(
+    "damage", [0.02, 0.5, 0.99, b"", b"hello, world", b"\0" * 100, b"PK"], ids=str
+)
 def test_a_truncated_file_and_garbage(tmp_path, suffix, damage):
     path = tmp_path / f"a{suffix}"
     if suffix == ".pth":
@@ -93,18 +96,16 @@ def test_a_truncated_file_and_garbage(tmp_path, suffix, damage):
     data = path.read_bytes()
     path.write_bytes(damage if isinstance(damage, bytes) else data[: int(len(data) * damage)])
     with pytest.raises(CheckpointError, match=f"a{suffix} is not a readable.*copy or dow") as info:
-        read_weights(path)
+        read_file(path)
     assert "weights_only" not in str(info.value)  # torch advises to switch it off
 
 
-def test_what_is_no_file(tmp_path):
-    (tmp_path / "empty.pth").touch()
-    with pytest.raises(CheckpointError, match=r"no file of weights at .*no.pth: check the path"):
-        read_weights(tmp_path / "no.pth")
-    with pytest.raises(CheckpointError, match=r"got the directory .*: name a file inside it"):
-        read_weights(tmp_path)
-    with pytest.raises(CheckpointError, match=r"empty.pth is empty: copy or download it again"):
-        read_weights(tmp_path / "empty.pth")
+@pytest.mark.parametrize("kind", ["nothing", "directory", "pipe"])
+def test_what_is_no_file(tmp_path, kind):
+    path = tmp_path / "a.pth"
+    {"nothing": str, "directory": os.mkdir, "pipe": os.mkfifo}[kind](path)
+    with pytest.raises(CheckpointError, match=r"no file of weights at .*a.pth: check the path"):
+        read_file(path)  # a pipe is not waited for
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ def test_what_is_no_file(tmp_path):
 def test_no_weights_inside(tmp_path, contents, found):
     torch.save(contents, tmp_path / "a.pth")
     with pytest.raises(CheckpointError, match=f"a.pth holds no weights: .* got {found}"):
-        read_weights(tmp_path / "a.pth")
+        read_file(tmp_path / "a.pth")
 
 
 @pytest.mark.parametrize("metadata", [{"format_version": 3}, {}, ["x"], {"format_version": "1"}])
@@ -131,4 +132,4 @@ def test_metadata_of_a_later_version(tmp_path, metadata, suffix):
     else:
         safetensors.torch.save_file(TENSORS, path, {"tresnet": json.dumps(metadata)})
     with pytest.raises(CheckpointError, match=r"reads up to 2: upgrade tresnet"):
-        read_weights(path)
+        read_file(path)

@@ -2,15 +2,14 @@ import pytest
 import torch
 
 from tests.checkpoints.small import small, small_public
-from tresnet.checkpoints.read import read_weights
-from tresnet.checkpoints.remap import to_ours
+from tresnet.checkpoints.remap import read_weights
 from tresnet.errors import CheckpointError
 
 
 def read(tensors, tmp_path):
     path = tmp_path / "a.pth"
     torch.save(tensors, path)
-    return to_ours(read_weights(path))
+    return read_weights(path)
 
 
 @pytest.mark.parametrize("v2", [False, True])

@@ -13,10 +13,10 @@ def test_describe_a_tag_that_is_not_here(room):
     _, add = room
     row = add(entry(num_classes=7, input_size=(3, 448, 448), crop_mode="squash", crop_pct=1.0))
     found = describe(row.tag)
-    assert (found.model, found.num_classes, found.path) == ("tresnet_m", 7, None)
-    assert (found.input_size, found.crop_pct, found.crop_mode) == ((3, 448, 448), 1.0, "squash")
-    assert (found.interpolation, found.classes, found.format) == ("bilinear", None, "timm")
-    assert found.pretrained_cfg["pool_size"] == (14, 14)
+    assert (found.model, found.num_classes, found.weights) == ("tresnet_m", 7, None)
+    cfg = found.pretrained_cfg
+    assert (cfg["input_size"], cfg["crop_pct"], cfg["crop_mode"]) == ((3, 448, 448), 1.0, "squash")
+    assert (cfg["interpolation"], cfg["pool_size"], found.classes) == ("bilinear", (14, 14), None)
     assert found.entry is row
 
 
@@ -26,11 +26,12 @@ def test_describe_a_file_of_ours(tmp_path):
     model.pretrained_cfg |= {"input_size": (1, 48, 64), "crop_mode": "squash"}
     save_checkpoint(model, path, metadata={"classes": list("abcde"), "top1": 99.0})
     found = describe(path)
-    assert (found.model, found.num_classes, found.path) == ("tresnet_m", 5, path)
+    assert (found.model, found.num_classes, found.weights.path) == ("tresnet_m", 5, path)
     assert found.kwargs["block_size"] == 2
     assert found.kwargs["layers"] == (1, 2, 1, 1)
-    assert (found.input_size, found.crop_mode) == ((1, 48, 64), "squash")
-    assert found.pretrained_cfg["pool_size"] == (3, 4)
+    cfg = found.pretrained_cfg
+    assert (cfg["input_size"], cfg["pool_size"]) == ((1, 48, 64), (3, 4))
+    assert cfg["crop_mode"] == "squash"
     assert found.classes == tuple("abcde")
     assert found.user["top1"] == 99.0
     assert not found.guessed
@@ -41,8 +42,9 @@ def test_describe_a_tag_whose_file_is_here(room):
     row = add(entry(tag="digits", file="digits.safetensors", hub_id=None, input_size=(3, 32, 32)))
     save_checkpoint(small(), folder / row.file, metadata={"classes": list("01234")})
     found = describe("digits")
-    assert (found.path, found.classes) == (folder / row.file, tuple("01234"))
-    assert (found.input_size, found.num_classes, found.format) == ((3, 32, 32), 5, "tresnet")
+    assert (found.weights.path, found.classes) == (folder / row.file, tuple("01234"))
+    assert (found.pretrained_cfg["input_size"], found.num_classes) == ((3, 32, 32), 5)
+    assert found.weights.format == "tresnet"
 
 
 @pytest.mark.parametrize("name", sorted(VARIANTS))
@@ -50,7 +52,7 @@ def test_describe_files_of_others(tmp_path, name):
     whole = build(name, num_classes=9, device="meta").state_dict()
     torch.save(zeros(whole), tmp_path / "a.pth")
     found = describe(tmp_path / "a.pth")
-    assert (found.model, found.num_classes, found.format) == (name, 9, "timm")
+    assert (found.model, found.num_classes, found.weights.format) == (name, 9, "timm")
     assert found.kwargs["in_chans"] == 3
     assert found.kwargs["block_size"] == VARIANTS[name].block_size
     assert not found.guessed
@@ -59,7 +61,7 @@ def test_describe_files_of_others(tmp_path, name):
 def test_describe_a_public_file_of_no_variant(tmp_path):
     torch.save(small_public(v2=True).state_dict(), tmp_path / "a.pth")
     found = describe(tmp_path / "a.pth")
-    assert (found.model, found.guessed, found.format) == ("tresnet_v2_l", True, "public")
+    assert (found.model, found.guessed, found.weights.format) == ("tresnet_v2_l", True, "public")
     assert (found.kwargs["layers"], found.kwargs["width_factor"]) == ((1, 2, 1, 1), 0.25)
 
 

@@ -330,7 +330,7 @@ def test_convert_to_timm(tmp_path, capsys):
     assert torch.equal(
         kept["body.conv1.conv.weight"], model.get_parameter("body.conv1.conv.weight")
     )
-    assert describe(target).format == "timm"
+    assert describe(target).weights.format == "timm"
 
 
 @pytest.mark.parametrize(

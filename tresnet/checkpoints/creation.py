@@ -8,7 +8,7 @@ import torch
 
 from tresnet.checkpoints.fit import fit
 from tresnet.checkpoints.load import install, model_tensors
-from tresnet.checkpoints.weights import OpenWeights, WeightsInfo, open_weights
+from tresnet.checkpoints.weights import WeightsInfo, open_weights
 from tresnet.errors import CheckpointError, InputError
 from tresnet.models.config import ModelOptions
 from tresnet.models.features import FeatureExtractor
@@ -20,7 +20,7 @@ from tresnet.ops.abn import Impl
 def create(
     name: str | None = None,
     *,
-    weights: str | os.PathLike[str] | OpenWeights | None = None,
+    weights: str | os.PathLike[str] | WeightsInfo | None = None,
     new_head: bool = False,
     features_only: bool = False,
     out_indices: int | Sequence[int] | None = None,
@@ -83,21 +83,22 @@ def create(
 
 def _create_loaded(
     name: str | None,
-    opened: OpenWeights,
+    known: WeightsInfo,
     new_head: bool,
     asked: dict[str, Any],
     run: dict[str, Any],
 ) -> TResNet:
-    known = opened.info
+    weights = known.weights
+    assert weights is not None, "expected what open_weights returned"
     _check_name(name, known)
     _check_classes(asked.get("num_classes"), known, new_head)
     options = {**known.kwargs, **_head_kwargs(known, asked), "num_classes": known.num_classes}
     options = {**options, **asked}
     # On the meta device first: nothing is allocated for weights that turn out not to fit.
     shape = build(name or known.model, **options, device="meta")
-    staged = fit(opened.weights, shape, model_tensors(shape), new_head)
+    staged = fit(weights, shape, model_tensors(shape), new_head)
     model = build(name or known.model, **options, **run)
-    stem, block = opened.weights.slopes
+    stem, block = weights.slopes
     install(model, staged, (asked.get("stem_slope", stem), asked.get("block_slope", block)))
     model.pretrained_cfg = _pretrained_cfg(model, known)
     return model
@@ -136,5 +137,5 @@ def _pretrained_cfg(model: TResNet, known: WeightsInfo) -> dict[str, Any]:
     config = model.config
     default = default_pretrained_cfg(config.variant, config)
     own = {key: default[key] for key in ("architecture", "num_classes", "mean", "std")}
-    size = (config.in_chans, *known.input_size[1:])
+    size = (config.in_chans, *known.pretrained_cfg["input_size"][1:])
     return {**default, **known.pretrained_cfg, **own, "input_size": size}

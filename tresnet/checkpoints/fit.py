@@ -39,7 +39,10 @@ def fit(
     if not any(name.endswith(".num_batches_tracked") for name in tensors):
         counts = [name for name in expected if name.endswith(".num_batches_tracked")]
         tensors.update({name: torch.zeros((), dtype=torch.int64) for name in counts})
-    _check_keys(tensors, expected, weights, model)
+    if faults := misfits(tensors, expected):
+        raise CheckpointError(
+            f"{weights.path} does not fit. {_explain(weights, model)}Keys, {'; '.join(faults)}"
+        )
     if model.config.norm == "inplace_abn":
         tensors = _fit_inplace_gammas(tensors, weights, model)
     _check_values(tensors, expected, weights)
@@ -66,21 +69,16 @@ def _check_block_size(weights: Weights, model: TResNet) -> None:
         trained = weights.config.block_size
     if trained is not None and trained != model.config.block_size:
         raise CheckpointError(
-            f"{weights.source.path} was trained with block_size={trained}, the model has "
+            f"{weights.path} was trained with block_size={trained}, the model has "
             f"block_size={model.config.block_size}: build it with block_size={trained}"
         )
 
 
 def _fit_stem(stem: Tensor, weights: Weights, model: TResNet) -> Tensor:
     """Adapt the stem to the model's image channels where only these differ."""
-    pixels = model.config.block_size**2
-    if weights.config is not None:
-        source = weights.config.in_chans
-    elif stem.dim() == 4 and stem.shape[1] % pixels == 0:
-        source = stem.shape[1] // pixels
-    else:
-        return stem
-    if stem.dim() != 4 or not source or stem.shape[1] != pixels * source:
+    inputs, pixels = identify({STEM: stem}).stem_channels, model.config.block_size**2
+    source = inputs // pixels if weights.config is None else weights.config.in_chans
+    if not source or inputs != pixels * source:
         return stem
     return adapt_stem(stem, source, model.config.in_chans)
 
@@ -114,37 +112,24 @@ def adapt_stem(stem: Tensor, source: int, target: int) -> Tensor:
     return adapted.reshape(out_channels, pixels * target, height, width)
 
 
-def _check_keys(
-    tensors: Mapping[str, Tensor],
-    expected: Mapping[str, Tensor],
-    weights: Weights,
-    model: TResNet,
-) -> None:
-    missing = [name for name in expected if name not in tensors]
-    unknown = [name for name in tensors if name not in expected]
-    other_shape = [
-        f"{name} (expected {tuple(expected[name].shape)}, got {tuple(tensors[name].shape)})"
-        for name in expected
-        if name in tensors and expected[name].shape != tensors[name].shape
-    ]
-    other_type = [
-        f"{name} ({tensors[name].dtype})"
-        for name in expected
-        if name in tensors
-        and expected[name].is_floating_point() != tensors[name].is_floating_point()
-    ]
+def misfits(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    """Return in words which tensors are missing, unknown, of another shape or kind of number."""
+    both = [name for name in expected if name in tensors]
     groups = {
-        "missing": missing,
-        "unknown": unknown,
-        "of another shape": other_shape,
-        "of another kind of number": other_type,
+        "missing": [name for name in expected if name not in tensors],
+        "unknown": [name for name in tensors if name not in expected],
+        "of another shape": [
+            f"{name} (expected {tuple(expected[name].shape)}, got {tuple(tensors[name].shape)})"
+            for name in both
+            if expected[name].shape != tensors[name].shape
+        ],
+        "of another kind of number": [
+            f"{name} ({tensors[name].dtype})"
+            for name in both
+            if expected[name].is_floating_point() != tensors[name].is_floating_point()
+        ],
     }
-    faults = [f"{len(keys)} {what}: {listed(keys)}" for what, keys in groups.items() if keys]
-    if faults:
-        raise CheckpointError(
-            f"{weights.source.path} does not fit. {_explain(weights, model)}Keys, "
-            + "; ".join(faults)
-        )
+    return [f"{len(keys)} {what}: {listed(keys)}" for what, keys in groups.items() if keys]
 
 
 def _explain(weights: Weights, model: TResNet) -> str:
@@ -177,7 +162,7 @@ def _fit_inplace_gammas(
     negative = [name for name in gammas if bool((tensors[name] < 0).any())]
     if negative:
         raise CheckpointError(
-            f"{weights.source.path} has negative gammas, which norm='inplace_abn' cannot "
+            f"{weights.path} has negative gammas, which norm='inplace_abn' cannot "
             f"represent: build the model with norm='abn'. Layers: {listed(negative)}"
         )
     return {
@@ -197,7 +182,7 @@ def _check_values(
     ]
     if below:
         raise CheckpointError(
-            f"{weights.source.path} has negative variances, of which no root can be taken: it is "
+            f"{weights.path} has negative variances, of which no root can be taken: it is "
             f"damaged; copy or download it again. Keys: {listed(below)}"
         )
     narrow = [
@@ -209,6 +194,6 @@ def _check_values(
     ]
     if narrow:
         raise CheckpointError(
-            f"{weights.source.path} has values beyond the range of {expected[narrow[0]].dtype}: "
+            f"{weights.path} has values beyond the range of {expected[narrow[0]].dtype}: "
             f"build the model in float32. Keys: {listed(narrow)}"
         )

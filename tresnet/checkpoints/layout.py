@@ -10,26 +10,16 @@ from tresnet import env
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.download import HUB, HUB_FILENAME
 from tresnet.checkpoints.save import computed_by_timm, save_checkpoint
-from tresnet.checkpoints.weights import OpenWeights, WeightsInfo
+from tresnet.checkpoints.weights import WeightsInfo
 from tresnet.errors import CheckpointError, InputError
 from tresnet.files import explained
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import make_config
 
-_CARD = """---
-license: {license}
-library_name: timm
-pipeline_tag: image-classification
-tags:
-- image-classification
-- timm
-- tresnet
----
-# {name}
-
+_DESCRIPTION = """\
 {model} ([TResNet](https://arxiv.org/abs/2003.13630)), {parameters:,} parameters, {classes} classes.
-Images of {height} x {width} pixels in [0, 1], without mean and deviation: {interpolation} resize,
-crop mode {crop_mode}, {crop_pct:g} of the side kept.
+Images of {size[1]} x {size[2]} pixels in [0, 1], without mean and deviation: {interpolation}
+resize, crop mode {crop_mode}, {crop_pct:g} of the side kept.
 
 ## Accuracy
 
@@ -38,23 +28,15 @@ crop mode {crop_mode}, {crop_pct:g} of the side kept.
 ## Training
 
 {training}
-
-## Use
-
-```python
-{use}
-```
 """
 _KINDS = {"top1": "top-1 %", "top5": "top-5 %", "map": "mAP %", "f1": "F1 %"}
 
 
-def push(
-    opened: OpenWeights, target: str, license: str | None = None, private: bool = False
-) -> str:
+def push(known: WeightsInfo, target: str, license: str | None = None, private: bool = False) -> str:
     """Write weights as timm reads them, to a new directory or to a repository of the hub.
 
     Args:
-        opened: the weights.
+        known: the weights, from `open_weights`.
         target: a directory that does not exist, or `hf-hub:USER/NAME`, which is made if need be and
             gets everything in one commit.
         license: SPDX identifier; None for that of published weights.
@@ -69,14 +51,13 @@ def push(
             hub refuses.
         WriteError: the directory cannot be written; nothing is left of it.
     """
-    entry = opened.info.entry
-    license = license or (entry.license if entry else None)
+    license = license or (known.entry.license if known.entry else None)
     if license is None:
         raise InputError("expected a licence for weights of your own: give --license, such as mit")
-    opened.check_finite()
+    known.check_finite()
     if target.startswith(HUB):
         with tempfile.TemporaryDirectory() as folder:
-            _write(opened, Path(folder), target.removeprefix(HUB), license)
+            _write(known, Path(folder), target.removeprefix(HUB), license)
             return _upload(Path(folder), target.removeprefix(HUB), private)
     place = Path(target)
     if place.exists():
@@ -85,7 +66,7 @@ def push(
         scratch = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.absolute().parent))
         scratch.chmod(0o755)
     try:
-        _write(opened, scratch, place.name, license)
+        _write(known, scratch, place.name, license)
         with explained(place):
             scratch.rename(place)
     finally:
@@ -109,66 +90,43 @@ def _upload(folder: Path, repo_id: str, private: bool) -> str:
         ) from error
 
 
-def _write(opened: OpenWeights, folder: Path, name: str, license: str) -> None:
+def _write(known: WeightsInfo, folder: Path, name: str, license: str) -> None:
     """Write the three files into an empty folder."""
-    known = opened.info
-    model = create(weights=opened, device="cpu")
+    from timm.models._hub import generate_readme, save_config_for_hf
+
+    model = create(weights=known, device="cpu")
     assert isinstance(model, TResNet), "features_only is not asked for"
-    user = dict(known.user)
-    for key, names in (("classes", known.classes), ("descriptions", known.descriptions)):
-        if names is not None:
-            user[key] = list(names)
     model.pretrained_cfg = {**model.pretrained_cfg, "license": license}
+    named = {"classes": known.classes, "descriptions": known.descriptions}
+    user = known.user | {key: list(names) for key, names in named.items() if names is not None}
     # The header that our format adds holds what timm has no place for; timm passes it over.
     save_checkpoint(model, folder / HUB_FILENAME, metadata=user)
-    config = json.dumps(_config(model, known), indent=2) + "\n"
-    (folder / "config.json").write_text(config, encoding="utf-8")
-    (folder / "README.md").write_text(_card(model, known, name, license), encoding="utf-8")
-
-
-def _config(model: TResNet, known: WeightsInfo) -> dict[str, Any]:
-    """What timm's `create_model` builds the model from."""
+    labels: dict[str, Any] = {"label_names": known.classes}
+    if known.classes is not None and known.descriptions is not None:
+        labels["label_descriptions"] = dict(zip(known.classes, known.descriptions, strict=True))
     usual = make_config(known.model)
     args = {key: value for key, value in known.kwargs.items() if value != getattr(usual, key)}
-    sources = ("architecture", "hf_hub_id", "url")
-    names: dict[str, Any] = {}
-    if known.classes is not None:
-        names["label_names"] = known.classes
-        if known.descriptions is not None:
-            pairs = zip(known.classes, known.descriptions, strict=True)
-            names["label_descriptions"] = dict(pairs)
-    return {
-        "architecture": known.model,
-        "num_classes": known.num_classes,
-        "num_features": model.num_features,
-        "global_pool": model.config.global_pool,
-        **names,
-        **({"model_args": args} if args else {}),
-        "pretrained_cfg": {k: v for k, v in model.pretrained_cfg.items() if k not in sources},
-    }
-
-
-def _card(model: TResNet, known: WeightsInfo, name: str, license: str) -> str:
-    plugin = (
-        "" if computed_by_timm(model) else "import tresnet.timm_plugin  # of the package tresnet\n"
-    )
-    place = f"hf-hub:{name}" if "/" in name else f"local-dir:{name}"
+    save_config_for_hf(model, str(folder / "config.json"), labels, args)
     accuracy, training = _history(known)
-    return _CARD.format(
-        license=license,
-        name=name,
+    cfg = known.pretrained_cfg
+    description = _DESCRIPTION.format(
         model=known.model,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         classes=known.num_classes,
-        height=known.input_size[1],
-        width=known.input_size[2],
-        interpolation=known.interpolation,
-        crop_mode=known.crop_mode,
-        crop_pct=known.crop_pct,
+        size=cfg["input_size"],
+        interpolation=cfg["interpolation"],
+        crop_mode=cfg["crop_mode"],
+        crop_pct=cfg["crop_pct"],
         accuracy=accuracy,
         training=training,
-        use=f'import timm\n{plugin}\nmodel = timm.create_model("{place}", pretrained=True).eval()',
     )
+    plugin = "" if computed_by_timm(model) else "import tresnet.timm_plugin  # from tresnet\n"
+    place = f"hf-hub:{name}" if "/" in name else f"local-dir:{name}"
+    use = f'import timm\n{plugin}\nmodel = timm.create_model("{place}", pretrained=True).eval()'
+    tags = ["image-classification", "timm", "tresnet"]
+    card = {"license": license, "tags": tags, "description": description}
+    text = generate_readme({**card, "usage": f"```python\n{use}\n```"}, name)
+    (folder / "README.md").write_text(text, encoding="utf-8")
 
 
 def _history(known: WeightsInfo) -> tuple[str, str]:
@@ -181,7 +139,8 @@ def _history(known: WeightsInfo) -> tuple[str, str]:
         on, how = entry.trained_on, entry.accuracy_source
         training = [f"On {on}."]
         training += [f"`{entry.command}`"] if entry.command else []
-    log = {} if known.path is None else _run(known.path.parent)
+    assert known.weights is not None, "expected what open_weights returned"
+    log = _run(known.weights.path.parent)
     if log:
         training += [
             f"{log['epoch']} epochs, {log['step']} updates, {log['elapsed_s']:.0f} s, on"

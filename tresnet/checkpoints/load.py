@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tresnet.checkpoints.fit import fit
-from tresnet.checkpoints.read import read_weights
-from tresnet.checkpoints.remap import Weights, to_ours
+from tresnet.checkpoints.remap import Weights, read_weights
 from tresnet.errors import CheckpointError, InputError
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.models.features import FeatureExtractor
@@ -33,8 +32,7 @@ def load_checkpoint(model: nn.Module, path: str | os.PathLike[str], new_head: bo
         CheckpointError: the file is unreadable, unsafe, or does not fit; the model is unchanged.
         InputError: `model` is not a TResNet.
     """
-    target = bare_model(model)
-    load_weights(target, to_ours(read_weights(path)), new_head)
+    load_weights(bare_model(model), read_weights(path), new_head)
 
 
 def load_weights(model: TResNet, weights: Weights, new_head: bool = False) -> None:

@@ -22,7 +22,7 @@ class WeightsEntry:
         format: 'tresnet', 'timm' or 'public'.
         file: the file's name under weights/.
         hub_id: repository on the Hugging Face hub, which holds it as model.safetensors.
-        url: plain address, https.
+        url: where the authors offered the file; it is no longer there.
         sha256: of the file; None where it is not known.
         license: SPDX identifier.
         trained_on: data the weights were trained on.
@@ -100,11 +100,9 @@ def _entries(manifest: Path) -> dict[str, WeightsEntry]:
         raise CheckpointError(
             f"{manifest} cannot be read ({error.strerror}): install tresnet by pip, not as a zip"
         ) from error
-    entries = [WeightsEntry(**{**row, "input_size": tuple(row["input_size"])}) for row in rows]
-    insecure = [entry.tag for entry in entries if entry.url and entry.url[:8] != "https://"]
-    if insecure:
-        raise CheckpointError(f"{manifest}: expected https addresses only, see {insecure}")
-    return {entry.tag: entry for entry in entries}
+    return {
+        row["tag"]: WeightsEntry(**{**row, "input_size": tuple(row["input_size"])}) for row in rows
+    }
 
 
 def entries() -> dict[str, WeightsEntry]:

@@ -1,4 +1,4 @@
-"""Opens files of weights without ever running code from them.
+"""Reads files of weights without ever running code from them.
 
 Two kinds of file are read: safetensors, which cannot hold code, and torch files through
 `weights_only=True`, which refuses it. Every failure is a `CheckpointError` that names the file.
@@ -11,12 +11,11 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tresnet.errors import CheckpointError
 
@@ -24,31 +23,20 @@ METADATA_KEY, CHECKSUM_KEY = "tresnet", "tresnet_sha256"
 # 2 has a checksum, which 1 had not.
 FORMAT_VERSION = 2
 
-# Where training scripts keep the weights, in the order of preference (the average first, as timm).
+# Where training scripts keep the weights, in the order of preference (the EMA first, as timm).
 _WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")
 # What DistributedDataParallel, torch.compile and a wrapping module put before every key.
 _PREFIXES = ("module.", "_orig_mod.", "model.")
 # What every PyTorch converts into every other of its kind; float8 and smaller, it does not.
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
 
 
-@dataclass(frozen=True)
-class WeightsFile:
-    """The contents of a file of weights.
-
-    Attributes:
-        path: the file.
-        tensors: the weights by name, unwrapped, without prefixes of wrapping modules; on the CPU.
-        metadata: what `save_checkpoint` stored beside them; None in files of others.
-    """
-
-    path: Path
-    tensors: dict[str, Tensor]
-    metadata: dict[str, Any] | None = None
-
-
-def read_weights(path: str | os.PathLike[str]) -> WeightsFile:
+def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read a .safetensors or torch file; its contents, not its name, decide which it is.
+
+    Returns:
+        The tensors by name, on the CPU, unwrapped and without prefixes of wrapping modules; and
+        what `save_checkpoint` stored beside them, empty for files of others.
 
     Raises:
         CheckpointError: the file is missing, damaged, holds code, or holds no state dict.
@@ -61,31 +49,25 @@ def read_weights(path: str | os.PathLike[str]) -> WeightsFile:
         extras = contents if isinstance(contents, dict) else {}
         metadata, stated = extras.get(METADATA_KEY), extras.get(CHECKSUM_KEY)
     tensors = unwrap(contents, file)
-    metadata = _check_metadata(metadata, file)
-    _check_sum(tensors, metadata, stated, file)
-    return WeightsFile(file, tensors, metadata)
+    metadata = None if metadata is None else _check_format(metadata, file)
+    needed = metadata is not None and metadata["format_version"] >= 2
+    if (needed or stated is not None) and stated != checksum(tensors, metadata):
+        raise CheckpointError(
+            f"{file} is damaged: its contents do not have the checksum it states; copy or "
+            "download it again"
+        )
+    return tensors, metadata or {}
 
 
 def _is_safetensors(path: Path) -> bool:
-    """Whether the file starts as safetensors do: the header's length, then a JSON object."""
+    """Return whether the file starts as safetensors do: 8 bytes of length, then a JSON object."""
     try:
-        if path.is_dir():
-            raise CheckpointError(
-                f"expected a file of weights, got the directory {path}: name a file inside it"
-            )
-        if not path.exists():
+        if not path.is_file():  # reading a pipe would wait for ever
             raise CheckpointError(f"no file of weights at {path}: check the path")
-        if not path.is_file():  # a pipe would be waited for
-            raise CheckpointError(f"expected a file of weights, got a pipe or device: {path}")
-        size = path.stat().st_size
         with path.open("rb") as stream:
-            start = stream.read(9)
+            return path.suffix == ".safetensors" or stream.read(9)[8:] == b"{"
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    if size == 0:
-        raise CheckpointError(f"{path} is empty: copy or download it again")
-    length = int.from_bytes(start[:8], "little")
-    return path.suffix == ".safetensors" or (start[8:] == b"{" and length < size)
 
 
 def _read_safetensors(path: Path) -> tuple[dict[str, Any], Any, Any]:
@@ -143,63 +125,35 @@ def unwrap(contents: Any, path: Path) -> dict[str, Tensor]:
             "best.safetensors"
         )
     for _ in range(8):  # a dict can contain itself
-        inner = (
-            [contents[key] for key in _WRAPPERS if isinstance(contents.get(key), dict)]
-            if isinstance(contents, dict)
-            else []
-        )
-        if not inner:
-            break
-        contents = inner[0]
+        keys = _WRAPPERS if isinstance(contents, dict) else ()
+        inner = [contents[key] for key in keys if isinstance(contents.get(key), dict)]
+        contents = inner[0] if inner else contents
     if not isinstance(contents, dict) or not any(isinstance(v, Tensor) for v in contents.values()):
+        keys = [str(key)[:40] for key in contents][:10] if isinstance(contents, dict) else None
+        found = type(contents).__name__ if keys is None else f"a dict with the keys {keys}"
         raise CheckpointError(
             f"{path} holds no weights: expected a dict of tensors, alone or under "
-            f"{', '.join(map(repr, _WRAPPERS))}, got {_kind(contents)}"
+            f"{', '.join(map(repr, _WRAPPERS))}, got {found}"
         )
-    wrong = [f"{key} ({_fault(key, value)})" for key, value in contents.items()]
-    wrong = [text for text in wrong if not text.endswith(" ()")]
+    wrong = [str(key) for key in contents if not isinstance(key, str)]
+    wrong += [f"{key} ({kind})" for key, v in contents.items() if (kind := unusual_kind(v))]
     if wrong:
         raise CheckpointError(f"{path} holds entries that are not plain tensors: {listed(wrong)}")
-    return _strip_prefixes(contents)
+    while prefix := next((p for p in _PREFIXES if all(k.startswith(p) for k in contents)), ""):
+        contents = {key.removeprefix(prefix): value for key, value in contents.items()}
+    return contents
 
 
-def _fault(key: object, value: object) -> str:
-    """What makes an entry something else than a name and a plain tensor; '' if it is one."""
-    if not isinstance(key, str):
-        return "a name that is not text"
-    if not isinstance(value, Tensor):
+def unusual_kind(value: object) -> str:
+    """Return what a value is if it is no tensor that files of weights hold, else ''."""
+    if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter):
         return type(value).__name__
-    if value.layout != torch.strided or value.is_quantized:
-        return "sparse or quantised"
-    if value.is_meta:
-        return "on the meta device, without values"
-    if value.dtype not in DTYPES:
-        return str(value.dtype)
-    # An expanded tensor, of a few bytes, would have a model of any size made for it.
-    small = value.untyped_storage().nbytes() < value.numel() * value.element_size()
-    return "larger than its storage" if small else ""
+    if value.layout == torch.strided and value.dtype in _DTYPES and not value.is_meta:
+        return ""
+    return f"{value.layout} of {value.dtype} on {value.device}"
 
 
-def _kind(contents: Any) -> str:
-    if isinstance(contents, dict):
-        return f"a dict with the keys {[str(key)[:40] for key in list(contents)[:10]]}"
-    return type(contents).__name__
-
-
-def _strip_prefixes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    found = True
-    while found and tensors:
-        found = False
-        for prefix in _PREFIXES:
-            if all(key.startswith(prefix) for key in tensors):
-                tensors = {key[len(prefix) :]: value for key, value in tensors.items()}
-                found = True
-    return tensors
-
-
-def _check_metadata(metadata: Any, path: Path) -> dict[str, Any] | None:
-    if metadata is None:
-        return None
+def _check_format(metadata: Any, path: Path) -> dict[str, Any]:
     version = metadata.get("format_version") if isinstance(metadata, dict) else None
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         raise CheckpointError(
@@ -207,23 +161,21 @@ def _check_metadata(metadata: Any, path: Path) -> dict[str, Any] | None:
             f"{FORMAT_VERSION}: upgrade tresnet"
         )
     try:
-        return json.loads(json.dumps(metadata, allow_nan=False))  # a torch file may hold anything
+        return plain(metadata)  # a torch file may hold anything
+    except ValueError as error:
+        raise CheckpointError(f"{path} has metadata that are {error}: save it again") from error
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON gives it back.
+
+    Raises:
+        ValueError: JSON cannot hold it.
+    """
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path} has metadata that are not plain values ({type(error).__name__}): save it again"
-        ) from error
-
-
-def _check_sum(
-    tensors: Mapping[str, Tensor], metadata: dict[str, Any] | None, stated: Any, path: Path
-) -> None:
-    """Compare with the checksum stated in the file. Files of others, and older ones, have none."""
-    needed = metadata is not None and metadata["format_version"] >= 2
-    if (needed or stated is not None) and stated != checksum(tensors, metadata):
-        raise CheckpointError(
-            f"{path} is damaged: its contents do not have the checksum it states; copy or "
-            "download it again"
-        )
+        raise ValueError(f"no plain values ({type(error).__name__}: {error})") from error
 
 
 def checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any] | None) -> str:

@@ -4,15 +4,18 @@ Our names are timm's. The public TResNet format names the same tensors different
 weight w of in-place ABN, whose gamma is |w| + 1e-5 (arXiv 1712.02616; inplace-abn's source).
 """
 
+import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tresnet.checkpoints.metadata import check_metadata
-from tresnet.checkpoints.read import WeightsFile, listed
+from tresnet.checkpoints.read import listed, read_file
 from tresnet.errors import CheckpointError, InputError
 from tresnet.models.config import BLOCK_SLOPE, STEM_SLOPE, ModelConfig
 from tresnet.models.zoo import VARIANTS
@@ -32,30 +35,40 @@ _PUBLIC_NAMES: tuple[tuple[str, str | None], ...] = (
     ),
     (rf"{_UNIT}\.1(?:\.op)?\.filt", None),
 )
-_PUBLIC_MARK = re.compile(r"body\.(layer\d+\.\d+\.)?(conv\d|downsample\.\d)\.[01]\.")
 _TIMM_MARK = re.compile(r"body\.(layer\d+\.\d+\.)?(conv\d|downsample\.\d)\.(conv|bn)\.")
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights under our names.
+    """The contents of a file of weights, under our names.
 
     Attributes:
-        source: the file they come from.
+        path: the file.
         format: 'tresnet' (ours, with metadata), 'timm' or 'public'.
-        tensors: the weights; gammas are plain.
+        tensors: the weights, on the CPU; gammas are plain.
         slopes: negative slopes of the stem and of the blocks that the weights were trained with.
-        config: the model the weights were saved from; None in files of others.
+        metadata: what `save_checkpoint` stored; empty for files of others.
+        config: the model the weights were saved from; None for files of others.
     """
 
-    source: WeightsFile
+    path: Path
     format: str
     tensors: dict[str, Tensor]
-    slopes: tuple[float, float]
+    slopes: tuple[float, float] = (STEM_SLOPE, BLOCK_SLOPE)
+    metadata: dict[str, Any] = field(default_factory=dict)
     config: ModelConfig | None = None
 
 
-def to_ours(file: WeightsFile) -> Weights:
+def read_weights(path: str | os.PathLike[str]) -> Weights:
+    """Read a file of weights in our format, timm's or the public TResNet one.
+
+    Raises:
+        CheckpointError: what `read_file` or `to_ours` raises.
+    """
+    return to_ours(Path(path), *read_file(path))
+
+
+def to_ours(path: Path, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> Weights:
     """Rename a file's tensors to ours and turn in-place ABN weights into gammas.
 
     Slopes are those of the metadata; without it 1e-2 in the stem and 1e-3 in the blocks, save for
@@ -65,70 +78,66 @@ def to_ours(file: WeightsFile) -> Weights:
         CheckpointError: the names are of no known format, the metadata cannot be used or are of
             another model, or a stored blur filter is not the one the models compute.
     """
-    if _format(file) == "public":
-        tensors = _from_public(file)
+    if _format(path, tensors) == "public":
+        tensors = _from_public(path, tensors)
         v2 = any(key.startswith("body.layer1.0.conv3.") for key in tensors)
         slopes = (PUBLIC_V2_SLOPE, PUBLIC_V2_SLOPE) if v2 else (STEM_SLOPE, BLOCK_SLOPE)
-        return Weights(file, "public", tensors, slopes)
-    if file.metadata is None:
-        return Weights(file, "timm", file.tensors, (STEM_SLOPE, BLOCK_SLOPE))
+        return Weights(path, "public", tensors, slopes)
+    if not metadata:
+        return Weights(path, "timm", tensors)
     try:
-        config = check_metadata(file.metadata)
+        config = check_metadata(metadata)
     except InputError as error:
         raise CheckpointError(
-            f"{file.path} has metadata that this version of tresnet cannot use ({error}): "
+            f"{path} has metadata that this version of tresnet cannot use ({error}): "
             "upgrade tresnet, or save the file again"
         ) from error
-    stated, found = architecture(config), identify(file.tensors)
+    stated, found = architecture(config), identify(tensors)
     if stated != found:  # before anything is built from it
         raise CheckpointError(
-            f"{file.path} says it holds {stated}, but its tensors are of {found}: it is damaged; "
+            f"{path} says it holds {stated}, but its tensors are of {found}: it is damaged; "
             "copy or download it again"
         )
     slopes = (config.stem_slope, config.block_slope)
-    return Weights(file, "tresnet", file.tensors, slopes, config)
+    return Weights(path, "tresnet", tensors, slopes, metadata, config)
 
 
-def _format(file: WeightsFile) -> str:
-    timm = [key for key in file.tensors if _TIMM_MARK.match(key)]
-    public = [key for key in file.tensors if _PUBLIC_MARK.match(key)]
+def _format(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    timm = [key for key in tensors if _TIMM_MARK.match(key)]
+    public = [key for key in tensors if public_name(key) != key]
     if timm and public:
         raise CheckpointError(
-            f"{file.path} mixes timm's names (such as {timm[0]}) with those of the public TResNet "
+            f"{path} mixes timm's names (such as {timm[0]}) with those of the public TResNet "
             f"format (such as {public[0]}): save it from one model"
         )
     if not timm and not public:
+        looks = ""
+        if "layer1.0.conv1.weight" in tensors:
+            looks = " but looks like a ResNet"
+        elif any(key.startswith(("blocks.0.", "encoder.layers.")) for key in tensors):
+            looks = " but looks like a transformer"
         raise CheckpointError(
-            f"{file.path} is not a TResNet{_resembles(file.tensors)}: expected names such as "
-            "body.conv1.conv.weight (timm's and ours) or body.conv1.0.weight (the public TResNet "
-            f"format), got {', '.join(list(file.tensors)[:3])}, ..."
+            f"{path} is not a TResNet{looks}: expected names such as body.conv1.conv.weight "
+            "(timm's and ours) or body.conv1.0.weight (the public TResNet format), got "
+            f"{', '.join(list(tensors)[:3])}, ..."
         )
     return "timm" if timm else "public"
 
 
-def _resembles(keys: Iterable[str]) -> str:
-    keys = set(keys)
-    if "layer1.0.conv1.weight" in keys:
-        return " but looks like a ResNet"
-    if any(key.startswith(("blocks.0.", "encoder.layers.")) for key in keys):
-        return " but looks like a transformer"
-    return ""
-
-
-def _from_public(file: WeightsFile) -> dict[str, Tensor]:
+def _from_public(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     renamed: dict[str, Tensor] = {}
     collisions = []
-    for key, value in file.tensors.items():
+    for key, value in tensors.items():
         name = public_name(key)
         if name is None:
-            _check_blur(file, key, value)
+            _check_blur(path, key, value)
         elif name in renamed:
             collisions.append(key)
         else:
             renamed[name] = inplace_gamma(value) if name.endswith(".bn.weight") else value
     if collisions:
         raise CheckpointError(
-            f"{file.path} holds two tensors for one of the model's: {listed(collisions)}"
+            f"{path} holds two tensors for one of the model's: {listed(collisions)}"
         )
     return renamed
 
@@ -149,18 +158,17 @@ def inplace_gamma(weight: Tensor) -> Tensor:
     return weight.to(torch.promote_types(weight.dtype, torch.float32)).abs() + INPLACE_ABN_EPS
 
 
-def _check_blur(file: WeightsFile, key: str, value: Tensor) -> None:
+def _check_blur(path: Path, key: str, value: Tensor) -> None:
     line = torch.tensor([1.0, 2.0, 1.0])
     expected = torch.outer(line, line) / 16
     if value.shape[1:] != (1, 3, 3) or not torch.equal(value.float(), expected.expand(value.shape)):
         raise CheckpointError(
-            f"{file.path}: {key} is not the 3x3 binomial blur that every TResNet has, so the file "
+            f"{path}: {key} is not the 3x3 binomial blur that every TResNet has, so the file "
             "belongs to another model"
         )
 
 
-@dataclass(frozen=True)
-class Architecture:
+class Architecture(NamedTuple):
     """What the names and shapes of weights say about their model.
 
     Attributes:
@@ -180,7 +188,7 @@ class Architecture:
     @property
     def body(self) -> tuple[tuple[int, ...], int, bool]:
         """What tells variants apart."""
-        return (self.layers, self.planes, self.bottlenecks)
+        return self[:3]
 
     @property
     def variant(self) -> str | None:

@@ -10,21 +10,23 @@ import torch
 from torch import Tensor, nn
 
 from tresnet import env
+from tresnet.checkpoints.fit import misfits
 from tresnet.checkpoints.load import bare_model, model_tensors
 from tresnet.checkpoints.metadata import check_metadata
 from tresnet.checkpoints.read import (
     CHECKSUM_KEY,
-    DTYPES,
     FORMAT_VERSION,
     METADATA_KEY,
     checksum,
     listed,
+    plain,
+    unusual_kind,
 )
 from tresnet.errors import CheckpointError, InputError
 from tresnet.files import atomic_write
 from tresnet.models.config import BLOCK_SLOPE, STEM_SLOPE
 from tresnet.models.padding import refuse_live_padding
-from tresnet.models.tresnet import STAGES, TResNet
+from tresnet.models.tresnet import TResNet
 
 FORMATS = ("tresnet", "timm")
 SUFFIXES = (".safetensors", ".pth", ".pt")
@@ -91,16 +93,16 @@ def checkpoint_metadata(
 
 
 def _plain_values(values: Mapping[str, Any], what: str) -> dict[str, Any]:
-    plain = {}
+    kept = {}
     for key, value in values.items():
         try:
-            plain[str(key)] = json.loads(json.dumps(value, allow_nan=False))
-        except (TypeError, ValueError, RecursionError) as error:
+            kept[str(key)] = plain(value)
+        except ValueError as error:
             raise InputError(
-                f"expected {what} of numbers, strings, lists and dicts, got {key}={value!r} "
-                f"({error})"
+                f"expected {what} of numbers, strings, lists and dicts, got {key}={value!r}, "
+                f"which is {error}"
             ) from error
-    return plain
+    return kept
 
 
 def _check_arguments(path: Path, format: str, metadata: Mapping[str, Any] | None) -> None:
@@ -116,43 +118,22 @@ def _check_arguments(path: Path, format: str, metadata: Mapping[str, Any] | None
 
 def _plain_tensors(model: TResNet) -> dict[str, Tensor]:
     """Return contiguous copies on the CPU: no shared or larger storage is dragged along."""
-    absent = [stage for stage in STAGES if not hasattr(model.body, stage)]
-    if absent:
-        raise InputError(f"expected a whole model to save, got one cut off before {absent[0]}")
     model.state_dict()  # lets norm='inplace_abn' turn its weights into plain gammas
     tensors = model_tensors(model)
     refuse_live_padding(model)
-    if any(tensor.is_meta for tensor in tensors.values()):
-        raise InputError("the model is on the meta device, which holds no values to save")
-    _check_readable(model, tensors)
-    return {
-        name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        for name, tensor in tensors.items()
-    }
-
-
-def _check_readable(model: TResNet, tensors: Mapping[str, Tensor]) -> None:
-    """Raise `InputError` unless a model made from the configuration has such tensors."""
-    expected = model_tensors(TResNet(model.config, device="meta"))
-    counts = ".num_batches_tracked"  # as a whole they may be absent
-    if not any(name.endswith(counts) for name in tensors):
-        expected = {name: t for name, t in expected.items() if not name.endswith(counts)}
-    faults = [f"no {name}" for name in expected if name not in tensors]
-    for name, tensor in tensors.items():
-        if name not in expected:
-            faults.append(f"an unknown {name}")
-        elif type(tensor) not in (Tensor, nn.Parameter):
-            faults.append(f"{name} as {type(tensor).__name__}")
-        elif tensor.layout != torch.strided or tensor.dtype not in DTYPES:
-            faults.append(f"{name} as {tensor.layout} of {tensor.dtype}")
-        elif tensor.shape != (shape := expected[name].shape):
-            faults.append(f"{name} of shape {tuple(tensor.shape)}, expected {tuple(shape)}")
+    faults = misfits(tensors, model_tensors(TResNet(model.config, device="meta")))
+    kinds = {name: unusual_kind(tensor) for name, tensor in tensors.items()}
+    faults += [f"{name} as {kind}" for name, kind in kinds.items() if kind]
     if faults:
         raise InputError(
             f"expected a model as its configuration says, got {listed(faults, 6)}: such a file "
             "could not be read again; change the classifier by reset_classifier, and keep other "
             "changed models by torch.save(model.state_dict())"
         )
+    return {
+        name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+    }
 
 
 def computed_by_timm(model: TResNet) -> bool:
@@ -197,22 +178,9 @@ def _write(
         if metadata is not None:
             header[METADATA_KEY] = json.dumps(metadata, sort_keys=True)
         save_file(tensors, path, metadata=header)
-        _sort_header(path)
         return
     contents: dict[str, Any] = dict(tensors)
     if metadata is not None:
         contents = {"state_dict": tensors, METADATA_KEY: metadata, CHECKSUM_KEY: total}
     with path.open("wb") as stream:  # a stream, so that no temporary name enters the file
         torch.save(contents, stream)
-
-
-def _sort_header(path: Path) -> None:
-    """Give equal contents equal bytes: safetensors writes metadata in an order of chance."""
-    with path.open("r+b") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(length))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        assert len(text) <= length, "the same characters in another order"
-        stream.seek(8)
-        stream.write(text.ljust(length))

@@ -1,21 +1,15 @@
-"""Weights that are opened: what they are, whether published or in a file."""
+"""What is known about weights, whether published or in a file, and the weights themselves."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tresnet.checkpoints.download import HUB, fetch, from_hub_layout, from_layout
 from tresnet.checkpoints.metadata import read_config
-from tresnet.checkpoints.published import (
-    WeightsEntry,
-    class_names,
-    entries,
-    locate,
-    weights_dir,
-)
-from tresnet.checkpoints.read import listed, read_weights
-from tresnet.checkpoints.remap import Architecture, Weights, identify, to_ours
+from tresnet.checkpoints.published import WeightsEntry, class_names, entries, locate, weights_dir
+from tresnet.checkpoints.read import listed
+from tresnet.checkpoints.remap import Architecture, Weights, identify, read_weights
 from tresnet.errors import CheckpointError, InputError
 from tresnet.models.config import ModelConfig
 from tresnet.models.zoo import VARIANTS, default_pretrained_cfg, make_config
@@ -29,57 +23,34 @@ _DROPS = ("drop_rate", "drop_path_rate")  # where timm's config.json has them
 
 @dataclass(frozen=True)
 class WeightsInfo:
-    """What is known about weights, published or in a file.
+    """What is known about weights, published or in a file, which `create` builds and loads.
 
     Attributes:
         name: the tag or path asked about.
         model: the variant.
         kwargs: further arguments of `create` that build the weights' model.
         num_classes: width of the classifier; 0 for none.
-        input_size: (channels, height, width) of the images.
-        crop_pct: part of the resized image's side that is kept.
-        crop_mode: 'center' or 'squash'.
-        interpolation: of the resize.
         classes: names of the classes, where they are known: of ImageNet, the ids that its class
             folders are named by.
         descriptions: the classes in words, where their names are ids.
-        path: the file; None for a tag whose file is not under weights/.
-        format: 'tresnet', 'timm' or 'public'.
-        pretrained_cfg: the same in timm's terms.
+        pretrained_cfg: how images are prepared, in timm's terms.
         user: what the caller of `save_checkpoint` stored.
         guessed: no variant has these stages and this width, so `model` is the nearest.
         entry: the row of the table, for a tag.
+        weights: the tensors; None for a tag whose file `describe` did not find here.
     """
 
     name: str
     model: str
     kwargs: dict[str, Any]
     num_classes: int
-    input_size: tuple[int, int, int]
-    crop_pct: float
-    crop_mode: str
-    interpolation: str
     classes: tuple[str, ...] | None
     descriptions: tuple[str, ...] | None
-    path: Path | None
-    format: str
     pretrained_cfg: dict[str, Any]
     user: dict[str, Any]
-    guessed: bool = False
-    entry: WeightsEntry | None = None
-
-
-@dataclass(frozen=True)
-class OpenWeights:
-    """Weights that are read and checked, to be asked and loaded any number of times.
-
-    Attributes:
-        weights: the tensors under our names.
-        info: what is known about them.
-    """
-
-    weights: Weights
-    info: WeightsInfo
+    guessed: bool
+    entry: WeightsEntry | None
+    weights: Weights | None = field(repr=False, compare=False)
 
     def check_finite(self) -> None:
         """Refuse weights of a run that diverged, whose predictions mean nothing.
@@ -87,15 +58,16 @@ class OpenWeights:
         Raises:
             CheckpointError: there is an infinity or a NaN.
         """
+        assert self.weights is not None, "expected what open_weights returned"
         bad = [key for key, t in self.weights.tensors.items() if not bool(t.isfinite().all())]
         if bad:
             raise CheckpointError(
-                f"{self.info.name} holds infinities or NaN, in {listed(bad, 3)}: the training "
+                f"{self.name} holds infinities or NaN, in {listed(bad, 3)}: the training "
                 "diverged; take an earlier checkpoint"
             )
 
 
-def open_weights(name: str | os.PathLike[str] | OpenWeights) -> OpenWeights:
+def open_weights(name: str | os.PathLike[str] | WeightsInfo) -> WeightsInfo:
     """Read a tag, which is downloaded if it is not here, or a file: once for all that is asked.
 
     Or a directory in timm's layout (`local-dir:` before it, or nothing), or `hf-hub:USER/NAME`:
@@ -105,20 +77,18 @@ def open_weights(name: str | os.PathLike[str] | OpenWeights) -> OpenWeights:
         InputError: an unknown tag.
         CheckpointError: the file cannot be found or read, or is not of a TResNet.
     """
-    if isinstance(name, OpenWeights):
-        return name
+    if isinstance(name, WeightsInfo):
+        return open_weights(name.name) if name.weights is None else name
     entry, beside = None, None
     if isinstance(name, str) and name.startswith(HUB):
         path, beside = from_hub_layout(name.removeprefix(HUB))
     else:
         found = locate(name.removeprefix(_LOCAL) if isinstance(name, str) else name)
         entry = found if isinstance(found, WeightsEntry) else None
-        path = fetch(entry) if entry is not None else found
-        assert isinstance(path, Path)
+        path = fetch(found) if isinstance(found, WeightsEntry) else found
         if path.is_dir():
             path, beside = from_layout(path)
-    weights = to_ours(read_weights(path))
-    return OpenWeights(weights, _info(weights, os.fsdecode(os.fspath(name)), entry, beside))
+    return _info(os.fsdecode(os.fspath(name)), entry, read_weights(path), beside)
 
 
 def describe(name: str | os.PathLike[str]) -> WeightsInfo:
@@ -129,26 +99,29 @@ def describe(name: str | os.PathLike[str]) -> WeightsInfo:
         CheckpointError: the file is unreadable or no TResNet.
     """
     if isinstance(name, str) and name.startswith((HUB, _LOCAL)):
-        return open_weights(name).info
+        return open_weights(name)
     entry = locate(name)
     if not isinstance(entry, WeightsEntry) or (weights_dir() / entry.file).is_file():
-        return open_weights(name).info
-    return _info(None, entry.tag, entry)
+        return open_weights(name)
+    return _info(entry.tag, entry)
 
 
 def _info(
-    weights: Weights | None, name: str, entry: WeightsEntry | None, beside: Path | None = None
+    name: str,
+    entry: WeightsEntry | None,
+    weights: Weights | None = None,
+    beside: Path | None = None,
 ) -> WeightsInfo:
     """Return what a file says of itself, if it is here, completed by the table or a config.json."""
-    config, metadata, guessed, kept = None, {}, False, (*_ARCHITECTURE, *_HEAD)
+    metadata, guessed, kept = {}, False, (*_ARCHITECTURE, *_HEAD)
     if weights is not None:
-        config, metadata = weights.config, weights.source.metadata or {}
+        metadata, config = weights.metadata, weights.config
         if config is None:
             found = identify(weights.tensors)
             config, guessed = _guess(found, weights), found.variant is None
-    elif entry is not None:
+    else:
+        assert entry is not None, "of a file or of the table"
         config = make_config(entry.model, num_classes=entry.num_classes)
-    assert config is not None, "of a file or of the table"
     if beside is not None and not metadata:
         config, metadata = read_config(beside, config)
         kept = (*kept, *_DROPS)
@@ -156,8 +129,7 @@ def _info(
     cfg: dict[str, Any] = default_pretrained_cfg(config.variant, config)
     cfg.update(metadata.get("pretrained_cfg", {}))
     cfg.update({} if entry is None else entry.pretrained_cfg)
-    for key in [key for key, value in cfg.items() if isinstance(value, list)]:
-        cfg[key] = tuple(cfg[key])
+    cfg = {key: tuple(v) if isinstance(v, list) else v for key, v in cfg.items()}
     if any(cfg["mean"]) or any(value != 1 for value in cfg["std"]):
         raise CheckpointError(
             f"expected mean 0 and std 1, got {name} for images normalised by mean {cfg['mean']} "
@@ -176,18 +148,13 @@ def _info(
         model=config.variant,
         kwargs={key: getattr(config, key) for key in kept},
         num_classes=config.num_classes,
-        input_size=cfg["input_size"],
-        crop_pct=cfg["crop_pct"],
-        crop_mode=cfg["crop_mode"],
-        interpolation=cfg["interpolation"],
         classes=None if classes is None else tuple(classes),
         descriptions=None if descriptions is None else tuple(descriptions),
-        path=None if weights is None else weights.source.path,
-        format=weights.format if weights is not None else entry.format if entry else "",
         pretrained_cfg=cfg,
         user=user,
         guessed=guessed,
         entry=entry,
+        weights=weights,
     )
 
 
@@ -197,7 +164,7 @@ def _guess(found: Architecture, weights: Weights) -> ModelConfig:
     row = VARIANTS[variant]
     if min(*found.layers, found.planes, found.stem_channels) < 1:
         raise CheckpointError(
-            f"{weights.source.path} holds only a part of a TResNet (stages "
+            f"{weights.path} holds only a part of a TResNet (stages "
             f"{'-'.join(map(str, found.layers))}): expected body.conv1.conv.weight and "
             "four stages; save the state dict of the whole model"
         )
@@ -212,7 +179,7 @@ def _guess(found: Architecture, weights: Weights) -> ModelConfig:
             num_classes=found.num_classes,
         )
     except InputError as error:
-        raise CheckpointError(f"{weights.source.path} is not a usable TResNet: {error}") from error
+        raise CheckpointError(f"{weights.path} is not a usable TResNet: {error}") from error
 
 
 def _guess_block_size(stem_channels: int, usual: int) -> int:

@@ -34,7 +34,7 @@ class Convert:
         check_new(self.target)
         opened = open_weights(self.source)
         model = create(self.model, weights=opened)
-        metadata = opened.info.user or None
+        metadata = opened.user or None
         if self.format == "timm" and metadata:
             progress(f"not kept, timm's format has no place for it: {', '.join(metadata)}")
             metadata = None

@@ -30,9 +30,9 @@ class Export(ExportOptions):
         if name in list_models():
             model = create(name)
         else:
-            opened = open_weights(name)
-            opened.check_finite()
-            model, known = create(weights=opened), opened.info
+            known = open_weights(name)
+            known.check_finite()
+            model = create(weights=known)
             if known.entry is None:
                 name = Path(name).stem
         suffix = FORMATS[self.format].suffixes[0]

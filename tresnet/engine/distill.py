@@ -75,7 +75,7 @@ def create_teacher(
         opened = open_weights(name)
         model = create(weights=opened)
         try:
-            mapping = class_map(opened.info.classes, opened.info.num_classes, classes)
+            mapping = class_map(opened.classes, opened.num_classes, classes)
         except ConfigError as error:
             raise ConfigError(f"--teacher {name}: {error}") from error
     teacher = Teacher(model, mapping, config, device)

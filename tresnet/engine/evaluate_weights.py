@@ -72,9 +72,9 @@ def run(config: EvalConfig) -> dict[str, Any]:
     opened.check_finite()
     config = dataclasses.replace(
         config,
-        model=config.model or opened.info.model,
-        labels=config.labels or opened.info.user.get("labels", "single"),
-        **missing(config, opened.info.pretrained_cfg),
+        model=config.model or opened.model,
+        labels=config.labels or opened.user.get("labels", "single"),
+        **missing(config, opened.pretrained_cfg),
     )
     multi = config.labels == "multi"
     with distributed.join(config.device) as processes:
@@ -83,7 +83,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
         dataset, loader = _open(config, multi, processes)
         options = dataclasses.asdict(config)
         model = create(config.model, weights=opened, **config.values(Build))
-        mapping = _class_map(opened.info, dataset)
+        mapping = _class_map(opened, dataset)
         console = Console(processes.is_main, config.progress)
         step = InferenceStep(model, config.compute, processes.device, say=console.say)
         labels = LabelConfig(loss="bce" if multi else "cross-entropy", threshold=config.threshold)

@@ -62,7 +62,7 @@ def create_model(config: TrainConfig, classes: Sequence[str]) -> TResNet:
     if options["weights"] is not None:
         options["weights"] = open_weights(options["weights"])
         if not options["new_head"]:
-            _check_head(options["weights"].info, classes)
+            _check_head(options["weights"], classes)
     model = create(config.model.model, num_classes=len(classes), **options)
     assert isinstance(model, TResNet), "features_only is not an option"
     size = data.resolved_input_size

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tresnet.checkpoints import OpenWeights, create, open_weights
+from tresnet.checkpoints import WeightsInfo, create, open_weights
 from tresnet.data import BadImageError, eval_transform
 from tresnet.env import usable_device
 from tresnet.errors import InputError
@@ -71,7 +71,7 @@ class Predictor:
 
     def __init__(
         self,
-        weights: str | os.PathLike[str] | OpenWeights,
+        weights: str | os.PathLike[str] | WeightsInfo,
         *,
         top_k: int = 1,
         batch_size: int = 32,
@@ -173,7 +173,7 @@ class Predictor:
 def predict(
     images: Source | Iterable[Source],
     *,
-    weights: str | os.PathLike[str] | OpenWeights,
+    weights: str | os.PathLike[str] | WeightsInfo,
     top_k: int = 1,
     **options: Any,
 ) -> list[Prediction]:
@@ -198,30 +198,28 @@ def predict(
     return list(Predictor(weights, top_k=top_k, **options)(images))
 
 
-def _path(weights: str | os.PathLike[str] | OpenWeights) -> str | os.PathLike[str]:
-    if isinstance(weights, OpenWeights):
+def _path(weights: str | os.PathLike[str] | WeightsInfo) -> str | os.PathLike[str]:
+    if isinstance(weights, WeightsInfo):
         raise InputError("expected an exported file with runtime 'onnx', got weights of PyTorch")
     return weights
 
 
 def _torch(
-    opened: OpenWeights,
+    known: WeightsInfo,
     device_name: str,
     impl: Impl,
     pad: int | None,
     compute: InferenceCompute,
     say: Callable[[str], object] | None,
 ) -> _Runner:
-    known = opened.info
     if known.num_classes == 0:
         raise InputError(f"expected weights of a classifier, but {known.name} has no classes")
-    if known.input_size[0] != 3:
-        raise InputError(
-            f"expected weights for RGB, but {known.name} takes {known.input_size[0]} channels"
-        )
+    channels = known.pretrained_cfg["input_size"][0]
+    if channels != 3:
+        raise InputError(f"expected weights for RGB, but {known.name} takes {channels} channels")
     device = usable_device(device_name)
-    opened.check_finite()
-    model = create(weights=opened, device=device, impl=impl, pad=pad)
+    known.check_finite()
+    model = create(weights=known, device=device, impl=impl, pad=pad)
     assert isinstance(model, TResNet), "features_only is not asked for"
     step = InferenceStep(model, compute, device, say=say)
     return _Runner(
@@ -229,7 +227,7 @@ def _torch(
         num_classes=known.num_classes,
         names=known.descriptions or known.classes,
         several=known.user.get("labels") == "multi",
-        transform=_transform(image_side(known.pretrained_cfg), vars(known)),
+        transform=_transform(image_side(known.pretrained_cfg), known.pretrained_cfg),
         model=model.eval(),
     )
 
