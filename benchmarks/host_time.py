@@ -4,7 +4,8 @@
     python3 benchmarks/host_time.py timm:tresnet_m tresnet_m
 
 Steps of `tresnet.steps` run on a CPU, one thread, with so few channels and pixels that operators
-compute next to nothing. Convolutions only make their output. Our kernels go through Triton's own
+compute next to nothing. Convolutions only make their outputs, behind PyTorch's own dispatcher and
+autograd (convolution_stand_in.cpp, which takes a C++ compiler). Our kernels go through Triton's own
 launcher up to the call of the driver, which is left out, as the driver's part of all other
 operators is: the results are garbage. Models take turns; the clock is this process's CPU time; the
 record goes to benchmarks/records. `--profile` prints where the last model's time goes instead.
@@ -19,6 +20,7 @@ import pstats
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 os.environ["TRITON_INTERPRET"] = "0"
@@ -27,8 +29,8 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where
 import numpy as np
 import torch
 import tyro
-from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.cpp_extension import load
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
@@ -41,8 +43,6 @@ from tresnet.measure.runner import Contender, run
 from tresnet.measure.settings import StepSettings
 from tresnet.models.named import build_named, split_name
 from tresnet.ops import dispatch
-from tresnet.ops.abn import Convolution
-from tresnet.ops.autocast import autocast_dtype
 from tresnet.steps import TrainingCompute, create_training_step
 
 WIDTH_FACTOR, BATCH_SIZE, SIDE = 0.125, 2, 32
@@ -58,40 +58,6 @@ class NoDriver:
     get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
     get_current_device = staticmethod(lambda: 0)
     get_current_stream = staticmethod(lambda device: 0)
-
-
-class NoConvolution(torch.autograd.Function):
-    """In place of cuDNN's: keeps and returns what it does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, step: int) -> Tensor:
-        """The output, of any values."""
-        ctx.save_for_backward(x, weight, bias)
-        size = len(x), len(weight), -(-x.shape[2] // step), -(-x.shape[3] // step)
-        return torch.empty(size, dtype=x.dtype, memory_format=torch.channels_last)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Gradients, of any values."""
-        return *(None if t is None else torch.empty_like(t) for t in ctx.saved_tensors), None
-
-
-def convolve(self: nn.Conv2d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-    """In place of `nn.Conv2d._conv_forward`, casts of autocast included."""
-    dtype = autocast_dtype("cpu")
-    if dtype is not None:
-        x, weight, bias = (None if t is None else t.to(dtype) for t in (x, weight, bias))
-    return NoConvolution.apply(x, weight, bias, self.stride[0])
-
-
-def output(self: Convolution, x: Tensor, weight: Tensor) -> Any:
-    """In place of a convolution's that runs in its norm's node."""
-    return NoConvolution.apply(x, weight, None, self.stride[0])
-
-
-def gradient(self: Convolution, grad: Tensor, x: Tensor, weight: Tensor, of_weight: bool) -> Tensor:
-    """In place of such a one's gradient."""
-    return torch.empty_like(weight if of_weight else x)
 
 
 def compiled(self: JITFunction, key: Any, signature: Any, device: int, *_: Any) -> CompiledKernel:
@@ -166,8 +132,8 @@ def main(options: Options, argv: Sequence[str]) -> int:
     """Time the models, or profile the last."""
     options.check()
     dispatch.interpreted = lambda: True  # so that the kernels are launched for a CPU's tensors
-    nn.Conv2d._conv_forward = convolve
-    Convolution.output, Convolution.gradient = output, gradient
+    source = Path(__file__).with_name("convolution_stand_in.cpp")
+    load(source.stem, [str(source)], is_python_module=False)
     JITFunction._do_compile = compiled  # pyright: ignore[reportAttributeAccessIssue]
     driver.set_active(NoDriver())  # pyright: ignore[reportArgumentType]
     torch.set_num_threads(1)
