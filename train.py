@@ -1,12 +1,16 @@
-"""Trains a model: picks a recipe, applies the options, calls the engine."""
+"""Trains a model: reads the options, calls the engine."""
 
-import signal
+import sys
+
+from tresnet.cli import shell
+
+
+def main() -> int:
+    """Import the command, which takes seconds, and run it."""
+    from tresnet.cli.train import train_command
+
+    return train_command(sys.argv[1:])
+
 
 if __name__ == "__main__":
-    # Importing torch takes seconds, in which Ctrl-C is to end this without a traceback.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    from tresnet.engine.command import train_main
-    from tresnet.engine.distributed import leave
-
-    leave(train_main())
+    shell.leave(shell.run(main))

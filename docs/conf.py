@@ -21,8 +21,8 @@ myst_heading_anchors = 3
 
 HERE = Path(__file__).parent
 PROGRAMS = {
-    "train.py": ("tresnet.engine.command", "train_main"),
-    "eval.py": ("tresnet.engine.command", "eval_main"),
+    "train.py": ("tresnet.cli.train", "train_command"),
+    "eval.py": ("tresnet.cli.train", "eval_command"),
     "tresnet": ("tresnet.cli.main", "main"),
 }
 COMMANDS = [
@@ -36,9 +36,6 @@ COMMANDS = [
     ["tresnet", "convert"],
     ["tresnet", "export"],
     ["tresnet", "shard"],
-    ["tresnet", "runs", "list"],
-    ["tresnet", "runs", "compare"],
-    ["tresnet", "runs", "show"],
     ["tresnet", "bench", "train"],
     ["tresnet", "bench", "infer"],
     ["tresnet", "bench", "ops"],

@@ -13,10 +13,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tresnet.engine import command
+from tresnet.cli import shell
 from tresnet.engine import config as configs
 from tresnet.engine import resolve as resolving
-from tresnet.engine.distributed import leave
 from tresnet.engine.train import train
 from tresnet.steps import TrainingStep
 
@@ -98,6 +97,10 @@ if __name__ == "__main__":
         spoil(*options.spoil)
     if options.unlink:
         before(0, 2, options.unlink.unlink)
-    command.train = lambda *_: train(configs.load(options.config), options.resume)
-    if code := command.train_main([]):
-        leave(code)  # torchrun waits for ever for what a fork that leaves with 0 would return
+
+    def main():
+        stopped_by = train(configs.load(options.config), options.resume).stopped_by
+        return 128 + stopped_by if stopped_by else 0
+
+    if code := shell.run(main):
+        shell.leave(code)  # torchrun waits for ever for what a fork that leaves with 0 would return

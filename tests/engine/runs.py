@@ -6,6 +6,9 @@ from pathlib import Path
 
 import torch
 
+from tresnet.cli import shell
+from tresnet.cli.train import eval_command, train_command
+
 VARYING = ("images_per_s", "data_wait_pct", "rss_peak_mib", "elapsed_s")
 
 
@@ -49,3 +52,13 @@ def closed_pipe():
 
 def full_device():
     return Path("/dev/full").open("w")
+
+
+def train_main(arguments):
+    """Run train.py in this process."""
+    return shell.run(lambda: train_command(arguments))
+
+
+def eval_main(arguments):
+    """Run eval.py in this process."""
+    return shell.run(lambda: eval_command(arguments))

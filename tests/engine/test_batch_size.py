@@ -7,17 +7,17 @@ import pytest
 import torch
 
 from benchmarks.rewrites import LivePeak
-from tests.engine.runs import rows_of
-from tresnet.engine import batch_size, images, train
+from tests.engine.runs import rows_of, train_main
+from tresnet.engine import batch_size, train
 from tresnet.engine import config as configs
-from tresnet.engine.command import train_main
+from tresnet.engine.batch_size import MicroBatches
 from tresnet.engine.distributed import Processes
 from tresnet.engine.losses import Losses
+from tresnet.engine.prepare import create_step
 from tresnet.engine.recipes import recipe
 from tresnet.engine.resolve import create_model, resolve
-from tresnet.engine.train import create_step
 from tresnet.engine.validate import validate
-from tresnet.errors import ConfigError, DataError, TrainingError
+from tresnet.errors import ConfigError, TrainingError
 from tresnet.memory import Device, Fits, Workspaces, present_device
 from tresnet.memory.device import GIB, MIB
 from tresnet.memory.fit import fits
@@ -48,6 +48,13 @@ def answer(monkeypatch, images):
     monkeypatch.setattr(batch_size, "largest", lambda *_: said)
 
 
+def resolved(config, images, say, processes=ALONE):
+    """What becomes of `--batch-size auto` with so many images."""
+    config = resolve(configs.replace(config, batch_size="auto"))
+    splits = types.SimpleNamespace(classes=CLASSES, train=range(images))
+    return batch_size.resolve(config, splits, None, processes, say)
+
+
 # -- the step that is predicted is the one that is run -----------------------------------------
 
 
@@ -55,7 +62,8 @@ def held_by_the_step(config):
     """Bytes of live tensors at the peak of two updates, on the CPU and for real."""
     peak = LivePeak()
     with peak:
-        made = create_step(create_model(config, CLASSES), config, ALONE, 10)
+        batches = MicroBatches(config.data.resolved_batch_size, config.optim.accumulate, 10)
+        made = create_step(create_model(config, CLASSES), config, ALONE, batches)
         losses = Losses(config, CLASSES, 0)
         batch, size = config.data.resolved_batch_size, config.data.input_size
         passes = config.optim.accumulate
@@ -126,24 +134,25 @@ def test_a_run_takes_the_largest_batch_that_is_sure_to_fit(tiny, small_gpu, caps
     assert batch == FITTING - FITTING % 8
     out = capsys.readouterr().out
     assert f"--batch-size auto: {batch}, of " in out
-    assert f"{batch} images per update" in out
+    assert f"{batch} images per step" in out
     assert rows_of(run_dir)[0]["step"] == 26 // batch
     assert peak_lr(saved.optim, batch) == pytest.approx(0.02 * batch / 4)
 
 
-def test_resuming_with_auto_keeps_the_batch_of_the_run(tiny, small_gpu):
+def test_resuming_with_auto_keeps_the_batch_of_the_run(tiny, small_gpu, capsys):
     config = tiny(batch_size="auto")
     assert configs.from_json(configs.to_json(config)) == config
     first = train.train(tiny(batch_size=4, epochs=1))
+    before = {path: path.stat().st_mtime_ns for path in first.run_dir.iterdir()}
+    capsys.readouterr()
+    words = ["--resume", str(first.run_dir), "--batch-size", "auto", "--dry-run"]
+    assert train_main(words) == 0
+    assert configs.from_json(capsys.readouterr().out).data.batch_size == 4
+    del before[first.run_dir / ".lock"]
+    assert all(path.stat().st_mtime_ns == time for path, time in before.items())
     again = train.train(tiny(batch_size="auto", epochs=1), first.run_dir)
     assert again.run_dir == first.run_dir
     assert configs.load(again.run_dir / "config.json").data.batch_size == 4
-
-
-def test_a_dry_run_of_a_resumed_run_shows_its_batch(tiny, tmp_path, capsys):
-    (tmp_path / "config.json").write_text(configs.to_json(tiny(batch_size=4)))
-    assert train_main(["--resume", str(tmp_path), "--batch-size", "auto", "--dry-run"]) == 0
-    assert configs.from_json(capsys.readouterr().out).data.batch_size == 4
 
 
 def test_the_process_with_the_least_memory_decides(tiny, small_gpu, monkeypatch):
@@ -153,10 +162,9 @@ def test_the_process_with_the_least_memory_decides(tiny, small_gpu, monkeypatch)
         def max(self, *values):
             return [max(value, -8) for value in values]  # the other process has room for 8
 
-    config = resolve(tiny(batch_size="auto"))
     said = []
-    alone = batch_size.resolve(config, CLASSES, 1000, ALONE, said.append)
-    among = batch_size.resolve(config, CLASSES, 1000, Two(0, 2, CPU), said.append)
+    alone = resolved(tiny(), 1000, said.append)
+    among = resolved(tiny(), 1000, said.append, Two(0, 2, CPU))
     assert (alone.data.batch_size, among.data.batch_size) == (16, 8)
     assert said[0] == "--batch-size auto: 16, of 21"
     assert said[1].startswith("--batch-size auto: 8, as the process with the least memory has room")
@@ -166,7 +174,7 @@ def test_on_a_cpu_it_is_refused(tiny):
     with pytest.raises(ConfigError, match="expected a GPU whose memory decides, got device cpu"):
         train.train(tiny(batch_size="auto"))
     with pytest.raises(ConfigError, match="expected a GPU"):
-        batch_size.foresee(resolve(tiny(batch_size="auto", gpu_memory="24GiB")), pytest.fail)
+        train.dry_run(tiny(batch_size="auto", gpu_memory="24GiB"))
 
 
 @pytest.mark.parametrize(
@@ -187,7 +195,7 @@ def test_what_cannot_be_is_refused_at_once(changes, message, tiny):
 def test_too_little_memory_is_told(tiny, small_gpu, monkeypatch):
     answer(monkeypatch, 0)
     with pytest.raises(ConfigError, match=r"not even one image is sure to fit into 29.0 MiB of sm"):
-        batch_size.resolve(resolve(tiny(batch_size="auto")), CLASSES, 1000, ALONE, pytest.fail)
+        resolved(tiny(), 1000, pytest.fail)
 
 
 # -- dry runs ----------------------------------------------------------------------------------
@@ -199,46 +207,44 @@ def dry_run(capsys, *arguments):
     return code, capsys.readouterr()
 
 
-def test_a_dry_run_foresees_the_batch_without_a_gpu(capsys, tmp_path, monkeypatch):
+def test_a_dry_run_predicts_the_batch_without_a_gpu(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     answer(monkeypatch, 90)
     code, printed = dry_run(capsys, "--gpu-memory", "1550MiB")
     found = configs.from_json(printed.out)
     assert (code, found.data.batch_size, found.model.pad) == (0, 88, 8)
     assert "--batch-size auto: 88, of 90 that are sure to fit into 1550.0 MiB of" in printed.err
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]  # the digits
 
 
-@pytest.mark.parametrize(("world", "expected"), [(1, 1432), (4, 352)])
-def test_no_more_images_are_promised_than_there_are(tiny, small_gpu, monkeypatch, world, expected):
+@pytest.mark.parametrize(("world_size", "expected"), [(1, 1432), (4, 352)])
+def test_no_more_images_are_promised_than_there_are(
+    tiny, small_gpu, monkeypatch, world_size, expected
+):
+    class Several(Processes):
+        def max(self, *values):
+            return list(values)
+
     answer(monkeypatch, 43_688)
     said = []
-    config = resolve(tiny(batch_size="auto", mixup=0.0))
-    monkeypatch.setenv("WORLD_SIZE", str(world))
-    found = batch_size.foresee(configs.replace(config, data="digits"), said.append)
+    several = Several(0, world_size, CPU)
+    found = resolved(tiny(mixup=0.0), 1438, said.append, several)
     assert found.data.batch_size == expected
-    assert f"{expected}, as there are 1438 images to train for {world} processes; 43688" in said[0]
-    few = batch_size.resolve(config, CLASSES, 7, ALONE, said.append)
-    assert few.data.batch_size == 7
+    text = f"{expected}, as there are 1438 images to train for {world_size} processes; 43688"
+    assert text in said[0]
+    assert resolved(tiny(mixup=0.0), 7, said.append).data.batch_size == 7
 
 
 def test_a_dry_run_says_why_it_cannot(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    code, printed = dry_run(capsys)
+    places = ("--data-root", str(tmp_path))
+    code, printed = dry_run(capsys, *places)
     assert (code, printed.out) == (2, "")
     assert "error: --batch-size auto: expected a GPU whose memory decides" in printed.err
     assert "--dry-run --gpu-memory 24GiB" in printed.err
     code, printed = dry_run(capsys, "--gpu-memory", "8GiB", "--data", str(tmp_path / "none"))
     assert code == 2
     assert "is not a folder: check --data" in printed.err
-
-
-def test_classes_are_found_without_opening_the_images(tiny, data):
-    assert images.foresee(tiny()) == (["blue", "green", "red"], 26)
-    assert images.foresee(recipe("digits")) == (CLASSES, 1438)
-    assert images.foresee(recipe("multilabel")) == (CLASSES, 3000)
-    with pytest.raises(DataError, match="there is no folder 'train'"):
-        images.foresee(tiny(data=str(data / "train")))
 
 
 # -- the GPU's memory --------------------------------------------------------------------------
@@ -283,21 +289,19 @@ def test_memory_may_be_limited_but_not_invented(fake_gpu, tiny, allowed, expecte
         (4, 2, 1, 2, 31, (2, 2, 6)),  # 24 images of an epoch, though 28 would make 7 passes
     ],
 )
-def test_other_processes_share_the_same_updates(began, batch, accumulate, world, images, expected):
+def test_other_processes_divide_the_same_steps(began, batch, accumulate, world, images, expected):
     config = configs.replace(recipe("digits"), batch_size=batch, accumulate=accumulate)
-    made, passes = batch_size.spread(config, began, world, images)
-    assert (made.data.batch_size, made.optim.accumulate, passes) == expected
-    assert made.data.batch_size * made.optim.accumulate * world == batch * accumulate * began
+    made = batch_size.divide(config, began, world, images)
+    assert made == MicroBatches(*expected)
+    assert made.images_per_step * world == batch * accumulate * began
 
 
-def test_processes_that_cannot_share_an_update_are_refused():
+def test_processes_that_cannot_divide_a_step_are_refused():
     config = configs.replace(recipe("digits"), batch_size=4)
-    with pytest.raises(
-        ConfigError, match="each update of 8 images, which can't be shared out to 3"
-    ):
-        batch_size.spread(config, 2, 3, 1000)
-    with pytest.raises(ConfigError, match="can't be shared out to 8: use 2 processes, or a number"):
-        batch_size.spread(configs.replace(config, mixup=0.2), 2, 8, 1000)  # mixed in pairs
+    with pytest.raises(ConfigError, match="each step of 8 images, which can't be divided among 3"):
+        batch_size.divide(config, 2, 3, 1000)
+    with pytest.raises(ConfigError, match="divided among 8: use 2 processes, or a number"):
+        batch_size.divide(configs.replace(config, mixup=0.2), 2, 8, 1000)  # mixed in pairs
 
 
 # -- full memory -------------------------------------------------------------------------------
@@ -327,10 +331,9 @@ def test_full_memory_ends_the_run_with_what_would_fit(tiny, small_gpu, monkeypat
     assert lines == [
         "the GPU's memory is full with --batch-size 24: CUDA out of memory. Tried to allocate"
         " 2.00 GiB.",
-        f"  the last good checkpoint is {run_dir}/last.pt, of update 1: go on with --resume"
-        f" {run_dir}",
+        f"  the last good checkpoint is of step 1: go on with --resume {run_dir}",
         f"  predicted to fit on this small: {FITTING} images at most",
-        "  try --batch-size 12 --accumulate 2, which keeps 24 images per update; or --amp bf16;"
+        "  try --batch-size 12 --accumulate 2, which keeps 24 images per step; or --amp bf16;"
         " or --grad-checkpointing; or a smaller --input-size or --model",
     ]
     monkeypatch.undo()
@@ -338,23 +341,31 @@ def test_full_memory_ends_the_run_with_what_would_fit(tiny, small_gpu, monkeypat
     assert (result.run_dir, result.stopped_by) == (Path(run_dir), 0)
 
 
+def explained(config, **plan):
+    model = create_model(resolve(config), CLASSES)
+    plan = {"config": config, "splits": types.SimpleNamespace(classes=CLASSES), **plan}
+    plan.setdefault("batches", MicroBatches(4, 1, 6))
+    full = torch.OutOfMemoryError("CUDA out of memory.")
+    return batch_size.explain_full_memory(
+        full, types.SimpleNamespace(**plan), model, ALONE, "no checkpoint"
+    )
+
+
 def test_another_error_does_not_hide_that_memory_is_full(tiny, monkeypatch):
     def broken(config, device):
         raise RuntimeError("CUDA error: unspecified launch failure")
 
     monkeypatch.setattr(batch_size, "gpu_of", broken)
-    full = torch.OutOfMemoryError("CUDA out of memory.")
-    text = batch_size.explain_full_memory(full, tiny(), ["a", "b"], ALONE, "no checkpoint")
+    text = explained(tiny())
     assert text.startswith("the GPU's memory is full with --batch-size 4: CUDA out of memory.")
     assert "what would fit cannot be predicted: CUDA error: unspecified launch failure" in text
 
 
 def test_a_batch_that_should_have_fitted_is_halved(tiny, small_gpu, monkeypatch):
     answer(monkeypatch, 4)
-    full = torch.OutOfMemoryError("CUDA out of memory.")
-    text = batch_size.explain_full_memory(full, tiny(), ["a", "b"], ALONE, "no checkpoint")
+    text = explained(tiny())
     assert "yet these did not: look for other processes on the GPU" in text
-    assert "try --batch-size 2 --accumulate 2, which keeps 4 images per update" in text
+    assert "try --batch-size 2 --accumulate 2, which keeps 4 images per step" in text
 
 
 @pytest.mark.parametrize(
@@ -377,6 +388,8 @@ def test_a_batch_that_should_have_fitted_is_halved(tiny, small_gpu, monkeypatch)
     ],
 )
 def test_ways_out_name_the_options(tiny, changes, fitting, expected):
-    ways = list(batch_size.ways_out(tiny(**{"mixup": 0.0, **changes}), fitting))
+    config = tiny(**{"mixup": 0.0, **changes})
+    batches = MicroBatches(config.data.resolved_batch_size, config.optim.accumulate, 100)
+    ways = list(batch_size.ways_out(config, batches, fitting))
     assert ways[0].startswith(expected)
     assert ways[-1] == "a smaller --input-size or --model"

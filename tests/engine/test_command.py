@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -14,12 +13,12 @@ import pytest
 import torch
 
 from tests.engine.images import write_images
-from tests.engine.runs import closed_pipe, full_device
-from tresnet.engine import command, distributed
+from tests.engine.runs import closed_pipe, eval_main, full_device, train_main
+from tresnet.cli import train as command
+from tresnet.cli.train import parse_train
 from tresnet.engine import config as configs
-from tresnet.engine.command import eval_main, parse_train, train_main
+from tresnet.engine import distributed
 from tresnet.engine.recipes import recipe
-from tresnet.engine.resolve import resolve
 from tresnet.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,15 +61,14 @@ def test_resuming_starts_from_the_runs_own_configuration(tiny, tmp_path):
     assert again.config == recipe("digits")
 
 
-def test_a_dry_run_prints_the_resolved_configuration_and_writes_nothing(
-    capsys, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    assert train_main(["--recipe", "digits", "--dry-run"]) == 0
+def test_a_dry_run_prints_the_complete_configuration_and_makes_no_run(tiny, capsys):
+    assert train_main([*options_of(tiny()), "--dry-run"]) == 0
     printed = configs.from_json(capsys.readouterr().out)
-    assert printed == resolve(recipe("digits"))
-    assert (printed.data.input_size, printed.data.crop_pct) == (32, 1.0)
-    assert list(tmp_path.iterdir()) == []
+    assert (printed.data.input_size, printed.data.interpolation) == (12, "bilinear")
+    assert not Path(tiny().run.runs).exists()
+    Path(tiny().run.runs, "run").mkdir(parents=True)
+    assert train_main([*options_of(tiny()), "--dry-run"]) == 2
+    assert "--name: the run directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -120,13 +118,13 @@ def test_a_stopped_run_exits_as_the_shell_expects(monkeypatch, stopped_by, code)
 @pytest.mark.parametrize(
     ("end", "rank", "code", "message"),
     [
-        (KeyboardInterrupt(), 0, 130, "^stopped at once\n$"),
+        (KeyboardInterrupt(), 0, 130, "^error: interrupted\n$"),
         (DataError("it is missing"), 3, 2, "^error: process 3: it is missing\n$"),
         (
             torch.OutOfMemoryError("tried to allocate 2 GiB"),
             0,
             2,
-            "^error: the GPU's memory is full: tried to allocate 2 GiB\n.*--batch-size",
+            "^error: the memory is full: tried to allocate 2 GiB: ask for a smaller batch",
         ),
         (
             RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."),
@@ -171,13 +169,13 @@ def options_of(config):
     return arguments
 
 
-def test_a_reader_that_has_seen_enough_of_the_help_is_no_error(monkeypatch, capsys):
+def test_a_reader_that_has_seen_enough_of_the_help_is_no_error(tiny, monkeypatch, capsys):
     with write_to(monkeypatch, closed_pipe()):
-        assert train_main(["--help"]) == 0
+        assert train_main(["--help"]) == 141
     with write_to(monkeypatch, full_device()):
-        assert train_main(["--recipe", "digits", "--dry-run"]) == 2
+        assert train_main([*options_of(tiny()), "--dry-run"]) == 2
     assert capsys.readouterr().err == (
-        "error: cannot write to standard output: No space left on device\n"
+        "error: the output cannot be written: No space left on device\n"
     )
 
 
@@ -228,18 +226,6 @@ def test_names_may_be_of_any_bytes_and_the_screen_of_any_encoding(tiny, tmp_path
         shown = screen.buffer.getvalue()
     assert b"writing to " in shown
     assert rb"bilder\udcfc/val: top-1" in shown
-
-
-def test_ctrl_c_while_torch_is_imported_leaves_no_traceback():
-    command = [sys.executable, "train.py", "--recipe", "digits"]
-    with subprocess.Popen(command, cwd=Path(__file__).parents[2], stderr=subprocess.PIPE) as run:
-        maps = Path(f"/proc/{run.pid}/maps")
-        while "libtorch" not in maps.read_text():
-            assert run.poll() is None
-            time.sleep(0.01)
-        run.send_signal(signal.SIGINT)
-        assert run.communicate(timeout=60)[1] == b""
-    assert run.returncode == -signal.SIGINT
 
 
 @pytest.mark.parametrize(

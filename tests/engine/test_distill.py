@@ -183,7 +183,7 @@ def test_accuracy_counts_among_the_classes_of_a_level(tiny):
     splits = open_splits(config, ALONE)
     levels = torch.tensor([0, 1, 0])
     logits = torch.tensor([[3.0, 1.0, 2.0]])  # blue, green, red: red's are all wrong
-    loader = create_loaders(config, splits, ALONE)[1]
+    loader = create_loaders(config, splits, 4, ALONE)[1]
     found = evaluate(config.labels, Constant(logits), loader, ALONE, levels=levels)
     counts = splits.val.targets.bincount().tolist()
     assert found.top1 == pytest.approx(100 * (counts[0] + counts[1]) / sum(counts))

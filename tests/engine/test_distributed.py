@@ -16,13 +16,13 @@ from torch.distributed import run
 
 from tests.engine import ddp_train
 from tests.engine.conftest import config_on
-from tests.engine.runs import assert_same_run, rows_of, tensors_of
+from tests.engine.runs import assert_same_run, eval_main, rows_of, tensors_of
 from tests.forks import run_forked
 from tresnet.engine import config as configs
 from tresnet.engine import distributed, signals, state
-from tresnet.engine.command import eval_main
 from tresnet.engine.distributed import Processes
-from tresnet.engine.train import check_same_options, train
+from tresnet.engine.plan import check_same_options
+from tresnet.engine.train import train
 from tresnet.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -78,8 +78,8 @@ def test_two_processes_compute_what_one_does_with_the_double_batch(tiny, tmp_pat
     config = tiny(name="two", batch_size=2, eval_batch_size=3, **SHARED)
     done = forked(SCRIPT, saved(config, tmp_path), "--without-norms")
     assert done.returncode == 0, done.stderr
-    assert "2 images per update" not in done.stdout
-    assert "8 images per update on each of 2 x cpu, 16 in all" in done.stdout
+    assert "2 images per step" not in done.stdout
+    assert "8 images per step on each of 2 x cpu, 16 in all" in done.stdout
     assert done.stdout.count("result: top-1") == 1
     assert_same_curve(tmp_path / "runs" / "two", one)
 
@@ -90,12 +90,12 @@ def test_a_run_goes_on_with_other_numbers_of_processes(tiny, tmp_path, one):
     config, run_dir = tiny(name="moved", batch_size=2, **SHARED), tmp_path / "runs" / "moved"
     start = (SCRIPT, saved(config, tmp_path), "--without-norms", "--resume", "auto", "--kill", 1)
     done = forked(*start, 1, int(signal.SIGTERM))
-    assert "stopped by SIGTERM after update 1, saved" in done.stdout, done.stderr
+    assert "stopped by SIGTERM after step 1, saved" in done.stdout, done.stderr
     done = forked(*start, 3, int(signal.SIGTERM), processes=4)
-    assert "on 4 an update is 2 x 2 images on each" in done.stdout, done.stderr
-    assert "stopped by SIGTERM after update 3, saved" in done.stdout, done.stderr
+    assert "on 4 a step is 2 x 2 images on each" in done.stdout, done.stderr
+    assert "stopped by SIGTERM after step 3, saved" in done.stdout, done.stderr
     train(config, resume=run_dir)
-    assert state.read(run_dir / "last.pt")[0].identity.world == 2
+    assert state.read(run_dir / "last.pt")[0].identity.world_size == 2
     assert_same_curve(run_dir, one)
 
 
@@ -113,9 +113,9 @@ def test_a_signal_to_one_process_stops_all_and_the_run_goes_on_bit_for_bit(tiny,
     config, run_dir = saved(tiny(), tmp_path), tmp_path / "runs" / "run"
     done = torchrun(SCRIPT, config, "--kill", 1, 4, int(signal.SIGTERM))
     assert done.returncode != 0
-    assert "stopped by SIGTERM after update 4, saved" in done.stdout
+    assert "stopped by SIGTERM after step 4, saved" in done.stdout
     assert done.stderr.count("exitcode  : 143") == 2
-    assert state.read(run_dir / "last.pt")[0].progress.update == 4
+    assert state.read(run_dir / "last.pt")[0].progress.global_step == 4
     done = forked(SCRIPT, config, "--resume", run_dir)
     assert done.returncode == 0, done.stderr
     assert_same_run(run_dir, whole)
@@ -183,10 +183,10 @@ def test_an_image_that_one_process_misses_stops_all_of_them_after_saving(
     victim = next((copy / "train" / "red").iterdir())
     content = victim.read_bytes()
     done = forked(SCRIPT, config, "--unlink", victim)
-    update = state.read(run_dir / "last.pt")[0].progress.update
+    update = state.read(run_dir / "last.pt")[0].progress.global_step
     assert done.returncode != 0
     assert f"{victim.name} cannot be read" in done.stderr
-    assert f"of update {update}: go on with --resume {run_dir}" in done.stderr
+    assert f"of step {update}: go on with --resume {run_dir}" in done.stderr
     victim.write_bytes(content)
     done = forked(SCRIPT, config, "--resume", run_dir)
     assert done.returncode == 0, done.stderr
@@ -198,7 +198,7 @@ def test_all_processes_skip_the_step_that_is_bad_on_one(tiny, tmp_path):
     config = saved(tiny(skip_bad_steps=1, epochs=1), tmp_path)
     done = forked(SCRIPT, config, "--spoil", 1, 2)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("update 2 skipped: its loss or gradient is not finite (1 of 1") == 1
+    assert done.stdout.count("step 2 skipped: its loss or gradient is not finite (1 of 1") == 1
     assert [row["bad_steps"] for row in rows_of(tmp_path / "runs" / "run")] == [1]
 
 
@@ -241,9 +241,9 @@ def test_torchrun_stopped_from_outside_saves_although_it_signals_the_loaders_too
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline_s
             time.sleep(0.1)
-        before = state.read(run_dir / "last.pt")[0].progress.update
+        before = state.read(run_dir / "last.pt")[0].progress.global_step
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=120)
-    assert "stopped by SIGTERM after update" in output, output
+    assert "stopped by SIGTERM after step" in output, output
     assert "DataLoader worker" not in output
-    assert state.read(run_dir / "last.pt")[0].progress.update >= before
+    assert state.read(run_dir / "last.pt")[0].progress.global_step >= before

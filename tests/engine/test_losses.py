@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from tresnet.engine.distributed import Processes
-from tresnet.engine.losses import Losses, Tally
+from tresnet.engine.losses import Losses, LossMeter
 from tresnet.engine.state import seed_everything
 
 ALONE = Processes(0, 1, torch.device("cpu"))
@@ -67,19 +67,19 @@ def test_each_process_and_step_mixes_in_its_own_way_and_always_alike(tiny):
     assert not torch.equal(mixed(0, 5), mixed(0, 6))
 
 
-def test_a_look_sums_up_and_begins_anew():
-    tally = Tally()
+def test_a_reading_sums_up_and_begins_anew():
+    meter = LossMeter()
     logits = functional.one_hot(torch.tensor([0, 1, 0, 0]), 3).float()
-    tally.add(1, torch.tensor(0.5), logits, LABELS)
-    tally.add(2, torch.tensor(2.0), logits[:2], LABELS[:2])
-    look = tally.look(ALONE)
-    assert (look.images, look.loss_sums, look.hits, look.first_bad) == (6, [2.0, 4.0], 4, None)
-    assert tally.look(ALONE).images == 0
+    meter.add(1, torch.tensor(0.5), logits, LABELS)
+    meter.add(2, torch.tensor(2.0), logits[:2], LABELS[:2])
+    sums = meter.read(ALONE)
+    assert (sums.images, sums.loss_sums, sums.hits, sums.first_bad) == (6, [2.0, 4.0], 4, None)
+    assert meter.read(ALONE).images == 0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_the_first_update_with_a_bad_loss_is_named(value):
-    tally = Tally()
+def test_the_first_step_with_a_bad_loss_is_named(value):
+    meter = LossMeter()
     for update, loss in ((3, 0.5), (4, value), (5, value)):
-        tally.add(update, torch.tensor(loss), torch.zeros(4, 3), LABELS)
-    assert tally.look(ALONE).first_bad == 4
+        meter.add(update, torch.tensor(loss), torch.zeros(4, 3), LABELS)
+    assert meter.read(ALONE).first_bad == 4

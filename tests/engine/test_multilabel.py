@@ -8,9 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.engine.runs import eval_main, train_main
 from tresnet.checkpoints.weights import describe
 from tresnet.engine import config as configs
-from tresnet.engine.command import eval_main, train_main
 from tresnet.engine.config import LabelConfig, TrainConfig
 from tresnet.engine.evaluate import average_precision, f1_scores
 from tresnet.engine.losses import Losses

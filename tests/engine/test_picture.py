@@ -3,7 +3,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from tresnet.engine import trainer
+from tresnet.engine import train as training
 from tresnet.engine.train import train
 from tresnet.errors import WriteError
 
@@ -23,7 +23,7 @@ def test_a_run_draws_itself_at_its_end(tiny, monkeypatch, capsys):
     def full(*_):
         raise WriteError("no space")
 
-    monkeypatch.setattr(trainer, "draw", full)
+    monkeypatch.setattr(training, "draw", full)
     assert train(tiny(epochs=1)).metrics is not None
     assert "warning: no picture of the run: no space" in capsys.readouterr().out
     monkeypatch.undo()

@@ -4,8 +4,9 @@ from pathlib import Path
 import pytest
 
 from tests.engine.runs import rows_of
+from tresnet.checkpoints.weights import describe
+from tresnet.cli.train import parse_train
 from tresnet.engine import config as configs
-from tresnet.engine.command import parse_train
 from tresnet.engine.recipes import RECIPES, recipe
 from tresnet.engine.resolve import create_model, resolve
 from tresnet.engine.train import train
@@ -134,7 +135,7 @@ def test_finetuning_at_448(options):
     arguments = ["--recipe", "finetune", "--data", "flowers", "--layer-decay", "0.8"]
     config = parse_train([*arguments, *options.split()]).config
     validate(config)
-    data = resolve(config).data
+    data = resolve(config, weights=describe(config.model.weights)).data
     assert (data.input_size, data.crop_mode, data.crop_pct) == (448, "squash", 1.0)
 
 

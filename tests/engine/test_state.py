@@ -11,9 +11,10 @@ import torch
 
 from tresnet.checkpoints.weights import open_weights
 from tresnet.engine import state
+from tresnet.engine.batch_size import MicroBatches
 from tresnet.engine.distributed import Processes
+from tresnet.engine.prepare import create_step
 from tresnet.engine.state import Identity, Progress, Record
-from tresnet.engine.train import create_step
 from tresnet.errors import CheckpointError, ConfigError, WriteError
 from tresnet.models.zoo import build
 
@@ -24,12 +25,12 @@ IDENTITY = Identity(1, "abc", "def", "", ("blue", "red"))
 @pytest.fixture
 def step(tiny):
     model = build("tresnet_t", width_factor=0.125, layers=(1, 1, 1, 1), num_classes=3)
-    return create_step(model, tiny(), ALONE, 6)
+    return create_step(model, tiny(), ALONE, MicroBatches(4, 1, 6))
 
 
 @pytest.fixture
 def record(tiny):
-    return Record(tiny(), IDENTITY)
+    return Record(tiny(), IDENTITY, Progress())
 
 
 def draw():
@@ -46,7 +47,9 @@ def test_seeding_reaches_every_generator():
 
 
 def test_a_state_comes_back_whole(step, record, tmp_path):
-    record.progress = Progress(epoch=2, batch=3, update=11, loss_sum=1.5, best_score=40.0)
+    record.progress = Progress(
+        epoch=2, micro_batches=3, global_step=11, loss_sum=1.5, best_score=40.0
+    )
     state.save(tmp_path, step, record, ALONE)
     found, content = state.read(tmp_path / "last.pt")
     assert found == record
@@ -111,17 +114,17 @@ def test_a_damaged_state_gives_way_to_the_one_before_and_says_so(step, record, t
     assert state.load(tmp_path, pytest.fail) is None
     last, previous = (tmp_path / name for name in ("last.pt", "previous.pt"))
     for update in (1, 2, 3):
-        record.progress.update = update
+        record.progress.global_step = update
         state.save(tmp_path, step, record, ALONE)
-    assert state.load(tmp_path, pytest.fail)[0].progress.update == 3
+    assert state.load(tmp_path, pytest.fail)[0].progress.global_step == 3
     damage(last)
     said = []
-    assert state.load(tmp_path, said.append)[0].progress.update == 2
+    assert state.load(tmp_path, said.append)[0].progress.global_step == 2
     assert "last.pt" in said[0]
     assert f"going on from {previous}, the one before" in said[0]
-    record.progress.update = 4
+    record.progress.global_step = 4
     state.save(tmp_path, step, record, ALONE)
-    assert [state.read(path)[0].progress.update for path in (previous, last)] == [2, 4]
+    assert [state.read(path)[0].progress.global_step for path in (previous, last)] == [2, 4]
     for path in (last, previous):
         fill(path)
     with pytest.raises(CheckpointError, match=r"last\.pt, .*previous\.pt, .*: start a new run"):

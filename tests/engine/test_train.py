@@ -23,10 +23,10 @@ from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.remap import read_weights
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.checkpoints.weights import describe
+from tresnet.cli.train import parse_train
 from tresnet.data import ImageDataset
 from tresnet.engine import config as configs
-from tresnet.engine import state, trainer
-from tresnet.engine.command import parse_train
+from tresnet.engine import prepare, recovery, state, words
 from tresnet.engine.evaluate import Metrics
 from tresnet.engine.logs import RunLog
 from tresnet.engine.train import train
@@ -90,7 +90,7 @@ def test_a_run_leaves_what_its_user_needs(tiny, whole, capsys):
     assert float(rows[3]["accuracy"]) >= 0
     output = capsys.readouterr().out
     assert "tresnet_t on" in output
-    assert "4 images per update on each of 1 x cpu, 4 in all" in output
+    assert "4 images per step on each of 1 x cpu, 4 in all" in output
     assert "epoch 2/2  loss" in output
     assert f"result: top-1 {result.metrics.top1:.2f} %" in output
     # of another seed; with the same one it would be the same, as all that follows shows
@@ -136,7 +136,7 @@ def test_the_best_checkpoint_says_what_it_is_and_gives_its_figures_again(tiny):
 def test_between_equal_accuracies_the_lower_loss_is_best(tiny, monkeypatch):
     scripted = iter([(50, 0.5), (50, 0.4), (50, 0.6), (40, 0.1), (50, 0.4)])
     monkeypatch.setattr(
-        trainer, "evaluate", lambda *a, **k: Metrics(11, *reversed(next(scripted)), 100, None, 0)
+        prepare, "evaluate", lambda *a, **k: Metrics(11, *reversed(next(scripted)), 100, None, 0)
     )
     result = train(tiny(epochs=4))
     assert result.best_epoch == 2
@@ -167,9 +167,9 @@ def test_a_stopped_run_goes_on_bit_for_bit(
         stopped = train(config)
     assert stopped.stopped_by == signum
     assert stopped.metrics is None
-    assert f"stopped by {signum.name} after update {update}, saved" in capsys.readouterr().out
+    assert f"stopped by {signum.name} after step {update}, saved" in capsys.readouterr().out
     record = state.read(stopped.run_dir / "last.pt")[0]
-    assert record.progress.update == update
+    assert record.progress.global_step == update
     torch.rand(7)  # whatever happened in this process meanwhile
     resumed = train(config, resume=stopped.run_dir)
     assert resumed.stopped_by == 0
@@ -178,7 +178,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(
 
 def test_checkpoints_come_within_an_epoch_too(tiny, monkeypatch):
     saved = []
-    monkeypatch.setattr(state, "save", lambda *a: saved.append(a[2].progress.update))
+    monkeypatch.setattr(state, "save", lambda *a: saved.append(a[2].progress.global_step))
     train(tiny(checkpoint_interval_s=0.0, accumulate=2, epochs=1))
     assert saved == [1, 2, 3, 3, 3]  # after each update, before and after the evaluation
 
@@ -203,7 +203,7 @@ def die_at(patch, point):
     when, what, number = point.split()
     places = {
         "state": (state, "save"),
-        "best": (trainer, "save_checkpoint"),
+        "best": (recovery, "save_checkpoint"),
         "row": (RunLog, "row"),
     }
     place, name = places[what]
@@ -303,7 +303,7 @@ def test_auto_begins_a_run_and_goes_on_with_it(tiny, whole, monkeypatch):
             kill_after(patch, update)
             stopped = train(tiny(), resume=auto)
         assert stopped.stopped_by == signal.SIGTERM
-        assert state.read(stopped.run_dir / "last.pt")[0].progress.update == update
+        assert state.read(stopped.run_dir / "last.pt")[0].progress.global_step == update
     assert_same_run(train(tiny(), resume=auto).run_dir, whole)
     with pytest.raises(ConfigError, match="--lr: the run has"):
         train(tiny(lr=0.5), resume=auto)
@@ -328,9 +328,9 @@ def test_an_image_that_vanishes_stops_the_run_after_saving(
         with pytest.raises(DataError) as error:
             train(tiny(**options))
     run_dir = tmp_path / "runs" / "run"
-    saved = state.read(run_dir / "last.pt")[0].progress.update
+    saved = state.read(run_dir / "last.pt")[0].progress.global_step
     assert f"{victim.name} cannot be read (FileNotFoundError" in str(error.value)
-    assert f"last.pt, of update {saved}: go on with --resume {run_dir}" in str(error.value)
+    assert f"checkpoint is of step {saved}: go on with --resume {run_dir}" in str(error.value)
     assert saved >= 2
     victim.write_bytes(content)
     assert_same_run(train(tiny(**options), resume=run_dir).run_dir, uncut)
@@ -408,10 +408,10 @@ def poison(monkeypatch, update, value):
         (
             float("nan"),
             9,
-            "update 9, in epoch 2: the last good checkpoint is {0}/last.pt, of update 6: go on with"
-            " --resume {0}. Try a lower --lr",
+            "step 9, in epoch 2: the last good checkpoint is of step 6: go on with --resume {0}."
+            " Try a lower --lr",
         ),
-        (float("inf"), 2, "update 2, in epoch 1: there is no checkpoint yet"),
+        (float("inf"), 2, "step 2, in epoch 1: there is no checkpoint yet"),
     ],
 )
 def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_last_good_state(
@@ -424,7 +424,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_last_good_state(
     message = f"the loss is not finite (nan or infinite) at {message.format(run_dir)}"
     assert message in str(error.value)
     if update > 6:
-        assert state.read(run_dir / "last.pt")[0].progress.update == 6
+        assert state.read(run_dir / "last.pt")[0].progress.global_step == 6
 
 
 def spoil(monkeypatch, passes):
@@ -475,7 +475,7 @@ def test_bad_steps_change_nothing_are_counted_and_resume_bit_for_bit(tiny, monke
     assert states[0][1]["momenta"] == {}
     assert [row["bad_steps"] for row in rows_of(whole)] == [1, 2]
     assert all(math.isfinite(row["loss"]) for row in rows_of(whole))
-    assert "update 4 skipped: its loss or gradient is not finite (2 of 2" in capsys.readouterr().out
+    assert "step 4 skipped: its loss or gradient is not finite (2 of 2" in capsys.readouterr().out
 
     with monkeypatch.context() as patch:
         spoil(patch, {2, 7})
@@ -491,12 +491,10 @@ def test_bad_steps_change_nothing_are_counted_and_resume_bit_for_bit(tiny, monke
 def test_more_bad_steps_than_allowed_stop_the_run(tiny, monkeypatch):
     with monkeypatch.context() as patch:
         spoil(patch, {8, 9, 10})
-        with pytest.raises(
-            TrainingError, match="at update 10, in epoch 2, and 2 such updates were"
-        ):
+        with pytest.raises(TrainingError, match="at step 10, in epoch 2, and 2 such steps were"):
             train(tiny(skip_bad_steps=2))
     run_dir = Path(tiny().run.runs) / "run"
-    assert state.read(run_dir / "last.pt")[0].progress.update == 6
+    assert state.read(run_dir / "last.pt")[0].progress.global_step == 6
     assert train(tiny(skip_bad_steps=3), resume=run_dir).best_epoch  # it may change
 
 
@@ -510,10 +508,10 @@ def test_weights_that_go_bad_in_the_last_update_are_not_saved(tiny, monkeypatch)
                 self.model.head.fc.weight[0, 0] = float("nan")
 
     monkeypatch.setattr(TrainingStep, "update", updating)
-    with pytest.raises(TrainingError, match=r"the weights are not finite .* after update 12"):
+    with pytest.raises(TrainingError, match=r"the weights are not finite .* after step 12"):
         train(tiny())
     run_dir = Path(tiny().run.runs) / "run"
-    assert state.read(run_dir / "last.pt")[0].progress.update == 6
+    assert state.read(run_dir / "last.pt")[0].progress.global_step == 6
 
 
 def test_sizes_follow_one_another_and_resume_where_they_were(tiny, monkeypatch):
@@ -617,7 +615,7 @@ def test_a_run_that_waits_for_its_data_says_so_and_what_would_cure_it(tiny, monk
 
     monkeypatch.setattr(ImageDataset, "__getitem__", loading)
     monkeypatch.setattr(TrainingStep, "backward", computing)
-    monkeypatch.setattr(trainer, "usable_cores", lambda: 4)
+    monkeypatch.setattr(words, "usable_cores", lambda: 4)
     run_dir = train(tiny(epochs=1)).run_dir
     lines = (run_dir / "log.jsonl").read_text().splitlines()
     shares = [json.loads(line)["data_wait_pct"] for line in lines]
@@ -633,9 +631,7 @@ def test_an_evaluation_that_fails_does_not_lose_its_epoch(tiny, whole, monkeypat
         raise DataError("none could be read")
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "evaluate", failing)
-        with pytest.raises(
-            DataError, match=r"none could be read; the last good .* of update 6: go"
-        ):
+        patch.setattr(prepare, "evaluate", failing)
+        with pytest.raises(DataError, match=r"none could be read; the last good .* of step 6: go"):
             train(tiny())
     assert_same_run(train(tiny(), Path(tiny().run.runs) / "run").run_dir, whole)

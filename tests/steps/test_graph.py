@@ -16,9 +16,11 @@ from torch.utils._pytree import tree_leaves
 from tests.engine.runs import assert_same_run
 from tests.operators import Recorder
 from tresnet.engine import config as configs
-from tresnet.engine import train as training
+from tresnet.engine import prepare
+from tresnet.engine.batch_size import MicroBatches
 from tresnet.engine.distributed import Processes
 from tresnet.engine.resolve import create_model, resolve
+from tresnet.engine.train import train
 from tresnet.errors import ConfigError
 from tresnet.models import zoo
 from tresnet.settings import TrainingCompute
@@ -73,7 +75,7 @@ class StandIn:
 def graphed(monkeypatch):
     """Lets `train` replay its passes; gives the stand-ins of the runs."""
     made = []
-    original = training.create_step
+    original = prepare.create_step
 
     def create_step(model, *args, **kwargs):
         step = original(model, *args, **kwargs)
@@ -81,7 +83,7 @@ def graphed(monkeypatch):
         step.capture_with(made[-1])
         return step
 
-    monkeypatch.setattr(training, "create_step", create_step)
+    monkeypatch.setattr(prepare, "create_step", create_step)
     return made
 
 
@@ -96,13 +98,13 @@ def graphed(monkeypatch):
 )
 def test_a_run_by_graphs_is_the_eager_run_to_the_bit(tiny, graphed, monkeypatch, changes, captures):
     config = tiny(name="graphed", epochs=3, mix_off_epochs=1, mix_prob=1.0, **changes)
-    found = training.train(config).run_dir
+    found = train(config).run_dir
     (stand_in,) = graphed
     assert stand_in.captures == captures
     assert stand_in.warmups >= WARMUP_PASSES
     assert stand_in.replays > stand_in.warmups
     monkeypatch.undo()
-    assert_same_run(found, training.train(configs.replace(config, name="eager")).run_dir)
+    assert_same_run(found, train(configs.replace(config, name="eager")).run_dir)
 
 
 def test_another_shape_runs_eagerly_and_leaves_the_graph_good(tiny):
@@ -110,7 +112,9 @@ def test_another_shape_runs_eagerly_and_leaves_the_graph_good(tiny):
 
     def run(graphs):
         torch.manual_seed(0)
-        step = training.create_step(create_model(config, "abc"), config, ALONE, 20)
+        step = prepare.create_step(
+            create_model(config, "abc"), config, ALONE, MicroBatches(4, 1, 20)
+        )
         stand_in = StandIn(step.model)
         if graphs:
             step.capture_with(stand_in)
@@ -165,7 +169,7 @@ def test_what_no_graph_can_hold_is_refused(tiny):
         with pytest.raises(ConfigError, match=message):
             check_cuda_graph(settings, device, checkpointing)
     with pytest.raises(ConfigError, match="--cuda-graph: expected a GPU, got device cpu"):
-        training.train(tiny(cuda_graph=True))
+        train(tiny(cuda_graph=True))
 
 
 @pytest.mark.gpu
@@ -173,8 +177,8 @@ def test_what_no_graph_can_hold_is_refused(tiny):
 def test_a_gpu_replays_what_it_runs_eagerly(tiny, changes):
     torch.backends.cudnn.deterministic = True
     shared = {"device": "cuda", "epochs": 4, "mixup": 0.0, "impl": "reference", **changes}
-    found = training.train(tiny(name="graphed", cuda_graph=True, **shared)).run_dir
-    assert_same_run(found, training.train(tiny(name="eager", **shared)).run_dir)
+    found = train(tiny(name="graphed", cuda_graph=True, **shared)).run_dir
+    assert_same_run(found, train(tiny(name="eager", **shared)).run_dir)
 
 
 @pytest.mark.gpu

@@ -5,8 +5,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tresnet.engine.batch_size import MicroBatches
 from tresnet.engine.distributed import Processes
-from tresnet.engine.train import create_step
+from tresnet.engine.prepare import create_step
 from tresnet.layers.norm import ABN, NormAct
 from tresnet.models.zoo import build
 from tresnet.steps import Compute, InferenceStep
@@ -33,7 +34,10 @@ def step_of(config, model=None, updates=6):
     if model is None:
         torch.manual_seed(0)
         model = build("tresnet_t", width_factor=0.125, layers=(1, 1, 1, 1), num_classes=3)
-    return create_step(model, config, ALONE, updates)
+    batches = MicroBatches(
+        config.data.resolved_batch_size, config.optim.accumulate, updates * config.optim.accumulate
+    )
+    return create_step(model, config, ALONE, batches)
 
 
 def batch(n=8):
@@ -118,7 +122,9 @@ def test_gradient_checkpointing_is_switched_on(tiny):
 def test_how_long_compiling_took_is_said(tiny, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda module, **_: module)
     said = []
-    step = create_step(NormFree(), tiny(**PLAIN, compile="default"), ALONE, 6, said.append)
+    step = create_step(
+        NormFree(), tiny(**PLAIN, compile="default"), ALONE, MicroBatches(4, 1, 6), said.append
+    )
     for _ in range(2):
         run(step, *batch())
     assert len(said) == 1

@@ -1,44 +1,108 @@
 """The batch size: the largest that is sure to fit the GPU, and what to do where one did not fit."""
 
 import dataclasses
-import os
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
+from tresnet.checkpoints.save import checkpoint_metadata
+from tresnet.checkpoints.weights import WeightsInfo
 from tresnet.engine import config as configs
 from tresnet.engine.config import AUTO, TrainConfig
-from tresnet.engine.distributed import Processes, pick_device
-from tresnet.engine.images import foresee as foresee_images
+from tresnet.engine.distributed import Processes
+from tresnet.engine.images import Splits
 from tresnet.engine.losses import loss_of
-from tresnet.engine.resolve import create_model
+from tresnet.engine.resolve import create_model, rebuild_model
 from tresnet.env import parse_size
 from tresnet.errors import ConfigError, InputError, TResNetError
+from tresnet.models.tresnet import TResNet
 from tresnet.ops.dispatch import lacking
 
 if TYPE_CHECKING:
+    from tresnet.engine.plan import Plan
     from tresnet.memory import Device, MaxBatch
 
 # Kernels for 16-bit types are fastest where the batch is a multiple of this.
 _MULTIPLE = 8
 
 
+@dataclasses.dataclass(frozen=True)
+class MicroBatches:
+    """The micro-batches of each process.
+
+    Attributes:
+        size: Images in one.
+        accumulate: Micro-batches of an optimizer step.
+        per_epoch: Micro-batches of an epoch.
+    """
+
+    size: int
+    accumulate: int
+    per_epoch: int
+
+    @property
+    def images_per_step(self) -> int:
+        """Images of an optimizer step on each process."""
+        return self.size * self.accumulate
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of an epoch, of which the last may have fewer micro-batches."""
+        return math.ceil(self.per_epoch / self.accumulate)
+
+
+def divide(config: TrainConfig, began: int, world_size: int, images: int) -> MicroBatches:
+    """Divide the images of each optimizer step among the processes there are now.
+
+    A micro-batch has as many images as configured or, on more processes than the run began with,
+    fewer where there are too few micro-batches in a step.
+
+    Args:
+        config: The resolved configuration that the run began with.
+        began: How many processes it began with.
+        world_size: How many there are now.
+        images: How many the data set has for training.
+
+    Raises:
+        ConfigError: The images of a step or an epoch cannot be divided equally.
+    """
+    batch, accumulate = config.data.resolved_batch_size, config.optim.accumulate
+    in_epoch = images // (batch * began) * (batch * began)
+    if world_size == began:
+        return MicroBatches(batch, accumulate, in_epoch // (batch * began))
+    per_process, rest = divmod(batch * accumulate * began, world_size)
+    for parts in range(-(-per_process // batch), per_process + 1) if not rest else ():
+        size = per_process // parts
+        pairs = not (config.augment.mixes and size % 2)
+        if per_process % parts == 0 and in_epoch % (size * world_size) == 0 and pairs:
+            return MicroBatches(size, parts, in_epoch // (size * world_size))
+    raise ConfigError(
+        f"the run began with {began} processes, each step of {per_process * world_size + rest}"
+        f" images, which can't be divided among {world_size}: use {began} processes, or a number"
+        " that divides them"
+    )
+
+
 def resolve(
     config: TrainConfig,
-    classes: Sequence[str],
-    images: int,
+    splits: Splits,
+    weights: WeightsInfo | None,
     processes: Processes,
     say: Callable[[str], object],
+    assumes_gpu: bool = False,
 ) -> TrainConfig:
     """The configuration with a number for `--batch-size auto`: the same on every process.
 
     Args:
         config: A configuration that is resolved but for the batch size.
-        classes: The data set's.
-        images: How many it has for training.
+        splits: The data set.
+        weights: Those that the configuration names, if any.
         processes: This process's place; the one with the least memory decides.
-        say: Called with one line that tells the number and where it is from.
+        say: Called with one line that gives the number and where it is from.
+        assumes_gpu: Take `--gpu-memory` in place of this process's GPU.
 
     Raises:
         ConfigError: There is no GPU, not even a small batch is sure to fit, or the memory of this
@@ -46,8 +110,15 @@ def resolve(
     """
     if config.data.batch_size != AUTO:
         return config
-    gpu = gpu_of(config, processes.device)
-    found, why = _find(config, classes, images, gpu, processes.world)
+    if assumes_gpu:
+        from tresnet.memory import find_device
+
+        gpu = find_device(gpu_memory=config.compute.gpu_memory)
+    else:
+        gpu = gpu_of(config, processes.device)
+    model = create_model(config, splits.classes, weights)
+    images, world_size = len(splits.train), processes.world_size
+    found, why = _find(config, model, splits.classes, images, gpu, world_size)
     least = int(-processes.max(-found)[0])
     if least < found:
         why = f"as the process with the least memory has room for no more; here {found}, {why}"
@@ -55,60 +126,10 @@ def resolve(
     return configs.replace(config, batch_size=least)
 
 
-def spread(config: TrainConfig, began: int, world: int, images: int) -> tuple[TrainConfig, int]:
-    """A run that `began` processes began, on `world` of them: the same images in each update.
-
-    A pass has as many images as before or, where there are more processes than passes, fewer.
-
-    Args:
-        config: The resolved configuration that the run began with.
-        began: How many processes it began with.
-        world: How many there are now.
-        images: How many the data set has for training.
-
-    Returns:
-        The configuration with another batch size and accumulation, and the passes of an epoch.
-
-    Raises:
-        ConfigError: The images of an update or an epoch can't be shared out.
-    """
-    batch, passes = config.data.resolved_batch_size, config.optim.accumulate
-    in_epoch = images // (batch * began) * (batch * began)
-    if world == began:
-        return config, in_epoch // (batch * began)
-    share, rest = divmod(batch * passes * began, world)
-    for parts in range(-(-share // batch), share + 1) if not rest else ():
-        size = share // parts
-        pairs = not (config.augment.mixes and size % 2)
-        if share % parts == 0 and in_epoch % (size * world) == 0 and pairs:
-            changed = configs.replace(config, batch_size=size, accumulate=parts)
-            return changed, in_epoch // (size * world)
-    raise ConfigError(
-        f"the run began with {began} processes, each update of {share * world + rest} images, which"
-        f" can't be shared out to {world}: use {began} processes, or a number that divides them"
-    )
-
-
-def foresee(config: TrainConfig, say: Callable[[str], object]) -> TrainConfig:
-    """What `resolve` would give, in a dry run: a GPU need not be there where its memory is said.
-
-    Raises:
-        ConfigError: As for `resolve`.
-        DataError: The data set is missing.
-    """
-    if config.data.batch_size != AUTO:
-        return config
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if config.compute.gpu_memory is None or config.compute.device == "cpu":
-        device = pick_device(config.compute.device, int(os.environ.get("LOCAL_RANK", "0")), world)
-        gpu = gpu_of(config, device)
-    else:
-        from tresnet.memory import find_device
-
-        gpu = find_device(gpu_memory=config.compute.gpu_memory)
-    found, why = _find(config, *foresee_images(config), gpu, world)
-    say(f"--batch-size auto: {found}, {why}")
-    return configs.replace(config, batch_size=found)
+def assumes_gpu(config: TrainConfig, device: torch.device) -> bool:
+    """Whether a dry run on this device can only assume the GPU whose memory the options give."""
+    compute = config.compute
+    return device.type != "cuda" and compute.gpu_memory is not None and compute.device != "cpu"
 
 
 def gpu_of(config: TrainConfig, device: torch.device) -> "Device":
@@ -132,19 +153,20 @@ def gpu_of(config: TrainConfig, device: torch.device) -> "Device":
     return dataclasses.replace(gpu, capacity_bytes=min(gpu.capacity_bytes, parse_size(allowed)))
 
 
-def largest(config: TrainConfig, classes: Sequence[str], gpu: "Device", world: int) -> "MaxBatch":
-    """The predictor's answer for the run as it is configured.
+def largest(
+    model: TResNet, config: TrainConfig, classes: Sequence[str], gpu: "Device", world_size: int
+) -> "MaxBatch":
+    """The predictor's answer for the run as it is configured, of its model on the CPU.
 
     Raises:
         InputError: A model or an optimizer that cannot be predicted.
     """
     from tresnet.memory import max_batch
 
-    model = create_model(config, classes)
-    return max_batch(model, device=gpu, **step_of(config, classes, world))
+    return max_batch(model, device=gpu, **step_of(config, classes, world_size))
 
 
-def step_of(config: TrainConfig, classes: Sequence[str], world: int) -> dict[str, Any]:
+def step_of(config: TrainConfig, classes: Sequence[str], world_size: int) -> dict[str, Any]:
     """A training step of a resolved configuration as the arguments of `tresnet.memory.predict`.
 
     Synchronised batch norm is predicted as the plain one: what it saves differs by a few vectors.
@@ -163,7 +185,7 @@ def step_of(config: TrainConfig, classes: Sequence[str], world: int) -> dict[str
         "target_size": (len(classes),) if mixes or config.labels.multi else None,
         "channels_last": config.compute.channels_last,
         "grad_checkpointing": config.model.grad_checkpointing,
-        "ddp": world > 1,
+        "ddp": world_size > 1,
     }
 
 
@@ -175,13 +197,18 @@ def round_down(batch_size: int, *, pairs: bool) -> int:
 
 
 def _find(
-    config: TrainConfig, classes: Sequence[str], images: int, gpu: "Device", world: int
+    config: TrainConfig,
+    model: TResNet,
+    classes: Sequence[str],
+    images: int,
+    gpu: "Device",
+    world_size: int,
 ) -> tuple[int, str]:
     """The number, and where it is from."""
     from tresnet.memory.device import mib
 
     try:
-        answer = largest(config, classes, gpu, world)
+        answer = largest(model, config, classes, gpu, world_size)
     except InputError as error:
         raise ConfigError(
             f"--batch-size auto: the memory of this run cannot be predicted, so give a number:"
@@ -195,11 +222,11 @@ def _find(
             f" {mib(gpu.context_high_bytes)} are kept for the CUDA context: free some memory or"
             f" give a number (it cannot fit from {answer.no_from} on)"
         )
-    if batch_size > images // world:
-        batch_size = round_down(images // world, pairs=config.augment.mixes)
+    if batch_size > images // world_size:
+        batch_size = round_down(images // world_size, pairs=config.augment.mixes)
         return max(batch_size, 1), (
-            f"as there are {images} images to train for {world} processes; {answer.batch_size} are"
-            f" sure to fit into {memory}"
+            f"as there are {images} images to train for {world_size} processes;"
+            f" {answer.batch_size} are sure to fit into {memory}"
         )
     return batch_size, (
         f"of {answer.batch_size} that are sure to fit into {memory} (from {answer.no_from} on they"
@@ -209,13 +236,13 @@ def _find(
 
 def explain_full_memory(
     error: torch.OutOfMemoryError,
-    config: TrainConfig,
-    classes: Sequence[str],
+    plan: "Plan",
+    model: nn.Module,
     processes: Processes,
     last: str,
 ) -> str:
     """What to say when the GPU's memory was full: what would fit, and the options to pass."""
-    tried, fitting = config.data.resolved_batch_size, None
+    config, tried, fitting = plan.config, plan.batches.size, None
     if config.distill.teacher is not None:
         said = "what a teacher keeps in memory beside the model cannot be predicted"
     elif config.compute.compile != "none" or config.model.jit:
@@ -223,7 +250,9 @@ def explain_full_memory(
     else:
         try:
             gpu = gpu_of(config, processes.device)
-            fitting = largest(config, classes, gpu, processes.world).batch_size
+            like = rebuild_model(config, checkpoint_metadata(model))
+            answer = largest(like, config, plan.splits.classes, gpu, processes.world_size)
+            fitting = answer.batch_size
             said = f"predicted to fit on this {gpu.name}: {fitting} images at most"
             if fitting >= tried:
                 said += ", yet these did not: look for other processes on the GPU"
@@ -234,13 +263,13 @@ def explain_full_memory(
             said = f"what would fit cannot be predicted: {second}"
     return (
         f"the GPU's memory is full with --batch-size {tried}: {error}\n  {last}\n  {said}\n"
-        f"  try {'; or '.join(ways_out(config, fitting))}"
+        f"  try {'; or '.join(ways_out(config, plan.batches, fitting))}"
     )
 
 
-def ways_out(config: TrainConfig, fitting: int | None) -> Iterator[str]:
+def ways_out(config: TrainConfig, batches: MicroBatches, fitting: int | None) -> Iterator[str]:
     """Options that help where so many images fit, the smaller batch first; None: it is unknown."""
-    tried, accumulate = config.data.resolved_batch_size, config.optim.accumulate
+    tried, accumulate = batches.size, batches.accumulate
     pairs = config.augment.mixes
     limit = tried // 2 if fitting is None or fitting >= tried else fitting
     for parts in range(2, tried + 1):  # equal ones, within the limit but not far below
@@ -248,7 +277,7 @@ def ways_out(config: TrainConfig, fitting: int | None) -> Iterator[str]:
         if limit / 2 <= size <= limit and tried % parts == 0 and not (pairs and size % 2):
             yield (
                 f"--batch-size {size} --accumulate {accumulate * parts}, which keeps"
-                f" {tried * accumulate} images per update"
+                f" {tried * accumulate} images per step"
             )
             break
     else:

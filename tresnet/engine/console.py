@@ -21,8 +21,9 @@ class Console:
         broken: Why something could not be shown; None so far.
     """
 
-    def __init__(self, is_main: bool, progress: bool) -> None:
-        self._is_main = is_main
+    def __init__(self, is_main: bool, progress: bool, stream: str = "stdout") -> None:
+        """Begin to show, on process 0 alone: bars if `progress`, lines on `stream` of sys."""
+        self._is_main, self._stream = is_main, stream
         self.shows_bars = is_main and progress and sys.stderr.isatty()
         self.broken: OSError | None = None
 
@@ -34,10 +35,10 @@ class Console:
             if self.shows_bars:
                 from tqdm import tqdm
 
-                tqdm.write(text)
+                tqdm.write(text, file=getattr(sys, self._stream))
             else:
-                sys.stdout.write(text + "\n")
-            sys.stdout.flush()
+                getattr(sys, self._stream).write(text + "\n")
+            getattr(sys, self._stream).flush()
 
     def bar(self, title: str, total: int, done: int = 0) -> "Bar":
         """A bar over `total` steps, of which some are done; it shows nothing off a terminal."""

@@ -4,11 +4,10 @@ import contextlib
 import dataclasses
 import datetime
 import os
-import sys
 import time
 import uuid
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,12 +27,12 @@ class Processes:
 
     Attributes:
         rank: Number of this process, from 0.
-        world: How many there are.
+        world_size: How many there are.
         device: Where this process computes.
     """
 
     rank: int
-    world: int
+    world_size: int
     device: torch.device
 
     @property
@@ -43,7 +42,7 @@ class Processes:
 
     def sum(self, *values: float) -> list[float]:
         """Each value summed over all processes, in float64."""
-        if self.world == 1:
+        if self.world_size == 1:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total)
@@ -51,7 +50,7 @@ class Processes:
 
     def max(self, *values: float) -> list[float]:
         """The largest of each value over all processes."""
-        if self.world == 1:
+        if self.world_size == 1:
             return list(values)
         largest = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
@@ -59,7 +58,7 @@ class Processes:
 
     def from_main(self, value: Any) -> Any:
         """The value that process 0 has; plain Python values only."""
-        if self.world == 1:
+        if self.world_size == 1:
             return value
         box = [value]
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
@@ -67,26 +66,26 @@ class Processes:
 
     def gather(self, value: Any) -> list[Any]:
         """Every process's value, in order of rank."""
-        if self.world == 1:
+        if self.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.world
+        values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
 
     def wait(self) -> None:
         """Go on when every process has come here."""
-        if self.world > 1:
+        if self.world_size > 1:
             dist.all_reduce(torch.zeros(1))
 
     def share_state(self, model: nn.Module) -> None:
         """Give every process process 0's weights and statistics."""
-        if self.world > 1:
+        if self.world_size > 1:
             for tensor in model.state_dict().values():
                 dist.broadcast(tensor, src=0)
 
     def share_buffers(self, model: nn.Module) -> None:
         """Give every process process 0's buffers: running statistics differ between processes."""
-        if self.world > 1:
+        if self.world_size > 1:
             for buffer in model.buffers():
                 dist.broadcast(buffer, src=0)
 
@@ -181,16 +180,3 @@ def pick_device(name: str, local_rank: int, world: int) -> torch.device:
             else f"--device: PyTorch finds no GPU here, got {name!r}: use --device cpu"
         )
     return torch.device("cuda", index)
-
-
-def leave(code: int) -> NoReturn:
-    """End this process with an exit code; among torchrun's, without the interpreter's own end.
-
-    There gloo's threads have been seen to end a process that had done its work with SIGABRT, which
-    torchrun takes for a failure of the run.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        os._exit(code)
-    sys.exit(code)

@@ -102,7 +102,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
             del options[name]
         result = {
             **dataclasses.asdict(metrics),
-            "processes": processes.world,
+            "processes": processes.world_size,
             "options": options | options.pop("compute"),
             **used.to_dict(),
             "environment": env.describe(processes.device),
@@ -140,7 +140,7 @@ def _open(config: EvalConfig, multi: bool, processes: Processes) -> tuple[ImageD
         config.batch_size,
         training=False,
         workers=config.workers,
-        distributed=(processes.rank, processes.world),
+        distributed=(processes.rank, processes.world_size),
         pin_memory=processes.device.type == "cuda",
     )
     return dataset, loader

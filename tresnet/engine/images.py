@@ -65,20 +65,6 @@ def locate(data: ImageConfig, processes: Processes) -> Path:
     return Path(data.data_root) / data.data
 
 
-def foresee(config: TrainConfig) -> tuple[list[str], int]:
-    """The classes and how many training images `open_splits` will find; nothing is written.
-
-    Raises:
-        DataError: The folder or the file with the labels is missing.
-    """
-    data = config.data.data
-    assert data is not None, "checked by validate"
-    if data in _WRITTEN:
-        return list(digits.CLASSES), _WRITTEN[data].COUNTS["train"]
-    train = open_split(Path(data), "train", None, config.labels.multi)
-    return train.classes, len(train)
-
-
 def open_splits(config: TrainConfig, processes: Processes) -> Splits:
     """Open both splits of a resolved configuration (a collective).
 
@@ -140,9 +126,15 @@ def _train_transform(config: TrainConfig, size: int) -> Any:
 
 
 def create_loaders(
-    config: TrainConfig, splits: Splits, processes: Processes
+    config: TrainConfig, splits: Splits, batch_size: int, processes: Processes
 ) -> tuple[Loader, Loader]:
-    """Loaders of this process's share of the training images and of the others.
+    """Loaders of this process's part of the training images and of the others.
+
+    Args:
+        config: A resolved configuration.
+        splits: The images.
+        batch_size: Images of a micro-batch.
+        processes: This process's place.
 
     Raises:
         DataError: The training images do not make a batch for each process.
@@ -151,19 +143,18 @@ def create_loaders(
     shared: dict[str, Any] = {
         "workers": data.workers,
         "seed": config.run.seed,
-        "distributed": (processes.rank, processes.world),
+        "distributed": (processes.rank, processes.world_size),
         "pin_memory": processes.device.type == "cuda",
     }
-    batch = data.resolved_batch_size
     return (
         create_loader(
             splits.train,
-            batch,
+            batch_size,
             training=True,
             repeats=config.augment.aug_repeats,
             **shared,
         ),
-        create_loader(splits.val, data.eval_batch_size or batch, training=False, **shared),
+        create_loader(splits.val, data.eval_batch_size or batch_size, training=False, **shared),
     )
 
 

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from tresnet import files
+from tresnet.engine.state import Progress
 from tresnet.errors import WriteError
+from tresnet.measure.memory import MemorySnapshot
 
 TABLE, CSV = "log.jsonl", "log.csv"
 EVENTS = "events.out.tfevents"  # how TensorBoard's names begin
@@ -40,20 +42,6 @@ COLUMNS = (
     "rss_peak_mib",
     "elapsed_s",
 )
-
-
-_TEXTS = {
-    "loss": "loss {:.4f}",
-    "accuracy": "accuracy {:.2f} %",
-    "val_loss": "val loss {:.4f}",
-    "val_top1": "top-1 {:.2f} %",
-    "val_top5": "top-5 {:.2f} %",
-    "val_map": "mAP {:.2f} %",
-    "val_f1": "F1 {:.2f} %",
-    "images_per_s": "{:.0f} images/s",
-    "data_wait_pct": "waiting {:.0f} %",
-    "lr": "lr {:.3g}",
-}
 
 
 class RunLog:
@@ -97,6 +85,13 @@ class RunLog:
         files.write_text(self._csv, _to_csv(rows))
         self._events = _event_writer(directory, step if rows else None) if tensorboard else None
         self._tracker = _tracker(track, directory, config) if track else None
+
+    def phase(
+        self, phase: str, progress: Progress, memory: MemorySnapshot, elapsed_s: float, **more: Any
+    ) -> None:
+        """Append the row of a phase; see `row`."""
+        place = {"phase": phase, "epoch": progress.epoch, "step": progress.global_step}
+        self.row(**place, elapsed_s=elapsed_s, **memory.to_dict(), **more)
 
     def row(self, **values: Any) -> None:
         """Append a row; columns not named stay empty.
@@ -190,10 +185,3 @@ def _tracker(name: str, directory: Path, config: dict[str, Any] | None) -> Any:
         raise WriteError(
             f"{name} cannot begin to track the run: {error}: log in to it, or leave out --track"
         ) from error
-
-
-def in_words(figures: dict[str, Any]) -> str:
-    """Figures of a row for people, such as `loss 1.2345  top-1 67.89 %`."""
-    return "  ".join(
-        text.format(figures[name]) for name, text in _TEXTS.items() if figures.get(name) is not None
-    )

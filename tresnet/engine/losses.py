@@ -139,14 +139,14 @@ def loss_of(
 
 
 @dataclasses.dataclass(frozen=True)
-class Look:
-    """Sums over the batches since the last look, of all processes.
+class Sums:
+    """Sums over the micro-batches since the last reading, of all processes.
 
     Attributes:
         images: How many.
-        loss_sums: Of each batch, the sum over its images.
+        loss_sums: Of each micro-batch, the sum over its images.
         hits: How many were classified correctly.
-        first_bad: The first update whose loss is nan or infinite, or None.
+        first_bad: The first optimizer step whose loss is nan or infinite, or None.
     """
 
     images: int
@@ -155,36 +155,38 @@ class Look:
     first_bad: int | None
 
 
-class Tally:
-    """Collects without waiting for the device; looking waits once."""
+class LossMeter:
+    """Collects losses without waiting for the device; reading waits once."""
 
     def __init__(self) -> None:
         self._batches: list[tuple[int, int, Tensor]] = []
 
-    def add(self, update: int, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Take note of a batch.
+    def add(self, global_step: int, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """Add a micro-batch.
 
         Args:
-            update: Number of the update it is for, to report a bad loss.
+            global_step: Number of its optimizer step, to report a bad loss.
             loss: Its mean loss ().
             logits: (N, classes).
             labels: (N,), or (N, classes) where an image may have several and none is the right one.
         """
         hits = loss.new_zeros(()) if labels.dim() > 1 else (logits.argmax(1) == labels).sum()
-        self._batches.append((update, len(labels), torch.stack([loss.double(), hits.double()])))
+        self._batches.append(
+            (global_step, len(labels), torch.stack([loss.double(), hits.double()]))
+        )
 
-    def drop(self, update: int) -> None:
-        """Forget the batches of an update that was skipped."""
-        self._batches = [batch for batch in self._batches if batch[0] != update]
+    def drop(self, global_step: int) -> None:
+        """Remove the micro-batches of an optimizer step that was skipped."""
+        self._batches = [batch for batch in self._batches if batch[0] != global_step]
 
-    def look(self, processes: Processes) -> Look:
-        """Sum up and begin anew (a collective)."""
-        updates, images, values = zip(*self._batches, strict=True) if self._batches else ((),) * 3
+    def read(self, processes: Processes) -> Sums:
+        """Return the sums since the last reading (a collective)."""
+        steps, images, values = zip(*self._batches, strict=True) if self._batches else ((),) * 3
         self._batches.clear()
         losses, hits = torch.stack(values).T.tolist() if values else ((), ())  # waits
-        bad = [u for u, loss in zip(updates, losses, strict=True) if not math.isfinite(loss)]
+        bad = [n for n, loss in zip(steps, losses, strict=True) if not math.isfinite(loss)]
         sums = [n * loss for n, loss in zip(images, losses, strict=True)]
         count, all_hits, *loss_sums = processes.sum(sum(images), sum(hits), *sums)
         (negative,) = processes.max(-min(bad) if bad else -math.inf)
         first_bad = None if negative == -math.inf else int(-negative)
-        return Look(int(count), loss_sums, int(all_hits), first_bad)
+        return Sums(int(count), loss_sums, int(all_hits), first_bad)

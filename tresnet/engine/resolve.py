@@ -8,7 +8,7 @@ import torch
 
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.metadata import check_metadata
-from tresnet.checkpoints.weights import WeightsInfo, describe, open_weights
+from tresnet.checkpoints.weights import WeightsInfo
 from tresnet.engine import config as configs
 from tresnet.engine.config import TrainConfig
 from tresnet.errors import ConfigError
@@ -18,24 +18,27 @@ from tresnet.settings import EvalTransform
 from tresnet.steps.optim import training_pad
 
 
-def resolve(config: TrainConfig, on_gpu: bool = False) -> TrainConfig:
+def resolve(
+    config: TrainConfig, on_gpu: bool = False, weights: WeightsInfo | None = None
+) -> TrainConfig:
     """The configuration with the model's name, input size, test crop and padding filled in.
 
     What the options say stays; else what the weights were trained with; else the variant's own.
 
+    Args:
+        config: A valid configuration.
+        on_gpu: Whether it trains on a GPU, which is faster with padded widths.
+        weights: What is known about its `--weights`; None where it names none.
+
     Raises:
-        ConfigError: Neither a model nor weights are named.
         InputError: No model has that name.
-        CheckpointError: The weights are unknown or unreadable.
     """
-    model, weights = config.model.model, config.model.weights
+    model = config.model.model
     if weights is not None:
-        info = describe(weights)
-        model, cfg = model or info.model, info.pretrained_cfg
-    elif model is not None:
-        cfg = zoo.default_pretrained_cfg(model, zoo.make_config(model))
+        model, cfg = model or weights.model, weights.pretrained_cfg
     else:
-        raise ConfigError("--model: name a model, or --weights that say which it is")
+        assert model is not None, "checked by validate"
+        cfg = zoo.default_pretrained_cfg(model, zoo.make_config(model))
     pad = training_pad(config.model.pad, config.optim.opt, on_gpu)
     return configs.replace(config, model=model, pad=pad, **missing(config.data, cfg))
 
@@ -48,7 +51,9 @@ def missing(data: EvalTransform, cfg: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in known.items() if getattr(data, name) is None}
 
 
-def create_model(config: TrainConfig, classes: Sequence[str]) -> TResNet:
+def create_model(
+    config: TrainConfig, classes: Sequence[str], weights: WeightsInfo | None = None
+) -> TResNet:
     """Build the model of a resolved configuration for these classes.
 
     Raises:
@@ -57,13 +62,11 @@ def create_model(config: TrainConfig, classes: Sequence[str]) -> TResNet:
         InputError: A value is out of range, or the model cannot take images of that size.
     """
     options, data = dataclasses.asdict(config.model), config.data
-    for name in ("model", "grad_checkpointing"):
+    for name in ("model", "grad_checkpointing", "weights"):
         del options[name]
-    if options["weights"] is not None:
-        options["weights"] = open_weights(options["weights"])
-        if not options["new_head"]:
-            _check_head(options["weights"], classes)
-    model = create(config.model.model, num_classes=len(classes), **options)
+    if weights is not None and not options["new_head"]:
+        _check_head(weights, classes)
+    model = create(config.model.model, weights=weights, num_classes=len(classes), **options)
     assert isinstance(model, TResNet), "features_only is not an option"
     size = data.resolved_input_size
     for side in {size, *data.sizes}:

@@ -36,12 +36,14 @@ def claim(
         made; without a state the run begins in that directory.
 
     Raises:
-        ConfigError: Something else is at that place, or `auto` comes without a name.
+        ConfigError: Something else is at that place, the name of a new run is taken, or `auto`
+            comes without a name.
         CheckpointError: There is no state to go on from, or none that can be read.
         BusyError: Another process is at work on that run.
-        WriteError: The directory cannot be written.
     """
     if resume is None:
+        if config.run.name and os.path.lexists(directory := _named(config)):
+            raise ConfigError(_taken(directory))
         return None, None
     auto = str(resume) == AUTO
     directory = _named(config) if auto else resume
@@ -60,8 +62,6 @@ def claim(
             f"expected a checkpoint to resume from in {directory}, found none: the run stopped"
             " before its first one, or this is not a run's directory"
         )
-    if found is not None:
-        write_config(directory, found[0].config)
     return directory, found
 
 
@@ -135,11 +135,15 @@ def _make_named(config: TrainConfig) -> Path:
     try:
         directory.mkdir()
     except FileExistsError as error:
-        raise ConfigError(
-            f"--name: the run directory {directory} exists, and a run never overwrites another:"
-            f" choose another name, or go on with it by --resume {directory}"
-        ) from error
+        raise ConfigError(_taken(directory)) from error
     return directory
+
+
+def _taken(directory: Path) -> str:
+    return (
+        f"--name: the run directory {directory} exists, and a run never overwrites another:"
+        f" choose another name, or go on with it by --resume {directory}"
+    )
 
 
 def _make_new(parent: Path, config: TrainConfig, now: datetime.datetime) -> Path:

@@ -30,8 +30,8 @@ class Progress:
 
     Attributes:
         epoch: The epoch under way, from 0.
-        batch: Batches of it that are done, on each process.
-        update: Updates of the weights so far.
+        micro_batches: Those of it that are done, on each process.
+        global_step: Optimizer steps so far.
         images: Images of this epoch so far, over all processes.
         loss_sum: Their losses.
         hits: Those of them that were classified correctly.
@@ -41,13 +41,13 @@ class Progress:
         best_loss: Its validation loss, which decides between equal accuracies.
         best_epoch: The epoch that had it, counted from 1.
         last_score: The same of the last evaluation; -1 before the first.
-        bad_steps: Updates skipped so far because their loss or gradient was not finite.
+        bad_steps: Optimizer steps skipped so far because their loss or gradient was not finite.
         skipped: Unreadable training images so far, of all processes.
     """
 
     epoch: int = 0
-    batch: int = 0
-    update: int = 0
+    micro_batches: int = 0
+    global_step: int = 0
     images: int = 0
     loss_sum: float = 0.0
     hits: int = 0
@@ -62,7 +62,7 @@ class Progress:
     def next_epoch(self) -> None:
         """Turn to the beginning of the next epoch."""
         self.epoch += 1
-        self.batch = self.images = self.hits = 0
+        self.micro_batches = self.images = self.hits = 0
         self.loss_sum = 0.0
 
 
@@ -71,14 +71,14 @@ class Identity:
     """What must be equal for a state to fit: it was saved by the same run on the same data.
 
     Attributes:
-        world: Processes that the run began with.
+        world_size: Processes that the run began with.
         train: Fingerprint of the training images.
         val: Fingerprint of the others.
         beside: Fingerprint of the files of the hierarchy and the teacher.
         classes: Names in the order of the labels.
     """
 
-    world: int
+    world_size: int
     train: str
     val: str
     beside: str
@@ -97,7 +97,7 @@ class Record:
 
     config: TrainConfig
     identity: Identity
-    progress: Progress = dataclasses.field(default_factory=Progress)
+    progress: Progress
 
 
 def save(directory: Path, step: TrainingStep, record: Record, processes: Processes) -> None:

@@ -1,37 +1,55 @@
-"""What train.py does: brings a run's parts together and lets it run."""
+"""What train.py does, in four phases: plan, prepare, run the loop, finish."""
 
 import contextlib
-from collections.abc import Callable
+import dataclasses
+import sys
 from datetime import datetime
 from pathlib import Path
 
-from torch import nn
-
-from tresnet.data.seeding import mix_seed
-from tresnet.engine import batch_size, distributed, rundir, state
+from tresnet import env
+from tresnet.checkpoints.load import load_checkpoint
 from tresnet.engine import config as configs
+from tresnet.engine import distributed, logs, rundir, words
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.console import Console
-from tresnet.engine.distill import create_teacher
-from tresnet.engine.distributed import Processes
-from tresnet.engine.images import create_loaders, fingerprint_beside, open_splits
-from tresnet.engine.losses import Losses
-from tresnet.engine.resolve import create_model, rebuild_model, resolve
+from tresnet.engine.evaluate import Metrics, MultiLabelMetrics
+from tresnet.engine.logs import RunLog
+from tresnet.engine.loop import Loop
+from tresnet.engine.picture import draw
+from tresnet.engine.plan import Plan, make_plan
+from tresnet.engine.prepare import Parts, prepare
+from tresnet.engine.recovery import Checkpoints
 from tresnet.engine.signals import StopRequest
-from tresnet.engine.state import BEST, LAST, Identity, Record
-from tresnet.engine.trainer import Trainer, TrainResult
+from tresnet.engine.state import BEST
 from tresnet.engine.validate import validate
-from tresnet.errors import ConfigError
-from tresnet.measure.memory import MemoryMeter
-from tresnet.settings import fields
-from tresnet.steps import TrainingStep, create_training_step
+from tresnet.errors import WriteError
 
 
-def train(config: TrainConfig, resume: Path | None = None) -> TrainResult:
+@dataclasses.dataclass(frozen=True)
+class TrainResult:
+    """How a run ended.
+
+    Attributes:
+        run_dir: Where it wrote.
+        metrics: Of the best checkpoint, read back from its file; None if the run was stopped.
+        best_epoch: The epoch it is from, counted from 1; 0 if there was no evaluation yet.
+        last_score: Top-1 accuracy, or mAP where images have several labels, of the last
+            evaluation in percent; -1 if there was none.
+        stopped_by: The signal that stopped the run early, or 0.
+    """
+
+    run_dir: Path
+    metrics: Metrics | MultiLabelMetrics | None
+    best_epoch: int
+    last_score: float
+    stopped_by: int = 0
+
+
+def train(wanted: TrainConfig, resume: Path | None = None) -> TrainResult:
     """Train to the end, or until a signal asks to stop; under torchrun, with its other processes.
 
     Args:
-        config: What to do. For a resumed run, the configuration it began with.
+        wanted: What to do. For a resumed run, the configuration it began with.
         resume: The directory of a run to go on with; `auto` for that of the run's name, if it has
             begun; None for a new run.
 
@@ -43,131 +61,99 @@ def train(config: TrainConfig, resume: Path | None = None) -> TrainResult:
         BusyError: Another process is at work on the run.
         TrainingError: The loss is no longer finite, or the GPU's memory is full.
     """
-    validate(config)
-    with (
-        StopRequest() as stop,
-        distributed.join(config.compute.device) as processes,
-        contextlib.ExitStack() as held,
-    ):
-        check_same_options(config, processes)
-        console = Console(processes.is_main, config.run.progress)
-        run_dir, found = None, None
-        if processes.is_main:
-            run_dir, found = rundir.claim(config, resume, held, console.say)
-        run_dir, resumes = processes.from_main((run_dir, found is not None))
-        if resumes and not processes.is_main:
-            found = state.read(run_dir / LAST)
-        saved, content = found or (None, None)
-        if saved is None:
-            config = resolve(config, processes.device.type == "cuda")
-        else:
-            config = configs.resumed(saved.config, config)
-            configs.check_resumable(saved.config, config, run_dir / BEST)
-        splits = open_splits(config, processes)
-        images = len(splits.train)
-        began = processes.world if saved is None else saved.identity.world
-        beside, classes = fingerprint_beside(config), tuple(splits.classes)
-        identity = Identity(began, **splits.fingerprints, beside=beside, classes=classes)
-        if saved is not None:
-            state.check(saved.identity, identity)
-        config = batch_size.resolve(config, splits.classes, images, processes, console.say)
-        record = Record(config, identity)
-        config, passes = batch_size.spread(config, began, processes.world, images)
-        if saved is not None and content is not None:
-            record.progress = saved.progress
-            before = batch_size.spread(record.config, began, len(content["generators"]), images)
-            record.progress.batch = record.progress.batch * passes // before[1]
-        loaders = create_loaders(config, splits, processes)
-        memory = MemoryMeter(processes.device)
-        memory.phase("initial")
-        state.seed_everything(config.run.seed, processes.device)
-        if content is None:
-            model = create_model(config, splits.classes)
-        else:
-            model = rebuild_model(config, content["metadata"])
-        if model.unpadded_shapes:
-            console.say(f"channels padded to multiples of {config.model.pad}; --pad 1 leaves them")
-        updates = -(-passes // config.optim.accumulate) * config.schedule.epochs
-        step = create_step(model, config, processes, updates, console.say)
-        teacher = create_teacher(config, splits.classes, processes.device)
-        losses = Losses(config, splits.classes, processes.rank, teacher)
-        memory.phase("model")
-        state.seed_everything(mix_seed(config.run.seed, processes.rank), processes.device)
-        if content is not None:
-            state.restore(content, step, processes)
-        del content
-        if run_dir is None:
-            now = datetime.now()
-            made = rundir.create(config, now, held) if processes.is_main else None
-            run_dir = processes.from_main(made)
-        elif saved is None and processes.is_main:
-            rundir.write_config(run_dir, config)
-        trainer = Trainer(
-            record,
-            config,
-            passes,
-            run_dir,
-            processes,
-            splits,
-            loaders,
-            step,
-            losses,
-            memory,
-            stop,
-            console,
-        )
-        with contextlib.closing(trainer), trainer.explaining():
-            return trainer.run()
+    validate(wanted)
+    with StopRequest() as stop, contextlib.ExitStack() as held:
+        processes = held.enter_context(distributed.join(wanted.compute.device))
+        console = Console(processes.is_main, wanted.run.progress)
+        plan, start = make_plan(wanted, resume, processes, console, held)
+        parts = held.enter_context(contextlib.closing(prepare(plan, start, processes, console)))
+        del start  # as large as the model and its optimizer
+        checkpoints = Checkpoints(_open_directory(plan, parts, held), plan, parts)
+        with checkpoints.explaining():
+            log = _open_log(plan, parts, checkpoints, held)
+            stopped_by = Loop(plan, parts, checkpoints, log, stop).run()
+            metrics = None if stopped_by else finish(plan, parts, checkpoints, log)
+        run_dir, progress = checkpoints.run_dir, plan.record.progress
+        if stopped_by:
+            console.say(words.stopped(stopped_by, progress, run_dir))
+        return TrainResult(run_dir, metrics, progress.best_epoch, progress.last_score, stopped_by)
 
 
-def check_same_options(config: TrainConfig, processes: Processes) -> None:
-    """Refuse processes that would train together with different options (a collective).
+def dry_run(wanted: TrainConfig, resume: Path | None = None) -> None:
+    """Do what `train` does before its first batch, and print the complete configuration.
+
+    No run's directory is made or changed.
 
     Raises:
-        ConfigError: They differ, save in what may differ between machines; or they would
-            synchronise batch norm without GPUs.
+        TResNetError: What `train` raises before its first batch.
     """
-    if config.compute.sync_bn and processes.device.type != "cuda":
-        raise ConfigError(
-            "--sync-bn: PyTorch synchronises batch norm on GPUs only, expected one, got"
-            f" {processes.device}: leave it out"
-        )
-    first, *others = processes.gather(configs.flatten(config))
-    for rank, other in enumerate(others, start=1):
-        differing = [
-            f"{fields.option(name)} {value!r} and {other[name]!r}"
-            for name, value in first.items()
-            if name not in configs.FREE_AT_RESUME and value != other[name]
-        ]
-        if differing:
-            raise ConfigError(
-                f"expected the same options in all processes, got {', '.join(differing)} in process"
-                f" 0 and {rank}: start each with the same, and look for processes of an earlier run"
-            )
+    validate(wanted)
+    with contextlib.ExitStack() as held:
+        processes = held.enter_context(distributed.join(wanted.compute.device))
+        console = Console(processes.is_main, progress=False, stream="stderr")
+        plan, start = make_plan(wanted, resume, processes, console, held, dry_run=True)
+        prepare(plan, start, processes, console).close()
+        if processes.is_main:
+            sys.stdout.write(configs.to_json(plan.config))
 
 
-def create_step(
-    model: nn.Module,
-    config: TrainConfig,
-    processes: Processes,
-    updates: int,
-    say: Callable[[str], object] | None = None,
-) -> TrainingStep:
-    """The training step of a resolved configuration; see `create_training_step`."""
-    per_process = config.data.resolved_batch_size * config.optim.accumulate
-    return create_training_step(
-        model,
-        config.compute,
-        processes.device,
-        optimizer=config.optim,
-        ema=config.ema,
-        schedule=config.schedule,
-        updates=updates,
-        global_batch=per_process * processes.world,
-        world=processes.world,
-        sync_bn=config.compute.sync_bn,
-        grad_checkpointing=config.model.grad_checkpointing,
-        mixes=config.augment.mixes or config.distill.teacher is not None,
-        skips=config.run.skip_bad_steps > 0,
-        say=say,
+def finish(
+    plan: Plan, parts: Parts, checkpoints: Checkpoints, log: RunLog | None
+) -> Metrics | MultiLabelMetrics:
+    """Read the best checkpoint back from its file, evaluate it, and show the result."""
+    run_dir, progress = checkpoints.run_dir, plan.record.progress
+    averaged = parts.step.averaged
+    if parts.processes.is_main:
+        load_checkpoint(averaged, run_dir / BEST)
+    parts.processes.share_state(averaged)
+    metrics = parts.evaluate(plan.config)
+    if log is not None:
+        figures = {"images_per_s": metrics.images_per_s, **metrics.figures()}
+        memory = parts.memory.phase("final")
+        log.phase("final", progress, memory, checkpoints.elapsed_s, **figures)
+        title = f"{run_dir.resolve().name}: {plan.config.model.model}, {plan.config.recipe}"
+        try:
+            draw(run_dir, log.rows, title)
+        except WriteError as error:
+            parts.console.say(f"warning: no picture of the run: {error}")
+    for line in words.result(metrics, progress, run_dir):
+        parts.console.say(line)
+    return metrics
+
+
+def _open_directory(plan: Plan, parts: Parts, held: contextlib.ExitStack) -> Path:
+    """Make the directory of a new run, or write the configuration of another one again."""
+    run_dir = plan.run_dir
+    if parts.processes.is_main:
+        if run_dir is None:
+            run_dir = rundir.create(plan.config, datetime.now(), held)
+        else:
+            rundir.write_config(run_dir, plan.config)
+    return parts.processes.from_main(run_dir)
+
+
+def _open_log(
+    plan: Plan, parts: Parts, checkpoints: Checkpoints, held: contextlib.ExitStack
+) -> RunLog | None:
+    """Say what begins, and open the log; None on other processes, or if the run has ended."""
+    run_dir, config, progress = checkpoints.run_dir, plan.config, plan.record.progress
+    for line in words.introduction(plan, parts.processes, run_dir):
+        parts.console.say(line)
+    rows = logs.read_rows(run_dir, progress.epoch) if plan.resumes else []
+    if not parts.processes.is_main or any(row["phase"] == "final" for row in rows):
+        return None
+    start = {"processes": parts.processes.world_size, "from_step": progress.global_step}
+    rundir.add_environment(run_dir, env.describe(parts.processes.device) | start)
+    log = RunLog(
+        run_dir,
+        rows,
+        progress.global_step,
+        config.run.tensorboard,
+        config.run.track,
+        config.to_dict(),
     )
+    held.callback(log.close)
+    if not plan.resumes:
+        for phase in ("initial", "model"):
+            log.phase(phase, progress, parts.memory.phases[phase], checkpoints.elapsed_s)
+    return log

@@ -1,0 +1,130 @@
+"""The shell around a command: its streams, interrupts, errors and exit code."""
+
+import contextlib
+import errno
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+from tresnet.errors import TResNetError
+from tresnet.files import prepare_streams, redirect
+
+FAILED = 1
+BAD_INPUT = 2
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+# What is said of an error that is no mistake of ours, by the words in its message.
+_KNOWN = {
+    "Too many open files": (
+        "the limit of open files of this process is reached: raise it by ulimit -n 4096, or try"
+        " fewer --workers; a run goes on from its last checkpoint by --resume"
+    ),
+    # "in DataLoader worker" is of an error of the code's own
+    "DataLoader worker (pid": (
+        "a process that loads images has ended: {}. Try fewer --workers; a run goes on from its"
+        " last checkpoint by --resume"
+    ),
+    "gloo": "another process has ended or cannot be reached: {}",
+}
+
+
+def run(command: Callable[[], int]) -> int:
+    """Run a command and return its exit code; an error that its user can cause is one message.
+
+    Args:
+        command: Imports what it needs within the call, so that Ctrl-C is caught there too.
+
+    Returns:
+        What the command returns; 2 for bad input; 1 if another process has ended; 130 on Ctrl-C;
+        141 when nobody reads the output any more.
+
+    Raises:
+        SystemExit: After `--help` (0) or arguments that do not parse (2).
+    """
+    with _noted_interrupts() as interrupts:
+        try:
+            prepare_streams()
+            return _run(command)
+        except Exception:
+            if not interrupts:
+                raise
+        except KeyboardInterrupt:
+            pass
+    return _fail("interrupted", INTERRUPTED)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process with an exit code; among torchrun's, without the interpreter's own end.
+
+    There gloo's threads have been seen to end a process that had done its work with SIGABRT, which
+    torchrun takes for a failure of the run.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+@contextlib.contextmanager
+def _noted_interrupts() -> Iterator[list[int]]:
+    """Note each Ctrl-C: what is interrupted while it is imported raises nearly anything."""
+    noted: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        noted.append(number)
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield noted
+        return
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _run(command: Callable[[], int]) -> int:
+    try:
+        try:
+            return command()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader, `head` say, has gone: nothing is left to say
+        redirect(sys.stdout)
+        return BROKEN_PIPE
+    except TResNetError as error:
+        return _fail(str(error), BAD_INPUT)
+    except (RuntimeError, OSError, MemoryError) as error:
+        text = " ".join(str(error).split())
+        for sign, message in _KNOWN.items():
+            if sign in text:
+                return _fail(message.format(text), FAILED)
+        if isinstance(error, OSError):
+            if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EIO):
+                raise  # not about the output
+            redirect(sys.stdout)
+            return _fail(f"the output cannot be written: {error.strerror}", BAD_INPUT)
+        from tresnet.measure.memory import is_out_of_memory
+
+        if not is_out_of_memory(error):
+            raise
+        first = str(error).partition("\n")[0]
+        advice = "ask for a smaller batch or smaller images, or for --amp bf16"
+        return _fail(f"the memory is full: {first}: {advice}", BAD_INPUT)
+
+
+def _fail(message: str, code: int) -> int:
+    """Print an error, with the number of the process where torchrun has started several."""
+    rank = os.environ.get("RANK", "0")
+    try:
+        sys.stderr.write(f"error: {'' if rank == '0' else f'process {rank}: '}{message}\n")
+        sys.stderr.flush()
+    except OSError:
+        redirect(sys.stderr)
+    return code

@@ -1,0 +1,77 @@
+"""The command lines of train.py and eval.py: options are fields of the engine's dataclasses."""
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import tyro
+
+from tresnet.engine import config as configs
+from tresnet.engine import evaluate_weights, rundir
+from tresnet.engine.config import AUTO, TrainConfig
+from tresnet.engine.evaluate_weights import EvalConfig
+from tresnet.engine.recipes import recipe
+from tresnet.engine.train import dry_run, train
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainCommand:
+    """Train a TResNet on a folder of images, or on the digits: --data digits --recipe digits."""
+
+    config: TrainConfig
+    resume: Path | None = None
+    """Go on with the run in this directory, from its last checkpoint. auto: with the run that
+    --name names, or begin it: for jobs that are started again by themselves."""
+    dry_run: bool = False
+    """Do all that comes before the first batch, without a run directory, and print the complete
+    configuration."""
+
+
+def train_command(arguments: Sequence[str]) -> int:
+    """Run train.py with these arguments; returns the exit code.
+
+    Raises:
+        TResNetError: What `tresnet.engine.train.train` raises.
+    """
+    command = parse_train(arguments)
+    if command.dry_run:
+        dry_run(command.config, command.resume)
+        return 0
+    stopped_by = train(command.config, command.resume).stopped_by
+    return 128 + stopped_by if stopped_by else 0
+
+
+def eval_command(arguments: Sequence[str]) -> int:
+    """Run eval.py with these arguments; returns the exit code.
+
+    Raises:
+        TResNetError: What `tresnet.engine.evaluate_weights.run` raises.
+    """
+    omit = (tyro.conf.OmitArgPrefixes,)
+    evaluate_weights.run(tyro.cli(EvalConfig, prog="eval.py", args=list(arguments), config=omit))
+    return 0
+
+
+def parse_train(arguments: Sequence[str]) -> TrainCommand:
+    """Options over the defaults of the recipe they name, or of the run they resume.
+
+    Raises:
+        ConfigError: The recipe is unknown, or the run has no readable configuration.
+        SystemExit: Help was asked for (0), or an option is unknown or malformed (2).
+    """
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--recipe")
+    early.add_argument("--resume", type=Path)
+    named, _ = early.parse_known_args(arguments)
+    if named.recipe is None and named.resume is not None and str(named.resume) != AUTO:
+        defaults = configs.load(named.resume / rundir.CONFIG)
+    else:
+        defaults = recipe(named.recipe or "paper")
+    return tyro.cli(
+        TrainCommand,
+        prog="train.py",
+        args=list(arguments),
+        default=TrainCommand(defaults),
+        config=(tyro.conf.OmitArgPrefixes,),
+    )

@@ -1,0 +1,194 @@
+"""The third phase of a run: its epochs, each with training, an evaluation and checkpoints."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from tresnet.data.loaders import Batch
+from tresnet.engine import words
+from tresnet.engine.console import Bar
+from tresnet.engine.images import set_training_size
+from tresnet.engine.logs import RunLog
+from tresnet.engine.losses import LossMeter
+from tresnet.engine.plan import Plan
+from tresnet.engine.prepare import Parts
+from tresnet.engine.recovery import Checkpoints
+from tresnet.engine.signals import StopRequest
+from tresnet.errors import DataError, TrainingError
+from tresnet.measure.throughput import ThroughputMeter
+
+STALL_PCT = 10
+
+
+class Loop:
+    """Trains the epochs that remain."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        parts: Parts,
+        checkpoints: Checkpoints,
+        log: RunLog | None,
+        stop: StopRequest,
+    ) -> None:
+        """Keep the parts; `log` is None on all processes but process 0."""
+        self.plan, self.parts, self.checkpoints = plan, parts, checkpoints
+        self.log, self.stop = log, stop
+        self.config, self.progress = plan.config, plan.record.progress
+        self.processes, self.console, self.step = parts.processes, parts.console, parts.step
+        self.meter = LossMeter()
+        self.throughput = ThroughputMeter(self.processes.device)
+        self._told_of_stall = False
+
+    def run(self) -> int:
+        """Train; returns the number of the signal that stopped the run, or 0."""
+        while self.progress.epoch < self.config.schedule.epochs:
+            stopped_by = self._train_epoch()
+            if stopped_by:
+                return stopped_by
+            self._finish_epoch()
+        return self._poll(None)[0]
+
+    def _train_epoch(self) -> int:
+        """Train the rest of the epoch under way; returns a signal's number if one stopped it."""
+        progress, loader, per_epoch = (
+            self.progress,
+            self.parts.train_loader,
+            self.plan.batches.per_epoch,
+        )
+        if set_training_size(self.config, self.plan.splits, progress.epoch):
+            loader.close()  # its workers know the size before
+        loader.set_epoch(progress.epoch, progress.micro_batches)
+        self.throughput.reset()
+        self.throughput.start()
+        title = f"epoch {progress.epoch + 1}/{self.config.schedule.epochs}"
+        with self.console.bar(title, per_epoch, progress.micro_batches) as bar:
+            batches = itertools.islice(loader, per_epoch - progress.micro_batches)
+            while True:
+                group, failure = self._fetch(batches)
+                stopped_by, due, failed = self._poll(failure)
+                if stopped_by or failed or due:
+                    self._read_meter(bar)
+                    self.checkpoints.save()
+                if failed:
+                    raise failure or DataError("another process could not read its images")
+                if stopped_by or not group:
+                    break
+                self._optimizer_step(group, bar)
+                if progress.global_step % self.config.run.log_interval == 0:
+                    self._read_meter(bar)
+            self._read_meter(bar)
+        return stopped_by
+
+    def _fetch(self, batches: Iterator[Batch]) -> tuple[list[Batch], DataError | None]:
+        """The micro-batches of the next step, none at the epoch's end, or why there are none.
+
+        They are fetched before anything is computed, so that a failure finds all processes, their
+        weights and their random generators between two steps.
+        """
+        try:
+            return list(itertools.islice(batches, self.plan.batches.accumulate)), None
+        except DataError as error:
+            return [], error
+
+    def _poll(self, failure: DataError | None) -> tuple[int, bool, bool]:
+        """A signal that any process received, whether a checkpoint is due, any failure."""
+        signum, due, failed = self.processes.max(
+            self.stop.signum, self.checkpoints.are_due, failure is not None
+        )
+        return int(signum), bool(due), bool(failed)
+
+    def _optimizer_step(self, group: list[Batch], bar: Bar) -> None:
+        """Forward and backward of each micro-batch, then one step of the optimizer."""
+        progress = self.progress
+        for images, labels in group:
+            self.throughput.data_ready()
+            number = progress.epoch * self.plan.batches.per_epoch + progress.micro_batches
+            progress.micro_batches += 1
+            count, is_last = len(images), images is group[-1][0]
+            x, y = self.step.feed(images, labels)
+            mixed, targets, criterion = self.parts.losses.prepare(x, y, progress.epoch, number)
+            loss, logits = self.step.backward(mixed, targets, criterion, len(group), is_last)
+            self.meter.add(progress.global_step + 1, loss, logits, y)
+            if is_last:
+                progress.global_step += 1
+                if not self._skip_if_bad():
+                    self.step.update(progress.global_step)
+            self.throughput.step(count)
+            bar.advance()
+
+    def _skip_if_bad(self) -> bool:
+        """Leave the step out on all processes if it is bad on any, as often as allowed."""
+        progress, allowed = self.progress, self.config.run.skip_bad_steps
+        if not allowed or not self.processes.max(self.step.is_bad())[0]:
+            return False
+        if progress.bad_steps == allowed:
+            last_good = self.checkpoints.last_good()
+            raise TrainingError(words.too_many_bad_steps(progress, allowed, last_good))
+        progress.bad_steps += 1
+        self.meter.drop(progress.global_step)
+        self.step.skip()
+        self.console.say(
+            f"step {progress.global_step} skipped: its loss or gradient is not finite"
+            f" ({progress.bad_steps} of {allowed} that may be)"
+        )
+        return True
+
+    def _read_meter(self, bar: Bar) -> None:
+        """Read the figures of the last micro-batches and show them; stop if one is not finite."""
+        sums, progress = self.meter.read(self.processes), self.progress
+        if sums.first_bad is not None:
+            last_good = self.checkpoints.last_good()
+            raise TrainingError(words.bad_loss(sums.first_bad, progress.epoch + 1, last_good))
+        if sums.images == 0:
+            return
+        progress.images += sums.images
+        progress.hits += sums.hits
+        for loss_sum in sums.loss_sums:  # one by one: the same bits, whenever the meter is read
+            progress.loss_sum += loss_sum
+        figures = {"loss": sum(sums.loss_sums) / sums.images, "lr": self.step.lr}
+        rate = self.throughput.images_per_s()
+        if rate is not None:
+            figures["images_per_s"] = rate * self.processes.world_size
+            figures["data_wait_pct"] = 100 * (self.throughput.data_wait_fraction() or 0.0)
+        if self.parts.losses.has_accuracy(progress.epoch):
+            figures["accuracy"] = 100 * sums.hits / sums.images
+        at_interval = progress.global_step % self.config.run.log_interval == 0
+        line = words.figures(figures, self.parts.memory.snapshot())
+        bar.note(f"step {progress.global_step}  {line}", line=at_interval)
+        if self.log is not None and at_interval:
+            self.log.scalars(progress.global_step, "step", figures)
+
+    def _finish_epoch(self) -> None:
+        """Evaluate if it is time, write the epoch's row, and save the best and the last state."""
+        progress, epochs = self.progress, self.config.schedule.epochs
+        memory = self.parts.memory.phase("train")
+        rates = [self.throughput.average_images_per_s(wait) or 0.0 for wait in (False, True)]
+        rate, unhindered = self.processes.sum(*rates)
+        waiting = 100 * (1 - rate / unhindered) if unhindered else None
+        figures: dict[str, Any] = {"loss": progress.loss_sum / max(progress.images, 1)}
+        if self.parts.losses.has_accuracy(progress.epoch):
+            figures["accuracy"] = 100 * progress.hits / max(progress.images, 1)
+        figures |= {"lr": self.step.lr, "images_per_s": rate or None, "data_wait_pct": waiting}
+        figures["bad_steps"] = progress.bad_steps
+        done = progress.epoch + 1
+        if done == epochs or done % self.config.run.eval_interval == 0:
+            self.checkpoints.save()  # should evaluation fail, the epoch is not lost
+            figures |= self._evaluate(done)
+        progress.next_epoch()
+        if self.log is not None:
+            self.log.phase("train", progress, memory, self.checkpoints.elapsed_s, **figures)
+        self.console.say(f"epoch {done}/{epochs}  {words.figures(figures, memory)}")
+        if waiting is not None and waiting >= STALL_PCT and not self._told_of_stall:
+            self._told_of_stall = True
+            workers = self.config.data.workers
+            self.console.say(words.stall(waiting, workers, self.processes.world_size))
+        self.checkpoints.save()
+
+    def _evaluate(self, epoch: int) -> dict[str, float]:
+        """Evaluate the weights after an epoch, and keep them if they are the best."""
+        metrics, progress = self.parts.evaluate(self.config), self.progress
+        progress.last_score = metrics.score
+        if (metrics.score, -metrics.loss) > (progress.best_score, -progress.best_loss):
+            self.checkpoints.save_best(metrics, epoch)
+        return metrics.figures()

@@ -1,0 +1,157 @@
+"""The first phase of a run: what its options, its data and its last state decide."""
+
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from tresnet.checkpoints.weights import WeightsInfo, open_weights
+from tresnet.engine import batch_size, rundir, state
+from tresnet.engine import config as configs
+from tresnet.engine.batch_size import MicroBatches
+from tresnet.engine.config import TrainConfig
+from tresnet.engine.console import Console
+from tresnet.engine.distributed import Processes
+from tresnet.engine.images import Splits, fingerprint_beside, open_splits
+from tresnet.engine.resolve import resolve
+from tresnet.engine.state import BEST, LAST, Identity, Progress, Record
+from tresnet.errors import ConfigError
+from tresnet.settings import fields
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A run of which nothing is left open.
+
+    Attributes:
+        record: Its complete configuration, what it trains on, and how far it is.
+        splits: Its images.
+        batches: The micro-batches of each process.
+        run_dir: The directory that exists already; None for a new one.
+        resumes: Whether that directory has a state.
+    """
+
+    record: Record
+    splits: Splits
+    batches: MicroBatches
+    run_dir: Path | None
+    resumes: bool
+
+    @property
+    def config(self) -> TrainConfig:
+        """The run's configuration."""
+        return self.record.config
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """The tensors that a run begins with; random weights where both are None.
+
+    Attributes:
+        weights: Of `--weights`, for a new run.
+        state: The content of the checkpoint that is resumed.
+    """
+
+    weights: WeightsInfo | None
+    state: dict[str, Any] | None
+
+
+def make_plan(
+    wanted: TrainConfig,
+    resume: Path | None,
+    processes: Processes,
+    console: Console,
+    held: contextlib.ExitStack,
+    dry_run: bool = False,
+) -> tuple[Plan, Start]:
+    """Resolve what a configuration leaves open, and read the state to resume (a collective).
+
+    Args:
+        wanted: The configuration as it was given.
+        resume: As for `train`.
+        processes: This process's place.
+        console: Shows what was decided.
+        held: Holds the lock of a resumed run's directory.
+        dry_run: Accept `--gpu-memory` in place of a GPU.
+
+    Raises:
+        ConfigError: The configuration does not fit the data, the machine, or the run it resumes.
+        DataError: The data set is incomplete.
+        CheckpointError: Weights or a state cannot be read.
+        BusyError: Another process is at work on the run.
+    """
+    check_same_options(wanted, processes)
+    run_dir, found = _claim(wanted, resume, processes, console, held)
+    assumes_gpu = dry_run and batch_size.assumes_gpu(wanted, processes.device)
+    saved, weights = None, None
+    if found is not None:
+        assert run_dir is not None, "a state is in a directory"
+        saved, content = found
+        filled = configs.resumed(saved.config, wanted)
+        configs.check_resumable(saved.config, filled, run_dir / BEST)
+    else:
+        content = None
+        if wanted.model.weights is not None:
+            weights = open_weights(wanted.model.weights)
+        on_gpu = assumes_gpu or processes.device.type == "cuda"
+        filled = resolve(wanted, on_gpu, weights)
+    splits = open_splits(filled, processes)
+    identity = Identity(
+        world_size=processes.world_size if saved is None else saved.identity.world_size,
+        **splits.fingerprints,
+        beside=fingerprint_beside(filled),
+        classes=tuple(splits.classes),
+    )
+    if saved is not None:
+        state.check(saved.identity, identity)
+    config = batch_size.resolve(filled, splits, weights, processes, console.say, assumes_gpu)
+    images, progress = len(splits.train), Progress() if saved is None else saved.progress
+    batches = batch_size.divide(config, identity.world_size, processes.world_size, images)
+    if content is not None:
+        before = batch_size.divide(config, identity.world_size, len(content["generators"]), images)
+        progress.micro_batches = progress.micro_batches * batches.per_epoch // before.per_epoch
+    plan = Plan(Record(config, identity, progress), splits, batches, run_dir, saved is not None)
+    return plan, Start(weights, content)
+
+
+def _claim(
+    wanted: TrainConfig,
+    resume: Path | None,
+    processes: Processes,
+    console: Console,
+    held: contextlib.ExitStack,
+) -> tuple[Path | None, tuple[Record, dict[str, Any]] | None]:
+    """Find and lock the run to resume on process 0; every process reads its state once."""
+    run_dir, found = None, None
+    if processes.is_main:
+        run_dir, found = rundir.claim(wanted, resume, held, console.say)
+    run_dir, resumes = processes.from_main((run_dir, found is not None))
+    if resumes and not processes.is_main:
+        found = state.read(run_dir / LAST)
+    return run_dir, found
+
+
+def check_same_options(config: TrainConfig, processes: Processes) -> None:
+    """Refuse processes that would train together with different options (a collective).
+
+    Raises:
+        ConfigError: They differ, save in what may differ between machines; or they would
+            synchronise batch norm without GPUs.
+    """
+    if config.compute.sync_bn and processes.device.type != "cuda":
+        raise ConfigError(
+            "--sync-bn: PyTorch synchronises batch norm on GPUs only, expected one, got"
+            f" {processes.device}: leave it out"
+        )
+    first, *others = processes.gather(configs.flatten(config))
+    for rank, other in enumerate(others, start=1):
+        differing = [
+            f"{fields.option(name)} {value!r} and {other[name]!r}"
+            for name, value in first.items()
+            if name not in configs.FREE_AT_RESUME and value != other[name]
+        ]
+        if differing:
+            raise ConfigError(
+                f"expected the same options in all processes, got {', '.join(differing)} in process"
+                f" 0 and {rank}: start each with the same, and look for processes of an earlier run"
+            )

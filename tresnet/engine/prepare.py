@@ -1,0 +1,121 @@
+"""The second phase of a run: its loaders, model, training step and losses on this process."""
+
+import dataclasses
+from collections.abc import Callable
+
+from torch import nn
+
+from tresnet.data.loaders import Loader
+from tresnet.data.seeding import mix_seed
+from tresnet.engine import state
+from tresnet.engine.batch_size import MicroBatches
+from tresnet.engine.config import TrainConfig
+from tresnet.engine.console import Console
+from tresnet.engine.distill import create_teacher
+from tresnet.engine.distributed import Processes
+from tresnet.engine.evaluate import Metrics, MultiLabelMetrics, evaluate
+from tresnet.engine.images import create_loaders
+from tresnet.engine.losses import Losses
+from tresnet.engine.plan import Plan, Start
+from tresnet.engine.resolve import create_model, rebuild_model
+from tresnet.measure.memory import MemoryMeter
+from tresnet.steps import InferenceStep, TrainingStep, create_training_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What this process trains with.
+
+    Attributes:
+        train_loader: Its part of the training images.
+        val_loader: Its part of the others.
+        step: The training step, with the model and its optimizer.
+        tested: The inference step of the weights that are evaluated.
+        losses: The loss of each epoch.
+        memory: Has the phases initial and model.
+        processes: This process's place.
+        console: Where it shows something.
+    """
+
+    train_loader: Loader
+    val_loader: Loader
+    step: TrainingStep
+    tested: InferenceStep
+    losses: Losses
+    memory: MemoryMeter
+    processes: Processes
+    console: Console
+
+    def evaluate(self, config: TrainConfig) -> Metrics | MultiLabelMetrics:
+        """Evaluate the EMA, or the model where there is none (a collective)."""
+        self.processes.share_buffers(self.step.averaged)
+        return evaluate(
+            config.labels,
+            self.tested,
+            self.val_loader,
+            self.processes,
+            console=self.console,
+            levels=self.losses.levels,
+        )
+
+    def close(self) -> None:
+        """Stop the processes that load images."""
+        self.train_loader.close()
+        self.val_loader.close()
+
+
+def prepare(plan: Plan, start: Start, processes: Processes, console: Console) -> Parts:
+    """Build what this process trains with, and restore the state that is resumed.
+
+    Raises:
+        ConfigError: The classes, the hierarchy or the teacher do not fit the data.
+        CheckpointError: The weights, the teacher or the state do not fit.
+        DataError: The training images do not make a batch for each process.
+        InputError: The model cannot take images of that size.
+    """
+    config, classes, seed = plan.config, plan.splits.classes, plan.config.run.seed
+    train_loader, val_loader = create_loaders(config, plan.splits, plan.batches.size, processes)
+    memory = MemoryMeter(processes.device)
+    memory.phase("initial")
+    state.seed_everything(seed, processes.device)
+    if start.state is None:
+        model = create_model(config, classes, start.weights)
+    else:
+        model = rebuild_model(config, start.state["metadata"])
+    if model.unpadded_shapes:
+        console.say(f"channels padded to multiples of {config.model.pad}; --pad 1 leaves them")
+    step = create_step(model, config, processes, plan.batches, console.say)
+    teacher = create_teacher(config, classes, processes.device)
+    losses = Losses(config, classes, processes.rank, teacher)
+    memory.phase("model")
+    state.seed_everything(mix_seed(seed, processes.rank), processes.device)
+    if start.state is not None:
+        state.restore(start.state, step, processes)
+    tested = InferenceStep(step.averaged, config.compute, processes.device, say=console.say)
+    return Parts(train_loader, val_loader, step, tested, losses, memory, processes, console)
+
+
+def create_step(
+    model: nn.Module,
+    config: TrainConfig,
+    processes: Processes,
+    batches: MicroBatches,
+    say: Callable[[str], object] | None = None,
+) -> TrainingStep:
+    """The training step of a complete configuration; see `create_training_step`."""
+    return create_training_step(
+        model,
+        config.compute,
+        processes.device,
+        optimizer=dataclasses.replace(config.optim, accumulate=batches.accumulate),
+        ema=config.ema,
+        schedule=config.schedule,
+        updates=batches.steps_per_epoch * config.schedule.epochs,
+        global_batch=batches.images_per_step * processes.world_size,
+        world=processes.world_size,
+        sync_bn=config.compute.sync_bn,
+        grad_checkpointing=config.model.grad_checkpointing,
+        mixes=config.augment.mixes or config.distill.teacher is not None,
+        skips=config.run.skip_bad_steps > 0,
+        say=say,
+    )

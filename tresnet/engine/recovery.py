@@ -1,0 +1,113 @@
+"""What a run saves while it trains, and what it says of that where it ends early."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from tresnet.checkpoints.save import save_checkpoint
+from tresnet.engine import batch_size, rundir, state
+from tresnet.engine.evaluate import Metrics, MultiLabelMetrics
+from tresnet.engine.plan import Plan
+from tresnet.engine.prepare import Parts
+from tresnet.engine.state import BEST
+from tresnet.errors import DataError, InputError, TrainingError, WriteError
+
+
+class Checkpoints:
+    """The states and the best weights in a run's directory."""
+
+    def __init__(self, run_dir: Path, plan: Plan, parts: Parts) -> None:
+        """Start the clock of the run; nothing is written yet."""
+        self.run_dir = run_dir
+        self._plan, self._parts = plan, parts
+        self._progress = plan.record.progress
+        self._saved_step = self._progress.global_step if plan.resumes else None
+        self._saved_s = time.monotonic()
+        self._started_s = self._saved_s - self._progress.elapsed_s
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds of training so far, those before the run was resumed included."""
+        return time.monotonic() - self._started_s
+
+    @property
+    def are_due(self) -> bool:
+        """Whether the last state is too old, as process 0 sees it."""
+        age_s = time.monotonic() - self._saved_s
+        return (
+            self._parts.processes.is_main
+            and age_s >= self._plan.config.run.checkpoint_interval_s
+            and self._progress.global_step != (self._saved_step or 0)
+        )
+
+    def save(self) -> None:
+        """Write the state of all processes, unless the weights have gone bad (a collective).
+
+        Raises:
+            TrainingError: A weight is not finite.
+            WriteError: The state cannot be written.
+        """
+        progress, processes = self._progress, self._parts.processes
+        if not self._parts.step.is_finite():
+            raise TrainingError(
+                "the weights are not finite (nan or infinite) after step"
+                f" {progress.global_step}: {self.last_good()}. Try a lower --lr or --clip-grad"
+            )
+        progress.elapsed_s = self.elapsed_s
+        skipped = processes.gather(set(self._parts.train_loader.skipped))
+        progress.skipped = tuple(sorted(set(progress.skipped).union(*skipped)))
+        state.save(self.run_dir, self._parts.step, self._plan.record, processes)
+        self._saved_s, self._saved_step = time.monotonic(), progress.global_step
+
+    def save_best(self, metrics: Metrics | MultiLabelMetrics, epoch: int) -> None:
+        """Keep the weights as the best so far, of an epoch counted from 1."""
+        progress, config = self._progress, self._plan.config
+        progress.best_score, progress.best_loss = metrics.score, metrics.loss
+        progress.best_epoch = epoch
+        if self._parts.processes.is_main:
+            save_checkpoint(
+                self._parts.step.averaged,
+                self.run_dir / BEST,
+                metadata={
+                    "classes": self._plan.splits.classes,
+                    "data": Path(config.data.data or "").name,
+                    "recipe": config.recipe,
+                    "epoch": epoch,
+                    **metrics.saved(),
+                },
+            )
+
+    def last_good(self) -> str:
+        """The last checkpoint in words, and how to go on from there."""
+        if self._saved_step is None:
+            return "there is no checkpoint yet"
+        return (
+            f"the last good checkpoint is of step {self._saved_step}: go on with --resume"
+            f" {self.run_dir}"
+        )
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Add to what ends a run how to go on; a run without a checkpoint frees its name."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            advice = batch_size.explain_full_memory(
+                error, self._plan, self._parts.step.model, self._parts.processes, self.last_good()
+            )
+            raise TrainingError(advice) from error
+        except DataError as error:
+            raise DataError(f"{error}; {self.last_good()}") from error
+        except InputError:  # of its first batch, such as one that is too small
+            self._discard_if_new()
+            raise
+        except WriteError as error:
+            self._discard_if_new()
+            raise WriteError(f"{error}; {self.last_good()}") from error
+
+    def _discard_if_new(self) -> None:
+        if self._parts.processes.is_main and self._saved_step is None:
+            rundir.discard(self.run_dir)

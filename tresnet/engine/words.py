@@ -1,0 +1,120 @@
+"""What a run says: its lines on the screen and the messages of its errors."""
+
+import math
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tresnet.data.loaders import usable_cores
+from tresnet.engine.distributed import Processes
+from tresnet.engine.evaluate import Metrics, MultiLabelMetrics
+from tresnet.engine.plan import Plan
+from tresnet.engine.state import BEST, Progress
+from tresnet.measure.memory import MemorySnapshot
+
+_FIGURES = {
+    "loss": "loss {:.4f}",
+    "accuracy": "accuracy {:.2f} %",
+    "val_loss": "val loss {:.4f}",
+    "val_top1": "top-1 {:.2f} %",
+    "val_top5": "top-5 {:.2f} %",
+    "val_map": "mAP {:.2f} %",
+    "val_f1": "F1 {:.2f} %",
+    "images_per_s": "{:.0f} images/s",
+    "data_wait_pct": "waiting {:.0f} %",
+    "lr": "lr {:.3g}",
+}
+
+
+def introduction(plan: Plan, processes: Processes, run_dir: Path) -> Iterator[str]:
+    """The lines with which a run begins."""
+    config, splits, batches = plan.config, plan.splits, plan.batches
+    began, size, per_step = (
+        plan.record.identity.world_size,
+        processes.world_size,
+        batches.images_per_step,
+    )
+    if began != size:
+        yield (
+            f"the run began with {began} processes: on {size} a step is"
+            f" {batches.accumulate} x {batches.size} images on each"
+        )
+    yield (
+        f"{config.model.model} on {config.data.data}: {len(splits.train)} images to train,"
+        f" {len(splits.val)} to validate, {len(splits.classes)} classes; {per_step} images per step"
+        f" on each of {size} x {processes.device}, {per_step * size} in all; writing to {run_dir}"
+    )
+    if len(splits.classes) == 1 and not config.labels.multi:
+        yield (
+            f"warning: expected at least 2 classes, got 1 ({splits.classes[0]}): whatever the"
+            " model learns, its loss is 0 and its accuracy 100 %"
+        )
+
+
+def figures(values: dict[str, Any], memory: MemorySnapshot) -> str:
+    """Figures of a row, such as `loss 1.2345  top-1 67.89 %`, and the peak of the memory."""
+    texts = [
+        text.format(values[name]) for name, text in _FIGURES.items() if values.get(name) is not None
+    ]
+    peak = memory.peak_mib
+    return "  ".join([*texts, "" if peak is None else f"{peak:.0f} MiB"])
+
+
+def stall(waiting_pct: float, workers: int, processes: int) -> str:
+    """That a run waits for its data, and how many workers would be enough.
+
+    With w workers a batch takes 1 / w of the time that loading it takes. The rest of the time,
+    without the waiting, is computing. Without workers loading and computing take turns.
+    """
+    waiting, cores = waiting_pct / 100, usable_cores()
+    busy = min(workers, cores)
+    needed = math.ceil((busy or waiting) / max(1 - waiting, 0.01))
+    text = f"data is the bottleneck: {waiting_pct:.0f} % of the time was spent waiting for it"
+    if needed * processes <= cores:
+        return f"{text}; --workers {needed} would be enough (now {busy})"
+    return (
+        f"{text}; that would take {needed} workers for each of {processes} processes, but there are"
+        f" {cores} cores: try smaller image files or less augmentation"
+    )
+
+
+def bad_loss(step: int, epoch: int, last_good: str) -> str:
+    """That the loss of a step is not finite."""
+    return (
+        f"the loss is not finite (nan or infinite) at step {step}, in epoch {epoch}: {last_good}."
+        " Try a lower --lr, --clip-grad, --amp bf16 in place of fp16, or --skip-bad-steps"
+    )
+
+
+def too_many_bad_steps(progress: Progress, allowed: int, last_good: str) -> str:
+    """That one more step than allowed is not finite."""
+    return (
+        f"the loss or its gradient is not finite (nan or infinite) at step {progress.global_step},"
+        f" in epoch {progress.epoch + 1}, and {allowed} such steps were skipped before, as many as"
+        f" --skip-bad-steps allows: {last_good}. Try a lower --lr or --clip-grad"
+    )
+
+
+def stopped(signum: int, progress: Progress, run_dir: Path) -> str:
+    """That a signal stopped the run."""
+    return (
+        f"stopped by {signal.Signals(signum).name} after step {progress.global_step}, saved; go on"
+        f" with: --resume {run_dir}"
+    )
+
+
+def result(
+    metrics: Metrics | MultiLabelMetrics, progress: Progress, run_dir: Path
+) -> Iterator[str]:
+    """The lines with which a whole run ends."""
+    yield (
+        f"result: {metrics.summary()} on {metrics.images} images with {run_dir / BEST} (epoch"
+        f" {progress.best_epoch}; after the last epoch {progress.last_score:.2f} %),"
+        f" {progress.elapsed_s:.0f} s of training"
+    )
+    if progress.skipped or metrics.skipped:
+        yield (
+            f"unreadable images left out: {len(progress.skipped)} to train, {metrics.skipped} to"
+            " validate"
+        )
