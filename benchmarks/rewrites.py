@@ -27,12 +27,13 @@ from torch.utils._pytree import tree_leaves
 from tresnet.cli.output import format_table, progress, say
 from tresnet.layers.grouped_linear import GroupedLinear
 from tresnet.layers.norm import BatchNormAct
+from tresnet.layers.subtracted_conv import SubtractedConv
 from tresnet.measure.macs import count_macs, count_parameters, without_computing
 from tresnet.measure.records import RecordFile
 from tresnet.measure.runner import Contender, Outcome, Rounds, run
 from tresnet.measure.settings import RunSettings
 from tresnet.ops.subtracted_conv import MODES
-from tresnet.surgery import merge_parallel, replace_conv
+from tresnet.surgery import merge_parallel
 
 Build = Callable[[], nn.Module]
 GROUPS, CHANNELS = 12, 512  # of the branches; branch g has g + 1 classes
@@ -70,7 +71,7 @@ def builds(what: str) -> dict[str, Build]:
 
     def swapped(mode: Any) -> nn.Module:
         model = resnet50()
-        replace_conv(model, mode=mode, which="smaller")
+        SubtractedConv.replace_in(model, mode)
         return model
 
     return {"plain": resnet50, **{mode: (lambda mode=mode: swapped(mode)) for mode in MODES}}

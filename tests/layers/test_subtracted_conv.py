@@ -1,11 +1,13 @@
 """SubtractedConv: three modes, one function; what backward keeps."""
 
+import collections
 import itertools
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import tresnet
 from tresnet.errors import InputError
 from tresnet.layers.subtracted_conv import SubtractedConv
 from tresnet.ops.subtracted_conv import MODES
@@ -197,3 +199,109 @@ def test_compiles_whole(mode: str):
     x = torch.randn(1, 3, 6, 6)
     compiled = torch.compile(conv, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), conv(x))
+
+
+def resnet50(source: str) -> nn.Module:
+    with torch.device("meta"):
+        if source == "timm":
+            import timm
+
+            return timm.create_model("resnet50")
+        import torchvision
+
+        return torchvision.models.resnet50()
+
+
+def millions(model: nn.Module) -> float:
+    return round(sum(p.numel() for p in model.parameters()) / 1e6, 2)
+
+
+@pytest.mark.parametrize("source", ["torchvision", "timm"])
+def test_resnet50_gets_the_documents_16_million(source: str):
+    model = resnet50(source)
+    assert millions(model) == 25.56
+    names = SubtractedConv.replace_in(model)
+    kinds = collections.Counter(name.rpartition(".")[2] for name in names)
+    assert kinds == {"conv1": 16, "conv2": 16}
+    assert millions(model) == 15.87
+    assert all(isinstance(model.get_submodule(name), SubtractedConv) for name in names)
+
+
+def small() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, 2, 1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Sequential(nn.Conv2d(8, 8, 3, padding="same", bias=False), nn.Conv2d(8, 4, 1)),
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_shapes_settings_and_unsuitable_ones_stay(mode: str):
+    model, x = small().double().eval(), torch.randn(2, 3, 9, 11, dtype=torch.float64)
+    model[0].requires_grad_(False)
+    shape = model(x).shape
+    assert SubtractedConv.replace_in(model, mode) == ["0", "3.0"]
+    assert (model[0].mode, model[0].training, model[0].stride) == (mode, False, 2)
+    assert [p.requires_grad for p in (model[0].point_wise.weight, model[3][0].low_pass.weight)] == [
+        False,
+        True,
+    ]
+    assert type(model[3][1]) is nn.Conv2d
+    assert model(x).shape == shape
+    model[3].append(nn.Conv2d(4, 4, 3, padding=1, bias=False, dtype=torch.float64))
+    assert SubtractedConv.replace_in(model) == ["3.2"], "not what is inside the others"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_memory_of_every_mode_can_be_predicted(mode: str):
+    model = nn.Sequential(small(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    SubtractedConv.replace_in(model, mode)
+    prediction = tresnet.memory.predict(model, batch_size=2, input_size=16)
+    assert prediction.end_allocated_bytes > 0
+
+
+def hooked() -> nn.Conv2d:
+    conv = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+    conv.register_forward_hook(lambda *_: None)
+    return conv
+
+
+class Other(nn.Conv2d):
+    pass
+
+
+EVEN = {"padding": 1, "bias": False}
+
+
+@pytest.mark.parametrize(
+    "conv",
+    [
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, bias=False),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.Conv2d(8, 9, 3, **EVEN),
+        nn.Conv2d(8, 8, 3, groups=2, **EVEN),
+        nn.Conv2d(8, 8, 3, dilation=2, **EVEN),
+        nn.Conv2d(8, 8, 3, stride=(1, 2), **EVEN),
+        nn.Conv2d(8, 8, (3, 1), **EVEN),
+        nn.Conv2d(8, 8, (3, 1), padding=(1, 0), bias=False),
+        nn.Conv2d(8, 8, 2, **EVEN),
+        nn.Conv2d(8, 8, 3, padding_mode="reflect", **EVEN),
+        nn.Conv2d(3, 9 * 8, 1, bias=False),  # 3 x 36 + 36 + 36 x 36 parameters for 3 x 72
+        nn.Conv2d(2, 4, 1, bias=False),  # 2 x 2 + 2 + 2 x 2 for 8
+        nn.LazyConv2d(8, 1, bias=False),
+        Other(8, 8, 3, **EVEN),
+        hooked(),
+    ],
+)
+def test_what_nothing_stands_in_for_stays(conv: nn.Module):
+    with pytest.raises(InputError, match="inside Sequential that a SubtractedConv can stand in"):
+        SubtractedConv.replace_in(nn.Sequential(conv))
+
+
+def test_a_model_that_is_a_convolution_itself_cannot_be_replaced_in():
+    with pytest.raises(InputError, match="inside Conv2d"):
+        SubtractedConv.replace_in(nn.Conv2d(8, 8, 3, **EVEN))
+    with pytest.raises(InputError, match="branches, composed, recompute, got 'most'"):
+        SubtractedConv.replace_in(small(), mode="most")

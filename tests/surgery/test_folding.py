@@ -13,8 +13,9 @@ from tresnet.errors import InputError
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.layers.norm import ABN, BatchNormAct, NormAct
 from tresnet.layers.space_to_depth import SpaceToDepth
+from tresnet.layers.subtracted_conv import SubtractedConv
 from tresnet.models.features import FeatureExtractor
-from tresnet.surgery import fold, pad_channels, replace_conv, swap_norm
+from tresnet.surgery import fold, pad_channels, swap_norm
 
 # The package takes eps as float32, which moves gamma by up to 2.5e-13 of about 1.
 EXACT = {"abn": 1e-10, "batchnorm": 1e-10, "inplace_abn": 1e-9}
@@ -247,8 +248,10 @@ def test_what_cannot_be_folded_is_named():
     with pytest.raises(InputError, match=r"1 has none: its output depends on the batch"):
         fold(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3, track_running_stats=False)).eval())
     swapped = network(width_factor=0.25)
-    replace_conv(swapped)
-    with pytest.raises(InputError, match=r"is SubtractedConv: call tresnet\.surgery\.fuse first"):
+    SubtractedConv.replace_in(swapped)
+    with pytest.raises(
+        InputError, match=r"is SubtractedConv: call tresnet\.surgery\.compose first"
+    ):
         fold(swapped)
 
 

@@ -15,9 +15,7 @@ from tresnet.layers.subtracted_conv import SubtractedConv
 from tresnet.surgery import (
     compose,
     fold,
-    fuse,
     pad_channels,
-    replace_conv,
     swap_norm,
     unpad_channels,
 )
@@ -130,31 +128,23 @@ def test_padding_refuses_where_it_would_show_padded_maps(name: str):
     doubled(padded.get_submodule(name))
     with pytest.raises(InputError, match="remove it first"):
         unpad_channels(padded)
-    replace_conv(model := network(width_factor=0.25))
+    SubtractedConv.replace_in(model := network(width_factor=0.25))
     with pytest.raises(InputError, match="got SubtractedConv and ABN: pad before"):
         pad_channels(model, 32)
 
 
 @pytest.mark.parametrize("name", ["1", "1.low_pass"])
 @pytest.mark.parametrize("change", [doubled, replaced])
-def test_fuse_and_compose_refuse(name: str, change: Callable[[nn.Module], None]):
+def test_compose_refuses(name: str, change: Callable[[nn.Module], None]):
     model = nn.Sequential(nn.ReLU(), SubtractedConv(3, 4, 3))
     change(model.get_submodule(name))
     with pytest.raises(InputError, match=rf"{name} .* remove it first"):
-        fuse(model)
+        compose(model)
     with pytest.raises(InputError, match="remove it first"):
         compose(model[1], nn.Conv2d(4, 2, 1))
 
 
-@pytest.mark.parametrize("change", [doubled, replaced, normed])
-def test_replace_conv_leaves_what_is_watched(change: Callable[[nn.Module], None]):
-    model = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.ReLU())
-    change(model[0])
-    with pytest.raises(InputError, match=r"0: it has (hooks|a forward|a parametrization)"):
-        replace_conv(model)
-
-
-REWRITES = [fold, pad_channels, unpad_channels, fuse, replace_conv]
+REWRITES = [fold, pad_channels, unpad_channels, compose, SubtractedConv.replace_in]
 
 
 @pytest.mark.parametrize("rewrite", [*REWRITES, lambda model: swap_norm(model, "abn")])

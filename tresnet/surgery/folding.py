@@ -133,7 +133,7 @@ def _check_parts(block: ConvNormAct, name: str) -> None:
         raise InputError(f"expected ConvNormAct, but {name} is {type(block).__name__}")
     if type(conv) is not nn.Conv2d:
         why = what_watches(conv)
-        todo = f"it has {why}, remove it" if why else "call tresnet.surgery.fuse"
+        todo = f"it has {why}, remove it" if why else "call tresnet.surgery.compose"
         raise InputError(
             f"expected plain convolutions, but {name}.conv is {type(conv).__name__}: {todo} first"
         )
