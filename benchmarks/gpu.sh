@@ -7,7 +7,6 @@
 #   benchmarks/gpu.sh 3            XL, inference, memory by batch size, the largest batch
 #   benchmarks/gpu.sh              all three, one after another
 #   benchmarks/gpu.sh train_m      these stages alone
-#   benchmarks/gpu.sh tiles        in no part: the kernels with their work cut otherwise, to tune them
 #   benchmarks/gpu.sh gpu_tests    in no part: the other tests that need a GPU (CUDA graphs, loaders, memory)
 #   benchmarks/gpu.sh --rehearse   before any of these: the same command lines on the CPU, with tiny
 #                                  models, one step and no compiler: nothing it writes is a measurement
@@ -17,7 +16,7 @@
 #
 #   PYTHON    the interpreter that has the package's dependencies         (python3)
 #   RECORDS   where records and the archives of the stages' output go     (benchmarks/records)
-#   REPORT    where report.md and the pictures go                         (benchmarks)
+#   REPORT    where report.md goes                                          (benchmarks)
 #   TOTAL_S   seconds for each part                                       (530)
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
@@ -112,21 +111,16 @@ warm() { # warm KIND CASE...: compile cases, four at a time
     return "$failed"
 }
 
-warm_kernels() { # warm_kernels MODEL [OPTION...]: its Triton kernels, one process a core
-    $rehearsing || timeout --foreground -k 5 60 "$python" -m tresnet.cli.main warm "$@" --batch-size "$batch" \
-        --amp bf16 --channels-last || echo "not warmed: $1"
-}
-
 pytest() { timeout --foreground -k 5 "$limit_s" "$python" -m pytest -q --no-header "$@"; }
 kernels() { pytest -x "${kernel_tests[@]}"; }
 gpu_tests() { pytest -m gpu "${gpu_rooms[@]}"; }
 
 eager() { compare train "$1" "$timm_m" "$m@$kernels" "$resnet" "$m@$kernels,recompute=none" "$m@$public"; }
-eager_256() { warm_kernels "$m"; eager "$batch"; }
+eager_256() { eager "$batch"; }
 eager_128() { eager "$half_batch"; }
 graphs() { compare train "$half_batch $batch" "$timm_m" "$m@$kernels,$graph"; }
 
-ops() { measure ops --contenders copy eager triton triton@order=0 "${ops_options[@]}"; } # the heaviest first
+ops() { measure ops --contenders copy eager triton "${ops_options[@]}"; } # the heaviest first
 
 where_a_step_goes() { # where_a_step_goes CASE...
     timeout --foreground -k 5 "$limit_s" "$python" benchmarks/profile_step.py "$@" --batch-size "$batch" \
@@ -135,10 +129,10 @@ where_a_step_goes() { # where_a_step_goes CASE...
 profile_eager() { where_a_step_goes "$timm_m" "$m@$kernels"; }
 profile_compiled() { where_a_step_goes "$timm_m@$peer" "$m@$compiled"; }
 
-warm_ml() { warm_kernels "$l"; warm train "${train_m_compiled[@]}" "${train_l_compiled[@]}"; }
+warm_ml() { warm train "${train_m_compiled[@]}" "${train_l_compiled[@]}"; }
 train_m() { compare train "$batch" "${train_m_compiled[@]}"; }
 train_l() { compare train "$batch" "${train_l_compiled[@]}" "$timm_l" "$l@$kernels" "$l@pad=1,$kernels"; }
-warm_xl() { warm_kernels "$xl"; warm train "${train_xl_compiled[@]}"; }
+warm_xl() { warm train "${train_xl_compiled[@]}"; }
 train_xl() { compare train "$batch" "${train_xl_compiled[@]}" "$timm_xl" "$xl@$kernels" "$xl@pad=32,$kernels"; }
 warm_infer() { warm infer "${infer_compiled[@]}"; }
 infer() { compare infer "$batch" "${infer_compiled[@]}" "$timm_m" "$m" "$resnet" "$m@fold=false"; }
@@ -153,25 +147,8 @@ max_batch() {
         "${largest_options[@]}"
 }
 
-tiles() { # each operation alone, its kernels cut in all ways
-    local op chip contenders=(triton
-        triton@warps=2 triton@warps=8 triton@tile=1024 triton@tile=4096 triton@tile=4096,warps=8
-        triton@blur_tile=512 triton@blur_tile=2048,warps=8 triton@channels=128 triton@channels=256
-        triton@most_tiles=1 triton@most_tiles=2 triton@most_tiles=8 triton@order=0 triton@order=1)
-    # once, twice and so on the four programs that are on a multiprocessor at once
-    chip=$("$python" -c 'import torch; print(
-        torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_available() else 132)')
-    contenders+=(triton@programs=$((4 * chip)) triton@programs=$((8 * chip))
-        triton@programs=$((16 * chip)) triton@programs=$((32 * chip)))
-    limit_s=$((limit_s / 6))
-    for op in abn_join abn abn_blur abn_se blur stem; do
-        measure ops "$op" --contenders "${contenders[@]}" "${ops_options[@]}"
-    done
-}
-
 report() {
-    "$python" -m tresnet.cli.main bench report --records "$records" --pictures "$report" \
-        >"$scratch/draft.md" && cp "$scratch/draft.md" "$report/report.md" &&
+    "$python" benchmarks/tables.py "$records" >"$scratch/draft.md" && cp "$scratch/draft.md" "$report/report.md" &&
         echo "report: $report/report.md"
 }
 
@@ -180,7 +157,7 @@ declare -A limits=(
     [kernels]=120 [eager_256]=110 [eager_128]=80 [ops]=90 [profile_eager]=60 [graphs]=50
     [warm_ml]=190 [train_m]=130 [train_l]=110 [profile_compiled]=70
     [warm_xl]=100 [train_xl]=80 [warm_infer]=80 [infer]=70 [memory]=75 [max_batch]=100
-    [report]=20 [tiles]=500 [gpu_tests]=170
+    [report]=20 [gpu_tests]=170
 )
 parts=(
     [1]='kernels eager_256 eager_128 ops profile_eager graphs report'
@@ -229,7 +206,7 @@ names=("$@")
 (($#)) || names=(1 2 3)
 for name in "${names[@]}"; do
     [[ $name =~ ^[123]$ || -n ${limits[${name:-none}]:-} ]] || {
-        echo "expected parts out of 1 2 3, or stages out of ${parts[*]} tiles gpu_tests, got $name" >&2
+        echo "expected parts out of 1 2 3, or stages out of ${parts[*]} gpu_tests, got $name" >&2
         exit 2
     }
 done

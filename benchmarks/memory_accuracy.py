@@ -17,7 +17,7 @@ from typing import Any
 from tresnet.measure.cases import BenchCase
 from tresnet.measure.phases import measure_in_new_process
 from tresnet.measure.records import RecordFile
-from tresnet.memory import Device, MaxBatch, Workspaces, describe_device, max_batch, predict
+from tresnet.memory import Device, MaxBatch, describe_device, max_batch, predict
 from tresnet.models.zoo import list_models
 
 PEERS = tuple(
@@ -46,12 +46,12 @@ def matrix(models: Sequence[str] = ()) -> list[Row]:
     return [row for row in rows if not models or row["model"] in models]
 
 
-def predicted(row: Row, device: Device | None = None, table: Workspaces | None = None) -> Row:
+def predicted(row: Row, device: Device | None = None) -> Row:
     """A row with today's prediction, and its errors where it was measured."""
     step = {**row["step"]}
     if "opt" in step:
         step["optimizer"] = step.pop("opt")
-    p = predict(row["model"], batch_size=BATCH_SIZE, device=device, workspaces=table, **step)
+    p = predict(row["model"], batch_size=BATCH_SIZE, device=device, **step)
     said = {"allocated_mib": p.allocated.mib, "reserved_mib": p.reserved.mib}
     errors = {
         f"{what}_error_percent": 100 * (said[f"{what}_mib"] / row["measured"][f"{what}_mib"] - 1)

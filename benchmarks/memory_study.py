@@ -24,7 +24,6 @@ from tresnet.memory.allocator import Block, CachingAllocator
 from tresnet.memory.device import GENERIC, MIB
 from tresnet.memory.machine import FakeMachine, fake_copy
 from tresnet.memory.trace import Category, Phase
-from tresnet.memory.workspaces import Workspaces
 from tresnet.models.named import build_named, build_without_data
 
 N_CLASSES = 10
@@ -140,7 +139,7 @@ class Cell:
 
 def replay_notebook(subjects: Iterable[Subject]) -> list[Cell]:
     """The cells of these subjects, one after another in one process on a fake GPU."""
-    machine = FakeMachine(GENERIC, Workspaces())
+    machine = FakeMachine(GENERIC)
     names, ends, kept = [], [], []
     for subject in subjects:
         copied = machine.copy(build_without_data(subject.build))
@@ -242,7 +241,7 @@ def mem_tracker_mib(subject: Subject) -> float:
 def measure_notebook(subjects: Iterable[Subject]) -> Iterator[tuple[str, float, float, float]]:
     """Peak, end and reserved MiB of each cell on this machine's GPU."""
     device = torch.device("cuda", torch.cuda.current_device())
-    nobody = FakeMachine(GENERIC, Workspaces())  # not running, so it sees nothing
+    nobody = FakeMachine(GENERIC)  # not running, so it sees nothing
     kept = []
     for subject in subjects:
         torch.cuda.empty_cache()

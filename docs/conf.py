@@ -39,14 +39,10 @@ COMMANDS = [
     ["tresnet", "bench", "train"],
     ["tresnet", "bench", "infer"],
     ["tresnet", "bench", "ops"],
-    ["tresnet", "bench", "loader"],
     ["tresnet", "bench", "max-batch"],
-    ["tresnet", "bench", "report"],
     ["tresnet", "memory", "predict"],
     ["tresnet", "memory", "max-batch"],
-    ["tresnet", "warm"],
     ["tresnet", "memory", "measure"],
-    ["tresnet", "memory", "workspaces"],
 ]
 
 

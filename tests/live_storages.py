@@ -1,6 +1,7 @@
-"""Counts the bytes that stay alive after a forward pass, without autograd's bookkeeping."""
+"""Counts the bytes of storages: alive after a forward pass, or alive at once."""
 
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -52,3 +53,40 @@ def live_after(function: Callable[[], Any], ignore: Any) -> list[tuple[torch.Siz
     ]
     del result
     return alive
+
+
+class LivePeak(TorchDispatchMode):
+    """Counts the storages that operators make while it is active.
+
+    Attributes:
+        live_bytes: alive now.
+        peak_bytes: the most that was alive at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes = self.peak_bytes = 0
+        self._known: set[int] = set()
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Count a tensor that was there before."""
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._dead, key, size)
+
+    def _dead(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live_bytes -= size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator and count what it made."""
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.add(leaf)
+        return out

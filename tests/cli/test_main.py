@@ -40,10 +40,9 @@ def test_help_names_every_command(capsys):
     [
         ("list", "PATTERN"),
         ("info", "MODEL --input-size --num-classes"),
-        ("bench", "train infer max-batch ops report"),
+        ("bench", "train infer max-batch ops"),
         ("bench max-batch", "MODEL --granularity --gpu-memory"),
         ("bench ops", "[OP --rounds --time-limit-s"),
-        ("bench report", "--into --pictures --picture-format {svg,png}"),
         ("bench train", "MODEL --batch-size --amp --compile --norm --sequential"),
         ("predict", "IMAGE --weights --top-k --format {table,json,csv}"),
         ("convert", "IN OUT --format {tresnet,timm} --model"),
@@ -61,7 +60,7 @@ def test_help_of_a_command(command, words, capsys):
     ("arguments", "message"),
     [
         (["lst"], "Unrecognized options: lst"),
-        (["bench"], "Expected one of {train, infer, max-batch, ops, loader, report}"),
+        (["bench"], "Expected one of {train, infer, max-batch, ops}"),
         (["bench", "train", "tresnet_t", "--batch-size", "many"], "many"),
         (["predict", "image.png"], "--weights"),
         ([], "Missing subcommand"),

@@ -11,8 +11,8 @@ import pytest
 import torch
 from PIL import Image, ImageFile
 
+from benchmarks.loaders import write_jpegs
 from tresnet.data import pictures
-from tresnet.data.contenders import write_jpegs
 from tresnet.data.pictures import BadImageError, Picture
 from tresnet.data.seeding import seed_cpu_generators
 from tresnet.data.transforms import Augment, train_transform

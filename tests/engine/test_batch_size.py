@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.rewrites import LivePeak
 from tests.engine.runs import rows_of, train_main
+from tests.live_storages import LivePeak
 from tresnet.engine import batch_size, train
 from tresnet.engine import config as configs
 from tresnet.engine.batch_size import MicroBatches
@@ -18,7 +18,7 @@ from tresnet.engine.recipes import recipe
 from tresnet.engine.resolve import create_model, resolve
 from tresnet.engine.validate import validate
 from tresnet.errors import ConfigError, TrainingError
-from tresnet.memory import Device, Fits, Workspaces, present_device
+from tresnet.memory import Device, Fits, present_device
 from tresnet.memory.device import GIB, MIB
 from tresnet.memory.fit import fits
 from tresnet.memory.plan import make_plan
@@ -101,7 +101,7 @@ def test_the_predicted_step_is_the_one_that_runs(changes):
     model = create_model(config, CLASSES)
     step = batch_size.step_of(config, CLASSES, 1)
     _, model, plan = make_plan(model, batch_size=32, **step)
-    trace = record(model, plan, BARE, Workspaces(), device_type="cpu")
+    trace = record(model, plan, BARE, device_type="cpu")
     # Buffers are rounded up to 512 B, which is 0.3 to 0.6 % here.
     ratio = held_at_peak_bytes(trace) / held_by_the_step(config)
     assert 1 <= ratio < 1.01
@@ -128,7 +128,7 @@ def test_a_run_takes_the_largest_batch_that_is_sure_to_fit(tiny, small_gpu, caps
     model = create_model(saved, ["a", "b", "c"])
     for n in (batch, batch + 8):
         plan = make_plan(model, batch_size=n, **batch_size.step_of(saved, "abc", 1))[2]
-        answers[n] = fits(record(model, plan, SMALL, Workspaces()), SMALL)
+        answers[n] = fits(record(model, plan, SMALL), SMALL)
     assert answers[batch] is Fits.YES
     assert answers[batch + 8] is not Fits.YES
     assert batch == FITTING - FITTING % 8

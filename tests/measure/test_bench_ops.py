@@ -6,20 +6,16 @@ import pytest
 import torch
 
 from tests.ops.kernels import large_tiles  # noqa: F401  makes Triton's interpreter quicker
-from tresnet.errors import InputError
 from tresnet.layers.blur_pool import BlurPool2d
 from tresnet.layers.norm import NormAct
 from tresnet.layers.squeeze_excite import SqueezeExcite
 from tresnet.measure import bench_ops as module
-from tresnet.measure.bench_ops import bench_ops, parse_contender
+from tresnet.measure.bench_ops import bench_ops
 from tresnet.measure.clock import HeldClock
 from tresnet.measure.macs import without_computing
 from tresnet.measure.operations import OPS, SLOPE
-from tresnet.measure.report import read_record
 from tresnet.measure.settings import OpsSettings
 from tresnet.models.zoo import build
-from tresnet.ops import tiles
-from tresnet.ops.abn import launch
 from tresnet.ops.tiles import interpreted
 
 pytestmark = pytest.mark.usefixtures("quick", "without_inductor")
@@ -42,7 +38,7 @@ def measured(tmp_path):
         small = {"batch_size": 2, "input_size": 32, "rounds": 1, "device": "cpu"}
         chosen = OpsSettings(ops=names, output_dir=tmp_path, **{**small, **settings})
         outcome = bench_ops(chosen, ["tresnet"], str)
-        assert json.loads(json.dumps(outcome.rows)) == read_record(outcome.path).rows
+        assert json.loads(json.dumps(outcome.rows)) == json.loads(outcome.path.read_text())["rows"]
         return outcome.rows
 
     return measure
@@ -88,59 +84,6 @@ def test_kernels_compute_what_plain_operators_do_through_all_buffers(monkeypatch
     rows = measured(name, dtype=("bf16",))
     assert [(row["contender"], row["error"]) for row in rows if row["status"] != "ok"] == []
     assert len(rows) == (4 if name == "stem" else 8)
-
-
-@needs_interpreter
-def test_kernels_cut_otherwise_are_contenders_of_their_own(monkeypatch, measured):
-    """Each is checked and timed, forward and backward, with the cut it is named after."""
-    seen = set()
-    plan = launch.plan
-
-    def spied(*args, **kwargs):
-        cut = plan(*args, **kwargs)
-        seen.add((case, cut.warps, tiles.TILE))
-        return cut
-
-    replace(monkeypatch, "abn", places=(OPS["abn"].places[0]._replace(channels=3, reduction=8),))
-    monkeypatch.setattr(launch, "plan", spied)
-    monkeypatch.setattr(module, "_times_kernels", lambda device: True)
-    before = tiles.TILE, tiles.WARPS
-    for case in ("triton", "triton@warps=2,tile=512"):
-        rows = measured("abn", contenders=(case,))
-        assert [(row["contender"], row["status"]) for row in rows] == [
-            ("copy", "ok"),
-            (case, "ok"),
-        ] * 2
-    assert seen == {("triton", *before[::-1]), ("triton@warps=2,tile=512", 2, 512)}
-    assert before == (tiles.TILE, tiles.WARPS)
-
-
-def test_contenders_are_read():
-    assert parse_contender("eager") == ("eager", {})
-    assert parse_contender("triton@warps=8,most_tiles=3") == (
-        "triton",
-        {"warps": 8, "most_tiles": 3},
-    )
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("cudnn", "expected a contender out of copy, eager, inductor, triton, got 'cudnn'"),
-        ("triton@", r"expected triton@key=number,\.\.\. with each key once out of tile \(a power"),
-        *(
-            (text, rf"warps \(a power of two from 1 to 32\), .*; got '{text}'")
-            for text in (
-                *("triton@stages=2", "triton@warps=8,warps=4", "triton@warps=0", "triton@warps=-4"),
-                *("triton@blur_tile=4", "triton@programs=9999999999", "triton@tile=3000"),
-                *("triton@programs=0", "eager@warps=4"),
-            )
-        ),
-    ],
-)
-def test_other_contenders_are_errors(text, message, measured):
-    with pytest.raises(InputError, match=message):
-        measured("abn", contenders=(text,))
 
 
 def raising(error):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tresnet.errors import InputError
-from tresnet.memory import Device, Fits, Workspaces, max_batch, predict
+from tresnet.memory import Device, Fits, max_batch, predict
 from tresnet.memory.device import GENERIC, MIB
 from tresnet.memory.fit import AffineTrace, fits
 from tresnet.memory.plan import make_plan
@@ -42,7 +42,7 @@ STEP = {"input_size": (1, 512, 512), "loss": mean}
 
 def trace(name, batch_size, **step):
     _, model, plan = make_plan(name, batch_size=batch_size, **step)
-    return record(model, plan, GENERIC, Workspaces())
+    return record(model, plan, GENERIC)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from tresnet.memory.device import GENERIC
 from tresnet.memory.plan import make_plan
 from tresnet.memory.prediction import record
 from tresnet.memory.replay import replay
-from tresnet.memory.workspaces import Workspaces
 
 
 def sgd(parameters):
@@ -38,9 +37,7 @@ def peak_and_end(name: str, *, real_engine: bool, **step: object) -> tuple[int, 
         size = 299 if takes else None
         settings = {"batch_size": 8, "input_size": size, "optimizer": sgd, **step}
         _, model, plan = make_plan(name, **settings, **(options if takes else {}))
-        trace = record(
-            model, plan, GENERIC, Workspaces(), device_type="cpu", real_engine=real_engine
-        )
+        trace = record(model, plan, GENERIC, device_type="cpu", real_engine=real_engine)
     replayed = replay(trace)
     return replayed.peak_allocated_bytes, replayed.allocated_bytes[-1]
 

@@ -1,33 +1,28 @@
 """Count what one training step of a model launches, and how many kernels Triton compiles for it.
 
 A script, because Triton decides at its import whether it interprets: MODEL and batch sizes; prints
-one JSON object a line. Nothing is computed: the model is on `meta`, and launches are noted. Then
-follows a step of two images on a CPU, whose launches go through Triton's own launcher, with the
-names of the kernels that `tresnet warm` would not have compiled.
+one JSON object a line. Nothing is computed: the model is on `meta`, and launches are noted.
 """
 
 import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 os.environ["TRITON_INTERPRET"] = "0"
 
 import torch
 from torch import Tensor, nn
 from triton import knobs
+from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 import tresnet
-from tresnet.engine import warm
 from tresnet.layers import fusion
-from tresnet.ops import ahead, dispatch, operators
+from tresnet.ops import dispatch, operators
 from tresnet.ops.abn import Convolution
-
-TARGET = ahead.find_target("sm_90")
 
 
 class NoConvolution(torch.autograd.Function):
@@ -45,37 +40,60 @@ class NoConvolution(torch.autograd.Function):
         return *(None if t is None else torch.empty_like(t) for t in ctx.saved_tensors), None
 
 
-def step(name: str, batch: int, device: str) -> None:
+def step(name: str, batch: int) -> None:
     """A forward and a backward pass on bytes."""
-    model = tresnet.create(name, device=device, impl="triton")
-    images = torch.zeros(batch, 3, 224, 224, device=device, dtype=torch.uint8)
+    model = tresnet.create(name, device="meta", impl="triton")
+    images = torch.zeros(batch, 3, 224, 224, device="meta", dtype=torch.uint8)
     with torch.autocast("cpu", torch.bfloat16):  # of which `meta` has none
         y = model(images.to(memory_format=torch.channels_last))
     y.float().sum().backward()
 
 
-@contextmanager
-def asked() -> Iterator[set[ahead.Specialisation]]:
-    """What is launched meanwhile, in Triton's words; nothing is compiled or runs."""
-    found: set[ahead.Specialisation] = set()
+class Specialisation(NamedTuple):
+    """A kernel that Triton tells from others: where its function is, and Triton's own words."""
+
+    module: str
+    name: str
+    data: str
+
+
+class Pointer:
+    """In place of a tensor on the GPU: what Triton reads of one."""
+
+    def __init__(self, x: Tensor) -> None:
+        # PyTorch's allocator gives multiples of 512 bytes
+        self.dtype, self._offset = x.dtype, int(x.storage_offset()) * x.element_size()
+
+    def data_ptr(self) -> int:
+        return self._offset
+
+
+class Driver:
+    """In place of Triton's driver, which wants a GPU: compiles for an H100."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def specialisations(launches: Sequence[operators.Launch]) -> set[Specialisation]:
+    """What Triton would compile for these launches; it compiles nothing."""
+    found = set()
 
     def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        found.add(ahead.Specialisation(fn.module, fn.name, compile["specialization_data"]))
-        return True
+        found.add(Specialisation(fn.module, fn.name, compile["specialization_data"]))
+        return True  # nothing is left for Triton to do
 
     knobs.runtime.jit_cache_hook = note
-    driver.set_active(ahead._Compiler(TARGET))  # pyright: ignore[reportArgumentType]
-    yield found
-    knobs.runtime.jit_cache_hook = None
-
-
-def warmed(name: str, batch: int) -> set[ahead.Specialisation]:
-    """What `tresnet warm` would compile for a training step."""
-    found: list[ahead.Specialisation] = []
-    ahead.compile_all = lambda wanted, *_: found.extend(wanted)
-    options: dict[str, Any] = {"amp": "bf16", "channels_last": True, "input": "uint8"}
-    warm.warm(name, target="sm_90", batch_size=batch, **options)
-    return set(found)
+    driver.set_active(Driver())  # pyright: ignore[reportArgumentType]
+    for kernel, tensors, numbers, warps in launches:
+        kernel.warmup(*map(Pointer, tensors), *numbers, grid=(1, 1, 1), num_warps=warps)
+    return found
 
 
 if __name__ == "__main__":
@@ -88,17 +106,12 @@ if __name__ == "__main__":
     Convolution.gradient = lambda self, grad, x, weight, of_weight: torch.empty_like(
         weight if of_weight else x
     )
-    known: set[ahead.Specialisation] = set()
+    known: set[Specialisation] = set()
     for batch in map(int, sys.argv[2:]):
         with operators.noted() as launches:
-            step(sys.argv[1], batch, "meta")
-        found = set(ahead.specialisations(launches, TARGET))
+            step(sys.argv[1], batch)
+        found = specialisations(launches)
         row = {"batch": batch, "launches": len(launches), "kernels": len(found)}
         row |= {"new": len(found - known), "by_name": Counter(one.name for one in found)}
         known |= found
         sys.stdout.write(json.dumps(row) + "\n")
-    with asked() as launched:
-        step(sys.argv[1], 2, "cpu")
-    row = {"batch": 2, "kernels": len(launched)}
-    row["not_warm"] = [one.name for one in launched - warmed(sys.argv[1], 2)]
-    sys.stdout.write(json.dumps(row) + "\n")

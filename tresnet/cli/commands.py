@@ -22,7 +22,6 @@ from tresnet.cli.memory import Memory
 from tresnet.cli.predict import Predict
 from tresnet.cli.push import Push
 from tresnet.cli.shard import Shard
-from tresnet.cli.warm import Warm
 
 _DESCRIPTION = """TResNet image classifiers: models, weights, predictions and measurements.
 
@@ -31,7 +30,7 @@ _DESCRIPTION = """TResNet image classifiers: models, weights, predictions and me
 
 def parse(
     arguments: Sequence[str],
-) -> List | Info | Bench | Memory | Predict | Convert | Export | Push | Demo | Shard | Warm:
+) -> List | Info | Bench | Memory | Predict | Convert | Export | Push | Demo | Shard:
     """Return the command with its options.
 
     Raises:
@@ -47,8 +46,7 @@ def parse(
         | Annotated[Export, subcommand("export")]
         | Annotated[Push, subcommand("push")]
         | Annotated[Demo, subcommand("demo")]
-        | Annotated[Shard, subcommand("shard")]
-        | Annotated[Warm, subcommand("warm")],  # pyright: ignore[reportArgumentType]
+        | Annotated[Shard, subcommand("shard")],  # pyright: ignore[reportArgumentType]
         prog="tresnet",
         description=_DESCRIPTION,
         args=arguments,

@@ -7,15 +7,7 @@ from typing import Annotated, Any
 
 from tyro.conf import Positional, arg, subcommand
 
-from tresnet.cli.output import (
-    PARTLY_FAILED_EXIT_CODE,
-    check_new,
-    fail,
-    finish,
-    format_table,
-    progress,
-    say,
-)
+from tresnet.cli.output import finish, format_table, progress, say
 from tresnet.measure.cases import Cases, CaseSettings
 from tresnet.measure.settings import PhaseSettings
 
@@ -34,20 +26,14 @@ class _Predicted(CaseSettings):
     gpu: str | None = None
     """Its name: a100, h100, h200, rtx3090, rtx4090 or v100; by default the one that is there."""
 
-    workspaces: Path | None = None
-    """A table of cuDNN workspaces measured on it."""
-
     def arguments(self) -> dict[str, Any]:
         """What `predict` and `max_batch` take, the model and the batch size apart."""
-        from tresnet.memory import Workspaces
-
         return {
             **settings_of(self),
             "train": not self.infer,
             "ddp": self.ddp,
             "gpu_memory": self.gpu_memory,
             "device": self.gpu,
-            "workspaces": None if self.workspaces is None else Workspaces.load(self.workspaces),
         }
 
 
@@ -122,61 +108,6 @@ class MemoryMeasure(PhaseSettings, Cases):
 
 
 @dataclasses.dataclass(frozen=True)
-class MemoryWorkspaces(Cases):
-    """Measure the memory that cuDNN borrows for each convolution of a training step; needs a GPU.
-
-    `--workspaces FILE` of `predict` and `max-batch` then counts it.
-    """
-
-    device: str = "cuda"
-    """Such as cuda or cuda:1."""
-
-    output: Annotated[Path, arg(aliases=["-o"], metavar="FILE")] = Path("workspaces.json")
-    """The table to write, JSON. It must not exist."""
-
-    cudnn_benchmark: bool = False
-    """Let cuDNN try all its kernels, as train.py does; what the search borrows counts."""
-
-    time_limit_s: float = 540
-    """Seconds after which no further convolution is begun; what was measured is written."""
-
-    def run(self, argv: list[str]) -> int:
-        """Measure and write the table."""
-        from tresnet import env
-        from tresnet.files import write_text
-        from tresnet.measure.records import check_directory, public_command
-        from tresnet.memory import convolutions as measuring
-        from tresnet.memory.plan import make_plan
-
-        device = env.timed_device(self.device)
-        meter = measuring.cuda_meter(device, benchmark=self.cudnn_benchmark)
-        check_directory(self.output.parent)
-        check_new(self.output)
-        found: dict[str, measuring.Convolution] = {}
-        for case in self.cases():
-            step = make_plan(case.model, batch_size=case.batch_size, **settings_of(case))
-            found |= measuring.collect(*step[1:])
-        progress(f"measuring {len(found)} convolutions")
-        table, unmeasured = measuring.measure_all(found.values(), meter, self.time_limit_s)
-        content = {
-            "what": "workspaces",
-            "command": public_command(argv),
-            "environment": env.describe(device),
-            "settings": {"cudnn_benchmark": self.cudnn_benchmark},
-            "unmeasured": unmeasured,
-            "workspaces": table,
-        }
-        self.output.parent.mkdir(parents=True, exist_ok=True)
-        write_text(self.output, json.dumps(content, indent=1) + "\n")
-        say(measuring.summarise(table))
-        progress(f"table: {self.output}")
-        if unmeasured:
-            key, reason = next(iter(unmeasured.items()))
-            fail(f"{len(unmeasured)} convolutions not measured, such as {key}: {reason}")
-        return PARTLY_FAILED_EXIT_CODE if unmeasured else 0
-
-
-@dataclasses.dataclass(frozen=True)
 class Memory:
     """Predict and measure the GPU memory of a training step or an inference."""
 
@@ -184,7 +115,6 @@ class Memory:
         Annotated[MemoryPredict, subcommand("predict")]
         | Annotated[MemoryMeasure, subcommand("measure")]
         | Annotated[MemoryMaxBatch, subcommand("max-batch")]
-        | Annotated[MemoryWorkspaces, subcommand("workspaces")]
     )
 
     def run(self, argv: list[str]) -> int:

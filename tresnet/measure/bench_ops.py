@@ -8,7 +8,6 @@ serve them. What a contender computes is compared with float64 before it is time
 import functools
 import itertools
 import math
-import re
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -33,7 +32,6 @@ from tresnet.measure.runner import (
     searching_algorithms,
 )
 from tresnet.measure.settings import OpsSettings
-from tresnet.ops import tiles
 from tresnet.settings import Dtype, torch_dtype
 
 CONTENDERS = ("copy", "eager", "inductor", "triton")
@@ -59,33 +57,6 @@ METHOD = {
 }
 
 
-def parse_contender(text: str) -> tuple[str, dict[str, int]]:
-    """`triton@warps=8,tile=4096` to the contender and how its kernels are cut.
-
-    Raises:
-        InputError: another contender, a name that cannot be tuned, or a number it cannot be.
-    """
-    name, at, options = text.partition("@")
-    if name not in CONTENDERS:
-        raise InputError(f"expected a contender out of {', '.join(CONTENDERS)}, got {text!r}")
-    tuning: dict[str, int] = {}
-    for option in options.split(",") if at else ():
-        key, _, value = option.partition("=")
-        number = int(value) if re.fullmatch("[0-9]{1,9}", value) else -1
-        least, most, power = tiles.TUNABLE.get(key, (0, -1, False))
-        fits = least <= number <= most and not (power and number & (number - 1))
-        if name != "triton" or key in tuning or not fits:
-            known = ", ".join(
-                f"{key} ({'a power of two' if power else 'a number'} from {least} to {most})"
-                for key, (least, most, power) in tiles.TUNABLE.items()
-            )
-            raise InputError(
-                f"expected triton@key=number,... with each key once out of {known}; got {text!r}"
-            )
-        tuning[key] = number
-    return name, tuning
-
-
 def bench_ops(settings: OpsSettings, argv: Sequence[str], log: Log) -> Outcome:
     """Measure operations at all their places and record it; `log` is told lines of progress.
 
@@ -101,7 +72,6 @@ def bench_ops(settings: OpsSettings, argv: Sequence[str], log: Log) -> Outcome:
         if name not in OPS:
             raise InputError(f"expected an operation out of {', '.join(OPS)}, got {name!r}")
     contenders = tuple(dict.fromkeys(("copy", *(settings.contenders or CONTENDERS[1:]))))
-    parsed = [parse_contender(text)[0] for text in contenders]
     device = env.timed_device(env.device_or_default(settings.device))
     groups: list[Group] = []
     usual: Dtype = "bf16" if device.type == "cuda" else "fp32"
@@ -121,7 +91,7 @@ def bench_ops(settings: OpsSettings, argv: Sequence[str], log: Log) -> Outcome:
         argv=argv,
     )
     with searching_algorithms(), current(device):
-        return run(groups, settings, log=log, record=record, compiles="inductor" in parsed)
+        return run(groups, settings, log=log, record=record, compiles="inductor" in contenders)
 
 
 class _Data(NamedTuple):
@@ -185,7 +155,6 @@ class _OpContender(Contender):
 
     def __init__(self, site: _Site, contender: str, direction: str) -> None:
         self._site, self._contender = site, contender
-        self._tuning = parse_contender(contender)[1]
         self._calls: Callable[[], Calls] = tuple
         self.compared_with = direction
         self.columns = {
@@ -217,8 +186,7 @@ class _OpContender(Contender):
         self.visit()
 
     def _check(self, function: Function, data: _Data) -> None:
-        with tiles.tuned(self._tuning):
-            error = _relative_error(_computed(function, data.inputs, data.grad), data.truth)
+        error = _relative_error(_computed(function, data.inputs, data.grad), data.truth)
         self.columns["relative_error"] = error if math.isfinite(error) else None
         if not error <= data.allowed:
             raise NoResultError(
@@ -229,8 +197,7 @@ class _OpContender(Contender):
         """Mean time of one pass over the buffers."""
         clock = self._site.clock
         late = clock.late_blocks
-        with tiles.tuned(self._tuning):
-            time_s = clock.seconds_per_call(self._calls)
+        time_s = clock.seconds_per_call(self._calls)
         if clock.late_blocks > late:
             self.columns["note"] = "the host was slower than the device: its time is counted"
         return [time_s]

@@ -17,7 +17,7 @@ from tresnet import env
 from tresnet.errors import InputError
 from tresnet.files import explained, write_text
 
-# Of the keys and their meaning; `tresnet.measure.report` refuses what it does not know.
+# Raised when a key or its meaning changes.
 FORMAT = 2
 
 

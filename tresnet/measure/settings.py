@@ -111,48 +111,11 @@ class OpsSettings(RunSettings):
     """Side of the image in pixels, divisible by 32; the feature maps follow from it."""
     dtype: tuple[Literal["fp32", "bf16", "fp16"], ...] = ()
     """Of the feature maps, one or several; by default bf16 on a GPU and fp32 on a CPU."""
-    contenders: tuple[str, ...] = ()
-    """Out of eager, inductor and triton; by default all. triton@warps=8,tile=4096 cuts the kernels'
-    work otherwise: tile, blur_tile, warps, channels, programs, most_tiles, order."""
+    contenders: tuple[Literal["copy", "eager", "inductor", "triton"], ...] = ()
+    """By default all; the copy always takes part."""
     rounds: int = 20
     """Timed passes of each contender."""
     seed: Suppress[int] = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class LoaderSettings(RunSettings):
-    """What all loaders of `bench loader` share; every round is one epoch of each."""
-
-    LEAST: ClassVar = {
-        **dict.fromkeys(("rounds", "batch_size", "input_size", "batches", "warmup_batches"), 1),
-        "workers": 0,
-    }
-
-    device: Suppress[str] = "cpu"
-    data: Path | None = None
-    """Directory with train/CLASS/ or val/CLASS/ image folders; by default 64 JPEGs of 500 x 375
-    pixels, cut from scikit-learn's photographs. Files are read over and over, so from the system's
-    cache."""
-    shards: Path | None = None
-    """Shards of the same images, as `tresnet shard` writes them; of the default's, three kinds
-    are written."""
-    split: Literal["train", "val"] = "train"
-    """train: random crop and mirror image. val: resize and center crop."""
-    batch_size: int = 64
-    """Images in a batch."""
-    input_size: int = 224
-    """Side of the square image in pixels."""
-    workers: int = 2
-    """Processes that load, at most one a core; 0 loads in the main process."""
-    batches: int = 8
-    """Timed batches of each visit."""
-    warmup_batches: int = 4
-    """Untimed batches before them."""
-
-    @property
-    def epoch_images(self) -> int:
-        """Images of one visit."""
-        return self.batch_size * (self.warmup_batches + self.batches)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ those of a GPU. Then look here:
 | attention: which kernel runs and what it keeps | `attention.py` |
 | a tensor lives too long or dies too early in backward | `walk.py` |
 | a buffer is missing, counted twice or in the wrong category | `recorder.py` |
-| cuDNN's or another kernel's workspace | `workspaces.py`; measured by `convolutions.py` |
+| cuDNN's or another kernel's workspace | `workspaces.py` |
 | allocated is right but reserved is not | `allocator.py` |
 | the sums, the peak, its band | `replay.py`, `prediction.py` |
 | cuBLAS's workspace, the context, the size of a GPU | `device.py` |
@@ -29,7 +29,6 @@ from tresnet.memory.device import Device, describe_device, find_device, list_dev
 from tresnet.memory.fit import Fits, MaxBatch, max_batch
 from tresnet.memory.prediction import Estimate, Prediction, predict
 from tresnet.memory.trace import Category, Phase
-from tresnet.memory.workspaces import Workspaces
 
 __all__ = [
     "Category",
@@ -39,7 +38,6 @@ __all__ = [
     "MaxBatch",
     "Phase",
     "Prediction",
-    "Workspaces",
     "describe_device",
     "find_device",
     "list_devices",

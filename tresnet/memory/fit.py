@@ -12,7 +12,7 @@ from tresnet.memory.plan import ModelLike, make_plan
 from tresnet.memory.prediction import record
 from tresnet.memory.replay import held_at_peak_bytes, replay
 from tresnet.memory.trace import Trace
-from tresnet.memory.workspaces import HIGH_LIMIT_BYTES, Workspaces
+from tresnet.memory.workspaces import HIGH_LIMIT_BYTES
 
 # Two small batches from which all others are foreseen; batch norm refuses one image a batch
 # where the last features are 1x1.
@@ -82,7 +82,6 @@ def max_batch(
     *,
     gpu_memory: str | int | None = None,
     device: str | Device | None = None,
-    workspaces: Workspaces | None = None,
     **settings: Any,
 ) -> MaxBatch:
     """Find the largest batch that fits.
@@ -94,7 +93,6 @@ def max_batch(
         model: as for `predict`.
         gpu_memory: the GPU's memory, such as `80GiB`.
         device: the GPU, if its memory is not given.
-        workspaces: as for `predict`.
         **settings: as for `predict`, without the batch size.
 
     Raises:
@@ -108,7 +106,7 @@ def max_batch(
 
     def trace(batch_size: int) -> Trace:
         sized = replace(plan, batch_size=batch_size)
-        return record(module, sized, described, workspaces or Workspaces())
+        return record(module, sized, described)
 
     foreseen = AffineTrace(*((n, trace(n)) for n in _SMALL_BATCHES))
 

@@ -3,7 +3,7 @@
 Any code may run on it. A step of `tresnet.steps` is attributed to its parts, as the machine is its
 watch:
 
-    machine = FakeMachine(device, Workspaces())
+    machine = FakeMachine(device)
     copied = machine.copy(model)
     with machine.running():
         step = create_training_step(copied, compute, machine.device, watch=machine)
@@ -28,7 +28,6 @@ from tresnet.memory.recorder import Recorder
 from tresnet.memory.shapes import ShapeMemory
 from tresnet.memory.trace import Category, Phase, Trace
 from tresnet.memory.walk import BackwardWalk, SavedTensors
-from tresnet.memory.workspaces import Workspaces
 from tresnet.models.blocks import BasicBlock, Bottleneck
 from tresnet.steps import Watch
 
@@ -42,7 +41,6 @@ class FakeMachine(Watch):
 
     Args:
         device: the GPU it stands for.
-        workspaces: what kernels borrow.
         real_engine: run backward with the autograd engine, which only works for fakes of CPU
             tensors; the tests compare the walk with it.
         device_type: `cuda` or `cpu`; None for CUDA, or the CPU where torch was built without.
@@ -51,7 +49,6 @@ class FakeMachine(Watch):
     def __init__(
         self,
         device: Device,
-        workspaces: Workspaces,
         *,
         real_engine: bool = False,
         device_type: str | None = None,
@@ -61,7 +58,7 @@ class FakeMachine(Watch):
         self.device = torch.device("cuda:0" if device_type == "cuda" else device_type)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         shapes = ShapeMemory(self._mode)
-        self._recorder = Recorder(device_type, device, workspaces, shapes)
+        self._recorder = Recorder(device_type, device, shapes)
         self._saved = SavedTensors()
         self._real_engine = real_engine
         self._buckets: _Buckets | None = None

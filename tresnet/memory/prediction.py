@@ -20,7 +20,6 @@ from tresnet.memory.machine import FakeMachine
 from tresnet.memory.plan import ModelLike, Plan, apply_checkpointing, default_loss, make_plan
 from tresnet.memory.replay import Replay, breakdown, free_bytes, replay
 from tresnet.memory.trace import Category, Operation, Phase, Trace
-from tresnet.memory.workspaces import Workspaces
 from tresnet.steps import EmaConfig, InferenceStep, OptimConfig, create_training_step
 
 # What is replaced in torch while one thread predicts is not another's to replace.
@@ -130,7 +129,6 @@ def predict(
     *,
     device: str | Device | None = None,
     gpu_memory: str | int | None = None,
-    workspaces: Workspaces | None = None,
     **settings: Any,
 ) -> Prediction:
     """Predict the peak memory of one training step or inference. No GPU is used, nothing runs.
@@ -141,7 +139,6 @@ def predict(
         device: the GPU to predict for: one of `tresnet.memory.list_devices()` or a `Device`; by
             default the one of this machine, or none in particular.
         gpu_memory: its memory, such as `80GiB`, in place of the described one.
-        workspaces: a table of cuDNN workspaces measured on that GPU.
         **settings: `batch_size` and the other settings of the step, see `tresnet.memory.plan.Plan`
             (input_size, amp, optimizer, train, accumulate, ...); for a model given by name also
             its options (norm, impl, recompute, pad (8 in training, as in train.py),
@@ -155,7 +152,7 @@ def predict(
     began = time.perf_counter()
     described = find_device(device, gpu_memory)
     name, module, plan = make_plan(model, **settings)
-    trace = record(module, plan, described, workspaces or Workspaces())
+    trace = record(module, plan, described)
     prediction = conclude(name, plan, described, trace)
     return replace(prediction, seconds=time.perf_counter() - began)
 
@@ -164,12 +161,9 @@ def record(
     model: nn.Module,
     plan: Plan,
     device: Device,
-    workspaces: Workspaces,
-    *,
-    steps: int = STEPS,
     **machine_options: Any,
 ) -> Trace:
-    """Run `steps` steps on fakes and return what they did to memory.
+    """Run two steps on fakes and return what they did to memory.
 
     Raises:
         InputError: the model rejects its input, or cannot be faked.
@@ -179,14 +173,14 @@ def record(
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_ALONE)
-        machine = FakeMachine(device, workspaces, **machine_options)
+        machine = FakeMachine(device, **machine_options)
         copied = [machine.copy(model)]
         stack.enter_context(_no_garbage_collection())
         stack.enter_context(machine.running())
         try:
             # The step alone holds the model, which it may fold.
             run = (_training if plan.train else _inference)(copied.pop(), plan, machine)
-            for number in range(1, steps + 1):
+            for number in range(1, STEPS + 1):
                 machine.start_step()
                 run(number)
         except TResNetError:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from tresnet.memory.device import Device
 from tresnet.memory.shapes import ShapeMemory
 from tresnet.memory.trace import Category, Operation, Phase, Trace
-from tresnet.memory.workspaces import Workspaces
+from tresnet.memory.workspaces import workspace_bytes
 
 aten = torch.ops.aten
 
@@ -40,7 +40,6 @@ class Recorder(TorchDispatchMode):
     Args:
         device_type: the fake device whose storages count, `cuda` or `cpu`.
         device: the described GPU; decides the cuBLAS workspace.
-        workspaces: what kernels borrow while they run.
         shapes: runs the operations.
     """
 
@@ -48,9 +47,7 @@ class Recorder(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # a wrapper around every dispatch, which matters to torch.compile alone
 
-    def __init__(
-        self, device_type: str, device: Device, workspaces: Workspaces, shapes: ShapeMemory
-    ) -> None:
+    def __init__(self, device_type: str, device: Device, shapes: ShapeMemory) -> None:
         super().__init__()
         self._shapes = shapes
         self.trace = Trace()
@@ -59,7 +56,6 @@ class Recorder(TorchDispatchMode):
         self.step = 0
         self._device_type = device_type
         self._device = device
-        self._workspaces = workspaces
         self._blas_handles: set[bool] = set()
         self._buffers: dict[int, tuple[int, weakref.ref]] = {}
         self._modules: list[str] = [""]
@@ -207,7 +203,7 @@ class Recorder(TorchDispatchMode):
         self, operation: Operation, func: Any, args: tuple, outputs: list[torch.Tensor]
     ) -> None:
         """Record what the kernel takes and gives back while it runs."""
-        expected_bytes, high_bytes = self._workspaces.of(func, args, outputs)
+        expected_bytes, high_bytes = workspace_bytes(func, args, outputs)
         operation.workspace_high_bytes = high_bytes - expected_bytes
         if expected_bytes:
             buffer = self.trace.birth(expected_bytes, Category.WORKSPACE, operation.module)

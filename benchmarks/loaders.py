@@ -1,0 +1,453 @@
+#!/usr/bin/env python3
+"""Images per second of data loaders that take turns over epochs; writes a record.
+
+    python benchmarks/loaders.py --data path/to/imagenet --shards path/to/shards --workers 8
+
+Compared are ours, of the folder and of the shards, timm's, torchvision's and, where installed,
+DALI's. Nobody computes with the images meanwhile: what is timed is how fast workers decode, augment
+and hand over batches. A worker's batches come in bursts, so a whole visit is timed, not each batch.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import statistics
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import tyro
+from torch import Tensor
+from tyro.conf import Suppress
+
+from tresnet.cli.output import finish, format_table, progress, say
+from tresnet.data.folder import open_folder
+from tresnet.data.loaders import create_loader, usable_cores
+from tresnet.data.seeding import preserved_generators, seed_cpu_generators
+from tresnet.data.shards import ShardDataset, ShardSettings, manifest_path, write_shards
+from tresnet.data.transforms import Augment, eval_transform, train_transform
+from tresnet.errors import InputError, needed
+from tresnet.measure.clock import HostClock
+from tresnet.measure.records import RecordFile, check_directory
+from tresnet.measure.runner import Contender, Log, Outcome, Rounds, run
+from tresnet.measure.settings import RunSettings
+from tresnet.settings import EvalTransform
+
+logger = logging.getLogger(__name__)
+Epoch = Iterable[tuple[Tensor, Any]]
+# The most common size of ImageNet's images.
+JPEG_SIZE = (500, 375)
+JPEGS = 64
+METHOD = {
+    "order": "every round visits every loader, forwards and backwards in turn",
+    "timed": "from the last warm-up batch to the last batch of an epoch",
+    "shares": "reading, decoding, resizing and augmenting timed in the main process after each "
+    "visit; transport is what is left of a worker's time",
+    "timm": "create_dataset and create_loader: bytes are what its workers give its prefetcher, "
+    "floats are without it, divided by a deviation of 1, which its API cannot leave out",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings(RunSettings):
+    """What all loaders share; every round is one epoch of each."""
+
+    device: Suppress[str] = "cpu"
+    data: Path | None = None
+    """Directory with train/CLASS/ or val/CLASS/ image folders; by default 64 JPEGs of 500 x 375
+    pixels, cut from scikit-learn's photographs. Files are read over and over, so from the system's
+    cache."""
+    shards: Path | None = None
+    """Shards of the same images, as `tresnet shard` writes them; of the default's, three kinds
+    are written."""
+    split: Literal["train", "val"] = "train"
+    """train: random crop and mirror image. val: resize and center crop."""
+    batch_size: int = 64
+    """Images in a batch."""
+    input_size: int = 224
+    """Side of the square image in pixels."""
+    workers: int = 2
+    """Processes that load, at most one a core; 0 loads in the main process."""
+    batches: int = 8
+    """Timed batches of each visit."""
+    warmup_batches: int = 4
+    """Untimed batches before them."""
+
+    def repeated(self, dataset: Any) -> torch.utils.data.Subset[Any]:
+        """Return the items of a data set, over and over, until they make an epoch."""
+        length = self.batch_size * (self.warmup_batches + self.batches)
+        return torch.utils.data.Subset(dataset, [i % len(dataset) for i in range(length)])
+
+
+class Peer:
+    """Another project's loader, until it is closed."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader: Any = loader
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        yield from self._loader
+
+    def close(self) -> None:
+        """Stop the workers; it cannot be iterated again."""
+        self._loader = None
+
+
+def timm_loader(root: Path, settings: Settings, dtype: torch.dtype) -> Peer:
+    """timm's, giving bytes, as its workers hand them to its prefetcher for a GPU, or floats.
+
+    For floats its API has no way to leave the normalisation out: it is by mean 0 and deviation 1.
+    """
+    from timm.data import create_dataset, create_loader
+
+    training = settings.split == "train"
+    dataset = create_dataset("", root=str(root), split=settings.split, is_training=training)
+    repeated = settings.repeated(dataset)
+    loader: Any = create_loader(
+        repeated,  # type: ignore[arg-type]
+        settings.input_size,
+        settings.batch_size,
+        is_training=training,
+        color_jitter=None,  # type: ignore[arg-type]  timm's way to leave it out
+        interpolation="bilinear",
+        mean=(0.0, 0.0, 0.0),
+        std=(1.0, 1.0, 1.0),
+        num_workers=min(settings.workers, usable_cores()),
+        crop_pct=0.875,
+        device=torch.device("cpu"),
+        use_prefetcher=dtype == torch.uint8,
+    )
+    dataset.transform = repeated.transform  # type: ignore[attr-defined]  where timm has put it
+    return Peer(loader.loader if dtype == torch.uint8 else loader)
+
+
+def torchvision_loader(root: Path, settings: Settings) -> Peer:
+    """As torchvision trains on ImageNet, giving bytes: its ImageFolder and transforms."""
+    from torchvision import transforms
+    from torchvision.datasets import ImageFolder
+
+    size, training = settings.input_size, settings.split == "train"
+    steps = [transforms.Resize(int(size / 0.875)), transforms.CenterCrop(size)]
+    if training:
+        steps = [transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()]
+    transform = transforms.Compose([*steps, transforms.PILToTensor()])
+    workers = min(settings.workers, usable_cores())
+    return Peer(
+        torch.utils.data.DataLoader(
+            settings.repeated(ImageFolder(root / settings.split, transform)),
+            settings.batch_size,
+            shuffle=training,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+        )
+    )
+
+
+class DaliLoader(Peer):
+    """DALI's on the CPU, with as many threads as others have processes, giving bytes."""
+
+    def __init__(self, root: Path, settings: Settings) -> None:
+        """Build its pipeline."""
+        from nvidia.dali import fn, pipeline_def, types  # type: ignore[import-not-found]
+
+        size, training = settings.input_size, settings.split == "train"
+        linear = {"interp_type": types.INTERP_LINEAR, "antialias": True}
+
+        def steps() -> tuple[Any, Any]:
+            folder = str(root / settings.split)
+            data, labels = fn.readers.file(file_root=folder, random_shuffle=training)
+            if not training:
+                images = fn.resize(
+                    fn.decoders.image(data), resize_shorter=int(size / 0.875), **linear
+                )
+                return fn.crop(images, crop=(size, size)), labels
+            images = fn.decoders.image_random_crop(
+                data, random_area=[0.08, 1.0], random_aspect_ratio=[3 / 4, 4 / 3]
+            )
+            images = fn.resize(images, resize_x=size, resize_y=size, **linear)
+            return fn.flip(images, horizontal=fn.random.coin_flip()), labels
+
+        threads = max(1, min(settings.workers, usable_cores()))
+        made = pipeline_def(batch_size=settings.batch_size, num_threads=threads, device_id=None)
+        super().__init__(made(steps)())
+        self._batches = settings.warmup_batches + settings.batches
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for _ in range(self._batches):
+            images, labels = (torch.from_numpy(found.as_array()) for found in self._loader.run())
+            yield images.permute(0, 3, 1, 2), labels[:, 0]
+
+
+class OurLoader(Peer):
+    """Ours with the transforms of `timm_loader`, giving bytes or floats, of a folder or of shards.
+
+    Raises:
+        DataError: there are no images.
+    """
+
+    def __init__(self, root: Path, settings: Settings, dtype: torch.dtype) -> None:
+        """Open the data set and its loader."""
+        training = settings.split == "train"
+        if training:
+            transform = train_transform(Augment(), settings.input_size, dtype=dtype)
+        else:
+            transform = eval_transform(
+                EvalTransform(input_size=settings.input_size, crop_pct=0.875), dtype=dtype
+            )
+        in_shards = manifest_path(root, settings.split).is_file()
+        opener = ShardDataset if in_shards else open_folder
+        self._dataset = opener(root, settings.split, transform)
+        self._staged = training and dtype == torch.uint8
+        super().__init__(
+            create_loader(
+                settings.repeated(self._dataset),
+                settings.batch_size,
+                training=training,
+                workers=settings.workers,
+            )
+        )
+
+    def close(self) -> None:
+        """Stop the workers."""
+        self._loader.close()
+
+    def stages(self) -> dict[str, float]:
+        """Seconds that this process takes for an image, by what it does; of training bytes alone.
+
+        The transform is taken apart here, as `ImageDataset` and `train_transform` put it together.
+        """
+        if not self._staged:
+            return {}
+        spent: defaultdict[str, float] = defaultdict(float)
+        crop = self._dataset.transform.transforms[0]  # type: ignore[union-attr]
+
+        def timed(stage: str, done: Callable[..., Any], *arguments: Any) -> Any:
+            begin_s = perf_counter()
+            result = done(*arguments)
+            spent[stage] += (perf_counter() - begin_s) / len(self._dataset)
+            return result
+
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # as torch does in workers
+        with preserved_generators():
+            for index in range(len(self._dataset)):
+                timed("augment", seed_cpu_generators, index)
+                picture = timed("read", self._dataset.picture, index)
+                box, mirror = timed("augment", crop.draw, *picture.size)
+                part = timed("resize", crop.resize, timed("decode", picture.crop, box))
+                if mirror:
+                    timed("augment", part.flip, 1)
+        torch.set_num_threads(threads)
+        return dict(spent)
+
+
+def loaders_in(
+    root: Path, shards: Mapping[str, Path], settings: Settings
+) -> dict[str, Callable[[], Any]]:
+    """Return what opens each of the loaders that are compared.
+
+    Args:
+        root: folder that holds the splits.
+        shards: folders of shards of the same images, by name.
+        settings: of the comparison.
+
+    Raises:
+        DataError: there are no images in the split of `root`, or no such shards.
+    """
+    for each in (root, *shards.values()):
+        OurLoader(each, settings, torch.uint8).close()  # complain before anything is measured
+    loaders: dict[str, Callable[[], Any]] = {
+        "tresnet, uint8": lambda: OurLoader(root, settings, torch.uint8),
+        "tresnet, float": lambda: OurLoader(root, settings, torch.float32),
+        "timm, uint8": lambda: timm_loader(root, settings, torch.uint8),
+        "timm, float": lambda: timm_loader(root, settings, torch.float32),
+        "torchvision, uint8": lambda: torchvision_loader(root, settings),
+    }
+    try:
+        version = import_module("nvidia.dali").__version__
+        loaders[f"DALI {version} on the CPU, uint8"] = lambda: DaliLoader(root, settings)
+    except ImportError as error:
+        if error.name not in ("nvidia", "nvidia.dali"):
+            logger.warning("DALI is left out, its import failed: %s", error)
+    for name, place in shards.items():
+        loaders[f"tresnet, uint8, {name}"] = partial(OurLoader, place, settings, torch.uint8)
+    return loaders
+
+
+def write_jpegs(root: Path, split: str, count: int = JPEGS) -> None:
+    """Write `root`/`split`/{a,b}/N.jpg: parts of scikit-learn's two photographs, of quality 90.
+
+    Each is `JPEG_SIZE`; half of them are mirrored. Made-up pictures would take longer or shorter to
+    decode.
+
+    Raises:
+        MissingDependencyError: scikit-learn is not installed.
+    """
+    from PIL import Image, ImageOps
+
+    with needed("loaders.py without --data", "demo"):
+        from sklearn.datasets import load_sample_images
+    sources = [Image.fromarray(pixels) for pixels in load_sample_images().images]
+    draw = np.random.default_rng(0)
+    for number in range(count):
+        folder = root / split / "ab"[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        bleed, x, y = draw.uniform(0, (0.15, 1, 1))
+        picture = ImageOps.fit(
+            sources[number % 2], JPEG_SIZE, Image.Resampling.LANCZOS, bleed, (x, y)
+        )
+        if number % 4 > 1:
+            picture = ImageOps.mirror(picture)
+        picture.save(folder / f"{number:03d}.jpg", quality=90)
+
+
+class LoaderContender(Contender):
+    """A loader: an iterable of batches (images, labels) with a `close`."""
+
+    def __init__(self, name: str, opened: Callable[[], Epoch], settings: Settings) -> None:
+        """Keep what opens it."""
+        self._open, self._settings = opened, settings
+        self._epoch: Any = None
+        self._clock = HostClock()
+        self._stages: list[dict[str, float]] = []
+        self.label, self.units = name, settings.batch_size
+        # batch_bytes: what workers hand over and a GPU is sent
+        self.columns: dict[str, Any] = {"case": name, "dtype": None, "batch_bytes": None}
+
+    def set_up(self) -> None:
+        """Open the loader; each visit warms up by itself."""
+        self._epoch = self._open()
+
+    def visit(self) -> Sequence[float]:
+        """Mean seconds of a batch of one epoch."""
+        marks = [self._clock.mark()]
+        images: Tensor | None = None
+        for batch in self._epoch:
+            marks.append(self._clock.mark())
+            images = batch[0]
+        warm, size = self._settings.warmup_batches, self._settings.batch_size
+        expected = warm + self._settings.batches
+        if images is None or len(marks) != 1 + expected or len(images) != size:
+            raise InputError(
+                f"expected an epoch of {expected} batches of {size} images, got {len(marks) - 1}"
+            )
+        self.columns |= {
+            "dtype": str(images.dtype).removeprefix("torch."),
+            "batch_bytes": images.nbytes,
+        }
+        elapsed_s = self._clock.seconds(marks[warm], marks[-1])
+        if found := getattr(self._epoch, "stages", dict)():
+            self._stages.append(found)
+        return [elapsed_s / self._settings.batches]
+
+    def figures(self, rounds: Rounds) -> dict[str, Any]:
+        """Images/s of each round, their median and range; what a worker does with its time."""
+        rates = [self.units / time_s for visit in rounds for time_s in visit]
+        return self._shares(rates) | {
+            "p50_images_per_s": statistics.median(rates) if rates else None,
+            "least_images_per_s": min(rates, default=None),
+            "most_images_per_s": max(rates, default=None),
+            "round_images_per_s": rates,
+        }
+
+    def _shares(self, rates: list[float]) -> dict[str, Any]:
+        """Percent of a worker's time for each stage; what is left is transport."""
+        if not (rates and self._stages and self._settings.workers):
+            return {}
+        workers = min(self._settings.workers, usable_cores())
+        whole_s = workers / statistics.median(rates)
+        shares = {
+            f"{name}_pct": 100 * statistics.median(each[name] for each in self._stages) / whole_s
+            for name in self._stages[0]
+        }
+        shares["transport_pct"] = 100 - sum(shares.values())
+        words = (f"{name.removesuffix('_pct')} {share:.0f} %" for name, share in shares.items())
+        return shares | {"note": f"a worker's time: {', '.join(words)}"}
+
+    def close(self) -> None:
+        """Stop the workers."""
+        if self._epoch is not None:
+            self._epoch.close()
+            self._epoch = None
+
+
+def compare_loaders(
+    loaders: Mapping[str, Callable[[], Epoch]],
+    settings: Settings,
+    data: str,
+    argv: Sequence[str],
+    log: Log,
+) -> Outcome:
+    """Time what each of `loaders` opens; the first is the base of the ratios. `data` names it."""
+    record = RecordFile(
+        settings.output_dir,
+        "bench_loader",
+        device=None,
+        settings={**settings.to_dict(), "data": data, "method": METHOD},
+        warmup_steps=settings.warmup_batches,
+        runs=settings.rounds,
+        argv=argv,
+    )
+    group = [LoaderContender(name, opened, settings) for name, opened in loaders.items()]
+    return run([group], settings, log=log, record=record)
+
+
+@contextlib.contextmanager
+def _images(settings: Settings) -> Iterator[tuple[Path, str, dict[str, Path]]]:
+    """The folder given or one for this run alone, what to call it, and shards of its images."""
+    if settings.data is not None:
+        shards = {} if settings.shards is None else {"shards": settings.shards}
+        yield settings.data, settings.data.resolve().name, shards
+        return
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        write_jpegs(folder, settings.split)
+        shards = {}
+        if find_spec("array_record") is not None:
+            for name, how in {
+                "shards": ShardSettings(),
+                "shards of short side 256": ShardSettings(short_side=256),
+                "pixels of short side 256": ShardSettings(short_side=256, pixels=True),
+            }.items():
+                shards[name] = out = folder / name
+                out.mkdir()
+                write_shards(open_folder(folder, settings.split), folder, out, how)
+        yield folder, f"{JPEGS} photographs of {JPEG_SIZE[0]} x {JPEG_SIZE[1]}, JPEG", shards
+
+
+def main(settings: Settings) -> int:
+    """Time the loaders in turns, print the table and write the record."""
+    settings.check()
+    check_directory(settings.output_dir)  # before images are written
+    with _images(settings) as (folder, data, shards):
+        loaders = loaders_in(folder, shards, settings)
+        outcome = compare_loaders(loaders, settings, data, sys.argv, progress)
+    columns = {
+        "batch_bytes": "",
+        "p50_images_per_s": ".1f",
+        "ratio_to_first": ".3f",
+        "least_images_per_s": ".1f",
+        "most_images_per_s": ".1f",
+    }
+    lines = [
+        [row["case"]]
+        + ["-" if row.get(key) is None else format(row[key], how) for key, how in columns.items()]
+        + [row["status"]]
+        for row in outcome.rows
+    ]
+    header = ["case", "batch bytes", "p50 img/s", "x first", "slowest", "fastest", "status"]
+    say(format_table(header, lines))
+    return finish(outcome)
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Settings, description=__doc__)))

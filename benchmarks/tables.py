@@ -1,0 +1,91 @@
+#!/usr/bin/env python3
+"""Prints the tables of records in Markdown: `python benchmarks/tables.py [FOLDER]`.
+
+Figures of different devices or PyTorch versions are never comparable: each pair has a section of
+its own, GPUs first. Ratios are those of the record, whose contenders took turns.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+# Of each kind of record: title, and for each column its header, its key and how it is written.
+_CASE = [("model", "model", ""), ("batch", "batch_size", ""), ("settings", "settings", "")]
+_STEPS = [
+    *_CASE,
+    ("images/s", "p50_images_per_s", ",.1f"),
+    ("x first", "ratio_to_first", ".3f"),
+    ("peak MiB", "max_allocated_mib", ",.0f"),
+]
+_LARGEST = [*_CASE, ("largest batch", "largest_batch", ""), ("ended by", "limited_by", "")]
+_OPS = [
+    *((key, key, "") for key in ("op", "place", "dtype", "direction", "contender")),
+    ("GB/s of the ideal bytes", "gb_per_s", ",.1f"),
+    ("of a copy", "share_of_copy", ".0%"),
+]
+TABLES = {
+    "bench_train": ("Training step", _STEPS),
+    "bench_infer": ("Inference", _STEPS),
+    "bench_max_batch": ("Largest training batch", _LARGEST),
+    "bench_ops": ("Operations", _OPS),
+}
+
+
+def title(record: dict[str, Any]) -> str:
+    """Return the GPU with its power limit, or the CPU with its threads, and PyTorch's version."""
+    about = record["environment"]
+    device, cpu = about["device"], about["cpu"]
+    name = f"CPU: {cpu['model'] or 'of unknown model'}, {cpu['torch_threads']} threads"
+    if device["type"] == "cuda":
+        limit_w = device.get("power_limit_w")
+        name = device["name"] + ("" if limit_w is None else f" at {limit_w:.0f} W")
+    return f"{name}, PyTorch {about['packages']['torch']}"
+
+
+def table(record: dict[str, Any], name: str) -> str:
+    """Return a record's rows as a Markdown table with its source; what failed says why."""
+    heading, columns = TABLES[record["what"]]
+    lines = [[header for header, *_ in columns], ["---"] * len(columns)]
+    for row in record["rows"]:
+        told = {**row, "settings": _settings(row)}
+        if row.get("max_allocated_mib") is None:
+            told["max_allocated_mib"] = row.get("rss_peak_mib")  # of the process, on a CPU
+        cells = ["-" if told.get(k) is None else format(told[k], how) for _, k, how in columns]
+        lines.append(cells if row["status"] == "ok" else [*cells[:-1], _failure(row)])
+    about = f"Record: `{name}` ({record['environment']['date_utc']}), `{record['command']}`"
+    rows = [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines]
+    return "\n".join([f"**{heading}:**", "", *rows, "", about])
+
+
+def _settings(row: dict[str, Any]) -> str:
+    keys = ("input_size", "amp", "dtype", "norm", "impl", "recompute", "pad", "compile", "input")
+    flags = (key for key in ("channels_last", "fold", "freeze", "cuda_graph") if row.get(key))
+    given = (
+        f"{key} {row[key]}" for key in keys if row.get(key) not in (None, False, "none", "off")
+    )
+    return ", ".join([*given, *flags])
+
+
+def _failure(row: dict[str, Any]) -> str:
+    return f"{row['status'].replace('_', ' ')}: {' '.join(str(row['error']).split())}"
+
+
+def main(folder: str = "benchmarks/records") -> int:
+    """Print a section for each device and PyTorch version; 1 where there is no record to print."""
+    sections: dict[tuple[bool, str], list[tuple[str, str]]] = {}
+    for path in sorted(Path(folder).glob("*.json")):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record["what"] in TABLES:
+            key = record["environment"]["device"]["type"] != "cuda", title(record)
+            dated = record["environment"]["date_utc"], table(record, path.name)
+            sections.setdefault(key, []).append(dated)
+    for (_, name), tables in sorted(sections.items()):
+        print("\n\n".join([f"### {name}", *(text for _, text in sorted(tables))]), end="\n\n")
+    if not sections:
+        print(f"no record of {', '.join(TABLES)} in {folder}: measure first", file=sys.stderr)
+    return 0 if sections else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

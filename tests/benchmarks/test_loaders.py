@@ -1,0 +1,200 @@
+"""benchmarks/loaders.py: the loaders give the same pictures, and take turns on a clock."""
+
+import dataclasses
+import json
+import sys
+from multiprocessing import active_children
+from types import ModuleType
+
+import pytest
+import torch
+from PIL import Image
+
+from benchmarks import loaders
+from benchmarks.loaders import Settings, compare_loaders, loaders_in, main, write_jpegs
+from tresnet.errors import DataError, InputError
+
+# timm leaves it to the garbage collector to close image files.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+
+SETTINGS = Settings(batch_size=2, input_size=4, workers=0, rounds=3, batches=4)
+
+
+class Clock:
+    """Tells the time of `now`."""
+
+    now = 0.0
+
+    def mark(self):
+        return Clock.now
+
+    def seconds(self, begin, end):
+        return end - begin
+
+
+class Epoch:
+    """Takes 100 s to a warm-up batch, then so many seconds a batch; slower by the visit."""
+
+    def __init__(self, name, seconds, visits, dtype=torch.float32, batches=8):
+        self.name, self.seconds, self.visits = name, seconds, visits
+        self.images = torch.zeros(2, 3, 4, 4, dtype=dtype)
+        self.batches = batches
+
+    def close(self):
+        """Nothing runs."""
+
+    def __iter__(self):
+        self.visits.append(self.name)
+        slower = self.visits.count(self.name)
+        for number in range(self.batches):
+            Clock.now += 100 if number < 4 else self.seconds * slower
+            yield self.images, None
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    monkeypatch.setattr(loaders, "HostClock", Clock)
+
+
+def compared(folder, workers=0, rounds=3, **epochs):
+    settings = dataclasses.replace(
+        SETTINGS, output_dir=folder, shards=folder / "s", workers=workers, rounds=rounds
+    )
+    opened = {name: lambda epoch=epoch: epoch for name, epoch in epochs.items()}
+    outcome = compare_loaders(opened, settings, "made up", ["tresnet"], str)
+    recorded = json.loads(outcome.path.read_text())["settings"]
+    assert (recorded["data"], recorded["shards"]) == ("made up", "s")
+    return outcome.rows
+
+
+def test_rounds_visit_every_loader_and_time_no_warm_up(tmp_path, clock):
+    visits = []
+    ours, theirs = compared(
+        tmp_path, a=Epoch("a", 0.25, visits, torch.uint8), b=Epoch("b", 0.5, visits)
+    )
+    assert visits == ["a", "b", "b", "a", "a", "b"]
+    assert ours["round_images_per_s"] == [8.0, 4.0, 8 / 3]
+    assert (ours["p50_images_per_s"], theirs["p50_images_per_s"]) == (4.0, 2.0)
+    assert (ours["ratio_to_first"], theirs["ratio_to_first"]) == (1.0, 0.5)
+    assert (ours["dtype"], ours["batch_bytes"]) == ("uint8", 2 * 3 * 4 * 4)
+    assert (theirs["dtype"], theirs["batch_bytes"]) == ("float32", 4 * 2 * 3 * 4 * 4)
+
+
+def test_what_no_stage_takes_is_transport(tmp_path, monkeypatch, clock):
+    monkeypatch.setattr(loaders, "usable_cores", lambda: 9)
+    ours = Epoch("a", 0.25, [])
+    ours.stages = lambda: {"decode": 0.05, "resize": 0.1}  # of 2 workers / 8 images/s
+    (row,) = compared(tmp_path, workers=2, rounds=1, a=ours)
+    shares = [row[f"{name}_pct"] for name in ("decode", "resize", "transport")]
+    assert shares == pytest.approx([20, 40, 40])
+    assert row["note"] == "a worker's time: decode 20 %, resize 40 %, transport 40 %"
+
+
+@pytest.mark.parametrize("batches", [0, 7])
+def test_an_epoch_that_is_too_short_is_no_measurement(batches, tmp_path, clock):
+    short, fine = compared(tmp_path, a=Epoch("a", 1.0, [], batches=batches), b=Epoch("b", 1.0, []))
+    assert (short["status"], fine["status"]) == ("failed", "ok")
+    assert f"an epoch of 8 batches of 2 images, got {batches}" in short["error"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("jpegs")
+    for split in ("train", "val"):
+        write_jpegs(root, split, count=5)
+    return root
+
+
+def contending(folder, split, workers=0):
+    """5 files to 6 images of an epoch: one comes round again. DALI, where installed, rounds."""
+    settings = Settings(
+        split=split, batch_size=3, input_size=32, workers=workers, batches=1, warmup_batches=1
+    )
+    opened = loaders_in(folder, {}, settings)
+    return [opens() for name, opens in opened.items() if not name.startswith("DALI")]
+
+
+def test_the_pictures_are_of_a_photographs_size(folder):
+    files = sorted((folder / "val").rglob("*.jpg"))
+    assert len(files) == 5
+    for file in files:
+        assert 30_000 < file.stat().st_size < 90_000
+        with Image.open(file) as image:
+            assert (image.size, image.mode) == (loaders.JPEG_SIZE, "RGB")
+
+
+def test_all_evaluate_the_same_pictures(folder):
+    loaders = (list(loader) for loader in contending(folder, "val"))
+    as_bytes, as_floats, timms_bytes, timms, torchvisions = loaders
+    for other in (timms_bytes, torchvisions):
+        for (x, labels), (y, same) in zip(as_bytes, other, strict=True):
+            assert torch.equal(x, y)
+            assert torch.equal(labels, same)
+    assert len(as_bytes) == len(as_floats) == len(timms) == 2
+    for (x, labels), (y, same), (z, theirs) in zip(as_bytes, as_floats, timms, strict=True):
+        assert (x.dtype, y.dtype, z.dtype) == (torch.uint8, torch.float32, torch.float32)
+        assert torch.equal(x.float() / 255, y)
+        assert torch.equal(z, y)
+        assert torch.equal(labels, same)
+        assert torch.equal(labels, theirs)
+    first, last = as_bytes[0][0][0], as_bytes[1][0][2]
+    assert torch.equal(first, last)
+
+
+def test_all_crop_at_random_in_training(folder):
+    for loader in contending(folder, "train"):
+        batches = [images for images, _ in loader]
+        assert [batch.shape for batch in batches] == [(3, 3, 32, 32)] * 2
+        assert len({int(image.float().sum() * 100) for batch in batches for image in batch}) == 6
+
+
+def test_a_dali_that_cannot_be_imported_is_left_out_and_named(
+    folder, tmp_path, monkeypatch, caplog
+):
+    (tmp_path / "dali.py").write_text("import a_missing_dependency")
+    nvidia = ModuleType("nvidia")
+    nvidia.__path__ = [str(tmp_path)]
+    monkeypatch.setitem(sys.modules, "nvidia", nvidia)
+    assert len(contending(folder, "val")) == 5
+    assert "DALI is left out, its import failed: No module named 'a_missing" in caplog.text
+
+
+def test_the_time_of_a_training_image_is_told_by_stages(folder):
+    ours, floats, *_ = contending(folder, "train")
+    torch.manual_seed(7)
+    stages = ours.stages()
+    assert torch.initial_seed() == 7
+    assert set(stages) == {"read", "decode", "resize", "augment"}
+    assert min(stages.values()) > 0
+    assert floats.stages() == {}
+
+
+def test_workers_end_with_their_loader(folder):
+    before = set(active_children())
+    for loader in contending(folder, "val", workers=1):
+        assert len(list(loader)) == 2
+        assert len(set(active_children()) - before) == 1
+        loader.close()
+        assert set(active_children()) == before
+
+
+def test_a_comparison_prints_a_table_and_writes_a_record(folder, tmp_path, capsys):
+    settings = {"batch_size": 2, "input_size": 16, "workers": 0, "rounds": 2, "batches": 1}
+    assert main(Settings(data=folder, warmup_batches=1, output_dir=tmp_path, **settings)) == 0
+    assert capsys.readouterr().out.startswith("case ")
+    (path,) = tmp_path.glob("bench_loader_cpu_*.json")
+    record = json.loads(path.read_text())
+    assert record["settings"]["data"] == folder.name
+    rows = [row for row in record["rows"] if not row["case"].startswith("DALI")]
+    names = ("tresnet, uint8", "tresnet, float", "timm, uint8", "timm, float")
+    assert [row["case"] for row in rows] == [*names, "torchvision, uint8"]
+    sizes = [2 * 3 * 16 * 16 * size for size in (1, 4, 1, 4, 1)]
+    assert [row["batch_bytes"] for row in rows] == sizes
+
+
+def test_what_cannot_be_measured_is_refused(tmp_path):
+    with pytest.raises(DataError, match="nowhere is not a folder: check --data"):
+        main(Settings(data=tmp_path / "nowhere", output_dir=tmp_path))
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="expected a directory that records can be written to"):
+        main(Settings(data=tmp_path, output_dir=tmp_path / "file"))
