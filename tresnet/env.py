@@ -8,12 +8,10 @@ import functools
 import importlib.metadata
 import os
 import platform
-import re
 import subprocess
 import tomllib
 from collections.abc import Callable
 from datetime import UTC, datetime
-from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,13 +21,6 @@ import torch
 from tresnet.errors import InputError
 
 MIB = 2**20
-_UNITS = {
-    "": 1, "b": 1,
-    "kib": 2**10, "mib": MIB, "gib": 2**30, "tib": 2**40,
-    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-}  # fmt: skip
-_SIZE = re.compile(r"\s*([0-9]{0,15}\.?[0-9]{1,15})\s*([a-zA-Z]*)\s*")
-
 _PACKAGES = ("torch", "torchvision", "timm", "triton", "inplace-abn", "numpy")
 _CHECKOUT = Path(__file__).resolve().parent.parent
 
@@ -263,14 +254,16 @@ def parse_size(size: str | int) -> int:
     Raises:
         InputError: not a size, an unknown unit, or not above zero.
     """
-    number, unit = size, ""
-    if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
-        number, unit = Fraction(match[1]), match[2].lower()
-    if isinstance(number, bool) or not isinstance(number, int | Fraction) or unit not in _UNITS:
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    try:
+        n_bytes = -1 if isinstance(size, bool) else TypeAdapter(ByteSize).validate_python(size)
+    except (ValidationError, OverflowError):
+        n_bytes = -1
+    if not 0 <= n_bytes < 2**63:
         raise InputError(
             f"expected a size such as '80GiB', '512MiB' or a number of bytes, got {size!r}"
         )
-    n_bytes = int(number * _UNITS[unit])
-    if n_bytes <= 0:
+    if n_bytes == 0:
         raise InputError(f"expected a size above zero, got {size!r}")
-    return n_bytes
+    return int(n_bytes)

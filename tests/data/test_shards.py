@@ -227,16 +227,15 @@ def test_the_command_writes_both_splits_and_says_what_is_wrong(
         ((images / "nothing", out), "expected a folder train or val"),
         ((images, images), "expected another folder"),
         ((images, out, "--max-side", 4, "--short-side", 4), "leave one out"),
-        ((images, out, "--quality", 0), "quality of 1 to 100"),
+        ((images, out, "--quality", 0), "--quality: expected at least 1, got 0"),
     ]:
         assert main(["shard", *map(str, arguments)]) == 2
         assert message in capsys.readouterr().err
 
 
 def test_settings_locks_and_a_missing_library_are_checked_first(images, tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match="images_per_shard=0"):
-        ShardSettings(images_per_shard=0)
-    (tmp_path / "out").mkdir()
+    with pytest.raises(ConfigError, match="--images-per-shard: expected at least 1, got 0"):
+        sharded(images, tmp_path / "out", images_per_shard=0)
     with lock(tmp_path / "out"), pytest.raises(BusyError):
         sharded(images, tmp_path / "out")
     monkeypatch.setitem(sys.modules, "array_record.python.array_record_module", None)

@@ -8,10 +8,11 @@ from tyro.conf import Positional, arg
 
 from tresnet.cli.output import progress, say
 from tresnet.errors import DataError, WriteError
+from tresnet.settings import ShardSettings
 
 
-@dataclasses.dataclass(frozen=True)
-class Shard:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shard(ShardSettings):
     """Write a data set's images into shards, which train.py and eval.py take as --data.
 
     Both splits are written, train and val, where they are there. Started again, the command keeps
@@ -23,21 +24,6 @@ class Shard:
 
     out: Annotated[Positional[Path], arg(metavar="OUT")]
     """The folder to write; it is made."""
-
-    max_side: int | None = None
-    """Make images smaller until the longer side has at most so many pixels; 500 keeps accuracy."""
-
-    short_side: int | None = None
-    """Make images smaller until the shorter side has at most so many pixels; 256 is fastest."""
-
-    quality: int = 90
-    """Of the JPEGs that smaller images become."""
-
-    pixels: bool = False
-    """Keep pixels instead of JPEGs: nothing to decode, on about ten times the space."""
-
-    images_per_shard: int = 8192
-    """Images in a file."""
 
     multilabel: bool = False
     """Images have any number of labels, listed as for the recipe multilabel."""
@@ -53,11 +39,8 @@ class Shard:
         from tresnet.data.folder import open_folder
         from tresnet.data.loaders import usable_cores
         from tresnet.data.multilabel import open_multilabel
-        from tresnet.data.shards import ShardSettings, manifest_path, write_shards
+        from tresnet.data.shards import manifest_path, write_shards
 
-        settings = ShardSettings(
-            self.max_side, self.short_side, self.quality, self.pixels, self.images_per_shard
-        )
         opener = open_multilabel if self.multilabel else open_folder
         splits = [name for name in ("train", "val") if (self.data / name).exists()]
         if not splits:
@@ -65,16 +48,12 @@ class Shard:
         if self.out.resolve() == self.data.resolve():
             raise WriteError(f"expected another folder to write than {self.data}, got the same")
         datasets = [opener(self.data, name, None, self.skip_bad_images) for name in splits]
-        try:
-            self.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise WriteError(f"cannot make {self.out}: {error.strerror}") from error
         for dataset in datasets:
             skipped = write_shards(
                 dataset,
                 self.data,
                 self.out,
-                settings,
+                ShardSettings(**self.values(ShardSettings)),
                 workers=self.workers or usable_cores(),
                 log=progress,
             )

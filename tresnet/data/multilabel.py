@@ -1,9 +1,10 @@
 """Images with any number of labels each, listed in a CSV or a COCO-style JSON file."""
 
+import codecs
 import csv
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,31 @@ def read_csv(path: Path) -> tuple[list[str], Listing]:
     return (sorted(_labels(listing)) if named else columns), listing
 
 
+@dataclass(frozen=True)
+class _Image:
+    id: int | str
+    file_name: str
+
+
+@dataclass(frozen=True)
+class _Category:
+    id: int | str
+    name: str
+
+
+@dataclass(frozen=True)
+class _Annotation:
+    image_id: int | str
+    category_id: int | str
+
+
+@dataclass(frozen=True)
+class _Coco:
+    images: list[_Image]
+    categories: list[_Category]
+    annotations: list[_Annotation]
+
+
 def read_coco(path: Path) -> tuple[list[str], Listing]:
     """Read images and the categories of their annotations from COCO's format.
 
@@ -128,15 +154,27 @@ def read_coco(path: Path) -> tuple[list[str], Listing]:
     Raises:
         DataError: the file is not in that format; names what is missing.
     """
+    from pydantic import TypeAdapter, ValidationError
+
     try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as error:
+        text = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+        content = TypeAdapter(_Coco).validate_json(text, strict=True)
+    except OSError as error:
         raise DataError(f"cannot read the labels in {path}: {error}") from error
-    names = dict(_pairs(content, "categories", {"id": _ID, "name": str}, path))
-    images = dict(_pairs(content, "images", {"id": _ID, "file_name": str}, path))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        found = [".".join(map(str, first["loc"][:3])), first["msg"]]
+        raise DataError(
+            f"{path}: expected lists of images (id, file_name), categories (id, name) and "
+            f"annotations (image_id, category_id), got {': '.join(filter(None, found))}"
+        ) from error
+    names = {category.id: category.name for category in content.categories}
+    images = {image.id: image.file_name for image in content.images}
+    _check_once([category.id for category in content.categories], "id in categories", path)
+    _check_once([image.id for image in content.images], "id in images", path)
     labels: dict[Any, set[str]] = {image: set() for image in images}
-    pairs = _pairs(content, "annotations", {"image_id": _ID, "category_id": _ID}, path)
-    for image, category in pairs:
+    for one in content.annotations:
+        image, category = one.image_id, one.category_id
         if image not in images or category not in names:
             raise DataError(
                 f"{path}: an annotation names image {image!r} and category {category!r}, which are "
@@ -148,32 +186,6 @@ def read_coco(path: Path) -> tuple[list[str], Listing]:
     ordered = [names[key] for key in sorted(names)]
     _check_once(ordered, "category", path)
     return ordered, [(images[key], labels[key]) for key in images]
-
-
-_ID = (int, str)
-
-
-def _pairs(content: Any, key: str, kinds: dict[str, Any], path: Path) -> list[tuple[Any, Any]]:
-    """Return two values of each entry of a list in a JSON file; an `id` is there once."""
-    entries = content.get(key) if isinstance(content, dict) else None
-    if not isinstance(entries, list):
-        raise DataError(
-            f"{path}: expected lists of images (id, file_name), categories (id, name) and "
-            f"annotations (image_id, category_id), but {key!r} is missing or not a list"
-        )
-    pairs = []
-    for number, entry in enumerate(entries):
-        first, second = (entry.get(name) if isinstance(entry, dict) else None for name in kinds)
-        for (name, kind), value in zip(kinds.items(), (first, second), strict=True):
-            if not isinstance(value, kind):
-                expected = "a text" if kind is str else "a number or a text"
-                raise DataError(
-                    f"{path}: expected {expected} as {name} in {key}[{number}], got {value!r}"
-                )
-        pairs.append((first, second))
-    if "id" in kinds:
-        _check_once([first for first, _ in pairs], f"id in {key}", path)
-    return pairs
 
 
 def _check_once(values: Sequence[Any], what: str, path: Path) -> None:

@@ -30,43 +30,12 @@ import torch
 from tresnet.data.folder import ImageDataset, open_picture
 from tresnet.data.pictures import BadImageError, Picture, Pixels, named
 from tresnet.errors import ConfigError, DataError, needed
-from tresnet.files import atomic_write, lock, remove_leftovers, write_text
+from tresnet.files import atomic_write, explained, lock, remove_leftovers, write_text
+from tresnet.settings import ShardSettings
+from tresnet.settings.fields import check
 
 FORMAT = 2
 _HEAD = struct.Struct("<II")  # CRC-32 of all that follows; bytes of the text
-
-
-@dataclass(frozen=True)
-class ShardSettings:
-    """What becomes of an image on its way into a shard.
-
-    An image that is no larger than asked keeps its bytes. Others are resized (Lanczos) and become
-    JPEGs, or all of them are kept as pixels.
-
-    Attributes:
-        max_side: most pixels of the longer side; None for any.
-        short_side: most pixels of the shorter side; None for any. Only one of the two.
-        quality: of the JPEGs, 1 to 100.
-        pixels: keep pixels, which need no decoding, instead of JPEGs.
-        images_per_shard: how many a file holds.
-    """
-
-    max_side: int | None = None
-    short_side: int | None = None
-    quality: int = 90
-    pixels: bool = False
-    images_per_shard: int = 8192
-
-    def __post_init__(self) -> None:
-        """Raise `ConfigError` for a value out of range."""
-        if self.max_side is not None and self.short_side is not None:
-            raise ConfigError("expected max_side or short_side, got both: leave one out")
-        sides = [side for side in (self.max_side, self.short_side) if side is not None]
-        if min([*sides, self.images_per_shard]) < 1 or not 1 <= self.quality <= 100:
-            raise ConfigError(
-                "expected sides and images of a shard above 0 and a quality of 1 to 100, got "
-                f"{', '.join(f'{name}={value}' for name, value in asdict(self).items())}"
-            )
 
 
 class ShardDataset(ImageDataset):
@@ -186,7 +155,7 @@ def write_shards(
     Args:
         dataset: the images; with `skip_bad_images`, those that cannot be decoded are left out.
         root: what names in messages are relative to.
-        out: an existing folder.
+        out: the folder, which is made.
         settings: how large the images become.
         workers: processes that do it.
         log: called with a line for each shard.
@@ -196,11 +165,17 @@ def write_shards(
 
     Raises:
         BadImageError: an image cannot be decoded, and they are not to be left out.
+        ConfigError: a setting is out of range.
         BusyError: another process is writing to `out`.
         DataError: every image was left out.
         WriteError: the disk is full, say.
     """
+    check(settings)
+    if settings.max_side is not None and settings.short_side is not None:
+        raise ConfigError("expected --max-side or --short-side, got both: leave one out")
     _library()
+    with explained(out):
+        out.mkdir(parents=True, exist_ok=True)
     size = settings.images_per_shard
     jobs = []
     for number, begin in enumerate(range(0, len(dataset), size)):

@@ -5,7 +5,6 @@ import dataclasses
 
 import torch
 
-from tresnet.errors import InputError
 from tresnet.measure.clock import HostClock, Mark, clock_for
 
 
@@ -50,16 +49,11 @@ class ThroughputMeter:
         device: the device that does the work.
         window: how many steps `images_per_s` looks back.
         clock: takes the marks; None for the one that fits the device.
-
-    Raises:
-        InputError: `window` is below 1.
     """
 
     def __init__(
         self, device: torch.device | str, window: int = 50, clock: HostClock | None = None
     ) -> None:
-        if window < 1:
-            raise InputError(f"expected a window of at least 1 step, got {window}")
         self._clock = clock or clock_for(torch.device(device))
         self._window = window
         self.reset()

@@ -9,7 +9,9 @@ import contextlib
 import dataclasses
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from annotated_types import Ge, Le
 
 from tresnet.errors import InputError
 from tresnet.settings.fields import (
@@ -114,6 +116,26 @@ class EvalTransform(ImageSize):
     to a square. None: the model's own."""
     interpolation: Literal["bilinear", "bicubic"] | None = None
     """Resampling filter. None: the model's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardSettings(Settings):
+    """What becomes of an image on its way into a shard.
+
+    An image that is no larger than asked keeps its bytes. Others are resized (Lanczos) and become
+    JPEGs, or all of them are kept as pixels. Only one of the two sides is limited.
+    """
+
+    max_side: Count | None = None
+    """Make images smaller until the longer side has at most so many pixels; 500 keeps accuracy."""
+    short_side: Count | None = None
+    """Make images smaller until the shorter side has at most so many pixels; 256 is fastest."""
+    quality: Annotated[int, Ge(1), Le(100)] = 90
+    """Of the JPEGs that smaller images become."""
+    pixels: bool = False
+    """Keep pixels instead of JPEGs: nothing to decode, on about ten times the space."""
+    images_per_shard: Count = 8192
+    """Images in a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
