@@ -33,14 +33,14 @@ from tresnet.cli.output import finish, format_table, progress, say
 from tresnet.data.folder import open_folder
 from tresnet.data.loaders import create_loader, usable_cores
 from tresnet.data.seeding import preserved_generators, seed_cpu_generators
-from tresnet.data.shards import ShardDataset, ShardSettings, manifest_path, write_shards
+from tresnet.data.shards import ShardDataset, manifest_path, write_shards
 from tresnet.data.transforms import Augment, eval_transform, train_transform
 from tresnet.errors import InputError, needed
 from tresnet.measure.clock import HostClock
 from tresnet.measure.records import RecordFile, check_directory
 from tresnet.measure.runner import Contender, Log, Outcome, Rounds, run
 from tresnet.measure.settings import RunSettings
-from tresnet.settings import EvalTransform
+from tresnet.settings import EvalTransform, ShardSettings
 
 logger = logging.getLogger(__name__)
 Epoch = Iterable[tuple[Tensor, Any]]

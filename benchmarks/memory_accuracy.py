@@ -48,10 +48,7 @@ def matrix(models: Sequence[str] = ()) -> list[Row]:
 
 def predicted(row: Row, device: Device | None = None) -> Row:
     """A row with today's prediction, and its errors where it was measured."""
-    step = {**row["step"]}
-    if "opt" in step:
-        step["optimizer"] = step.pop("opt")
-    p = predict(row["model"], batch_size=BATCH_SIZE, device=device, **step)
+    p = predict(row["model"], batch_size=BATCH_SIZE, device=device, **row["step"])
     said = {"allocated_mib": p.allocated.mib, "reserved_mib": p.reserved.mib}
     errors = {
         f"{what}_error_percent": 100 * (said[f"{what}_mib"] / row["measured"][f"{what}_mib"] - 1)

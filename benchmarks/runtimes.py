@@ -129,7 +129,9 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as scratch:
         group = contenders(asked.model, asked.size, asked.batch, Path(scratch))
-        found = run([group], RunSettings(asked.rounds), log=print, record=record, compiles=True)
+        found = run(
+            [group], RunSettings(rounds=asked.rounds), log=print, record=record, compiles=True
+        )
     for label, row in zip(found.labels, found.rows, strict=True):
         print(f"{label:26}{row['p50_step_time_ms'] or 0:8.1f} ms  {row['status']}")
     print(record.path)

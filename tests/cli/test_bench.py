@@ -35,7 +35,7 @@ def test_train_prints_a_table_and_writes_a_record(tmp_path, capsys):
     printed = capsys.readouterr()
     header, ours, theirs = printed.out.splitlines()
     assert header.split()[:2] == ["case", "size"]
-    assert ours.startswith("tresnet_t, batch 2, amp bf16, norm abn, channels_last, opt adamw, ema")
+    assert ours.startswith("tresnet_t, batch 2, amp bf16, channels_last, opt adamw, ema")
     assert theirs.startswith("timm:test_resnet, batch 3, fp32, opt adamw")
     assert "round 2 of 2 done" in printed.err
     record = record_in(tmp_path)
@@ -105,17 +105,23 @@ def test_a_signal_leaves_the_table_and_the_record(number, tmp_path, monkeypatch,
     ("arguments", "message"),
     [
         (["train"], "at least one model to measure, got none"),
-        (["train", "tresnet_t@speed=high"], "expected MODEL@key=value"),
+        (["train", "tresnet_t@speed=high"], "tresnet_t: unknown setting 'speed'"),
         (["train", "tresnet_t", "--batch-size"], "expected at least one batch size, got none"),
-        (["train", "tresnet_t", "--batch-size", "9" * 20], "batch size of at most 2147483647, got"),
-        (["train", "tresnet_t", "--time-limit-s", "inf"], "a time limit above 0 s, got inf"),
-        (["train", "tresnet_t", "--rounds", "0"], "expected rounds of at least 1, got 0"),
+        (
+            ["train", "tresnet_t", "--batch-size", "9" * 20],
+            "--batch-size: expected at most 2147483647, got",
+        ),
+        (
+            ["train", "tresnet_t", "--time-limit-s", "inf"],
+            "--time-limit-s: expected a finite number, got inf",
+        ),
+        (["train", "tresnet_t", "--rounds", "0"], "--rounds: expected at least 1, got 0"),
         (["train", "tresnet_t", "--input-size", "33"], "divisible by 2"),
         (["max-batch", "tresnet_t"], "expected at_most on cpu, got none"),
         (["ops", "conv"], "expected an operation out of abn_join"),
         (["ops", "--input-size", "100"], "divisible by 32, got 100"),
-        (["ops", "--batch-size", "1"], "expected batch_size of at least 2, got 1"),
-        (["ops", "--time-limit-s", "nan"], "a time limit above 0 s, got nan"),
+        (["ops", "--batch-size", "1"], "--batch-size: expected at least 2, got 1"),
+        (["ops", "--time-limit-s", "nan"], "--time-limit-s: expected a finite number, got nan"),
     ],
 )
 def test_bad_input_leaves_nothing(arguments, message, tmp_path, capsys):

@@ -43,10 +43,10 @@ def test_predict_takes_the_settings_of_train_py(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--compile default", "expected compile 'none', got 'default'"),
-        ("--cuda-graph", "expected cuda_graph off"),
+        ("--compile default", "compile: expected 'none', got 'default'"),
+        ("--cuda-graph", "cuda_graph: expected it off"),
         ("--opt sgdd", "--opt: timm builds no optimizer 'sgdd'"),
-        ("--amp fp8", "expected amp out of"),
+        ("--accumulate 0", "--accumulate: expected at least 1, got 0"),
         ("--gpu-memory lots", "expected a size such as '80GiB'"),
         ("--snapshot none/x.pickle", "cannot write none/x.pickle"),
     ],

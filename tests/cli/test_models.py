@@ -40,7 +40,7 @@ def test_info_at_another_size(capsys):
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--input-size", "0", "expected an input_size of at least 1, got 0"),
+        ("--input-size", "0", "--input-size: expected at least 1, got 0"),
         ("--input-size", "225", "divisible by 4"),
         (
             "--num-classes",

@@ -12,10 +12,11 @@ from tresnet.cli.main import main
 from tresnet.data import BadImageError, create_loader, open_folder
 from tresnet.data.multilabel import open_multilabel
 from tresnet.data.pictures import crop_of
-from tresnet.data.shards import ShardDataset, ShardSettings, write_shards
+from tresnet.data.shards import ShardDataset, write_shards
 from tresnet.data.transforms import Augment, train_transform
 from tresnet.errors import BusyError, ConfigError, DataError, MissingDependencyError
 from tresnet.files import lock
+from tresnet.settings import ShardSettings
 
 pytest.importorskip("array_record")
 EMPTY = """{"format": 2, "shards": [], "classes": ["a"], "labels": [], "digest": "",

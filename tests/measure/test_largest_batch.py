@@ -58,7 +58,7 @@ def test_real_steps_up_to_a_bound(search):
         assert (row["status"], row["largest_batch"], row["limited_by"]) == ("ok", 6, "at most 6")
         assert row["tries"] == [(2, True), (4, True), (6, True)]
     assert (outcome.rows[0]["norm"], outcome.rows[0]["input_size"]) == ("abn", 32)
-    assert "tresnet_t, batch 4, fp32, norm abn: fits" in lines
+    assert "tresnet_t, batch 4, fp32: fits" in lines
 
 
 def stub(monkeypatch, step):
@@ -156,10 +156,10 @@ def test_cudnn_searches_only_for_the_answer(monkeypatch, tmp_path):
     ("changes", "message"),
     [
         ({"first": 3}, "expected a first batch divisible by 2, got 3"),
-        ({"granularity": 0}, "expected granularity of at least 1, got 0"),
+        ({"granularity": 0}, "--granularity: expected at least 1, got 0"),
         ({"at_most": 1}, "expected at_most of at least 2, got 1"),
         ({"at_most": None}, "expected at_most on cpu, got none: only a GPU says when it is full"),
-        ({"time_limit_s": float("nan")}, "expected a time limit above 0 s, got nan"),
+        ({"time_limit_s": float("nan")}, "--time-limit-s: expected a finite number, got nan"),
         ({"gpu_memory": "0GiB"}, "expected a size above zero, got '0GiB'"),
     ],
 )

@@ -178,7 +178,7 @@ def killed_at(moment, folder):
             events.append("saved")
 
     record = Noted(folder, "bench_test", device="cpu", settings={}, argv=["tresnet"])
-    run([[Fake(name, events) for name in "abc"]], RunSettings(2), log=str, record=record)
+    run([[Fake(name, events) for name in "abc"]], RunSettings(rounds=2), log=str, record=record)
 
 
 @pytest.mark.parametrize("moment", range(1, 15))
@@ -199,9 +199,9 @@ def test_a_process_that_is_killed_leaves_what_was_measured_before(moment, tmp_pa
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rounds": -1}, "expected rounds of at least 0, got -1"),
-        ({"time_limit_s": 0.0}, "expected a time limit above 0 s, got 0.0"),
-        ({"case_limit_s": float("nan")}, "expected a time limit above 0 s, got nan"),
+        ({"rounds": 0}, "--rounds: expected at least 1, got 0"),
+        ({"time_limit_s": 0.0}, "--time-limit-s: expected more than 0, got 0.0"),
+        ({"case_limit_s": float("nan")}, "--case-limit-s: expected a finite number, got nan"),
     ],
 )
 def test_bad_settings(settings, message):

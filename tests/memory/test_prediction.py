@@ -17,7 +17,6 @@ from tresnet.memory.allocator import round_request
 from tresnet.memory.device import MIB
 from tresnet.models.named import build_named
 from tresnet.ops.operators import noted
-from tresnet.steps import OptimConfig
 
 WIDTH = 1024
 WEIGHT_BYTES = 4 * WIDTH * WIDTH
@@ -30,7 +29,7 @@ PINNED = [
     ("tresnet_m", {"batch_size": 256, "amp": "bf16", "channels_last": True, "input": "uint8"}),
     ("tresnet_m", {"batch_size": 256, "amp": "bf16", "recompute": "outputs", "ddp": True}),
     ("tresnet_m", {"batch_size": 64, "train": False, "dtype": "bf16", "channels_last": True}),
-    ("timm:resnet50", {"batch_size": 64, "optimizer": "adamw", "accumulate": 2}),
+    ("timm:resnet50", {"batch_size": 64, "opt": "adamw", "accumulate": 2}),
     ("timm:vit_tiny_patch16_224", {"batch_size": 16, "amp": "bf16", "grad_checkpointing": True}),
 ]
 
@@ -52,7 +51,7 @@ def test_one_of_ours_by_name_is_padded_as_training_on_a_gpu_is():
     how = {"batch_size": 2, "width_factor": 0.3, "input_size": 32, "layers": (1, 1, 1, 1)}
     trained, as_it_is = predict("tresnet_t", **how), predict("tresnet_t", pad=1, **how)
     assert trained.allocated == predict("tresnet_t", pad=8, **how).allocated
-    cautious = [predict("tresnet_t", pad=pad, optimizer="cadamw", **how) for pad in (None, 1)]
+    cautious = [predict("tresnet_t", pad=pad, opt="cadamw", **how) for pad in (None, 1)]
     assert cautious[0].allocated == cautious[1].allocated  # it would see the padding
     assert trained.allocated.expected_bytes > as_it_is.allocated.expected_bytes
     how["train"] = False  # folding pads, too
@@ -99,7 +98,7 @@ class Vectors(nn.Module):
 
 @functools.cache
 def vectors(**step):
-    settings = {"batch_size": 16, "input_size": (1, WIDTH, 1), "loss": mean, "optimizer": sgd}
+    settings = {"batch_size": 16, "input_size": (1, WIDTH, 1), "loss": mean, "opt": sgd}
     return predict(Vectors, **{**settings, **step})
 
 
@@ -111,20 +110,20 @@ PARAMETERS = LAYERS * (WEIGHT_BYTES + 4 * WIDTH)
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "copies"),
+    ("opt", "copies"),
     [
         *(
             (sgd, 0),
             ("sgd", 1),
             ("adamw", 2),
             (torch.optim.RMSprop, 1),
-            (OptimConfig(opt="lamb"), 2),
+            ("lamb", 2),
         ),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), 3),
     ],
 )
-def test_optimizer_state_is_counted(optimizer, copies):
-    prediction = vectors(optimizer=optimizer)
+def test_optimizer_state_is_counted(opt, copies):
+    prediction = vectors(opt=opt)
     assert at_most(prediction, Category.PARAMETERS) == PARAMETERS
     assert at_most(prediction, Category.GRADIENTS) == PARAMETERS
     state = at_most(prediction, Category.OPTIMIZER)
@@ -133,12 +132,12 @@ def test_optimizer_state_is_counted(optimizer, copies):
 
 def test_weight_decay_of_sgd_copies_the_gradients():
     """The foreach SGD of a GPU adds decay into new tensors."""
-    prediction = vectors(optimizer=lambda p: sgd(p, weight_decay=1e-4))
+    prediction = vectors(opt=lambda p: sgd(p, weight_decay=1e-4))
     assert at_most(prediction, Category.TEMPORARY) == PARAMETERS
 
 
 def test_inference_holds_no_gradients():
-    prediction = vectors(train=False)
+    prediction = vectors(train=False, opt="sgd")
     assert at_most(prediction, Category.GRADIENTS) == 0
     assert at_most(prediction, Category.ACTIVATION_GRADIENTS) == 0
 
@@ -263,7 +262,7 @@ def test_model_is_left_alone():
         batch_size=2,
         input_size=(3, 8, 8),
         target_size=(4,),
-        optimizer="adamw",
+        opt="adamw",
         ema_decay=0.9,
     )
     for key, tensor in tied.state_dict(keep_vars=True).items():
@@ -378,36 +377,26 @@ class Unfakeable(nn.Conv2d):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        *(
-            ({"batch_size": n}, "expected batch_size to be a whole")
-            for n in (0, 2.5, True, "10", nan)
-        ),
-        *(
-            ({"input_size": n}, "expected input_size as positive")
-            for n in ((0, 32), True, nan, (), "32")
-        ),
-        *(({"accumulate": n}, "expected accumulate to be a whole") for n in (0, True, "2")),
+        ({"batch_size": 0}, "^batch_size: expected at least 1, got 0"),
+        ({"input_size": (0, 32)}, "input_size: expected at least 1, got 0"),
+        *(({"input_size": n}, "input_size: expected a whole") for n in (True, nan, (), "32")),
         *(
             ({"gpu_memory": n}, "expected a size such as '80GiB'")
             for n in ("80 gigs", True, nan, [1], "9" * 400, "inf")
         ),
-        *(({"ema_decay": n}, "expected ema_decay to be a number from 0") for n in (1, nan, "x")),
-        *(({"clip_grad": n}, "expected clip_grad to be a number from 0") for n in (-1, nan, True)),
-        ({"input": "int8"}, "expected input out of 'float', 'uint8', got 'int8'"),
-        ({"amp": "fp8"}, "expected amp out of 'off', 'bf16', 'fp16', got 'fp8'"),
-        ({"amp": None}, "expected amp out of 'off', 'bf16', 'fp16', got None"),
-        ({"train": 1}, "expected train out of True, False, got 1"),
-        ({"optimizer": "sgdd"}, "timm builds no optimizer 'sgdd'"),
-        ({"optimizer": 3}, "expected optimizer by timm"),
-        ({"compile": "default"}, "expected compile 'none', got 'default': what a compiler saves"),
-        ({"cuda_graph": True}, "expected cuda_graph off, got True: what a captured"),
-        ({"dtype": "bf16"}, "expected dtype 'fp32' and no fold in training"),
-        ({"momentum": 1}, "momentum"),
+        ({"ema_decay": 1}, "^ema_decay: expected less than 1, got 1"),
+        ({"amp": None}, "^amp: expected 'off', 'bf16' or 'fp16', got None"),
+        ({"opt": "sgdd"}, "timm builds no optimizer 'sgdd'"),
+        ({"opt": 3}, "opt: expected text or a function, got 3"),
+        ({"compile": "default"}, "compile: expected 'none', got 'default': what a compiler saves"),
+        ({"cuda_graph": True}, "cuda_graph: expected it off: what a graph"),
+        ({"dtype": "bf16"}, "expected no dtype for tresnet_t, got 'bf16': it is for inference"),
+        ({"train": False, "ema_decay": 0.9}, "expected no ema_decay .*: it is for training"),
         ({"device": "gtx1"}, "expected a device out of a100.*got 'gtx1'"),
         ({"device": 5}, "expected a device out of a100.*got 5"),
         ({"grad_checkpointing": ("layer9",)}, "expected the name of a submodule.*got 'layer9'"),
-        ({"grad_checkpointing": "layer1"}, "expected grad_checkpointing as a tuple or a list"),
-        ({"target_size": (0,)}, "expected target_size to be whole numbers"),
+        ({"grad_checkpointing": "layer1"}, "grad_checkpointing: expected true or false or a Seq"),
+        ({"target_size": (0,)}, "target_size: expected at least 1, got 0"),
         ({"input_size": (4, 32, 32)}, "expected 3 channels, got 4"),
     ],
 )
@@ -478,7 +467,7 @@ def test_an_optimizer_that_fails_is_named():
 
     message = r"the optimizer asking failed on fakes after .*RuntimeError: no driver"
     with pytest.raises(InputError, match=message):
-        small(optimizer=Asking)
+        small(opt=Asking)
 
 
 def test_uncopyable_model_is_explained():

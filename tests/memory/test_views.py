@@ -17,7 +17,7 @@ WRITERS = [(plot, "memory.png"), (write_snapshot, "memory.pickle")]
 
 @pytest.fixture(scope="module")
 def prediction():
-    return predict("tresnet_t", batch_size=16, optimizer="adamw")
+    return predict("tresnet_t", batch_size=16, opt="adamw")
 
 
 def test_points_add_up_and_reach_the_peak(prediction):

@@ -35,7 +35,7 @@ def peak_and_end(name: str, *, real_engine: bool, **step: object) -> tuple[int, 
         options = {"aux_logits": True, "init_weights": False}
         takes = "inception" in name
         size = 299 if takes else None
-        settings = {"batch_size": 8, "input_size": size, "optimizer": sgd, **step}
+        settings = {"batch_size": 8, "input_size": size, "opt": sgd, **step}
         _, model, plan = make_plan(name, **settings, **(options if takes else {}))
         trace = record(model, plan, GENERIC, device_type="cpu", real_engine=real_engine)
     replayed = replay(trace)
@@ -62,7 +62,7 @@ def test_walk_equals_engine_on_many_models(name):
 @pytest.mark.parametrize(
     "step",
     [
-        {"optimizer": torch.optim.AdamW, "accumulate": 2},
+        {"opt": torch.optim.AdamW, "accumulate": 2},
         {"grad_checkpointing": ("layer1", "layer2")},
         {"channels_last": True, "amp": "bf16", "ema_decay": 0.9},
     ],

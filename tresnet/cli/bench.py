@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tresnet.measure.runner import Outcome
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _BenchSteps(StepSettings, Cases):
     def run(self, argv: list[str]) -> int:
         """Measure, print the table and write the record."""
@@ -31,7 +31,7 @@ class BenchInfer(_BenchSteps):
     """Time the inference step of eval.py on synthetic images."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchMaxBatch(LargestSettings, Cases):
     """Find the largest training batch that fits, by real steps."""
 

@@ -22,6 +22,8 @@ from tresnet.cli.memory import Memory
 from tresnet.cli.predict import Predict
 from tresnet.cli.push import Push
 from tresnet.cli.shard import Shard
+from tresnet.errors import InputError
+from tresnet.settings.fields import Settings, check
 
 _DESCRIPTION = """TResNet image classifiers: models, weights, predictions and measurements.
 
@@ -34,9 +36,10 @@ def parse(
     """Return the command with its options.
 
     Raises:
+        InputError: a number is out of range.
         SystemExit: after `--help` (0) or arguments that do not parse (2).
     """
-    return tyro.cli(
+    command = tyro.cli(
         Annotated[List, subcommand("list")]
         | Annotated[Info, subcommand("info")]
         | Annotated[Bench, subcommand("bench")]
@@ -52,3 +55,7 @@ def parse(
         args=arguments,
         config=(DisallowNone, FlagCreatePairsOff, OmitArgPrefixes, OmitSubcommandPrefixes),
     )
+    chosen = command.task if isinstance(command, Bench | Memory) else command
+    if isinstance(chosen, Settings):
+        check(chosen, InputError)
+    return command

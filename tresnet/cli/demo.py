@@ -7,16 +7,17 @@ from tyro.conf import Positional, arg
 
 from tresnet.cli.output import progress
 from tresnet.errors import InputError
+from tresnet.settings.fields import Count, Settings
 
 
 @dataclasses.dataclass(frozen=True)
-class Demo:
+class Demo(Settings):
     """Serve a page: drop an image, see its classes and, by Grad-CAM, where the model saw them."""
 
     weights: Annotated[Positional[str], arg(metavar="WEIGHTS")]
     """A tag of `tresnet list`, a file, a directory in timm's layout or hf-hub:USER/NAME."""
 
-    top_k: int = 5
+    top_k: Count = 5
     """How many classes to show."""
 
     device: str = "cpu"

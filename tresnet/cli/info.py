@@ -6,21 +6,18 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Positional, arg
 
 from tresnet.cli.output import format_table, say
-from tresnet.errors import InputError
+from tresnet.settings import ImageSize
 
 if TYPE_CHECKING:
     from tresnet.models.tresnet import TResNet
 
 
-@dataclasses.dataclass(frozen=True)
-class Info:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Info(ImageSize):
     """Show a model's configuration, cost, stages, feature shapes and weights."""
 
     model: Annotated[Positional[str], arg(metavar="MODEL")]
     """A name out of `tresnet list`."""
-
-    input_size: int | None = None
-    """Side in pixels of the square image that MACs and shapes are for; by default the model's."""
 
     num_classes: int = 1000
     """Width of the classifier."""
@@ -31,8 +28,6 @@ class Info:
         from tresnet.measure.macs import count_macs, count_parameters, without_computing
         from tresnet.models.zoo import build
 
-        if self.input_size is not None and self.input_size < 1:
-            raise InputError(f"expected an input_size of at least 1, got {self.input_size}")
         with without_computing():
             model = build(self.model, num_classes=self.num_classes)
             size = self.input_size or int(model.pretrained_cfg["input_size"][-1])

@@ -8,12 +8,19 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg, subcommand
 
 from tresnet.cli.output import finish, format_table, progress, say
-from tresnet.measure.cases import Cases, CaseSettings
+from tresnet.measure.cases import Cases
 from tresnet.measure.settings import PhaseSettings
+from tresnet.settings import ModelStep
+from tresnet.settings.fields import Settings, Size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Predicted(CaseSettings):
+class _Predicted(Settings):
+    model: Annotated[Positional[str], arg(metavar="MODEL")]
+    """Ours (tresnet_m), timm:NAME or torchvision:NAME."""
+
+    step: ModelStep = dataclasses.field(default_factory=ModelStep)
+
     infer: bool = False
     """Inference instead of training."""
 
@@ -29,7 +36,7 @@ class _Predicted(CaseSettings):
     def arguments(self) -> dict[str, Any]:
         """What `predict` and `max_batch` take, the model and the batch size apart."""
         return {
-            **settings_of(self),
+            **vars(self.step),
             "train": not self.infer,
             "ddp": self.ddp,
             "gpu_memory": self.gpu_memory,
@@ -37,15 +44,12 @@ class _Predicted(CaseSettings):
         }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryPredict(_Predicted):
     """Predict the peak memory of a step, without a GPU."""
 
-    model: Annotated[Positional[str], arg(metavar="MODEL")] = "tresnet_m"
-    """Ours (tresnet_m), timm:NAME or torchvision:NAME."""
-
-    batch_size: int = 64
-    """Images a pass."""
+    batch_size: Size = 64
+    """Images of a micro-batch."""
 
     snapshot: Path | None = None
     """Also write a snapshot for PyTorch's memory viewer (pytorch.org/memory_viz)."""
@@ -71,12 +75,9 @@ class MemoryPredict(_Predicted):
         return 0
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryMaxBatch(_Predicted):
     """Find the largest batch that fits, without a GPU."""
-
-    model: Annotated[Positional[str], arg(metavar="MODEL")] = "tresnet_m"
-    """Ours (tresnet_m), timm:NAME or torchvision:NAME."""
 
     def run(self, argv: list[str]) -> int:
         """Print what fits, what may, and what does not."""
@@ -86,7 +87,7 @@ class MemoryMaxBatch(_Predicted):
         return 0
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryMeasure(PhaseSettings, Cases):
     """Measure memory by phase, each case in a fresh process."""
 
@@ -111,7 +112,7 @@ class MemoryMeasure(PhaseSettings, Cases):
 class Memory:
     """Predict and measure the GPU memory of a training step or an inference."""
 
-    command: (
+    task: (
         Annotated[MemoryPredict, subcommand("predict")]
         | Annotated[MemoryMeasure, subcommand("measure")]
         | Annotated[MemoryMaxBatch, subcommand("max-batch")]
@@ -119,14 +120,4 @@ class Memory:
 
     def run(self, argv: list[str]) -> int:
         """Run the chosen one."""
-        return self.command.run(argv)
-
-
-def settings_of(case: CaseSettings) -> dict[str, Any]:
-    """The settings that are not at their defaults, as `tresnet.memory.predict` takes them."""
-    given = {
-        field.name: getattr(case, field.name)
-        for field in dataclasses.fields(CaseSettings)
-        if getattr(case, field.name) != field.default
-    }
-    return {"optimizer" if name == "opt" else name: value for name, value in given.items()}
+        return self.task.run(argv)

@@ -13,6 +13,8 @@ from tyro.conf import Positional, arg
 from tresnet.cli.output import fail, progress, say
 from tresnet.errors import DataError, InputError
 from tresnet.files import atomic_write, explained
+from tresnet.settings import Build, InferenceCompute
+from tresnet.settings.fields import Count, Settings, Size
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -23,7 +25,7 @@ BAD_IMAGE_EXIT_CODE = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Predict:
+class Predict(Settings):
     """Name the class of each image file, with its probability."""
 
     images: Annotated[Positional[tuple[str, ...]], arg(metavar="IMAGE [IMAGE ...]")]
@@ -33,13 +35,13 @@ class Predict:
     weights: str
     """A tag of `tresnet list`, a file, a directory in timm's layout or hf-hub:USER/NAME."""
 
-    top_k: int = 1
+    top_k: Count = 1
     """How many classes to name, the likeliest first."""
 
     format: Literal["table", "json", "csv"] = "table"
     """A line an image; a JSON list of objects; or CSV, a row for each class that is named."""
 
-    batch_size: int = 32
+    batch_size: Size = 32
     """Images at a time."""
 
     runtime: Literal["torch", "onnx"] = "torch"
@@ -53,37 +55,13 @@ class Predict:
     device: str = "cpu"
     """Where to compute, such as cuda."""
 
-    impl: Literal["auto", "triton", "reference"] = "auto"
-    """What computes the norms: Triton kernels, or plain operators."""
+    build: Build = dataclasses.field(default_factory=Build)
 
-    pad: int | None = None
-    """Widths in multiples of this, as tensor cores want 8: the same outputs. None: of 8 to fold,
-    else as they are."""
-
-    amp: Literal["off", "bf16", "fp16"] = "off"
-    """Autocast to a 16-bit type."""
-
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Type of the weights."""
-
-    channels_last: bool = False
-    """Memory layout that is fastest on GPUs."""
-
-    compile: Literal[
-        "none", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
-    ] = "none"
-    """Mode of torch.compile."""
-
-    freeze: bool = False
-    """With --compile: compile the weights in as constants."""
-
-    fold: bool = True
-    """Fold each batch norm into the convolution before it: the same outputs up to rounding."""
+    compute: InferenceCompute = dataclasses.field(default_factory=InferenceCompute)
 
     def run(self, argv: list[str]) -> int:
         """Print predictions as they are made."""
         from tresnet.predictions import Predictor, find_images
-        from tresnet.steps import InferenceCompute
 
         names = [line for name in self.images for line in (_lines() if name == "-" else [name])]
         paths = find_images(names)
@@ -96,11 +74,8 @@ class Predict:
             runtime=self.runtime,
             maps=self.cam is not None,
             device=self.device,
-            impl=self.impl,
-            pad=self.pad,
-            compute=InferenceCompute(
-                **{f.name: getattr(self, f.name) for f in dataclasses.fields(InferenceCompute)}
-            ),
+            build=self.build,
+            compute=self.compute,
             say=progress,
         )
         if self.cam is not None:

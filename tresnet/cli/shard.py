@@ -9,6 +9,7 @@ from tyro.conf import Positional, arg
 from tresnet.cli.output import progress, say
 from tresnet.errors import DataError, WriteError
 from tresnet.settings import ShardSettings
+from tresnet.settings.fields import CountOrZero
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class Shard(ShardSettings):
     skip_bad_images: bool = False
     """Leave images out that cannot be decoded, instead of stopping."""
 
-    workers: int = 0
+    workers: CountOrZero = 0
     """Processes that read and write; 0 for one a core."""
 
     def run(self, argv: list[str]) -> int:

@@ -20,6 +20,7 @@ from tresnet.env import parse_size
 from tresnet.errors import ConfigError, InputError, TResNetError
 from tresnet.models.tresnet import TResNet
 from tresnet.ops.dispatch import lacking
+from tresnet.settings import TrainingCompute
 
 if TYPE_CHECKING:
     from tresnet.engine.plan import Plan
@@ -173,17 +174,14 @@ def step_of(config: TrainConfig, classes: Sequence[str], world_size: int) -> dic
     """
     size, mixes = max(config.data.resolved_input_size, *config.data.sizes), config.augment.mixes
     return {
+        **config.compute.values(TrainingCompute),
+        **vars(config.optim),
+        **vars(config.ema),
         "input_size": (3, size, size),
         "input": "uint8",
         "mixes": mixes,
-        "amp": config.compute.amp,
-        "optimizer": config.optim,
-        "clip_grad": config.optim.clip_grad,
-        "accumulate": config.optim.accumulate,
-        "ema_decay": config.ema.ema_decay,
         "loss": loss_of(config, classes, mixes),
         "target_size": (len(classes),) if mixes or config.labels.multi else None,
-        "channels_last": config.compute.channels_last,
         "grad_checkpointing": config.model.grad_checkpointing,
         "ddp": world_size > 1,
     }

@@ -254,15 +254,7 @@ def to_json(config: TrainConfig) -> str:
 
 
 def from_json(text: str, source: str = "the configuration") -> TrainConfig:
-    """Read what `to_json` wrote.
-
-    Args:
-        text: JSON text.
-        source: Where it came from, for error messages.
-
-    Raises:
-        ConfigError: Not JSON, an unknown field, or a value that does not fit.
-    """
+    """Read what `to_json` wrote, or raise `ConfigError`; `source` says where it came from."""
     return fields.read(TrainConfig, text, source)
 
 

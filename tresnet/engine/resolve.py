@@ -90,8 +90,7 @@ def rebuild_model(config: TrainConfig, metadata: dict[str, Any]) -> TResNet:
     options = check_metadata(metadata).to_dict()
     name = options.pop("variant")
     del options["bottlenecks"]  # the variant's
-    how = {key: getattr(config.model, key) for key in ("impl", "recompute", "pad")}
-    model = zoo.build(name, **options, **how)
+    model = zoo.build(name, **(config.model.build | options))
     model.pretrained_cfg = metadata["pretrained_cfg"]
     return model
 

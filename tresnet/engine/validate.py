@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from tresnet.engine.config import AUTO, TrainConfig
 from tresnet.env import parse_size
 from tresnet.errors import ConfigError, InputError
-from tresnet.settings import fields
+from tresnet.settings.fields import check
 from tresnet.steps.optim import sees_padding
 from tresnet.steps.training import check_compiled_passes
 
@@ -17,9 +17,19 @@ def validate(config: TrainConfig) -> None:
     Raises:
         ConfigError: Something does not fit; the message lists everything that does not.
     """
-    problems = fields.problems(config) or [*_problems_elsewhere(config), *_contradictions(config)]
+    problems = "\n  ".join(_problems(config))
     if problems:
-        raise ConfigError("\n  ".join(["the configuration does not fit:", *problems]))
+        raise ConfigError(f"the configuration does not fit:\n  {problems}")
+
+
+def _problems(config: TrainConfig) -> Iterator[str]:
+    try:
+        check(config)
+    except ConfigError as error:
+        yield str(error)
+        return  # what follows takes values that fit
+    yield from _problems_elsewhere(config)
+    yield from _contradictions(config)
 
 
 def _problems_elsewhere(config: TrainConfig) -> Iterator[str]:

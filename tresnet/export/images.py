@@ -10,10 +10,9 @@ from torch import Tensor
 
 from tresnet.data import ImageDataset, eval_transform, open_folder
 from tresnet.errors import DataError, InputError
-from tresnet.export.options import Input
 from tresnet.models.tresnet import TResNet
 from tresnet.ops.unit_floats import unit_floats
-from tresnet.settings import EvalTransform
+from tresnet.settings import EvalTransform, Input
 
 BATCH = 32
 

@@ -4,20 +4,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Input = Literal["float", "uint8"]
+from tresnet.settings import StepInput
 
 
 @dataclass(frozen=True)
-class ExportOptions:
+class ExportOptions(StepInput):
     """What is written, and what the file takes."""
 
     format: Literal["onnx", "pt2", "aoti", "openvino"]
     """onnx: for onnxruntime and others. pt2: the program of torch.export. aoti: compiled by
     AOTInductor for this kind of machine. openvino: for Intel's CPUs."""
-    input: Input = "float"
-    """float: images in [0, 1]. uint8: bytes, divided by 255 inside."""
-    input_size: int | None = None
-    """Height and width in pixels. None: as the weights were made for."""
     dynamic_size: bool = False
     """Take other heights and widths too. The number of images is free in any case."""
     channels_last: bool = False

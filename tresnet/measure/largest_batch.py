@@ -96,7 +96,7 @@ class LargestContender(Contender):
         self.label = case.label()
         self.columns: dict[str, Any] = {
             "model": case.model,
-            **dataclasses.asdict(case),
+            **case.columns(),
             "largest_batch": None,
             "limited_by": None,
             "memory_limit_mib": to_mib(limit_bytes),

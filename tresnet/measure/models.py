@@ -40,24 +40,16 @@ from tresnet.measure.runner import (
 )
 from tresnet.measure.settings import StepSettings
 from tresnet.models.named import default_input_shape
-from tresnet.steps import (
-    EmaConfig,
-    InferenceCompute,
-    InferenceStep,
-    OptimConfig,
-    TrainingCompute,
-    create_training_step,
-)
+from tresnet.steps import InferenceStep, create_training_step
 
 SETTLE_STEPS = 2
 _CLASSES = 1000
-_LR = 1e-3  # small: what is timed must not diverge
 # How it was measured, for the record.
 _METHOD = {
     "input": "one synthetic batch, already on the device; of bytes where input is uint8, which our "
     "channels_last stem reads, and others divide by 255 within the step",
     "step": "tresnet.steps, as train.py and eval.py run it",
-    "optimizer": f"timm's, learning rate {_LR:g}, the rest as train.py's defaults",
+    "optimizer": "timm's, as train.py builds it",
     "order": "every case is timed once right after its set-up; then every round visits every case, "
     "forwards and backwards in turn; case after case if sequential",
     "settle_steps": SETTLE_STEPS,
@@ -129,7 +121,7 @@ class ModelContender(Contender):
         self.units = case.batch_size * case.accumulate
         self.columns: dict[str, Any] = {
             "model": case.model,
-            **dataclasses.asdict(case),
+            **case.columns(),
             "parameters": None,
             "warmup_s": None,
             **MemorySnapshot().to_dict(),
@@ -229,7 +221,7 @@ def prepare(
     raw = raw.to(device).contiguous(memory_format=layout)
     if training:
         return _training_step(case, model, device, raw, labels), model, size
-    step = InferenceStep(model, _picked(InferenceCompute, case), device)
+    step = InferenceStep(model, case, device)
     images = _fed(step.feed, raw, case)
     return (lambda: step(images())), step.model, size
 
@@ -239,10 +231,10 @@ def _training_step(
 ) -> Callable[[], Tensor]:
     step = create_training_step(
         model,
-        _picked(TrainingCompute, case),
+        case,
         device,
-        optimizer=_picked(OptimConfig, case, lr=_LR),
-        ema=EmaConfig(ema_decay=case.ema_decay),
+        optimizer=case,
+        ema=case,
         grad_checkpointing=case.grad_checkpointing,
         recompute=None if case.ours else case.recompute,
     )
@@ -262,12 +254,6 @@ def _training_step(
         return loss
 
     return train
-
-
-def _picked(kind: Callable[..., Any], case: BenchCase, **others: Any) -> Any:
-    """A configuration of a step out of the settings of a checked case that have its names."""
-    names = {field.name for field in dataclasses.fields(kind)} & case.__dataclass_fields__.keys()  # pyright: ignore[reportArgumentType]
-    return kind(**{name: getattr(case, name) for name in names}, **others)
 
 
 def _fed(feed: Any, raw: Tensor, case: BenchCase) -> Callable[[], Tensor]:

@@ -76,7 +76,7 @@ def measure_memory(
 class _Case(Contender):
     def __init__(self, case: BenchCase, training: bool, device: str) -> None:
         self.label, self._arguments = case.label(), (case, training, device)
-        self.columns = {**dataclasses.asdict(case), "phases": None}
+        self.columns = {**case.columns(), "phases": None}
 
     def set_up(self) -> None:
         """Measure it."""

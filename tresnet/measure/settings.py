@@ -4,59 +4,49 @@ The text under a field is its help. Nothing here imports a model, or PyTorch.
 """
 
 import dataclasses
-import math
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
+from annotated_types import Ge
 from tyro.conf import Positional, Suppress, arg
 
 from tresnet.errors import InputError
+from tresnet.settings import Dtype
+from tresnet.settings.fields import Count, Positive, Settings, Size, check
 
 
-@dataclasses.dataclass(frozen=True)
-class RunSettings:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunSettings(Settings):
     """How any benchmark runs."""
 
-    LEAST: ClassVar[dict[str, int]] = {"rounds": 0}
-
-    rounds: int = 5
+    rounds: Count = 5
     """Visits to each contender; every round visits every one."""
     device: str | None = None
     """Such as cuda, cuda:1 or cpu; by default a GPU if there is one."""
-    time_limit_s: float | None = None
+    time_limit_s: Positive | None = None
     """Begin nothing after three quarters of this time, and end with what is measured by then."""
-    case_limit_s: float | None = None
+    case_limit_s: Positive | None = None
     """Give up a contender whose set-up and first round, or a later round, takes longer."""
     output_dir: Path = Path("benchmarks/records")
     """Where the record is written, after each contender; existing ones are never overwritten."""
 
     def check(self) -> None:
         """Raise `InputError` for what nothing can be measured with."""
-        for name, least in self.LEAST.items():
-            if getattr(self, name) < least:
-                raise InputError(
-                    f"expected {name} of at least {least}, got {getattr(self, name)}: raise it"
-                )
-        for limit_s in (self.time_limit_s, self.case_limit_s):
-            if limit_s is not None and not 0 < limit_s < math.inf:
-                raise InputError(f"expected a time limit above 0 s, got {limit_s}")
+        check(self, InputError)
 
     def to_dict(self) -> dict[str, Any]:
         """What all rows of a record share; of a path its name alone."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        del values["output_dir"]
+        values = {name: value for name, value in vars(self).items() if name != "output_dir"}
         return {k: v.resolve().name if isinstance(v, Path) else v for k, v in values.items()}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StepSettings(RunSettings):
     """What all cases of `bench train` and `bench infer` share."""
 
-    LEAST: ClassVar = {"rounds": 1, "warmup_steps": 1, "steps": 1}
-
-    warmup_steps: int = 10
+    warmup_steps: Count = 10
     """Untimed steps of each case, compilation included."""
-    steps: int = 10
+    steps: Count = 10
     """Timed steps of each visit."""
     sequential: bool = False
     """Finish and free each case before the next is built, instead of taking turns: for cases that
@@ -64,18 +54,16 @@ class StepSettings(RunSettings):
     seed: Suppress[int] = 0
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LargestSettings(RunSettings):
     """What all cases of `bench max-batch` share; each has an equal share of the time limit."""
 
-    LEAST: ClassVar = {"first": 1, "granularity": 1}
-
     rounds: Suppress[int] = 0
-    first: int = 64
+    first: Size = 64
     """The batch tried first."""
-    granularity: int = 16
+    granularity: Count = 16
     """The answer is a multiple of this."""
-    at_most: int | None = None
+    at_most: Size | None = None
     """Try no larger batch; needed on a CPU."""
     gpu_memory: str | None = None
     """Give PyTorch's allocator no more than this, such as 79GiB, so that a larger GPU stands for a
@@ -97,33 +85,31 @@ class LargestSettings(RunSettings):
             parse_size(self.gpu_memory)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OpsSettings(RunSettings):
     """What all operations of `bench ops` share."""
 
-    LEAST: ClassVar = {"rounds": 1, "batch_size": 2}
-
     ops: Annotated[Positional[tuple[str, ...]], arg(metavar="[OP ...]")] = ()
     """abn_join, abn, abn_blur, abn_se, blur, stem; by default all."""
-    batch_size: int = 128
+    batch_size: Annotated[Size, Ge(2)] = 128
     """Images in a batch."""
-    input_size: int = 224
+    input_size: Size = 224
     """Side of the image in pixels, divisible by 32; the feature maps follow from it."""
-    dtype: tuple[Literal["fp32", "bf16", "fp16"], ...] = ()
+    dtype: tuple[Dtype, ...] = ()
     """Of the feature maps, one or several; by default bf16 on a GPU and fp32 on a CPU."""
     contenders: tuple[Literal["copy", "eager", "inductor", "triton"], ...] = ()
     """By default all; the copy always takes part."""
-    rounds: int = 20
+    rounds: Count = 20
     """Timed passes of each contender."""
     seed: Suppress[int] = 0
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PhaseSettings(RunSettings):
     """What all cases of `memory measure` share."""
 
     rounds: Suppress[int] = 0
     infer: bool = False
     """Inference instead of training."""
-    case_limit_s: float | None = 300
+    case_limit_s: Positive | None = 300.0
     """Seconds a case may take."""

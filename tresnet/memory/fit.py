@@ -4,11 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
-from typing import Any
 
 from tresnet.errors import InputError
 from tresnet.memory.device import Device, find_device
-from tresnet.memory.plan import ModelLike, make_plan
+from tresnet.memory.plan import ModelLike, StepPlan, by_keywords, make_plan
 from tresnet.memory.prediction import record
 from tresnet.memory.replay import held_at_peak_bytes, replay
 from tresnet.memory.trace import Trace
@@ -77,13 +76,8 @@ def fits(trace: Trace, device: Device) -> Fits:
     return Fits.NO if at_least > capacity else Fits.UNCERTAIN
 
 
-def max_batch(
-    model: ModelLike,
-    *,
-    gpu_memory: str | int | None = None,
-    device: str | Device | None = None,
-    **settings: Any,
-) -> MaxBatch:
+@by_keywords(StepPlan)
+def max_batch(model: ModelLike, plan: StepPlan) -> MaxBatch:
     """Find the largest batch that fits.
 
     Two small batches are traced; as every buffer grows with the batch by a constant, all others
@@ -91,22 +85,18 @@ def max_batch(
 
     Args:
         model: as for `predict`.
-        gpu_memory: the GPU's memory, such as `80GiB`.
-        device: the GPU, if its memory is not given.
-        **settings: as for `predict`, without the batch size.
+        plan: as keywords, those of `predict` but for the batch size; a `device` that has a stated
+            memory, or `gpu_memory`, is needed.
 
     Raises:
         InputError: neither a memory nor a device with one is given, or as for `predict`.
     """
-    described = find_device(device, gpu_memory)
+    described = find_device(plan.device, plan.gpu_memory)
     _capacity(described)
-    if "batch_size" in settings:
-        raise InputError("expected no batch_size, which is what is looked for: leave it out")
-    _, module, plan = make_plan(model, batch_size=1, **settings)
+    _, module, step = make_plan(model, batch_size=1, **vars(plan))
 
     def trace(batch_size: int) -> Trace:
-        sized = replace(plan, batch_size=batch_size)
-        return record(module, sized, described)
+        return record(module, replace(step, batch_size=batch_size), described)
 
     foreseen = AffineTrace(*((n, trace(n)) for n in _SMALL_BATCHES))
 

@@ -2,17 +2,19 @@
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Iterable
-from typing import Any, get_args
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
+from annotated_types import MinLen
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tresnet.errors import InputError
+from tresnet.memory.device import Device
 from tresnet.models.named import (
     build_named,
     build_without_data,
@@ -20,120 +22,79 @@ from tresnet.models.named import (
     split_name,
 )
 from tresnet.models.tresnet import TResNet
-from tresnet.settings import Amp, Compute, Dtype, InferenceCompute, OptimConfig
+from tresnet.settings import ModelStep, Shape
+from tresnet.settings.fields import Count, CountOrZero, Size, check
 from tresnet.steps.optim import training_pad
 
 ModelLike = str | nn.Module | Callable[[], nn.Module]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 
-_MOST = 2**31 - 1  # more images or pixels overflow what PyTorch counts in
-_INPUTS = {"float": torch.float32, "uint8": torch.uint8}
+P = ParamSpec("P")
+S = TypeVar("S")
+R = TypeVar("R")
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """One training step or one inference; the names are those of train.py's options.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepPlan(ModelStep, Shape):
+    """One training step or one inference, but for the batch size.
 
     Attributes:
-        batch_size: images a pass.
+        device: the GPU: one of `tresnet.memory.list_devices()` or a `Device`; None for the one of
+            this machine, or none in particular.
+        gpu_memory: its memory, such as `80GiB`, in place of the described one.
+        train: forward, backward and optimizer step; else inference.
+        num_classes: width of the classifier of a model given by name; None for its own.
+        in_chans: channels of the images of a model given by name; None for its own.
         input_size: side of the square, (H, W), or a whole shape without the batch; None for the
-            model's own. `resolved` makes it a whole shape.
-        train: forward, backward and update; else inference.
-        input: what the loader gives, `float` or `uint8`.
+            model's own. `make_plan` makes it a whole shape.
+        opt: timm's name of an optimizer, a class, or a function from parameters to an optimizer.
+        grad_checkpointing: True for the model's own choice, or the names of the submodules whose
+            activations are computed again.
         mixes: whether images are mixed on the GPU, so that they must be floats.
-        amp: `off`, `bf16` or `fp16`.
-        channels_last: layout of images and weights.
-        optimizer: timm's name of one, an `OptimConfig`, a class, or a function from parameters to
-            an optimizer.
-        ema_decay: of the moving average of the weights; 0 for none.
-        clip_grad: largest norm of the gradients.
-        accumulate: passes an update.
-        grad_checkpointing: recompute activations: True for the model's own choice, or the names
-            of the submodules to recompute.
         loss: from output and target to a scalar; None for cross entropy.
         target_size: shape of an image's float target; None for a class index.
         ddp: with the gradient buckets of DistributedDataParallel.
-        dtype: type of the weights in inference.
-        fold: fold norms into convolutions in inference; None for our models alone, as eval.py does.
-        compile: `none`: what a compiler saves is not predicted.
-        cuda_graph: False: what a captured graph reserves is not predicted.
     """
 
-    batch_size: int
-    input_size: int | tuple[int, ...] | None = None
+    device: str | Device | None = None
+    gpu_memory: str | int | None = None
     train: bool = True
-    input: str = "float"
+    num_classes: CountOrZero | None = None
+    in_chans: Count | None = None
+    # Wider than on a command line, which has no functions and no tuples.
+    input_size: Size | Annotated[Sequence[Size], MinLen(1)] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    opt: str | OptimizerFactory = "sgd"  # pyright: ignore[reportIncompatibleVariableOverride]
+    grad_checkpointing: bool | Sequence[str] = False  # pyright: ignore[reportIncompatibleVariableOverride]
     mixes: bool = False
-    amp: str = "off"
-    channels_last: bool = False
-    optimizer: str | OptimConfig | OptimizerFactory = "sgd"
-    ema_decay: float = 0.0
-    clip_grad: float | None = None
-    accumulate: int = 1
-    grad_checkpointing: bool | tuple[str, ...] = False
     loss: Loss | None = None
-    target_size: tuple[int, ...] | None = None
+    target_size: Annotated[Sequence[Count], MinLen(1)] | None = None
     ddp: bool = False
-    dtype: str = "fp32"
-    fold: bool | None = None
-    compile: str = "none"
-    cuda_graph: bool = False
 
-    def resolved(self, model: nn.Module) -> "Plan":
-        """The plan with the input's whole shape.
 
-        Raises:
-            InputError: which setting, what was expected and what came.
-        """
-        for names, is_right, expected in _CHECKS:
-            for name in names.split():
-                if not is_right(value := getattr(self, name)):
-                    what, colon, why = expected.partition(":")
-                    raise InputError(f"expected {name} {what}, got {value!r}{colon}{why}")
-        if self.train and (self.dtype != "fp32" or self.fold):
-            raise InputError(
-                "expected dtype 'fp32' and no fold in training, got "
-                f"dtype {self.dtype!r} and fold {self.fold!r}: predict inference, or amp instead"
-            )
-        parts = self.grad_checkpointing
-        return dataclasses.replace(
-            self,
-            input_size=_input_shape(model, self.input_size),
-            grad_checkpointing=parts if isinstance(parts, bool) else tuple(parts),
-            fold=not self.train and isinstance(model, TResNet) if self.fold is None else self.fold,
-        )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan(StepPlan):
+    """One training step or one inference of so many images a micro-batch."""
 
-    @property
-    def compute(self) -> Compute:
-        """Precision and layout, as `tresnet.steps` takes them."""
-        if self.train:
-            return Compute(amp=self.amp, channels_last=self.channels_last)  # pyright: ignore
-        return InferenceCompute(
-            amp=self.amp,  # pyright: ignore[reportArgumentType]
-            channels_last=self.channels_last,
-            dtype=self.dtype,  # pyright: ignore[reportArgumentType]
-            fold=bool(self.fold),
-        )
+    batch_size: Size
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Of a resolved plan: (N, C, H, W) for images."""
-        assert isinstance(self.input_size, tuple), "filled in by resolved"
+        """(N, C, H, W) for images, once `make_plan` has filled it in."""
+        assert isinstance(self.input_size, tuple), "filled in by make_plan"
         return self.batch_size, *self.input_size
 
     @property
     def optimizer_name(self) -> str:
         """The optimizer in a word."""
-        if isinstance(self.optimizer, OptimConfig):
-            return self.optimizer.opt
-        name = self.optimizer if isinstance(self.optimizer, str) else None
-        return (name or getattr(self.optimizer, "__name__", "custom")).lower()
+        if isinstance(self.opt, str):
+            return self.opt
+        return getattr(self.opt, "__name__", "custom").lower()
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Images and targets as a loader gives them, on the CPU."""
-        layout = torch.channels_last if self.channels_last else torch.contiguous_format
-        images = torch.empty(self.input_shape, dtype=_INPUTS[self.input], memory_format=layout)
+        dtype = torch.uint8 if self.input == "uint8" else torch.float32
+        images = torch.empty(self.input_shape, dtype=dtype, memory_format=self.memory_format)
         if self.target_size is None:
             return images, torch.empty((self.batch_size,), dtype=torch.int64)
         return images, torch.empty((self.batch_size, *self.target_size))
@@ -158,34 +119,58 @@ class Plan:
         return ", ".join(parts)
 
 
-STEP_SETTINGS = tuple(field.name for field in dataclasses.fields(Plan))
+def by_keywords(
+    plan: Callable[P, S],
+) -> Callable[[Callable[[ModelLike, S], R]], Callable[Concatenate[ModelLike, P], R]]:
+    """Let a function of a model and a plan take the fields of the plan as typed keywords."""
+
+    def decorate(function: Callable[[ModelLike, S], R]) -> Callable[Concatenate[ModelLike, P], R]:
+        @functools.wraps(function)
+        def call(model: ModelLike, *args: P.args, **settings: P.kwargs) -> R:
+            return function(model, plan(*args, **settings))
+
+        parameters = [*inspect.signature(function).parameters.values()][:1]
+        parameters += inspect.signature(plan).parameters.values()
+        result = inspect.signature(function).return_annotation
+        call.__signature__ = inspect.Signature(parameters, return_annotation=result)  # pyright: ignore[reportAttributeAccessIssue]
+        return call
+
+    return decorate
 
 
-def make_plan(model: ModelLike, **settings: Any) -> tuple[str, nn.Module, Plan]:
-    """A printable name, the model (without data where it is built here), and the resolved plan.
+@by_keywords(Plan)
+def make_plan(model: ModelLike, plan: Plan) -> tuple[str, nn.Module, Plan]:
+    """A printable name, the model (without data where it is built here), and the plan, checked.
 
     Args:
         model: `tresnet_m`, `timm:resnet50`, `torchvision:vgg16_bn`, a module on the CPU or on the
-            meta device, or a function that builds one.
-        **settings: of the step, see `Plan`; the others are options of a model given by name, such
-            as `norm`, `recompute` or `num_classes`. One of ours is padded for training as train.py
-            pads it, unless `pad` says otherwise.
+            meta device, or a function that builds one. By name, one of ours is padded for training
+            as train.py pads it, unless `pad` says otherwise.
+        plan: the step. How a model is built and its shape go with a model's name alone.
 
     Raises:
-        InputError: an unknown name or setting, or a model that cannot be predicted.
+        InputError: an unknown name, a setting that does not fit, or a model that cannot be
+            predicted.
         MissingDependencyError: an option's package is not installed.
     """
-    step = {name: settings.pop(name) for name in STEP_SETTINGS if name in settings}
-    if isinstance(model, str):
-        if split_name(model)[0] == "tresnet" and step.get("train", True):
-            opt = step.get("optimizer", "sgd")
-            opt = opt.opt if isinstance(opt, OptimConfig) else opt if isinstance(opt, str) else ""
-            settings["pad"] = training_pad(settings.get("pad"), opt, on_gpu=True)
-        name, built = model, build_named(model, device="meta", **settings)
-    elif settings:
+    check(plan, InputError, spell=str)
+    if plan.compile != "none":
         raise InputError(
-            f"expected settings of a step ({', '.join(STEP_SETTINGS)}), got {', '.join(settings)}: "
-            "options of a model go with its name; build the model with them"
+            f"compile: expected 'none', got {plan.compile!r}: what a compiler saves is not "
+            "predicted"
+        )
+    if plan.cuda_graph:
+        raise InputError("cuda_graph: expected it off: what a graph reserves is not predicted")
+    options = _options(plan)
+    if isinstance(model, str):
+        if split_name(model)[0] == "tresnet" and plan.train:
+            opt = plan.opt if isinstance(plan.opt, str) else ""
+            options["pad"] = training_pad(plan.pad, opt, on_gpu=True)
+        name, built = model, build_named(model, device="meta", **options)
+    elif options:
+        raise InputError(
+            f"expected settings of a step, got {', '.join(options)}: options of a model go with "
+            "its name; build the model with them"
         )
     elif isinstance(model, nn.Module):
         name, built = type(model).__name__, model
@@ -198,7 +183,20 @@ def make_plan(model: ModelLike, **settings: Any) -> tuple[str, nn.Module, Plan]:
             f"got {type(model).__name__}"
         )
     _check_model(built)
-    return name, built, Plan(**step).resolved(built)
+    plan.check_applies(training=plan.train, model=name, ours=True)
+    folds = plan.fold and not plan.train and isinstance(built, TResNet)
+    shape = _input_shape(built, plan.input_size)
+    return name, built, dataclasses.replace(plan, input_size=shape, fold=folds)
+
+
+def _options(plan: Plan) -> dict[str, Any]:
+    """What builds the model, where it is not at its default."""
+    given = {**plan.build, **plan.values(Shape), **{n: getattr(plan, n) for n in _CLASSIFIER}}
+    defaults = {field.name: field.default for field in dataclasses.fields(plan)}
+    return {name: value for name, value in given.items() if value != defaults[name]}
+
+
+_CLASSIFIER = ("num_classes", "in_chans")
 
 
 def default_loss(output: object, target: torch.Tensor) -> torch.Tensor:
@@ -218,7 +216,7 @@ def default_loss(output: object, target: torch.Tensor) -> torch.Tensor:
     return functools.reduce(torch.add, losses)
 
 
-def apply_checkpointing(model: nn.Module, what: bool | tuple[str, ...]) -> None:
+def apply_checkpointing(model: nn.Module, what: bool | Sequence[str]) -> None:
     """Recompute activations: the model's own choice for True, or the named submodules.
 
     Raises:
@@ -272,48 +270,3 @@ def _input_shape(model: nn.Module, size: Any) -> tuple[int, ...]:
     if len(sizes) > 2:
         return tuple(sizes)
     return channels, *(sizes * 2 if len(sizes) == 1 else sizes)
-
-
-def _is_whole(value: object) -> bool:
-    return type(value) is int and 1 <= value <= _MOST
-
-
-def _are_whole(value: Any) -> bool:
-    return isinstance(value, tuple | list) and bool(value) and all(map(_is_whole, value))
-
-
-def _is_number(value: Any, below: float = math.inf) -> bool:
-    return type(value) in (int, float) and 0 <= value < below
-
-
-def _is_one_of(*choices: object) -> Callable[[Any], bool]:
-    return lambda value: any(type(value) is type(c) and value == c for c in choices)
-
-
-def _or_none(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or is_right(value)
-
-
-def _names(choices: Iterable[object]) -> str:
-    return "out of " + ", ".join(map(repr, choices))
-
-
-_SIZE = "as positive whole numbers (224, (H, W) or (C, H, W))"
-_OPTIMIZER = "by timm's name, a class or a function from parameters to one"
-# Settings, whether a value is right, and what is expected.
-_CHECKS: list[tuple[str, Callable[[Any], bool], str]] = [
-    ("batch_size accumulate", _is_whole, "to be a whole number from 1 on"),
-    ("train mixes channels_last ddp", _is_one_of(True, False), "out of True, False"),
-    ("fold", _is_one_of(True, False, None), "out of True, False, None"),
-    ("amp", _is_one_of(*get_args(Amp)), _names(get_args(Amp))),
-    ("input", _is_one_of(*_INPUTS), _names(_INPUTS)),
-    ("dtype", _is_one_of(*get_args(Dtype)), _names(get_args(Dtype))),
-    ("input_size", _or_none(lambda v: _is_whole(v) or _are_whole(v)), _SIZE),
-    ("target_size", _or_none(_are_whole), "to be whole numbers from 1 on, in a tuple"),
-    ("optimizer", lambda v: isinstance(v, str | OptimConfig) or callable(v), _OPTIMIZER),
-    ("ema_decay", lambda v: _is_number(v, below=1), "to be a number from 0 on and below 1"),
-    ("clip_grad", _or_none(_is_number), "to be a number from 0 on"),
-    ("grad_checkpointing", lambda v: isinstance(v, bool | tuple | list), "as a tuple or a list"),
-    ("compile", _is_one_of("none"), "'none': what a compiler saves is not predicted"),
-    ("cuda_graph", _is_one_of(False), "off: what a captured graph reserves is not predicted"),
-]

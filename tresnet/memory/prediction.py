@@ -17,10 +17,17 @@ from torch.utils._pytree import tree_map_only
 from tresnet.errors import InputError, TResNetError
 from tresnet.memory.device import MIB, Device, find_device
 from tresnet.memory.machine import FakeMachine
-from tresnet.memory.plan import ModelLike, Plan, apply_checkpointing, default_loss, make_plan
+from tresnet.memory.plan import (
+    ModelLike,
+    Plan,
+    apply_checkpointing,
+    by_keywords,
+    default_loss,
+    make_plan,
+)
 from tresnet.memory.replay import Replay, breakdown, free_bytes, replay
 from tresnet.memory.trace import Category, Operation, Phase, Trace
-from tresnet.steps import EmaConfig, InferenceStep, OptimConfig, create_training_step
+from tresnet.steps import InferenceStep, create_training_step
 
 # What is replaced in torch while one thread predicts is not another's to replace.
 _ALONE = threading.RLock()
@@ -124,25 +131,17 @@ class Prediction:
         }
 
 
-def predict(
-    model: ModelLike,
-    *,
-    device: str | Device | None = None,
-    gpu_memory: str | int | None = None,
-    **settings: Any,
-) -> Prediction:
+@by_keywords(Plan)
+def predict(model: ModelLike, plan: Plan) -> Prediction:
     """Predict the peak memory of one training step or inference. No GPU is used, nothing runs.
 
     Args:
         model: `tresnet_m`, `timm:resnet50`, `torchvision:vgg16_bn`, a `torch.nn.Module` on the
             CPU or meta device, which is left as it is, or a function that builds one.
-        device: the GPU to predict for: one of `tresnet.memory.list_devices()` or a `Device`; by
-            default the one of this machine, or none in particular.
-        gpu_memory: its memory, such as `80GiB`, in place of the described one.
-        **settings: `batch_size` and the other settings of the step, see `tresnet.memory.plan.Plan`
-            (input_size, amp, optimizer, train, accumulate, ...); for a model given by name also
-            its options (norm, impl, recompute, pad (8 in training, as in train.py),
-            num_classes, ...).
+        plan: as keywords, of which `batch_size` alone is needed. Their names are those of
+            train.py's options: `tresnet.memory.plan.StepPlan` lists them. `opt` may be a class or a
+            function from parameters to an optimizer too. How a model is built (norm, impl, pad: 8
+            in training, as in train.py) and its shape (num_classes, ...) go with a name alone.
 
     Raises:
         InputError: an argument does not fit, the model rejects its input, or one of its
@@ -150,10 +149,10 @@ def predict(
         ConfigError: timm has no optimizer of that name.
     """
     began = time.perf_counter()
-    described = find_device(device, gpu_memory)
-    name, module, plan = make_plan(model, **settings)
-    trace = record(module, plan, described)
-    prediction = conclude(name, plan, described, trace)
+    described = find_device(plan.device, plan.gpu_memory)
+    name, module, resolved = make_plan(model, **vars(plan))
+    trace = record(module, resolved, described)
+    prediction = conclude(name, resolved, described, trace)
     return replace(prediction, seconds=time.perf_counter() - began)
 
 
@@ -200,22 +199,14 @@ def _training(model: nn.Module, plan: Plan, machine: FakeMachine) -> Callable[[i
         )
     apply_checkpointing(model, plan.grad_checkpointing)
     loss = plan.loss or default_loss
-    optim = OptimConfig(clip_grad=plan.clip_grad)
-    if isinstance(plan.optimizer, str | OptimConfig):
-        optim = (
-            OptimConfig(opt=plan.optimizer) if isinstance(plan.optimizer, str) else plan.optimizer
-        )
-        optim, build = replace(optim, clip_grad=plan.clip_grad), None
-    else:
-        build = plan.optimizer
     with machine.during(Phase.SETUP, Category.BUFFERS):
         step = create_training_step(
             model,
-            plan.compute,
+            plan,
             machine.device,
-            optimizer=optim,
-            build_optimizer=build,
-            ema=EmaConfig(ema_decay=plan.ema_decay),
+            optimizer=plan,
+            build_optimizer=None if isinstance(plan.opt, str) else plan.opt,
+            ema=plan,
             mixes=plan.mixes,
             watch=machine,
         )
@@ -248,7 +239,7 @@ def _training(model: nn.Module, plan: Plan, machine: FakeMachine) -> Callable[[i
 def _inference(model: nn.Module, plan: Plan, machine: FakeMachine) -> Callable[[int], None]:
     """The inference step of eval.py."""
     with machine.during(Phase.SETUP):
-        step = InferenceStep(model, plan.compute, machine.device, watch=machine)
+        step = InferenceStep(model, plan, machine.device, watch=machine)
     machine.adopt(step.model)
     step.model.register_forward_hook(_as_logits)
     held: list[object] = []

@@ -16,10 +16,9 @@ from tresnet.errors import InputError
 from tresnet.export.formats import read_onnx
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import image_side
-from tresnet.ops.dispatch import Impl
 from tresnet.predictions.sources import Source, pictures
-from tresnet.settings import EvalTransform
-from tresnet.steps import InferenceCompute, InferenceStep
+from tresnet.settings import Build, EvalTransform, InferenceCompute
+from tresnet.steps import InferenceStep
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -78,8 +77,7 @@ class Predictor:
         runtime: Runtime = "torch",
         maps: bool = False,
         device: str = "cpu",
-        impl: Impl = "auto",
-        pad: int | None = None,
+        build: Build | None = None,
         compute: InferenceCompute | None = None,
         say: Callable[[str], object] | None = None,
     ) -> None:
@@ -92,10 +90,8 @@ class Predictor:
             runtime: 'torch', or 'onnx' for onnxruntime on the CPU.
             maps: make a Grad-CAM picture of the likeliest class for each image (needs torchcam).
             device: where PyTorch computes.
-            impl: which implementation runs, see `TResNet.set_impl`.
-            pad: widths in multiples of this, see `tresnet.surgery.pad_channels`; None: of 8 to
-                fold, else as they are.
-            compute: precision, layout, compiling.
+            build: implementation of the model; None for the defaults.
+            compute: precision, layout, folding, compiling; None for the defaults.
             say: told how long compiling took; None for the log.
 
         Raises:
@@ -113,8 +109,8 @@ class Predictor:
         if runtime == "onnx":
             self._runner = _onnx(Path(os.fspath(_path(weights))))
         else:
-            compute = compute or InferenceCompute()
-            self._runner = _torch(open_weights(weights), device, impl, pad, compute, say)
+            parts = build or Build(), compute or InferenceCompute()
+            self._runner = _torch(open_weights(weights), device, *parts, say)
         self._top_k, self._batch_size = min(top_k, self._runner.num_classes), batch_size
         self._device = device
         self._maps: Callable[[TResNet, Tensor, list[int]], list[Image]] | None = None
@@ -184,8 +180,8 @@ def predict(
             one or many. They are resized and cropped as the weights want them.
         weights: what `tresnet.create` takes, or with `runtime='onnx'` a file of `tresnet export`.
         top_k: how many classes to name, the likeliest first.
-        **options: of `tresnet.predictions.Predictor`: batch_size, runtime, maps, device, impl,
-            pad, compute.
+        **options: of `tresnet.predictions.Predictor`: batch_size, runtime, maps, device,
+            build, compute.
 
     Returns:
         For each image its name, classes, probabilities and class numbers.
@@ -207,8 +203,7 @@ def _path(weights: str | os.PathLike[str] | WeightsInfo) -> str | os.PathLike[st
 def _torch(
     known: WeightsInfo,
     device_name: str,
-    impl: Impl,
-    pad: int | None,
+    build: Build,
     compute: InferenceCompute,
     say: Callable[[str], object] | None,
 ) -> _Runner:
@@ -219,7 +214,7 @@ def _torch(
         raise InputError(f"expected weights for RGB, but {known.name} takes {channels} channels")
     device = usable_device(device_name)
     known.check_finite()
-    model = create(weights=known, device=device, impl=impl, pad=pad)
+    model = create(weights=known, device=device, **vars(build))
     assert isinstance(model, TResNet), "features_only is not asked for"
     step = InferenceStep(model, compute, device, say=say)
     return _Runner(

@@ -33,6 +33,7 @@ CompileMode = Literal[
     "none", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
 ]
 Dtype = Literal["fp32", "bf16", "fp16"]
+Input = Literal["float", "uint8"]
 Recompute = Literal["none", "activations", "outputs"]
 
 
@@ -70,6 +71,11 @@ class TrainingBuild(Build):
     outputs (those of every second block too, on a GPU and without --compile) the least memory."""
     grad_checkpointing: bool = False
     """Compute the activations of whole blocks a second time in backward, to save memory."""
+
+    @property
+    def build(self) -> dict[str, Any]:
+        """What `tresnet.create` takes of these; `grad_checkpointing` is switched on afterwards."""
+        return {**self.values(Build), "recompute": self.recompute}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,9 +148,9 @@ class ShardSettings(Settings):
 class StepInput(ImageSize):
     """The images that reach a step."""
 
-    input: Literal["float", "uint8"] = "float"
-    """float: images in [0, 1]. uint8: bytes, which our channels-last stem reads as they are; other
-    models divide them by 255 within the step."""
+    input: Input = "float"
+    """float: images in [0, 1]. uint8: bytes, divided by 255 within the step; our channels-last stem
+    reads them as they are."""
 
 
 # -- its step ---------------------------------------------------------------------------------
@@ -256,8 +262,8 @@ class EmaConfig(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepSettings(
-    TrainingBuild, TrainingCompute, InferenceCompute, OptimConfig, EmaConfig, StepInput
+class ModelStep(
+    StepInput, EmaConfig, OptimConfig, InferenceCompute, TrainingCompute, TrainingBuild
 ):
     """All that decides the speed and the memory of a model's training or inference step."""
 

@@ -3,19 +3,20 @@
 pydantic is imported at the first check, so that importing the package stays cheap.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import functools
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt, Predicate
 
-from tresnet.errors import ConfigError, TResNetError
+from tresnet.errors import ConfigError, InputError, TResNetError
 
 if TYPE_CHECKING:
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import TypeAdapter
 
 T = TypeVar("T")
 
@@ -41,33 +42,32 @@ Ascending = Predicate(smallest_first)
 class Settings:
     """Base of the settings: NaN and infinity are in no range, and instances are checked."""
 
-    __pydantic_config__: ClassVar = {"allow_inf_nan": False, "revalidate_instances": "always"}
+    __pydantic_config__: ClassVar = {
+        "allow_inf_nan": False,
+        "arbitrary_types_allowed": True,
+        "revalidate_instances": "always",
+    }
 
     def values(self, of: "type[Settings]") -> dict[str, Any]:
         """The values of the fields that the base class `of` declares, by their names."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(of)}
 
 
-def problems(settings: Settings, spell: Callable[[str], str] | None = None) -> list[str]:
-    """What is wrong with each value by itself, such as `--lr: expected more than 0, got -1.0`.
+def check(
+    settings: Settings,
+    error: type[TResNetError] = ConfigError,
+    spell: Callable[[str], str] | None = None,
+) -> None:
+    """Refuse values that do not fit: a line for each, `--lr: expected more than 0, got -1.0`.
 
     Args:
         settings: A dataclass; those in its fields are checked too.
+        error: What is raised.
         spell: From a field's name to its name in the message; None for the command line's.
     """
-    from pydantic import ValidationError
-
-    try:
-        _adapter(type(settings)).validate_python(settings, strict=True)
-    except ValidationError as error:
-        return _explained(error, type(settings), lambda path: (spell or option)(path[-1]))
-    return []
-
-
-def check(settings: Settings, error: type[TResNetError] = ConfigError) -> None:
-    """Raise `error`, with what is wrong with each value, if anything is."""
-    if found := problems(settings):
-        raise error("; ".join(found))
+    cls = type(settings)
+    with _explained(cls, error, lambda path: (spell or option)(path[-1])):
+        _adapter(cls).validate_python(settings, strict=True)
 
 
 def read(cls: type[T], text: str, source: str) -> T:
@@ -83,36 +83,26 @@ def read(cls: type[T], text: str, source: str) -> T:
     Raises:
         ConfigError: Not JSON, not an object, an unknown field, or a value that does not fit.
     """
-    from pydantic import ValidationError
-
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{source} is not JSON: {error}") from error
-    try:
+    with _explained(cls, ConfigError, lambda path: f"{source}: {'.'.join(path)}"):
         return _adapter(cls).validate_python(_unchecked(cls, values, source, ""), strict=True)
-    except ValidationError as error:
-        lines = _explained(error, cls, lambda path: f"{source}: {'.'.join(path)}")
-        raise ConfigError("; ".join(lines)) from None
 
 
 def parse(cls: type[T], texts: Mapping[str, str], source: str) -> T:
-    """An instance of a dataclass from one text for each of its fields that is not at its default.
+    """An instance of a dataclass from texts of its fields, which need not be all.
 
     Raises:
-        ConfigError: An unknown field, or a text that does not fit; the message begins with
+        InputError: An unknown field, or a text that does not fit; the message begins with
             `source`.
     """
-    from pydantic import ValidationError
-
     for name in texts:
         if name not in _kinds(cls):
-            raise ConfigError(f"{source}: {unknown('setting', name, _kinds(cls))}")
-    try:
+            raise InputError(f"{source}: {unknown('setting', name, _kinds(cls))}")
+    with _explained(cls, InputError, lambda path: f"{source}: {path[-1]}"):
         return _adapter(cls).validate_strings(dict(texts))
-    except ValidationError as error:
-        lines = _explained(error, cls, lambda path: f"{source}: {path[-1]}")
-        raise ConfigError("; ".join(lines)) from None
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
@@ -169,32 +159,43 @@ _EXPECTED = {
     "int_parsing": "a whole number",
     "int_parsing_size": "a whole number",
     "int_type": "a whole number",
+    "is_instance_of": "a {class}",
     "less_than": "less than {lt}",
     "less_than_equal": "at most {le}",
     "literal_error": "{expected}",
     "missing": "as many values as it has",
+    "sequence_str": "a Sequence",
     "string_type": "text",
     "too_long": "at most {max_length} values",
+    "too_short": "at least {min_length} value",
     "tuple_type": "a list",
 }
 
 
+@contextlib.contextmanager
 def _explained(
-    error: "ValidationError", cls: type, spell: Callable[[tuple[str, ...]], str]
-) -> list[str]:
-    """A line for each value that does not fit: `NAME: expected ..., got ...`."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for one in error.errors(include_url=False):
-        context = {key: _plain(value) for key, value in one.get("ctx", {}).items()}
-        if one["type"] == "predicate_failed":  # named after what it wants
-            expected = one["msg"].split("'")[1].replace("_", " ")
-        else:
-            expected = _EXPECTED.get(one["type"], one["msg"]).format(**context)
-        key = spell(_path(cls, one["loc"])), repr(one["input"])
-        found.setdefault(key, []).append(expected)  # a union has an error for each kind
-    return [
-        f"{name}: expected {' or '.join(kinds)}, got {got}" for (name, got), kinds in found.items()
-    ]
+    cls: type, error: type[TResNetError], spell: Callable[[tuple[str, ...]], str]
+) -> Iterator[None]:
+    """Raise `error` for pydantic's errors inside: `NAME: expected ..., got ...` for each value."""
+    from pydantic import ValidationError
+
+    try:
+        yield
+    except ValidationError as misfits:
+        found: dict[tuple[str, str], list[str]] = {}
+        for one in misfits.errors(include_url=False):
+            expected = one["msg"]
+            if one["type"] == "predicate_failed":  # named after what it wants
+                expected = expected.split("'")[1].replace("_", " ")
+            elif one["type"] in _EXPECTED:
+                context = {key: _plain(value) for key, value in one.get("ctx", {}).items()}
+                expected = _EXPECTED[one["type"]].format(**context)
+            key = spell(_path(cls, one["loc"])), repr(one["input"])
+            found.setdefault(key, []).append(expected)  # a union has an error for each kind
+        lines = [
+            f"{name}: expected {' or '.join(w)}, got {got}" for (name, got), w in found.items()
+        ]
+        raise error("\n  ".join(lines)) from None
 
 
 def _path(cls: type, place: tuple[int | str, ...]) -> tuple[str, ...]:
