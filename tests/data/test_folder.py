@@ -50,45 +50,34 @@ def test_a_folder_that_links_lead_to_again_is_refused(tmp_path, make_images):
         open_folder(tmp_path, "train")
 
 
-def test_what_is_no_file_is_named_at_once(tmp_path):
-    """Opening a FIFO would wait for somebody to write to it."""
-    os.mkfifo(tmp_path / "pipe.png")
-    (tmp_path / "folder.png").mkdir()
-    with pytest.raises(BadImageError, match=r"gone\.png cannot be read \(FileNotFoundError"):
-        load_rgb(tmp_path / "gone.png")
-    for name in ("pipe", "folder"):
-        with pytest.raises(
-            BadImageError, match=rf"{name}\.png cannot be read .*not a regular file"
-        ):
-            load_rgb(tmp_path / f"{name}.png")
-
-
 def test_names_may_be_any_bytes(tmp_path, make_images):
     make_images(tmp_path / "val", {"gr\udcfcn": 1, "rot": 1})
     dataset = open_folder(tmp_path, "val")
     assert dataset[0][1] == dataset.classes.index("gr\udcfcn") == 0
 
 
-def test_a_missing_root_split_or_class_level_is_named(tmp_path, make_images):
-    with pytest.raises(DataError, match=r"nowhere/train/<class>/<image>, but .*nowhere is not a"):
-        open_folder(tmp_path / "nowhere", "train")
-    make_images(tmp_path / "training", {"a": 1})
-    with pytest.raises(DataError, match=r"no folder 'train' in .*, which holds: training"):
-        open_folder(tmp_path, "train")
-    (tmp_path / "train").mkdir()
-    Image.new("RGB", (8, 8)).save(tmp_path / "train" / "loose.png")
-    with pytest.raises(DataError, match=r"train has no class folders"):
-        open_folder(tmp_path, "train")
-
-
-def test_empty_class_folders_are_named(tmp_path, make_images):
-    make_images(tmp_path / "train", {"a": 1, "b": 0, "c": 0})
-    (tmp_path / "train" / "c" / "readme.md").write_text("not an image")
-    with pytest.raises(DataError, match=r"each of the 3 class folders .* none in: b, c; add"):
-        open_folder(tmp_path, "train")
-    make_images(tmp_path / "many", {f"{i:02d}": 0 for i in range(25)})
-    with pytest.raises(DataError, match=r"none in: 00, 01, .*, 09 and 15 more;"):
-        open_folder(tmp_path, "many")
+@pytest.mark.parametrize(
+    ("folders", "message"),
+    [
+        (None, r"root/train/<class>/<image>, but .*root is not a folder: check --data"),
+        ({"training/a": 1}, r"no folder 'train' in .*, which holds: training"),
+        ({"train": 1}, "train has no class folders"),
+        ({"train/a": 1, "train/b": 0, "train/c": 0}, r"the 3 class folders .* none in: b, c; add"),
+        ({f"train/{i}": 0 for i in range(10)}, "none in: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9; add"),
+        (
+            {f"train/{i:02d}": 0 for i in range(25)},
+            "none in: 00, 01, 02, 03, 04, 05, 06, 07, 08, 09 and 15 more;",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_missing_is_named(tmp_path, make_images, folders, message):
+    if folders is not None:
+        make_images(tmp_path / "root", folders)
+    for place in tmp_path.glob("root/train/c"):
+        (place / "readme.md").write_text("not an image")
+    with pytest.raises(DataError, match=message):
+        open_folder(tmp_path / "root", "train")
 
 
 def test_classes_that_differ_are_named(tmp_path, make_images):
@@ -101,6 +90,48 @@ def test_classes_that_differ_are_named(tmp_path, make_images):
     with pytest.raises(DataError, match=r"got only in train: a, c: add"):
         check_same_classes(train, open_folder(tmp_path, "val"))
     check_same_classes(train, train)
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "message"),
+    [
+        ("gone.png", lambda path: None, "FileNotFoundError"),
+        # opening a FIFO would wait for somebody to write to it
+        ("pipe.png", os.mkfifo, ".*not a regular file"),
+        ("folder.png", lambda path: path.mkdir(), ".*not a regular file"),
+        ("empty.png", lambda path: path.touch(), "UnidentifiedImageError"),
+        ("page.png", lambda path: path.write_text("<html>404</html>"), "UnidentifiedImageError"),
+        ("head.png", lambda path: path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"\0" * 64), ".+"),
+        (
+            "float.tif",
+            lambda path: Image.fromarray(np.zeros((4, 4), np.float32)).save(path),
+            ".*'F' has no defined range",
+        ),
+    ],
+    ids=str,
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path, name, make, message):
+    make(tmp_path / name)
+    with pytest.raises(BadImageError, match=rf"{name} cannot be read \({message}"):
+        load_rgb(tmp_path / name)
+
+
+def test_a_flipped_bit_in_a_png_is_noticed(tmp_path, photo):
+    path = tmp_path / "flipped.png"
+    photo.save(path)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(BadImageError, match=r"flipped\.png"):
+        load_rgb(path)
+
+
+def test_a_bad_image_is_an_error_of_its_item(tmp_path, make_images):
+    make_images(tmp_path / "val", {"a": 1})
+    (tmp_path / "val" / "a" / "zz.png").write_bytes(b"")
+    dataset = open_folder(tmp_path, "val", skip_bad_images=True)
+    with pytest.raises(BadImageError, match=r"a/zz\.png cannot be read"):
+        dataset[1]
 
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "bmp", "tif"])
@@ -132,25 +163,6 @@ def test_threads_leave_pillow_strict_together_and_as_it_was(tmp_path, photo, mon
     assert ImageFile.LOAD_TRUNCATED_IMAGES
 
 
-@pytest.mark.parametrize("content", [b"", b"<html>404</html>", b"\x89PNG\r\n\x1a\n" + b"\0" * 64])
-def test_a_file_that_is_no_image_is_named(tmp_path, make_images, content):
-    make_images(tmp_path / "val", {"a": 1})
-    (tmp_path / "val" / "a" / "zz.png").write_bytes(content)
-    dataset = open_folder(tmp_path, "val", skip_bad_images=True)
-    with pytest.raises(BadImageError, match=r"a/zz\.png cannot be read"):
-        dataset[1]
-
-
-def test_a_flipped_bit_in_a_png_is_noticed(tmp_path, photo):
-    path = tmp_path / "flipped.png"
-    photo.save(path)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(BadImageError, match=r"flipped\.png"):
-        load_rgb(path)
-
-
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK"])
 def test_eight_bit_modes_become_rgb_as_torchvision_does(tmp_path, photo, mode):
     from torchvision.datasets.folder import pil_loader
@@ -177,12 +189,6 @@ def test_sixteen_bit_grey_is_scaled_not_clipped(tmp_path, suffix):
     path = tmp_path / f"wide.{suffix}"
     Image.fromarray(wide).save(path)
     assert np.asarray(load_rgb(path))[0, :, 0].tolist() == [0, 0, 1, 128, 255, 1]
-
-
-def test_pixels_without_a_range_are_refused(tmp_path):
-    Image.fromarray(np.zeros((4, 4), np.float32)).save(tmp_path / "float.tif")
-    with pytest.raises(BadImageError, match=r"float\.tif .*'F' has no defined range"):
-        load_rgb(tmp_path / "float.tif")
 
 
 def test_exif_orientation_is_left_as_torchvision_leaves_it(tmp_path):

@@ -184,11 +184,3 @@ def test_a_canvas_shows_the_digits_it_is_labelled_with():
         assert shown == {10 + digit for digit, mark in enumerate(marks) if mark}
         assert shown <= {12, 15, 17}
         assert (image > 0).sum() % 16**2 == 0, "digits do not overlap or leave the canvas"
-
-
-def test_other_content_is_left_alone(tmp_path: Path):
-    (tmp_path / "digits_multilabel").mkdir()
-    (tmp_path / "digits_multilabel" / "mine.txt").write_text("keep")
-    with pytest.raises(DataError, match="left alone"):
-        digits_multilabel.write(tmp_path)
-    assert (tmp_path / "digits_multilabel" / "mine.txt").read_text() == "keep"

@@ -222,12 +222,12 @@ def bad(message, error=InputError, model=small, path="x.pt2", format="pt2", **op
 @pytest.mark.parametrize(
     ("model", "path", "options", "error", "message"),
     [
-        bad("expected a format out of onnx, pt2", format="tflite"),
+        bad("--format: expected .onnx., .pt2., .* got .tflite.", format="tflite"),
         bad("ends in .onnx for onnx", format="onnx"),
         bad("with int8, got 'openvino'", format="openvino", int8=True),
         bad("there.pt2 exists: choose", path="there.pt2"),
         bad("no_such does not exist", path="no_such/x.pt2"),
-        bad("input 'float' or 'uint8', got 'fp16'", input="fp16"),
+        bad("--input: expected 'float' or 'uint8', got 'fp16'", input="fp16"),
         bad("input_size divisible by 2 and at least 10, got 33", input_size=33),
         bad("out of aoti with channels_last, got 'pt2'", channels_last=True),
         bad("onnx, pt2, openvino with dynamic_size", format="aoti", dynamic_size=True),

@@ -308,12 +308,10 @@ def find_format(options: ExportOptions) -> Format:
     """The format that is asked for, with all that it needs installed.
 
     Raises:
-        InputError: there is none, or it does not take an option.
+        InputError: it does not take an option.
         MissingDependencyError: a package is not installed; gives the command that installs it.
     """
     name = options.format
-    if name not in FORMATS:
-        raise InputError(f"expected a format out of {', '.join(FORMATS)}, got {name!r}")
     for option in ("dynamic_size", "channels_last", "int8"):
         able = [key for key, value in FORMATS.items() if option in value.takes]
         if getattr(options, option) and name not in able:

@@ -22,6 +22,7 @@ from tresnet.files import atomic_write
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import image_side
 from tresnet.ops.unit_floats import unit_floats
+from tresnet.settings.fields import check
 
 CALIBRATION_IMAGES = 512
 TOP1_IMAGES = 5000
@@ -76,6 +77,7 @@ def export_model(
         ExportError: the file does not compute what the model does; nothing is left of it.
         WriteError: it cannot be written.
     """
+    check(options, InputError)
     format = find_format(options)
     _check_options(path, options, format)
     plain = plain_model(model)
@@ -142,8 +144,6 @@ def _check_options(path: Path, options: ExportOptions, format: Format) -> None:
         fault = f"a new file to write, but {there} exists: choose another name, or overwrite it"
     elif not path.absolute().parent.is_dir():
         fault = f"a directory to write to, but {path.parent} does not exist"
-    elif options.input not in ("float", "uint8"):
-        fault = f"input 'float' or 'uint8', got {options.input!r}"
     elif options.int8 and options.data is None:
         fault = "data with int8, images (train/CLASS, val/CLASS) to take the ranges from, got none"
     if fault is not None:

@@ -1,5 +1,6 @@
 """Whether a batch fits, and the largest that does."""
 
+import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -133,13 +134,7 @@ def _edge(foreseen: Callable[[int], bool], holds: Callable[[int], bool]) -> int:
 
 def _bisect(holds: Callable[[int], bool], low: int, high: int) -> int:
     """The largest n from `low` on, below `high`, for which `holds`; `low` is taken to hold."""
-    while high - low > 1:
-        middle = (low + high) // 2
-        if holds(middle):
-            low = middle
-        else:
-            high = middle
-    return low
+    return low + bisect.bisect_left(range(low + 1, high), True, key=lambda n: not holds(n))
 
 
 def _capacity(device: Device) -> int:

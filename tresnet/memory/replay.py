@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import accumulate
 
 from tresnet.memory.allocator import (
     SMALL_SEGMENT_BYTES,
@@ -27,7 +28,6 @@ class Replay:
     reserved_bytes: list[int]
     peak_event: int
     high_bytes: int
-    flushes: int
     out_of_memory_event: int | None
 
     @property
@@ -81,17 +81,16 @@ def replay(
         if allocated[-1] > allocated[peak_event]:
             peak_event = index
         high = max(high, allocated[-1] + round_request(borrowed))
-    return Replay(allocated, reserved, peak_event, high, allocator.flushes, out_of_memory)
+    return Replay(allocated, reserved, peak_event, high, out_of_memory)
 
 
 def held_at_peak_bytes(trace: Trace) -> int:
     """The most that requests, rounded to 512 B, ever hold: no allocator needs less."""
-    held = most = 0
-    for event in trace.events:
-        n_bytes = round_request(trace.buffers[event.buffer].n_bytes)
-        held += n_bytes if event.alive else -n_bytes
-        most = max(most, held)
-    return most
+    sizes = (
+        round_request(trace.buffers[event.buffer].n_bytes) * (1 if event.alive else -1)
+        for event in trace.events
+    )
+    return max(accumulate(sizes), default=0)
 
 
 def breakdown(trace: Trace, replayed: Replay) -> dict[Category, int]:
