@@ -131,7 +131,6 @@ def test_an_existing_output_is_replaced_only_if_asked_to(config, tmp_path):
         ({"weights": "absent.safetensors"}, CheckpointError, "absent.safetensors"),
         ({"model": "tresnet_m"}, CheckpointError, "tresnet_m"),
         ({"batch_size": 0}, ConfigError, "--batch-size: expected at least 1, got 0"),
-        ({"workers": -1}, ConfigError, "--workers: expected at least 0, got -1"),
         ({"output": Path("absent/r.json")}, ConfigError, "--output: there is no directory absent"),
         ({"crop_pct": 2.0}, ConfigError, "--crop-pct: expected at most 1, got 2.0"),
     ],

@@ -1,6 +1,8 @@
 """Predictions of models small enough to count by hand, and what they say to bad input."""
 
+import dataclasses
 import functools
+import inspect
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -12,11 +14,12 @@ import torch
 from torch import nn
 
 from tresnet.errors import InputError, TResNetError
-from tresnet.memory import Category, Phase, predict
+from tresnet.memory import Category, Phase, max_batch, predict
 from tresnet.memory.allocator import round_request
 from tresnet.memory.device import MIB
 from tresnet.models.named import build_named
 from tresnet.ops.operators import noted
+from tresnet.settings import ModelStep
 
 WIDTH = 1024
 WEIGHT_BYTES = 4 * WIDTH * WIDTH
@@ -359,6 +362,16 @@ def test_golden(pinned):
     written = json.loads(GOLDEN.read_text())
     assert len(written) == len(PINNED)
     assert golden(pinned).items() <= written.items()
+
+
+def test_the_keywords_are_the_options_of_training_with_their_types():
+    taken, searched = (inspect.signature(of).parameters for of in (predict, max_batch))
+    assert taken.keys() - searched.keys() == {"batch_size"}
+    options = {field.name: field.type for field in dataclasses.fields(ModelStep)}
+    assert options.keys() < searched.keys()
+    assert taken["momentum"].annotation == options["momentum"]
+    with pytest.raises(TypeError, match="optimizer"):
+        predict("tresnet_t", batch_size=2, optimizer="sgd")
 
 
 # -- bad input --------------------------------------------------------------------------------
