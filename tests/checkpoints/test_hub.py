@@ -72,6 +72,9 @@ def test_what_is_pushed_is_read_by_us_and_by_plain_timm(pushed, monkeypatch, cap
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # the cache suffices
     hub.fault = "hash"
     assert describe(HUB).classes == tuple(CLASSES)
+    config = json.loads(hub.repos[REPO]["config.json"])
+    assert config["num_classes"] == len(CLASSES)
+    assert "num_classes" not in config["model_args"]  # transformers would pass it twice
     card = hub.repos[REPO]["README.md"].decode()
     assert huggingface_hub.ModelCard(card).data.license == "mit"
     assert "| val of flowers | 81.50 |" in card

@@ -106,7 +106,12 @@ def _write(known: WeightsInfo, folder: Path, name: str, license: str) -> None:
         labels["label_descriptions"] = dict(zip(known.classes, known.descriptions, strict=True))
     usual = make_config(known.model)
     args = {key: value for key, value in known.kwargs.items() if value != getattr(usual, key)}
-    save_config_for_hf(model, str(folder / "config.json"), labels, args)
+    path = folder / "config.json"
+    save_config_for_hf(model, str(path), labels, args)
+    config = json.loads(path.read_text(encoding="utf-8"))
+    # timm 1.0.31 writes it here too; transformers passes both on, which is an error.
+    config.get("model_args", {}).pop("num_classes", None)
+    path.write_text(json.dumps(config, indent=2), encoding="utf-8")
     accuracy, training = _history(known)
     cfg = known.pretrained_cfg
     description = _DESCRIPTION.format(
