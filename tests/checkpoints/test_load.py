@@ -125,7 +125,9 @@ def test_a_file_or_a_model_without_classifier(path):
     load_checkpoint(model, path)
     assert same(source.body.state_dict(), model.body.state_dict())
     torch.save(model.state_dict(), path)
-    assert_refused(small(), path, "has no classifier: load all but the head with new_head=True")
+    assert_refused(
+        small(), path, "has 0 classes, expected 5: .* or load all but the head with new_head=True"
+    )
     load_checkpoint(small(), path, new_head=True)
 
 
@@ -283,8 +285,3 @@ def test_models_that_cannot_be_loaded(path):
         load_checkpoint(nn.Linear(1, 1), path)
     with pytest.raises(CheckpointError, match=r"meta device.*to_empty\(device=...\) before"):
         load_checkpoint(small(device="meta"), path)
-    with torch.inference_mode():
-        inferring = small()
-        load_checkpoint(inferring, path)
-    with pytest.raises(CheckpointError, match=r"under torch\.inference_mode.*load there too"):
-        load_checkpoint(inferring, path)

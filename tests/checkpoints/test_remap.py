@@ -58,14 +58,6 @@ def test_mixed_names(tmp_path):
         read(small().state_dict() | small_public().state_dict(), tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        (["conv1.weight", "layer1.0.conv1.weight", "fc.weight"], "but looks like a ResNet"),
-        (["cls_token", "blocks.0.attn.qkv.weight"], "but looks like a transformer"),
-        (["a", "b"], r"is not a TResNet: expected names such as .* got a, b, \.\.\."),
-    ],
-)
-def test_files_of_other_models(tmp_path, keys, message):
-    with pytest.raises(CheckpointError, match=message):
-        read({key: torch.ones(1) for key in keys}, tmp_path)
+def test_files_of_other_models(tmp_path):
+    with pytest.raises(CheckpointError, match=r"not a TResNet: expected names .* got a, b, \."):
+        read({key: torch.ones(1) for key in ("a", "b")}, tmp_path)

@@ -90,8 +90,17 @@ def _create_loaded(
 ) -> TResNet:
     weights = known.weights
     assert weights is not None, "expected what open_weights returned"
-    _check_name(name, known)
-    _check_classes(asked.get("num_classes"), known, new_head)
+    if name not in (None, known.model) and not known.guessed:
+        raise CheckpointError(
+            f"{known.name} holds {known.model}, got name={name!r}: leave the name out, or choose "
+            f"other weights"
+        )
+    if asked.get("num_classes") not in (None, 0, known.num_classes) and not new_head:
+        raise CheckpointError(
+            f"{known.name} has {known.num_classes} classes, got "
+            f"num_classes={asked['num_classes']}: leave num_classes out, or load all but the head "
+            "with new_head=True"
+        )
     options = {**known.kwargs, **_head_kwargs(known, asked), "num_classes": known.num_classes}
     options = {**options, **asked}
     # On the meta device first: nothing is allocated for weights that turn out not to fit.
@@ -102,23 +111,6 @@ def _create_loaded(
     install(model, staged, (asked.get("stem_slope", stem), asked.get("block_slope", block)))
     model.pretrained_cfg = _pretrained_cfg(model, known)
     return model
-
-
-def _check_name(name: str | None, known: WeightsInfo) -> None:
-    if name is not None and name != known.model and not known.guessed:
-        raise CheckpointError(
-            f"{known.name} holds {known.model}, got name={name!r}: leave the name out, or choose "
-            f"other weights"
-        )
-
-
-def _check_classes(num_classes: int | None, known: WeightsInfo, new_head: bool) -> None:
-    if num_classes in (None, 0, known.num_classes) or new_head:
-        return
-    raise CheckpointError(
-        f"{known.name} has {known.num_classes} classes, got num_classes={num_classes}: leave "
-        "num_classes out, or load all but the head with new_head=True"
-    )
 
 
 def _head_kwargs(known: WeightsInfo, asked: dict[str, Any]) -> dict[str, Any]:

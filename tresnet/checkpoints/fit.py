@@ -34,7 +34,7 @@ def fit(
         expected = {name: t for name, t in expected.items() if not name.startswith(HEAD)}
         tensors = {name: t for name, t in tensors.items() if not name.startswith(HEAD)}
     _check_block_size(weights, model)
-    if STEM in tensors and STEM in expected:
+    if STEM in tensors:
         tensors[STEM] = _fit_stem(tensors[STEM], weights, model)
     if not any(name.endswith(".num_batches_tracked") for name in tensors):
         counts = [name for name in expected if name.endswith(".num_batches_tracked")]
@@ -44,7 +44,7 @@ def fit(
             f"{weights.path} does not fit. {_explain(weights, model)}Keys, {'; '.join(faults)}"
         )
     if model.config.norm == "inplace_abn":
-        tensors = _fit_inplace_gammas(tensors, weights, model)
+        tensors = _fit_inplace_gammas(tensors, weights)
     _check_values(tensors, expected, weights)
     return tensors
 
@@ -138,8 +138,6 @@ def _explain(weights: Weights, model: TResNet) -> str:
     if found.body != wanted.body:
         hint = f": create the model as {found.variant!r}" if found.variant else ""
         return f"It holds {found}, expected {wanted}{hint}. "
-    if found.num_classes == 0 and wanted.num_classes > 0:
-        return "It has no classifier: load all but the head with new_head=True. "
     if found.num_classes != wanted.num_classes:
         return (
             f"It has {found.num_classes} classes, expected {wanted.num_classes}: build the model "
@@ -154,33 +152,23 @@ def _explain(weights: Weights, model: TResNet) -> str:
     return ""
 
 
-def _fit_inplace_gammas(
-    tensors: dict[str, Tensor], weights: Weights, model: TResNet
-) -> dict[str, Tensor]:
+def _fit_inplace_gammas(tensors: dict[str, Tensor], weights: Weights) -> dict[str, Tensor]:
     """Raise gammas in [0, eps) to eps, the smallest of in-place ABN; refuse negative ones."""
-    gammas = [name for name in tensors if name.endswith(".bn.weight")]
-    negative = [name for name in gammas if bool((tensors[name] < 0).any())]
-    if negative:
+    gammas = {name: tensors[name] for name in tensors if name.endswith(".bn.weight")}
+    if negative := [name for name, gamma in gammas.items() if bool((gamma < 0).any())]:
         raise CheckpointError(
             f"{weights.path} has negative gammas, which norm='inplace_abn' cannot "
             f"represent: build the model with norm='abn'. Layers: {listed(negative)}"
         )
-    return {
-        name: tensor.clamp(min=INPLACE_ABN_EPS) if name in gammas else tensor
-        for name, tensor in tensors.items()
-    }
+    return tensors | {name: gamma.clamp(min=INPLACE_ABN_EPS) for name, gamma in gammas.items()}
 
 
 def _check_values(
     tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], weights: Weights
 ) -> None:
     """Refuse values that the model's dtype cannot hold (70000 in float16), and variances < 0."""
-    below = [
-        name
-        for name, tensor in tensors.items()
-        if name.endswith(".running_var") and bool((tensor < 0).any())
-    ]
-    if below:
+    variances = [name for name in tensors if name.endswith(".running_var")]
+    if below := [name for name in variances if bool((tensors[name] < 0).any())]:
         raise CheckpointError(
             f"{weights.path} has negative variances, of which no root can be taken: it is "
             f"damaged; copy or download it again. Keys: {listed(below)}"

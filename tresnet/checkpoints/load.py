@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,18 +46,13 @@ def install(model: TResNet, staged: Mapping[str, Tensor], slopes: tuple[float, f
     """Copy what `fit` returned into the model: nothing that can fail is left but the copying.
 
     Raises:
-        CheckpointError: the model is on the meta device, or was made under `inference_mode`.
+        CheckpointError: the model is on the meta device.
     """
     tensors = model_tensors(model)
     if any(tensor.is_meta for tensor in tensors.values()):
         raise CheckpointError(
             "the model is on the meta device, which holds no values: build it on a real one, or "
             "call model.to_empty(device=...) before loading"
-        )
-    if not torch.is_inference_mode_enabled() and any(t.is_inference() for t in tensors.values()):
-        raise CheckpointError(
-            "the model was made under torch.inference_mode, outside of which nothing is copied "
-            "into it: load there too, or build the model outside"
         )
     with torch.no_grad():
         for name, value in staged.items():
@@ -101,15 +97,11 @@ def bare_model(model: nn.Module) -> TResNet:
     Raises:
         InputError: there is none.
     """
-    inner: object = model
+    inner: Any = model
     while not isinstance(inner, TResNet):
-        if isinstance(inner, FeatureExtractor):
-            inner = inner.model
-        elif isinstance(inner, nn.Module) and hasattr(inner, "_orig_mod"):
-            inner = inner._orig_mod
-        elif isinstance(inner, nn.Module) and hasattr(inner, "module"):
-            inner = inner.module
-        else:
+        name = "model" if isinstance(inner, FeatureExtractor) else "_orig_mod"
+        inner = getattr(inner, name, None) or getattr(inner, "module", None)
+        if inner is None:
             raise InputError(
                 f"expected a TResNet from tresnet.create, got {type(model).__name__}: a scripted "
                 "or exported model keeps its weights inside"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tresnet.checkpoints.metadata import check_metadata
-from tresnet.checkpoints.read import listed, read_file
+from tresnet.checkpoints.read import read_file
 from tresnet.errors import CheckpointError, InputError
 from tresnet.models.config import BLOCK_SLOPE, STEM_SLOPE, ModelConfig
 from tresnet.models.zoo import VARIANTS
@@ -111,14 +111,9 @@ def _format(path: Path, tensors: Mapping[str, Tensor]) -> str:
             f"format (such as {public[0]}): save it from one model"
         )
     if not timm and not public:
-        looks = ""
-        if "layer1.0.conv1.weight" in tensors:
-            looks = " but looks like a ResNet"
-        elif any(key.startswith(("blocks.0.", "encoder.layers.")) for key in tensors):
-            looks = " but looks like a transformer"
         raise CheckpointError(
-            f"{path} is not a TResNet{looks}: expected names such as body.conv1.conv.weight "
-            "(timm's and ours) or body.conv1.0.weight (the public TResNet format), got "
+            f"{path} is not a TResNet: expected names such as body.conv1.conv.weight (timm's and "
+            "ours) or body.conv1.0.weight (the public TResNet format), got "
             f"{', '.join(list(tensors)[:3])}, ..."
         )
     return "timm" if timm else "public"
@@ -126,19 +121,14 @@ def _format(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
 def _from_public(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     renamed: dict[str, Tensor] = {}
-    collisions = []
     for key, value in tensors.items():
         name = public_name(key)
         if name is None:
             _check_blur(path, key, value)
         elif name in renamed:
-            collisions.append(key)
+            raise CheckpointError(f"{path} holds two tensors for one of the model's: {key}")
         else:
             renamed[name] = inplace_gamma(value) if name.endswith(".bn.weight") else value
-    if collisions:
-        raise CheckpointError(
-            f"{path} holds two tensors for one of the model's: {listed(collisions)}"
-        )
     return renamed
 
 

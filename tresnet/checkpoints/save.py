@@ -57,13 +57,21 @@ def save_checkpoint(
     """
     target = bare_model(model)
     file = Path(path)
-    _check_arguments(file, format, metadata)
+    if format not in FORMATS:
+        raise InputError(f"expected format out of {', '.join(FORMATS)}, got {format!r}")
+    if file.suffix not in SUFFIXES:
+        raise InputError(f"expected a file name ending in {', '.join(SUFFIXES)}, got {file}")
+    if format == "timm" and metadata:
+        raise InputError(
+            f"timm's format has no place for metadata, got {sorted(metadata)}: use format='tresnet'"
+        )
     tensors = _plain_tensors(target)
-    stored = None
-    if format == "timm":
-        _check_timm(target)
-    else:
-        stored = checkpoint_metadata(target, metadata)
+    stored = None if format == "timm" else checkpoint_metadata(target, metadata)
+    if format == "timm" and (faults := _other_than_timms(target)):
+        raise CheckpointError(
+            f"timm's TResNet would not compute what this model does: {', '.join(faults)}. "
+            "Use format='tresnet'"
+        )
     with atomic_write(file) as temporary:
         _write(tensors, stored, temporary, file.suffix)
 
@@ -103,17 +111,6 @@ def _plain_values(values: Mapping[str, Any], what: str) -> dict[str, Any]:
                 f"which is {error}"
             ) from error
     return kept
-
-
-def _check_arguments(path: Path, format: str, metadata: Mapping[str, Any] | None) -> None:
-    if format not in FORMATS:
-        raise InputError(f"expected format out of {', '.join(FORMATS)}, got {format!r}")
-    if path.suffix not in SUFFIXES:
-        raise InputError(f"expected a file name ending in {', '.join(SUFFIXES)}, got {path}")
-    if format == "timm" and metadata:
-        raise InputError(
-            f"timm's format has no place for metadata, got {sorted(metadata)}: use format='tresnet'"
-        )
 
 
 def _plain_tensors(model: TResNet) -> dict[str, Tensor]:
@@ -157,14 +154,6 @@ def _other_than_timms(model: TResNet) -> list[str]:
         for name, value in wanted.items()
         if getattr(config, name) != value
     ]
-
-
-def _check_timm(model: TResNet) -> None:
-    if faults := _other_than_timms(model):
-        raise CheckpointError(
-            f"timm's TResNet would not compute what this model does: {', '.join(faults)}. "
-            "Use format='tresnet'"
-        )
 
 
 def _write(
