@@ -2,7 +2,6 @@
 
 import json
 import multiprocessing
-import time
 
 import huggingface_hub
 import pytest
@@ -12,7 +11,7 @@ import torch
 from huggingface_hub import constants
 
 import tresnet
-from tests.checkpoints.hub import REPO, running_hub
+from tests.checkpoints.hub import REPO
 from tests.checkpoints.small import same, small, trained
 from tresnet.checkpoints import describe, save_checkpoint
 from tresnet.checkpoints.download import from_hub, from_hub_layout
@@ -31,14 +30,6 @@ def plain_timm(monkeypatch):
     for name in [name for name in vars(timm.models.tresnet) if name.startswith("tresnet_")]:
         theirs = getattr(timm.models.tresnet, name)
         monkeypatch.setitem(timm.models._registry._model_entrypoints, name, theirs)
-
-
-@pytest.fixture
-def hub(monkeypatch, tmp_path):
-    sleep = time.sleep
-    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
-    with running_hub(monkeypatch, str(tmp_path / "cache")) as running:
-        yield running
 
 
 @pytest.fixture

@@ -73,9 +73,8 @@ class GroupedLinear(nn.Module):
         place: Any = {"device": first.weight.device, "dtype": first.weight.dtype}
         outputs = [layer.out_features for layer in layers]
         new = cls(first.in_features, outputs, first.bias is not None, **place)
-        new.weight.copy_(torch.cat([layer.weight for layer in layers]))
-        if new.bias is not None:
-            new.bias.copy_(torch.cat([layer.bias for layer in layers]))
+        for name, parameter in new.named_parameters():
+            parameter.copy_(torch.cat([layer.get_parameter(name) for layer in layers]))
         return new
 
     @property
