@@ -118,6 +118,17 @@ def test_another_class_count_needs_new_head(timms):
     assert create(weights=path, num_classes=0).num_classes == 0
 
 
+def test_groups_of_classes_carry_over(tmp_path):
+    """As given where the classes are the file's, else as many over the new ones."""
+    source = small(head="group_attention", head_groups=(1, 4), head_channels=8)
+    save_checkpoint(source, tmp_path / "a.pth")
+    assert create(weights=tmp_path / "a.pth").config == source.config
+    other = create(weights=tmp_path / "a.pth", num_classes=7, new_head=True).config
+    assert (other.head_groups, other.head_channels) == ((4, 3), 8)
+    plain = create(weights=tmp_path / "a.pth", head="linear", new_head=True).config
+    assert (plain.head_groups, plain.head_channels) == ((), None)
+
+
 def test_features_only(timms):
     source, path = timms
     model = create(weights=path, features_only=True, out_indices=(1, 3)).eval()

@@ -64,6 +64,8 @@ def test_rows_are_sound():
         assert row.sha256 is None or len(row.sha256) == 64
         assert not (row.hub_id and row.url)
     assert find("tresnet_xl.miil_in1k_448").top1 == 83.066
+    assert find("tresnet_xl.miil_in1k_448").pretrained_cfg["tag"] == "miil_in1k_448"
+    assert find("tresnet_t_digits").pretrained_cfg["tag"] == "tresnet_t_digits"
     assert find("tresnet_m.miil_in21k").num_classes == 11221
 
 
@@ -91,3 +93,13 @@ def test_the_table_of_a_wheel_is_inside_the_package(tmp_path, monkeypatch):
     (tmp_path / "tresnet" / "weights").mkdir()
     (tmp_path / "tresnet" / "weights" / "manifest.json").touch()
     assert published.weights_dir() == tmp_path / "tresnet" / "weights"
+
+
+def test_imagenets_classes_are_those_of_its_folders():
+    known = describe("tresnet_m.miil_in1k")
+    assert known.classes == tuple(sorted(known.classes))  # how folders are numbered
+    assert (known.classes[0], known.descriptions[0]) == ("n01440764", "tench, Tinca tinca")
+    larger = describe("tresnet_m.miil_in21k")
+    assert (len(set(larger.classes)), len(larger.descriptions)) == (11221, 11221)
+    assert larger.classes[0] == "n00005787"
+    assert describe("tresnet_t_digits").classes == tuple("0123456789")

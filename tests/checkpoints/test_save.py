@@ -12,7 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from tests.checkpoints.small import CLASSES, LAYERS, PLANES, same, small, snapshot, trained
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.load import load_checkpoint
-from tresnet.checkpoints.save import save_checkpoint
+from tresnet.checkpoints.save import computed_by_timm, save_checkpoint
 from tresnet.errors import CheckpointError, InputError, WriteError
 from tresnet.models.features import FeatureExtractor
 
@@ -76,6 +76,9 @@ def test_refuses_what_timm_would_compute_otherwise(tmp_path, kwargs, slopes, mes
     with pytest.raises(CheckpointError, match=message):
         save_checkpoint(model, tmp_path / "a.pth", format="timm")
     assert not list(tmp_path.iterdir())
+    assert not computed_by_timm(model)
+    assert computed_by_timm(small())
+    assert not computed_by_timm(small("tresnet_s", block_size=4)), "timm has none"
 
 
 def test_inplace_abn_weights_are_saved_as_gammas(tmp_path):

@@ -65,6 +65,14 @@ def test_describe_a_public_file_of_no_variant(tmp_path):
     assert (found.kwargs["layers"], found.kwargs["width_factor"]) == ((1, 2, 1, 1), 0.25)
 
 
+@pytest.mark.parametrize(("block_size", "in_chans"), [(1, 3), (2, 1), (2, 3), (4, 1)])
+def test_the_block_size_is_told_from_the_stem(tmp_path, block_size, in_chans):
+    model = small(block_size=block_size, in_chans=in_chans)
+    torch.save(model.state_dict(), tmp_path / "a.pth")
+    known = describe(tmp_path / "a.pth").kwargs
+    assert (known["block_size"], known["in_chans"]) == (block_size, in_chans)
+
+
 def test_describe_a_part_of_a_model(tmp_path):
     tensors = trained(small()).state_dict()
     torch.save({k: v for k, v in tensors.items() if "layer4" not in k}, tmp_path / "a.pth")
