@@ -105,7 +105,7 @@ def test_weights_of_a_run_say_how_they_were_trained(mine, tmp_path):
     (folder / "environment.json").write_text(json.dumps([environment]))
     assert run(arguments) == 0
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "9 epochs, 90 updates, 61 s, on cpu with PyTorch 2.15.0" in card
+    assert "9 epochs, 90 optimizer steps, 61 s, on cpu with PyTorch 2.15.0" in card
     assert '"recipe": "finetune"' in card
     assert "/home/me" not in card
 

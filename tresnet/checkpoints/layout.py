@@ -148,7 +148,7 @@ def _history(known: WeightsInfo) -> tuple[str, str]:
     log = _run(known.weights.path.parent)
     if log:
         training += [
-            f"{log['epoch']} epochs, {log['step']} updates, {log['elapsed_s']:.0f} s, on"
+            f"{log['epoch']} epochs, {log['step']} optimizer steps, {log['elapsed_s']:.0f} s, on"
             f" {log['device']} with PyTorch {log['torch']}; this package at {log['git']}.",
             f"```json\n{json.dumps(log['config'], indent=2)}\n```",
         ]
