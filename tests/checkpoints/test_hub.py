@@ -85,6 +85,7 @@ def test_a_directory_is_written_whole_or_not_at_all(mine, tmp_path, monkeypatch,
             run(arguments)
     assert list(tmp_path.iterdir()) == [path]
     assert run(arguments) == 0
+    assert target.stat().st_mode & 0o777 == 0o755
     x = torch.rand(2, 3, 64, 64)
     theirs = timm.create_model(f"local-dir:{target}", pretrained=True).eval()
     torch.testing.assert_close(theirs(x), model(x), rtol=1e-5, atol=1e-5)

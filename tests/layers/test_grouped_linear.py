@@ -26,6 +26,7 @@ def test_each_group_is_a_linear_layer(counts: tuple[int, ...], bias: bool):
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
     torch.testing.assert_close(layer(x.flatten(1)), y)
+    torch.testing.assert_close(torch.jit.script(layer)(x), y)
 
 
 def test_initial_values_are_those_of_linear_layers():
@@ -43,6 +44,10 @@ def test_initial_values_are_those_of_linear_layers():
 def test_impossible_sizes_are_refused(features: int, counts: tuple[int, ...]):
     with pytest.raises(InputError, match="at least one output for each group"):
         GroupedLinear(features, counts)
+
+
+def test_the_smallest_sizes_work():
+    assert GroupedLinear(1, (1,))(torch.ones(2, 1)).shape == (2, 1)
 
 
 def test_other_features_are_refused():

@@ -51,6 +51,9 @@ def test_parameters_are_counted_as_the_document_builds_them():
     assert counts["conv2"] == 12 * 256 * 256 * 9
     assert counts["conv3"] == 12 * 256 * 512
     assert whole.conv2.conv.groups == whole.conv3.conv.groups == 12
+    assert [norm.slope for norm in (whole.conv1.bn, whole.conv2.bn)] == [1e-3, 1e-3]
+    assert whole.last_norm.slope is None
+    assert ParallelBottleneck(1, 1, reduction=1)(torch.ones(2, 1, 1, 1)).shape == (2, 1, 1, 1)
 
 
 @pytest.mark.parametrize("arguments", [(0, 8), (2, 0), (2, 9)])

@@ -162,6 +162,7 @@ def test_to_conv_is_one_plain_convolution(kernel: int):
     assert type(plain) is nn.Conv2d
     assert not plain.weight.requires_grad
     assert not plain.training
+    assert plain.dilation == ((1, 1) if kernel == 1 else (2, 2))
     torch.testing.assert_close(plain(x), conv(x))
 
 
@@ -289,7 +290,7 @@ EVEN = {"padding": 1, "bias": False}
         nn.Conv2d(8, 8, 2, **EVEN),
         nn.Conv2d(8, 8, 3, padding_mode="reflect", **EVEN),
         nn.Conv2d(3, 9 * 8, 1, bias=False),  # 3 x 36 + 36 + 36 x 36 parameters for 3 x 72
-        nn.Conv2d(2, 4, 1, bias=False),  # 2 x 2 + 2 + 2 x 2 for 8
+        nn.Conv2d(3, 4, 1, bias=False),  # 3 x 2 + 2 + 2 x 2, which are as many as 3 x 4
         nn.LazyConv2d(8, 1, bias=False),
         Other(8, 8, 3, **EVEN),
         hooked(),
@@ -298,6 +299,12 @@ EVEN = {"padding": 1, "bias": False}
 def test_what_nothing_stands_in_for_stays(conv: nn.Module):
     with pytest.raises(InputError, match="inside Sequential that a SubtractedConv can stand in"):
         SubtractedConv.replace_in(nn.Sequential(conv))
+
+
+def test_what_does_not_matter_to_a_1x1_is_no_obstacle():
+    conv = nn.Conv2d(64, 16, 1, dilation=2, padding_mode="reflect", bias=False)
+    assert SubtractedConv.replace_in(nn.Sequential(conv)) == ["0"]
+    assert SubtractedConv(1, 2, 1)(torch.ones(1, 1, 2, 2)).shape == (1, 2, 2, 2), "the smallest"
 
 
 def test_a_model_that_is_a_convolution_itself_cannot_be_replaced_in():

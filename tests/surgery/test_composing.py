@@ -60,11 +60,11 @@ def test_groups_are_written_out(ga: int, gb: int):
 
 
 def test_three_in_a_row_with_nested_sequentials_and_rectangles():
-    a, b = conv(4, 5, (1, 3), padding=(0, 2), bias=False), conv(5, 3, (3, 1), (2, 1), (0, 1))
+    a, b = conv(4, 5, 3, padding=(0, 2), bias=False), conv(5, 3, (3, 1), (2, 1), (0, 1))
     c = conv(3, 2, 1)
     chain = nn.Sequential(nn.Sequential(a, nn.Identity()), b)
     assert_same(compose(chain, c), nn.Sequential(chain, c))
-    assert compose(chain, c).kernel_size == (3, 3)
+    assert compose(chain, c).kernel_size == (5, 3)
 
 
 def test_a_convolution_that_comes_twice_counts_twice():
@@ -121,6 +121,7 @@ def test_the_result_has_the_first_parts_dtype_and_trainability():
     a, b = nn.Conv2d(4, 6, 1, bias=False), nn.Conv2d(6, 3, 3, padding=1)
     assert compose(a, b).weight.dtype == torch.float32
     assert compose(a.requires_grad_(False), b).bias.requires_grad is False
+    assert compose(a, conv(6, 2, 1, bias=False)).dilation == (1, 1)
 
 
 LAST = conv(6, 2, 1)

@@ -139,12 +139,11 @@ class SubtractedConv(nn.Module):
 def _fits(conv: nn.Conv2d) -> bool:
     """Return whether P, D and L can stand in for a convolution and have fewer parameters."""
     kernel, half = conv.kernel_size[0], conv.out_channels // 2
-    borders = ((kernel // 2, kernel // 2), "same" if conv.stride == (1, 1) else None)
     factors = half * (conv.in_channels + kernel**2 + half * kernel**2)
     return (
         conv.kernel_size == (kernel, kernel)
         and kernel % 2 == 1
-        and conv.padding in borders
+        and conv.padding in ((kernel // 2, kernel // 2), "same")
         and (conv.padding_mode == "zeros" or kernel == 1)
         and conv.stride[0] == conv.stride[1]
         and (conv.dilation == (1, 1) or kernel == 1)
