@@ -163,6 +163,12 @@ def test_a_fresh_model_says_how_many_more_layers():
         swap_norm(build("tresnet_t"), "inplace_abn")
 
 
+def test_a_model_without_values_swaps():
+    pytest.importorskip("inplace_abn", reason="the inplace-abn package is not installed")
+    model = swap_norm(build("tresnet_t", device="meta"), "inplace_abn")
+    assert {type(module) for module in norms(model)} == {InplaceABN}
+
+
 def test_padding_needs_no_gamma():
     pytest.importorskip("inplace_abn", reason="the inplace-abn package is not installed")
     model = positive(network()).double()
