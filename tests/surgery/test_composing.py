@@ -65,6 +65,8 @@ def test_three_in_a_row_with_nested_sequentials_and_rectangles():
     chain = nn.Sequential(nn.Sequential(a, nn.Identity()), b)
     assert_same(compose(chain, c), nn.Sequential(chain, c))
     assert compose(chain, c).kernel_size == (5, 3)
+    a, b = conv(4, 6, (1, 3), padding=(0, 2), bias=False), conv(6, 3, 3, padding=1)
+    assert_same(compose(a, b), nn.Sequential(a, b))
 
 
 def test_a_convolution_that_comes_twice_counts_twice():
@@ -74,10 +76,10 @@ def test_a_convolution_that_comes_twice_counts_twice():
 
 
 def test_a_smaller_common_grid_is_used():
-    whole = compose(conv(4, 6, 1, 2, bias=False), conv(6, 3, 3, padding=1))
-    assert whole.kernel_size == (3, 3)
-    assert whole.dilation == (2, 2)
-    assert whole.padding == (2, 2)
+    a, b = conv(4, 6, 1, (2, 1), bias=False), conv(6, 3, 3, padding=1)
+    whole = compose(a, b)
+    assert (whole.kernel_size, whole.dilation, whole.padding) == ((3, 3), (2, 1), (2, 1))
+    assert_same(whole, nn.Sequential(a, b))
 
 
 @pytest.mark.parametrize("stride", [1, 2, 3])
