@@ -71,34 +71,6 @@ def test_a_dry_run_prints_the_complete_configuration_and_makes_no_run(tiny, caps
     assert "--name: the run directory" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--recipe papper", "error: unknown recipe 'papper': did you mean 'paper'?"),
-        ("--recipe digits --epochs 0", "--epochs: expected at least 1, got 0"),
-        ("--recipe digits --model tresnet_n", "unknown model 'tresnet_n'"),
-        ("--recipe digits --weights tresnet_m.mil", "unknown weights 'tresnet_m.mil'"),
-        ("--recipe digits --weights absent.pth", "absent.pth"),
-        ("--recipe digits --device tpu", "--device: expected cpu, cuda, cuda:N or auto"),
-        ("--data absent --workers 0 --device cpu", "absent is not a folder: check --data"),
-        (
-            "--recipe digits --input-size 33",
-            "expected height and width divisible by 2, got (33, 33)",
-        ),
-        ("--resume absent", "no readable config.json of a run at absent"),
-    ],
-)
-def test_bad_input_is_one_message_and_exit_code_2(
-    arguments, message, capsys, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    assert train_main(arguments.split()) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("error: ")
-    assert message in captured.err
-    assert "Traceback" not in captured.err
-
-
 @pytest.mark.parametrize("arguments", ["--epoch 3", "--epochs many", "--amp fp8"])
 def test_malformed_options_are_refused(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:

@@ -3,12 +3,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 
 from tresnet.engine import config as configs
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.recipes import RECIPES
-from tresnet.engine.train import train
 from tresnet.engine.validate import validate
 from tresnet.errors import ConfigError
 from tresnet.settings import fields
@@ -172,9 +170,3 @@ def test_all_contradictions_are_listed_at_once():
     with pytest.raises(ConfigError) as error:
         validate(configs.replace(GOOD, data=None, recipe="usi", pad=8, opt="kron"))
     assert all(name in str(error.value) for name in ("--data", "--teacher", "--pad"))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_batch_norm_is_not_synchronised_where_auto_finds_no_gpu():
-    with pytest.raises(ConfigError, match=r"--sync-bn: .* on GPUs only, .* got cpu: leave it out"):
-        train(configs.replace(GOOD, sync_bn=True, device="auto"))

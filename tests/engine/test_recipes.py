@@ -42,98 +42,50 @@ def test_a_recipe_names_itself_and_says_what_else_it_needs(name):
     assert asked - {"--model", "--new-head"} == expected
 
 
-# What the papers and the authors' commands say; rates are the first, the highest for so many
-# images an update, and the last.
+# What the papers and the authors' commands say: options; the first rate, the highest for so many
+# images a step, and the last; epochs of warm-up.
+COMMON = """--weight-decay 0.02 --epochs 300 --cutmix 1 --mix-prob 1 --aug-repeats 3 --cutout-prob 0
+    --label-smoothing 0 --auto-augment rand-m7-mstd0.5-inc1 --crop-pct 0.95 --lr-schedule cosine"""
 STATED = {
-    "usi": {
-        "options": {
-            "opt": "adamw",
-            "weight_decay": 0.02,
-            "epochs": 300,
-            "mixup": 0.8,
-            "cutmix": 1.0,
-            "mix_prob": 1.0,
-            "aug_repeats": 3,
-            "label_smoothing": 0.0,
-            "cutout_prob": 0.0,
-            "auto_augment": "rand-m7-mstd0.5-inc1",
-            "crop_pct": 0.95,
-            "kd_weight": 5.0,
-            "kd_temperature": 1.0,
-            "ema_decay": 0.99996,
-            "loss": "cross-entropy",
-            "lr_schedule": "cosine",
-        },
-        "rates": (1e-4, 2e-3, 1024, 1e-6),
-        "warmup_epochs": 5,
-    },
-    "rsb-a2": {
-        "options": {
-            "opt": "lamb",
-            "weight_decay": 0.02,
-            "epochs": 300,
-            "mixup": 0.1,
-            "cutmix": 1.0,
-            "mix_prob": 1.0,
-            "aug_repeats": 3,
-            "label_smoothing": 0.0,
-            "cutout_prob": 0.0,
-            "auto_augment": "rand-m7-mstd0.5-inc1",
-            "crop_pct": 0.95,
-            "drop_rate": 0.0,
-            "drop_path_rate": 0.05,
-            "ema_decay": 0.0,
-            "loss": "one-vs-all",
-            "lr_schedule": "cosine",
-            "hflip": 0.5,
-            "random_crop": True,
-        },
-        "rates": (1e-4, 5e-3, 2048, 1e-6),
-        "warmup_epochs": 5,
-    },
-    "in21k": {
-        "options": {
-            "opt": "adam",
-            "weight_decay": 1e-4,
-            "epochs": 80,
-            "label_smoothing": 0.2,
-            "loss": "semantic-softmax",
-            "lr_schedule": "one-cycle",
-            "random_crop": False,
-            "crop_mode": "squash",
-            "crop_pct": 1.0,
-            "cutout_area": (0.25, 0.25),
-        },
-        "rates": (1.5e-5, 3e-4, 64, 1.5e-9),
-        "warmup_epochs": 8,
-    },
+    "usi": (
+        f"""--opt adamw --mixup 0.8 --kd-weight 5 --kd-temperature 1 --ema-decay 0.99996
+        --loss cross-entropy {COMMON}""",
+        (1e-4, 2e-3, 1024, 1e-6),
+        5,
+    ),
+    "rsb-a2": (
+        f"""--opt lamb --mixup 0.1 --drop-rate 0 --drop-path-rate 0.05 --ema-decay 0
+        --loss one-vs-all --hflip 0.5 --random-crop {COMMON}""",
+        (1e-4, 5e-3, 2048, 1e-6),
+        5,
+    ),
+    "in21k": (
+        """--opt adam --weight-decay 1e-4 --epochs 80 --label-smoothing 0.2 --loss semantic-softmax
+        --lr-schedule one-cycle --no-random-crop --crop-mode squash --crop-pct 1
+        --cutout-area 0.25 0.25""",
+        (1.5e-5, 3e-4, 64, 1.5e-9),
+        8,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", STATED)
 def test_a_recipe_is_what_its_paper_states(name):
-    config, stated = resolve(recipe(name)), STATED[name]
-    found = configs.flatten(config)
-    assert {option: found[option] for option in stated["options"]} == stated["options"]
+    options, (first, highest, images, last), warmup_epochs = STATED[name]
+    assert parse_train(["--recipe", name, *options.split()]).config == recipe(name)
+    config = resolve(recipe(name))
     assert config.data.input_size == 224
-    first, highest, images, last = stated["rates"]
     schedule = config.schedule
     assert peak_lr(config.optim, images) == pytest.approx(highest)
     assert highest * schedule.start_factor == pytest.approx(first)
     assert highest * schedule.end_factor == pytest.approx(last)
-    assert schedule.warmup_fraction * schedule.epochs == pytest.approx(stated["warmup_epochs"])
+    assert schedule.warmup_fraction * schedule.epochs == pytest.approx(warmup_epochs)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        "--weights tresnet_m.miil_in1k_448",
-        "--weights tresnet_m.miil_in1k --input-size 448 --crop-mode squash --crop-pct 1",
-    ],
-)
+@pytest.mark.parametrize("options", ["_448", " --input-size 448 --crop-mode squash --crop-pct 1"])
 def test_finetuning_at_448(options):
-    arguments = ["--recipe", "finetune", "--data", "flowers", "--layer-decay", "0.8"]
-    config = parse_train([*arguments, *options.split()]).config
+    line = "--recipe finetune --data flowers --layer-decay 0.8 --weights tresnet_m.miil_in1k"
+    config = parse_train((line + options).split()).config
     validate(config)
     data = resolve(config, weights=describe(config.model.weights)).data
     assert (data.input_size, data.crop_mode, data.crop_pct) == (448, "squash", 1.0)
@@ -152,46 +104,25 @@ def test_a_gpu_trains_padded_and_a_resumed_run_as_it_began():
     assert widths == {0}
 
 
-SHORT = {
-    "data": "digits",
-    "model": "tresnet_t",
-    "block_size": 2,
-    "width_factor": 0.25,
-    "layers": (1, 1, 1, 1),
-    "batch_size": 64,
-    "workers": 0,
-    "device": "cpu",
-    "progress": False,
-    "tensorboard": False,
-    "random_crop": False,
-    "hflip": 0.0,
-    "crop_pct": 1.0,
-    "cutout_prob": 0.0,
+SHORT = """--data digits --model tresnet_t --block-size 2 --width-factor 0.25 --layers 1 1 1 1
+    --batch-size 64 --workers 0 --device cpu --no-progress --no-tensorboard --no-random-crop
+    --hflip 0 --crop-pct 1 --cutout-prob 0"""
+FORMS = {
+    "usi": ("--epochs 3 --teacher tresnet_t_digits --input-size 32 --lr 0.04 --ema-decay 0.9", 60),
+    "rsb-a2": ("--epochs 4 --input-size 16 --lr 0.02 --lr-batch 64", 70),
+    "in21k": ("--epochs 4 --input-size 16 --lr 3e-3 --hierarchy hierarchy.json", 70),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "changes", "least_top1"),
-    [
-        (
-            "usi",
-            {"teacher": "tresnet_t_digits", "input_size": 32, "lr": 0.04, "ema_decay": 0.9},
-            60,
-        ),
-        ("rsb-a2", {"input_size": 16, "lr": 0.02, "lr_batch": 64, "epochs": 4}, 70),
-        ("in21k", {"input_size": 16, "lr": 3e-3, "epochs": 4}, 70),
-    ],
-)
-def test_a_short_form_of_the_recipe_learns_the_digits(tmp_path, name, changes, least_top1):
+@pytest.mark.parametrize("name", FORMS)
+def test_a_short_form_of_the_recipe_learns_the_digits(tmp_path, monkeypatch, name):
     """In seconds: a small network, few epochs, higher rates for the smaller batch."""
-    if name == "in21k":
-        path = tmp_path / "hierarchy.json"
-        path.write_text(json.dumps({"7": "1", "3": "8", "5": "3", "9": "4", "6": "0"}))
-        changes |= {"hierarchy": str(path)}
-    places = {"data_root": str(tmp_path / "data"), "runs": str(tmp_path / "runs")}
-    config = configs.replace(recipe(name), **SHORT, **places, **{"epochs": 3} | changes)
-    result = train(config)
+    monkeypatch.chdir(tmp_path)
+    options, least_top1 = FORMS[name]
+    parents = {"7": "1", "3": "8", "5": "3", "9": "4", "6": "0"}
+    Path("hierarchy.json").write_text(json.dumps(parents))
+    result = train(parse_train(["--recipe", name, *SHORT.split(), *options.split()]).config)
     losses = [row["loss"] for row in rows_of(result.run_dir)]
     assert losses[-1] < losses[0]
     assert result.metrics.top1 >= least_top1

@@ -1,0 +1,92 @@
+"""What train.py and eval.py say of bad input: one message, and exit code 2."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+from tests.engine.runs import eval_main, train_main
+
+# Command lines, and words of their message. DATA has three classes, WEIGHTS are of a run on it.
+TRAIN = """
+--recipe papper | unknown recipe 'papper': did you mean 'paper'?
+--recipe digits --epochs 0 | --epochs: expected at least 1, got 0
+--recipe digits --model tresnet_n | unknown model 'tresnet_n'
+--recipe digits --weights tresnet_m.mil | unknown weights 'tresnet_m.mil'
+--recipe digits --weights absent.pth | absent.pth
+--recipe digits --device tpu | --device: expected cpu, cuda, cuda:N or auto
+--data absent --workers 0 --device cpu | absent is not a folder: check --data
+--data DATA/train --workers 0 --device cpu | there is no folder 'train'
+--recipe digits --input-size 33 | expected height and width divisible by 2, got (33, 33)
+--recipe digits --sync-bn | on GPUs only, expected one, got cpu: leave it out
+--resume absent | no readable config.json of a run at absent
+--recipe digits --resume absent | --resume: expected the directory of a run, got absent
+--recipe digits --resume auto | --resume auto: expected --name
+--recipe digits --resume empty | expected a checkpoint to resume from in empty, found none
+--recipe digits --name a/b | --name: expected a directory name without a path
+--recipe digits --name .. | --name: expected a directory name without a path
+--recipe digits --name . | --name: expected a directory name without a path
+--recipe digits --runs file/runs --name new --epochs 1 | file/runs: Not a directory
+--recipe digits --batch-size auto | expected a GPU whose memory decides, got device cpu
+--recipe digits --batch-size auto --dry-run | --dry-run --gpu-memory 24GiB
+--recipe digits --batch-size auto --compile default | predicted with --compile, expected a number
+--recipe digits --batch-size auto --jit | cannot be predicted with --jit, expected a number
+--recipe digits --batch-size auto --gpu-memory 8gigs | --gpu-memory: expected a size such as '80GiB'
+--recipe digits --teacher WEIGHTS | --teacher WEIGHTS: the weights have 3 classes, the data 10
+--recipe digits --teacher timm:resnet1 | expected a model of timm, got 'resnet1'
+--recipe digits --teacher timm:test_resnet | --teacher timm:test_resnet: timm cannot give
+--recipe digits --loss semantic-softmax --hierarchy no.json | --hierarchy: no readable JSON in
+--recipe digits --loss semantic-softmax --hierarchy [3] | --hierarchy: expected a JSON object from
+--recipe digits --loss semantic-softmax --hierarchy {"1":3} | --hierarchy: expected a JSON object
+--recipe digits --loss semantic-softmax --hierarchy {"1":"3","3":"1"} | '1' is above itself
+--recipe digits --loss semantic-softmax --hierarchy {"dog":"cat"} | data's classes (0, 1, 2, ...)
+"""
+EVAL = """
+--data absent --weights WEIGHTS | absent is not a folder
+--data DATA --weights WEIGHTS --split test | there is no folder 'test'
+--data DATA --weights absent.safetensors | absent.safetensors
+--data DATA --weights WEIGHTS --model tresnet_m | tresnet_m
+--data DATA --weights WEIGHTS --batch-size 0 | --batch-size: expected at least 1, got 0
+--data DATA --weights WEIGHTS --workers -1 | --workers: expected at least 0, got -1
+--data DATA --weights WEIGHTS --output absent/r.json | --output: there is no directory absent
+--data DATA --weights WEIGHTS --crop-pct 2 | --crop-pct: expected at most 1, got 2.0
+--data DATA --weights WEIGHTS --threshold 2 | --threshold: expected at most 1, got 2.0
+"""
+LINES = [
+    (main, *line.split(" | "))
+    for main, text in ((train_main, TRAIN), (eval_main, EVAL))
+    for line in text.strip().splitlines()
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, data, whole):
+    """A directory with data, weights and a file where a directory is meant; the digits in it."""
+    folder = tmp_path_factory.mktemp("messages")
+    shutil.copytree(data, folder / "DATA")
+    shutil.copy(whole / "best.safetensors", folder / "WEIGHTS")
+    (folder / "file").touch()
+    (folder / "empty").mkdir()
+    return folder
+
+
+@pytest.mark.parametrize(("main", "line", "words"), LINES, ids=[line for _, line, _ in LINES])
+def test_bad_input_is_one_message_and_exit_code_2(place, monkeypatch, capsys, main, line, words):
+    def unreachable(*_, **__):
+        raise OSError("no network")
+
+    monkeypatch.setattr(timm, "create_model", unreachable)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.chdir(place)
+    arguments = line.split()
+    if "--hierarchy" in arguments and arguments[-1][0] in "[{":
+        Path("parents.json").write_text(arguments.pop())
+        arguments.append("parents.json")
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert words in captured.err
+    assert "Traceback" not in captured.err
+    assert not Path("runs").exists()
