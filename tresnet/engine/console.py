@@ -7,8 +7,10 @@ and nothing else.
 import contextlib
 import sys
 from collections.abc import Iterator
-from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Self, TextIO
+
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from tresnet.files import redirect
 
@@ -33,8 +35,6 @@ class Console:
             return
         with self.surviving():
             if self.shows_bars:
-                from tqdm import tqdm
-
                 tqdm.write(text, file=getattr(sys, self._stream))
             else:
                 getattr(sys, self._stream).write(text + "\n")
@@ -69,41 +69,32 @@ class Bar:
     def __init__(self, console: Console, title: str, total: int, done: int) -> None:
         self._console = console
         self._settings = {"desc": title, "total": total, "initial": done}
-        self._tqdm: Any = None
-        self._redirected = contextlib.ExitStack()
+        self._entered = contextlib.ExitStack()
+        self._tqdm = tqdm(disable=True)
 
     def __enter__(self) -> Self:
         """Show the bar; what is logged meanwhile becomes lines above it."""
-        if self._console.shows_bars:
-            from tqdm import tqdm
-            from tqdm.contrib.logging import logging_redirect_tqdm
-
-            with self._console.surviving():
-                self._tqdm = tqdm(**self._settings, leave=False, dynamic_ncols=True)
-                self._redirected.enter_context(logging_redirect_tqdm())
+        shows = self._console.shows_bars
+        with self._console.surviving():
+            self._tqdm = tqdm(**self._settings, leave=False, dynamic_ncols=True, disable=not shows)
+            self._entered.callback(self._tqdm.close)
+            if shows:
+                self._entered.enter_context(logging_redirect_tqdm())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Remove the bar."""
-        self._redirected.close()
-        if self._tqdm is not None:
-            with self._console.surviving():
-                self._tqdm.close()
+        with self._console.surviving():
+            self._entered.close()
 
     def advance(self, steps: int = 1) -> None:
         """Move on."""
-        if self._tqdm is not None:
-            with self._console.surviving():
-                self._tqdm.update(steps)
+        with self._console.surviving():
+            self._tqdm.update(steps)
 
     def note(self, text: str, line: bool) -> None:
         """Show figures behind the bar, or, off a terminal and if `line`, as a line."""
-        if self._tqdm is not None:
+        if not self._tqdm.disable:
             with self._console.surviving():
                 self._tqdm.set_postfix_str(text)
         elif line and not self._console.shows_bars:

@@ -6,12 +6,12 @@ import datetime
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor
 
 from tresnet.engine import signals
 from tresnet.errors import ConfigError
@@ -42,19 +42,17 @@ class Processes:
 
     def sum(self, *values: float) -> list[float]:
         """Each value summed over all processes, in float64."""
-        if self.world_size == 1:
-            return list(values)
-        total = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(total)
-        return total.tolist()
+        return self._reduce(values, dist.ReduceOp.SUM)
 
     def max(self, *values: float) -> list[float]:
         """The largest of each value over all processes."""
-        if self.world_size == 1:
-            return list(values)
-        largest = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        return largest.tolist()
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def _reduce(self, values: tuple[float, ...], op: Any) -> list[float]:
+        reduced = torch.tensor(values, dtype=torch.float64)
+        if self.world_size > 1:
+            dist.all_reduce(reduced, op=op)
+        return reduced.tolist()
 
     def from_main(self, value: Any) -> Any:
         """The value that process 0 has; plain Python values only."""
@@ -77,17 +75,11 @@ class Processes:
         if self.world_size > 1:
             dist.all_reduce(torch.zeros(1))
 
-    def share_state(self, model: nn.Module) -> None:
-        """Give every process process 0's weights and statistics."""
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Give every process the values of process 0's tensors."""
         if self.world_size > 1:
-            for tensor in model.state_dict().values():
+            for tensor in tensors:
                 dist.broadcast(tensor, src=0)
-
-    def share_buffers(self, model: nn.Module) -> None:
-        """Give every process process 0's buffers: running statistics differ between processes."""
-        if self.world_size > 1:
-            for buffer in model.buffers():
-                dist.broadcast(buffer, src=0)
 
 
 @contextlib.contextmanager

@@ -48,7 +48,7 @@ class Parts:
 
     def evaluate(self, config: TrainConfig) -> Metrics | MultiLabelMetrics:
         """Evaluate the EMA, or the model where there is none (a collective)."""
-        self.processes.share_buffers(self.step.averaged)
+        self.processes.broadcast(self.step.averaged.buffers())  # running statistics differ
         return evaluate(
             config.labels,
             self.tested,

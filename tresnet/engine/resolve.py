@@ -113,7 +113,7 @@ def class_map(
     """
     if len(found) != outputs:
         raise ConfigError(
-            f"the weights have {outputs} classes, the data {len(found)} ({_some(found)}): expected"
+            f"the weights have {outputs} classes, the data {len(found)} ({some(found)}): expected"
             " the same"
         )
     if trained is None or list(trained) == list(found):
@@ -125,8 +125,8 @@ def class_map(
     if set(trained) != set(found):
         raise ConfigError(
             "the classes of the weights and of the data differ: only the weights have"
-            f" {_some(sorted(set(trained) - set(found)))}; only the data have"
-            f" {_some(sorted(set(found) - set(trained)))}"
+            f" {some(sorted(set(trained) - set(found)))}; only the data have"
+            f" {some(sorted(set(found) - set(trained)))}"
         )
     return [list(trained).index(name) for name in found]
 
@@ -142,5 +142,6 @@ def _check_head(info: WeightsInfo, classes: Sequence[str]) -> None:
         )
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """The first names of a list, for a message."""
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "none"

@@ -2,9 +2,10 @@
 
 import contextlib
 import datetime
+import itertools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,12 @@ def create(config: TrainConfig, now: datetime.datetime, held: contextlib.ExitSta
     parent = Path(config.run.runs)
     with files.explained(parent):
         parent.mkdir(parents=True, exist_ok=True)
-        directory = _make_named(config) if config.run.name else _make_new(parent, config, now)
+        for directory in [_named(config)] if config.run.name else _free_names(config, now):
+            with contextlib.suppress(FileExistsError):  # another run may take it at this moment
+                directory.mkdir()
+                break
+        else:
+            raise ConfigError(_taken(_named(config)))
     try:
         held.enter_context(files.lock(directory))
         write_config(directory, config)
@@ -130,15 +136,6 @@ def _named(config: TrainConfig) -> Path:
     return Path(config.run.runs) / name
 
 
-def _make_named(config: TrainConfig) -> Path:
-    directory = _named(config)
-    try:
-        directory.mkdir()
-    except FileExistsError as error:
-        raise ConfigError(_taken(directory)) from error
-    return directory
-
-
 def _taken(directory: Path) -> str:
     return (
         f"--name: the run directory {directory} exists, and a run never overwrites another:"
@@ -146,15 +143,8 @@ def _taken(directory: Path) -> str:
     )
 
 
-def _make_new(parent: Path, config: TrainConfig, now: datetime.datetime) -> Path:
+def _free_names(config: TrainConfig, now: datetime.datetime) -> Iterator[Path]:
     data = Path(config.data.data or "").name.encode(errors="replace").decode()
     stem = f"{config.model.model}_{data}_{now:%Y%m%d-%H%M%S}"
-    number = 1
-    while True:
-        directory = parent / (stem if number == 1 else f"{stem}-{number}")
-        try:
-            directory.mkdir()
-        except FileExistsError:
-            number += 1
-        else:
-            return directory
+    for number in itertools.count(1):
+        yield Path(config.run.runs, stem if number == 1 else f"{stem}-{number}")

@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from types import FrameType, TracebackType
 from typing import Self
 
 # torchrun passes a Ctrl-C on to processes that the terminal has already told: one request, twice.
@@ -43,19 +42,13 @@ class StopRequest:
             )
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Put the former handlers back."""
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)  # pyright: ignore[reportArgumentType]
         self._previous.clear()
 
-    def _handle(self, signum: int, frame: FrameType | None) -> None:
-        del frame
+    def _handle(self, signum: int, _: object) -> None:
         now = time.monotonic()
         if not self.signum:
             self.signum, self._asked_s = signum, now

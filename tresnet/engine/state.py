@@ -16,6 +16,7 @@ from tresnet.checkpoints.save import checkpoint_metadata
 from tresnet.engine import config as configs
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.distributed import Processes
+from tresnet.engine.resolve import some
 from tresnet.errors import CheckpointError, ConfigError
 from tresnet.files import atomic_write, explained
 from tresnet.steps import TrainingStep
@@ -201,8 +202,8 @@ def check(saved: Identity, now: Identity) -> None:
     """
     if saved.classes != now.classes:
         raise ConfigError(
-            f"the run was trained on {len(saved.classes)} classes ({_some(saved.classes)}), the"
-            f" data now have {len(now.classes)} ({_some(now.classes)})"
+            f"the run was trained on {len(saved.classes)} classes ({some(saved.classes)}), the"
+            f" data now have {len(now.classes)} ({some(now.classes)})"
         )
     for what, before, after in (
         ("training", saved.train, now.train),
@@ -271,7 +272,3 @@ def seed_everything(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
-
-
-def _some(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

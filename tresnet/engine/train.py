@@ -105,7 +105,7 @@ def finish(
     averaged = parts.step.averaged
     if parts.processes.is_main:
         load_checkpoint(averaged, run_dir / BEST)
-    parts.processes.share_state(averaged)
+    parts.processes.broadcast(averaged.state_dict().values())
     metrics = parts.evaluate(plan.config)
     if log is not None:
         figures = {"images_per_s": metrics.images_per_s, **metrics.figures()}
