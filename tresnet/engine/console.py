@@ -1,4 +1,4 @@
-"""What a run shows: a bar on a terminal, else a line now and then. Only process 0 shows anything.
+"""Progress bars on a terminal, lines elsewhere; process 0 alone shows anything.
 
 A run outlives its terminal: where a stream is closed or full, the rest of what is shown is lost,
 and nothing else.

@@ -119,7 +119,7 @@ def evaluate(
     Args:
         labels: How many labels an image has, and the threshold of F1.
         step: Moves a batch to the device and computes its logits.
-        loader: This process's share, in evaluation mode.
+        loader: This process's part of the images, in evaluation mode.
         processes: This process's place.
         class_map: The model's class of each label; None where they are the same.
         console: Shows a bar; None for silence.
@@ -186,10 +186,10 @@ class _ManyLabels:
 
     def metrics(self, processes: Processes, images: int) -> MultiLabelMetrics:
         own = [torch.cat(part).numpy() for part in zip(*self._batches, strict=True)]
-        shares = [share for share in processes.gather(own) if share]
+        gathered = [part for part in processes.gather(own) if part]
         logits, targets = (
             torch.cat([torch.from_numpy(part) for part in parts])
-            for parts in zip(*shares, strict=True)
+            for parts in zip(*gathered, strict=True)
         )
         precisions = [average_precision(*pair) for pair in zip(logits.T, targets.T, strict=True)]
         known = [value for value in precisions if value is not None]
@@ -219,7 +219,7 @@ def average_precision(scores: Tensor, targets: Tensor) -> float | None:
         targets: (N,), 0 or 1.
 
     Returns:
-        A share from 0 to 1; None if no image has the label.
+        A fraction from 0 to 1; None if no image has the label.
     """
     if not bool(targets.any()):
         return None

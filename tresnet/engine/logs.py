@@ -1,4 +1,4 @@
-"""What a run writes about itself: one table as JSONL and CSV, and TensorBoard events."""
+"""The log of a run: one table as JSONL and CSV, TensorBoard events, and trackers."""
 
 import contextlib
 import csv

@@ -1,4 +1,4 @@
-"""The third phase of a run: its epochs, each with training, an evaluation and checkpoints."""
+"""The third phase of a run trains its epochs, with evaluations and checkpoints."""
 
 import itertools
 from collections.abc import Iterator

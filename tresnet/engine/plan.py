@@ -1,4 +1,4 @@
-"""The first phase of a run: what its options, its data and its last state decide."""
+"""The first phase of a run resolves what its options, its data and its last state decide."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""The second phase of a run: its loaders, model, training step and losses on this process."""
+"""The second phase of a run builds loaders, model, training step and losses on this process."""
 
 import dataclasses
 from collections.abc import Callable

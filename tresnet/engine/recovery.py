@@ -1,4 +1,4 @@
-"""What a run saves while it trains, and what it says of that where it ends early."""
+"""The checkpoints that a run saves, and what it says of them where it ends early."""
 
 import contextlib
 import time

@@ -1,4 +1,4 @@
-"""What a run saves to resume exactly where it stopped: `last.pt`, and `previous.pt` before it."""
+"""The state of a run, from which it resumes exactly: `last.pt`, and `previous.pt` before it."""
 
 import dataclasses
 import math

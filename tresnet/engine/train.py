@@ -1,4 +1,4 @@
-"""What train.py does, in four phases: plan, prepare, run the loop, finish."""
+"""Train a model in four phases: plan, prepare, run the loop, finish."""
 
 import contextlib
 import dataclasses

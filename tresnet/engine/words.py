@@ -1,4 +1,4 @@
-"""What a run says: its lines on the screen and the messages of its errors."""
+"""The lines that a run shows, and the messages of its errors."""
 
 import math
 import signal
