@@ -335,11 +335,7 @@ def test_a_batch_that_should_have_fitted_is_halved(tiny, small_gpu, monkeypatch)
 @pytest.mark.parametrize(
     ("changes", "fitting", "expected"),
     [
-        (
-            {"batch_size": 512, "accumulate": 3},
-            200,
-            "--batch-size 128 --accumulate 12, which keeps",
-        ),
+        ({"batch_size": 512, "accumulate": 3}, 200, "--batch-size 128 --accumulate 12, which"),
         ({"batch_size": 500}, 251, "--batch-size 250 --accumulate 2"),
         ({"batch_size": 502}, 200, "--batch-size 200"),
         ({"batch_size": 10, "mixup": 0.2}, 5, "--batch-size 4"),

@@ -30,18 +30,9 @@ def test_options_change_the_recipes_defaults_by_their_short_names():
         " --no-tensorboard --crop-scale 0.5 1 --clip-grad 2 --layers 1 1 1 1"
     )
     parsed = parse_train(options.split())
-    expected = configs.replace(
-        recipe("digits"),
-        epochs=3,
-        batch_size=32,
-        lr=0.5,
-        amp="bf16",
-        model="tresnet_m",
-        tensorboard=False,
-        crop_scale=(0.5, 1.0),
-        clip_grad=2.0,
-        layers=(1, 1, 1, 1),
-    )
+    changes = {"epochs": 3, "batch_size": 32, "lr": 0.5, "amp": "bf16", "model": "tresnet_m"}
+    changes |= {"tensorboard": False, "crop_scale": (0.5, 1.0), "clip_grad": 2.0}
+    expected = configs.replace(recipe("digits"), layers=(1, 1, 1, 1), **changes)
     assert (parsed.config, parsed.resume, parsed.dry_run) == (expected, None, False)
 
 
@@ -87,31 +78,26 @@ def test_a_stopped_run_exits_as_the_shell_expects(monkeypatch, stopped_by, code)
     assert train_main(["--recipe", "digits"]) == code
 
 
+FULL = torch.OutOfMemoryError("tried to allocate 2 GiB")
+WORKER = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+GLOO = RuntimeError("[gloo/pair.cc:5] Connection closed")
+
+
 @pytest.mark.parametrize(
     ("end", "rank", "code", "message"),
     [
         (KeyboardInterrupt(), 0, 130, "^error: interrupted\n$"),
         (DataError("it is missing"), 3, 2, "^error: process 3: it is missing\n$"),
         (
-            torch.OutOfMemoryError("tried to allocate 2 GiB"),
+            FULL,
             0,
             2,
             "^error: the memory is full: tried to allocate 2 GiB: ask for a smaller batch",
         ),
-        (
-            RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."),
-            0,
-            1,
-            r"^error: .*DataLoader worker \(pid 7\) is killed by signal: Killed\.",
-        ),
+        (WORKER, 0, 1, r"^error: .*DataLoader worker \(pid 7\) is killed by signal: Killed\."),
         (OSError(errno.EMFILE, "Too many open files"), 0, 1, "^error: .*: raise it by ulimit -n"),
         (RuntimeError("Too many open files. Comm"), 0, 1, "^error: .*or try fewer --workers"),
-        (
-            RuntimeError("[gloo/pair.cc:5] Connection closed"),
-            0,
-            1,
-            r"^error: .*\[gloo/pair.cc:5\] Connection closed",
-        ),
+        (GLOO, 0, 1, r"^error: another process .*\[gloo/pair.cc:5\] Connection closed"),
     ],
     ids=str,
 )

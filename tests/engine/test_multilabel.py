@@ -10,6 +10,7 @@ from PIL import Image
 
 from tests.engine.runs import eval_main, train_main
 from tresnet.checkpoints.weights import describe
+from tresnet.cli.train import parse_train
 from tresnet.engine import config as configs
 from tresnet.engine.config import LabelConfig, TrainConfig
 from tresnet.engine.evaluate import average_precision, f1_scores
@@ -85,36 +86,11 @@ def shapes(tmp_path: Path) -> Path:
     return root
 
 
-def small(shapes: Path, **changes: object) -> TrainConfig:
-    options = {
-        "data": str(shapes),
-        "runs": str(shapes.parent / "runs"),
-        "batch_size": 8,
-        "input_size": 32,
-        "layers": (1, 1, 1, 1),
-        "epochs": 2,
-        "lr": 0.05,
-        "progress": False,
-        "tensorboard": False,
-        "device": "cpu",
-    }
-    return configs.replace(recipe("multilabel"), **{**options, **changes})
-
-
 def test_a_run_logs_saves_and_is_evaluated(shapes: Path, capsys: pytest.CaptureFixture[str]):
-    options = [
-        "--recipe",
-        "multilabel",
-        "--data",
-        str(shapes),
-        "--batch-size",
-        "8",
-        "--epochs",
-        "2",
-    ]
-    options += ["--head", "group_attention", "--head-groups", "1", "1", "--head-channels", "8"]
-    options += ["--runs", str(shapes.parent / "runs"), "--name", "run", "--no-progress"]
-    assert train_main([*options, "--input-size", "32", "--layers", *"1111", "--device", "cpu"]) == 0
+    options = f"""--recipe multilabel --data {shapes} --batch-size 8 --epochs 2 --input-size 32
+        --head group_attention --head-groups 1 1 --head-channels 8 --layers 1 1 1 1 --device cpu
+        --runs {shapes.parent / "runs"} --name run --no-progress"""
+    assert train_main(options.split()) == 0
     run = shapes.parent / "runs" / "run"
     rows = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     assert {row["phase"] for row in rows} == {"initial", "model", "train", "final"}
@@ -131,6 +107,7 @@ def test_a_run_logs_saves_and_is_evaluated(shapes: Path, capsys: pytest.CaptureF
     assert result["images"] == 9
     assert len(result["per_class_ap"]) == 2
     assert "mAP" in capsys.readouterr().out
+    tables = {name: (shapes / f"{name}.csv").read_text() for name in ("train", "val")}
     (shapes / "val.csv").write_text("image,labels\nval/1.png,left\n")
     assert eval_main([*command, "--device", "cpu"]) == 2
     assert "2 classes, the data 1 (left)" in (error := capsys.readouterr().err)
@@ -138,15 +115,10 @@ def test_a_run_logs_saves_and_is_evaluated(shapes: Path, capsys: pytest.CaptureF
     (shapes / "classes.txt").write_text("left\ntop\n")
     assert eval_main([*command, "--device", "cpu", "--output", str(output), "--overwrite"]) == 0
     assert json.loads(output.read_text())["per_class_ap"] == [100, None]
-
-
-def test_data_whose_labels_changed_are_not_resumed(shapes: Path):
-    config = small(shapes, name="run", epochs=1)
-    result = train(config)
-    table = (shapes / "train.csv").read_text().replace("0.png,0,0", "0.png,1,1")
-    (shapes / "train.csv").write_text(table)
-    with pytest.raises(ConfigError, match="training images are not the ones"):
-        train(config, resume=result.run_dir)
+    (shapes / "val.csv").write_text(tables["val"])
+    (shapes / "train.csv").write_text(tables["train"].replace("0.png,0,0", "0.png,1,1"))
+    assert train_main(["--resume", str(run)]) == 2
+    assert "training images are not the ones" in capsys.readouterr().err
 
 
 def test_label_smoothing_and_mixing_are_for_one_label():
@@ -159,15 +131,8 @@ def test_label_smoothing_and_mixing_are_for_one_label():
 @pytest.mark.slow
 def test_three_epochs_of_the_recipe_name_most_digits(tmp_path: Path):
     """They reach 84 % here, all eight more than 95 %; guessing gives 23 %."""
-    config = configs.replace(
-        recipe("multilabel"),
-        data_root=str(tmp_path),
-        runs=str(tmp_path / "runs"),
-        epochs=3,
-        progress=False,
-        tensorboard=False,
-        device="cpu",
-    )
-    result = train(config)
+    line = f"""--recipe multilabel --epochs 3 --data-root {tmp_path} --runs {tmp_path / "runs"}
+        --no-progress --no-tensorboard --device cpu"""
+    result = train(parse_train(line.split()).config)
     assert result.metrics is not None
     assert result.metrics.score >= 75
