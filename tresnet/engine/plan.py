@@ -82,19 +82,17 @@ def make_plan(
     """
     check_same_options(wanted, processes)
     run_dir, found = _claim(wanted, resume, processes, console, held)
+    saved, content = found or (None, None)
     assumes_gpu = dry_run and batch_size.assumes_gpu(wanted, processes.device)
-    saved, weights = None, None
-    if found is not None:
+    if saved is not None:
         assert run_dir is not None, "a state is in a directory"
-        saved, content = found
+        weights = None  # the state has its own
         filled = configs.resumed(saved.config, wanted)
         configs.check_resumable(saved.config, filled, run_dir / BEST)
     else:
-        content = None
-        if wanted.model.weights is not None:
-            weights = open_weights(wanted.model.weights)
-        on_gpu = assumes_gpu or processes.device.type == "cuda"
-        filled = resolve(wanted, on_gpu, weights)
+        name = wanted.model.weights
+        weights = None if name is None else open_weights(name)
+        filled = resolve(wanted, assumes_gpu or processes.device.type == "cuda", weights)
     splits = open_splits(filled, processes)
     identity = Identity(
         world_size=processes.world_size if saved is None else saved.identity.world_size,
@@ -122,13 +120,13 @@ def _claim(
     held: contextlib.ExitStack,
 ) -> tuple[Path | None, tuple[Record, dict[str, Any]] | None]:
     """Find and lock the run to resume on process 0; every process reads its state once."""
-    run_dir, found = None, None
+    claimed = (None, None)
     if processes.is_main:
-        run_dir, found = rundir.claim(wanted, resume, held, console.say)
-    run_dir, resumes = processes.from_main((run_dir, found is not None))
+        claimed = rundir.claim(wanted, resume, held, console.say)
+    run_dir, resumes = processes.from_main((claimed[0], claimed[1] is not None))
     if resumes and not processes.is_main:
-        found = state.read(run_dir / LAST)
-    return run_dir, found
+        return run_dir, state.read(run_dir / LAST)
+    return run_dir, claimed[1]
 
 
 def check_same_options(config: TrainConfig, processes: Processes) -> None:
