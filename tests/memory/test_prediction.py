@@ -232,6 +232,22 @@ def test_our_models_in_every_mode(step):
     assert prediction.reserved.expected_bytes < prediction.device_total.expected_bytes
 
 
+def test_ranges_of_reserved_memory_and_of_the_context():
+    prediction = vectors()
+    allocated, reserved, total = (
+        getattr(prediction, name) for name in ("allocated", "reserved", "device_total")
+    )
+    assert reserved.low_bytes == min(allocated.low_bytes, reserved.expected_bytes)
+    more = allocated.high_bytes - allocated.expected_bytes
+    fragmented = int(1.1 * reserved.expected_bytes)
+    assert reserved.high_bytes == max(fragmented, reserved.expected_bytes + more)
+    assert (
+        total.low_bytes - reserved.low_bytes,
+        total.expected_bytes - reserved.expected_bytes,
+        total.high_bytes - reserved.high_bytes,
+    ) == (300 * MIB, 600 * MIB, 1500 * MIB)
+
+
 def test_hopper_keeps_larger_cublas_workspaces():
     h100, a100 = vectors(device="h100"), vectors(device="a100")
     assert at_most(a100, Category.WORKSPACE) == 2 * 8_519_680

@@ -10,13 +10,13 @@ import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from tresnet import env
-from tresnet.errors import InputError
 
-PHASES = ("initial", "model", "train", "final")
+Phase = Literal["initial", "model", "train", "final"]
 _OUT_OF_MEMORY_SIGNS = (
     "out of memory",
     "not enough memory",
@@ -105,16 +105,11 @@ class MemoryMeter:
             device_used=env.device_used_bytes(self._handle),
         )
 
-    def phase(self, name: str) -> MemorySnapshot:
+    def phase(self, name: Phase) -> MemorySnapshot:
         """Take the snapshot of a phase, keep it in `phases` and log it; a repeat replaces it.
 
         Entering `initial` also resets the peaks, as the study does.
-
-        Raises:
-            InputError: `name` is not one of `PHASES`.
         """
-        if name not in PHASES:
-            raise InputError(f"expected a phase out of {', '.join(PHASES)}, got {name!r}")
         if name == "initial":
             self.reset_peak()
         snapshot = self.snapshot()
