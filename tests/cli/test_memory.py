@@ -44,7 +44,7 @@ def test_predict_takes_the_settings_of_train_py(capsys):
     ("arguments", "message"),
     [
         ("--compile default", "compile: expected 'none', got 'default'"),
-        ("--cuda-graph", "cuda_graph: expected it off"),
+        ("--cuda-graph on", "cuda_graph: expected off or auto, got on"),
         ("--opt sgdd", "--opt: timm builds no optimizer 'sgdd'"),
         ("--accumulate 0", "--accumulate: expected at least 1, got 0"),
         ("--gpu-memory lots", "expected a size such as '80GiB'"),

@@ -87,7 +87,7 @@ def test_a_timed_step_does_what_a_step_of_a_training_run_does(monkeypatch):
         step.backward(images, labels, nn.functional.cross_entropy)
         step.update(1)
 
-    timed, _, _ = prepare(case(amp="bf16", channels_last=True).checked(True), True, CPU, seed=0)
+    timed, *_ = prepare(case(amp="bf16", channels_last=True).checked(True), True, CPU, seed=0)
     assert operations(timed) == operations(trained)
     assert len(operations(timed)) > 500
 
@@ -103,7 +103,7 @@ def test_settings_reach_the_step(monkeypatch):
         TrainingStep, "update", lambda self, n: calls.append((n, self.average)) or update(self, n)
     )
     chosen = case(accumulate=2, ema_decay=0.9, clip_grad=1e-9, norm="batchnorm").checked(True)
-    step, model, _ = prepare(chosen, True, CPU, seed=0)
+    step, model, *_ = prepare(chosen, True, CPU, seed=0)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     step()
     assert calls[:2] == [{"passes": 2, "is_last": False}, {"passes": 2, "is_last": True}]
@@ -125,7 +125,7 @@ def test_settings_reach_the_step(monkeypatch):
 )
 def test_bytes_are_fed_to_ours_and_divided_for_others(model, changes, reads):
     chosen = case(model, input="uint8", fold=False, **changes)
-    step, built, _ = prepare(chosen.checked(False), False, CPU, seed=0)
+    step, built, *_ = prepare(chosen.checked(False), False, CPU, seed=0)
     seen = []
     built.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     step()
@@ -140,7 +140,7 @@ def test_bytes_are_fed_to_ours_and_divided_for_others(model, changes, reads):
 def test_fold_and_pad_are_what_is_timed():
     sizes = {}
     for fold in (False, True):
-        step, model, _ = prepare(case(fold=fold).checked(False), False, CPU, seed=0)
+        step, model, *_ = prepare(case(fold=fold).checked(False), False, CPU, seed=0)
         sizes[fold] = sum(parameter.numel() for parameter in model.parameters())
         logits = step()
         sizes[fold, "sum"] = logits.double().sum()

@@ -418,7 +418,7 @@ class Unfakeable(nn.Conv2d):
         ({"opt": "sgdd"}, "timm builds no optimizer 'sgdd'"),
         ({"opt": 3}, "opt: expected text or a function, got 3"),
         ({"compile": "default"}, "compile: expected 'none', got 'default': what a compiler saves"),
-        ({"cuda_graph": True}, "cuda_graph: expected it off: what a graph"),
+        ({"cuda_graph": "on"}, "cuda_graph: expected off or auto, got on: what a graph"),
         ({"dtype": "bf16"}, "expected no dtype for tresnet_t, got 'bf16': it is for inference"),
         ({"train": False, "ema_decay": 0.9}, "expected no ema_decay .*: it is for training"),
         ({"device": "gtx1"}, "expected a device out of a100.*got 'gtx1'"),

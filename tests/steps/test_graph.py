@@ -1,4 +1,4 @@
-"""Passes replayed as graphs give the eager run to the bit.
+"""Passes replayed as graphs give the eager run to the bit, and what does not goes on eagerly.
 
 On a machine without a GPU a stand-in captures: it records every operator with the very tensors it
 ran on, undoes what running it changed (a capture computes nothing), and replays by running the
@@ -7,6 +7,9 @@ is not seen.
 """
 
 import contextlib
+import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -24,9 +27,9 @@ from tresnet.engine.train import train
 from tresnet.errors import ConfigError
 from tresnet.models import zoo
 from tresnet.settings import TrainingCompute
+from tresnet.steps import InferenceCompute, InferenceStep, graph
 from tresnet.steps import training as steps
-from tresnet.steps.graph import WARMUP_PASSES, GraphedPasses
-from tresnet.steps.training import check_cuda_graph
+from tresnet.steps.graph import CHECKED_AFTER, WARMUP_PASSES, GraphedPasses, uses_graph
 
 CPU = torch.device("cpu")
 ALONE = Processes(0, 1, CPU)
@@ -41,6 +44,12 @@ class StandIn:
     def warming_up(self):
         self.warmups += 1
         yield
+
+    def in_turn(self):
+        return contextlib.nullcontext()
+
+    def same_random_numbers(self):
+        return torch.random.fork_rng([])
 
     def capture(self, function):
         self.captures += 1
@@ -58,13 +67,15 @@ class StandIn:
 
     def replay(self, calls):
         self.replays += 1
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
             for function, args, kwargs, out in calls:
                 returns = function._schema.returns
-                if any(r.alias_info and not r.alias_info.is_write for r in returns):
+                if any(r.alias_info and not r.alias_info.is_write for r in returns) and (
+                    out.untyped_storage()._cdata == args[0].untyped_storage()._cdata
+                ):
                     continue  # a view of a recorded tensor
                 again = function(*args, **kwargs)
-                if any(r.alias_info for r in returns):
+                if any(r.alias_info and r.alias_info.is_write for r in returns):
                     continue  # written in place
                 for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
                     if isinstance(old, torch.Tensor):
@@ -101,8 +112,8 @@ def test_a_run_by_graphs_is_the_eager_run_to_the_bit(tiny, graphed, monkeypatch,
     found = train(config).run_dir
     (stand_in,) = graphed
     assert stand_in.captures == captures
-    assert stand_in.warmups >= WARMUP_PASSES
-    assert stand_in.replays > stand_in.warmups
+    assert stand_in.warmups >= WARMUP_PASSES + CHECKED_AFTER
+    assert stand_in.replays > stand_in.captures, "and not only for the comparison"
     monkeypatch.undo()
     assert_same_run(found, train(configs.replace(config, name="eager")).run_dir)
 
@@ -128,7 +139,7 @@ def test_another_shape_runs_eagerly_and_leaves_the_graph_good(tiny):
         return torch.stack(losses), stand_in
 
     losses, stand_in = run(True)
-    assert (stand_in.captures, stand_in.replays) == (1, 4)  # updates 6, 8, 10 and 11
+    assert (stand_in.captures, stand_in.replays) == (1, 3)  # captured in 6; 8, 10 and 11
     assert torch.equal(losses, run(False)[0])
 
 
@@ -151,25 +162,322 @@ def test_gradients_are_reduced_on_the_captured_stream(monkeypatch):
             inside.append("made")
 
     monkeypatch.setattr(steps, "CudaCapturer", Watched)
-    monkeypatch.setattr(steps, "check_cuda_graph", lambda *_: None)
+    monkeypatch.setattr(steps, "uses_graph", lambda compute, *_: compute.cuda_graph == "on")
     monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", Parallel)
     for graphs, expected in ((True, ["begin", "made", "end"]), (False, ["made"])):
         inside.clear()
-        steps.create_training_step(model, TrainingCompute(cuda_graph=graphs), CPU, world=2)
+        compute = TrainingCompute(cuda_graph="on" if graphs else "auto")
+        steps.create_training_step(model, compute, CPU, world=2)
         assert inside == expected
 
 
-def test_what_no_graph_can_hold_is_refused(tiny):
+def test_auto_takes_graphs_where_they_can_be_and_on_says_why_they_cannot(tiny, monkeypatch):
     cuda = torch.device("cuda")
-    for settings, device, checkpointing, message in (
-        (TrainingCompute(), CPU, False, "expected a GPU, got device cpu"),
-        (TrainingCompute(compile="reduce-overhead"), cuda, False, "graphs of its own"),
-        (TrainingCompute(), cuda, True, "--grad-checkpointing sets random generators back"),
+    for settings, device, captures, expected in (
+        ({}, CPU, True, False),
+        ({}, cuda, True, True),
+        ({}, cuda, False, False),
+        ({"compile": "default"}, cuda, True, False),
+        ({"cuda_graph": "off"}, cuda, True, False),
+        ({"cuda_graph": "on", "compile": "default"}, cuda, False, True),
+        ({"cuda_graph": "on"}, CPU, True, "expected a GPU, got device cpu"),
+        ({"cuda_graph": "on", "compile": "reduce-overhead"}, cuda, True, "graphs of its own"),
     ):
-        with pytest.raises(ConfigError, match=message):
-            check_cuda_graph(settings, device, checkpointing)
-    with pytest.raises(ConfigError, match="--cuda-graph: expected a GPU, got device cpu"):
-        train(tiny(cuda_graph=True))
+        for kind in (TrainingCompute, InferenceCompute):
+            if isinstance(expected, bool):
+                assert uses_graph(kind(**settings), device, captures) == expected
+            else:
+                with pytest.raises(ConfigError, match=expected):
+                    uses_graph(kind(**settings), device, captures)
+    with pytest.raises(ConfigError, match="--cuda-graph on: expected a GPU, got device cpu"):
+        train(tiny(cuda_graph="on"))
+    monkeypatch.setattr(steps, "uses_graph", lambda *_: True)
+    with pytest.raises(ConfigError, match="--grad-checkpointing sets random generators back"):
+        steps.create_training_step(
+            torch.nn.Linear(2, 2), TrainingCompute(), CPU, grad_checkpointing=True
+        )
+
+
+def network():
+    """Convolution, norm and dropout: buffers, gradients and random numbers."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Dropout(0.2),
+        torch.nn.Flatten(), torch.nn.Linear(4 * 36, 3),
+    )  # fmt: skip
+
+
+def trained(capturer=None, accumulate=1, change=None, numbers=16, agree=None):
+    """Losses, weights and buffers after optimizer steps, the model changed on the way; what was
+    said."""
+    model, said = network(), []
+    torch.manual_seed(1)
+    step = steps.create_training_step(model, TrainingCompute(), CPU)
+    if capturer is not None:
+        step.capture_with(capturer(model), agree=agree, say=said.append)
+    found, replayed, criterion = [], [], torch.nn.CrossEntropyLoss()
+    for number in range(1, numbers + 1):
+        if change is not None and number == 9:
+            change(model)
+        for part in range(1, accumulate + 1):
+            batch = torch.rand(4, 3, 8, 8), torch.randint(3, (4,))
+            found += step.backward(*batch, criterion, accumulate, part == accumulate)
+            replayed.append(step.replayed)
+        step.update(number)
+    return [*found, *model.state_dict().values()], said, replayed
+
+
+def assert_eager(capturer, **keywords):
+    """Whatever a capturer does wrong, the run is the eager run; gives what was said."""
+    found, said, replayed = trained(capturer, **keywords)
+    keywords.pop("agree", None)
+    for tensor, expected in zip(found, trained(**keywords)[0], strict=True):
+        assert torch.equal(tensor, expected)
+    return said, replayed
+
+
+class Unchanging(StandIn):
+    """Its replays give the captured batch's results again: right for that batch alone."""
+
+    def capture(self, function):
+        state = [*self.model.buffers(), *(p.grad for p in self.model.parameters())]
+        state = [t for t in state if t is not None]
+        before = [t.clone() for t in state]
+        found, replay = super().capture(function)
+        with self.same_random_numbers():
+            replay()
+        self.replays -= 1
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        held = [*found, *gradients]
+        kept = [t.clone() for t in held]
+        for tensor, value in zip(state, before, strict=True):
+            tensor.copy_(value)
+
+        def again():
+            self.replays += 1
+            for tensor, value in zip(held, kept, strict=True):
+                tensor.copy_(value)
+
+        return found, again
+
+
+def scaled(part):
+    """A capturer whose replays change one of their results."""
+
+    class Scaled(StandIn):
+        def capture(self, function):
+            captured = super().capture(function)
+            self.gradient = self.model[0].weight.grad
+            return captured
+
+        def replay(self, calls):
+            super().replay(calls)
+            with torch.no_grad():
+                part(self).mul_(1.1)
+
+    return Scaled
+
+
+class Failing(StandIn):
+    def capture(self, function):
+        super().capture(function)
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+
+class NoRoom(StandIn):
+    def replay(self, calls):
+        super().replay(calls)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("capturer", "reason"),
+    [
+        (Unchanging, "loss and logits are off by"),
+        (scaled(lambda one: one.model[1].running_var), "buffers are off by"),
+        (scaled(lambda one: one.gradient), "gradients are off by"),
+        (Failing, "RuntimeError: operation not permitted when stream is capturing"),
+        (NoRoom, "no memory for a graph beside an eager pass"),
+    ],
+)
+def test_a_graph_that_differs_or_fails_is_left_and_changes_nothing(capturer, reason, accumulate):
+    said, replayed = assert_eager(capturer, accumulate=accumulate)
+    assert not any(replayed)
+    assert len(said) == 1
+    assert said[0].startswith(f"runs eagerly, without a CUDA graph: {reason}")
+
+
+def test_processes_decide_together():
+    said, replayed = assert_eager(StandIn, agree=lambda holds: False)
+    assert not any(replayed)
+    assert said == ["runs eagerly, without a CUDA graph: it differed in another process"]
+    with pytest.raises(RuntimeError, match="not permitted"):
+        trained(Failing, agree=bool)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_right_graph_is_compared_once_and_then_replayed(accumulate):
+    said, replayed = assert_eager(StandIn, accumulate=accumulate)
+    assert said == ["replays batches of 4 as a CUDA graph, equal to an eager pass"] * accumulate
+    assert all(replayed[(WARMUP_PASSES + CHECKED_AFTER + 1) * accumulate :])
+
+
+def freeze(model):
+    model[0].weight.requires_grad_(False)
+
+
+def move(model):
+    model[4].weight.data = model[4].weight.data.clone()
+
+
+def replace(model):
+    model[1].running_mean = model[1].running_mean + 1
+
+
+def still(model):
+    model[1].momentum = 0.5
+
+
+@pytest.mark.parametrize("change", [freeze, move, replace, still])
+def test_a_changed_model_is_captured_anew(change):
+    said, replayed = assert_eager(StandIn, change=change)
+    assert len(said) == 2
+    assert replayed[7]
+    assert not replayed[8]
+    assert replayed[-1]
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda model, hook: model[3].register_forward_hook(hook),
+        lambda model, hook: model[3].register_full_backward_hook(hook),
+        lambda model, hook: model[4].weight.register_hook(hook),
+        lambda model, hook: model[4].weight.register_post_accumulate_grad_hook(hook),
+        lambda _, hook: torch.nn.modules.module.register_module_forward_hook(hook),
+    ],
+    ids=["forward", "backward", "tensor", "gradient", "global"],
+)
+def test_hooks_are_called(register):
+    calls, handles = [], []
+    _, replayed = assert_eager(
+        StandIn,
+        change=lambda model: handles.append(register(model, lambda *_: calls.append(1) or None)),
+    )
+    for handle in handles:
+        handle.remove()
+    assert replayed[7]
+    assert not any(replayed[8:])
+    assert len(calls) >= 2 * 8, "in both runs"
+
+
+def test_scripted_models_have_graphs_too():
+    (eager, _) = inference()
+    step = InferenceStep(torch.jit.script(network()), InferenceCompute(fold=False), CPU)
+    step.capture_with(StandIn(step.model), lambda line: None)
+    for _ in range(6):
+        images = torch.rand(4, 3, 8, 8)
+        torch.testing.assert_close(step(images), eager(images))
+    assert step.replayed
+    with torch.no_grad():
+        next(step.model.parameters()).data = torch.zeros(4, 3, 3, 3)
+    step(images)
+    assert not step.replayed
+
+
+def test_numbers_that_are_not_finite_decide_nothing():
+    inf, one = [torch.tensor(torch.inf)], [torch.tensor(1.0)]
+    assert graph._difference("x", inf, inf, inf) == graph._UNKNOWN
+    assert "off by nan" in graph._difference("x", [torch.tensor(torch.nan)], one, one)
+    assert graph._difference("x", [torch.tensor(1.3)], one, [torch.tensor(1.1)]) is None
+    assert "two eager passes by 0.1" in graph._difference(
+        "x", [torch.tensor(1.5)], one, [torch.tensor(1.1)]
+    )
+    assert graph._difference("x", one * 2, one, one) == "x: 2 tensors in place of 1"
+
+
+def inference(capturer=None, **compute):
+    step = InferenceStep(copy.deepcopy(network()), InferenceCompute(fold=False, **compute), CPU)
+    said = []
+    if capturer is not None:
+        step.capture_with(capturer(step.model), said.append)
+    return step, said
+
+
+@pytest.mark.parametrize("compute", [{}, {"dtype": "bf16"}, {"amp": "bf16"}], ids=str)
+def test_inference_by_graphs_gives_the_eager_logits(compute):
+    """One graph a layout; the odd batch between runs eagerly, and outputs are the caller's own."""
+    (graphed, said), (eager, _) = inference(StandIn, **compute), inference(**compute)
+    outputs, expected, replayed = [], [], []
+    for number in range(14):
+        images = torch.rand(3 if number == 9 else 4, 3, 8, 8)
+        if number % 2:
+            images = images.contiguous(memory_format=torch.channels_last)
+        outputs.append(graphed(graphed.feed.images(images)))
+        expected.append(eager(eager.feed.images(images)))
+        replayed.append(graphed.replayed)
+    assert all(map(torch.equal, outputs, expected))
+    assert said == ["replays batches of 4 as a CUDA graph, equal to an eager pass"] * len(said)
+    assert len(said) == 1, "the feed gives all one layout"
+    assert replayed == [False] * 4 + [True] * 5 + [False] + [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("capturer", "reason"),
+    [(Unchanging, "logits are off by"), (Failing, "RuntimeError"), (NoRoom, "no memory")],
+)
+def test_wrong_graphs_of_inference_are_left(capturer, reason):
+    (graphed, said), (eager, _) = inference(capturer), inference()
+    for _ in range(8):
+        images = torch.rand(4, 3, 8, 8)
+        assert torch.equal(graphed(images), eager(images))
+        assert not graphed.replayed
+    assert len(said) == 1
+    assert reason in said[0]
+
+
+def test_a_changed_model_gives_its_own_logits():
+    graphed, said = inference(StandIn)
+    images, hooked = torch.rand(4, 3, 8, 8), []
+    for _ in range(6):
+        graphed(images)
+    handle = graphed.model[3].register_forward_hook(lambda *_: hooked.append(1))
+    graphed(images)
+    assert len(hooked) == 1
+    handle.remove()
+    graphed(images)
+    assert graphed.replayed
+    graphed.model[4].weight.data = torch.zeros_like(graphed.model[4].weight)
+    expected = graphed.model[4].bias.expand(4, 3)
+    for _ in range(6):
+        torch.testing.assert_close(graphed(images), expected)
+    assert graphed.replayed
+    assert len(said) == 2
+
+
+def test_threads_use_a_graph_one_at_a_time():
+    graphed, _ = inference(StandIn)
+    batches = [torch.full((4, 3, 8, 8), value / 8) for value in range(8)]
+    expected = [inference()[0](images) for images in batches]
+    together = threading.Barrier(8)
+
+    def work(images):
+        together.wait()
+        return [graphed(images) for _ in range(6)]
+
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(work, batches))
+    for outputs, value in zip(found, expected, strict=True):
+        assert all(torch.equal(output, value) for output in outputs)
+
+
+def test_no_more_graphs_of_inference_than_memory_is_meant_for():
+    graphed, said = inference(StandIn)
+    for size in range(1, 12):
+        for _ in range(5):
+            graphed(torch.rand(size, 3, 8, 8))
+    assert len(said) == 8
 
 
 @pytest.mark.gpu
@@ -177,8 +485,52 @@ def test_what_no_graph_can_hold_is_refused(tiny):
 def test_a_gpu_replays_what_it_runs_eagerly(tiny, changes):
     torch.backends.cudnn.deterministic = True
     shared = {"device": "cuda", "epochs": 4, "mixup": 0.0, "impl": "reference", **changes}
-    found = train(tiny(name="graphed", cuda_graph=True, **shared)).run_dir
-    assert_same_run(found, train(tiny(name="eager", **shared)).run_dir)
+    found = train(tiny(name="graphed", cuda_graph="on", **shared)).run_dir
+    assert_same_run(found, train(tiny(name="eager", cuda_graph="off", **shared)).run_dir)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("amp", ["off", "bf16"])
+def test_a_gpu_replays_triton_kernels_with_their_gradients(amp):
+    """The weights stay as they are: each replay's gradients are those of an eager pass."""
+    device, said = torch.device("cuda", 0), []
+    torch.manual_seed(0)
+    model = zoo.build("tresnet_t", width_factor=0.25, layers=(1, 1, 1, 1), impl="triton")
+    compute = TrainingCompute(cuda_graph="on", amp=amp, channels_last=True)
+    step = steps.create_training_step(model, compute, device, say=said.append)
+    other = copy.deepcopy(model)
+    eager = steps.create_training_step(
+        other, TrainingCompute(cuda_graph="off", amp=amp, channels_last=True), device
+    )
+    for number in range(10):
+        batch = torch.rand(4, 3, 64, 64), torch.randint(1000, (4,))
+        results = []
+        for one in (step, eager):
+            one.model.zero_grad()
+            loss, logits = one.backward(*one.feed(*batch), torch.nn.functional.cross_entropy)
+            results.append([loss, logits, *(p.grad.clone() for p in one.model.parameters())])
+        assert step.replayed == (number >= WARMUP_PASSES + CHECKED_AFTER), said
+        error = torch.stack([(a - b).norm() for a, b in zip(*results, strict=True)]).norm()
+        size = torch.stack([b.norm() for b in results[1]]).norm()
+        assert error <= (1e-4 if amp == "off" else 3e-2) * size
+        for name, buffer in model.named_buffers():
+            torch.testing.assert_close(buffer, other.get_buffer(name), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_a_gpu_replays_inference(impl):
+    device = torch.device("cuda", 0)
+    model = zoo.build("tresnet_t", width_factor=0.25, layers=(1, 1, 1, 1), impl=impl)
+    steps_of = [
+        InferenceStep(copy.deepcopy(model), InferenceCompute(cuda_graph=way), device)
+        for way in ("on", "off")
+    ]
+    for number in range(8):
+        images = torch.rand(2, 3, 64, 64)
+        found, expected = (step(step.feed.images(images)) for step in steps_of)
+        torch.testing.assert_close(found, expected)
+        assert steps_of[0].replayed == (number > WARMUP_PASSES)
 
 
 @pytest.mark.gpu
@@ -189,15 +541,15 @@ def test_data_parallel_passes_are_captured_with_their_reductions():
 
 
 def data_parallel_weights(device, backend, graphs):
-    """After 16 updates in a group of one process."""
+    """After 18 updates in a group of one process."""
     torch.backends.cudnn.deterministic = True
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         torch.manual_seed(0)
         model = zoo.build("tresnet_t", width_factor=0.25, layers=(1, 1, 1, 1), impl="reference")
-        compute = TrainingCompute(cuda_graph=graphs)
+        compute = TrainingCompute(cuda_graph="on" if graphs else "off")
         step = steps.create_training_step(model, compute, torch.device(device), world=2)
-        for number in range(1, 17):
+        for number in range(1, 19):
             images, labels = torch.rand(4, 3, 32, 32), torch.randint(1000, (4,))
             step.backward(*step.feed(images, labels), torch.nn.functional.cross_entropy)
             step.update(number)
@@ -216,10 +568,10 @@ def test_no_more_graphs_than_memory_is_meant_for():
         return loss.detach(), images
 
     stand_in = StandIn(torch.nn.ParameterList([weight]))
-    passes = GraphedPasses(run, [weight], stand_in, warmup_passes=1)
+    passes = GraphedPasses(run, stand_in.model, stand_in, warmup_passes=1)
     for _ in range(20):
         criterion = torch.nn.MSELoss()
-        for _ in range(3):
+        for _ in range(4):
             passes(torch.rand(2), torch.rand(2), criterion, 1, True)
             weight.grad = None
     assert stand_in.captures == 8

@@ -45,6 +45,7 @@ class Teacher:
             amp=config.compute.amp,
             channels_last=config.compute.channels_last,
             fold=isinstance(model, TResNet),
+            cuda_graph="off",  # it may run inside the student's
         )
         self._step = InferenceStep(model, compute, device)
 

@@ -65,7 +65,7 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
     unpredictable = {
         "--teacher": config.distill.teacher is not None,
         "--compile": compute.compile != "none",
-        "--cuda-graph": compute.cuda_graph,
+        "--cuda-graph on": compute.cuda_graph == "on",
         "--jit": model.jit,
     }
     for name, on in unpredictable.items():

@@ -152,7 +152,7 @@ class LargestContender(Contender):
         meter.reset_peak()
         case, fits = dataclasses.replace(self._case, batch_size=batch), True
         try:
-            step, _, self.columns["input_size"] = prepare(
+            step, _, self.columns["input_size"], *_ = prepare(
                 case, True, self._device, self._settings.seed
             )
             for _ in range(_STEPS):

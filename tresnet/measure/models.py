@@ -15,7 +15,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,7 +40,8 @@ from tresnet.measure.runner import (
 )
 from tresnet.measure.settings import StepSettings
 from tresnet.models.named import default_input_shape
-from tresnet.steps import InferenceStep, create_training_step
+from tresnet.steps import InferenceStep, TrainingStep, create_training_step
+from tresnet.steps.graph import CHECKED_AFTER, WARMUP_PASSES
 
 SETTLE_STEPS = 2
 _CLASSES = 1000
@@ -124,26 +125,30 @@ class ModelContender(Contender):
             **case.columns(),
             "parameters": None,
             "warmup_s": None,
+            "replayed": None,
             **MemorySnapshot().to_dict(),
         }
 
     def set_up(self) -> None:
         """Build, warm up and read the peak memory of steady steps."""
         before, began_s = self._meter.snapshot(), time.perf_counter()
-        step, model, size = prepare(self._case, self._training, self._device, self._settings.seed)
-        with _inductor(self._case):
-            for _ in range(self._settings.warmup_steps):
-                step()
+        ready = prepare(self._case, self._training, self._device, self._settings.seed)
+        graphs = self._device.type == "cuda" and self._case.cuda_graph != "off"
+        before_replays = WARMUP_PASSES + CHECKED_AFTER if graphs else 0
+        with inductor_options(self._case):
+            for _ in range(max(self._settings.warmup_steps, before_replays)):
+                ready.run()
         self._clock.wait(self._clock.mark())
         self.columns |= {
             "warmup_s": time.perf_counter() - began_s,
-            "input_size": size,
-            "parameters": count_parameters(model),
+            "input_size": ready.input_size,
+            "parameters": count_parameters(ready.model),
         }
         torch.cuda.empty_cache()  # the search for algorithms may have taken more than a step
         self._meter.reset_peak()
-        self._step = step
+        self._step = ready.run
         self._settled()
+        self.columns["replayed"] = ready.step.replayed
         self._clock.wait(self._clock.mark())
         self.columns |= _own_memory(self._meter.snapshot(), before, self._primed).to_dict()
 
@@ -199,15 +204,24 @@ def speed(times_s: Sequence[float], images: float) -> dict[str, float | None]:
     }
 
 
-def prepare(
-    case: BenchCase, training: bool, device: torch.device, seed: int
-) -> tuple[Callable[[], Tensor], nn.Module, int]:
-    """Build a checked case's model, input and step on `device`.
+class Prepared(NamedTuple):
+    """A step on a batch that is ready.
 
-    Returns:
-        A function that does one step and returns the loss or the logits, the model that runs, and
-        the side of its images.
+    Attributes:
+        run: does one step and returns the loss or the logits.
+        model: what runs.
+        input_size: the side of its images.
+        step: the step itself.
     """
+
+    run: Callable[[], Tensor]
+    model: nn.Module
+    input_size: int
+    step: TrainingStep | InferenceStep
+
+
+def prepare(case: BenchCase, training: bool, device: torch.device, seed: int) -> Prepared:
+    """Build a checked case's model, input and step on `device`."""
     torch.manual_seed(seed)
     model = build(case)
     size = case.input_size or default_input_shape(model)[-1]
@@ -220,15 +234,16 @@ def prepare(
     layout = torch.channels_last if case.channels_last else torch.contiguous_format
     raw = raw.to(device).contiguous(memory_format=layout)
     if training:
-        return _training_step(case, model, device, raw, labels), model, size
+        run, step = _training_step(case, model, device, raw, labels)
+        return Prepared(run, model, size, step)
     step = InferenceStep(model, case, device)
     images = _fed(step.feed, raw, case)
-    return (lambda: step(images())), step.model, size
+    return Prepared(lambda: step(images()), step.model, size, step)
 
 
 def _training_step(
     case: BenchCase, model: nn.Module, device: torch.device, raw: Tensor, labels: Tensor
-) -> Callable[[], Tensor]:
+) -> tuple[Callable[[], Tensor], TrainingStep]:
     step = create_training_step(
         model,
         case,
@@ -253,7 +268,7 @@ def _training_step(
         step.update(next(numbers))
         return loss
 
-    return train
+    return train, step
 
 
 def _fed(feed: Any, raw: Tensor, case: BenchCase) -> Callable[[], Tensor]:
@@ -264,7 +279,7 @@ def _fed(feed: Any, raw: Tensor, case: BenchCase) -> Callable[[], Tensor]:
     return lambda: images
 
 
-def _inductor(case: BenchCase) -> contextlib.AbstractContextManager[Any]:
+def inductor_options(case: BenchCase) -> contextlib.AbstractContextManager[Any]:
     """Inside, compile with the options of a case that are Inductor's own."""
     if not case.layout_opt:
         return contextlib.nullcontext()

@@ -159,8 +159,10 @@ def make_plan(model: ModelLike, plan: Plan) -> tuple[str, nn.Module, Plan]:
             f"compile: expected 'none', got {plan.compile!r}: what a compiler saves is not "
             "predicted"
         )
-    if plan.cuda_graph:
-        raise InputError("cuda_graph: expected it off: what a graph reserves is not predicted")
+    if plan.cuda_graph == "on":  # where there is no room for a graph, auto goes on eagerly
+        raise InputError(
+            "cuda_graph: expected off or auto, got on: what a graph reserves is not predicted"
+        )
     options = _options(plan)
     if isinstance(model, str):
         if split_name(model)[0] == "tresnet" and plan.train:

@@ -166,6 +166,9 @@ class Compute(Settings):
     """Keep images and weights in channels-last memory."""
     compile: CompileMode = "none"
     """Mode of torch.compile. none: run eagerly."""
+    cuda_graph: Literal["off", "on", "auto"] = "auto"
+    """Replay batches of usual shapes as a CUDA graph, which leaves the CPU less work. auto: eagerly
+    run models on one GPU, where nothing in them forbids it."""
 
     @property
     def amp_dtype(self) -> "torch.dtype | None":
@@ -193,10 +196,6 @@ class Compute(Settings):
 @dataclass(frozen=True, kw_only=True)
 class TrainingCompute(Compute):
     """The same for a model that is trained."""
-
-    cuda_graph: bool = False
-    """Replay forward and backward as a CUDA graph: less work for the CPU, where the GPU waits for
-    it. Batches of another size run eagerly."""
 
 
 @dataclass(frozen=True, kw_only=True)

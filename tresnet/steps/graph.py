@@ -1,25 +1,39 @@
-"""A forward and backward pass as a CUDA graph: one launch in place of a thousand.
+"""CUDA graphs: one launch in place of a thousand, for a training pass or a forward pass.
 
-The first passes of a run are real ones, run eagerly on the stream that is captured later: they are
-the warm-up that a capture needs (libraries set up, kernels compiled and tuned), so nothing has to
-be undone afterwards and the run is the same run. A capture itself computes nothing. The optimizer,
-the schedule, the average and the scaler stay outside.
+Passes run eagerly until a shape has come a few times in a row. Then one is captured, which computes
+nothing, and the next one runs both ways and is compared; only a graph that gave what the eager pass
+gives is replayed from then on. Optimizer, schedule, EMA and scaler stay outside the graph. Whatever
+cannot be captured, or differs, goes on eagerly, and one line says so.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+import logging
+import operator
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from tresnet.errors import ConfigError
+from tresnet.settings import Compute
+from tresnet.steps.compiled import CUDA_GRAPH_MODES
 
 WARMUP_PASSES = 3
 WARMUP_PASSES_DDP = 11  # its buckets are laid out anew after the first passes
+CHECKED_AFTER = 2  # passes after the warm-up: one is captured, one is compared
 _MOST_GRAPHS = 8
+# What a replay may differ from an eager pass by: four times what two eager passes differ by, and
+# this fraction of the eager value (by norm: single gradients differ wholly between right passes).
+_CLOSE = 1e-3
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 Pass = Callable[[Tensor, Tensor, Criterion, int, bool], tuple[Tensor, Tensor]]
+Say = Callable[[str], object]
 
 
 class Capturer(Protocol):
@@ -29,8 +43,16 @@ class Capturer(Protocol):
         """Where the eager passes before a capture run."""
         ...
 
+    def in_turn(self) -> AbstractContextManager[Any]:
+        """Where a graph is used, after its use on any other stream."""
+        ...
+
     def capture(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         """What `function` returned while it was captured, and a function that replays it."""
+        ...
+
+    def same_random_numbers(self) -> AbstractContextManager[Any]:
+        """Inside, random numbers are drawn that are drawn again afterwards."""
         ...
 
 
@@ -41,9 +63,10 @@ class CudaCapturer:
         """Make the stream and the pool."""
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._used = torch.cuda.Event()
 
     @contextlib.contextmanager
-    def warming_up(self) -> Any:
+    def warming_up(self) -> Iterator[None]:
         """On the stream that is captured later, in order with the current one."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
@@ -51,18 +74,251 @@ class CudaCapturer:
             yield
         current.wait_stream(self._stream)
 
+    @contextlib.contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """On the current stream, after what used a graph before."""
+        current = torch.cuda.current_stream(self._stream.device)
+        current.wait_event(self._used)
+        yield
+        self._used.record(current)
+
     def capture(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """Record what `function` launches, without running it."""
-        graph = torch.cuda.CUDAGraph()
+        """Record what `function` launches, without running it.
+
+        PyTorch leaves the current stream, the generator and the allocator as in a capture where
+        ending it fails; they are put back here.
+        """
+        graph, device = torch.cuda.CUDAGraph(), self._stream.device
+        generator = torch.cuda.default_generators[device.index]
+        before = generator.clone_state()
         # The thread that pins the loader's batches goes on calling CUDA meanwhile.
         mode = "thread_local"
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
-            found = function()
+        try:
+            with (
+                torch.cuda.stream(torch.cuda.current_stream(device)),
+                torch.cuda.graph(
+                    graph, pool=self._pool, stream=self._stream, capture_error_mode=mode
+                ),
+            ):
+                found = function()
+        except Exception:
+            generator.graphsafe_set_state(before)
+            with contextlib.suppress(RuntimeError):  # it has ended
+                torch._C._cuda_endAllocateToPool(device.index, self._pool)
+            raise
         return found, graph.replay
+
+    def same_random_numbers(self) -> AbstractContextManager[Any]:
+        """On the CPU and on this GPU."""
+        return torch.random.fork_rng([self._stream.device])
+
+
+def uses_graph(compute: Compute, device: torch.device, captures: bool = True) -> bool:
+    """Return whether a step tries CUDA graphs.
+
+    Args:
+        compute: `on`, `off`, or `auto`: for an eager model on a GPU.
+        device: Where the step computes.
+        captures: Whether what else the step does lets `auto` choose graphs.
+
+    Raises:
+        ConfigError: `on` without a GPU, or with a compiler mode that makes graphs of its own.
+    """
+    if compute.cuda_graph == "auto":
+        return captures and device.type == "cuda" and compute.compile == "none"
+    if compute.cuda_graph == "on" and device.type != "cuda":
+        raise ConfigError(f"--cuda-graph on: expected a GPU, got device {device}: choose auto")
+    if compute.cuda_graph == "on" and compute.compile in CUDA_GRAPH_MODES:
+        raise ConfigError(
+            f"--cuda-graph on: --compile {compute.compile} makes graphs of its own: choose one, or"
+            " --compile default"
+        )
+    return compute.cuda_graph == "on"
+
+
+class _Reading(NamedTuple):
+    """All that a captured pass has taken from its model and surroundings.
+
+    Attributes:
+        objects: what the modules hold, compared by identity.
+        values: addresses, flags and the modes in force.
+        hooked: whether Python functions would not be called by a replay.
+    """
+
+    objects: list[Any]
+    values: list[Any]
+    hooked: bool
+
+    def fits(self, other: "_Reading") -> bool:
+        return (
+            self.values == other.values
+            and len(self.objects) == len(other.objects)
+            and all(map(operator.is_, self.objects, other.objects))
+        )
+
+
+def _read(model: nn.Module) -> _Reading:
+    """Read a model anew: about a millisecond of the CPU, while the GPU is at work."""
+    objects: list[Any] = []
+    tensors: list[Tensor | None] = []
+    values: list[Any] = [torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")]
+    hooked = bool(torch_module._has_any_global_hook())
+    modules: list[nn.Module | None] = [model]
+    for module in modules:  # which grows
+        if module is None:
+            continue
+        held = module.__dict__
+        objects.append(type(module))
+        objects.extend(held.values())
+        if held["_forward_pre_hooks"] or held["_forward_hooks"]:
+            hooked = True
+        if held["_backward_pre_hooks"] or held["_backward_hooks"]:
+            hooked = True
+        modules.extend(held["_modules"].values())
+        tensors.extend(held["_parameters"].values())
+        tensors.extend(held["_buffers"].values())
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        values += tensor.data_ptr(), tensor.requires_grad
+        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+            hooked = True
+    return _Reading(objects + tensors, values, hooked)
+
+
+class _Graph(NamedTuple):
+    inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+    gradients: list[Tensor | None]
+    replay: Callable[[], None]
+    reading: _Reading
+
+    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        for own, given in zip(self.inputs, inputs, strict=True):
+            own.copy_(given, non_blocking=True)
+        self.replay()
+        return [output.clone() for output in self.outputs]
+
+
+class _Graphs:
+    """Graphs of one model by what must be equal for them to fit, the checked ones apart.
+
+    Attributes:
+        replayed: Whether the last pass was a replay.
+    """
+
+    _agree: Callable[[bool], bool] | None = None
+
+    def __init__(self, model: nn.Module, capturer: Capturer, say: Say | None) -> None:
+        self.replayed = False
+        self._model, self._capturer = model, capturer
+        self._say = logging.getLogger(__name__).info if say is None else say
+        self._graphs: dict[Any, _Graph] = {}
+        self._checked: set[Any] = set()
+        self._left = _MOST_GRAPHS  # to capture: memory, and an end where a model is never the same
+
+    def _fitting(self, key: Any, now: _Reading) -> _Graph | None:
+        """The graph for `key`, which goes if the model is not as it was captured."""
+        graph = self._graphs.get(key)
+        if graph is None or graph.reading.fits(now):
+            return graph
+        del self._graphs[key]
+        self._checked.discard(key)
+        return None
+
+    def _capture(
+        self, key: Any, run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]
+    ) -> None:
+        """Make the graph of `key`, or say why there is none."""
+        self._left -= 1
+        try:
+            own = [x.clone() for x in inputs]
+            outputs, replay = self._capturer.capture(lambda: run(*own))
+        except Exception as error:
+            if self._agree is not None:
+                raise
+            self._give_up(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+            return
+        gradients = [p.grad for p in self._model.parameters()]
+        self._graphs[key] = _Graph(own, outputs, gradients, replay, _read(self._model))
+
+    def _accept(self, key: Any, difference: str | None, count: int) -> None:
+        if difference is None:
+            self._checked.add(key)
+            self._say(f"replays batches of {count} as a CUDA graph, equal to an eager pass")
+        else:
+            self._give_up(difference)
+
+    def _give_up(self, reason: str) -> None:
+        self._graphs.clear()
+        self._checked.clear()
+        self._left = 0
+        self._say(f"runs eagerly, without a CUDA graph: {reason}")
+
+
+class GraphedForward(_Graphs):
+    """A model's forward pass in inference, eagerly at first and by a CUDA graph for usual shapes.
+
+    A graph has its own input; its output is copied. One thread at a time uses the model.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Tensor], Tensor],
+        model: nn.Module,
+        capturer: Capturer,
+        say: Say | None = None,
+    ) -> None:
+        """Nothing is captured yet.
+
+        Args:
+            run: From images to logits, eagerly.
+            model: What `run` runs.
+            capturer: Captures and replays.
+            say: Called with a line for each decision; None for the log.
+        """
+        super().__init__(model, capturer, say)
+        self._run = run
+        self._lock = threading.Lock()
+        self._seen: Counter[Any] = Counter()
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """The logits of images."""
+        with self._lock, self._capturer.in_turn():
+            now, key = _read(self._model), _layout(images)
+            self.replayed = False
+            if now.hooked:
+                return self._run(images)
+            graph = self._fitting(key, now)
+            if graph is None:
+                self._seen[key] += 1
+                if self._seen[key] < WARMUP_PASSES or not self._left:
+                    return self._run(images)
+                self._seen[key] = 0
+                with self._capturer.warming_up():
+                    logits = self._run(images)
+                self._capture(key, lambda own: [self._run(own)], [images])
+                return logits
+            if key in self._checked:
+                self.replayed = True
+                return graph.run([images])[0]
+            try:
+                passes = [graph.run([images])[0], self._run(images), self._run(images)]
+            except torch.OutOfMemoryError:
+                passes = []
+            if not passes:  # out of the handler, whose traceback would keep the graph
+                del graph
+                self._give_up(_NO_ROOM)
+                return self._run(images)
+            replayed, eager, again = passes
+            difference = _difference("logits", [replayed], [eager], [again])
+            if difference != _UNKNOWN:
+                self._accept(key, difference, len(images))
+            return eager
 
 
 class _Shape(NamedTuple):
-    """What must be equal for a graph to fit."""
+    """What must be equal for a graph of a training pass to fit."""
 
     images: tuple[Any, ...]
     targets: tuple[Any, ...]
@@ -70,46 +326,46 @@ class _Shape(NamedTuple):
     passes: int
 
 
-class _Graph(NamedTuple):
-    images: Tensor
-    targets: Tensor
-    loss: Tensor
-    logits: Tensor
-    gradients: list[Tensor | None]
-    replay: Callable[[], None]
+class _After(NamedTuple):
+    """What a training pass has left."""
+
+    outputs: Sequence[Tensor]
+    buffers: list[Tensor]
+    gradients: list[Tensor]
 
 
-class GraphedPasses:
+class GraphedPasses(_Graphs):
     """Runs passes: eagerly at first and for shapes that come rarely, by a CUDA graph otherwise.
 
     A graph has its own inputs, into which each batch is copied, and its own gradients. The first
-    pass of an update sets them, the later ones add to them; each is a graph of its own.
+    pass of an optimizer step sets them, the later ones add to them; each is a graph of its own.
     """
 
     def __init__(
         self,
         run: Pass,
-        parameters: Sequence[torch.nn.Parameter],
+        model: nn.Module,
         capturer: Capturer,
         *,
         warmup_passes: int = WARMUP_PASSES,
-        say: Callable[[str], object] = lambda line: None,
+        agree: Callable[[bool], bool] | None = None,
+        say: Say | None = None,
     ) -> None:
         """Nothing is captured yet.
 
         Args:
             run: An eager pass: images, targets, criterion, passes, is_last to loss and logits.
-            parameters: Those that get gradients.
+            model: The bare model, whose parameters get gradients.
             capturer: Captures and replays.
             warmup_passes: Eager passes of one shape in a row before it is captured.
-            say: Told of each capture.
+            agree: Whether something holds in every process; None for one process. With several,
+                a capture that fails is an error: the others wait for its reductions.
+            say: Called with a line for each decision; None for the log.
         """
+        super().__init__(model, capturer, say)
         self._run = run
-        self._parameters = [p for p in parameters if p.requires_grad]
-        self._capturer = capturer
         self._warmup_passes = warmup_passes
-        self._say = say
-        self._graphs: dict[tuple[_Shape, bool, bool], _Graph] = {}
+        self._agree = agree
         self._recent: _Shape | None = None
         self._in_a_row = 0
 
@@ -117,46 +373,160 @@ class GraphedPasses:
         self, images: Tensor, targets: Tensor, criterion: Criterion, passes: int, is_last: bool
     ) -> tuple[Tensor, Tensor]:
         """One pass, its gradients in the parameters; see `TrainingStep.backward`."""
-        shape = _Shape(_layout(images), _layout(targets), criterion, passes)
-        held = [p.grad for p in self._parameters]
+
+        def run(images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            return self._run(images, targets, criterion, passes, is_last)
+
+        now, shape = (
+            _read(self._model),
+            _Shape(_layout(images), _layout(targets), criterion, passes),
+        )
+        held = self._gradients()
         is_first = all(gradient is None for gradient in held)
-        key = (shape, is_first, is_last)
-        graph = self._graphs.get(key)
+        key = shape, is_first, is_last
+        self.replayed = False
+        graph = None if now.hooked else self._fitting(key, now)
         if graph is None:
             self._in_a_row = self._in_a_row + 1 if shape == self._recent else 1
             self._recent = shape
-            ready = self._in_a_row > self._warmup_passes and len(self._graphs) < _MOST_GRAPHS
+            ready = self._in_a_row > self._warmup_passes and self._left > 0 and not now.hooked
+            with self._capturer.warming_up():
+                found = run(images, targets)
             # Later passes can only add to what a graph's first pass has left.
-            if not ready or not (is_first or self._are_a_graphs(held)):
-                with self._capturer.warming_up():
-                    return self._run(images, targets, criterion, passes, is_last)
-            graph = self._graphs[key] = self._capture(images, targets, criterion, passes, is_last)
-        elif not is_first and not _same(held, graph.gradients):
-            return self._run(images, targets, criterion, passes, is_last)
-        graph.images.copy_(images, non_blocking=True)
-        graph.targets.copy_(targets, non_blocking=True)
-        graph.replay()
-        for parameter, gradient in zip(self._parameters, graph.gradients, strict=True):
-            parameter.grad = gradient
-        return graph.loss.clone(), graph.logits.clone()
+            if ready and (is_first or self._are_a_graphs(held)):
+                gradients = self._gradients()
+                self._set_gradients(held)
+                self._capture(key, run, [images, targets])
+                self._set_gradients(gradients)
+                self._take_over(key)
+            return found
+        if not is_first and not _same(held, graph.gradients):
+            return run(images, targets)
+        if key not in self._checked:
+            del graph
+            return self._compare(key, run, [images, targets], held)
+        self.replayed = True
+        loss, logits = graph.run([images, targets])
+        self._set_gradients(graph.gradients)
+        return loss, logits
 
-    def _capture(
-        self, images: Tensor, targets: Tensor, criterion: Criterion, passes: int, is_last: bool
-    ) -> _Graph:
-        images, targets = images.clone(), targets.clone()
-        (loss, logits), replay = self._capturer.capture(
-            lambda: self._run(images, targets, criterion, passes, is_last)
-        )
-        self._say(f"captured a CUDA graph for batches of {len(images)}")
-        gradients = [p.grad for p in self._parameters]
-        return _Graph(images, targets, loss, logits, gradients, replay)
+    def _compare(
+        self,
+        key: Any,
+        run: Callable[..., tuple[Tensor, Tensor]],
+        inputs: Sequence[Tensor],
+        held: list[Tensor | None],
+    ) -> tuple[Tensor, Tensor]:
+        """Replay a graph on a new batch, then run it eagerly twice; the last result is used."""
+        buffers, sums = list(self._model.buffers()), [g for g in held if g is not None]
+        start = [[t.clone() for t in tensors] for tensors in (buffers, sums)]
+
+        def after(function: Callable[[], Sequence[Tensor]]) -> _After:
+            for tensors, kept in zip((buffers, sums), start, strict=True):
+                if tensors:
+                    torch._foreach_copy_(tensors, kept)
+            self._set_gradients(held)
+            outputs = function()
+            gradients = [g.clone() for g in self._gradients() if g is not None]
+            return _After(outputs, [b.to(torch.float64, copy=True) for b in buffers], gradients)
+
+        def replay() -> list[Tensor]:
+            graph = self._graphs[key]
+            outputs = graph.run(inputs)
+            self._set_gradients(graph.gradients)
+            return outputs
+
+        passes = []
+        with self._capturer.warming_up():
+            try:
+                for function in (replay, lambda: run(*inputs)):
+                    with self._capturer.same_random_numbers():
+                        passes.append(after(function))
+            except torch.OutOfMemoryError:
+                if self._agree is not None:
+                    raise
+                passes.clear()
+                self._give_up(_NO_ROOM)
+            eager = after(lambda: run(*inputs))
+        if passes:
+            replayed, again = passes
+            self._judge(key, replayed, again, eager, start[1])
+        self._take_over(key)
+        loss, logits = eager.outputs
+        return loss, logits
+
+    def _judge(
+        self, key: Any, replayed: _After, again: _After, eager: _After, start: Sequence[Tensor]
+    ) -> None:
+        agree = self._agree or bool
+        found = [
+            _difference("loss and logits", replayed.outputs, eager.outputs, again.outputs),
+            _difference("buffers", replayed.buffers, eager.buffers, again.buffers),
+            _difference(
+                "gradients", replayed.gradients, eager.gradients, again.gradients, start=start
+            ),
+        ]
+        wrong = next((d for d in found if d not in (None, _UNKNOWN)), None)
+        if not agree(wrong is None):
+            self._give_up(wrong or "it differed in another process")
+        elif agree(_UNKNOWN not in found):
+            self._accept(key, None, len(eager.outputs[1]))
+
+    def _take_over(self, key: Any) -> None:
+        """Move the gradients of an eager pass to where later passes of graphs add to them."""
+        if (graph := self._graphs.get(key)) is None:
+            return
+        for own, parameter in zip(graph.gradients, self._model.parameters(), strict=True):
+            if own is not None and parameter.grad is not None and own is not parameter.grad:
+                own.copy_(parameter.grad)
+                parameter.grad = own
+
+    def _gradients(self) -> list[Tensor | None]:
+        return [parameter.grad for parameter in self._model.parameters()]
+
+    def _set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        for parameter, gradient in zip(self._model.parameters(), gradients, strict=True):
+            parameter.grad = gradient
 
     def _are_a_graphs(self, held: list[Tensor | None]) -> bool:
         return any(_same(held, graph.gradients) for graph in self._graphs.values())
 
 
+_UNKNOWN = "no finite numbers to compare"  # as in fp16, until the scale fits
+_NO_ROOM = "no memory for a graph beside an eager pass"
+
+
+def _difference(
+    what: str,
+    replayed: Sequence[Tensor],
+    eager: Sequence[Tensor],
+    again: Sequence[Tensor],
+    start: Sequence[Tensor] = (),
+) -> str | None:
+    """Return by how much a replay is off, None if by no more than two eager passes are.
+
+    `start` is what the gradients of a later pass were added to.
+    """
+    if not eager and not replayed:
+        return None
+    if len(replayed) != len(eager):
+        return f"{what}: {len(replayed)} tensors in place of {len(eager)}"
+    error, noise = _distance(replayed, eager), _distance(again, eager)
+    size = _distance(eager, start or [torch.zeros_like(t) for t in eager])
+    if not torch.tensor([noise, size]).isfinite().all():
+        return _UNKNOWN
+    if error <= 4 * noise + _CLOSE * size:
+        return None
+    return f"{what} are off by {error:.3g} of {size:.3g}, two eager passes by {noise:.3g}"
+
+
+def _distance(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    parts = torch._foreach_norm(torch._foreach_sub(list(some), list(others)))
+    return torch.stack([part.double() for part in parts]).norm().item()
+
+
 def _same(some: list[Tensor | None], others: list[Tensor | None]) -> bool:
-    return all(one is other for one, other in zip(some, others, strict=True))
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _layout(x: Tensor) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ from tresnet.errors import InputError
 from tresnet.settings import Compute, InferenceCompute, torch_dtype
 from tresnet.steps.compiled import compile_model
 from tresnet.steps.feed import Feed, reads_bytes
+from tresnet.steps.graph import Capturer, CudaCapturer, GraphedForward, uses_graph
 from tresnet.steps.watch import Watch
 from tresnet.surgery.folding import fold
 
@@ -37,12 +38,14 @@ class InferenceStep:
         Args:
             model: The model, which may go on being trained where `compute` is a plain `Compute`.
             compute: Precision, layout, and whether to compile. An `InferenceCompute` may also
-                convert the weights, fold and freeze them: they must not change after that.
+                convert the weights, fold and freeze them: they must not change after that. It alone
+                may run as a CUDA graph.
             device: Where to compute.
             watch: Looks on; None for nobody.
-            say: Told how long compiling took; None for the log.
+            say: Told how long compiling took, and of CUDA graphs; None for the log.
 
         Raises:
+            ConfigError: A CUDA graph is asked for where there can be none.
             InputError: The model cannot be folded, or has complex numbers, of which a conversion
                 would drop the imaginary part; the message says why.
         """
@@ -70,6 +73,17 @@ class InferenceStep:
                 self.model, compute.compile, training=False, freeze=freeze, say=say
             )
         self._images = 0  # of the largest batch yet
+        if isinstance(compute, InferenceCompute) and uses_graph(compute, device, watch is None):
+            self.capture_with(CudaCapturer(device), say)
+
+    def capture_with(self, capturer: Capturer, say: Callable[[str], object] | None = None) -> None:
+        """Replay batches of usual shapes as graphs from now on; see `GraphedForward`."""
+        self._forward = GraphedForward(self._forward, self.model, capturer, say)
+
+    @property
+    def replayed(self) -> bool:
+        """Whether the last batch was a CUDA graph's."""
+        return isinstance(self._forward, GraphedForward) and self._forward.replayed
 
     def __call__(self, images: Tensor) -> Tensor:
         """Logits (N, classes) in float32 of images (N, 3, H, W) from `feed`."""

@@ -1,7 +1,7 @@
 """One training step: the model and everything that changes it while it learns."""
 
 import contextlib
-import logging
+import functools
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -19,7 +19,6 @@ from tresnet.settings import (
     EmaConfig,
     OptimConfig,
     ScheduleConfig,
-    TrainingCompute,
 )
 from tresnet.steps import optim
 from tresnet.steps.compiled import CUDA_GRAPH_MODES, compile_model
@@ -31,6 +30,7 @@ from tresnet.steps.graph import (
     CudaCapturer,
     GraphedPasses,
     Pass,
+    uses_graph,
 )
 from tresnet.steps.inference import place
 from tresnet.steps.watch import Watch
@@ -177,16 +177,23 @@ class TrainingStep:
         capturer: Capturer,
         *,
         warmup_passes: int = WARMUP_PASSES,
-        say: Callable[[str], object] = lambda line: None,
+        agree: Callable[[bool], bool] | None = None,
+        say: Callable[[str], object] | None = None,
     ) -> None:
-        """Replay passes as graphs from now on, after `warmup_passes` of one shape in a row."""
+        """Replay passes as graphs from now on; the arguments are those of `GraphedPasses`."""
         self._pass = GraphedPasses(
             self._eager_pass,
-            list(self.model.parameters()),
+            self.model,
             capturer,
             warmup_passes=warmup_passes,
+            agree=agree,
             say=say,
         )
+
+    @property
+    def replayed(self) -> bool:
+        """Whether the last pass was a CUDA graph's."""
+        return isinstance(self._pass, GraphedPasses) and self._pass.replayed
 
     def update(self, number: int) -> None:
         """Change the weights by the gradients gathered; `number` counts updates from 1."""
@@ -312,9 +319,14 @@ def create_training_step(
     check_compiled_passes(compute.compile, optimizer.accumulate)
     model = place(model, compute, device)
     compiles = compute.compile != "none"
-    graphed = isinstance(compute, TrainingCompute) and compute.cuda_graph
-    if graphed:
-        check_cuda_graph(compute, device, grad_checkpointing)
+    # DistributedDataParallel by graphs was seen on no GPU yet, and a hook's Python would not run
+    captures = not grad_checkpointing and watch is None and world == 1
+    graphed = uses_graph(compute, device, captures)
+    if graphed and grad_checkpointing:
+        raise ConfigError(
+            "--cuda-graph: --grad-checkpointing sets random generators back, which no graph can:"
+            " choose one, or --recompute outputs"
+        )
     if sync_bn:
         model = synchronise(model, compiles)
     if grad_checkpointing:
@@ -350,9 +362,16 @@ def create_training_step(
     )
     if capturer is not None:
         passes = WARMUP_PASSES_DDP if ddp else WARMUP_PASSES
-        say = say or logging.getLogger(__name__).info
-        step.capture_with(capturer, warmup_passes=passes, say=say)
+        agree = functools.partial(_agree, device) if ddp else None
+        step.capture_with(capturer, warmup_passes=passes, agree=agree, say=say)
     return step
+
+
+def _agree(device: torch.device, holds: bool) -> bool:
+    """Whether something holds in every process: a collective."""
+    found = torch.tensor(float(holds), device=device)
+    dist.all_reduce(found, dist.ReduceOp.MIN)
+    return bool(found)
 
 
 def check_compiled_passes(mode: str, accumulate: int) -> None:
@@ -371,26 +390,6 @@ def check_compiled_passes(mode: str, accumulate: int) -> None:
         )
 
 
-def check_cuda_graph(compute: Compute, device: torch.device, grad_checkpointing: bool) -> None:
-    """Refuse what cannot be captured.
-
-    Raises:
-        ConfigError: No GPU, a compiler mode with graphs of its own, or checkpointing.
-    """
-    if device.type != "cuda":
-        raise ConfigError(f"--cuda-graph: expected a GPU, got device {device}: leave it out")
-    if compute.compile in CUDA_GRAPH_MODES:
-        raise ConfigError(
-            f"--cuda-graph: --compile {compute.compile} makes graphs of its own: choose one, or"
-            " --compile default"
-        )
-    if grad_checkpointing:
-        raise ConfigError(
-            "--cuda-graph: --grad-checkpointing sets random generators back, which no graph can:"
-            " choose one, or --recompute outputs"
-        )
-
-
 def synchronise(model: nn.Module, compiles: bool) -> nn.Module:
     """Let every batch norm of `model` share its statistics, in place, and return the model.
 
@@ -405,9 +404,7 @@ def synchronise(model: nn.Module, compiles: bool) -> nn.Module:
     example = next(model.parameters())
     fused = bool(norms) and not compiles and all(norm.kernels_run(example) for norm in norms)
     if dist.is_initialized():  # a process that does otherwise would be waited for without end
-        agreed = example.new_tensor(float(fused), requires_grad=False)
-        dist.all_reduce(agreed, dist.ReduceOp.MIN)
-        fused = bool(agreed)
+        fused = _agree(example.device, fused)
     if not fused:
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)
     for norm in norms:
