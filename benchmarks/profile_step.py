@@ -28,7 +28,7 @@ from tyro.conf import Positional, arg
 from tresnet import env
 from tresnet.cli.output import format_table, progress, say
 from tresnet.measure.cases import CaseSettings, parse_case
-from tresnet.measure.models import prepare
+from tresnet.measure.models import inductor_options, prepare
 from tresnet.measure.runner import searching_algorithms
 
 Event = dict[str, Any]
@@ -182,9 +182,10 @@ def profiled(model: str, options: Options, device: torch.device) -> list[Event]:
     """Record a case's steps, write the trace, and return its events."""
     case = parse_case(model, options, options.batch_size).checked(True, device.type == "cuda")
     say(f"\n{case.label()}")
-    step, _, _ = prepare(case, True, device, seed=0)
-    for _ in range(options.warmup_steps):
-        step()
+    step = prepare(case, True, device, seed=0).run
+    with inductor_options(case):
+        for _ in range(options.warmup_steps):
+            step()
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)

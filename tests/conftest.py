@@ -13,6 +13,8 @@ if not torch.cuda.is_available():
     # Triton decides at its import whether its kernels are interpreted, so that a CPU runs them.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic products
+
 WEIGHTS = Path(__file__).resolve().parents[1] / "weights"
 MAX_THREADS = 4  # the tests' tensors are small: more threads cost more than they bring
 

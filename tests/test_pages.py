@@ -33,7 +33,7 @@ ELSEWHERE = tuple(
 # What a page may call besides our own programs, up to its own arguments.
 OTHERS = (
     "pip install",
-    "benchmarks/gpu.sh",
+    "python3 benchmarks/gpu.py",
     "python3 -m venv",
     ". .venv",
     "pytest",

@@ -63,8 +63,10 @@ def poisoned_memory() -> Iterator[None]:
     tf32, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
     try:
         with warnings.catch_warnings():
-            # the plain operators' padding has no deterministic gradient on a GPU
-            warnings.filterwarnings("ignore", message=".*deterministic implementation.*")
+            # the plain operators' padding has no deterministic gradient on a GPU, nor may cuBLAS
+            # have deterministic products, if CUDA began before its variable was set
+            no_way = ".*(deterministic implementation|not deterministic because it uses CuBLAS).*"
+            warnings.filterwarnings("ignore", message=no_way)
             yield
     finally:
         torch.backends.cudnn.allow_tf32 = tf32

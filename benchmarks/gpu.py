@@ -1,0 +1,199 @@
+#!/usr/bin/env python3
+"""What a GPU has to tell, in three parts of at most nine minutes each from cold caches.
+
+    python3 benchmarks/gpu.py 1 2 3
+    python3 benchmarks/gpu.py train_m               comparisons by name
+    python3 benchmarks/gpu.py --rehearse 1 2 3      the same lines on a CPU, with tiny models
+
+Each part is a list of comparisons, the most valuable first. A comparison is one process with a time
+limit: its cases take turns, and its record is written after each of them. Output goes to a log
+beside the records. What fails or hangs costs no other comparison. SIGTERM and Ctrl-C end the one
+that runs, which keeps what it has measured. Nothing that a rehearsal writes is a measurement.
+"""
+
+import contextlib
+import dataclasses
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import tyro
+from tyro.conf import Positional, arg
+
+ROOT = Path(__file__).resolve().parents[1]
+GRACE_S = 15  # between the end that a benchmark sets itself and its limit
+
+
+class Comparison(NamedTuple):
+    """Most seconds of a command, and its arguments for Python, with names in braces."""
+
+    limit_s: int
+    command: str
+
+
+def bench(kind: str, cases: str, limit_s: int, batches: str = "{batch}") -> Comparison:
+    """Cases of `tresnet bench train` or `infer`, which take turns."""
+    return Comparison(
+        limit_s,
+        f"-m tresnet.cli.main bench {kind} {cases} --batch-size {batches} --input-size {{size}}"
+        " --channels-last --cuda-graph off {steps} --device {device} --output-dir {records}"
+        f" --time-limit-s {limit_s - GRACE_S} --case-limit-s {limit_s // 2}",
+    )
+
+
+# Ours with impl=triton, so that a fallback is an error. torch 2.12 and later may lose channels_last
+# in a compiled backward without layout_opt.
+PARTS: dict[str, dict[str, Comparison]] = {
+    "1": {
+        "selfcheck": Comparison(60, "-m tresnet.ops.selfcheck {device}"),
+        "train_m": bench(
+            "train",
+            "{timm_m} {m}@{triton},{graph} {m}@{triton} {m}@{triton},{graph},recompute=none"
+            " {timm_m}@{graph} {resnet} {timm_m}@batch_size={half}"
+            " {m}@{triton},{graph},batch_size={half}",
+            170,
+        ),
+        "profile": Comparison(
+            60,
+            "benchmarks/profile_step.py {timm_m} {m}@{triton} --batch-size {batch} --cuda-graph off"
+            " --input-size {size} --channels-last --device {device} --output-dir {records}/traces",
+        ),
+        "graphs": Comparison(50, "-m pytest -q -m gpu tests/steps/test_graph.py"),
+        "operations": Comparison(
+            80,
+            "-m tresnet.cli.main bench ops --contenders {contenders} --batch-size {half}"
+            " --input-size {size} --dtype {dtype} --rounds {rounds} --device {device}"
+            f" --output-dir {{records}} --time-limit-s {80 - GRACE_S}",
+        ),
+        "kernels": Comparison(110, "-m pytest -q -n {workers} --maxfail 10 {kernel_tests}"),
+    },
+    "2": {
+        "compiled_m": bench(
+            "train",
+            "{timm_m}@{peer} {m}@{plain},compile=default {m}@{plain},compile=default,{graph}"
+            " {timm_m}@compile=reduce-overhead,layout_opt=true",
+            240,
+        ),
+        "infer_m": bench(
+            *("infer", "{timm_m}@{compiled} {m}@{triton},{graph} {m}@{plain},{compiled}"),
+            *(190, "{batch} 1 16"),
+        ),
+        "max_autotune": bench("infer", "{timm_m}@{tuned} {m}@{plain},{tuned}", 100),
+    },
+    "3": {
+        "train_xl": bench("train", "{timm_xl} {xl}@{triton},{graph} {timm_xl}@{peer}", 190),
+        "train_l": bench("train", "{timm_l} {l}@{triton},{graph} {timm_l}@{peer}", 170),
+        "memory": bench(
+            "train", "{timm_m} {m}@{triton} {m}@{triton},recompute=outputs", 80, "{half} {double}"
+        ),
+        "largest_batch": Comparison(
+            90,
+            "-m tresnet.cli.main bench max-batch {timm_m} {m}@{triton}"
+            " {m}@{triton},recompute=outputs --input-size {size} --channels-last --cuda-graph off"
+            " {largest} --device {device} --output-dir {records}"
+            f" --time-limit-s {90 - GRACE_S}",
+        ),
+    },
+}
+GPU = {
+    "peer": "compile=default,layout_opt=true",
+    "compiled": "compile=default,freeze=true",
+    "tuned": "compile=max-autotune,freeze=true",
+    **{"m": "tresnet_m", "l": "tresnet_l", "xl": "tresnet_xl", "resnet": "torchvision:resnet50"},
+    **{f"timm_{name}": f"timm:tresnet_{name}" for name in ("m", "l", "xl")},
+    **{"triton": "impl=triton", "plain": "impl=reference", "graph": "cuda_graph=on"},
+    **{"device": "cuda", "size": "224", "half": "128", "batch": "256", "double": "512"},
+    "steps": "--warmup-steps 3 --rounds 4 --steps 5",
+    **{"contenders": "copy triton eager", "dtype": "bf16", "rounds": "20", "workers": "12"},
+    "largest": "--first 64 --granularity 16 --gpu-memory 79GiB",
+    "kernel_tests": "tests/ops/test_abn_kernels.py tests/ops/test_blur_kernels.py"
+    " tests/models/test_kernels.py",
+}
+REHEARSAL = {
+    **GPU,
+    **{**dict.fromkeys(("m", "l", "xl"), "tresnet_t"), "resnet": "torchvision:squeezenet1_1"},
+    **dict.fromkeys(("timm_m", "timm_l", "timm_xl"), "timm:test_resnet"),
+    **{"triton": "impl=reference", "graph": "cuda_graph=auto"},
+    **{"device": "cpu", "size": "32", "half": "3", "batch": "2", "double": "4"},
+    "steps": "--warmup-steps 1 --rounds 1 --steps 1",
+    **{"contenders": "copy eager", "dtype": "fp32", "rounds": "1"},
+    "largest": "--first 2 --granularity 2 --at-most 4",
+    **{"workers": "1", "kernel_tests": "tests/measure/test_throughput.py"},
+}
+NAMES = (*PARTS, *(name for part in PARTS.values() for name in part))
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is measured."""
+
+    names: Annotated[Positional[tuple[str, ...]], arg(metavar="[1 2 3 | NAME ...]")] = tuple(PARTS)
+    """Parts, or comparisons by name; by default all parts."""
+    rehearse: bool = False
+    """Run the same lines on the CPU, with tiny models, and without the compiler."""
+    output_dir: Path = Path("benchmarks/records")
+    """Where records and logs go."""
+
+
+def run(command: list[str], limit_s: float, log: Path) -> int | None:
+    """Return a command's exit status, None if it took too long; it and its children have ended."""
+    with log.open("wb") as file:
+        child = subprocess.Popen(
+            command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            return child.wait(limit_s)
+        except (subprocess.TimeoutExpired, KeyboardInterrupt) as end:
+            os.killpg(child.pid, signal.SIGTERM)  # a benchmark writes its record then
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(GRACE_S)
+            if isinstance(end, KeyboardInterrupt):
+                raise
+            return None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)  # what it has started and left, too
+            child.wait()
+
+
+def main(options: Options) -> int:
+    """Run the comparisons one after another; 1 if one failed or was left out."""
+    if unknown := [name for name in options.names if name not in NAMES]:
+        print(f"expected names out of {', '.join(NAMES)}, got {unknown[0]}", file=sys.stderr)
+        return 2
+    every = {name: one for part in PARTS.values() for name, one in part.items()}
+    chosen = [name for given in options.names for name in PARTS.get(given, [given])]
+    folder = options.output_dir.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    values = {**(REHEARSAL if options.rehearse else GPU), "records": shlex.quote(str(folder))}
+    if options.rehearse:
+        os.environ |= {"TORCHDYNAMO_DISABLE": "1", "TRITON_INTERPRET": "1"}
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    wrong: list[str] = []
+    for index, name in enumerate(chosen):
+        limit_s, command = every[name]
+        arguments = shlex.split(command.format_map(values))
+        log, began_s = folder / f"gpu_{name}.log", time.monotonic()
+        print(f"--- {name}, at most {limit_s} s: {log}", flush=True)
+        try:
+            status = run([sys.executable, *arguments], limit_s * (1 + 2 * options.rehearse), log)
+        except KeyboardInterrupt:
+            wrong += [f"{name}: interrupted", *(f"{n}: left out" for n in chosen[index + 1 :])]
+            break
+        if status != 0:
+            reason = "out of time" if status is None else f"exit status {status}"
+            wrong.append(f"{name}: {reason}, see {log}")
+        print(f"{time.monotonic() - began_s:.0f} s", flush=True)
+    print("\n".join(wrong or ["everything was measured"]))
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options, description=__doc__)))
