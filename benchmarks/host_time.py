@@ -43,7 +43,7 @@ from tresnet.measure.runner import Contender, run
 from tresnet.measure.settings import StepSettings
 from tresnet.models.named import build_named, split_name
 from tresnet.ops import dispatch
-from tresnet.steps import TrainingCompute, create_training_step
+from tresnet.steps import Compute, create_training_step
 
 WIDTH_FACTOR, BATCH_SIZE, SIDE = 0.125, 2, 32
 PERCENTILES = (20, 50, 80)
@@ -99,7 +99,7 @@ class Host(Contender):
         ours = split_name(name)[0] == "tresnet"
         model = build_named(name, width_factor=WIDTH_FACTOR, impl="triton" if ours else None)
         sgd = functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9, nesterov=True, fused=True)
-        compute = TrainingCompute(amp=amp, channels_last=True)
+        compute = Compute(amp=amp, channels_last=True)
         self._step = create_training_step(model, compute, CPU, build_optimizer=sgd)
         self._images = self._step.feed.images(torch.rand(BATCH_SIZE, 3, SIDE, SIDE))
         self._labels = torch.zeros(BATCH_SIZE, dtype=torch.long)

@@ -13,7 +13,7 @@ from tresnet.measure.cases import BenchCase
 from tresnet.measure.memory import MemorySnapshot
 from tresnet.measure.models import ModelContender, bench_models, prepare, speed
 from tresnet.measure.settings import StepSettings
-from tresnet.steps import OptimConfig, TrainingCompute, TrainingStep, create_training_step
+from tresnet.steps import Compute, OptimConfig, TrainingStep, create_training_step
 
 pytestmark = pytest.mark.usefixtures("quick")
 CPU = torch.device("cpu")
@@ -76,7 +76,7 @@ def test_a_timed_step_does_what_a_step_of_a_training_run_does(monkeypatch):
 
     step = create_training_step(
         build_named("tresnet_t"),
-        TrainingCompute(amp="bf16", channels_last=True),
+        Compute(amp="bf16", channels_last=True),
         CPU,
         optimizer=OptimConfig(),
     )

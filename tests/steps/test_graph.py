@@ -26,7 +26,7 @@ from tresnet.engine.resolve import create_model, resolve
 from tresnet.engine.train import train
 from tresnet.errors import ConfigError
 from tresnet.models import zoo
-from tresnet.settings import TrainingCompute
+from tresnet.settings import Compute
 from tresnet.steps import InferenceCompute, InferenceStep, graph
 from tresnet.steps import training as steps
 from tresnet.steps.graph import CHECKED_AFTER, WARMUP_PASSES, GraphedPasses, uses_graph
@@ -166,7 +166,7 @@ def test_gradients_are_reduced_on_the_captured_stream(monkeypatch):
     monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", Parallel)
     for graphs, expected in ((True, ["begin", "made", "end"]), (False, ["made"])):
         inside.clear()
-        compute = TrainingCompute(cuda_graph="on" if graphs else "auto")
+        compute = Compute(cuda_graph="on" if graphs else "auto")
         steps.create_training_step(model, compute, CPU, world=2)
         assert inside == expected
 
@@ -183,7 +183,7 @@ def test_auto_takes_graphs_where_they_can_be_and_on_says_why_they_cannot(tiny, m
         ({"cuda_graph": "on"}, CPU, True, "expected a GPU, got device cpu"),
         ({"cuda_graph": "on", "compile": "reduce-overhead"}, cuda, True, "graphs of its own"),
     ):
-        for kind in (TrainingCompute, InferenceCompute):
+        for kind in (Compute, InferenceCompute):
             if isinstance(expected, bool):
                 assert uses_graph(kind(**settings), device, captures) == expected
             else:
@@ -193,9 +193,7 @@ def test_auto_takes_graphs_where_they_can_be_and_on_says_why_they_cannot(tiny, m
         train(tiny(cuda_graph="on"))
     monkeypatch.setattr(steps, "uses_graph", lambda *_: True)
     with pytest.raises(ConfigError, match="--grad-checkpointing sets random generators back"):
-        steps.create_training_step(
-            torch.nn.Linear(2, 2), TrainingCompute(), CPU, grad_checkpointing=True
-        )
+        steps.create_training_step(torch.nn.Linear(2, 2), Compute(), CPU, grad_checkpointing=True)
 
 
 def network():
@@ -212,7 +210,7 @@ def trained(capturer=None, accumulate=1, change=None, numbers=16, agree=None):
     said."""
     model, said = network(), []
     torch.manual_seed(1)
-    step = steps.create_training_step(model, TrainingCompute(), CPU)
+    step = steps.create_training_step(model, Compute(), CPU)
     if capturer is not None:
         step.capture_with(capturer(model), agree=agree, say=said.append)
     found, replayed, criterion = [], [], torch.nn.CrossEntropyLoss()
@@ -496,11 +494,11 @@ def test_a_gpu_replays_triton_kernels_with_their_gradients(amp):
     device, said = torch.device("cuda", 0), []
     torch.manual_seed(0)
     model = zoo.build("tresnet_t", width_factor=0.25, layers=(1, 1, 1, 1), impl="triton")
-    compute = TrainingCompute(cuda_graph="on", amp=amp, channels_last=True)
+    compute = Compute(cuda_graph="on", amp=amp, channels_last=True)
     step = steps.create_training_step(model, compute, device, say=said.append)
     other = copy.deepcopy(model)
     eager = steps.create_training_step(
-        other, TrainingCompute(cuda_graph="off", amp=amp, channels_last=True), device
+        other, Compute(cuda_graph="off", amp=amp, channels_last=True), device
     )
     for number in range(10):
         batch = torch.rand(4, 3, 64, 64), torch.randint(1000, (4,))
@@ -547,7 +545,7 @@ def data_parallel_weights(device, backend, graphs):
     try:
         torch.manual_seed(0)
         model = zoo.build("tresnet_t", width_factor=0.25, layers=(1, 1, 1, 1), impl="reference")
-        compute = TrainingCompute(cuda_graph="on" if graphs else "off")
+        compute = Compute(cuda_graph="on" if graphs else "off")
         step = steps.create_training_step(model, compute, torch.device(device), world=2)
         for number in range(1, 19):
             images, labels = torch.rand(4, 3, 32, 32), torch.randint(1000, (4,))

@@ -20,7 +20,7 @@ from tresnet.env import parse_size
 from tresnet.errors import ConfigError, InputError, TResNetError
 from tresnet.models.tresnet import TResNet
 from tresnet.ops.dispatch import lacking
-from tresnet.settings import TrainingCompute
+from tresnet.settings import Compute
 
 if TYPE_CHECKING:
     from tresnet.engine.plan import Plan
@@ -174,7 +174,7 @@ def step_of(config: TrainConfig, classes: Sequence[str], world_size: int) -> dic
     """
     size, mixes = max(config.data.resolved_input_size, *config.data.sizes), config.augment.mixes
     return {
-        **config.compute.values(TrainingCompute),
+        **config.compute.values(Compute),
         **vars(config.optim),
         **vars(config.ema),
         "input_size": (3, size, size),

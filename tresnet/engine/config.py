@@ -14,13 +14,13 @@ from annotated_types import Ge, Lt
 from tresnet.data.transforms import Augment
 from tresnet.errors import ConfigError
 from tresnet.settings import (
+    Compute,
     EmaConfig,
     EvalTransform,
     OptimConfig,
     ScheduleConfig,
     Shape,
     TrainingBuild,
-    TrainingCompute,
     fields,
 )
 from tresnet.settings.fields import (
@@ -163,7 +163,7 @@ class DistillConfig(Settings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ComputeConfig(TrainingCompute):
+class ComputeConfig(Compute):
     """On what, and in which precision and layout."""
 
     device: str = "auto"

@@ -194,11 +194,6 @@ class Compute(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingCompute(Compute):
-    """The same for a model that is trained."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class InferenceCompute(Compute):
     """The same for a model whose weights do not change any more."""
 
@@ -261,9 +256,7 @@ class EmaConfig(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelStep(
-    StepInput, EmaConfig, OptimConfig, InferenceCompute, TrainingCompute, TrainingBuild
-):
+class ModelStep(StepInput, EmaConfig, OptimConfig, InferenceCompute, TrainingBuild):
     """All that decides the speed and the memory of a model's training or inference step."""
 
     def check_applies(self, *, training: bool, model: str, ours: bool) -> None:
@@ -277,7 +270,7 @@ class ModelStep(
         Raises:
             InputError: One is not at its default.
         """
-        learning = _names(TrainingBuild, TrainingCompute, OptimConfig, EmaConfig)
+        learning = _names(TrainingBuild, OptimConfig, EmaConfig)
         shared = _names(Build, Compute)
         reasons = dict.fromkeys(
             (_names(InferenceCompute) if training else learning) - shared,

@@ -10,7 +10,6 @@ from tresnet.settings import (
     InferenceCompute,
     OptimConfig,
     ScheduleConfig,
-    TrainingCompute,
 )
 from tresnet.steps.inference import InferenceStep
 from tresnet.steps.training import TrainingStep, create_training_step
@@ -23,7 +22,6 @@ __all__ = [
     "InferenceStep",
     "OptimConfig",
     "ScheduleConfig",
-    "TrainingCompute",
     "TrainingStep",
     "Watch",
     "create_training_step",
