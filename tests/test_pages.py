@@ -24,6 +24,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 EXAMPLES = [
     ROOT / "docs" / "examples" / f"{name}.md" for name in ("fine-tuning", "many-labels", "serving")
 ]
+TRAINERS = ROOT / "docs" / "trainers.md"  # run by tests/trainers
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "zoo.json").read_text())
 # Of blocks that cannot run here.
 ELSEWHERE = tuple(
@@ -44,16 +45,16 @@ OTHERS = (
 )
 
 
-def blocks(page: Path, language: str) -> list[str]:
+def blocks(text: str, language: str) -> list[str]:
     """Code blocks of a language, less those marked as not for here."""
-    found = re.findall(rf"(?m)(^.*\n)```{language}\n((?:(?!```).*\n)*)```", page.read_text())
+    found = re.findall(rf"(?m)(^.*\n)```{language}\n((?:(?!```).*\n)*)```", text)
     return [code for before, code in found if before not in ELSEWHERE]
 
 
 def command_lines() -> list[tuple[Path, str]]:
     lines = []
     for page in PAGES:
-        text = "\n".join(blocks(page, "bash")).replace("&&", "\n").replace("\\\n", " ")
+        text = "\n".join(blocks(page.read_text(), "bash")).replace("&&", "\n").replace("\\\n", " ")
         lines += [(page, line.strip()) for line in text.splitlines() if line.strip()]
     return lines
 
@@ -61,7 +62,7 @@ def command_lines() -> list[tuple[Path, str]]:
 @pytest.mark.parametrize(
     ("pages", "written"),
     [
-        ([page for page in PAGES if page not in EXAMPLES], "mine.pth"),
+        ([page for page in PAGES if page not in (*EXAMPLES, TRAINERS)], "mine.pth"),
         # which train, and build on each other
         pytest.param(EXAMPLES, "photographs.onnx", marks=pytest.mark.slow),
     ],
@@ -69,7 +70,7 @@ def command_lines() -> list[tuple[Path, str]]:
 )
 def test_python_blocks_run(pages: list[Path], written: str, tmp_path: Path):
     """In a process of its own: the plugin changes what timm builds."""
-    code = "\n".join(code for page in pages for code in blocks(page, "python"))
+    code = "\n".join(code for page in pages for code in blocks(page.read_text(), "python"))
     result = run_forked(exec, code, {"__name__": "__main__"}, folder=tmp_path)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / written).is_file()

@@ -1,0 +1,95 @@
+"""docs/trainers.md: each section trains like timm's model from the same weights."""
+
+import importlib.util
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from torch.distributed import run
+
+from tests.forks import run_forked
+from tests.test_pages import TRAINERS, blocks
+
+START, *SECTIONS = re.split(r"(?m)^## ", TRAINERS.read_text())
+CODE = {part.partition("\n")[0]: "\n".join(blocks(part, "python")) for part in SECTIONS}
+PACKAGES = {
+    "Lightning": "lightning",
+    "Hugging Face transformers": "transformers",
+    "fastai": "fastai",
+    "Activation checkpointing by torch.distributed": "torch",
+    "FSDP2": "torch",
+    "Quantisation-aware training by torchao": "torchao",
+}
+# Summing in another order moves the tenth loss by 2e-5. Fake quantisation turns that into steps of
+# 8 bits, which move it by 6e-3.
+ROUNDING, QUANTISED = 1e-4, 2e-2
+TIMM = """
+import timm
+ours = build
+
+def build():
+    model = timm.create_model("tresnet_m", layers=(1, 1, 2, 1), width_factor=0.25, num_classes=10)
+    assert type(model).__module__ == "timm.models.tresnet"
+    model.load_state_dict(ours().state_dict())
+    return model
+"""
+NOTE = """
+import json, os, pathlib
+rank = os.environ.get("RANK", "0")
+pathlib.Path(f"losses{rank}.json").write_text(json.dumps(losses))
+"""
+
+
+def losses_of(code: str, folder: Path, processes: int = 1) -> list[list[float]]:
+    """The ten losses of each process that runs the code after the page's beginning."""
+    folder.mkdir()
+    script = folder / "script.py"
+    script.write_text("\n".join([*blocks(START, "python"), code, NOTE]))
+    if processes > 1:
+        words = ["--standalone", f"--nproc-per-node={processes}", "--run-path"]
+        words += ["--start-method=fork", str(script)]
+        ended = run_forked(run.main, words, folder=folder, OMP_NUM_THREADS="1")
+    else:
+        ended = run_forked(start, str(script), folder=folder)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    losses = [json.loads((folder / f"losses{i}.json").read_text()) for i in range(processes)]
+    assert {len(part) for part in losses} == {10}
+    return losses
+
+
+def start(script: str) -> None:
+    sys.argv = [script]
+    runpy.run_path(script, run_name="__main__")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> list[list[float]]:
+    """The losses of timm's model in the page's plain loop."""
+    folder = tmp_path_factory.mktemp("plain") / "timm"
+    return losses_of(f"{TIMM}\nlosses = train(build())", folder)
+
+
+def test_every_section_is_run():
+    assert PACKAGES.keys() == CODE.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("section", PACKAGES)
+def test_a_section_trains_like_timms_model(section: str, plain, tmp_path: Path):
+    package = PACKAGES[section]
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: see docs/trainers.md")
+    code = CODE[section]
+    tolerance = QUANTISED if package == "torchao" else ROUNDING
+    if section == "FSDP2":
+        theirs = code.replace('assert tresnet.create(weights="sharded.pth").num_classes == 10', "")
+        expected = losses_of(TIMM + theirs, tmp_path / "timm", processes=2)
+        found = losses_of(code, tmp_path / "ours", processes=2)
+    else:
+        expected = losses_of(TIMM + code, tmp_path / "timm") if package == "torchao" else plain
+        found = losses_of(code, tmp_path / "ours")
+    for ours, timms in zip(found, expected, strict=True):
+        assert ours == pytest.approx(timms, rel=tolerance)
