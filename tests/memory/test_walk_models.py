@@ -1,6 +1,8 @@
 """The Python backward walk against the real autograd engine, on fakes of CPU tensors."""
 
 import warnings
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from tresnet.memory.device import GENERIC
 from tresnet.memory.plan import make_plan
 from tresnet.memory.prediction import record
 from tresnet.memory.replay import replay
+from tresnet.models.named import build_named
 
 
 def sgd(parameters):
@@ -32,12 +35,13 @@ MANY = [
 def peak_and_end(name: str, *, real_engine: bool, **step: object) -> tuple[int, int]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        options = {"aux_logits": True, "init_weights": False}
-        takes = "inception" in name
-        size = 299 if takes else None
-        settings = {"batch_size": 8, "input_size": size, "opt": sgd, **step}
-        _, model, plan = make_plan(name, **settings, **(options if takes else {}))
-        trace = record(model, plan, GENERIC, device_type="cpu", real_engine=real_engine)
+        settings = {"batch_size": 8, "opt": sgd, **step}
+        model: Any = name
+        if "inception" in name:
+            model = partial(build_named, name, aux_logits=True, init_weights=False)
+            settings["input_size"] = 299
+        _, module, plan = make_plan(model, **settings)
+        trace = record(module, plan, GENERIC, device_type="cpu", real_engine=real_engine)
     replayed = replay(trace)
     return replayed.peak_allocated_bytes, replayed.allocated_bytes[-1]
 
