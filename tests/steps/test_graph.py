@@ -10,6 +10,7 @@ import contextlib
 import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -304,6 +305,37 @@ def test_a_graph_that_differs_or_fails_is_left_and_changes_nothing(capturer, rea
     assert not any(replayed)
     assert len(said) == 1
     assert said[0].startswith(f"runs eagerly, without a CUDA graph: {reason}")
+
+
+def test_a_failed_capture_leaves_stream_generator_and_pool_as_before(monkeypatch):
+    """PyTorch's own parts are stood in for: they raise when the capture is ended."""
+    cuda = Mock()
+    cuda.Stream.return_value.device = torch.device("cuda", 3)
+    cuda.default_generators = {3: cuda.generator}
+    cuda.stream.return_value = MagicMock()
+    cuda.graph.return_value = MagicMock()
+    cuda.graph.return_value.__exit__.side_effect = RuntimeError("capture was invalidated")
+    cuda.end.side_effect = RuntimeError("not recording to this pool")
+    names = ("Stream", "Event", "CUDAGraph", "graph_pool_handle", "default_generators")
+    for name in (*names, "stream", "current_stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", cuda.end, raising=False)
+    capturer = graph.CudaCapturer(torch.device("cuda"))
+    with pytest.raises(RuntimeError, match="capture was invalidated"):
+        capturer.capture(lambda: None)
+    cuda.generator.graphsafe_set_state.assert_called_once_with(
+        cuda.generator.clone_state.return_value
+    )
+    cuda.end.assert_called_once_with(3, cuda.graph_pool_handle.return_value)
+    cuda.stream.assert_called_once_with(cuda.current_stream.return_value)
+    assert cuda.stream.return_value.__exit__.called
+    cuda.graph.return_value.__exit__.side_effect = None
+    cuda.graph.return_value.__exit__.return_value = None
+    found, replay = capturer.capture(lambda: "found")
+    assert (found, replay) == ("found", cuda.CUDAGraph.return_value.replay)
+    with capturer.warming_up(), capturer.in_turn():
+        cuda.current_stream.return_value.wait_event.assert_called_once()
+    cuda.current_stream.return_value.wait_stream.assert_called_once_with(cuda.Stream.return_value)
 
 
 def test_processes_decide_together():
