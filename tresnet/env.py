@@ -1,6 +1,6 @@
-"""The machine and the versions a measurement was made with: what a record needs to be believed.
+"""Description of the machine and the versions, stored with each measurement.
 
-Nothing here names a path, a host or a user. NVML and git are asked only when a function runs, and
+Nothing here names a path, a host or a user. NVML and git are queried only when a function runs, and
 CUDA is initialised only where the caller names a CUDA device.
 """
 
@@ -26,15 +26,10 @@ _CHECKOUT = Path(__file__).resolve().parent.parent
 
 
 def describe(device: torch.device | str | int | None = None) -> dict[str, Any]:
-    """Describe the device, the machine, the versions and the commit, ready for JSON.
+    """Describe the device, the machine, the versions and the commit, as plain values for JSON.
 
-    Args:
-        device: the device a measurement ran on; None means the CPU. CUDA is initialised only if
-            this is a CUDA device.
-
-    Returns:
-        A dict of plain values. What cannot be known (an absent package, no NVML, no checkout) is
-        None.
+    None as device is the CPU; CUDA is initialised only for a CUDA device. Unknown values (an absent
+    package, no NVML, no checkout) are None.
     """
     chosen = torch.device("cpu" if device is None else device)
     return {
@@ -52,7 +47,7 @@ def describe(device: torch.device | str | int | None = None) -> dict[str, Any]:
 
 
 def usable_device(name: str | torch.device) -> torch.device:
-    """The device called `name`, with its index if it is a GPU.
+    """Return the device called `name`, with its index if it is a GPU.
 
     Raises:
         InputError: there is no such device on this machine.
@@ -82,7 +77,7 @@ def usable_device(name: str | torch.device) -> torch.device:
 
 
 def timed_device(name: str) -> torch.device:
-    """The device called `name`, if the clocks of `tresnet.measure` can time it.
+    """Return the device called `name`, if the clocks of `tresnet.measure` can time it.
 
     Raises:
         InputError: there is no such device on this machine, or it is neither a CPU nor a CUDA GPU.
@@ -94,14 +89,14 @@ def timed_device(name: str) -> torch.device:
 
 
 def device_or_default(name: str | None) -> str:
-    """What was asked for, else a GPU if there is one, else the CPU."""
+    """Return `name`, else a GPU if there is one, else the CPU."""
     if name is not None:
         return name
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def package_version() -> str | None:
-    """Version of this package: from its checkout's pyproject.toml, else as installed."""
+    """Return this package's version: from its checkout's pyproject.toml, else as installed."""
     if _CHECKOUT.joinpath("pyproject.toml").is_file():
         text = _CHECKOUT.joinpath("pyproject.toml").read_text(encoding="utf-8")
         project = tomllib.loads(text).get("project", {})
@@ -111,11 +106,11 @@ def package_version() -> str | None:
 
 
 def nvml_handle(device: torch.device | str | int) -> Any | None:
-    """NVML's handle of the GPU behind a CUDA device, or None if NVML cannot say.
+    """Return NVML's handle of the GPU behind a CUDA device, or None if NVML has none.
 
     NVML numbers every GPU of the machine in PCI order and ignores CUDA_VISIBLE_DEVICES and
-    CUDA_DEVICE_ORDER. So the GPU is found by what CUDA itself reports of it: its UUID, else its
-    PCI address. A MIG slice named in CUDA_VISIBLE_DEVICES is found by that name.
+    CUDA_DEVICE_ORDER. So the GPU is found by its UUID, else its PCI address, as CUDA reports them.
+    A MIG slice named in CUDA_VISIBLE_DEVICES is found by that name.
     """
     pynvml = _nvml()
     if pynvml is None:
@@ -139,7 +134,7 @@ def nvml_handle(device: torch.device | str | int) -> Any | None:
 
 
 def device_used_bytes(handle: Any | None) -> int | None:
-    """Bytes in use on the whole GPU, by every process and the driver; None without a handle."""
+    """Return bytes that all processes use on the GPU; None without a handle."""
     pynvml = _nvml()
     if pynvml is None or handle is None:
         return None
@@ -149,7 +144,6 @@ def device_used_bytes(handle: Any | None) -> int | None:
 
 @functools.cache
 def _nvml() -> ModuleType | None:
-    """The initialised pynvml module, or None where it or the driver's library is missing."""
     try:
         import pynvml
     except ImportError:
@@ -162,7 +156,6 @@ def _nvml() -> ModuleType | None:
 
 
 def _ask(pynvml: ModuleType, query: Callable[..., Any], *arguments: Any) -> Any | None:
-    """Call an NVML function; None where this GPU or driver does not answer it."""
     try:
         return query(*arguments)
     except pynvml.NVMLError:
@@ -223,10 +216,9 @@ def _installed_version(package: str) -> str | None:
 
 
 def _git_state(root: Path) -> dict[str, Any] | None:
-    """Commit and dirty flag of the checkout at `root`; None if `root` is not a checkout's top.
+    """Return commit and dirty flag of the checkout at `root`; None if `root` is not its top.
 
-    The top is checked so that a package installed inside somebody else's repository does not
-    report that repository's commit.
+    An installed package must not report the repository it was installed inside.
     """
     top = _output_of("git", "-C", str(root), "rev-parse", "--show-toplevel")
     commit = _output_of("git", "-C", str(root), "rev-parse", "HEAD")
@@ -240,7 +232,6 @@ def _git_state(root: Path) -> dict[str, Any] | None:
 
 
 def _output_of(*command: str) -> str | None:
-    """What a program prints, stripped; None if it is absent, fails or takes over 10 s."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -249,7 +240,7 @@ def _output_of(*command: str) -> str | None:
 
 
 def parse_size(size: str | int) -> int:
-    """Bytes from `80GiB`, `512 MiB`, `24GB` (powers of ten) or a plain count of bytes.
+    """Return bytes of `80GiB`, `512 MiB`, `24GB` (powers of ten) or a plain count of bytes.
 
     Raises:
         InputError: not a size, an unknown unit, or not above zero.

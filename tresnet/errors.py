@@ -50,11 +50,7 @@ class BusyError(TResNetError, RuntimeError):
 
 @contextlib.contextmanager
 def needed(what: str, extra: str) -> Iterator[None]:
-    """Turn a failed import inside into the command that installs what `what` needs.
-
-    Args:
-        what: the feature, for the message.
-        extra: of this package, such as `plot`, that installs it.
+    """Turn a failed import inside into the command that installs `extra`, which `what` needs.
 
     Raises:
         MissingDependencyError: the import failed.
@@ -67,7 +63,7 @@ def needed(what: str, extra: str) -> Iterator[None]:
 
 
 def to_install(what: str, package: str, extra: str) -> str:
-    """What `what` needs, and how to install it."""
+    """Return a message with the packages that `what` needs, and the command that installs them."""
     return (
         f"{what} needs {package}, not installed: pip install 'tresnet[{extra}]' (from a clone: "
         f"pip install -e '.[{extra}]')"

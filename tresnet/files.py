@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and directories that one process has for itself."""
+"""Atomic writes of files, and locks on directories."""
 
 import contextlib
 import errno
@@ -37,19 +37,12 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path beside `path`, which becomes `path` when the block succeeds.
+    """Yield a temporary path beside `path`, which replaces `path` when the block succeeds.
 
-    Whatever fails in the block (a full disk, an exception, Ctrl-C) removes the temporary file and
-    leaves the old `path` as it was. On success the data reach the disk before the name does, so a
-    crash leaves the old file or the new one. The caller creates the temporary file itself, with
-    `open` or a library; its permissions follow the umask, whatever the library gave it (safetensors
-    keeps its files to their owner). A symbolic link is written through.
-
-    Args:
-        path: the file to write; its directory must exist.
-
-    Yields:
-        A path in the same directory that does not exist yet.
+    Any failure in the block (a full disk, an exception, Ctrl-C) removes the temporary file and
+    leaves the old `path` as it was. Data are synced before the rename, so a crash leaves the old
+    file or the new one. The block creates the temporary file; its permissions follow the umask,
+    though safetensors keeps its files to their owner. A symbolic link is written through.
 
     Raises:
         WriteError: the directory is missing or cannot be written, `path` is a directory, or there
@@ -96,10 +89,10 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 @contextlib.contextmanager
 def explained(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn the system's errors in a block that writes `path`, and does nothing else, into words.
+    """Turn errors of the system in a block that only writes `path` into words.
 
     Raises:
-        WriteError: says what went wrong, and what to do.
+        WriteError: gives the fault and its remedy.
     """
     try:
         yield
@@ -117,7 +110,7 @@ def remove_leftovers(directory: Path) -> None:
 
 @contextlib.contextmanager
 def lock(directory: Path) -> Iterator[None]:
-    """Have a directory for this process alone; the lock ends with the process, however that ends.
+    """Lock a directory for this process; the lock ends with the process, however that ends.
 
     A file system without locks is used without one, and a warning says so.
 
@@ -167,7 +160,7 @@ def _flock(file: IO[str]) -> None:
 
 
 def _let_go() -> None:
-    """In a forked process, such as a loader's: the lock is to end with the process that took it."""
+    """Close the lock in a forked process, such as a loader's: it is the parent's alone."""
     for file in _held:
         with contextlib.suppress(OSError):
             file.close()
@@ -179,10 +172,10 @@ if hasattr(os, "register_at_fork"):
 
 
 def _reason(error: BaseException | None) -> str | None:
-    """Why nothing could be written, in words; None if an error is about something else.
+    """Return why nothing could be written; None if the error is about something else.
 
-    torch.save to a stream hides the system's error in its own one's context, and safetensors
-    spells its number out.
+    torch.save to a stream hides the system's error in its own one's context, and safetensors spells
+    its number out.
     """
     while error is not None:
         code = error.errno if isinstance(error, OSError) else None
@@ -211,7 +204,7 @@ def _fsync(path: Path) -> None:
 
 
 def prepare_streams() -> None:
-    """Let standard output and error be there, and take names and words of any bytes."""
+    """Open missing standard streams on devnull, and escape characters that they cannot encode."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell or a daemon's manager
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
@@ -222,7 +215,7 @@ def prepare_streams() -> None:
 
 
 def redirect(stream: TextIO) -> None:
-    """Let a stream lead nowhere, for Python's flush at its end and for other libraries too."""
+    """Redirect a stream to devnull, for Python's flush at exit and for other libraries too."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

@@ -40,12 +40,11 @@ _DEFAULT_TAGS = ("miil_in21k_ft_in1k", "miil_in1k")
 
 
 def _tag(entry: WeightsEntry) -> str:
-    """Return the part of a tag after the model's name, which timm separates by a dot."""
     return entry.tag.removeprefix(entry.model).strip("._")
 
 
 def _timm_cfg(entry: WeightsEntry) -> dict[str, Any]:
-    """Return a row of the table in timm's terms; a file under weights/ comes first."""
+    """Return a row in timm's terms; a file under weights/ comes first."""
     local = weights_dir() / entry.file
     file = str(local) if local.is_file() else None
     source = find(entry.copy) if entry.copy else entry  # links to the originals are dead
@@ -86,7 +85,6 @@ def _create(
     out_indices: int | Sequence[int] | None = None,
     **kwargs: Any,
 ) -> TResNet | FeatureExtractor:
-    """Build a model from timm's arguments: what timm's builder does, with our loading."""
     if out_indices is not None and not features_only:
         raise InputError(f"out_indices={out_indices} needs features_only=True")
     kwargs.pop("pretrained_model_args", None)  # what the file's model was built with
@@ -104,7 +102,7 @@ def _create(
 
 
 def _load(model: TResNet, cfg: dict[str, Any], cache_dir: str | Path | None) -> None:
-    """Load the weights a configuration names: files by ourselves, with the metadata in them."""
+    """Load a configuration's weights; files without timm, for the metadata in them."""
     if cfg.get("file") and not cfg.get("state_dict"):
         path = Path(cfg["file"])
         weights = read_weights(from_layout(path)[0] if path.is_dir() else path)
@@ -125,7 +123,7 @@ def _needs_new_head(weights: Weights, model: TResNet) -> bool:
 
 
 def _convert(state_dict: dict[str, Any], model: TResNet) -> dict[str, Tensor]:
-    """Turn what timm has read, in any format, into what `model` takes; set its slopes.
+    """Convert a state dict that timm has read, in any format, for `model`; set its slopes.
 
     Every key is checked here, because timm loads non-strictly as soon as the classes differ.
     """
@@ -147,7 +145,6 @@ def _entrypoint(name: str) -> Callable[..., TResNet | FeatureExtractor]:
 
 
 def _register() -> None:
-    """Put every variant into timm's registry, in place of timm's own where it has one."""
     globals()["default_cfgs"] = _default_cfgs()  # where timm looks for them
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Overwriting tresnet_")
@@ -156,7 +153,6 @@ def _register() -> None:
 
 
 def _run_script() -> None:
-    """Run a script of timm's with our models registered."""
     if len(sys.argv) < 2:
         sys.exit("usage: python -m tresnet.timm_plugin SCRIPT [ARGUMENTS OF THE SCRIPT]")
     import runpy

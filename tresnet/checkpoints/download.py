@@ -20,8 +20,8 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 def fetch(tag: str | WeightsEntry) -> Path:
     """Return the file of a tag: from weights/, then from the hub's cache, then downloaded.
 
-    A known hash is always checked. In place of an original file, which its authors no longer
-    offer, the copy of its weights is returned, with a warning.
+    A known hash is always checked. In place of an original file, which its authors no longer offer,
+    the copy of its weights is returned, with a warning.
 
     Raises:
         CheckpointError: it can neither be found nor downloaded, or its hash is wrong.
@@ -111,7 +111,7 @@ def _first_from_hub(
 
 
 def from_layout(folder: Path) -> tuple[Path, Path | None]:
-    """`from_hub_layout` of a folder.
+    """Return the weights of a folder in timm's layout, and its config.json if it has one.
 
     Raises:
         CheckpointError: there are no weights in it.
@@ -124,7 +124,7 @@ def from_layout(folder: Path) -> tuple[Path, Path | None]:
 
 
 def hub_sha256(path: Path) -> str | None:
-    """Return the hash the hub gave a cached large file: the cache names its blob by it."""
+    """Return the hash of a large file in the hub's cache, which names its blob by it."""
     if not path.is_symlink():  # a cache on a file system without links
         return None
     name = Path(os.readlink(path)).name

@@ -20,7 +20,7 @@ def fit(
     """Return one tensor of the right shape for every expected name, and no other.
 
     Args:
-        weights: what was read.
+        weights: the file's contents.
         model: the model to load, which is not changed; it may be on the meta device.
         expected: the model's tensors by name.
         new_head: leave the head out.
@@ -52,7 +52,7 @@ def fit(
 def _without_absent_parts(
     tensors: dict[str, Tensor], model: TResNet, expected: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Leave out what a model without classifier, or cut off after a stage, has no place for."""
+    """Drop weights of the classifier or stages that the model lacks."""
     absent = tuple(f"body.{stage}." for stage in STAGES if not hasattr(model.body, stage))
     if model.num_classes == 0 and not any(name.startswith(HEAD) for name in expected):
         absent += (HEAD,)
@@ -60,7 +60,7 @@ def _without_absent_parts(
 
 
 def _check_block_size(weights: Weights, model: TResNet) -> None:
-    """The block size changes what the stem's inputs mean, which their number may not show."""
+    """Check the block size: it orders the stem's inputs, which their number may not show."""
     found, wanted = identify(weights.tensors), architecture(model.config)
     if found.body != wanted.body:  # another model altogether: reported with its keys
         return
@@ -75,7 +75,6 @@ def _check_block_size(weights: Weights, model: TResNet) -> None:
 
 
 def _fit_stem(stem: Tensor, weights: Weights, model: TResNet) -> Tensor:
-    """Adapt the stem to the model's image channels where only these differ."""
     inputs, pixels = identify({STEM: stem}).stem_channels, model.config.block_size**2
     source = inputs // pixels if weights.config is None else weights.config.in_chans
     if not source or inputs != pixels * source:
@@ -84,16 +83,11 @@ def _fit_stem(stem: Tensor, weights: Weights, model: TResNet) -> Tensor:
 
 
 def adapt_stem(stem: Tensor, source: int, target: int) -> Tensor:
-    """Make the stem's convolution take images of `target` channels instead of `source`.
+    """Adapt the stem's weights, (C, pixels * source, k, k), to images of `target` channels.
 
     Its inputs are pixels x channels, channels last, because space-to-depth orders them so. For one
     channel the weights of a pixel's channels are summed: a gray image gives what it gave as equal
     channels. For others they are repeated cyclically and scaled by source / target.
-
-    Args:
-        stem: (C, pixels * source, k, k).
-        source: channels of the images the stem was trained on.
-        target: channels wanted.
 
     Returns:
         (C, pixels * target, k, k), in float32 or better if adapted.
@@ -133,7 +127,6 @@ def misfits(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> li
 
 
 def _explain(weights: Weights, model: TResNet) -> str:
-    """Say in words what differs, where the shapes tell."""
     found, wanted = identify(weights.tensors), architecture(model.config)
     if found.body != wanted.body:
         hint = f": create the model as {found.variant!r}" if found.variant else ""
@@ -166,7 +159,7 @@ def _fit_inplace_gammas(tensors: dict[str, Tensor], weights: Weights) -> dict[st
 def _check_values(
     tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], weights: Weights
 ) -> None:
-    """Refuse values that the model's dtype cannot hold (70000 in float16), and variances < 0."""
+    """Raise for values that the model's dtype cannot hold (70000 in float16), and variances < 0."""
     variances = [name for name in tensors if name.endswith(".running_var")]
     if below := [name for name in variances if bool((tensors[name] < 0).any())]:
         raise CheckpointError(

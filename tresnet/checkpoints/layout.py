@@ -33,17 +33,16 @@ _KINDS = {"top1": "top-1 %", "top5": "top-5 %", "map": "mAP %", "f1": "F1 %"}
 
 
 def push(known: WeightsInfo, target: str, license: str | None = None, private: bool = False) -> str:
-    """Write weights as timm reads them, to a new directory or to a repository of the hub.
+    """Write weights in timm's layout, to a new directory or to a repository of the hub.
 
     Args:
         known: the weights, from `open_weights`.
-        target: a directory that does not exist, or `hf-hub:USER/NAME`, which is made if need be and
-            gets everything in one commit.
+        target: a new directory, or `hf-hub:USER/NAME`, which is made if need be; one commit.
         license: SPDX identifier; None for that of published weights.
-        private: of a new repository.
+        private: whether a new repository is private.
 
     Returns:
-        Where they are now.
+        Their place.
 
     Raises:
         InputError: the directory exists, or no licence is known.
@@ -91,7 +90,6 @@ def _upload(folder: Path, repo_id: str, private: bool) -> str:
 
 
 def _write(known: WeightsInfo, folder: Path, name: str, license: str) -> None:
-    """Write the three files into an empty folder."""
     from timm.models._hub import generate_readme, save_config_for_hf
 
     model = create(weights=known, device="cpu")
@@ -135,7 +133,7 @@ def _write(known: WeightsInfo, folder: Path, name: str, license: str) -> None:
 
 
 def _history(known: WeightsInfo) -> tuple[str, str]:
-    """How good the weights are and where they come from, as far as that is written somewhere."""
+    """Return accuracies and origin of the weights, where they are recorded."""
     found, entry = known.user, known.entry
     on, how = found.get("data") or "unknown data", "the run that trained them, by this package"
     training = [f"On {on}, recipe {found['recipe']}."] if "recipe" in found else []
@@ -163,7 +161,7 @@ def _history(known: WeightsInfo) -> tuple[str, str]:
 
 
 def _without_folders(values: dict[str, Any]) -> dict[str, Any]:
-    """Names in place of paths, which are nobody's business."""
+    """Shorten paths to file names, as folders are private."""
     return {
         key: Path(value).name if isinstance(value, str) and not value.startswith(HUB) else value
         for key, value in values.items()
@@ -171,7 +169,7 @@ def _without_folders(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(folder: Path) -> dict[str, Any]:
-    """What a run's directory says of it; nothing where the folder is none."""
+    """Return the model card's facts of a run's directory; empty if the folder is none."""
     log, config = folder / "log.jsonl", folder / "config.json"
     if not (log.is_file() and config.is_file()):
         return {}

@@ -1,4 +1,4 @@
-"""What must hold of the metadata stored beside weights, before anything is made of it."""
+"""Checks of the metadata stored beside weights."""
 
 import json
 import math
@@ -19,7 +19,7 @@ _MOST_PIXELS = 16_384  # the side of an image
 
 
 def check_metadata(metadata: Mapping[str, Any]) -> ModelConfig:
-    """Return the configuration in metadata that can be used.
+    """Return the configuration in the metadata.
 
     Raises:
         InputError: something is missing, of a wrong type or out of range, or contradicts the rest.
@@ -34,11 +34,9 @@ def check_metadata(metadata: Mapping[str, Any]) -> ModelConfig:
 
 
 def read_config(path: Path, config: ModelConfig) -> tuple[ModelConfig, dict[str, Any]]:
-    """What timm's config.json says of the model, and of images and class names as metadata has it.
+    """Return the model's configuration and metadata (images, class names) from timm's config.json.
 
-    Args:
-        path: the file.
-        config: what the tensors say of the model.
+    `config` is the model's, as the tensors give it.
 
     Raises:
         CheckpointError: it cannot be read, does not fit, or builds a model that we do not have.
@@ -85,7 +83,6 @@ def _table(metadata: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _check_preparation(cfg: dict[str, Any], config: ModelConfig) -> None:
-    """Check how images are prepared, as far as it is said."""
     tests = {
         "input_size": (
             f"({config.in_chans}, height, width)",

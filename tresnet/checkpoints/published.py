@@ -22,19 +22,16 @@ class WeightsEntry:
         format: 'tresnet', 'timm' or 'public'.
         file: the file's name under weights/.
         hub_id: repository on the Hugging Face hub, which holds it as model.safetensors.
-        url: where the authors offered the file; it is no longer there.
+        url: the authors' address of the file, which is dead.
         sha256: of the file; None where it is not known.
         license: SPDX identifier.
-        trained_on: data the weights were trained on.
         num_classes: width of the classifier.
         input_size: (channels, height, width) of the images.
         crop_pct: part of the resized image's side that is kept.
         crop_mode: 'center' keeps the aspect ratio and crops; 'squash' resizes to the exact size.
-        interpolation: of the resize.
-        top1: ImageNet top-1 accuracy, percent, or that on the data it was trained on.
-        top5: likewise.
+        top1: top-1 accuracy in percent on ImageNet, or on the data it was trained on; `top5` too.
         accuracy_source: who measured it, and how.
-        command: what trained the weights, for those made by this project.
+        command: command that trained the weights, for those made by this project.
         copy: tag of another file of the same weights, where this one can no longer be downloaded.
     """
 
@@ -60,7 +57,7 @@ class WeightsEntry:
 
     @property
     def pretrained_cfg(self) -> dict[str, Any]:
-        """How images are prepared, in timm's terms."""
+        """Preparation of the images, in timm's terms."""
         return {
             "tag": self.tag.partition(".")[2] or self.tag,
             "hf_hub_id": self.hub_id,
@@ -75,7 +72,7 @@ class WeightsEntry:
 
 
 def class_names(entry: WeightsEntry) -> tuple[Sequence[str] | None, Sequence[str] | None]:
-    """WordNet's ids of ImageNet's classes in the order of the weights, and the same in words."""
+    """Return ImageNet's class ids (WordNet's) in the order of the weights, and descriptions."""
     subset = {1000: "imagenet-1k", 11221: "imagenet-21k-miil"}.get(entry.num_classes)
     if subset is None or "ImageNet" not in entry.trained_on:
         return None, None
@@ -137,7 +134,7 @@ def find(tag: str) -> WeightsEntry:
 
 
 def locate(name: str | os.PathLike[str]) -> WeightsEntry | Path:
-    """Tell a tag from a path: a known tag first, then what exists or looks like a path.
+    """Tell a tag from a path: a known tag first, then an existing or path-like text.
 
     Raises:
         InputError: it is neither.

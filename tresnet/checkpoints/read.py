@@ -32,11 +32,11 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.in
 
 
 def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read a .safetensors or torch file; its contents, not its name, decide which it is.
+    """Read a .safetensors or torch file, as its contents show, not its name.
 
     Returns:
-        The tensors by name, on the CPU, unwrapped and without prefixes of wrapping modules; and
-        what `save_checkpoint` stored beside them, empty for files of others.
+        The tensors by name, on the CPU, unwrapped and without prefixes of wrapping modules; and the
+        metadata of `save_checkpoint`, empty for files of others.
 
     Raises:
         CheckpointError: the file is missing, damaged, holds code, or holds no state dict.
@@ -114,7 +114,7 @@ def _damaged(path: Path, kind: str, error: Exception) -> CheckpointError:
 
 
 def unwrap(contents: Any, path: Path) -> dict[str, Tensor]:
-    """Return the weights out of what a file holds: under the wrapping keys, prefixes removed.
+    """Return the weights in a file's contents: under the wrapping keys, prefixes removed.
 
     Raises:
         CheckpointError: there are none, or other things among them; the message names `path`.
@@ -145,7 +145,7 @@ def unwrap(contents: Any, path: Path) -> dict[str, Tensor]:
 
 
 def unusual_kind(value: object) -> str:
-    """Return what a value is if it is no tensor that files of weights hold, else ''."""
+    """Return the kind of a value that is no tensor of a file of weights, else ''."""
     if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter):
         return type(value).__name__
     if value.layout == torch.strided and value.dtype in _DTYPES and not value.is_meta:
@@ -167,7 +167,7 @@ def _check_format(metadata: Any, path: Path) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON gives it back.
+    """Return a value as it reads back from JSON.
 
     Raises:
         ValueError: JSON cannot hold it.

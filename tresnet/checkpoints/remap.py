@@ -43,11 +43,10 @@ class Weights:
     """The contents of a file of weights, under our names.
 
     Attributes:
-        path: the file.
         format: 'tresnet' (ours, with metadata), 'timm' or 'public'.
         tensors: the weights, on the CPU; gammas are plain.
         slopes: negative slopes of the stem and of the blocks that the weights were trained with.
-        metadata: what `save_checkpoint` stored; empty for files of others.
+        metadata: as stored by `save_checkpoint`; empty for files of others.
         config: the model the weights were saved from; None for files of others.
     """
 
@@ -71,8 +70,8 @@ def read_weights(path: str | os.PathLike[str]) -> Weights:
 def to_ours(path: Path, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> Weights:
     """Rename a file's tensors to ours and turn in-place ABN weights into gammas.
 
-    Slopes are those of the metadata; without it 1e-2 in the stem and 1e-3 in the blocks, save for
-    the public v2 code, which has 1e-6 everywhere.
+    Slopes come from the metadata; without it 1e-2 in the stem and 1e-3 in the blocks. The public v2
+    code has 1e-6 everywhere.
 
     Raises:
         CheckpointError: the names are of no known format, the metadata cannot be used or are of
@@ -133,10 +132,7 @@ def _from_public(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def public_name(key: str) -> str | None:
-    """Return our name for a name of the public format, None for a constant.
-
-    An unknown name is returned as it is, to be reported beside the model's own.
-    """
+    """Return our name for a public one: None for a constant, an unknown name as it is."""
     for pattern, name in _PUBLIC_NAMES:
         if match := re.fullmatch(pattern, key):
             return None if name is None else match.expand(name)
@@ -159,7 +155,7 @@ def _check_blur(path: Path, key: str, value: Tensor) -> None:
 
 
 class Architecture(NamedTuple):
-    """What the names and shapes of weights say about their model.
+    """The model's architecture, as far as the names and shapes of weights give it.
 
     Attributes:
         layers: blocks in each of the four stages.
@@ -177,7 +173,7 @@ class Architecture(NamedTuple):
 
     @property
     def body(self) -> tuple[tuple[int, ...], int, bool]:
-        """What tells variants apart."""
+        """The fields that differ between variants."""
         return self[:3]
 
     @property
@@ -210,7 +206,7 @@ def architecture(config: ModelConfig) -> Architecture:
 
 
 def identify(tensors: Mapping[str, Tensor]) -> Architecture:
-    """Return the architecture that weights under our names are of, as far as they go."""
+    """Return the architecture of weights under our names, as far as they determine it."""
     blocks: list[set[str]] = [set(), set(), set(), set()]  # counted: an index can be any number
     for key in tensors:
         match = re.match(r"body\.layer([1-4])\.(\d+)\.", key)

@@ -1,4 +1,4 @@
-"""What is known about weights, whether published or in a file, and the weights themselves."""
+"""Weights, published or in a file, with the facts known about them."""
 
 import os
 from dataclasses import dataclass, field
@@ -23,18 +23,18 @@ _DROPS = ("drop_rate", "drop_path_rate")  # where timm's config.json has them
 
 @dataclass(frozen=True)
 class WeightsInfo:
-    """What is known about weights, published or in a file, which `create` builds and loads.
+    """Weights, published or in a file, with the facts from which `create` builds their model.
 
     Attributes:
-        name: the tag or path asked about.
+        name: the requested tag or path.
         model: the variant.
         kwargs: further arguments of `create` that build the weights' model.
         num_classes: width of the classifier; 0 for none.
         classes: names of the classes, where they are known: of ImageNet, the ids that its class
             folders are named by.
         descriptions: the classes in words, where their names are ids.
-        pretrained_cfg: how images are prepared, in timm's terms.
-        user: what the caller of `save_checkpoint` stored.
+        pretrained_cfg: preparation of the images, in timm's terms.
+        user: metadata that the caller of `save_checkpoint` stored.
         guessed: no variant has these stages and this width, so `model` is the nearest.
         entry: the row of the table, for a tag.
         weights: the tensors; None for a tag whose file `describe` did not find here.
@@ -53,7 +53,7 @@ class WeightsInfo:
     weights: Weights | None = field(repr=False, compare=False)
 
     def check_finite(self) -> None:
-        """Refuse weights of a run that diverged, whose predictions mean nothing.
+        """Raise for weights of a run that diverged.
 
         Raises:
             CheckpointError: there is an infinity or a NaN.
@@ -68,10 +68,10 @@ class WeightsInfo:
 
 
 def open_weights(name: str | os.PathLike[str] | WeightsInfo) -> WeightsInfo:
-    """Read a tag, which is downloaded if it is not here, or a file: once for all that is asked.
+    """Read a tag, which is downloaded if it is not here, a file, a directory or `hf-hub:USER/NAME`.
 
-    Or a directory in timm's layout (`local-dir:` before it, or nothing), or `hf-hub:USER/NAME`:
-    what its config.json says of images and class names counts where the weights' file says nothing.
+    A directory (`local-dir:` before it, or nothing) and a repository are in timm's layout. Their
+    config.json fills in images and class names that the weights' file lacks.
 
     Raises:
         InputError: an unknown tag.
@@ -92,7 +92,7 @@ def open_weights(name: str | os.PathLike[str] | WeightsInfo) -> WeightsInfo:
 
 
 def describe(name: str | os.PathLike[str]) -> WeightsInfo:
-    """Return what is known about weights, without downloading a tag's.
+    """Return the facts about weights, without downloading a tag's.
 
     Raises:
         InputError: an unknown tag.
@@ -112,7 +112,7 @@ def _info(
     weights: Weights | None = None,
     beside: Path | None = None,
 ) -> WeightsInfo:
-    """Return what a file says of itself, if it is here, completed by the table or a config.json."""
+    """Return a file's facts, if it is here, completed by the table or a config.json."""
     metadata, guessed, kept = {}, False, (*_ARCHITECTURE, *_HEAD)
     if weights is not None:
         metadata, config = weights.metadata, weights.config
@@ -159,7 +159,6 @@ def _info(
 
 
 def _guess(found: Architecture, weights: Weights) -> ModelConfig:
-    """Return a configuration for weights without metadata: a row of the table, or one like it."""
     variant = found.variant or ("tresnet_v2_l" if found.bottlenecks else "tresnet_m")
     row = VARIANTS[variant]
     if min(*found.layers, found.planes, found.stem_channels) < 1:

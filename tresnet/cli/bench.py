@@ -91,7 +91,6 @@ _OPS_TABLE: _Table = [
 
 
 def _show(outcome: "Outcome", table: _Table) -> int:
-    """Print the rows and the rest of what is to say, and return the exit code."""
     header = ["case", *(title for title, _, _ in table), "status"]
     lines = [
         [label, *(_cell(row, column, how) for _, column, how in table), row["status"]]

@@ -15,13 +15,10 @@ class Convert:
 
     source: Annotated[Positional[str], arg(metavar="IN")]
     """A tag of `tresnet list`, a file, a directory in timm's layout or hf-hub:USER/NAME."""
-
     target: Annotated[Positional[Path], arg(metavar="OUT")]
     """The file to write: .safetensors, .pth or .pt. It must not exist."""
-
     format: Literal["tresnet", "timm"] = "tresnet"
     """tresnet keeps the configuration and the class names with the weights; timm does not."""
-
     model: str | None = None
     """The model the weights must belong to; by default it is told from them."""
 

@@ -16,16 +16,12 @@ class Demo(Settings):
 
     weights: Annotated[Positional[str], arg(metavar="WEIGHTS")]
     """A tag of `tresnet list`, a file, a directory in timm's layout or hf-hub:USER/NAME."""
-
     top_k: Count = 5
     """How many classes to show."""
-
     device: str = "cpu"
     """Where to compute, such as cuda."""
-
     host: str = "127.0.0.1"
     """Address to listen at: by default this machine alone, 0.0.0.0 for all who reach it."""
-
     port: int = 7860
     """Port to listen at."""
 

@@ -16,7 +16,6 @@ class Export(ExportOptions):
 
     model: Annotated[Positional[str], arg(metavar="MODEL")]
     """A tag out of `tresnet list` or a file of weights; or a model's name, for random weights."""
-
     output: Path | None = None
     """The file to write. None: named after the model, in the current directory."""
 

@@ -1,4 +1,4 @@
-"""`tresnet info`: what a model is and costs."""
+"""`tresnet info`: configuration and cost of a model."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Annotated
@@ -18,7 +18,6 @@ class Info(ImageSize):
 
     model: Annotated[Positional[str], arg(metavar="MODEL")]
     """A name out of `tresnet list`."""
-
     num_classes: int = 1000
     """Width of the classifier."""
 
@@ -51,7 +50,6 @@ def _configuration(model: "TResNet") -> list[list[str]]:
 
 
 def _stages(model: "TResNet", shape: tuple[int, int, int, int]) -> list[list[str]]:
-    """One row a feature map, stem first."""
     import torch
 
     model.eval()

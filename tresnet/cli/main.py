@@ -9,13 +9,9 @@ from tresnet.cli.output import say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code; see `shell.run`.
+    """Run the command line (None: this process's) and return its exit code.
 
-    Args:
-        argv: the arguments after the program's name; None for this process's.
-
-    Returns:
-        0; 1 if a part of the work failed (the rest is done); else as `shell.run`.
+    0; 1 if a part of the work failed (the rest is done); else as `shell.run`.
     """
     return shell.run(lambda: _command(list(sys.argv[1:] if argv is None else argv)))
 

@@ -18,23 +18,17 @@ from tresnet.settings.fields import Settings, Size
 class _Predicted(Settings):
     model: Annotated[Positional[str], arg(metavar="MODEL")]
     """Ours (tresnet_m), timm:NAME or torchvision:NAME."""
-
     step: ModelStep = dataclasses.field(default_factory=ModelStep)
-
     infer: bool = False
     """Inference instead of training."""
-
     ddp: bool = False
     """Add DistributedDataParallel's gradient buckets."""
-
     gpu_memory: str | None = None
     """The GPU's memory, such as 80GiB."""
-
     gpu: str | None = None
     """Its name: a100, h100, h200, rtx3090, rtx4090 or v100; by default the one that is there."""
 
     def arguments(self) -> dict[str, Any]:
-        """What `predict` and `max_batch` take, the model and the batch size apart."""
         return {
             **vars(self.step),
             "train": not self.infer,
@@ -50,18 +44,15 @@ class MemoryPredict(_Predicted):
 
     batch_size: Size = 64
     """Images of a micro-batch."""
-
     snapshot: Path | None = None
     """Also write a snapshot for PyTorch's memory viewer (pytorch.org/memory_viz)."""
-
     plot: Path | None = None
     """Also draw the timeline: .png, .svg or .pdf."""
-
     json: bool = False
     """Print JSON."""
 
     def run(self, argv: list[str]) -> int:
-        """Print the prediction; write what else was asked for."""
+        """Print the prediction; write the picture and the snapshot if requested."""
         from tresnet.memory import predict
         from tresnet.memory.plot import plot
         from tresnet.memory.snapshot import write_snapshot
@@ -80,7 +71,7 @@ class MemoryMaxBatch(_Predicted):
     """Find the largest batch that fits, without a GPU."""
 
     def run(self, argv: list[str]) -> int:
-        """Print what fits, what may, and what does not."""
+        """Print the largest batches."""
         from tresnet.memory import max_batch
 
         say(str(max_batch(self.model, **self.arguments())))

@@ -1,4 +1,4 @@
-"""What the commands print: results on stdout, progress and errors on stderr."""
+"""Output of the commands: results on stdout, progress and errors on stderr."""
 
 import sys
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ def fail(error: BaseException | str) -> None:
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns two spaces apart, as wide as their widest cell; numbers to the right."""
+    """Return columns two spaces apart, as wide as their widest cell; numbers to the right."""
     columns = list(zip(header, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     to_right = [bool(rows) and all(_is_number(cell) for cell in column[1:]) for column in columns]
@@ -49,7 +49,7 @@ def _is_number(cell: str) -> bool:
 
 
 def finish(outcome: "Outcome") -> int:
-    """Say why figures are missing, and where the record is; return the exit code."""
+    """Print why figures are missing, and the record's path; return the exit code."""
     notes: dict[str, str] = {}
     for label, row in zip(outcome.labels, outcome.rows, strict=True):
         for note in filter(None, (row["error"], row.get("note"))):

@@ -1,4 +1,4 @@
-"""`tresnet predict`: names what image files show."""
+"""`tresnet predict`: the classes of image files."""
 
 import csv
 import dataclasses
@@ -31,32 +31,23 @@ class Predict(Settings):
     images: Annotated[Positional[tuple[str, ...]], arg(metavar="IMAGE [IMAGE ...]")]
     """Image files, folders of them, quoted patterns such as '*/7/*.png', or - for paths on standard
     input. An image that cannot be read is an error, the others are still predicted."""
-
     weights: str
     """A tag of `tresnet list`, a file, a directory in timm's layout or hf-hub:USER/NAME."""
-
     top_k: Count = 1
     """How many classes to name, the likeliest first."""
-
     format: Literal["table", "json", "csv"] = "table"
     """A line an image; a JSON list of objects; or CSV, a row for each class that is named."""
-
     batch_size: Size = 32
     """Images at a time."""
-
     runtime: Literal["torch", "onnx"] = "torch"
     """onnx: --weights is a file of `tresnet export --format onnx`, run by onnxruntime on the CPU;
     the options from --device on are for torch."""
-
     cam: Path | None = None
     """New directory for a Grad-CAM picture of each image, red where the model saw its likeliest
     class (needs torchcam)."""
-
     device: str = "cpu"
     """Where to compute, such as cuda."""
-
     build: Build = dataclasses.field(default_factory=Build)
-
     compute: InferenceCompute = dataclasses.field(default_factory=InferenceCompute)
 
     def run(self, argv: list[str]) -> int:
@@ -88,7 +79,6 @@ class Predict(Settings):
 
 
 def _lines() -> list[str]:
-    """The paths on standard input, one a line."""
     return [name for line in sys.stdin if (name := line.rstrip("\r\n"))]
 
 
@@ -100,7 +90,7 @@ def _make(folder: Path) -> None:
 
 
 def _kept(found: "Iterator[Prediction]", folder: Path | None) -> "Iterator[Prediction]":
-    """Write the pictures of predictions on their way, numbered: two files may have one name."""
+    """Write the pictures of predictions, numbered, because two files may have one name."""
     for number, prediction in enumerate(found):
         picture: Image | None = prediction.map
         if folder is not None and picture is not None:
@@ -111,7 +101,7 @@ def _kept(found: "Iterator[Prediction]", folder: Path | None) -> "Iterator[Predi
 
 
 def _table(found: "Iterator[Prediction]", width: int) -> None:
-    """`digit.png: 7 (99.8 %), 1 (0.1 %)`, the names of files made equally long."""
+    """Print `digit.png: 7 (99.8 %), 1 (0.1 %)`, with file names padded to one width."""
     for one in found:
         pairs = zip(one.classes, one.probabilities, strict=True)
         # of a description, such as "tench, Tinca tinca", its first words

@@ -15,13 +15,10 @@ class Push:
     weights: Annotated[Positional[str], arg(metavar="WEIGHTS")]
     """A tag of `tresnet list`, a file such as a run's best.safetensors, a directory in timm's
     layout or hf-hub:USER/NAME."""
-
     target: Annotated[Positional[str], arg(metavar="DIR|hf-hub:USER/NAME")]
     """A new directory, or a repository of the hub, which is made if need be (needs HF_TOKEN)."""
-
     license: str | None = None
     """SPDX identifier, such as apache-2.0. None: that of the published weights."""
-
     private: bool = False
     """Make the new repository private."""
 

@@ -22,16 +22,12 @@ class Shard(ShardSettings):
 
     data: Annotated[Positional[Path], arg(metavar="DATA")]
     """The folder of the data set, as for train.py."""
-
     out: Annotated[Positional[Path], arg(metavar="OUT")]
     """The folder to write; it is made."""
-
     multilabel: bool = False
     """Images have any number of labels, listed as for the recipe multilabel."""
-
     skip_bad_images: bool = False
     """Leave images out that cannot be decoded, instead of stopping."""
-
     workers: CountOrZero = 0
     """Processes that read and write; 0 for one a core."""
 

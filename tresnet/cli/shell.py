@@ -35,8 +35,7 @@ _KNOWN = {
 def run(command: Callable[[], int]) -> int:
     """Run a command and return its exit code; an error that its user can cause is one message.
 
-    Args:
-        command: Imports what it needs within the call, so that Ctrl-C is caught there too.
+    `command` imports what it needs within the call, so that Ctrl-C is caught there too.
 
     Returns:
         What the command returns; 2 for bad input; 1 if another process has ended; 130 on Ctrl-C;
@@ -58,10 +57,10 @@ def run(command: Callable[[], int]) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with an exit code; among torchrun's, without the interpreter's own end.
+    """Exit with a code; under torchrun, without the interpreter's own shutdown.
 
-    There gloo's threads have been seen to end a process that had done its work with SIGABRT, which
-    torchrun takes for a failure of the run.
+    There gloo's threads have aborted finished processes with SIGABRT, which torchrun takes for a
+    failure of the run.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         sys.stdout.flush()
@@ -72,7 +71,7 @@ def leave(code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def _noted_interrupts() -> Iterator[list[int]]:
-    """Note each Ctrl-C: what is interrupted while it is imported raises nearly anything."""
+    """Note each Ctrl-C: an import that is interrupted may raise any error."""
     noted: list[int] = []
 
     def note(number: int, _: object) -> None:
@@ -120,7 +119,6 @@ def _run(command: Callable[[], int]) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    """Print an error, with the number of the process where torchrun has started several."""
     rank = os.environ.get("RANK", "0")
     try:
         sys.stderr.write(f"error: {'' if rank == '0' else f'process {rank}: '}{message}\n")

@@ -44,12 +44,9 @@ def write(root: str | Path) -> Path:
 
 
 def place(target: Path, fill: Callable[[Path], None], expected: str) -> Path:
-    """Let a folder appear whole or not at all: written beside its place, then renamed.
+    """Write a folder beside its place and rename it, so that it appears whole or not at all.
 
-    Args:
-        target: its place; what is there already must be the same.
-        fill: writes the folder it is given, which is not there yet.
-        expected: its digest.
+    `fill` writes the folder it is given, which does not exist; `expected` is the folder's digest.
 
     Raises:
         DataError: something else is at that place, or was written.
@@ -80,15 +77,9 @@ def place(target: Path, fill: Callable[[Path], None], expected: str) -> Path:
 
 
 def split_of(labels: np.ndarray) -> np.ndarray:
-    """Choose the held-out images: the same fifth of each class, on any machine and version.
+    """Choose the held-out images: True (N,) for the same fifth of each class, on any machine.
 
     Each image's rank is the hash of its index, so that no library's random generator is involved.
-
-    Args:
-        labels: integers (N,).
-
-    Returns:
-        Booleans (N,): True where the image belongs to val.
     """
     ranks = [
         hashlib.sha256(f"{SPLIT_SEED}:{index}".encode()).digest() for index in range(len(labels))
@@ -127,7 +118,6 @@ def _write_pngs(folder: Path) -> None:
 
 
 def _require_intact(target: Path, expected: str) -> None:
-    """Raise DataError unless `target` holds exactly the files and pixels of an earlier writing."""
     if digest(target) != expected:
         raise DataError(
             f"expected the {target.name} as written by tresnet in {target}, but found other or "
@@ -136,7 +126,7 @@ def _require_intact(target: Path, expected: str) -> None:
 
 
 def digest(folder: Path) -> str | None:
-    """SHA-256 over every image's place and pixels and every table; None if one cannot be read.
+    """Return SHA-256 over images' places and pixels and all tables; None if one is unreadable.
 
     Pixels rather than bytes, because another zlib may compress the same picture differently.
     """

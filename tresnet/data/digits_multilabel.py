@@ -39,13 +39,9 @@ def write(root: str | Path) -> Path:
 def canvas(
     pixels: np.ndarray, labels: np.ndarray, members: np.ndarray, seed: str
 ) -> tuple[np.ndarray, list[int]]:
-    """Draw one canvas.
+    """Draw one canvas, the same for the same seed.
 
-    Args:
-        pixels: digits (N, 8, 8), uint8.
-        labels: (N,).
-        members: indices of the digits to choose from.
-        seed: any text; the same gives the same canvas.
+    Digits are (N, 8, 8) uint8, labels (N,), and `members` the indices to choose from.
 
     Returns:
         Grey image (40, 40), uint8, and 0 or 1 for each of the ten digits.

@@ -1,4 +1,4 @@
-"""Images in class folders, `<root>/<split>/<class>/*.png`; what is wrong with them is named."""
+"""Images in class folders, `<root>/<split>/<class>/*.png`, with errors that name the fault."""
 
 import os
 import stat
@@ -23,12 +23,10 @@ class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
     """One split of a data set: item i is (transformed image, its label or labels).
 
     Attributes:
-        split: "train" or "val".
-        classes: class names in label order.
         paths: the image files in index order, as text.
         targets: one label each, (N,) int64; or any number of labels, (N, classes) uint8 of 0 and 1.
         skip_bad_images: whether a loader leaves unreadable files out instead of stopping.
-        digest: what the images are known by, where something says it that need not list them.
+        digest: identifies the images without listing them, where the format has it.
     """
 
     digest: str | None = None
@@ -85,17 +83,11 @@ def open_folder(
     transform: Callable[[Picture], Any] | None = None,
     skip_bad_images: bool = False,
 ) -> ImageDataset:
-    """Open `<root>/<split>` with one sub-folder of images for each class.
+    """Open `<root>/<split>` ("train" or "val") with one sub-folder of images for each class.
 
     Labels number the class folders in sorted order; files are in torchvision's order, and those
-    whose suffix is not that of an image are ignored, as torchvision does. No image is decoded here:
-    a damaged one shows when it is read.
-
-    Args:
-        root: folder that holds the splits.
-        split: "train" or "val".
-        transform: from a `Picture` to what the model takes.
-        skip_bad_images: kept on the data set for the loader, which counts and leaves out.
+    without an image's suffix are ignored, as torchvision does. No image is decoded here: a damaged
+    one shows when it is read. `transform` takes a `Picture`; the loader reads `skip_bad_images`.
 
     Raises:
         DataError: the folder is missing, has no class folders, some of them have no image, or a
@@ -124,11 +116,8 @@ def open_folder(
 def image_files(folder: str, reached: dict[tuple[int, int], str]) -> Iterator[str]:
     """Yield the images below a folder, also through links, in torchvision's order.
 
-    torchvision itself goes round and round in a loop of links, as deep as the system lets it.
-
-    Args:
-        folder: where to begin.
-        reached: the folders met before, by device and inode; those below are added.
+    torchvision itself goes round and round in a loop of links. `reached` holds the folders met
+    before, by device and inode; those below are added.
 
     Raises:
         DataError: a symbolic link leads to a folder a second time.
@@ -194,17 +183,17 @@ def open_picture(path: str | Path) -> Picture:
 
 
 def load_rgb(path: str | Path) -> "Image":
-    """Decode a whole image file as 8-bit RGB, as `Picture.rgb` says.
+    """Decode a whole image file as 8-bit RGB, as `Picture.rgb` does.
 
     Raises:
-        BadImageError: the file is missing, truncated, not an image, or of a pixel type that has
-            no defined range.
+        BadImageError: the file is missing, truncated, not an image, or of a pixel type that has no
+            defined range.
     """
     return open_picture(path).rgb()
 
 
 def class_folders(root: Path, folder: Path) -> list[str]:
-    """The names of the class folders in `folder`, a split of `root`."""
+    """Return the names of the class folders in `folder`, a split of `root`."""
     layout = f"expected images as {folder}/<class>/<image>"
     if not root.is_dir():
         raise DataError(f"{layout}, but {root} is not a folder: check --data")
@@ -223,7 +212,6 @@ def class_folders(root: Path, folder: Path) -> list[str]:
 
 
 def _shorten(names: Iterable[str]) -> str:
-    """Join names with commas; past the first ten, say how many more there are."""
     names = list(names)
     rest = len(names) - _NAMES_SHOWN
     return ", ".join(names[:_NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

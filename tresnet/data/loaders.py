@@ -1,4 +1,4 @@
-"""Batches whose order and augmentation follow from (seed, epoch), with any number of workers."""
+"""Batches whose order and augmentation depend on (seed, epoch), with any number of workers."""
 
 import dataclasses
 import logging
@@ -47,7 +47,7 @@ class SizedDataset(Protocol):
 class EpochBatches(torch.utils.data.Sampler[list[Key]]):
     """Lists of keys for one rank, a pure function of (seed, epoch).
 
-    Training shuffles and shares out as torch's DistributedSampler: global batch b is the same
+    Training shuffles and distributes as torch's DistributedSampler: global batch b is the same
     images whatever the number of ranks. With repeats each image comes so often in a row, over all
     ranks, and an epoch is as long as without. Evaluation goes in order, each image on one rank
     only, without padding.
@@ -95,11 +95,10 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
         self._epoch, self._start_batch = epoch, start_batch
 
     def first_key(self) -> Key:
-        """One that evaluation and training alike have."""
+        """Return a key that evaluation and training both have."""
         return self._key(0)
 
     def __len__(self) -> int:
-        """Batches of a whole epoch on this rank."""
         return self._batches
 
     def __iter__(self) -> Iterator[list[Key]]:
@@ -123,16 +122,13 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
 class Loader:
     """Iterates over (images (N, C, H, W), labels (N,) int64) of one epoch.
 
-    Where images have several labels these are (N, classes), float32.
-
-    Unreadable images either stop the iteration or are left out and counted, as the data set's
-    `skip_bad_images` says. In training another image takes the place, so that batches keep their
-    size; in evaluation the batch is smaller, so that every metric counts readable images only.
-    The workers live from the first iteration to `close`, across epochs.
+    Multi-label targets are (N, classes), float32. `skip_bad_images` of the data set decides whether
+    an unreadable image stops the iteration or is left out and counted. In training another image
+    replaces it, so that batches keep their size; in evaluation the batch is smaller. The workers
+    live from the first iteration to `close`, across epochs.
 
     Attributes:
-        skipped: unreadable files met so far on this rank, path to reason: each file once,
-            whichever worker met it and however often.
+        skipped: unreadable files met so far on this rank, path to reason, each file once.
     """
 
     def __init__(
@@ -156,15 +152,14 @@ class Loader:
         self._sampler.set_epoch(epoch, start_batch)
 
     def __len__(self) -> int:
-        """Batches of a whole epoch, wherever the iteration starts."""
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches.
 
         Raises:
-            DataError: a file cannot be read and `skip_bad_images` is off; or no readable image
-                could be found in its place.
+            DataError: a file cannot be read and `skip_bad_images` is off; or no replacement can be
+                read.
         """
         if self._loader is None:
             self._loader = self._start_workers()
@@ -203,12 +198,11 @@ class _Slots:
     """Memory that workers write batches into, over and over, so that none is copied or sent.
 
     Fresh memory for each batch costs more than its pixels: the system clears it and maps it twice.
-    This one is shared with processes forked from here, and gone with the last of them. A slot is
-    free when no tensor, nor any view of one, is left of the batch in it.
+    Processes forked from here share this memory. A slot is free when no view of its batch is left.
     """
 
     def __init__(self, count: int, batch_size: int, image: torch.Tensor) -> None:
-        """Room for `count` batches of images like this one, in the order it has in memory."""
+        """Allocate `count` batches of images like this one, in its memory order."""
         like = _in_memory_order(image).numpy()
         self._count, self._shape, self._dtype = count, like.shape, like.dtype
         self._bytes = batch_size * like.nbytes
@@ -218,15 +212,13 @@ class _Slots:
         _made_here[id(self)] = self
 
     def __reduce__(self) -> Any:
-        """A worker sends the number of its copy back, not the memory."""
+        """Pickle the number of the worker's copy, not the memory."""
         return _slots_of, (id(self),)
 
     def begin(self) -> None:
-        """No worker is at work on a batch any more."""
         self._asked.clear()
 
     def take(self) -> int | None:
-        """A free slot to ask a worker for, if there is one."""
         free = (n for n in range(self._count) if n not in self._asked and n not in self._held)
         slot = next(free, None)
         if slot is not None:
@@ -234,7 +226,7 @@ class _Slots:
         return slot
 
     def images(self, slot: int, count: int) -> torch.Tensor:
-        """The first images of a slot, which is not free until they are gone."""
+        """Return the first images of a slot, which is not free until they are gone."""
         shape = (count, *self._shape)
         array = np.ndarray(shape, self._dtype, self._memory, slot * self._bytes)
         self._held.add(slot)
@@ -252,7 +244,7 @@ def _slots_of(number: int) -> _Slots:
 
 
 class _Asked(torch.utils.data.Sampler[tuple[int | None, list[Key]]]):
-    """What is asked of workers: a batch, and the slot to write it into, if one is free."""
+    """Batches requested from workers, each with the free slot to write it into, if any."""
 
     def __init__(self, batches: EpochBatches, slots: _Slots | None) -> None:
         self._batches, self._slots = batches, slots
@@ -269,13 +261,9 @@ class _Found:
     """A batch as a worker hands it over.
 
     Attributes:
-        count: its images.
-        images: them, or in which slot of which memory they are; None if none is readable. A
-            worker sends no tensors: torch would open a socket below TMPDIR, whose path may be too
-            long.
-        labels: theirs.
-        failures: images that cannot be read.
-        unfilled: whether no other was found in place of one of them.
+        images: an array, or (memory, slot); None if none is readable. A worker sends no tensors:
+            torch would open a socket below TMPDIR, whose path may be too long.
+        unfilled: whether no replacement was found for an unreadable image.
         innermost: whether channels, the first dimension of an image, are innermost in memory.
     """
 
@@ -287,7 +275,6 @@ class _Found:
     innermost: bool = False
 
     def tensors(self) -> Batch:
-        """(images, labels) of a batch that has any."""
         assert self.images is not None
         if isinstance(self.images, tuple):
             slots, slot = self.images
@@ -298,7 +285,7 @@ class _Found:
         return images.permute(0, 3, 1, 2) if self.innermost else images, labels
 
     def pin_memory(self, device: Any = None) -> "_Found":
-        """What torch calls, in a thread of the main process, where a GPU is."""
+        """Pin the batch; torch calls this in a thread of the main process, where a GPU is."""
         if not self.count:
             return self
         images, labels = (tensor.pin_memory() for tensor in self.tensors())
@@ -306,7 +293,7 @@ class _Found:
 
 
 class _Batches(Dataset[Any]):
-    """The data set as the workers see it: seeded by key, failures returned instead of raised.
+    """The data set in a worker: seeded by key, failures returned instead of raised.
 
     An exception in a worker would reach the user as a text with a traceback in it.
     """
@@ -317,7 +304,7 @@ class _Batches(Dataset[Any]):
         self._slots: _Slots | None = None
 
     def make_slots(self, count: int, batch_size: int, key: Key) -> _Slots | None:
-        """Memory for batches of images like that of a key, if it is readable."""
+        """Allocate memory for batches of images like that of `key`, if it is readable."""
         with preserved_generators():
             found = self._sample(*key, [])
         if found is not None and isinstance(found[0], torch.Tensor):
@@ -325,7 +312,7 @@ class _Batches(Dataset[Any]):
         return self._slots
 
     def __getitems__(self, asked: tuple[int | None, list[Key]]) -> _Found:
-        """Read the images of the keys; each goes to its place while it is in the core's cache."""
+        """Read the images of the keys; copy each to its slot while the cache holds it."""
         slot, keys = asked
         failures: list[BadImageError] = []
         place = None if self._slots is None or slot is None else (self._slots, slot)
@@ -368,7 +355,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _in_memory_order(image: Any) -> Any:
-    """(H, W, C) of a (C, H, W) whose channels are innermost in memory, else the image itself."""
+    """Return a (C, H, W) image with innermost channels as (H, W, C), any other as it is."""
     if not isinstance(image, torch.Tensor) or image.dim() != 3 or image.is_contiguous():
         return image
     return image.permute(1, 2, 0)
@@ -389,15 +376,14 @@ def create_loader(
 
     Args:
         dataset: images and labels, for instance from `open_folder`.
-        batch_size: images in a batch on this rank.
-        training: shuffle by epoch, seed the augmentation and leave out a last batch that is not
-            full; else go in order.
+        batch_size: samples in a batch on this rank.
+        training: shuffle by epoch, seed the augmentation and drop a last batch that is not full.
         workers: processes that decode, at most one a core; 0 decodes in this one. The batches are
             the same.
         seed: of the order and the augmentation; the same on all ranks.
-        distributed: (rank, number of ranks).
+        distributed: (rank, world_size).
         pin_memory: copy batches to page-locked memory, for a GPU.
-        repeats: how often a training image comes in an epoch, varied anew each time.
+        repeats: augmented copies of each image per epoch (repeated augmentation, arXiv 1902.05509).
 
     Raises:
         ConfigError: a number is out of range.
@@ -425,7 +411,7 @@ def create_loader(
 def _start(
     dataset: SizedDataset, replace: bool, batches: EpochBatches, workers: int, pin_memory: bool
 ) -> DataLoader[Any]:
-    """Make the memory for batches, if it can be shared, and what starts the workers."""
+    """Allocate the memory for batches, if it can be shared, and return the torch loader."""
     source, slots = _Batches(dataset, replace), None
     if workers and multiprocessing.get_start_method() == "fork" and len(batches):
         count = _AHEAD * workers + _IN_USE
@@ -455,7 +441,6 @@ def _start_worker(worker: int) -> None:
 
 
 def _held_iter(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Start an iteration; SIGTERM waits: a worker just forked is still in the signalled group."""
     if not hasattr(signal, "pthread_sigmask"):
         return iter(loader)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -466,7 +451,7 @@ def _held_iter(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may run on."""
+    """Return the number of cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -26,20 +26,14 @@ def open_multilabel(
     transform: Callable[[Picture], Any] | None = None,
     skip_bad_images: bool = False,
 ) -> ImageDataset:
-    """Open one split of a multi-label data set.
+    """Open one split ("train" or "val") of a multi-label data set.
 
     The labels are in `<root>/<split>.csv`, or in COCO's format in `<root>/<split>.json` or
     `<root>/annotations/instances_<split>.json`. A CSV has image paths below `<root>` in its first
-    column, and either one column `labels` with names separated by semicolons, or a column of 0 and
-    1 for each class. In JSON, `file_name` is below `<root>/<split>`, as in COCO. A file
-    `<root>/classes.txt`, one name a line, fixes the classes and their order; without it they are
+    column. The other columns are either one, `labels`, with names separated by semicolons, or one
+    of 0 and 1 for each class. In JSON, `file_name` is below `<root>/<split>`, as in COCO.
+    `<root>/classes.txt`, one name a line, fixes the classes and their order. Without it they are
     the columns, the categories by id, or the sorted names that occur.
-
-    Args:
-        root: folder of the data set.
-        split: "train" or "val".
-        transform: from a `Picture` to what the model takes.
-        skip_bad_images: kept on the data set for the loader, which counts and leaves out.
 
     Raises:
         DataError: a file is missing, malformed or empty, or lists images that are not there.
@@ -81,10 +75,7 @@ def _find(root: Path, split: str) -> Path:
 
 
 def read_csv(path: Path) -> tuple[list[str], Listing]:
-    """Read images and labels; see `open_multilabel`.
-
-    Returns:
-        Class names (the columns, or the sorted names that occur) and the images.
+    """Return class names (the columns, or the sorted names that occur) and the images of a CSV.
 
     Raises:
         DataError: the file is not such a table; names the line.
@@ -146,10 +137,7 @@ class _Coco:
 
 
 def read_coco(path: Path) -> tuple[list[str], Listing]:
-    """Read images and the categories of their annotations from COCO's format.
-
-    Returns:
-        Category names in the order of their ids, and the images in the order of the file.
+    """Return category names in order of their ids, and the images, of a file in COCO's format.
 
     Raises:
         DataError: the file is not in that format; names what is missing.
@@ -201,7 +189,6 @@ def _labels(listing: Listing) -> set[str]:
 
 
 def _named_classes(path: Path, classes: list[str], listing: Listing, source: Path) -> list[str]:
-    """Return the classes of classes.txt if there is one."""
     if path.is_file():
         try:
             lines = path.read_text("utf-8-sig").splitlines()
@@ -230,13 +217,7 @@ def _check_files(paths: Sequence[str], source: Path) -> None:
 
 
 def write_csv(path: Path, classes: Sequence[str], images: Mapping[str, Sequence[int]]) -> None:
-    """Write a CSV with a column of 0 and 1 for each class.
-
-    Args:
-        path: the file.
-        classes: names of the columns.
-        images: path below the folder of the file, to 0 or 1 for each class.
-    """
+    """Write a CSV with a column of 0 and 1 for each class; `images` maps paths to these."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["image", *classes])

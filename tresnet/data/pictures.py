@@ -35,12 +35,7 @@ _lenient: list[bool] = []  # of each decoding under way; the first: what Pillow 
 
 
 class BadImageError(DataError):
-    """One file is truncated, is not an image, or cannot be read.
-
-    Attributes:
-        path: the file.
-        reason: what the decoder or the system said.
-    """
+    """One file (`path`) is truncated, is not an image, or cannot be read (`reason`)."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(path, reason)
@@ -72,21 +67,13 @@ def named(path: str) -> Iterator[None]:
 class Picture:
     """An encoded image that a random crop is taken from.
 
-    Pillow reads the header, and is the reference: whatever is not a plain, whole, baseline JPEG it
-    decodes. Of those nvImageCodec decodes the crop alone, to the same values.
-
-    Attributes:
-        data: what the file holds.
-        size: width and height in pixels.
+    Pillow reads the header and is the reference: it decodes whatever is not a plain, whole,
+    baseline JPEG. Of those nvImageCodec decodes the crop alone, to the same values. `size` is
+    (width, height).
     """
 
     def __init__(self, data: bytes, path: str, plain_size: tuple[int, int] | None = None) -> None:
-        """Read the header.
-
-        Args:
-            data: what the file holds.
-            path: its name, for messages.
-            plain_size: what `plain_size` gave of the same bytes: the header is left unread.
+        """Read the header, unless `plain_size` is what that method returned for the same bytes.
 
         Raises:
             BadImageError: Pillow does not know the format.
@@ -96,7 +83,6 @@ class Picture:
 
     @cached_property
     def _image(self) -> "ImageFile":
-        """Pillow's, whose pixels are not decoded yet."""
         from PIL import Image
 
         with named(self._path):
@@ -117,13 +103,7 @@ class Picture:
             return to_rgb(image)
 
     def crop(self, box: Box) -> torch.Tensor:
-        """Decode a part of it.
-
-        Args:
-            box: top, left, height and width, in pixels.
-
-        Returns:
-            (height, width, 3), uint8: what Pillow gives.
+        """Decode a box (in pixels) to (height, width, 3), uint8, with Pillow's values.
 
         Raises:
             BadImageError: as for `rgb`, of the whole image.
@@ -140,11 +120,11 @@ class Picture:
         return pixels[:, left - first :][:, :width]
 
     def plain_size(self) -> tuple[int, int] | None:
-        """Width and height of a plain, whole, baseline JPEG in RGB; None of anything else.
+        """Return width and height of a plain, whole, baseline JPEG in RGB; None of anything else.
 
-        It is one if the first marker after the start of the scan is the one that ends the file. So
-        nothing is missing and nothing is between scans: a progressive file is not plain, nor is one
-        that Pillow would refuse for a marker that does not belong there.
+        In such a file the first marker after the start of the scan is the one that ends the file.
+        So nothing is missing and nothing is between scans, and there is no marker that Pillow would
+        refuse.
         """
         if self._plain_size is None and self._image.format == "JPEG" and self._image.mode == "RGB":
             marker = _MARKER.search(self.data, cast(io.BytesIO, self._image.fp).tell())
@@ -154,34 +134,32 @@ class Picture:
 
 
 class Pixels(Picture):
-    """An image that is not encoded: all there is to do is to take a part of it."""
+    """An image that is not encoded: `data` is RGB bytes of `size`, (width, height)."""
 
     def __init__(self, data: bytes, size: tuple[int, int]) -> None:
-        """Take RGB bytes of an image of this width and height."""
         self.data, self.size = data, size
 
     def rgb(self) -> "Image":
-        """Pillow's image of it."""
+        """Return a PIL image."""
         from PIL import Image
 
         return Image.frombytes("RGB", self.size, self.data)
 
     def crop(self, box: Box) -> torch.Tensor:
-        """(height, width, 3), uint8: a copy of that part."""
+        """Return a copy of that part: (height, width, 3), uint8."""
         (width, height), (top, left, rows, columns) = self.size, box
         pixels = np.frombuffer(self.data, np.uint8).reshape(height, width, 3)
         return torch.from_numpy(pixels[top : top + rows, left : left + columns].copy())
 
 
 def crop_of(image: "Image", box: Box) -> torch.Tensor:
-    """(height, width, 3) uint8 of a part of a decoded image in RGB."""
+    """Return a part of a decoded RGB image: (height, width, 3), uint8."""
     top, left, height, width = box
     part = image.crop((left, top, left + width, top + height))
     return torch.from_numpy(np.array(part))
 
 
 def _decode_region(data: bytes, box: Box) -> torch.Tensor | None:
-    """Decode a part of a JPEG, or nothing where nvImageCodec cannot."""
     codec = _codec(os.getpid())
     if codec is None:
         return None
@@ -200,7 +178,7 @@ def _decode_region(data: bytes, box: Box) -> torch.Tensor | None:
 
 @cache
 def _codec(process: int) -> tuple[Any, Any, Any] | None:
-    """nvImageCodec, its decoder on the CPU and how to decode, made once in each process."""
+    """Return nvImageCodec, its decoder on the CPU and its parameters, made once in each process."""
     if find_spec("nvidia") is None or (found := find_spec("nvidia.nvimgcodec")) is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Random numbers of one sample: the same for a seed, epoch and index, whoever draws them."""
+"""Random numbers of one sample depend on the seed, epoch and index alone."""
 
 import hashlib
 import random
@@ -10,14 +10,7 @@ import torch
 
 
 def mix_seed(*parts: int) -> int:
-    """One 32-bit seed from several numbers; near numbers give unrelated seeds.
-
-    Args:
-        parts: for example (seed, epoch, index).
-
-    Returns:
-        An integer in [0, 2**32): what NumPy's, Python's and PyTorch's generators all accept.
-    """
+    """Return one seed in [0, 2**32) of several numbers; near numbers give unrelated seeds."""
     text = ":".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
 
@@ -35,7 +28,7 @@ def seed_cpu_generators(seed: int) -> None:
 
 @contextmanager
 def preserved_generators() -> Iterator[None]:
-    """Give the three global CPU generators back in the state they were found in."""
+    """Restore the three global CPU generators at the end."""
     python_state = random.getstate()
     numpy_state = np.random.get_state()  # noqa: NPY002  see seed_cpu_generators
     torch_state = torch.get_rng_state()

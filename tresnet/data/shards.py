@@ -1,10 +1,9 @@
 """Images in a few large files that are read at random: ArrayRecord, and a manifest for each split.
 
-A shard's first record says what it was made of; each other one is an image: a checksum, a JSON text
-(name, label, size before it was made smaller, size as it is if it need not be read from a header)
-and the image, encoded or as pixels. Item i of the shards is item i
-of the folder they were written from, so that order, resume and sharing among processes are the
-same.
+A shard's first record says what it was made of, and each other one is an image. It has a checksum,
+a JSON text (name, label, original size, size unless a header has it) and the image, encoded or as
+pixels. Item i of the shards is item i of the folder they were written from, so order, resume and
+distribution over ranks are the same.
 """
 
 import bisect
@@ -41,8 +40,7 @@ _HEAD = struct.Struct("<II")  # CRC-32 of all that follows; bytes of the text
 class ShardDataset(ImageDataset):
     """One split out of shards; a record's checksum and label are compared as it is read.
 
-    Attributes:
-        digest: changes with any of the records, or with their order.
+    `digest` changes with any of the records, or with their order.
     """
 
     def __init__(
@@ -52,7 +50,7 @@ class ShardDataset(ImageDataset):
         transform: Callable[[Picture], Any] | None = None,
         skip_bad_images: bool = False,
     ) -> None:
-        """Read the manifest and look at the files' sizes.
+        """Read the manifest and the files' sizes.
 
         Raises:
             DataError: the manifest is damaged, or a file is missing or has another size.
@@ -113,7 +111,7 @@ class ShardDataset(ImageDataset):
 
 
 class _Places(Sequence[str]):
-    """Where each image lies; a list of as many texts would take gigabytes for 20 million."""
+    """Paths of the images, made on demand: a list would take gigabytes for 20 million."""
 
     def __init__(self, files: list[Path], counts: list[int]) -> None:
         self._files = files
@@ -123,7 +121,6 @@ class _Places(Sequence[str]):
         return self._ends[-1] if self._ends else 0
 
     def place(self, index: int) -> tuple[Path, int]:
-        """The file, and the number of the image in it."""
         shard = bisect.bisect_right(self._ends, index)
         return self._files[shard], index - (self._ends[shard - 1] if shard else 0)
 
@@ -133,7 +130,7 @@ class _Places(Sequence[str]):
 
 
 def manifest_path(folder: Path, split: str) -> Path:
-    """The file that makes a folder one of shards."""
+    """Return the path of a split's manifest, which makes a folder one of shards."""
     return folder / f"{split}.shards.json"
 
 
@@ -148,17 +145,10 @@ def write_shards(
 ) -> dict[str, str]:
     """Write one split into `out`, and its manifest when all shards are there and were read back.
 
-    Shards that are there, whole and made of the same files in the same way are kept, so that a
-    command that was stopped goes on. Those that an earlier command left beyond the last are
-    removed.
-
-    Args:
-        dataset: the images; with `skip_bad_images`, those that cannot be decoded are left out.
-        root: what names in messages are relative to.
-        out: the folder, which is made.
-        settings: how large the images become.
-        workers: processes that do it.
-        log: called with a line for each shard.
+    Whole shards of the same files and settings are kept, so that a stopped command goes on.
+    Superfluous shards of an earlier command are removed. With the data set's `skip_bad_images`,
+    unreadable images are left out. Names in messages are relative to `root`; `workers` is a number
+    of processes; `log` receives a line for each shard.
 
     Returns:
         The images left out, name to reason.
@@ -228,8 +218,6 @@ def write_shards(
 
 @dataclass(frozen=True)
 class _Job:
-    """One shard to be there: what it is made of."""
-
     file: Path
     root: Path
     rows: list[tuple[str, Any]]
@@ -237,7 +225,7 @@ class _Job:
     skip_bad_images: bool
 
     def source(self) -> str:
-        """What a whole shard's first record begins with: a changed image is written again."""
+        """Return the text in a whole shard's first record: a changed image is written again."""
         rows = []
         for name, label in self.rows:
             try:
@@ -250,8 +238,6 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Done:
-    """A shard that was read back."""
-
     file: Path
     labels: list[Any]
     skipped: dict[str, str]
@@ -294,7 +280,7 @@ def _write(job: _Job) -> _Done:
 
 
 def _read_back(file: Path, source: str) -> _Done | None:
-    """What a shard holds, if it is whole and made of this."""
+    """Read a shard; None unless it is whole and made of `source`."""
     if not file.is_file():
         return None
     digest = hashlib.sha256()
@@ -315,7 +301,7 @@ def _read_back(file: Path, source: str) -> _Done | None:
 
 @contextmanager
 def _mapping(workers: int) -> Iterator[Callable[..., Any]]:
-    """`map`, here or in processes that are not forked from one with threads."""
+    """Yield `map`, here or in processes that are not forked from one with threads."""
     if workers <= 1:
         yield map
         return
@@ -329,7 +315,7 @@ def _mapping(workers: int) -> Iterator[Callable[..., Any]]:
 
 
 def _shrunk(picture: Picture, settings: ShardSettings) -> tuple[dict[str, Any], bytes]:
-    """How the image is kept, and its bytes: the file's own where it is small enough."""
+    """Return the image's metadata and bytes: the file's own where it is small enough."""
     from PIL import Image
 
     width, height = picture.size
@@ -353,7 +339,6 @@ def _shrunk(picture: Picture, settings: ShardSettings) -> tuple[dict[str, Any], 
 
 
 def _stored(target: torch.Tensor) -> int | list[int]:
-    """A label, or the numbers of several, as JSON has them."""
     return target.nonzero().flatten().tolist() if target.dim() else int(target)
 
 
@@ -385,7 +370,7 @@ def _unpack(record: bytes) -> tuple[dict[str, Any], bytes]:
 
 @lru_cache(maxsize=256)  # open files; a process may have 1024
 def _reader(file: str, process: int) -> Any:
-    """A file's reader, of this process: its threads do not come along when a process is forked."""
+    """Return a file's reader for this process: its threads do not survive a fork."""
     return _library().ArrayRecordReader(file, "readahead_buffer_size:0,max_parallelism:0")
 
 

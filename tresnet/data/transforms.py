@@ -1,4 +1,4 @@
-"""From an image to the tensor TResNet takes: RGB in [0, 1], no mean/std normalisation."""
+"""Transforms from an image to RGB in [0, 1], without mean/std normalisation."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ Transform = Callable[["Image | Picture"], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Augment(Settings):
-    """How training images are varied, in this order."""
+    """Augmentation of training images, applied in this order."""
 
     random_crop: bool = True
     """Crop a random part and resize it, instead of squashing the whole image."""
@@ -66,21 +66,16 @@ def train_transform(
     *,
     dtype: torch.dtype = torch.float32,
 ) -> Transform:
-    """Build the random transform of `cfg` out of timm's and torchvision's parts.
+    """Build the random transform of `cfg` from timm's and torchvision's parts.
 
     It draws from Python's, NumPy's and PyTorch's global CPU generators, which the loader seeds for
-    each sample. What an affine change uncovers is black, what a policy uncovers ImageNet's mean
-    colour. Cutout's paper lets squares cross the border or, as good, keeps them inside and cuts
-    every other image: here it is the latter, with a probability.
-
-    Args:
-        cfg: what to change.
-        size: height and width of the result in pixels.
-        interpolation: "bilinear" or "bicubic".
-        dtype: torch.float32 for values in [0, 1] or torch.uint8 for 0..255.
+    each sample. Affine changes fill with black, policies with ImageNet's mean colour. Cutout's
+    paper lets squares cross the border or, as good, keeps them inside and cuts every other image:
+    here it is the latter, with a probability.
 
     Returns:
-        A picklable function from a `Picture`, or a PIL image in RGB, to a tensor (3, size, size).
+        A picklable function from a `Picture`, or a PIL image in RGB, to a tensor (3, size, size):
+        torch.float32 in [0, 1], or torch.uint8.
 
     Raises:
         ConfigError: a value is out of range, or the policy or the dtype unknown.
@@ -112,11 +107,11 @@ def train_transform(
 
 
 class _Crop:
-    """Decode the part of an image that is cropped at random, resize it, mirror it at random.
+    """Decode a random crop, resize it, mirror it at random.
 
-    The boxes and mirrors are those that timm and torchvision draw. torch resizes bytes whose
-    channels are innermost three to four times as fast as Pillow: bilinearly to within one of its
-    values, bicubically to within six, so that this is left to Pillow.
+    timm and torchvision draw the boxes and mirrors. torch resizes channels-last bytes three to four
+    times as fast as Pillow: bilinearly to within one of its values, bicubically to within six, so
+    Pillow does the latter.
     """
 
     def __init__(self, cfg: Augment, size: int, interpolation: str) -> None:
@@ -130,14 +125,12 @@ class _Crop:
         )
 
     def __call__(self, image: "Image | Picture") -> torch.Tensor:
-        """(size, size, 3), uint8."""
         box, mirror = self.draw(*image.size)
         part = image.crop(box) if isinstance(image, Picture) else crop_of(image, box)
         part = self.resize(part)
         return part.flip(1) if mirror else part
 
     def draw(self, width: int, height: int) -> tuple[Box, bool]:
-        """A box within an image of this size, and whether to mirror it."""
         box: Box = (0, 0, height, width)
         if self._drawn:
             sized: Any = torch.empty(height, width, device="meta")
@@ -145,7 +138,7 @@ class _Crop:
         return box, bool(self._hflip) and torch.rand(1).item() < self._hflip
 
     def resize(self, part: torch.Tensor) -> torch.Tensor:
-        """(size, size, 3) of (height, width, 3), uint8."""
+        """Resize (height, width, 3) to (size, size, 3), uint8."""
         if getattr(self._timm.interpolation, "value", None) == "bicubic":
             from PIL.Image import Resampling
 
@@ -156,7 +149,6 @@ class _Crop:
 
 
 def _channels_first(image: torch.Tensor) -> torch.Tensor:
-    """(3, H, W), as a view of (H, W, 3)."""
     return image.permute(2, 0, 1)
 
 
@@ -167,7 +159,6 @@ def _to_pil(image: torch.Tensor) -> "Image":
 
 
 def _affine(cfg: Augment) -> list[Any]:
-    """The random affine change of a PIL image, if there is one."""
     from torchvision import transforms
 
     if not (cfg.affine_degrees or cfg.affine_translate or cfg.affine_shear) and (
@@ -188,13 +179,11 @@ def _affine(cfg: Augment) -> list[Any]:
 def eval_transform(cfg: EvalTransform, *, dtype: torch.dtype = torch.float32) -> Transform:
     """Build the fixed transform of `cfg`: timm's own, without mean/std.
 
-    Args:
-        cfg: size, crop and filter. What is None is 224 pixels, the middle, the zoo's
-            `default_crop_pct` and bilinear.
-        dtype: torch.float32 for values in [0, 1] or torch.uint8 for 0..255.
+    None stands for 224 pixels, the middle, the zoo's `default_crop_pct` and bilinear.
 
     Returns:
-        A picklable function from a `Picture`, or a PIL image in RGB, to a tensor (3, size, size).
+        A picklable function from a `Picture`, or a PIL image in RGB, to a tensor (3, size, size):
+        torch.float32 in [0, 1], or torch.uint8.
 
     Raises:
         ConfigError: a value is out of range, or the dtype unknown.
@@ -220,7 +209,6 @@ def _decoded(image: "Image | Picture") -> "Image":
 
 
 def _policy(cfg: Augment, size: int, interpolation: str) -> list[Any]:
-    """Changes of a PIL image by a policy of timm's, if there is one."""
     from timm.data.transforms_factory import create_transform
 
     if cfg.auto_augment is None:
@@ -244,7 +232,6 @@ def _policy(cfg: Augment, size: int, interpolation: str) -> list[Any]:
 
 
 def _to_dtype(dtype: torch.dtype) -> list[Any]:
-    """Return the step from a uint8 tensor to `dtype`: none, or division by 255."""
     from torchvision import transforms
 
     if dtype == torch.uint8:

@@ -1,6 +1,6 @@
 """Each format: how a traced model is written, and how the file is opened and run.
 
-A writer gets a path that ends as the format's files do; what it writes is checked by the caller.
+A writer gets a path with the format's suffix; the caller checks the file.
 """
 
 import contextlib
@@ -34,13 +34,11 @@ Run = Callable[[Tensor], Tensor]
 
 
 class Job(NamedTuple):
-    """What a writer needs.
+    """A traced program and its images, with what is stored beside it.
 
     Attributes:
-        program: the traced model.
-        images: what it takes.
-        metadata: told to those who open the file; plain values.
-        calibration: batches as the model takes them, for the ranges of 8-bit values; else None.
+        metadata: plain values, stored in the file.
+        calibration: prepared batches for the ranges of 8-bit values; else None.
     """
 
     program: ExportedProgram
@@ -49,7 +47,7 @@ class Job(NamedTuple):
     calibration: Sequence[Tensor] | None
 
     def texts(self) -> dict[str, str]:
-        """The metadata as JSON."""
+        """Return the metadata as JSON."""
         return {key: json.dumps(value) for key, value in self.metadata.items()}
 
 
@@ -72,7 +70,7 @@ def _write_onnx(job: Job, path: Path) -> None:
 
 
 def _quantise_onnx(job: Job, floats: Path, path: Path) -> None:
-    """8-bit weights and activations, their ranges those seen in the calibration images."""
+    """Quantise weights and activations to 8 bits, with the ranges of the calibration images."""
     import onnx
     from onnxruntime import quantization
     from onnxruntime.quantization.shape_inference import quant_pre_process
@@ -101,7 +99,7 @@ def _quantise_onnx(job: Job, floats: Path, path: Path) -> None:
 
 
 def open_onnx(path: Path) -> Run:
-    """An ONNX file in onnxruntime on the CPU."""
+    """Open an ONNX file in onnxruntime on the CPU."""
     return _run_onnx(_session(path))
 
 
@@ -118,7 +116,7 @@ def _run_onnx(session: Any) -> Run:
 
 
 def read_onnx(path: Path) -> tuple[Run, dict[str, Any]]:
-    """A file that `export_model` wrote with format 'onnx', for bytes, and its metadata.
+    """Open a file of `export_model` with format 'onnx'; return its function of bytes and metadata.
 
     Raises:
         CheckpointError: the file does not exist, or is not such a model.
@@ -173,7 +171,7 @@ def _quantise_pt2(job: Job) -> ExportedProgram:
 
 
 def open_pt2(path: Path) -> Run:
-    """An exported program, run operator by operator."""
+    """Open an exported program, run operator by operator."""
     with contextlib.suppress(ImportError):  # it names the operators of an 8-bit program
         import torchao.quantization.pt2e.quantize_pt2e  # noqa: F401
     return torch.export.load(path).module()
@@ -191,25 +189,20 @@ def _write_aoti(job: Job, path: Path) -> None:
 
 
 class CompiledPackage:
-    """A model compiled ahead of time.
+    """A model compiled ahead of time, with its `images` and `metadata` (class names and so on).
 
-    The package itself looks neither at types nor at strides: given bytes in another memory format
-    it takes one pixel for another and returns nonsense, without a word. This refuses such images.
-
-    Attributes:
-        images: what it takes.
-        metadata: what was stored beside it: class names, preprocessing and so on.
+    The package itself checks neither types nor strides. Bytes in another memory format would
+    silently give nonsense, so this class refuses them.
     """
 
     def __init__(self, package: Any, metadata: dict[str, Any]) -> None:
-        """Keep the opened package."""
         self.metadata = metadata
         self.images = Images(**metadata["images"])
         self.device = torch.device(metadata["device"])
         self._package = package
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Images to logits (N, classes).
+        """Compute logits (N, classes).
 
         Raises:
             InputError: type, shape, layout or device are not those it was compiled for.
@@ -254,7 +247,7 @@ def _write_openvino(job: Job, path: Path) -> None:
 
 
 def open_openvino(path: Path, precision: str = "f32") -> Run:
-    """An OpenVINO file on the CPU; `precision` is 'f32', 'bf16' or 'f16'."""
+    """Open an OpenVINO file on the CPU; `precision` is 'f32', 'bf16' or 'f16'."""
     import openvino
 
     settings = {
@@ -266,15 +259,13 @@ def open_openvino(path: Path, precision: str = "f32") -> Run:
 
 
 class Format(NamedTuple):
-    """A format.
+    """A format of exported models.
 
     Attributes:
         suffixes: of the files; the first is that of the path users name.
-        write: writes a job to a path.
-        open: opens that path to run it.
         takes: the options that not every format takes.
-        packages: what writing and checking need besides torch.
-        limit: largest difference of logits, as a share of the largest one and of 1.
+        packages: packages that writing and checking need besides torch.
+        limit: largest difference of logits, as a fraction of max(1, largest logit).
     """
 
     suffixes: tuple[str, ...]
@@ -305,7 +296,7 @@ FORMATS = {
 
 
 def find_format(options: ExportOptions) -> Format:
-    """The format that is asked for, with all that it needs installed.
+    """Return the requested format, with its packages installed.
 
     Raises:
         InputError: it does not take an option.

@@ -22,12 +22,11 @@ class Images:
     """The images that an exported model takes: (N, channels, size, size), any N.
 
     Attributes:
-        channels: of an image.
         size: height and width in pixels; where `dynamic_size`, those it was traced with.
-        multiple: what height and width must be divisible by.
-        dynamic_size: whether other heights and widths will do.
+        multiple: divisor of height and width.
+        dynamic_size: whether other heights and widths are accepted.
         input: 'float' in [0, 1], or 'uint8'.
-        channels_last: the layout in memory, which compiled packages are made for.
+        channels_last: memory format, fixed in compiled packages.
     """
 
     channels: int
@@ -39,19 +38,19 @@ class Images:
 
     @property
     def least(self) -> int:
-        """Smallest height and width: torch.export takes dimensions that may vary for 2 or more.
+        """Smallest height and width: torch.export takes dynamic dimensions of 2 or more.
 
-        So must be those of the last feature map, an eighth of the input in blocks, rounded up.
+        This holds for the last feature map too, an eighth of the input in blocks, rounded up.
         """
         return (9 if self.dynamic_size else 5) * self.multiple
 
     @property
     def memory_format(self) -> torch.memory_format:
-        """Of the tensor."""
+        """Memory format of the images."""
         return torch.channels_last if self.channels_last else torch.contiguous_format
 
     def check(self, x: Any) -> None:
-        """Check images that a caller wants computed.
+        """Check a caller's images.
 
         Raises:
             InputError: type, shape or layout differ from these.
@@ -77,19 +76,19 @@ class Images:
             )
 
     def prepare(self, images: Tensor) -> Tensor:
-        """Images of bytes in the type and layout that is taken."""
+        """Convert bytes to the dtype and layout that the model takes."""
         if self.input == "uint8":
             return images.contiguous(memory_format=self.memory_format)
         return unit_floats(images, memory_format=self.memory_format)
 
     def random(self, count: int, height: int = 0, width: int = 0) -> Tensor:
-        """Noise of bytes (count, channels, height, width), the same each time."""
+        """Return bytes of noise (count, channels, height, width), the same each time."""
         generator = torch.Generator().manual_seed(count)
         shape = (count, self.channels, height or self.size, width or self.size)
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
 
     def samples(self) -> Iterator[Tensor]:
-        """Bytes of two batch sizes and, where they may vary, two more image sizes."""
+        """Yield bytes of two batch sizes and, with `dynamic_size`, two more image sizes."""
         yield self.random(1)
         yield self.random(3)
         if self.dynamic_size:  # one with odd feature maps, neither square
@@ -101,7 +100,7 @@ class Images:
 def open_labelled(
     root: Path, split: str, model: TResNet, images: Images, classes: tuple[str, ...] | None
 ) -> ImageDataset:
-    """Open class folders whose images are brought to the model's size, as bytes.
+    """Open class folders whose images are resized to the model's size, as bytes.
 
     Raises:
         DataError: the folder is incomplete, or its classes are not the model's.
@@ -119,7 +118,7 @@ def open_labelled(
 
 
 def spread(dataset: ImageDataset, most: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of bytes (N, 3, H, W) and labels (N,): at most so many images, from all over."""
+    """Yield at most `most` evenly spaced images, as bytes (N, 3, H, W) with labels (N,)."""
     chosen = torch.linspace(0, len(dataset) - 1, min(most, len(dataset))).long().tolist()
     for begin in range(0, len(chosen), BATCH):
         pairs = [dataset[index] for index in chosen[begin : begin + BATCH]]

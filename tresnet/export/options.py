@@ -1,4 +1,4 @@
-"""How a model is exported. The text under a field is its help on the command line."""
+"""Options of an export. The text under a field is its help on the command line."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The model as other runtimes take it: folded, of convolutions, pools, activations and a head."""
+"""A copy of the model for other runtimes: folded to convolutions, pools, activations and a head."""
 
 from typing import Any
 
@@ -18,13 +18,13 @@ from tresnet.surgery.folding import fold
 class BlurByPools(nn.Module):
     """`BlurPool2d`, reflected border included, as two average pools: no padded copy, no filter.
 
-    [1, 2, 1] / 4 at stride 2 is a mean of two neighbours, then a mean of two neighbouring means at
-    stride 2. A pixel reflected at the border repeats the first mean, so that the border's result is
-    that mean itself: what a pool does that counts no padding.
+    [1, 2, 1] / 4 at stride 2 is a mean of two neighbours, then a mean of two such means at stride
+    2. A pixel reflected at the border repeats the first mean, so a pool that counts no padding
+    gives it.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, C, H, W) to (N, C, ceil(H/2), ceil(W/2))."""
+        """Map (N, C, H, W) to (N, C, ceil(H/2), ceil(W/2))."""
         means = F.avg_pool2d(x, 2, stride=1)
         return F.avg_pool2d(means, 2, stride=2, padding=1, count_include_pad=False)
 
@@ -32,11 +32,8 @@ class BlurByPools(nn.Module):
 def plain_model(model: nn.Module) -> TResNet:
     """Return a copy of `model` for export: folded, the stem one convolution, blurs as pools.
 
-    Args:
-        model: a TResNet in eval mode, its weights in float32; unchanged.
-
     Raises:
-        InputError: it is something else, or cannot be folded.
+        InputError: it is no TResNet, its weights are not float32, or it cannot be folded.
     """
     if not isinstance(model, TResNet):
         raise InputError(
@@ -58,7 +55,7 @@ def plain_model(model: nn.Module) -> TResNet:
 
 
 def trace(plain: nn.Module, images: Images, device: torch.device) -> ExportedProgram:
-    """Record what the model does with images, for any number of them."""
+    """Export the model as a program for any number of images."""
     example = images.prepare(images.random(2)).to(device)
     shape: dict[int, Any] = {0: Dim("batch", min=1)}
     if images.dynamic_size:

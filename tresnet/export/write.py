@@ -37,11 +37,10 @@ class Exported:
     """What was written and how it compares.
 
     Attributes:
-        path: the file.
-        difference: largest of any logit to the model's, as a share of the largest and of 1.
-        images: on how many real images top-1 was compared.
-        model_top1: per cent of them that the model names rightly; None without data.
-        top1: the same of the file.
+        difference: largest difference of logits, as a fraction of max(1, largest logit).
+        images: number of real images on which top-1 was compared.
+        model_top1: the model's top-1 in per cent; None without data.
+        top1: the file's top-1 in per cent.
     """
 
     path: Path
@@ -74,7 +73,7 @@ def export_model(
         InputError: model, path or options do not fit.
         MissingDependencyError: a package that the format needs is not installed.
         DataError: the images are incomplete or cannot be read.
-        ExportError: the file does not compute what the model does; nothing is left of it.
+        ExportError: the file's logits are not the model's; it was removed.
         WriteError: it cannot be written.
     """
     check(options, InputError)
@@ -169,7 +168,6 @@ def _images(model: TResNet, options: ExportOptions) -> Images:
 
 
 def _metadata(model: TResNet, images: Images, options: ExportOptions) -> dict[str, Any]:
-    """What is stored in the file: plain values."""
     kept = ("crop_pct", "crop_mode", "interpolation")
     return {
         "model": model.config.variant,
@@ -185,7 +183,7 @@ def _metadata(model: TResNet, images: Images, options: ExportOptions) -> dict[st
 def _top1(
     run: Run, model: TResNet, val: ImageDataset, options: ExportOptions
 ) -> tuple[int, float, float]:
-    """On how many real images top-1 was compared, the model's and the file's in per cent."""
+    """Return the number of real images compared, and top-1 of model and file in per cent."""
     count = right = model_right = 0
     for batch, targets in spread(val, TOP1_IMAGES):
         count += len(batch)
@@ -203,7 +201,7 @@ def _top1(
 
 
 def _difference(run: Run, model: TResNet, batch: Tensor) -> float:
-    """The largest difference of logits, as a share of the largest logit and of 1."""
+    """Return the largest difference of logits, as a fraction of max(1, largest logit)."""
     expected, got = _logits(model, batch), run(batch)
     if not bool(expected.isfinite().all()):
         raise ExportError("expected finite logits, but the model itself gives infinities or NaN")
@@ -216,7 +214,6 @@ def _difference(run: Run, model: TResNet, batch: Tensor) -> float:
 
 
 def _logits(model: TResNet, batch: Tensor) -> Tensor:
-    """The model's own logits of bytes, on the CPU."""
     device = next(model.parameters()).device
     with torch.inference_mode():
         return model(unit_floats(batch).to(device)).cpu()

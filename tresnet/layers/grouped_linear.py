@@ -28,14 +28,9 @@ class GroupedLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create the weights, each group initialised as `nn.Linear`.
+        """Create weights for groups of `in_features` inputs C, initialised as `nn.Linear`.
 
-        Args:
-            in_features: features C of each group.
-            out_features: outputs of each group; its length is the number of groups.
-            bias: add one.
-            device: where the parameters live.
-            dtype: floating-point type of the parameters.
+        `out_features` has the outputs of each group.
 
         Raises:
             InputError: a number is below 1, or there is no group.
@@ -56,7 +51,7 @@ class GroupedLinear(nn.Module):
     @classmethod
     @torch.no_grad()
     def from_linears(cls, layers: Sequence[nn.Linear]) -> "GroupedLinear":
-        """Take over copies of the weights of linear layers with equally many inputs.
+        """Return a layer with copies of the weights of linear layers with equally many inputs.
 
         Raises:
             InputError: there is none, or they differ in more than their number of outputs.
@@ -90,7 +85,7 @@ class GroupedLinear(nn.Module):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, G * C) or (N, G, C) to (N, n_1 + ... + n_G), group after group.
+        """Map (N, G * C) or (N, G, C) to (N, n_1 + ... + n_G), group after group.
 
         Raises:
             InputError: the input has other groups or features.
@@ -116,7 +111,7 @@ class GroupedLinear(nn.Module):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _one_by_one(self, x: Tensor) -> Tensor:
-        """What TorchScript can compile."""
+        """Compute group by group, for TorchScript."""
         x = x.reshape(x.shape[0], -1, self.in_features)
         outputs: list[Tensor] = []
         begin = 0
@@ -127,7 +122,7 @@ class GroupedLinear(nn.Module):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def slices(self) -> list[slice]:
-        """Return where each group's outputs lie."""
+        """Return the slice of each group's outputs."""
         ends = list(accumulate(self.out_features))
         return [slice(end - n, end) for end, n in zip(ends, self.out_features, strict=True)]
 

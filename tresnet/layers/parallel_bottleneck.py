@@ -37,11 +37,11 @@ class ParallelBottleneck(nn.Module):
         Args:
             groups: number of branches G.
             channels: channels C of each branch, in and out.
-            reduction: r, how much narrower the middle of a branch is.
+            reduction: channels C over those in the middle of a branch.
             shared_input: all branches read the same input.
             norm: 'abn', 'batchnorm' or 'inplace_abn'.
             slope: negative slope of the leaky ReLUs inside.
-            device: where the parameters live.
+            device: device of the parameters.
             dtype: floating-point type of the parameters.
 
         Raises:
@@ -63,11 +63,11 @@ class ParallelBottleneck(nn.Module):
 
     @property
     def last_norm(self) -> NormAct:
-        """The norm in front of the join."""
+        """The norm before the addition."""
         return self.conv3.bn
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, C, H, W), or (N, G C, H, W) if not shared, to (N, G C, H, W).
+        """Map (N, C, H, W), or (N, G C, H, W) if not shared, to (N, G C, H, W).
 
         Raises:
             InputError: the input has other channels.

@@ -40,7 +40,7 @@ class SubtractedConv(nn.Module):
             kernel_size: odd side of the kernels of D and L.
             stride: of P, in both directions.
             mode: 'branches', 'composed' or 'recompute'; may be changed later.
-            device: where the parameters live.
+            device: device of the parameters.
             dtype: floating-point type of the parameters.
 
         Raises:
@@ -60,7 +60,7 @@ class SubtractedConv(nn.Module):
         self.low_pass = nn.Conv2d(half, half, kernel_size, padding=border, **place)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, in, H, W) to (N, out, ceil(H / stride), ceil(W / stride))."""
+        """Map (N, in, H, W) to (N, out, ceil(H / stride), ceil(W / stride))."""
         point, depth, low = self.point_wise.weight, self.depth_wise.weight, self.low_pass.weight
         if torch.jit.is_scripting():
             return op.composed(x, point, depth, low, self.stride)
@@ -89,19 +89,15 @@ class SubtractedConv(nn.Module):
     def replace_in(cls, model: nn.Module, mode: Mode = "composed") -> list[str]:
         """Replace convolutions of `model` by new, random `SubtractedConv` layers, in place.
 
-        Those are replaced that have more parameters than P, D and L would, and that a
-        `SubtractedConv` can stand in for: square odd kernel, padding kernel // 2, equal strides,
-        no dilation, groups or bias, an even number of output channels, no hooks. This is another
-        network, not a rewrite of the same: train it.
+        A convolution is replaced if P, D and L have fewer parameters and a `SubtractedConv` fits.
+        It has a square odd kernel, padding kernel // 2, equal strides, no dilation, groups or bias,
+        an even number of output channels, and no hooks. This is another network, not a rewrite of
+        the same: train it.
 
         Of torchvision's and timm's ResNet50 (25.56 M parameters) these are the sixteen 3x3
         convolutions and the sixteen 1x1 that do not widen, which leaves 15.87 M. Every 1x1 that
-        widens would grow: the L of 2 C channels in a block's last convolution has as many weights
-        (4 C^2) as all of what it replaces, before P is counted.
-
-        Args:
-            model: changed in place.
-            mode: of the new modules.
+        widens would grow: the L of 2 C channels in a block's last convolution alone has as many
+        weights (4 C^2) as the original.
 
         Returns:
             The names of the replaced convolutions.

@@ -1,4 +1,4 @@
-"""Grad-CAM: where in an image a model found the class it names."""
+"""Grad-CAM: pictures of the regions in which a model found a class."""
 
 from typing import TYPE_CHECKING
 
@@ -20,10 +20,8 @@ with needed("Grad-CAM", "cam"):
 def class_maps(model: TResNet, images: Tensor, classes: list[int]) -> list["Image"]:
     """Colour each image where the last feature map speaks for a class, red the most.
 
-    Args:
-        model: in evaluation mode, with its norms.
-        images: (N, 3, H, W), bytes.
-        classes: one for each image.
+    `model` is in evaluation mode, with its norms; `images` are bytes (N, 3, H, W), with N
+    `classes`.
     """
     from torchvision.transforms.functional import to_pil_image
 

@@ -1,4 +1,4 @@
-"""A page for the browser: an image in, its classes and their Grad-CAM picture out."""
+"""A page for the browser: it shows the classes of an image and their Grad-CAM picture."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +10,7 @@ if TYPE_CHECKING:
 
 
 def make_page(predictor: Predictor, title: str) -> Any:
-    """A `gradio.Interface`, to be launched.
-
-    Args:
-        predictor: with `maps=True`.
-        title: heading of the page.
+    """Return a `gradio.Interface` to launch, of a predictor with `maps=True`.
 
     Raises:
         MissingDependencyError: gradio is not installed.

@@ -1,4 +1,4 @@
-"""From images to the likeliest classes, in PyTorch or from an exported file."""
+"""Predict the likeliest classes of images, in PyTorch or from an exported file."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -28,14 +28,14 @@ Runtime = Literal["torch", "onnx"]
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one image shows.
+    """The likeliest classes of one image.
 
     Attributes:
         image: its path, or a name.
         classes: the likeliest first; by number where the weights name none.
         probabilities: of these, in [0, 1].
         numbers: of these classes, from 0.
-        map: the picture that the model was shown, coloured where it looked, if asked for.
+        map: the Grad-CAM picture, if requested.
     """
 
     image: str
@@ -46,15 +46,10 @@ class Prediction:
 
 
 class _Runner(NamedTuple):
-    """A model in its runtime.
+    """A model in its runtime: `run` maps bytes (N, 3, size, size) to logits (N, classes).
 
-    Attributes:
-        run: from bytes (N, 3, size, size) to logits (N, classes).
-        num_classes: how many.
-        names: of the classes, if known.
-        several: whether an image may have several labels.
-        transform: from a PIL image to bytes (3, size, size).
-        model: in evaluation mode, not folded; None outside PyTorch.
+    `transform` makes bytes (3, size, size) of a PIL image. `model` is not folded; None outside
+    PyTorch.
     """
 
     run: Callable[[Tensor], Tensor]
@@ -84,7 +79,7 @@ class Predictor:
         """Load the weights.
 
         Args:
-            weights: what `tresnet.create` takes; with runtime 'onnx' a file of `tresnet export`.
+            weights: argument of `tresnet.create`; with runtime 'onnx' a file of `tresnet export`.
             top_k: how many classes to name.
             batch_size: images at a time.
             runtime: 'torch', or 'onnx' for onnxruntime on the CPU.
@@ -92,7 +87,7 @@ class Predictor:
             device: where PyTorch computes.
             build: implementation of the model; None for the defaults.
             compute: precision, layout, folding, compiling; None for the defaults.
-            say: told how long compiling took; None for the log.
+            say: receives a line on how long compiling took; None for the log.
 
         Raises:
             InputError: a value is out of range, or the model gives no classes of RGB images.
@@ -124,12 +119,9 @@ class Predictor:
         images: Source | Iterable[Source],
         bad: Callable[[BadImageError], object] | None = None,
     ) -> Iterator[Prediction]:
-        """Predict images, in their order.
+        """Predict images (see `predict`), in their order.
 
-        Args:
-            images: paths of files or folders, patterns, PIL images, or bytes (N, 3, H, W); one or
-                many.
-            bad: told of each image that cannot be read, which is left out; None to raise.
+        `bad` receives each image that cannot be read, which is left out; None raises its error.
 
         Raises:
             BadImageError: an image cannot be read.
@@ -150,7 +142,6 @@ class Predictor:
             yield from self._predict(good)
 
     def _predict(self, images: list[tuple[str, Tensor]]) -> Iterator[Prediction]:
-        """Predictions of names with bytes (3, size, size)."""
         names, batch = [name for name, _ in images], torch.stack([image for _, image in images])
         logits = self._runner.run(batch).float().cpu()
         every = logits.sigmoid() if self._runner.several else logits.softmax(1)
@@ -176,15 +167,11 @@ def predict(
     """Predict the classes of images.
 
     Args:
-        images: paths of files or folders, patterns, PIL images, or bytes (N, 3, H, W) in uint8;
-            one or many. They are resized and cropped as the weights want them.
-        weights: what `tresnet.create` takes, or with `runtime='onnx'` a file of `tresnet export`.
+        images: paths of files or folders, patterns, PIL images, or bytes (N, 3, H, W) in uint8; one
+            or many. They are resized and cropped as the weights want them.
+        weights: argument of `tresnet.create`, or with `runtime='onnx'` a file of `tresnet export`.
         top_k: how many classes to name, the likeliest first.
-        **options: of `tresnet.predictions.Predictor`: batch_size, runtime, maps, device,
-            build, compute.
-
-    Returns:
-        For each image its name, classes, probabilities and class numbers.
+        **options: of `Predictor`: batch_size, runtime, maps, device, build, compute.
 
     Raises:
         InputError: a value is out of range, or something is not an image.
@@ -240,6 +227,5 @@ def _onnx(path: Path) -> _Runner:
 
 
 def _transform(size: int, known: dict[str, Any]) -> Callable[["Image"], Tensor]:
-    """What evaluation does to an image, as bytes."""
     wanted = {key: known[key] for key in ("crop_mode", "crop_pct", "interpolation")}
     return eval_transform(EvalTransform(input_size=size, **wanted), dtype=torch.uint8)

@@ -19,11 +19,9 @@ Source: TypeAlias = Union[str, os.PathLike[str], "Image", Tensor]
 
 
 def find_images(names: Iterable[str | os.PathLike[str]]) -> list[str]:
-    """The image files that names mean, in their order.
+    """Return image files in order, out of files, folders, or patterns such as '*/7/*.png'.
 
-    Args:
-        names: files; folders, for all images below them; or patterns such as '*/7/*.png'. A file
-            need not exist: reading it is what says so.
+    Files need not exist: reading them raises the error.
 
     Raises:
         DataError: a folder is there twice, by a symbolic link.
@@ -48,7 +46,7 @@ def find_images(names: Iterable[str | os.PathLike[str]]) -> list[str]:
 
 
 def pictures(images: Source | Iterable[Source]) -> Iterator[tuple[str, Callable[[], "Image"]]]:
-    """Each image's name, and what reads it as 8-bit RGB.
+    """Yield each image's name, and a function that reads it as 8-bit RGB.
 
     Raises:
         InputError: something is not an image.

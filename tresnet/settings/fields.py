@@ -1,4 +1,4 @@
-"""How settings are checked: ranges are part of a field's type, and pydantic holds values to them.
+"""Checks of settings: ranges are part of a field's type, and pydantic checks values against them.
 
 pydantic is imported at the first check, so that importing the package stays cheap.
 """
@@ -49,7 +49,7 @@ class Settings:
     }
 
     def values(self, of: "type[Settings]") -> dict[str, Any]:
-        """The values of the fields that the base class `of` declares, by their names."""
+        """Return the fields that the base class `of` declares, by name."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(of)}
 
 
@@ -58,12 +58,9 @@ def check(
     error: type[TResNetError] = ConfigError,
     spell: Callable[[str], str] | None = None,
 ) -> None:
-    """Refuse values that do not fit: a line for each, `--lr: expected more than 0, got -1.0`.
+    """Raise `error` unless all values fit: a line for each, `--lr: expected more than 0, got -1.0`.
 
-    Args:
-        settings: A dataclass; those in its fields are checked too.
-        error: What is raised.
-        spell: From a field's name to its name in the message; None for the command line's.
+    Dataclasses in fields are checked too. `spell` names a field in the message; None for `option`.
     """
     cls = type(settings)
     with _explained(cls, error, lambda path: (spell or option)(path[-1])):
@@ -71,14 +68,9 @@ def check(
 
 
 def read(cls: type[T], text: str, source: str) -> T:
-    """An instance of a dataclass of settings from JSON; absent fields keep their defaults.
+    """Return an instance of `cls` from JSON; absent fields keep their defaults.
 
-    Lists become tuples, and whole numbers become floats where a float is meant.
-
-    Args:
-        cls: A dataclass whose fields are dataclasses or plain values.
-        text: JSON.
-        source: Where it came from, for error messages.
+    Lists become tuples, and whole numbers become floats in float fields. Messages name `source`.
 
     Raises:
         ConfigError: Not JSON, not an object, an unknown field, or a value that does not fit.
@@ -92,11 +84,10 @@ def read(cls: type[T], text: str, source: str) -> T:
 
 
 def parse(cls: type[T], texts: Mapping[str, str], source: str) -> T:
-    """An instance of a dataclass from texts of its fields, which need not be all.
+    """Return an instance of a dataclass from texts of some fields; messages begin with `source`.
 
     Raises:
-        InputError: An unknown field, or a text that does not fit; the message begins with
-            `source`.
+        InputError: An unknown field, or a text that does not fit.
     """
     for name in texts:
         if name not in _kinds(cls):
@@ -106,7 +97,7 @@ def parse(cls: type[T], texts: Mapping[str, str], source: str) -> T:
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """`unknown KIND 'NAME'`, with the nearest known name, or all of them if none is near."""
+    """Return `unknown KIND 'NAME'`, with the nearest known name, or all of them if none is near."""
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(names)}"
@@ -114,7 +105,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
 
 
 def option(name: str) -> str:
-    """The command line's spelling of a field: `batch_size` is `--batch-size`."""
+    """Return a field's command-line option: `batch_size` is `--batch-size`."""
     return "--" + name.replace("_", "-")
 
 
@@ -130,7 +121,7 @@ def _kinds(cls: type) -> dict[str, Any]:
 
 
 def _unchecked(cls: type, values: object, source: str, path: str) -> Any:
-    """An instance with all names known; pydantic's own reader refuses lone surrogates in paths."""
+    """Build an instance by hand: pydantic's reader refuses lone surrogates in paths."""
     if not isinstance(values, dict):
         where = f"{path} of {source}" if path else source
         raise ConfigError(f"expected {where} to be an object with fields, got {values!r}")
@@ -176,7 +167,7 @@ _EXPECTED = {
 def _explained(
     cls: type, error: type[TResNetError], spell: Callable[[tuple[str, ...]], str]
 ) -> Iterator[None]:
-    """Raise `error` for pydantic's errors inside: `NAME: expected ..., got ...` for each value."""
+    """Raise `error` for pydantic's errors: `NAME: expected ..., got ...` for each value."""
     from pydantic import ValidationError
 
     try:
@@ -199,7 +190,7 @@ def _explained(
 
 
 def _path(cls: type, place: tuple[int | str, ...]) -> tuple[str, ...]:
-    """The fields of a place, without the positions and pydantic's names of kinds that follow."""
+    """Return the fields of a place, without pydantic's positions and kinds that follow."""
     path: list[str] = []
     for part in map(str, place):
         path.append(part)

@@ -19,19 +19,16 @@ from tresnet.layers.watched import check_model, refuse_watched
 
 
 def compose(*parts: nn.Module) -> nn.Module:
-    """Return the one convolution that does what the given ones do one after another.
+    """Return the one convolution that equals the given ones in sequence.
 
-    Stride, dilation, groups and bias may be any; the result has one group. Exact for every input
-    size where none but the first pads; before one that does, there must be no bias and a padding
-    of at least dilation * (kernel - 1), which a 1x1 convolution always has. It may cost more than
-    its factors.
+    Parts are `nn.Conv2d`, `SubtractedConv` or `nn.Sequential` of such, and are not changed. Stride,
+    dilation, groups and bias may be any; the result has one group. It is exact for every input size
+    where none but the first pads. Before one that pads, there must be no bias and a padding of at
+    least dilation * (kernel - 1), which a 1x1 convolution always has. It may cost more than its
+    factors.
 
-    Of a single model that is more than convolutions, such as a ResNet50, each `SubtractedConv`
-    becomes the `nn.Conv2d` that it amounts to, in place: train before, as the factors are gone.
-
-    Args:
-        parts: in order: `nn.Conv2d`, `SubtractedConv`, `nn.Sequential` of such; not changed. Or a
-            model.
+    In a single model that is more than convolutions, such as a ResNet50, each `SubtractedConv`
+    becomes an `nn.Conv2d`, in place: train before, as the factors are gone.
 
     Returns:
         A new `nn.Conv2d`, composed in float64, with the dtype and device of the first weight; or
@@ -78,7 +75,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _compose_inside(model: nn.Module) -> nn.Module:
-    """Replace each `SubtractedConv` of a model; one that has two places stays one."""
+    """Replace each `SubtractedConv` of a model; a shared one stays shared."""
     named = model.named_modules(remove_duplicate=False)
     places = {name: module for name, module in named if isinstance(module, SubtractedConv)}
     if not places:
@@ -95,7 +92,6 @@ def _compose_inside(model: nn.Module) -> nn.Module:
 
 
 def _flattened(module: nn.Module, name: str) -> list[_Linear]:
-    """Return the convolutions of a module in order; none for an identity."""
     if isinstance(module, SubtractedConv):
         module = module.to_conv()
     if isinstance(module, nn.Identity):
@@ -173,7 +169,6 @@ def _check_exact(first: _Linear, second: _Linear) -> None:
 
 
 def _to_module(conv: _Linear, like: nn.Parameter) -> nn.Conv2d:
-    """Make a module with the dtype, device and trainability of a parameter."""
     dilation = np.where(conv.grid, conv.grid, 1)
     weight = conv.weight[..., :: dilation[0], :: dilation[1]]
     module = nn.Conv2d(

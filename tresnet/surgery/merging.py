@@ -15,13 +15,12 @@ from tresnet.layers.watched import refuse_watched
 class ParallelBranches(nn.Module):
     """G branches as one module: (N, C, ...), or (N, G C, ...) if not shared, to (N, G C', ...).
 
-    `merged` is a branch whose parameters and buffers hold those of all, stacked along a first
-    dimension. `torch.vmap` runs it: convolutions become grouped ones, or a single dense one on an
-    input that is shared, linear layers a batched matrix product.
+    `merged` is a branch with the parameters and buffers of all, stacked along a first dimension.
+    `torch.vmap` runs it: convolutions become grouped ones, or a dense one on a shared input, linear
+    layers a batched matrix product.
     """
 
     def __init__(self, branches: list[nn.Module], shared_input: bool) -> None:
-        """Stack the branches' tensors; see `merge_parallel`, which checks them."""
         super().__init__()
         stacked: dict[int, Any] = {}
         tensors = [_tensors(branch) for branch in branches]
@@ -53,14 +52,10 @@ def merge_parallel(branches: Iterable[nn.Module], *, shared_input: bool = True) 
     """Return one module that runs G branches at once; weights are copied, branches unchanged.
 
     Outputs are those of the branches concatenated along dimension 1, and gradients theirs, in eval
-    and in training mode. Branches may be whatever `torch.vmap` runs; linear layers with unequal
-    numbers of outputs go into a `tresnet.layers.GroupedLinear` of their own. Dropout and drop path
-    draw for each branch.
-
-    Args:
-        branches: G modules of equal structure, each of one tensor argument.
-        shared_input: all branches read the same (N, C, ...); else branch g reads the g-th C
-            channels of (N, G C, ...).
+    and in training mode. `torch.vmap` must be able to run the branches. Linear layers with unequal
+    numbers of outputs go into a `tresnet.layers.GroupedLinear`. Dropout and drop path draw for each
+    branch. With `shared_input` all read the same (N, C, ...), else branch g reads the g-th C
+    channels.
 
     Raises:
         InputError: the branches differ in structure or settings, share or tie tensors, have none,
@@ -101,7 +96,6 @@ _INTERNALS = vars(nn.Module()).keys() - {"training"}
 
 
 def _structure(branch: nn.Module) -> dict[str, Any]:
-    """Return by name what must agree between branches."""
     found: dict[str, Any] = {}
     for name, module in branch.named_modules():
         found[f"the class of {name or 'the branch'}"] = type(module)
@@ -114,5 +108,5 @@ def _structure(branch: nn.Module) -> dict[str, Any]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Return whether two settings are surely equal: tensors are so only if they are one."""
+    """Return whether two settings are surely equal; tensors only if identical."""
     return a is b or (type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b))
