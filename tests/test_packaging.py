@@ -68,20 +68,29 @@ def test_unpacked_wheel_works_away_from_the_sources(wheel: Path, tmp_path: Path)
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
-    code = (
-        "import tresnet; print(tresnet.__file__)\n"
-        "print(tresnet.create(weights='tresnet_t_digits').num_classes)"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(site)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == [str(site / "tresnet" / "__init__.py"), "10"]
+    environment = os.environ | {"PYTHONPATH": str(site)}
+
+    def run(*arguments: str) -> str:
+        result = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    where = run("-c", "import tresnet; print(tresnet.__file__)")
+    assert where.strip() == str(site / "tresnet" / "__init__.py")
+    tresnet = ("-m", "tresnet.cli.main")
+    assert "tresnet_t_digits" in run(*tresnet, "list")
+    data = ("--data", "digits", "--recipe", "digits")
+    run(*tresnet, "train", *data, "--epochs", "1", "--name", "once")
+    image = next((tmp_path / "data" / "digits" / "val").rglob("*.png"))
+    best = "runs/once/best.safetensors"
+    assert run(*tresnet, "predict", str(image), "--weights", best, "--format", "json")
 
 
 def test_sdist_holds_what_a_build_and_a_test_run_need(tree: Path, tmp_path: Path, monkeypatch):

@@ -44,6 +44,8 @@ def test_help_names_every_command(capsys):
         ("bench max-batch", "MODEL --granularity --gpu-memory"),
         ("bench ops", "[OP --rounds --time-limit-s"),
         ("bench train", "MODEL --batch-size --amp --compile --norm --sequential"),
+        ("train", "tresnet train --data --recipe --resume --dry-run"),
+        ("eval", "tresnet eval --data --weights"),
         ("predict", "IMAGE --weights --top-k --format {table,json,csv}"),
         ("convert", "IN OUT --format {tresnet,timm} --model"),
         ("export", "MODEL --format {onnx,pt2,aoti,openvino} --int8"),

@@ -27,7 +27,8 @@ from tresnet.settings.fields import Settings, check
 
 _DESCRIPTION = """TResNet image classifiers: models, weights, predictions and measurements.
 
-`tresnet COMMAND --help` explains a command; `tresnet --version` prints the version."""
+`tresnet COMMAND --help` explains a command; `tresnet --version` prints the version.
+`tresnet train` and `tresnet eval` are train.py and eval.py, with the same options."""
 
 
 def parse(

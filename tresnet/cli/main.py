@@ -24,10 +24,15 @@ def _command(arguments: list[str]) -> int:
 
         say(f"tresnet {package_version() or 'of unknown version'}")
         return 0
+    if arguments[:1] in (["train"], ["eval"]):
+        from tresnet.cli import train
+
+        command = train.train_command if arguments[0] == "train" else train.eval_command
+        return command(arguments[1:], f"tresnet {arguments[0]}")
     from tresnet.cli.commands import parse
 
     return parse(arguments).run(["tresnet", *arguments])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    shell.leave(main())  # torchrun -m tresnet.cli.main train

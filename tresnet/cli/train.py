@@ -28,13 +28,13 @@ class TrainCommand:
     configuration."""
 
 
-def train_command(arguments: Sequence[str]) -> int:
-    """Run train.py with these arguments; returns the exit code.
+def train_command(arguments: Sequence[str], prog: str = "train.py") -> int:
+    """Train with these arguments of the program `prog`; returns the exit code.
 
     Raises:
         TResNetError: What `tresnet.engine.train.train` raises.
     """
-    command = parse_train(arguments)
+    command = parse_train(arguments, prog)
     if command.dry_run:
         dry_run(command.config, command.resume)
         return 0
@@ -42,18 +42,18 @@ def train_command(arguments: Sequence[str]) -> int:
     return 128 + stopped_by if stopped_by else 0
 
 
-def eval_command(arguments: Sequence[str]) -> int:
-    """Run eval.py with these arguments; returns the exit code.
+def eval_command(arguments: Sequence[str], prog: str = "eval.py") -> int:
+    """Evaluate with these arguments of the program `prog`; returns the exit code.
 
     Raises:
         TResNetError: What `tresnet.engine.evaluate_weights.run` raises.
     """
     omit = (tyro.conf.OmitArgPrefixes,)
-    evaluate_weights.run(tyro.cli(EvalConfig, prog="eval.py", args=list(arguments), config=omit))
+    evaluate_weights.run(tyro.cli(EvalConfig, prog=prog, args=list(arguments), config=omit))
     return 0
 
 
-def parse_train(arguments: Sequence[str]) -> TrainCommand:
+def parse_train(arguments: Sequence[str], prog: str = "train.py") -> TrainCommand:
     """Options over the defaults of the recipe they name, or of the run they resume.
 
     Raises:
@@ -70,7 +70,7 @@ def parse_train(arguments: Sequence[str]) -> TrainCommand:
         defaults = recipe(named.recipe or "paper")
     return tyro.cli(
         TrainCommand,
-        prog="train.py",
+        prog=prog,
         args=list(arguments),
         default=TrainCommand(defaults),
         config=(tyro.conf.OmitArgPrefixes,),
