@@ -26,26 +26,6 @@ def assert_refused(model, path, message, **kwargs):
     return str(info.value)
 
 
-@pytest.mark.parametrize("wrap", [dict, lambda t: {"model": t}, lambda t: {"state_dict": t}])
-@pytest.mark.parametrize("norm", ["abn", "batchnorm"])
-def test_timms_format(path, wrap, norm):
-    source = trained(small())
-    torch.save(wrap(source.state_dict()), path)
-    model = small(norm=norm)
-    load_checkpoint(model, path)
-    assert same(source.state_dict(), model.state_dict())
-
-
-@pytest.mark.parametrize("filters", [False, True])
-def test_the_public_format(path, filters):
-    source = small_public(filters=filters).eval()
-    torch.save({"model": source.state_dict()}, path)
-    model = small().eval()
-    load_checkpoint(model, path)
-    x = torch.rand(2, 3, 64, 96)
-    torch.testing.assert_close(model(x), source(x), rtol=1e-4, atol=1e-5)
-
-
 def test_slopes_come_from_the_file(path):
     torch.save(small_public(v2=True).state_dict(), path)
     model = small("tresnet_v2_l")

@@ -35,29 +35,22 @@ def test_gammas_of_half_precision_keep_the_eps(tmp_path):
     assert torch.equal(weights.tensors["body.conv1.bn.weight"], expected)
 
 
-def test_the_wrong_blur_is_refused(tmp_path):
-    tensors = small_public(filters=True).state_dict()
-    name = "body.layer2.0.conv1.1.op.filt"
-    tensors[name] = torch.full_like(tensors[name], 1 / 9)
-    with pytest.raises(CheckpointError, match=rf"{name} is not the 3x3 binomial blur"):
+OURS, PUBLIC = small().state_dict(), small_public(filters=True).state_dict()
+BLUR = "body.layer2.0.conv1.1.op.filt"
+CONV = "body.layer2.0.conv1.0"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (PUBLIC | {BLUR: torch.full((16, 1, 3, 3), 1 / 9)}, f"{BLUR} is not the 3x3 binomial blur"),
+        (PUBLIC | {BLUR: torch.ones(16, 1, 5, 5)}, f"{BLUR} is not the 3x3 binomial blur"),
+        (PUBLIC | {f"{CONV}.weight": PUBLIC[f"{CONV}.0.weight"]}, f"two tensors for one .*{CONV}"),
+        (OURS | PUBLIC, "mixes timm's names .*with those of the public"),
+        (dict.fromkeys("ab", torch.ones(1)), r"not a TResNet: expected names .* got a, b, \."),
+    ],
+    ids=["blur", "size of the blur", "two names", "mixed names", "other names"],
+)
+def test_what_is_no_file_of_a_tresnet_is_refused(tmp_path, tensors, message):
+    with pytest.raises(CheckpointError, match=message):
         read(tensors, tmp_path)
-    tensors[name] = torch.ones(16, 1, 5, 5)
-    with pytest.raises(CheckpointError, match=rf"{name} is not the 3x3 binomial blur"):
-        read(tensors, tmp_path)
-
-
-def test_two_names_for_one_tensor(tmp_path):
-    tensors = small_public().state_dict()
-    tensors["body.layer2.0.conv1.0.weight"] = tensors["body.layer2.0.conv1.0.0.weight"]
-    with pytest.raises(CheckpointError, match=r"two tensors for one .*layer2.0.conv1.0.weight"):
-        read(tensors, tmp_path)
-
-
-def test_mixed_names(tmp_path):
-    with pytest.raises(CheckpointError, match=r"mixes timm's names .*with those of the public"):
-        read(small().state_dict() | small_public().state_dict(), tmp_path)
-
-
-def test_files_of_other_models(tmp_path):
-    with pytest.raises(CheckpointError, match=r"not a TResNet: expected names .* got a, b, \."):
-        read({key: torch.ones(1) for key in ("a", "b")}, tmp_path)

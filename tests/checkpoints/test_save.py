@@ -66,13 +66,13 @@ def test_timm_loads_its_format_strictly(tmp_path, suffix):
     ("kwargs", "slopes", "message"),
     [
         ({}, (1e-6, 1e-6), r"stem_slope=1e-06 \(timm's has 0.01\), block_slope=1e-06"),
-        ({"block_size": 2}, None, r"block_size=2 \(timm's has 4\)"),
+        ({"block_size": 2}, (1e-2, 1e-3), r"block_size=2 \(timm's has 4\)"),
+        ({"head": "group_attention"}, (1e-2, 1e-3), "head='group_attention'"),
     ],
 )
 def test_refuses_what_timm_would_compute_otherwise(tmp_path, kwargs, slopes, message):
     model = small(**kwargs)
-    if slopes:
-        model.set_slopes(*slopes)
+    model.set_slopes(*slopes)
     with pytest.raises(CheckpointError, match=message):
         save_checkpoint(model, tmp_path / "a.pth", format="timm")
     assert not list(tmp_path.iterdir())

@@ -36,12 +36,7 @@ def images(count: int = 2) -> torch.Tensor:
 def test_every_parameter_of_every_head_learns(head: str):
     model = make(head)
     model(images()).square().sum().backward()
-    silent = [
-        name
-        for name, parameter in model.head.named_parameters()
-        if parameter.requires_grad and parameter.grad is None
-    ]
-    assert silent == []
+    assert [n for n, p in model.head.named_parameters() if p.requires_grad and p.grad is None] == []
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -53,8 +48,7 @@ def test_a_saved_model_loads_by_its_path_alone(head: str, suffix: str, tmp_path:
     loaded = tresnet.create(weights=path)
     assert isinstance(loaded, TResNet)
     assert loaded.config == model.config
-    x = images()
-    assert torch.equal(loaded.eval()(x), model(x))
+    assert torch.equal(loaded.eval()(x := images()), model(x))
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -87,6 +81,10 @@ def test_groups_are_kept_in_number_or_named_anew():
     assert model.config.head_groups == (3, 3, 2)
     model.reset_classifier(2)
     assert model.config.head_groups == (1, 1)
+    with pytest.raises(InputError, match="pool of its own, got 'avg'"):
+        model.reset_classifier(4, "avg")
+    with pytest.raises(InputError, match="add up to num_classes=4"):
+        model.reset_classifier(4, head_groups=(1, 1))
     model.reset_classifier(7, head_groups=(1, 6))
     assert model.config.head_groups == (1, 6)
     assert isinstance(model.head.fc, GroupedLinear)
@@ -102,21 +100,17 @@ def test_weights_go_into_a_model_of_other_classes(head: str, tmp_path: Path):
     assert (other.config.head, other.num_classes) == (head, 5)
     assert torch.equal(other.body.conv1.conv.weight, model.body.conv1.conv.weight)
     if head == "group_attention":
-        assert other.config.head_groups == (2, 2, 1)
+        assert (other.config.head_groups, other.config.head_channels) == ((2, 2, 1), 16)
 
 
 def test_another_head_may_take_over_the_body(tmp_path: Path):
     path = tmp_path / "model.safetensors"
     tresnet.save_checkpoint(make("group_attention"), path)
     model = tresnet.create(weights=path, head="linear", new_head=True)
+    assert (model.config.head_groups, model.config.head_channels) == ((), None)
     assert model(images()).shape == (2, 6)
     with pytest.raises(CheckpointError, match=r"does not fit.*head\.attention"):
         tresnet.create(weights=path, head="linear")
-
-
-def test_timms_format_refuses_other_heads(tmp_path: Path):
-    with pytest.raises(CheckpointError, match="head='group_attention'"):
-        tresnet.save_checkpoint(make("group_attention"), tmp_path / "m.pth", format="timm")
 
 
 def test_group_attention_is_the_documents_loop_of_branches():
@@ -163,10 +157,7 @@ def test_classes_are_spread_over_groups(classes: int, groups: Any, expected: tup
         ({"head": "group_attention", "head_groups": (6, 0)}, "at least one class in each group"),
         ({"head": "group_attention", "head_groups": 7}, "1 to 6 groups for 6 classes.*=7"),
         ({"head": "group_attention", "head_channels": 7}, "channels divisible by reduction"),
-        (
-            {"head": "group_attention", "head_channels": -2},
-            "head_channels as a whole number from 1 to 65536, got -2",
-        ),
+        ({"head": "group_attention", "head_channels": -2}, "head_channels .* 1 to 65536, got -2"),
         ({"head_groups": 3}, "head_groups=3 needs head='group_attention', got 'linear'"),
         ({"head_channels": 8}, "head_channels=8 needs head="),
         ({"head": "ml_decoder", "head_channels": 12}, "8 heads, got 12"),
@@ -209,10 +200,3 @@ def test_whole_models_script_and_are_saved(head: str):
     file.seek(0)
     x = images(3)
     torch.testing.assert_close(torch.jit.load(file)(x), model(x))
-
-
-def test_a_pool_is_not_set_where_there_is_none():
-    with pytest.raises(InputError, match="pool of its own, got 'avg'"):
-        make("group_attention").reset_classifier(4, "avg")
-    with pytest.raises(InputError, match="add up to num_classes=4"):
-        make("group_attention").reset_classifier(4, head_groups=(1, 1))
