@@ -1,4 +1,4 @@
-"""The batch size: the largest that is sure to fit the GPU, and what to do where one did not fit."""
+"""The batch size: the largest that is sure to fit the GPU, and advice where one did not fit."""
 
 import dataclasses
 import math
@@ -32,13 +32,7 @@ _MULTIPLE = 8
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatches:
-    """The micro-batches of each process.
-
-    Attributes:
-        size: Images in one.
-        accumulate: Micro-batches of an optimizer step.
-        per_epoch: Micro-batches of an epoch.
-    """
+    """The micro-batches of each process: `size` images each, `accumulate` in an optimizer step."""
 
     size: int
     accumulate: int
@@ -56,16 +50,10 @@ class MicroBatches:
 
 
 def divide(config: TrainConfig, began: int, world_size: int, images: int) -> MicroBatches:
-    """Divide the images of each optimizer step among the processes there are now.
+    """Divide the images of each optimizer step among `world_size` processes.
 
-    A micro-batch has as many images as configured or, on more processes than the run began with,
-    fewer where there are too few micro-batches in a step.
-
-    Args:
-        config: The resolved configuration that the run began with.
-        began: How many processes it began with.
-        world_size: How many there are now.
-        images: How many the data set has for training.
+    A micro-batch has the configured size. On more processes than the run `began` with, it is
+    smaller where a step has too few micro-batches. `images` counts those of training.
 
     Raises:
         ConfigError: The images of a step or an epoch cannot be divided equally.
@@ -95,15 +83,10 @@ def resolve(
     say: Callable[[str], object],
     assumes_gpu: bool = False,
 ) -> TrainConfig:
-    """The configuration with a number for `--batch-size auto`: the same on every process.
+    """Replace `--batch-size auto` by a number, the same on every process.
 
-    Args:
-        config: A configuration that is resolved but for the batch size.
-        splits: The data set.
-        weights: Those that the configuration names, if any.
-        processes: This process's place; the one with the least memory decides.
-        say: Called with one line that gives the number and where it is from.
-        assumes_gpu: Take `--gpu-memory` in place of this process's GPU.
+    The process with the least memory decides. `say` receives a line with the number and its reason.
+    `assumes_gpu` takes `--gpu-memory` in place of this process's GPU.
 
     Raises:
         ConfigError: There is no GPU, not even a small batch is sure to fit, or the memory of this
@@ -128,13 +111,13 @@ def resolve(
 
 
 def assumes_gpu(config: TrainConfig, device: torch.device) -> bool:
-    """Whether a dry run on this device can only assume the GPU whose memory the options give."""
+    """Whether a dry run on this device must assume the GPU of `--gpu-memory`."""
     compute = config.compute
     return device.type != "cuda" and compute.gpu_memory is not None and compute.device != "cpu"
 
 
 def gpu_of(config: TrainConfig, device: torch.device) -> "Device":
-    """The GPU of this process with what is free on it, or what the configuration allows of that.
+    """Return this process's GPU with its free memory, or what the configuration allows of that.
 
     Raises:
         ConfigError: The device is no GPU.
@@ -157,7 +140,7 @@ def gpu_of(config: TrainConfig, device: torch.device) -> "Device":
 def largest(
     model: TResNet, config: TrainConfig, classes: Sequence[str], gpu: "Device", world_size: int
 ) -> "MaxBatch":
-    """The predictor's answer for the run as it is configured, of its model on the CPU.
+    """Predict the run's largest batch, from its model on the CPU.
 
     Raises:
         InputError: A model or an optimizer that cannot be predicted.
@@ -168,7 +151,7 @@ def largest(
 
 
 def step_of(config: TrainConfig, classes: Sequence[str], world_size: int) -> dict[str, Any]:
-    """A training step of a resolved configuration as the arguments of `tresnet.memory.predict`.
+    """Return a configuration's training step as arguments of `tresnet.memory.predict`.
 
     Synchronised batch norm is predicted as the plain one: what it saves differs by a few vectors.
     """
@@ -188,7 +171,7 @@ def step_of(config: TrainConfig, classes: Sequence[str], world_size: int) -> dic
 
 
 def round_down(batch_size: int, *, pairs: bool) -> int:
-    """The largest multiple of 8, or below 8 an even number where images are mixed in pairs."""
+    """Round down to a multiple of 8, or below 8 to an even number for mixing in pairs."""
     if batch_size >= _MULTIPLE:
         return batch_size - batch_size % _MULTIPLE
     return batch_size - batch_size % 2 if pairs else batch_size
@@ -202,7 +185,6 @@ def _find(
     gpu: "Device",
     world_size: int,
 ) -> tuple[int, str]:
-    """The number, and where it is from."""
     from tresnet.memory.device import mib
 
     try:
@@ -239,7 +221,7 @@ def explain_full_memory(
     processes: Processes,
     last: str,
 ) -> str:
-    """What to say when the GPU's memory was full: what would fit, and the options to pass."""
+    """Return the message about full GPU memory: the batch that would fit, and options to pass."""
     config, tried, fitting = plan.config, plan.batches.size, None
     if config.distill.teacher is not None:
         said = "what a teacher keeps in memory beside the model cannot be predicted"
@@ -266,7 +248,7 @@ def explain_full_memory(
 
 
 def ways_out(config: TrainConfig, batches: MicroBatches, fitting: int | None) -> Iterator[str]:
-    """Options that help where so many images fit, the smaller batch first; None: it is unknown."""
+    """Yield options that help where `fitting` images fit (None: unknown), a smaller batch first."""
     tried, accumulate = batches.size, batches.accumulate
     pairs = config.augment.mixes
     limit = tried // 2 if fitting is None or fitting >= tried else fitting

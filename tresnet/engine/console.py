@@ -16,15 +16,13 @@ from tresnet.files import redirect
 
 
 class Console:
-    """Lines on standard output and, on a terminal, progress bars on standard error.
+    """Lines on standard output and, if `shows_bars`, progress bars on standard error.
 
-    Attributes:
-        shows_bars: Whether loops show bars.
-        broken: Why something could not be shown; None so far.
+    `broken` is the error of a stream that cannot be written; None so far.
     """
 
     def __init__(self, is_main: bool, progress: bool, stream: str = "stdout") -> None:
-        """Begin to show, on process 0 alone: bars if `progress`, lines on `stream` of sys."""
+        """Show on process 0 alone: bars if `progress`, lines on `stream` of sys."""
         self._is_main, self._stream = is_main, stream
         self.shows_bars = is_main and progress and sys.stderr.isatty()
         self.broken: OSError | None = None
@@ -41,12 +39,12 @@ class Console:
             getattr(sys, self._stream).flush()
 
     def bar(self, title: str, total: int, done: int = 0) -> "Bar":
-        """A bar over `total` steps, of which some are done; it shows nothing off a terminal."""
+        """Return a bar over `total` steps, some of them done; invisible off a terminal."""
         return Bar(self, title, total, done)
 
     @contextlib.contextmanager
     def surviving(self) -> Iterator[None]:
-        """Go on where standard output or error is closed or full, and write to neither any more."""
+        """Write no more to standard output or error once either is closed or full."""
         try:
             yield
         except OSError as error:
@@ -56,7 +54,7 @@ class Console:
 
 
 def silence(stream: TextIO) -> None:
-    """Let a stream lead nowhere if it cannot be written."""
+    """Redirect a stream to devnull if it cannot be written."""
     try:
         stream.flush()
     except OSError:
@@ -73,7 +71,6 @@ class Bar:
         self._tqdm = tqdm(disable=True)
 
     def __enter__(self) -> Self:
-        """Show the bar; what is logged meanwhile becomes lines above it."""
         shows = self._console.shows_bars
         with self._console.surviving():
             self._tqdm = tqdm(**self._settings, leave=False, dynamic_ncols=True, disable=not shows)
@@ -83,7 +80,6 @@ class Bar:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove the bar."""
         with self._console.surviving():
             self._entered.close()
 

@@ -1,4 +1,4 @@
-"""A teacher, whose answers a run learns from beside the labels (arXiv 1503.02531)."""
+"""A teacher, from whose logits a run learns beside the labels (arXiv 1503.02531)."""
 
 from collections.abc import Callable, Sequence
 
@@ -30,11 +30,8 @@ class Teacher:
     ) -> None:
         """Move the model to the device, its norms folded where it is one of ours.
 
-        Args:
-            model: The model; its `pretrained_cfg` says the mean and standard deviation it expects.
-            mapping: Its class of each label of the data; None where they are the same.
-            config: The run's configuration, for precision and layout.
-            device: Where to compute.
+        Its `pretrained_cfg` has mean and standard deviation. `mapping` is its class of each label
+        of the data; None where they are the same.
         """
         given = getattr(model, "pretrained_cfg", None) or {}
         mean, std = given.get("mean") or (0.0,), given.get("std") or (1.0,)
@@ -50,7 +47,7 @@ class Teacher:
         self._step = InferenceStep(model, compute, device)
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Logits (N, classes) in float32 of images (N, 3, H, W), floats in [0, 1]."""
+        """Compute logits (N, classes) in float32 of images (N, 3, H, W), floats in [0, 1]."""
         if not self._plain:
             images = (images - self._mean) / self._std
         logits = self._step(images)
@@ -60,7 +57,7 @@ class Teacher:
 def create_teacher(
     config: TrainConfig, classes: Sequence[str], device: torch.device
 ) -> Teacher | None:
-    """The teacher of a resolved configuration, if there is one; tried on one image of each size.
+    """Return the configured teacher, if any, tried on one image of each size.
 
     Raises:
         ConfigError: It knows other classes, or takes no images of that size.
@@ -115,14 +112,13 @@ class DistillationLoss(nn.Module):
     def __init__(
         self, labels: Callable[[Tensor, Tensor], Tensor], weight: float, temperature: float
     ) -> None:
-        """Keep the loss of (logits, label distributions), the weight and the temperature."""
         super().__init__()
         self._labels = labels
         self._weight = weight
         self._temperature = temperature
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The loss () of logits (N, C) and targets (N, 2, C): distributions, teacher's logits."""
+        """Return the loss () of logits (N, C) and targets (N, 2, C): labels, teacher's logits."""
         labels, teacher = targets.unbind(1)
         t = self._temperature
         divergence = functional.kl_div(

@@ -23,13 +23,7 @@ TIMEOUT_MIN = 10
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-    """This process among those of the run. Every method is a collective unless it says otherwise.
-
-    Attributes:
-        rank: Number of this process, from 0.
-        world_size: How many there are.
-        device: Where this process computes.
-    """
+    """This process among those of the run; every method is a collective."""
 
     rank: int
     world_size: int
@@ -41,11 +35,11 @@ class Processes:
         return self.rank == 0
 
     def sum(self, *values: float) -> list[float]:
-        """Each value summed over all processes, in float64."""
+        """Return each value summed over all processes, in float64."""
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def max(self, *values: float) -> list[float]:
-        """The largest of each value over all processes."""
+        """Return the largest of each value over all processes."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def _reduce(self, values: tuple[float, ...], op: Any) -> list[float]:
@@ -55,7 +49,7 @@ class Processes:
         return reduced.tolist()
 
     def from_main(self, value: Any) -> Any:
-        """The value that process 0 has; plain Python values only."""
+        """Return process 0's value; plain Python values only."""
         if self.world_size == 1:
             return value
         box = [value]
@@ -63,7 +57,7 @@ class Processes:
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Every process's value, in order of rank."""
+        """Return every process's value, in order of rank."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -71,12 +65,12 @@ class Processes:
         return values
 
     def wait(self) -> None:
-        """Go on when every process has come here."""
+        """Wait for all processes."""
         if self.world_size > 1:
             dist.all_reduce(torch.zeros(1))
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Give every process the values of process 0's tensors."""
+        """Copy process 0's tensors to every process."""
         if self.world_size > 1:
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
@@ -86,10 +80,8 @@ class Processes:
 def join(device: str) -> Iterator[Processes]:
     """Join the processes that torchrun started, or be the only one.
 
-    Small values travel over gloo on the CPU, so that reading them never waits for a GPU.
-
-    Args:
-        device: `cpu`, `cuda`, `cuda:N` or `auto`.
+    `device` is `cpu`, `cuda`, `cuda:N` or `auto`. Small values travel over gloo on the CPU, so that
+    reading them never waits for a GPU.
 
     Raises:
         ConfigError: No such device on this machine.
@@ -116,12 +108,12 @@ def join(device: str) -> Iterator[Processes]:
 
 
 def meet(store: dist.Store, rank: int, world: int, timeout: datetime.timedelta) -> str:
-    """A name that the processes alive now agree on, and that no earlier ones have used.
+    """Return a name that the live processes agree on and no earlier ones have used.
 
     torchrun keeps one store over its restarts. Under the same names, a process that is quicker than
-    its neighbour reads the address of that neighbour's predecessor, which is dead: the restart
-    fails (two of three tries with torch 2.15). So each process asks under a name of its own,
-    process 0 answers whoever asks, and goes on when all have said that they heard.
+    its neighbour reads the address of that neighbour's dead predecessor. The restart then fails
+    (two of three tries with torch 2.15). So each process asks under a name of its own, process 0
+    answers, and continues when all have heard.
     """
     own = uuid.uuid4().hex
     if rank:
@@ -146,7 +138,7 @@ def meet(store: dist.Store, rank: int, world: int, timeout: datetime.timedelta) 
 
 
 def pick_device(name: str, local_rank: int, world: int) -> torch.device:
-    """The device called `name`; `auto` and `cuda` take the GPU of this process's local rank.
+    """Return the device called `name`; `auto` and `cuda` take the GPU of this local rank.
 
     Raises:
         ConfigError: Not a device name, no such device here, or one GPU for several processes.

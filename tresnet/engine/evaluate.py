@@ -19,15 +19,15 @@ from tresnet.steps import InferenceStep
 
 @dataclasses.dataclass(frozen=True)
 class Metrics:
-    """Of images with one label each, over all processes.
+    """Metrics of images with one label each, over all processes.
 
     Attributes:
-        images: How many were read and classified.
+        images: Number of classified images.
         loss: Mean cross-entropy, without label smoothing.
-        top1: Percent whose class got the highest logit.
-        top5: Percent whose class is among the highest 5 logits, or all if there are fewer classes.
-        images_per_s: Summed over processes, loading included; None if it went too fast to tell.
-        skipped: Unreadable files that were left out.
+        top1: Top-1 accuracy in percent.
+        top5: Top-5 accuracy in percent, of all classes if there are fewer.
+        images_per_s: Sum over processes, loading included; None if too fast to measure.
+        skipped: Number of unreadable files.
     """
 
     images: int
@@ -39,37 +39,37 @@ class Metrics:
 
     @property
     def score(self) -> float:
-        """What the best checkpoint is chosen by, in percent."""
+        """Percentage that chooses the best checkpoint."""
         return self.top1
 
     def figures(self) -> dict[str, float]:
-        """The columns of the log."""
+        """Return columns of the log."""
         return {"val_loss": self.loss, "val_top1": self.top1, "val_top5": self.top5}
 
     def saved(self) -> dict[str, Any]:
-        """What is kept beside the weights."""
+        """Return metadata to save with the weights."""
         loss = self.loss if math.isfinite(self.loss) else None
         return {"top1": self.top1, "top5": self.top5, "loss": loss}
 
     def summary(self) -> str:
-        """One line for people."""
+        """Return the metrics in one line."""
         return f"top-1 {self.top1:.2f} %, top-5 {self.top5:.2f} %, loss {self.loss:.4f}"
 
 
 @dataclasses.dataclass(frozen=True)
 class MultiLabelMetrics:
-    """Of images with any number of labels each, over all processes.
+    """Metrics of images with any number of labels each, over all processes.
 
     Attributes:
-        images: How many were read and classified.
+        images: Number of classified images.
         loss: Mean binary cross-entropy over images and classes.
-        map: Mean of the classes' average precision in percent; classes nobody has are left out.
+        map: Mean average precision in percent, over the classes that occur.
         per_class_ap: Average precision of each class in percent; None where no image has it.
         f1_micro: F1 in percent over all labels at once, at `threshold`.
         f1_macro: Mean of the classes' F1 in percent; 0 for a class neither had nor predicted.
         threshold: Probability from which a label counts as predicted.
-        images_per_s: Summed over processes, loading included; None if it went too fast to tell.
-        skipped: Unreadable files that were left out.
+        images_per_s: Sum over processes, loading included; None if too fast to measure.
+        skipped: Number of unreadable files.
     """
 
     images: int
@@ -84,21 +84,21 @@ class MultiLabelMetrics:
 
     @property
     def score(self) -> float:
-        """What the best checkpoint is chosen by, in percent."""
+        """Percentage that chooses the best checkpoint."""
         return self.map
 
     def figures(self) -> dict[str, float]:
-        """The columns of the log."""
+        """Return columns of the log."""
         return {"val_loss": self.loss, "val_map": self.map, "val_f1": self.f1_micro}
 
     def saved(self) -> dict[str, Any]:
-        """What is kept beside the weights."""
+        """Return metadata to save with the weights."""
         scores = {"map": self.map, "f1": self.f1_micro, "threshold": self.threshold}
         loss = self.loss if math.isfinite(self.loss) else None
         return {"labels": "multi", **scores, "loss": loss}
 
     def summary(self) -> str:
-        """One line for people."""
+        """Return the metrics in one line."""
         return (
             f"mAP {self.map:.2f} %, F1 {self.f1_micro:.2f} % (macro {self.f1_macro:.2f} %) at"
             f" {self.threshold:g}, loss {self.loss:.4f}"
@@ -114,17 +114,17 @@ def evaluate(
     console: Console | None = None,
     levels: Tensor | None = None,
 ) -> Metrics | MultiLabelMetrics:
-    """Run a model over a split, with one label an image or several as configured (a collective).
+    """Evaluate a model on this process's part of a split (a collective).
 
     Args:
-        labels: How many labels an image has, and the threshold of F1.
+        labels: one or several labels an image, and the threshold of F1.
         step: Moves a batch to the device and computes its logits.
-        loader: This process's part of the images, in evaluation mode.
-        processes: This process's place.
+        loader: Images in evaluation mode.
+        processes: The ranks of the run.
         class_map: The model's class of each label; None where they are the same.
         console: Shows a bar; None for silence.
-        levels: (classes,), each class's level in a hierarchy: an image's classes are then those of
-            its label's level. None where all classes are told apart.
+        levels: (classes,), levels in a hierarchy: an image's classes are those of its label's
+            level. None where all classes are told apart.
 
     Raises:
         DataError: No image could be read, or none has any label.
@@ -174,7 +174,7 @@ class _OneLabel:
 
 
 class _ManyLabels:
-    """All logits and labels: the order of all images' scores decides."""
+    """All logits and labels, as average precision needs the order of all scores."""
 
     def __init__(self, threshold: float) -> None:
         self._threshold = threshold
@@ -210,16 +210,10 @@ class _ManyLabels:
 
 
 def average_precision(scores: Tensor, targets: Tensor) -> float | None:
-    """Sum over the thresholds of precision times the recall gained there.
+    """Return the sum over thresholds of precision times gained recall, a fraction from 0 to 1.
 
-    Images of equal score pass a threshold together, as in scikit-learn.
-
-    Args:
-        scores: (N,), higher for likelier.
-        targets: (N,), 0 or 1.
-
-    Returns:
-        A fraction from 0 to 1; None if no image has the label.
+    Scores and targets (0 or 1) are (N,). Images of equal score share a threshold, as in
+    scikit-learn. None if no image has the label.
     """
     if not bool(targets.any()):
         return None
@@ -233,12 +227,7 @@ def average_precision(scores: Tensor, targets: Tensor) -> float | None:
 
 
 def f1_scores(predicted: Tensor, targets: Tensor) -> tuple[float, float]:
-    """F1 over all labels at once, and the mean of the classes' own; 0 where nothing is there.
-
-    Args:
-        predicted: (N, C), booleans.
-        targets: (N, C), booleans.
-    """
+    """Return micro and macro F1 of booleans (N, C); 0 where there is no label."""
     both = (predicted & targets).sum(0).double()
     either = predicted.sum(0).double() + targets.sum(0).double()
     micro = 2 * both.sum() / either.sum().clamp(min=1)

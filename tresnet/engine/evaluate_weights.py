@@ -1,4 +1,4 @@
-"""Evaluation of weights on a folder of images: what eval.py does."""
+"""Evaluation of weights on a folder of images, for eval.py."""
 
 import dataclasses
 import json
@@ -59,7 +59,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
     """Evaluate, show the result and write it; under torchrun, with its other processes.
 
     Returns:
-        The result as it is written: metrics, memory, what was evaluated and how, the environment.
+        The written result: metrics, memory, options, the environment.
 
     Raises:
         ConfigError: An option does not fit, the output exists, or the classes differ.

@@ -15,15 +15,10 @@ _MOST_WEIGHT = 20.0
 
 
 def read_hierarchy(path: str, classes: Sequence[str]) -> list[list[int]]:
-    """Each class with its ancestors among the classes, nearest first.
+    """Return for each class the labels [itself, parent, grandparent, ...] that are classes.
 
-    Args:
-        path: A JSON object from a class's name to that of its parent; roots are left out. Names
-            that are no class of the data are passed over, their own parents are not.
-        classes: The data's, in the order of the labels.
-
-    Returns:
-        For each class the labels [itself, parent, grandparent, ...].
+    `path` is a JSON object from a class's name to that of its parent; roots are left out. `classes`
+    are in the order of the labels; other names are skipped, their parents are not.
 
     Raises:
         ConfigError: The file cannot be read, has a circle, or knows none of the classes.
@@ -57,23 +52,16 @@ def _line(name: str, parents: Mapping[str, str], path: str) -> list[str]:
 
 
 class SemanticSoftmaxLoss(nn.Module):
-    """Sum over levels of a cross-entropy among the classes of that level, each with a weight.
+    """Weighted sum over levels of a cross-entropy among the classes of that level.
 
     A class of level l (with l ancestors) is an example of its ancestors on the levels above, and of
-    nothing below. A level's weight is the number of classes over that of classes at it or below,
-    at most 20: deep levels see fewer images.
-
-    Attributes:
-        levels: (C,), the level of each class. Logits of different levels can't be compared.
+    nothing below. A level's weight is the number of classes over that of classes at it or below, at
+    most 20: deep levels see fewer images. `levels` (C,) are those of the classes; logits of
+    different levels can't be compared.
     """
 
     def __init__(self, ancestors: list[list[int]], smoothing: float) -> None:
-        """Sort the classes by level.
-
-        Args:
-            ancestors: What `read_hierarchy` gives.
-            smoothing: Label smoothing within each level.
-        """
+        """Sort the classes, with `ancestors` of `read_hierarchy`, by level."""
         super().__init__()
         self._smoothing = smoothing
         self.levels = depths = torch.tensor([len(line) - 1 for line in ancestors])
@@ -88,7 +76,7 @@ class SemanticSoftmaxLoss(nn.Module):
             self._levels.append((members, torch.tensor(targets), min(weight, _MOST_WEIGHT)))
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The loss (), a mean over images, of logits (N, C) and labels (N,)."""
+        """Return the loss (), a mean over images, of logits (N, C) and labels (N,)."""
         total = logits.new_zeros(())
         self._levels = [(m.to(logits.device), t.to(logits.device), w) for m, t, w in self._levels]
         for members, targets, weight in self._levels:

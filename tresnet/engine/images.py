@@ -30,13 +30,9 @@ _WRITTEN = {"digits": digits, digits_multi.NAME: digits_multi}
 
 @dataclasses.dataclass(frozen=True)
 class Splits:
-    """What a run trains and is tested on, before it is known in which batches.
+    """Training and validation images.
 
-    Attributes:
-        train: The training images.
-        val: The others.
-        fingerprints: Of each split, by its name: changes with its files, their sizes, order or
-            labels.
+    `fingerprints`, by split, change with its files, their sizes, order or labels.
     """
 
     train: ImageDataset
@@ -50,7 +46,7 @@ class Splits:
 
 
 def locate(data: ImageConfig, processes: Processes) -> Path:
-    """The folder with the splits; the digits are written by one process while the others wait.
+    """Return the folder with the splits; one process writes the digits while the others wait.
 
     Raises:
         DataError: The digits' place holds something else.
@@ -91,7 +87,7 @@ def open_splits(config: TrainConfig, processes: Processes) -> Splits:
 def open_split(
     folder: Path, split: str, transform: Any, multi: bool, skip_bad_images: bool = False
 ) -> ImageDataset:
-    """Open one split: shards, class folders, or images with any number of labels in a list.
+    """Open one split: shards, class folders, or a list of multi-label images.
 
     Raises:
         DataError: It is missing or empty, or the shards' images have labels of the other kind.
@@ -110,7 +106,7 @@ def open_split(
 
 
 def set_training_size(config: TrainConfig, splits: Splits, epoch: int) -> bool:
-    """Let training images have the size of an epoch (from 0); whether it may have changed."""
+    """Set the image size of an epoch (from 0) for training; return whether it may have changed."""
     sizes = config.data.sizes
     if len(sizes) == 1:
         return False
@@ -128,13 +124,7 @@ def _train_transform(config: TrainConfig, size: int) -> Any:
 def create_loaders(
     config: TrainConfig, splits: Splits, batch_size: int, processes: Processes
 ) -> tuple[Loader, Loader]:
-    """Loaders of this process's part of the training images and of the others.
-
-    Args:
-        config: A resolved configuration.
-        splits: The images.
-        batch_size: Images of a micro-batch.
-        processes: This process's place.
+    """Create loaders of this process's part of the training and validation images.
 
     Raises:
         DataError: The training images do not make a batch for each process.
@@ -159,7 +149,7 @@ def create_loaders(
 
 
 def fingerprint(dataset: ImageDataset, folder: Path) -> str:
-    """A hash of the files' places below `folder` in their order, their sizes and their labels."""
+    """Return a hash of the files' ordered paths below `folder`, their sizes and their labels."""
     digest = hashlib.sha256((dataset.digest or "").encode())
     for path in dataset.paths if dataset.digest is None else ():
         digest.update(os.fsencode(os.path.relpath(path, folder)))
@@ -172,7 +162,7 @@ def fingerprint(dataset: ImageDataset, folder: Path) -> str:
 
 
 def fingerprint_beside(config: TrainConfig) -> str:
-    """A hash of the files that a run learns from beside its images: hierarchy and teacher."""
+    """Return a hash of the files of the hierarchy and the teacher."""
     digest = hashlib.sha256()
     for name in (config.labels.hierarchy, config.distill.teacher):
         for path in _files_of(name or ""):
@@ -181,7 +171,7 @@ def fingerprint_beside(config: TrainConfig) -> str:
 
 
 def _files_of(name: str) -> list[str]:
-    """A file, or what is read of a directory in timm's layout; none of a name that says it all."""
+    """Return a file, or the files of a directory in timm's layout; none for other names."""
     place = name.removeprefix("local-dir:")
     if not os.path.isdir(place):
         return [name] if os.path.isfile(name) else []

@@ -48,13 +48,10 @@ class RunLog:
     """The table of a run: a row each for the phases initial and model, for each epoch, and final.
 
     `step` counts optimizer steps, `accuracy`, `val_top*`, `val_map` and `val_f1` are in percent,
-    `images_per_s` is over all processes, `data_wait_pct` the part of the time in which training
-    waited for images, `bad_steps` the optimizer steps skipped so far. A cell that does not apply,
-    or is not a finite number, is null in `log.jsonl` and empty in `log.csv`. Rows are appended to
-    `log.jsonl`, and `log.csv` is derived from it.
-
-    Attributes:
-        rows: All rows so far.
+    and `images_per_s` is over all processes. `data_wait_pct` is the part of the time in which
+    training waited for images, `bad_steps` the optimizer steps skipped so far. A cell that does not
+    apply, or is not a finite number, is null in `log.jsonl` and empty in `log.csv`. Rows are
+    appended to `log.jsonl`, and `log.csv` is derived from it. `rows` has all so far.
     """
 
     def __init__(
@@ -66,15 +63,10 @@ class RunLog:
         track: str | None = None,
         config: dict[str, Any] | None = None,
     ) -> None:
-        """Begin a log, or continue one after the rows that belong to the resumed state.
+        """Begin a log, or continue one after the `rows` that belong to the resumed state.
 
-        Args:
-            directory: The run directory.
-            rows: What `read_rows` found there; the file has these alone from now on.
-            step: The optimizer step the run goes on from.
-            tensorboard: Write event files too, if the package is installed.
-            track: wandb or trackio, to be sent the same numbers; installed.
-            config: What it is told of the run.
+        `tensorboard` writes event files too, if the package is installed. `track`, wandb or
+        trackio, receives the same numbers and the configuration.
 
         Raises:
             WriteError: The files cannot be written, or the tracker refuses to begin.
@@ -124,7 +116,7 @@ class RunLog:
             self._tracker.log(named, step=step)
 
     def close(self) -> None:
-        """Write out what TensorBoard and the tracker hold back."""
+        """Flush TensorBoard and the tracker."""
         if self._events is not None:
             self._events.close()
         if self._tracker is not None:
@@ -132,7 +124,7 @@ class RunLog:
 
 
 def read_rows(directory: Path, epochs: int) -> list[dict[str, Any]]:
-    """Read the rows of a run's log that belong to a state with so many whole epochs.
+    """Read the rows of a run's log up to a state with so many whole epochs.
 
     A kill between a row and its state leaves a row that will be written again, or a part of one:
     reading ends at the first line that is not JSON.
@@ -158,7 +150,6 @@ def _to_csv(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _event_writer(directory: Path, step: int | None) -> Any:
-    """TensorBoard's writer, if it is installed; events beyond `step` come again."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -167,7 +158,7 @@ def _event_writer(directory: Path, step: int | None) -> Any:
 
 
 def _tracker(name: str, directory: Path, config: dict[str, Any] | None) -> Any:
-    """A run of W&B, or of trackio, which copies its interface; a resumed one goes on with its own.
+    """Return a run of W&B or trackio, which copies its interface; a resumed one continues its own.
 
     Files that W&B writes, all of them with WANDB_MODE=offline, are in the run's directory.
     """

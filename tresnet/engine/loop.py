@@ -31,7 +31,7 @@ class Loop:
         log: RunLog | None,
         stop: StopRequest,
     ) -> None:
-        """Keep the parts; `log` is None on all processes but process 0."""
+        """Keep the parts; `log` is None except on process 0."""
         self.plan, self.parts, self.checkpoints = plan, parts, checkpoints
         self.log, self.stop = log, stop
         self.config, self.progress = plan.config, plan.record.progress
@@ -41,7 +41,7 @@ class Loop:
         self._told_of_stall = False
 
     def run(self) -> int:
-        """Train; returns the number of the signal that stopped the run, or 0."""
+        """Train; return the number of the signal that stopped the run, or 0."""
         while self.progress.epoch < self.config.schedule.epochs:
             stopped_by = self._train_epoch()
             if stopped_by:
@@ -50,7 +50,7 @@ class Loop:
         return self._poll(None)[0]
 
     def _train_epoch(self) -> int:
-        """Train the rest of the epoch under way; returns a signal's number if one stopped it."""
+        """Train the rest of the current epoch; return a signal's number if one stopped it."""
         progress, loader, per_epoch = (
             self.progress,
             self.parts.train_loader,
@@ -81,7 +81,7 @@ class Loop:
         return stopped_by
 
     def _fetch(self, batches: Iterator[Batch]) -> tuple[list[Batch], DataError | None]:
-        """The micro-batches of the next step, none at the epoch's end, or why there are none.
+        """Return the next step's micro-batches, none at the epoch's end, or the error.
 
         They are fetched before anything is computed, so that a failure finds all processes, their
         weights and their random generators between two steps.
@@ -92,14 +92,13 @@ class Loop:
             return [], error
 
     def _poll(self, failure: DataError | None) -> tuple[int, bool, bool]:
-        """A signal that any process received, whether a checkpoint is due, any failure."""
+        """Return any process's signal, whether a checkpoint is due, and whether any failed."""
         signum, due, failed = self.processes.max(
             self.stop.signum, self.checkpoints.are_due, failure is not None
         )
         return int(signum), bool(due), bool(failed)
 
     def _optimizer_step(self, group: list[Batch], bar: Bar) -> None:
-        """Forward and backward of each micro-batch, then one step of the optimizer."""
         progress = self.progress
         for images, labels in group:
             self.throughput.data_ready()
@@ -118,7 +117,7 @@ class Loop:
             bar.advance()
 
     def _skip_if_bad(self) -> bool:
-        """Leave the step out on all processes if it is bad on any, as often as allowed."""
+        """Skip the step on all processes if it is bad on any, as often as allowed."""
         progress, allowed = self.progress, self.config.run.skip_bad_steps
         if not allowed or not self.processes.max(self.step.is_bad())[0]:
             return False
@@ -135,7 +134,7 @@ class Loop:
         return True
 
     def _read_meter(self, bar: Bar) -> None:
-        """Read the figures of the last micro-batches and show them; stop if one is not finite."""
+        """Show the figures of the last micro-batches; raise if one is not finite."""
         sums, progress = self.meter.read(self.processes), self.progress
         if sums.first_bad is not None:
             last_good = self.checkpoints.last_good()
@@ -160,7 +159,6 @@ class Loop:
             self.log.scalars(progress.global_step, "step", figures)
 
     def _finish_epoch(self) -> None:
-        """Evaluate if it is time, write the epoch's row, and save the best and the last state."""
         progress, epochs = self.progress, self.config.schedule.epochs
         memory = self.parts.memory.phase("train")
         rates = [self.throughput.average_images_per_s(wait) or 0.0 for wait in (False, True)]
@@ -186,7 +184,6 @@ class Loop:
         self.checkpoints.save()
 
     def _evaluate(self, epoch: int) -> dict[str, float]:
-        """Evaluate the weights after an epoch, and keep them if they are the best."""
         metrics, progress = self.parts.evaluate(self.config), self.progress
         progress.last_score = metrics.score
         if (metrics.score, -metrics.loss) > (progress.best_score, -progress.best_loss):

@@ -1,4 +1,4 @@
-"""What the model is asked to get right, by timm's parts, and how well it does."""
+"""Losses, out of timm's parts, the mixing of batches, and the meter of the training loss."""
 
 import dataclasses
 import math
@@ -17,8 +17,7 @@ from tresnet.engine.hierarchy import SemanticSoftmaxLoss, read_hierarchy
 class Losses:
     """The loss of each epoch, and the mixing of its batches.
 
-    Attributes:
-        levels: (classes,), the level of each where the loss is for a hierarchy, else None.
+    `levels` (classes,) are those of a hierarchy, else None.
     """
 
     def __init__(
@@ -28,13 +27,7 @@ class Losses:
         rank: int,
         teacher: Teacher | None = None,
     ) -> None:
-        """Build the losses that the configuration asks for.
-
-        Args:
-            config: The run's configuration.
-            classes: Names in the order of the labels.
-            rank: Each process mixes in its own way.
-            teacher: What else is learned from, if anything.
+        """Build the configured losses; each rank mixes in its own way.
 
         Raises:
             ConfigError: The hierarchy of the semantic softmax cannot be read.
@@ -67,23 +60,20 @@ class Losses:
         return self._mixup is not None and epoch < self._mixing_epochs
 
     def has_accuracy(self, epoch: int) -> bool:
-        """Whether training batches have one right answer an image, to be right or wrong."""
+        """Whether each training image has one right answer."""
         return not self._multi and not self.mixes(epoch) and self.levels is None
 
     def prepare(
         self, images: Tensor, labels: Tensor, epoch: int, step: int
     ) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]:
-        """Mix a batch if its epoch does, and ask the teacher if there is one.
+        """Mix a batch if its epoch (from 0) does, and add the teacher's logits if there is one.
 
-        Args:
-            images: (N, 3, H, W); overwritten by mixing. Floats if there is a teacher.
-            labels: (N,), or (N, classes) of 0 and 1 where an image may have several.
-            epoch: From 0.
-            step: Number of the batch in the whole run.
+        Images (N, 3, H, W) are overwritten by mixing, and floats if there is a teacher. Labels are
+        (N,), or (N, classes) of 0 and 1. `step` numbers the batches of the run.
 
         Returns:
-            Images, their targets and the loss of them: labels (N,), label distributions
-            (N, classes), or (N, 2, classes) with the teacher's logits beside these.
+            Images, their targets and loss: labels (N,), label distributions (N, classes), or (N, 2,
+            classes) with the teacher's logits beside these.
         """
         images, targets, criterion = self._mixed(images, labels, epoch, step)
         if self._teacher is None:
@@ -109,7 +99,7 @@ class Losses:
 def loss_of(
     config: TrainConfig, classes: Sequence[str], mixed: bool
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """The loss of logits (N, C) and labels (N,), or if `mixed` distributions of them (N, C).
+    """Return the loss of logits (N, C) and labels (N,), or if `mixed` distributions (N, C).
 
     Raises:
         ConfigError: The hierarchy of the semantic softmax cannot be read.
@@ -143,9 +133,8 @@ class Sums:
     """Sums over the micro-batches since the last reading, of all processes.
 
     Attributes:
-        images: How many.
-        loss_sums: Of each micro-batch, the sum over its images.
-        hits: How many were classified correctly.
+        loss_sums: Sum over the images of each micro-batch.
+        hits: Number of images that were classified correctly.
         first_bad: The first optimizer step whose loss is nan or infinite, or None.
     """
 
@@ -162,14 +151,7 @@ class LossMeter:
         self._batches: list[tuple[int, int, Tensor]] = []
 
     def add(self, global_step: int, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Add a micro-batch.
-
-        Args:
-            global_step: Number of its optimizer step, to report a bad loss.
-            loss: Its mean loss ().
-            logits: (N, classes).
-            labels: (N,), or (N, classes) where an image may have several and none is the right one.
-        """
+        """Add a micro-batch: mean loss (), logits (N, classes), labels (N,) or (N, classes)."""
         hits = loss.new_zeros(()) if labels.dim() > 1 else (logits.argmax(1) == labels).sum()
         self._batches.append(
             (global_step, len(labels), torch.stack([loss.double(), hits.double()]))

@@ -25,12 +25,9 @@ _COLORS = ("#0072b2", "#d55e00", "#009e73")
 
 
 def draw(directory: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
-    """Draw a run into its directory as `run.svg`, where matplotlib is installed.
+    """Draw a run's whole epochs into `directory` as `run.svg`, where matplotlib is installed.
 
-    Args:
-        directory: The run's.
-        rows: Of its log; those of whole epochs are drawn.
-        title: The text above the picture; characters that cannot be printed become `?`.
+    `rows` are those of its log; unprintable characters of the title become `?`.
 
     Raises:
         WriteError: The picture cannot be written.

@@ -26,8 +26,8 @@ def paper() -> TrainConfig:
     auto-augment, cutout, label smoothing, "true weight decay" (on weights alone), RGB in 0..1
     without mean and standard deviation. The paper gives no figures for them; these are the usual
     ones: 0.1 per 256 images and 1e-4 for SGD (arXiv 1706.02677), smoothing 0.1, mixup 0.2 (arXiv
-    1710.09412), and from the authors' later training code (ASL) a warm-up of 0.2 and an average
-    of 0.9997.
+    1710.09412). The warm-up of 0.2 and the EMA of 0.9997 are from the authors' later training code
+    (ASL).
     """
     return TrainConfig(
         recipe="paper",
@@ -178,7 +178,7 @@ def digits() -> TrainConfig:
 
 
 def multilabel() -> TrainConfig:
-    """Which digits are on a canvas of one to four: any number of labels, on a CPU in 5 minutes."""
+    """Digits on a canvas of one to four: any number of labels, on a CPU in 5 minutes."""
     return TrainConfig(
         recipe="multilabel",
         model=ModelConfig(model="tresnet_t", block_size=2),
@@ -204,7 +204,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
 
 
 def recipe(name: str) -> TrainConfig:
-    """The configuration of a recipe.
+    """Return the configuration of a recipe.
 
     Raises:
         ConfigError: No recipe has that name; the message suggests the nearest.

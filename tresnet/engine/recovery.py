@@ -1,4 +1,4 @@
-"""The checkpoints that a run saves, and what it says of them where it ends early."""
+"""The checkpoints that a run saves, and the advice where it ends early."""
 
 import contextlib
 import time
@@ -20,7 +20,6 @@ class Checkpoints:
     """The states and the best weights in a run's directory."""
 
     def __init__(self, run_dir: Path, plan: Plan, parts: Parts) -> None:
-        """Start the clock of the run; nothing is written yet."""
         self.run_dir = run_dir
         self._plan, self._parts = plan, parts
         self._progress = plan.record.progress
@@ -35,7 +34,7 @@ class Checkpoints:
 
     @property
     def are_due(self) -> bool:
-        """Whether the last state is too old, as process 0 sees it."""
+        """Whether the last state is too old, by process 0's clock."""
         age_s = time.monotonic() - self._saved_s
         return (
             self._parts.processes.is_main
@@ -44,7 +43,7 @@ class Checkpoints:
         )
 
     def save(self) -> None:
-        """Write the state of all processes, unless the weights have gone bad (a collective).
+        """Write the state of all processes, unless a weight is not finite (a collective).
 
         Raises:
             TrainingError: A weight is not finite.
@@ -81,7 +80,7 @@ class Checkpoints:
             )
 
     def last_good(self) -> str:
-        """The last checkpoint in words, and how to go on from there."""
+        """Return a text about the last checkpoint, and how to resume from it."""
         if self._saved_step is None:
             return "there is no checkpoint yet"
         return (
@@ -91,7 +90,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """Add to what ends a run how to go on; a run without a checkpoint frees its name."""
+        """Add the way to resume to a run's errors; a run without a checkpoint frees its name."""
         try:
             yield
         except torch.OutOfMemoryError as error:

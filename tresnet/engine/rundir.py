@@ -24,22 +24,19 @@ Say = Callable[[str], object]
 def claim(
     config: TrainConfig, resume: Path | None, held: contextlib.ExitStack, say: Say
 ) -> tuple[Path | None, tuple[Record, dict[str, Any]] | None]:
-    """Find the run to go on with and lock its directory; called by process 0 alone.
+    """Find the run to resume and lock its directory; called by process 0 alone.
 
-    Args:
-        config: What to do.
-        resume: A run's directory; `auto` for that of `--name`, if there is one; None for no run.
-        held: Holds the lock from then on.
-        say: Told of damage.
+    `resume` is a run's directory; `auto` for that of `--name`, if there is one; None for no run.
+    `held` keeps the lock; `say` receives a line about damage.
 
     Returns:
-        The directory and what `state.load` found in it. Without a directory a new one is to be
-        made; without a state the run begins in that directory.
+        The directory and its `state.load`. Both are None for a new run; without a state the run
+        begins in that directory.
 
     Raises:
         ConfigError: Something else is at that place, the name of a new run is taken, or `auto`
             comes without a name.
-        CheckpointError: There is no state to go on from, or none that can be read.
+        CheckpointError: There is no state to resume, or none that can be read.
         BusyError: Another process is at work on that run.
     """
     if resume is None:
@@ -67,12 +64,9 @@ def claim(
 
 
 def create(config: TrainConfig, now: datetime.datetime, held: contextlib.ExitStack) -> Path:
-    """Make the directory of a new run, lock it and write its configuration into it.
+    """Make a new run's directory, lock it until `held` closes, and write its configuration.
 
-    Args:
-        config: A resolved configuration.
-        now: Part of an automatic name.
-        held: Holds the lock from then on.
+    An automatic name contains `now`.
 
     Raises:
         ConfigError: The named directory exists.
@@ -116,7 +110,7 @@ def write_config(directory: Path, config: TrainConfig) -> None:
 
 
 def add_environment(directory: Path, record: dict[str, Any]) -> None:
-    """Append what the process that starts or resumes the run computes with.
+    """Append the environment of a process that starts or resumes the run.
 
     Raises:
         WriteError: It cannot be written.

@@ -18,10 +18,9 @@ HANGUP = getattr(signal, "SIGHUP", None)  # Windows has none
 class StopRequest:
     """While entered, the first signal sets `signum`; a second one, later, stops at once.
 
-    A hangup is no request: a run outlives its terminal. Only torchrun passes a hangup on to stop
-    its processes, and kills those that go on.
-
-    Outside the main thread Python allows no handlers, so there nothing is caught.
+    A hangup is ignored, as a run outlives its terminal, except under torchrun: it passes a hangup
+    on to stop its processes. Outside the main thread Python allows no handlers, so nothing is
+    caught.
     """
 
     def __init__(self) -> None:
@@ -30,7 +29,6 @@ class StopRequest:
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Self:
-        """Install the handlers."""
         if threading.current_thread() is not threading.main_thread():
             return self
         for signum in STOPPING:
@@ -43,7 +41,6 @@ class StopRequest:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Put the former handlers back."""
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)  # pyright: ignore[reportArgumentType]
         self._previous.clear()

@@ -27,21 +27,21 @@ LAST, PREVIOUS, BEST = "last.pt", "previous.pt", "best.safetensors"
 
 @dataclasses.dataclass
 class Progress:
-    """How far a run is.
+    """The progress of a run.
 
     Attributes:
-        epoch: The epoch under way, from 0.
-        micro_batches: Those of it that are done, on each process.
+        epoch: The current epoch, from 0.
+        micro_batches: Micro-batches of the epoch so far, on each process.
         global_step: Optimizer steps so far.
         images: Images of this epoch so far, over all processes.
-        loss_sum: Their losses.
-        hits: Those of them that were classified correctly.
+        loss_sum: Sum of their losses.
+        hits: Number of them that were classified correctly.
         elapsed_s: Seconds of training so far, evaluation and pauses included.
         best_score: Best validation accuracy, or mAP where images have several labels, in percent;
             -1 before the first evaluation.
         best_loss: Its validation loss, which decides between equal accuracies.
-        best_epoch: The epoch that had it, counted from 1.
-        last_score: The same of the last evaluation; -1 before the first.
+        best_epoch: Its epoch, counted from 1.
+        last_score: Score of the last evaluation; -1 before the first.
         bad_steps: Optimizer steps skipped so far because their loss or gradient was not finite.
         skipped: Unreadable training images so far, of all processes.
     """
@@ -61,7 +61,7 @@ class Progress:
     skipped: tuple[str, ...] = ()
 
     def next_epoch(self) -> None:
-        """Turn to the beginning of the next epoch."""
+        """Go to the beginning of the next epoch."""
         self.epoch += 1
         self.micro_batches = self.images = self.hits = 0
         self.loss_sum = 0.0
@@ -69,14 +69,10 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """What must be equal for a state to fit: it was saved by the same run on the same data.
+    """Facts that must not change between saving and resuming a state.
 
-    Attributes:
-        world_size: Processes that the run began with.
-        train: Fingerprint of the training images.
-        val: Fingerprint of the others.
-        beside: Fingerprint of the files of the hierarchy and the teacher.
-        classes: Names in the order of the labels.
+    `world_size` is the one at the run's beginning; `train`, `val` and `beside` are fingerprints,
+    the last of the hierarchy and the teacher.
     """
 
     world_size: int
@@ -88,13 +84,7 @@ class Identity:
 
 @dataclasses.dataclass
 class Record:
-    """What belongs to a state beside weights and optimizer.
-
-    Attributes:
-        config: The run's resolved configuration.
-        identity: What it trains on.
-        progress: How far it is.
-    """
+    """A state's resolved configuration, identity and progress, without weights and optimizer."""
 
     config: TrainConfig
     identity: Identity
@@ -104,7 +94,7 @@ class Record:
 def save(directory: Path, step: TrainingStep, record: Record, processes: Processes) -> None:
     """Write the state of all processes to `last.pt` (a collective; process 0 writes).
 
-    What was `last.pt` becomes `previous.pt`.
+    The former `last.pt` becomes `previous.pt`.
 
     Raises:
         WriteError: It cannot be written; there is a whole state as before.
@@ -133,12 +123,7 @@ def save(directory: Path, step: TrainingStep, record: Record, processes: Process
 def load(directory: Path, say: Callable[[str], object]) -> tuple[Record, dict[str, Any]] | None:
     """Read `last.pt` or, where that is damaged or missing, `previous.pt`, which takes its place.
 
-    Args:
-        directory: The run's.
-        say: Called with a line that says what is damaged.
-
-    Returns:
-        What `read` returns; None if the run has saved no state yet.
+    `say` receives a line about damage. Returns None if the run has saved no state yet.
 
     Raises:
         CheckpointError: Neither can be read.
@@ -162,10 +147,7 @@ def load(directory: Path, say: Callable[[str], object]) -> tuple[Record, dict[st
 
 
 def read(path: Path) -> tuple[Record, dict[str, Any]]:
-    """Read what `save` wrote, without running any code the file may hold.
-
-    Returns:
-        The record, and all that the file holds.
+    """Read the record and the contents of a state, without running any code in the file.
 
     Raises:
         CheckpointError: No such file, or it is damaged or of another format.
@@ -195,7 +177,7 @@ def read(path: Path) -> tuple[Record, dict[str, Any]]:
 
 
 def check(saved: Identity, now: Identity) -> None:
-    """Refuse to go on with other data.
+    """Check that the data are the run's.
 
     Raises:
         ConfigError: They differ.
@@ -224,7 +206,7 @@ def check(saved: Identity, now: Identity) -> None:
 def restore(content: dict[str, Any], step: TrainingStep, processes: Processes) -> None:
     """Put a state into the training step and this process's random generators.
 
-    A process more than there were keeps the generators it has.
+    An additional process keeps its own generators.
 
     Raises:
         CheckpointError: It does not fit.
@@ -241,7 +223,7 @@ def restore(content: dict[str, Any], step: TrainingStep, processes: Processes) -
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """State of this process's generators, in types that load without running code."""
+    """Return this process's generators, in types that load without running code."""
     numpy_state: Any = np.random.get_state(legacy=False)  # noqa: NPY002
     key = torch.from_numpy(numpy_state["state"]["key"].astype(np.int64))
     version, internal, following = random.getstate()
@@ -254,7 +236,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Put this process's generators back into a state that `random_state` gave."""
+    """Restore this process's generators from `random_state`."""
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], device)

@@ -27,14 +27,13 @@ from tresnet.errors import WriteError
 
 @dataclasses.dataclass(frozen=True)
 class TrainResult:
-    """How a run ended.
+    """The result of a run.
 
     Attributes:
-        run_dir: Where it wrote.
-        metrics: Of the best checkpoint, read back from its file; None if the run was stopped.
-        best_epoch: The epoch it is from, counted from 1; 0 if there was no evaluation yet.
-        last_score: Top-1 accuracy, or mAP where images have several labels, of the last
-            evaluation in percent; -1 if there was none.
+        metrics: Metrics of the best checkpoint's file; None if the run was stopped.
+        best_epoch: Its epoch, counted from 1; 0 if there was no evaluation yet.
+        last_score: Top-1 accuracy, or mAP where images have several labels, of the last evaluation
+            in percent; -1 if there was none.
         stopped_by: The signal that stopped the run early, or 0.
     """
 
@@ -46,11 +45,11 @@ class TrainResult:
 
 
 def train(wanted: TrainConfig, resume: Path | None = None) -> TrainResult:
-    """Train to the end, or until a signal asks to stop; under torchrun, with its other processes.
+    """Train to the end, or until a signal; under torchrun, with its other processes.
 
     Args:
-        wanted: What to do. For a resumed run, the configuration it began with.
-        resume: The directory of a run to go on with; `auto` for that of the run's name, if it has
+        wanted: The configuration; for a resumed run, the one it began with.
+        resume: The directory of a run to resume; `auto` for that of the run's name, if it has
             begun; None for a new run.
 
     Raises:
@@ -122,7 +121,7 @@ def finish(
 
 
 def _open_directory(plan: Plan, parts: Parts, held: contextlib.ExitStack) -> Path:
-    """Make the directory of a new run, or write the configuration of another one again."""
+    """Make a new run's directory, or write a resumed run's configuration again."""
     run_dir = plan.run_dir
     if parts.processes.is_main:
         if run_dir is None:
@@ -135,7 +134,7 @@ def _open_directory(plan: Plan, parts: Parts, held: contextlib.ExitStack) -> Pat
 def _open_log(
     plan: Plan, parts: Parts, checkpoints: Checkpoints, held: contextlib.ExitStack
 ) -> RunLog | None:
-    """Say what begins, and open the log; None on other processes, or if the run has ended."""
+    """Show the introduction and open the log; None except on process 0, or after the run's end."""
     run_dir, config, progress = checkpoints.run_dir, plan.config, plan.record.progress
     for line in words.introduction(plan, parts.processes, run_dir):
         parts.console.say(line)

@@ -28,7 +28,7 @@ _FIGURES = {
 
 
 def introduction(plan: Plan, processes: Processes, run_dir: Path) -> Iterator[str]:
-    """The lines with which a run begins."""
+    """Yield the first lines of a run."""
     config, splits, batches = plan.config, plan.splits, plan.batches
     began, size, per_step = (
         plan.record.identity.world_size,
@@ -53,7 +53,7 @@ def introduction(plan: Plan, processes: Processes, run_dir: Path) -> Iterator[st
 
 
 def figures(values: dict[str, Any], memory: MemorySnapshot) -> str:
-    """Figures of a row, such as `loss 1.2345  top-1 67.89 %`, and the peak of the memory."""
+    """Return a row's figures, such as `loss 1.2345  top-1 67.89 %`, and the peak of the memory."""
     texts = [
         text.format(values[name]) for name, text in _FIGURES.items() if values.get(name) is not None
     ]
@@ -62,10 +62,10 @@ def figures(values: dict[str, Any], memory: MemorySnapshot) -> str:
 
 
 def stall(waiting_pct: float, workers: int, processes: int) -> str:
-    """That a run waits for its data, and how many workers would be enough.
+    """Return a warning about waiting for data, with the number of workers that would be enough.
 
-    With w workers a batch takes 1 / w of the time that loading it takes. The rest of the time,
-    without the waiting, is computing. Without workers loading and computing take turns.
+    With w workers a batch takes 1 / w of its loading time. The rest of the time, without the
+    waiting, is computing. Without workers loading and computing take turns.
     """
     waiting, cores = waiting_pct / 100, usable_cores()
     busy = min(workers, cores)
@@ -80,7 +80,7 @@ def stall(waiting_pct: float, workers: int, processes: int) -> str:
 
 
 def bad_loss(step: int, epoch: int, last_good: str) -> str:
-    """That the loss of a step is not finite."""
+    """Return the message about a step whose loss is not finite."""
     return (
         f"the loss is not finite (nan or infinite) at step {step}, in epoch {epoch}: {last_good}."
         " Try a lower --lr, --clip-grad, --amp bf16 in place of fp16, or --skip-bad-steps"
@@ -88,7 +88,7 @@ def bad_loss(step: int, epoch: int, last_good: str) -> str:
 
 
 def too_many_bad_steps(progress: Progress, allowed: int, last_good: str) -> str:
-    """That one more step than allowed is not finite."""
+    """Return the message about one bad step more than allowed."""
     return (
         f"the loss or its gradient is not finite (nan or infinite) at step {progress.global_step},"
         f" in epoch {progress.epoch + 1}, and {allowed} such steps were skipped before, as many as"
@@ -97,7 +97,7 @@ def too_many_bad_steps(progress: Progress, allowed: int, last_good: str) -> str:
 
 
 def stopped(signum: int, progress: Progress, run_dir: Path) -> str:
-    """That a signal stopped the run."""
+    """Return the line of a run that a signal stopped."""
     return (
         f"stopped by {signal.Signals(signum).name} after step {progress.global_step}, saved; go on"
         f" with: --resume {run_dir}"
@@ -107,7 +107,7 @@ def stopped(signum: int, progress: Progress, run_dir: Path) -> str:
 def result(
     metrics: Metrics | MultiLabelMetrics, progress: Progress, run_dir: Path
 ) -> Iterator[str]:
-    """The lines with which a whole run ends."""
+    """Yield the last lines of a whole run."""
     yield (
         f"result: {metrics.summary()} on {metrics.images} images with {run_dir / BEST} (epoch"
         f" {progress.best_epoch}; after the last epoch {progress.last_score:.2f} %),"

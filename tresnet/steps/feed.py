@@ -23,14 +23,10 @@ class Feed:
         keep_bytes: bool,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Keep the settings.
+        """Keep the settings; `dtype` is that of floats.
 
-        Args:
-            compute: The layout of images.
-            device: Where to compute.
-            keep_bytes: Leave bytes as they are, for a stem that reads them (`reads_bytes`); else
-                they become floats in [0, 1], on the device.
-            dtype: Of those floats.
+        With `keep_bytes` bytes stay so, for a stem that reads them (`reads_bytes`); else they
+        become floats in [0, 1], on the device.
         """
         self._layout = compute.memory_format
         self._device = device
@@ -39,19 +35,14 @@ class Feed:
         self._largest = torch.tensor(255.0, device=device)
 
     def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Move a batch.
+        """Move images (N, 3, H, W), bytes or floats in [0, 1], and labels (N,) or (N, classes).
 
-        Args:
-            images: (N, 3, H, W), bytes, or floats in [0, 1].
-            labels: (N,) or (N, classes).
-
-        Returns:
-            Both on the device: bytes in the layout they came in, floats in the configured one.
+        Bytes keep their layout, floats get the configured one.
         """
         return self.images(images), labels.to(self._device, non_blocking=True)
 
     def images(self, images: Tensor) -> Tensor:
-        """The same without labels."""
+        """Move images alone, as `__call__` does."""
         if images.dtype != torch.uint8:
             return images.to(
                 self._device, self._dtype, non_blocking=True, memory_format=self._layout
@@ -65,5 +56,5 @@ class Feed:
 
 
 def reads_bytes(model: nn.Module, compute: Compute) -> bool:
-    """Whether a model is best given bytes: its stem turns them into channels-last floats itself."""
+    """Whether a model's stem turns bytes into channels-last floats itself."""
     return compute.channels_last and isinstance(model, TResNet)

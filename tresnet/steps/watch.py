@@ -8,8 +8,8 @@ Part = Literal["forward", "backward", "update"]
 
 
 class Watch:
-    """What surrounds the parts of a step; a subclass may record them."""
+    """Hooks around the parts of a step; the default does nothing."""
 
     def during(self, part: Part) -> AbstractContextManager[Any]:
-        """The surroundings of a part: "forward" with the loss, "backward", or "update"."""
+        """Return the context of a part: "forward" with the loss, "backward", or "update"."""
         return contextlib.nullcontext()
