@@ -141,8 +141,7 @@ def verify(path: Path, expected: str | None, tag: str) -> None:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
     if expected is None:
         warnings.warn(
-            f"{tag}: no published hash to check {path} against; its sha256 is {found}",
-            stacklevel=2,
+            f"{tag}: no published hash to check {path} against; its sha256 is {found}", stacklevel=2
         )
     elif found != expected:
         raise CheckpointError(

@@ -29,10 +29,7 @@ _UNIT = r"(body\.(?:conv1|layer\d+\.\d+\.(?:conv|downsample\.)\d))(?:\.0)?"
 # the same in both.
 _PUBLIC_NAMES: tuple[tuple[str, str | None], ...] = (
     (rf"{_UNIT}\.0\.weight", r"\1.conv.weight"),
-    (
-        rf"{_UNIT}\.1\.(weight|bias|running_mean|running_var|num_batches_tracked)",
-        r"\1.bn.\2",
-    ),
+    (rf"{_UNIT}\.1\.(weight|bias|running_mean|running_var|num_batches_tracked)", r"\1.bn.\2"),
     (rf"{_UNIT}\.1(?:\.op)?\.filt", None),
 )
 _TIMM_MARK = re.compile(r"body\.(layer\d+\.\d+\.)?(conv\d|downsample\.\d)\.(conv|bn)\.")

@@ -1,12 +1,7 @@
 """Data: images in class folders, transforms, loaders, and the digits of the demo."""
 
 from tresnet.data import digits
-from tresnet.data.folder import (
-    ImageDataset,
-    check_same_classes,
-    load_rgb,
-    open_folder,
-)
+from tresnet.data.folder import ImageDataset, check_same_classes, load_rgb, open_folder
 from tresnet.data.loaders import Loader, create_loader
 from tresnet.data.pictures import BadImageError
 from tresnet.data.transforms import Augment, eval_transform, train_transform

@@ -215,11 +215,7 @@ def _find(
 
 
 def explain_full_memory(
-    error: torch.OutOfMemoryError,
-    plan: "Plan",
-    model: nn.Module,
-    processes: Processes,
-    last: str,
+    error: torch.OutOfMemoryError, plan: "Plan", model: nn.Module, processes: Processes, last: str
 ) -> str:
     """Return the message about full GPU memory: the batch that would fit, and options to pass."""
     config, tried, fitting = plan.config, plan.batches.size, None

@@ -22,11 +22,7 @@ class Teacher:
     """A trained model in evaluation mode, which is not part of the run's checkpoints."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        mapping: list[int] | None,
-        config: TrainConfig,
-        device: torch.device,
+        self, model: nn.Module, mapping: list[int] | None, config: TrainConfig, device: torch.device
     ) -> None:
         """Move the model to the device, its norms folded where it is one of ours.
 

@@ -138,11 +138,7 @@ def create_loaders(
     }
     return (
         create_loader(
-            splits.train,
-            batch_size,
-            training=True,
-            repeats=config.augment.aug_repeats,
-            **shared,
+            splits.train, batch_size, training=True, repeats=config.augment.aug_repeats, **shared
         ),
         create_loader(splits.val, data.eval_batch_size or batch_size, training=False, **shared),
     )

@@ -21,11 +21,7 @@ class Losses:
     """
 
     def __init__(
-        self,
-        config: TrainConfig,
-        classes: Sequence[str],
-        rank: int,
-        teacher: Teacher | None = None,
+        self, config: TrainConfig, classes: Sequence[str], rank: int, teacher: Teacher | None = None
     ) -> None:
         """Build the configured losses; each rank mixes in its own way.
 

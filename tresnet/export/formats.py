@@ -56,11 +56,7 @@ def _write_onnx(job: Job, path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the exporter about its own parts
         made = torch.onnx.export(
-            job.program,
-            input_names=["images"],
-            output_names=["logits"],
-            dynamo=True,
-            verbose=False,
+            job.program, input_names=["images"], output_names=["logits"], dynamo=True, verbose=False
         )
     assert made is not None, "nothing is returned where a path is given alone"
     made.model.metadata_props.update(job.texts())

@@ -102,10 +102,7 @@ def export_model(
     if options.int8:
         batches = spread(splits["train"], CALIBRATION_IMAGES)
         calibration = [images.prepare(batch) for batch, _ in batches]
-    metadata = _metadata(model, images, options) | {
-        **kept,
-        "device": str(device),
-    }
+    metadata = _metadata(model, images, options) | {**kept, "device": str(device)}
     job = Job(trace(plain, images, device), images, metadata, calibration)
     with contextlib.ExitStack() as stack:
         # Placed in the opposite order: the file that the user names comes last.

@@ -1,1 +1,1 @@
-"""What really happened: time, throughput and memory of runs, and the records that keep them."""
+"""Measured time, throughput and memory of runs, and their records."""

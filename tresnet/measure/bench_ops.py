@@ -1,8 +1,8 @@
 """`tresnet bench ops`: single operations, ours against eager PyTorch, Inductor and a plain copy.
 
-The copy moves the same number of bytes as the operation's ideal: what it takes is what the memory
-allows. Inputs, outputs and gradients rotate over enough buffers that a GPU's L2 cache does not
-serve them. What a contender computes is compared with float64 before it is timed.
+The copy moves as many bytes as the ideal operation, so its time is the memory's limit. Inputs,
+outputs and gradients rotate over enough buffers that a GPU's L2 cache does not serve them. Results
+are compared with float64 before they are timed.
 """
 
 import functools
@@ -58,7 +58,7 @@ METHOD = {
 
 
 def bench_ops(settings: OpsSettings, argv: Sequence[str], log: Log) -> Outcome:
-    """Measure operations at all their places and record it; `log` is told lines of progress.
+    """Measure operations at all their places and record it; `log` receives lines of progress.
 
     Raises:
         InputError: a setting out of range, an unknown name, or no such device.
@@ -95,7 +95,7 @@ def bench_ops(settings: OpsSettings, argv: Sequence[str], log: Log) -> Outcome:
 
 
 class _Data(NamedTuple):
-    """What all contenders of an operation at a place compute with, and what is true of it."""
+    """Inputs that all contenders at a place share, with the true results and the allowed error."""
 
     inputs: Inputs
     grad: Tensor
@@ -118,7 +118,6 @@ class _Site:
 
     @functools.cached_property
     def data(self) -> _Data:
-        """Made at the first use, and again after `free`, the same."""
         torch.manual_seed(self._seed)
         inputs = self.op.make(self.shape, self.place, torch_dtype(self.dtype), self.device)
         with torch.no_grad():
@@ -132,11 +131,9 @@ class _Site:
         return _Data(inputs, grad, truth, _ERROR_FACTOR * error + _ERROR_FLOOR, buffers)
 
     def free(self) -> None:
-        """Forget all of it."""
         self.__dict__.pop("data", None)
 
     def function(self, contender: str) -> Function:
-        """What a contender computes with."""
         if contender == "eager":
             return self.op.plain
         if contender == "inductor":
@@ -171,7 +168,7 @@ class _OpContender(Contender):
         self.label = f"{site.name}, {site.place.name}, {site.dtype}, {direction}, {contender}"
 
     def set_up(self) -> None:
-        """Make the inputs, compare what is computed with float64, and warm up."""
+        """Make the inputs, compare the results with float64, and warm up."""
         data = self._site.data
         sizes = self._site.op.ideal_bytes(data.inputs.maps[0].nbytes, data.grad.nbytes)
         self.columns["ideal_bytes"] = self.units = sizes[self.compared_with]
@@ -194,7 +191,7 @@ class _OpContender(Contender):
             )
 
     def visit(self) -> Sequence[float]:
-        """Mean time of one pass over the buffers."""
+        """Return the mean time over the buffers."""
         clock = self._site.clock
         late = clock.late_blocks
         time_s = clock.seconds_per_call(self._calls)
@@ -203,7 +200,6 @@ class _OpContender(Contender):
         return [time_s]
 
     def figures(self, rounds: Rounds) -> dict[str, Any]:
-        """Median time and bandwidth."""
         times_s = [time_s for visit in rounds for time_s in visit]
         if not times_s:
             return {"p50_us": None, "gb_per_s": None}
@@ -211,12 +207,11 @@ class _OpContender(Contender):
         return {"p50_us": p50_s * 1e6, "gb_per_s": self.units / p50_s / 1e9}
 
     def close(self) -> None:
-        """Free the inputs."""
         self._calls = tuple
         self._site.free()
 
     def _calls_of(self, function: Function) -> Calls:
-        """Of all buffers: forward; or backward, of passes forward that were done here."""
+        """Return calls for all buffers: forward, or backward after a forward done here."""
         calls, inputs = [], self._site.data.inputs
         for maps, grad in self._site.data.buffers:
             call = functools.partial(function, *maps, *inputs.vectors)
@@ -232,7 +227,7 @@ def _times_kernels(device: torch.device) -> bool:
 
 
 def _buffers_of(device: torch.device, touched_bytes: int) -> int:
-    """How many buffers a pass goes round so that the cache holds none of them."""
+    """Return a number of buffers that the cache cannot hold."""
     if device.type != "cuda":
         return _CPU_BUFFERS
     cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
@@ -240,14 +235,13 @@ def _buffers_of(device: torch.device, touched_bytes: int) -> int:
 
 
 def _computed(function: Function, inputs: Inputs, grad: Tensor) -> list[Tensor]:
-    """Output and gradients."""
     y = function(*inputs.maps, *inputs.vectors)
     wanted = inputs.differentiated()
     return [y.detach(), *(torch.autograd.grad(y, wanted, grad.to(y.dtype)) if wanted else ())]
 
 
 def _copied(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
-    """Copies that want gradients where the originals do; integers keep their type."""
+    """Copy tensors and their `requires_grad`; integers keep their type."""
     return tuple(
         one.detach()
         .to(dtype if dtype and one.is_floating_point() else one.dtype, copy=True)
@@ -261,7 +255,7 @@ def _in_float64(inputs: Inputs) -> Inputs:
 
 
 def _relative_error(found: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
-    """The largest of the relative errors of the tensors, in the Euclidean norm; NaN if one is."""
+    """Return the largest relative error, in the Euclidean norm; NaN if one is."""
     errors = [
         float((a.to(b.dtype) - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True)
     ]

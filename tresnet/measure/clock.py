@@ -19,7 +19,7 @@ class HostClock:
     """Marks are seconds of the host's monotonic clock."""
 
     def mark(self) -> Mark:
-        """This point in time, in the order of the device's work."""
+        """Return this point in time, in the order of the device's work."""
         return time.perf_counter()
 
     def reached(self, mark: Mark) -> bool:
@@ -30,7 +30,7 @@ class HostClock:
         """Wait until the device has come to `mark`."""
 
     def seconds(self, begin: Mark, end: Mark) -> float:
-        """Seconds from one mark to another; the device must have reached both."""
+        """Return seconds from one mark to another; the device must have reached both."""
         return end - begin
 
 
@@ -41,7 +41,7 @@ class CudaClock(HostClock):
         self._device = device
 
     def mark(self) -> Mark:
-        """An event behind all work queued so far in the current stream."""
+        """Return an event behind all work queued so far in the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -55,12 +55,12 @@ class CudaClock(HostClock):
         mark.synchronize()
 
     def seconds(self, begin: Mark, end: Mark) -> float:
-        """GPU time from event to event."""
+        """Return the GPU time between events."""
         return begin.elapsed_time(end) / 1000
 
 
 def clock_for(device: torch.device) -> HostClock:
-    """The clock that measures work on `device`."""
+    """Return the clock that measures work on `device`."""
     return CudaClock(device) if device.type == "cuda" else HostClock()
 
 
@@ -73,12 +73,9 @@ class HeldClock:
     """Times blocks of a few short calls on one device, without the host's part in it.
 
     A kernel of some microseconds is over before Python has queued the next one, so that plain
-    timing measures Python. On a GPU the calls are queued behind a kernel that only waits, for as
-    long as the host needs; the GPU then runs them back to back. On a CPU they are timed as they
-    are.
-
-    Attributes:
-        late_blocks: blocks that the host could not queue in time; their time has its part in it.
+    timing measures Python. On a GPU the calls are queued behind a waiting kernel; the GPU then runs
+    them back to back. On a CPU they are timed as they are. `late_blocks` counts those that the host
+    could not queue in time; their time includes the host's.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -87,12 +84,10 @@ class HeldClock:
         self.late_blocks = 0
 
     def seconds_per_call(self, prepare: Callable[[], Calls]) -> float:
-        """Mean time of the calls of one block.
+        """Return the mean time of the calls of one block.
 
         Every call's result lives until the block ends, so that each writes memory of its own.
-
-        Args:
-            prepare: makes the calls; not timed. Called again where the host was too slow.
+        `prepare` makes the calls, untimed, and again where the host was too slow.
         """
         while True:
             calls = prepare()

@@ -40,11 +40,11 @@ def largest_batches(
 ) -> Outcome:
     """Find the largest training batch of each case, and record it.
 
-    Two small batches foretell the edge (every buffer grows with the batch by a constant); real
-    steps around it find it. cuDNN does not search for algorithms meanwhile, as each new batch would
-    cost it seconds; the answer is then run with that search, and made smaller should it not fit.
+    Two small batches predict the edge (every buffer grows with the batch by a constant); real steps
+    around it find it. cuDNN does not search for algorithms meanwhile, as each new batch would cost
+    it seconds. The result is then run with that search, and made smaller should it not fit.
 
-    The cases' own batch sizes are not used; `log` is told each try.
+    The cases' own batch sizes are not used; `log` receives each try.
 
     Raises:
         InputError: a case that cannot be run at all; nothing has run then.
@@ -74,10 +74,9 @@ def largest_batches(
 class LargestContender(Contender):
     """The search for one case.
 
-    Its columns: `largest_batch`, the largest that ran; `limited_by`: `memory`, or the bound or the
-    time limit that was given; `memory_limit_mib`: what the allocator was allowed, or the device's
-    memory; `max_allocated_mib`: peak at the largest batch; `tries`: each batch tried, and whether
-    it ran.
+    Its columns: `largest_batch`, the largest that ran; `limited_by`: `memory`, the given bound or
+    the time limit; `memory_limit_mib`: the allocator's limit, or the device's memory;
+    `max_allocated_mib`: peak at the largest batch; `tries`: each batch tried, and whether it ran.
     """
 
     def __init__(
@@ -88,7 +87,6 @@ class LargestContender(Contender):
         limit_bytes: int | None,
         log: Log,
     ) -> None:
-        """Keep a checked case, and what the allocator may take."""
         self._case, self._settings, self._device = case, settings, device
         self._limit_bytes, self._log = limit_bytes, log
         self._peaks: dict[int, int] = {}
@@ -128,7 +126,7 @@ class LargestContender(Contender):
         }
 
     def _with_search(self, largest: int) -> int:
-        """The largest that fits with cuDNN's search for algorithms too, from `largest` down."""
+        """Return the largest batch that fits with cuDNN's search too, from `largest` down."""
         if self._device.type != "cuda":
             return largest
         with searching_algorithms():
@@ -137,7 +135,7 @@ class LargestContender(Contender):
         return largest
 
     def _foreseen(self) -> int | None:
-        """The edge by the line through the last two peaks; None where memory is not known."""
+        """Return the edge by the line through the last two peaks; None without known memory."""
         if self._limit_bytes is None or len(self._peaks) < 2:
             return None
         (small, low), (large, high) = sorted(self._peaks.items())[-2:]
@@ -145,7 +143,6 @@ class LargestContender(Contender):
         return large + int((self._limit_bytes - high) / per_image) if per_image > 0 else None
 
     def _fits(self, batch: int) -> bool:
-        """Whether training steps at this batch run."""
         if time.perf_counter() > self._deadline_s:
             raise TimeoutError
         meter = MemoryMeter(self._device)
@@ -180,14 +177,10 @@ def find_edge(
     grain: int,
     bound: int,
 ) -> int:
-    """The largest multiple of `grain` that fits; 0 if none does.
+    """Return the largest multiple of `grain` that fits; 0 if none does.
 
-    Args:
-        fits: tries a batch, each once.
-        foreseen: a guess of the edge, asked after two batches have fitted; None for no idea.
-        first: tried first, a multiple of `grain`.
-        grain: a positive number.
-        bound: nothing above is tried; a multiple of `grain`.
+    `fits` tries each batch once, `first` first and none above `bound`, both multiples of `grain`.
+    `foreseen` guesses the edge after two batches have fitted; None for no guess.
     """
     fitting, failing = 0, bound + grain
     target, stride, seen = first, first, [False, False]
@@ -208,7 +201,7 @@ def find_edge(
 
 @contextlib.contextmanager
 def _limited(device: torch.device, limit: str | None) -> Iterator[int | None]:
-    """Inside, PyTorch's allocator may take no more; yields the bytes there are, None on a CPU."""
+    """Limit PyTorch's allocator inside; yield the limit in bytes, None on a CPU."""
     if device.type != "cuda":
         yield None
         return

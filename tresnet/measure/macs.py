@@ -7,9 +7,9 @@ from torch import nn
 
 
 def without_computing() -> contextlib.AbstractContextManager[object]:
-    """Inside, new tensors have shapes and devices but no data: models cost no memory and no time.
+    """Return a context in which new tensors have shapes and devices but no data.
 
-    Fake tensors rather than the meta device, because code that asks for a tensor's device (for
+    Fake tensors rather than the meta device, because code that reads a tensor's device (for
     autocast, say) goes on working.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,14 +18,11 @@ def without_computing() -> contextlib.AbstractContextManager[object]:
 
 
 def count_macs(model: nn.Module, input_shape: tuple[int, int, int, int]) -> int:
-    """Multiply-accumulates of one forward pass of the convolutions and matrix products.
+    """Return multiply-accumulates of convolutions and matrix products in one forward pass.
 
-    Half of what `torch.utils.flop_counter.FlopCounterMode` counts; pointwise work, pooling and
-    normalisation are not in it. Call it, and build the model, inside `without_computing`.
-
-    Args:
-        model: run in eval mode and put back.
-        input_shape: (N, C, H, W); the count is for the whole batch.
+    Half of `torch.utils.flop_counter.FlopCounterMode`, for the whole batch of `input_shape` (N, C,
+    H, W), in eval mode; pointwise work, pooling and normalisation are not in it. Call it, and build
+    the model, inside `without_computing`.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -41,5 +38,5 @@ def count_macs(model: nn.Module, input_shape: tuple[int, int, int, int]) -> int:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Elements of all parameters, shared ones once."""
+    """Return the elements of all parameters, shared ones once."""
     return sum(parameter.numel() for parameter in model.parameters())

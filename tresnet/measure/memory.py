@@ -45,18 +45,18 @@ class MemorySnapshot:
 
     @property
     def peak_mib(self) -> float | None:
-        """The peak of the run: on a GPU that of its tensors, else that of the process."""
+        """The peak of the run in MiB: on a GPU that of its tensors, else that of the process."""
         return to_mib(self.max_allocated if self.rss_peak is None else self.rss_peak)
 
     def to_dict(self) -> dict[str, float | None]:
-        """The five columns in MiB, ready for a log row; None stays None (an empty cell)."""
+        """Return the five columns in MiB for a log row; None stays None (an empty cell)."""
         return {
             f"{field.name}_mib": to_mib(getattr(self, field.name))
             for field in dataclasses.fields(self)
         }
 
     def format(self) -> str:
-        """The known columns in one line, such as `allocated 97.8 MiB, reserved 604.0 MiB`."""
+        """Return a line of the known columns: `allocated 97.8 MiB, reserved 604.0 MiB`."""
         known = [
             f"{name.removesuffix('_mib').replace('_', ' ')} {value:.1f} MiB"
             for name, value in self.to_dict().items()
@@ -68,11 +68,8 @@ class MemorySnapshot:
 class MemoryMeter:
     """Reads the memory of one device and keeps one snapshot per phase.
 
-    Building it costs nothing and does not initialise CUDA; the first reading of a CUDA device does.
-
-    Args:
-        device: the device the model runs on.
-        log: called with one line at each `phase`; by default this module's logger, level info.
+    Only the first reading initialises CUDA. `log` receives a line at each `phase`; by default this
+    module's logger, level info.
     """
 
     def __init__(
@@ -87,7 +84,7 @@ class MemoryMeter:
         return env.nvml_handle(self.device)
 
     def reset_peak(self) -> None:
-        """Start the peaks anew: `max_allocated` on CUDA, `rss_peak` on a CPU where Linux can."""
+        """Reset the peaks: `max_allocated` on CUDA, `rss_peak` on a CPU where Linux can."""
         if self.device.type == "cuda":
             torch.cuda.init()
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -126,10 +123,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def failure_in_short(error: Exception) -> str:
-    """The first line of what an exception says, with its kind where no library speaks.
+    """Return the first line of an exception, with its kind unless it is a library's.
 
-    PyTorch, Triton (a kernel that does not compile, or wants more registers than there are) and the
-    libraries under them speak for themselves.
+    Messages of PyTorch, Triton (a kernel that does not compile, or wants more registers than there
+    are) and the libraries under them need no kind.
     """
     lines, kind = str(error).strip().splitlines(), type(error)
     if not lines:
@@ -141,12 +138,12 @@ def failure_in_short(error: Exception) -> str:
 
 
 def to_mib(count_bytes: int | None) -> float | None:
-    """Bytes to MiB (2**20 bytes); None stays None."""
+    """Convert bytes to MiB (2**20 bytes); None stays None."""
     return None if count_bytes is None else count_bytes / env.MIB
 
 
 def peak_rss_bytes() -> int | None:
-    """Largest resident memory of this process in bytes; None where the system does not tell.
+    """Return the largest resident memory of this process in bytes; None where unknown.
 
     Linux's VmHWM is preferred to ru_maxrss, which a process spawned by a larger one inherits; macOS
     counts that in bytes, others in KiB.
@@ -165,7 +162,7 @@ def peak_rss_bytes() -> int | None:
 
 
 def reset_peak_rss() -> bool:
-    """Make Linux count this process's peak resident memory from now; False if it cannot."""
+    """Reset this process's peak resident memory on Linux; False if it cannot."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:

@@ -1,11 +1,10 @@
 """`tresnet bench train` and `infer`: images per second and peak memory of models side by side.
 
-The step that is timed is the one that `train.py` and `eval.py` run (`tresnet.steps`), on a
-synthetic batch that is on the device already. Peak memory is that of steady steps, after warm-up,
-and counts the case itself: what the other cases keep on the GPU meanwhile (weights, optimizer
-state) is subtracted from `max_allocated` and `reserved`. `device_used` (the whole device) and a
-CPU's `rss_peak` (the whole process) cannot be split: only the first case of a run, or a run without
-interleaving, has them for itself.
+The timed step is the one of `train.py` and `eval.py` (`tresnet.steps`), on a synthetic batch that
+is on the device already. Peak memory is that of steady steps, after warm-up. Memory of other cases
+on the GPU (weights, optimizer state) is subtracted from `max_allocated` and `reserved`.
+`device_used` (the whole device) and a CPU's `rss_peak` (the whole process) cannot be split: only
+the first case of a run, or a run without interleaving, has them for itself.
 """
 
 import contextlib
@@ -71,7 +70,7 @@ def bench_models(
 ) -> Outcome:
     """Time training steps, or forward passes in inference, of each case, and record it.
 
-    The first is the base of the ratios; `log` is told lines of progress.
+    The first is the base of the ratios; `log` receives lines of progress.
 
     Raises:
         InputError: a case that cannot be run at all; nothing has run then.
@@ -113,7 +112,6 @@ class ModelContender(Contender):
         device: torch.device,
         primed: MemorySnapshot,
     ) -> None:
-        """Keep a checked case; nothing is built yet."""
         self._case, self._training, self._settings = case, training, settings
         self._device, self._primed = device, primed
         self._clock, self._meter = clock_for(device), MemoryMeter(device)
@@ -153,7 +151,7 @@ class ModelContender(Contender):
         self.columns |= _own_memory(self._meter.snapshot(), before, self._primed).to_dict()
 
     def visit(self) -> Sequence[float]:
-        """Seconds of each step of a round."""
+        """Return seconds of each step of a round."""
         assert self._step is not None, "set up before"
         torch.cuda.empty_cache()  # else the allocator would do so while the clock runs
         output = self._settled()
@@ -173,7 +171,7 @@ class ModelContender(Contender):
         return self._step()
 
     def figures(self, rounds: Rounds) -> dict[str, Any]:
-        """Percentiles of images/s over all steps, and the median of each round."""
+        """Return percentiles of images/s over all steps, and the median of each round."""
         times_s = [time_s for visit in rounds for time_s in visit]
         return {
             **speed(times_s, self.units),
@@ -188,11 +186,10 @@ class ModelContender(Contender):
 
 
 def speed(times_s: Sequence[float], images: float) -> dict[str, float | None]:
-    """Percentiles over steps of so many images each.
+    """Return percentiles over steps of `images` images each.
 
-    p20 images/s is exceeded by 80 % of the steps, p80 by 20 %: they are the images over the
-    percentile of the times, so p20 images/s belongs to the 80th percentile of time. Times between
-    two measured ones are interpolated linearly.
+    80 % of the steps exceed p20 images/s, which are the images over the 80th percentile of time.
+    Percentiles are interpolated linearly.
     """
     names = ("p20_images_per_s", "p50_images_per_s", "p80_images_per_s")
     if not times_s:
@@ -205,13 +202,9 @@ def speed(times_s: Sequence[float], images: float) -> dict[str, float | None]:
 
 
 class Prepared(NamedTuple):
-    """A step on a batch that is ready.
+    """A step on a batch that is ready: `run` returns the loss or the logits.
 
-    Attributes:
-        run: does one step and returns the loss or the logits.
-        model: what runs.
-        input_size: the side of its images.
-        step: the step itself.
+    `input_size` is the side of the model's images in pixels.
     """
 
     run: Callable[[], Tensor]
@@ -272,7 +265,7 @@ def _training_step(
 
 
 def _fed(feed: Any, raw: Tensor, case: BenchCase) -> Callable[[], Tensor]:
-    """The images of each step: made ready beforehand, but for bytes, whose conversion is timed."""
+    """Return the images of each step: prepared, but for bytes, whose conversion is timed."""
     if case.input == "uint8":
         return functools.partial(feed.images, raw)
     images = feed.images(raw)
@@ -280,7 +273,7 @@ def _fed(feed: Any, raw: Tensor, case: BenchCase) -> Callable[[], Tensor]:
 
 
 def inductor_options(case: BenchCase) -> contextlib.AbstractContextManager[Any]:
-    """Inside, compile with the options of a case that are Inductor's own."""
+    """Return a context that compiles with a case's own options of Inductor."""
     if not case.layout_opt:
         return contextlib.nullcontext()
     from torch._inductor import config
@@ -289,7 +282,7 @@ def inductor_options(case: BenchCase) -> contextlib.AbstractContextManager[Any]:
 
 
 def _prime(device: torch.device) -> MemorySnapshot:
-    """Make the matrix library allocate its workspaces, which stay; returns the memory after.
+    """Allocate the matrix library's workspaces, which stay; return the memory after.
 
     They belong to every case, but only the first would be seen to allocate them.
     """
@@ -306,7 +299,7 @@ def _prime(device: torch.device) -> MemorySnapshot:
 def _own_memory(
     after: MemorySnapshot, before: MemorySnapshot, primed: MemorySnapshot
 ) -> MemorySnapshot:
-    """`after` less what other cases held `before`; what was there when primed is everyone's."""
+    """Return `after` less the other cases' memory `before`; workspaces are everyone's."""
 
     def own(name: str, of: str) -> int | None:
         now, earlier, shared = getattr(after, name), getattr(before, of), getattr(primed, of)

@@ -1,4 +1,4 @@
-"""Memory of a case by phase, each case in a process of its own: nothing is left over from another.
+"""Memory of a case by phase, each case in a process of its own.
 
 The process is `python -m tresnet.measure.phases JSON`, which prints one JSON object.
 """
@@ -26,7 +26,7 @@ STEPS = 5
 def measure_phases(
     case: BenchCase, training: bool, device: str, steps: int = STEPS
 ) -> dict[str, dict[str, float | None]]:
-    """Run steps of a case here and now: the memory columns at every phase, in MiB.
+    """Run steps of a case here: return the memory columns at every phase, in MiB.
 
     Raises:
         InputError: there is no such device, or the case cannot be run.
@@ -79,7 +79,6 @@ class _Case(Contender):
         self.columns = {**case.columns(), "phases": None}
 
     def set_up(self) -> None:
-        """Measure it."""
         result = measure_in_new_process(*self._arguments, timeout_s=None)
         if "error" in result:
             raise NoResultError("failed", result["error"])
@@ -89,7 +88,7 @@ class _Case(Contender):
 def measure_in_new_process(
     case: BenchCase, training: bool, device: str, timeout_s: float | None
 ) -> dict[str, Any]:
-    """The `phases` of a case from a fresh process, or `error` with what went wrong."""
+    """Return the `phases` of a case from a fresh process, or its `error`."""
     task = {"case": dataclasses.asdict(case), "training": training, "device": device}
     command = [sys.executable, "-m", "tresnet.measure.phases", json.dumps(task)]
     try:

@@ -1,4 +1,4 @@
-"""Records: one JSON file per measurement, with everything needed to repeat and to doubt it."""
+"""Records: one JSON file per measurement, with all that is needed to repeat it."""
 
 import itertools
 import json
@@ -22,10 +22,9 @@ FORMAT = 2
 
 
 class RecordFile:
-    """One record, `<what>_<device>_torch<version>_<date>.json`, written as often as there is news.
+    """One record, `<what>_<device>_torch<version>_<date>.json`, rewritten with each new result.
 
-    The name is taken at the first `write`; an existing record is never touched: a taken name gets a
-    counter, `..._2.json`.
+    The first `write` creates a new file: a taken name gets a counter, `..._2.json`.
     """
 
     def __init__(
@@ -39,12 +38,12 @@ class RecordFile:
         runs: int = 1,
         argv: Sequence[str] | None = None,
     ) -> None:
-        """Keep what to write.
+        """Keep the settings.
 
         Args:
-            directory: where records live; made at the first `write` if missing.
+            directory: folder of records; made at the first `write` if missing.
             what: kind of measurement, for example `bench_train`.
-            device: what is measured on; None means the CPU.
+            device: the measured device; None means the CPU.
             settings: the options all rows share, as plain values.
             warmup_steps: steps run before anything is timed.
             runs: timed steps (or repeats) behind each row's percentiles.
@@ -66,8 +65,7 @@ class RecordFile:
     def write(self, rows: Sequence[Mapping[str, Any]]) -> Path:
         """Write the whole record, over what this object wrote before.
 
-        Args:
-            rows: the results, as plain values; None for what was not measured.
+        Rows have plain values; None for what was not measured.
 
         Raises:
             InputError: there are no rows.
@@ -117,9 +115,9 @@ class RecordFile:
 
 
 def check_directory(directory: str | os.PathLike[str]) -> None:
-    """Check that records can be written to `directory`, which need not exist yet; leaves nothing.
+    """Check that records can be written to `directory`, which need not exist; leaves nothing.
 
-    A long measurement shall not end in nothing, nor one that never began leave an empty directory.
+    A long measurement shall not fail at its end.
 
     Raises:
         InputError: it cannot be made or written.
@@ -135,7 +133,7 @@ def check_directory(directory: str | os.PathLike[str]) -> None:
 
 
 def _nearest(folder: Path) -> Path:
-    """The folder itself if something is there, a broken link say, else the nearest one above."""
+    """Return the folder itself if something is there, a broken link say, else the nearest above."""
     try:
         folder.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -144,7 +142,7 @@ def _nearest(folder: Path) -> Path:
 
 
 def public_command(argv: Sequence[str]) -> str:
-    """The command line with each absolute path cut to its last part.
+    """Return the command line with each absolute path cut to its last part.
 
     >>> public_command(["/opt/env/bin/tresnet", "bench", "--output-dir=/tmp/records"])
     'tresnet bench --output-dir=records'

@@ -1,10 +1,10 @@
 """The one runner of every benchmark: turns, time limit, failures, interruption, the record.
 
 A benchmark is a list of groups of contenders. A contender is set up, warmed up and timed for one
-round right away; then all contenders of its group are timed in further rounds, forwards and
-backwards through the list, so that a drift of clocks or temperature meets them all alike. After
-each contender and each round the record is written, so that whatever ends the run (a failure, a
-hang, a signal, a power cut) costs what was being measured at that moment and nothing else.
+round right away. Then its group is timed in further rounds, forwards and backwards through the
+list, so that a drift of clocks or temperature meets all alike. The record is written after each
+contender and each round. A failure, hang, signal or power cut thus costs only the current
+measurement.
 """
 
 import abc
@@ -41,27 +41,26 @@ Log = Callable[[str], object]
 
 
 class NoResultError(Exception):
-    """A contender says itself why it has no figures."""
+    """A contender has no figures; `status` is that of its row."""
 
     def __init__(self, status: str, reason: str) -> None:
-        """Keep the status of its row, and the reason in words."""
         super().__init__(reason)
         self.status = status
 
 
 class _OutOfTime(BaseException):
-    """The time limit rang; no `except Exception` of a library shall swallow it."""
+    """The time limit has passed; no BaseException, so that libraries do not catch it."""
 
 
 class Contender(abc.ABC):
     """One thing to measure.
 
     Attributes:
-        label: it in one line, for progress.
-        columns: of its row in the record: what is measured, and what `set_up` and `visit` find.
-        units: of work in one timed step: images, or bytes.
-        compared_with: contenders of a group are compared with the first that has the same word
-        here. ratio_column: where that ratio goes.
+        label: name for progress.
+        columns: of its row in the record: the case, and results of `set_up` and `visit`.
+        units: units of work in one timed step: images, or bytes.
+        compared_with: contenders of a group are compared with the first of the same word.
+        ratio_column: column of that ratio.
     """
 
     label: str
@@ -75,15 +74,15 @@ class Contender(abc.ABC):
         """Make it ready to be timed, warmed up."""
 
     def visit(self) -> Sequence[float]:
-        """Time it for one round: seconds of each step."""
+        """Time one round: seconds of each step."""
         return []
 
     def figures(self, rounds: Rounds) -> dict[str, Any]:
-        """Further columns, from the times of all rounds; the same columns where there are none."""
+        """Return the same further columns, from the times of any number of rounds."""
         return {}
 
     def close(self) -> None:  # noqa: B027  most have nothing to close
-        """Free what it holds. Called once or more, in whatever state it is."""
+        """Free its memory. Called once or more, in any state."""
 
 
 @dataclasses.dataclass
@@ -107,19 +106,19 @@ class _Row:
         }
 
     def rates(self) -> list[float]:
-        """Units a second in each round, by its median step."""
+        """Return units a second in each round, by its median step."""
         return [self.contender.units / statistics.median(times) for times in self.rounds if times]
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a run found.
+    """The result of a run.
 
     Attributes:
         rows: one for each contender, in order: its columns; `status` (`ok`, `failed`,
             `out_of_memory`, `out_of_time`, `left_out`, `not_begun`, `interrupted`, or a word of the
-            contender's own); `error`, which says in a line why it is not `ok`; `trace`, the last
-            lines of an exception; and its figures, None where nothing was timed.
+            contender's own); `error`, a line on why it is not `ok`; `trace`, the last lines of an
+            exception; and its figures, None where nothing was timed.
         labels: of the contenders.
         interrupted: whether the user or a signal ended the run.
         path: of the record, if one was written.
@@ -146,14 +145,11 @@ def run(
     record: RecordFile | None = None,
     compiles: bool = False,
 ) -> Outcome:
-    """Measure all contenders; nothing that one of them raises reaches the caller.
+    """Measure all contenders; an error in one of them ends that one alone.
 
-    Args:
-        groups: what takes turns with each other; a group is closed before the next is begun.
-        settings: rounds and limits.
-        log: told a line of progress.
-        record: written whenever there is something new.
-        compiles: whether torch.compile is used: every case must find room in its caches.
+    Contenders of a group take turns; a group is closed before the next is begun. `log` receives
+    lines of progress; `record` is written with each result. `compiles` makes room for every case in
+    torch.compile's caches.
 
     Raises:
         KeyboardInterrupt: before any contender has come to an end.
@@ -225,7 +221,6 @@ class _Run:
             torch.compiler.reset()
 
     def _begin(self, row: _Row) -> None:
-        """Set a contender up and time its first round."""
         tidy()
         row.contender.set_up()
         if self.settings.rounds:
@@ -237,7 +232,7 @@ class _Run:
         row.rounds.append(list(row.contender.visit()))
 
     def _guarded(self, row: _Row, action: Callable[[_Row], None]) -> None:
-        """Do `action`: whatever it raises ends this contender alone, and what was timed stays."""
+        """Do `action`: an error ends this contender alone, and its times stay."""
         timed = bool(row.rounds)
         try:
             with _alarm(min(self._left_s(), self.settings.case_limit_s or math.inf)):
@@ -262,7 +257,7 @@ class _Run:
             tidy()
 
     def _left_s(self, share: float = 1.0) -> float:
-        """Seconds until this share of the time limit has gone."""
+        """Return seconds until this fraction of the time limit has passed."""
         limit_s = self.settings.time_limit_s
         if limit_s is None:
             return math.inf
@@ -280,7 +275,7 @@ class _Run:
 
 
 def _compare(group: Sequence[_Row]) -> None:
-    """Set each row's speed in relation to the first row's: the median over their common rounds."""
+    """Set each row's ratio to the first row's speed: the median over their common rounds."""
     if len(group) < 2:
         return
     firsts: dict[str, _Row] = {}
@@ -291,7 +286,7 @@ def _compare(group: Sequence[_Row]) -> None:
 
 
 def tidy() -> None:
-    """Free what nobody refers to any more, on a GPU too."""
+    """Free unreferenced memory, on a GPU too."""
     gc.collect()
     torch.cuda.empty_cache()  # does nothing where CUDA is not in use
 
@@ -360,5 +355,5 @@ def searching_algorithms(searches: bool = True) -> Iterator[None]:
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Inside, a GPU is the one that streams and clocks mean."""
+    """Return a context in which a GPU is the current one."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

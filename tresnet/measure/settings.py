@@ -1,4 +1,4 @@
-"""What each benchmark is told: the options of its command, with their checks.
+"""Options of each benchmark's command, with their checks.
 
 The text under a field is its help. Nothing here imports a model, or PyTorch.
 """
@@ -17,7 +17,7 @@ from tresnet.settings.fields import Count, Positive, Settings, Size, check
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSettings(Settings):
-    """How any benchmark runs."""
+    """Options of every benchmark."""
 
     rounds: Count = 5
     """Visits to each contender; every round visits every one."""
@@ -31,18 +31,18 @@ class RunSettings(Settings):
     """Where the record is written, after each contender; existing ones are never overwritten."""
 
     def check(self) -> None:
-        """Raise `InputError` for what nothing can be measured with."""
+        """Raise `InputError` if an option is out of range."""
         check(self, InputError)
 
     def to_dict(self) -> dict[str, Any]:
-        """What all rows of a record share; of a path its name alone."""
+        """Return the options for a record; of a path its name alone."""
         values = {name: value for name, value in vars(self).items() if name != "output_dir"}
         return {k: v.resolve().name if isinstance(v, Path) else v for k, v in values.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepSettings(RunSettings):
-    """What all cases of `bench train` and `bench infer` share."""
+    """Options of `bench train` and `bench infer`."""
 
     warmup_steps: Count = 10
     """Untimed steps of each case, compilation included."""
@@ -56,7 +56,7 @@ class StepSettings(RunSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LargestSettings(RunSettings):
-    """What all cases of `bench max-batch` share; each has an equal share of the time limit."""
+    """Options of `bench max-batch`; each case has an equal part of the time limit."""
 
     rounds: Suppress[int] = 0
     first: Size = 64
@@ -87,7 +87,7 @@ class LargestSettings(RunSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpsSettings(RunSettings):
-    """What all operations of `bench ops` share."""
+    """Options of `bench ops`."""
 
     ops: Annotated[Positional[tuple[str, ...]], arg(metavar="[OP ...]")] = ()
     """abn_join, abn, abn_blur, abn_se, blur, stem; by default all."""
@@ -106,7 +106,7 @@ class OpsSettings(RunSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PhaseSettings(RunSettings):
-    """What all cases of `memory measure` share."""
+    """Options of `memory measure`."""
 
     rounds: Suppress[int] = 0
     infer: bool = False

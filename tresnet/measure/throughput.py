@@ -33,22 +33,17 @@ class _Totals:
 
 
 class ThroughputMeter:
-    """Images per second over the last steps of a training or evaluation loop.
+    """Images per second over the last `window` steps of a training or evaluation loop.
 
-    On CUDA every step leaves timing events behind and none is waited for: a reading covers the
-    steps the GPU has finished. `average_images_per_s` waits once, for the end of an epoch.
+    On CUDA every step records timing events and none is waited for: a reading covers the steps the
+    GPU has finished. `average_images_per_s` waits once, for the end of an epoch.
 
         meter.start()
         for images, targets in loader:
-            meter.data_ready()
-            ...
-            meter.step(images.shape[0])
-            print(meter.images_per_s())
-
-    Args:
-        device: the device that does the work.
-        window: how many steps `images_per_s` looks back.
-        clock: takes the marks; None for the one that fits the device.
+        meter.data_ready()
+        ...
+        meter.step(images.shape[0])
+        print(meter.images_per_s())
     """
 
     def __init__(
@@ -66,15 +61,15 @@ class ThroughputMeter:
         self._ready: Mark | None = None
 
     def start(self) -> None:
-        """The next step begins now: call it before a loop, and after a pause such as evaluation."""
+        """Begin a step: call it before a loop, and after a pause such as evaluation."""
         self._begin, self._ready = self._clock.mark(), None
 
     def data_ready(self) -> None:
-        """The step's batch has arrived; the time since the step began was spent waiting for it."""
+        """Mark the arrival of the step's batch; the time since the step began was waiting."""
         self._ready = self._clock.mark()
 
     def step(self, images: int) -> None:
-        """A step over `images` images has been queued; the next step begins now.
+        """Count a queued step over `images` images, and begin the next.
 
         Without a `start()` before it the first step only sets the beginning and is not counted.
         """
@@ -90,11 +85,11 @@ class ThroughputMeter:
         self._begin, self._ready = end, None
 
     def images_per_s(self) -> float | None:
-        """Rate over the finished steps of the window; None before the first has finished."""
+        """Return the rate of the window's finished steps; None before the first has finished."""
         return self._finished().images_per_s()
 
     def data_wait_fraction(self) -> float | None:
-        """Share of the window's time that went into waiting for data, 0 to 1; None as above.
+        """Return the fraction of the window's time spent waiting for data; None as above.
 
         On CUDA this is the time the GPU starved, not the time the host waited.
         """
@@ -102,10 +97,9 @@ class ThroughputMeter:
         return 1 - totals.work_s / totals.elapsed_s if totals.elapsed_s > 0 else None
 
     def average_images_per_s(self, exclude_data_wait: bool = False) -> float | None:
-        """Rate over all steps since the last `reset`; waits for the device once.
+        """Return the rate over all steps since the last `reset`; waits for the device once.
 
-        Args:
-            exclude_data_wait: leave out the time between a step's begin and its `data_ready()`.
+        `exclude_data_wait` leaves out the time between a step's begin and its `data_ready()`.
         """
         if self._steps:
             self._clock.wait(self._steps[-1].end)
@@ -115,7 +109,6 @@ class ThroughputMeter:
         return totals.images_per_s(exclude_data_wait)
 
     def _finished(self) -> _Totals:
-        """The steps of the window that the device has finished."""
         totals = _Totals()
         for step in self._steps:
             if not self._clock.reached(step.end):

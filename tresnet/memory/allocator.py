@@ -38,12 +38,12 @@ class SimulatedOutOfMemoryError(Exception):
 
 
 def round_request(n_bytes: int) -> int:
-    """The block size that serves a request: the next multiple of 512 B."""
+    """Return the block size that serves a request: the next multiple of 512 B."""
     return -(-n_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
 
 
 def segment_bytes(block_bytes: int) -> int:
-    """What is asked of the device when no free block can serve `block_bytes`."""
+    """Return the size of a new segment, when no free block can serve `block_bytes`."""
     if block_bytes <= SMALL_REQUEST_BYTES:
         return SMALL_SEGMENT_BYTES
     if block_bytes < OWN_SEGMENT_FROM_BYTES:
@@ -63,16 +63,15 @@ class Block:
 
     @property
     def end(self) -> int:
-        """Where the next block begins."""
+        """Address of the next block."""
         return self.address + self.n_bytes
 
 
 class CachingAllocator:
     """Serves `malloc` and `free` as the CUDA caching allocator would, and keeps its statistics.
 
-    Args:
-        capacity_bytes: what the device has for segments; None for no limit.
-        on_segment: called with `segment_alloc` or `segment_free`, the address and the bytes.
+    `capacity_bytes` limits its segments (None: no limit). `on_segment` receives `segment_alloc` or
+    `segment_free`, the address and the bytes.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class CachingAllocator:
         self._free: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
 
     def malloc(self, n_bytes: int) -> Block | None:
-        """A block for `n_bytes`; None for zero bytes, which take no memory.
+        """Return a block for `n_bytes`; None for zero bytes, which take no memory.
 
         Raises:
             SimulatedOutOfMemoryError: the device is full, also after `empty_cache`.
@@ -120,7 +119,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block | None) -> None:
-        """Give a block back to its pool and merge it with free neighbours.
+        """Return a block to its pool and merge it with free neighbours.
 
         Raises:
             ValueError: the block is free already.
@@ -141,7 +140,7 @@ class CachingAllocator:
         self._put(block)
 
     def empty_cache(self) -> None:
-        """Give every wholly free segment back to the device."""
+        """Return every wholly free segment to the device."""
         for address, n_bytes in list(self._segments.items()):
             block = self._starting[address]
             if block.free and block.n_bytes == n_bytes:
@@ -151,12 +150,12 @@ class CachingAllocator:
                 self._on_segment("segment_free", address, n_bytes)
 
     def reset_peaks(self) -> None:
-        """Start both peaks again from what is held now."""
+        """Reset both peaks to the present values."""
         self.peak_allocated_bytes = self.allocated_bytes
         self.peak_reserved_bytes = self.reserved_bytes
 
     def segments(self) -> Iterator[list[Block]]:
-        """The blocks of each segment in address order."""
+        """Yield the blocks of each segment in address order."""
         blocks = sorted(self._starting.values(), key=lambda block: block.address)
         for _, run in groupby(blocks, key=lambda block: block.segment):
             yield list(run)

@@ -23,7 +23,7 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Attention of q, k, v: (N, heads, L, head size) by the kernel that a GPU would take."""
+    """Return attention of q, k, v (N, heads, L, head size), by a GPU's kernel."""
     if torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
         q, k, v = (t.to(dtype) for t in (q, k, v))
@@ -66,7 +66,7 @@ def _run_flash(
     is_causal: bool,
     scale: float | None,
 ) -> torch.Tensor:
-    """The flash kernel, on heads padded to a multiple of 8 as PyTorch pads them."""
+    """Run the flash kernel, on heads padded to a multiple of 8 as PyTorch pads them."""
     size = q.shape[-1]
     scale = size**-0.5 if scale is None else scale
     padding = -size % 8
@@ -79,7 +79,7 @@ def _run_flash(
 
 
 def _as_bias(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """The mask as a bias of q's dtype, expanded, its rows padded in memory to 16 elements."""
+    """Return the mask as a bias of q's dtype, expanded, its rows padded to 16 elements."""
     if mask.dtype == torch.bool:
         bias = torch.zeros_like(mask, dtype=q.dtype)
         mask = bias.masked_fill_(mask.logical_not(), float("-inf"))

@@ -1,4 +1,4 @@
-"""What a prediction needs to know of a GPU: its memory, cuBLAS's workspace and the context."""
+"""Description of a GPU for predictions: its memory, cuBLAS's workspace and the context."""
 
 from dataclasses import dataclass, replace
 
@@ -18,9 +18,9 @@ _CUBLAS_WORKSPACE_HOPPER_BYTES = 32 * MIB
 class Device:
     """A GPU as the predictor sees it.
 
-    `context_*_bytes` is what the process holds outside the caching allocator: the CUDA context,
-    loaded kernels, the cuBLAS and cuDNN handles. It depends on driver, library versions and on
-    what has run, hence a band. `capacity_bytes` is None for a device without limit.
+    `context_*_bytes` is a band for the process's memory outside the caching allocator. It holds the
+    CUDA context, loaded kernels, the cuBLAS and cuDNN handles, and depends on driver, versions and
+    kernels run. `capacity_bytes` is None for a device without limit.
     """
 
     name: str
@@ -43,17 +43,15 @@ GENERIC = Device("generic")
 
 
 def list_devices() -> list[str]:
-    """Names that `find_device` knows."""
+    """Return the names that `find_device` accepts."""
     return sorted(_KNOWN)
 
 
 def find_device(name: str | Device | None = None, gpu_memory: str | int | None = None) -> Device:
-    """The description of a GPU.
+    """Return a GPU by its name in `list_devices()`, with `gpu_memory` (`80GiB` or bytes) if given.
 
-    Args:
-        name: one of `list_devices()`, a `Device`, or None: the GPU of this machine where there is
-            one, else a device without limit and with the workspaces of an A100.
-        gpu_memory: its memory, `80GiB` or bytes, in place of the described one.
+    None is the GPU of this machine if it has one, else a device without limit and with the
+    workspaces of an A100.
 
     Raises:
         InputError: an unknown name, or a size that is none.
@@ -75,13 +73,10 @@ def find_device(name: str | Device | None = None, gpu_memory: str | int | None =
 
 
 def present_device(index: int = 0, *, free_only: bool = False) -> Device:
-    """A GPU of this machine.
+    """Return a GPU of this machine; with `free_only` without the memory in use.
 
-    Args:
-        index: its number.
-        free_only: leave out what is taken, by other processes and by the contexts that are there;
-            what this process's allocator holds counts as free. As the context is stated in full
-            beside it, what of it is there already is left out twice: on the safe side.
+    Memory of this process's allocator counts as free. A present context is subtracted twice, as
+    `Device` has its own: on the safe side.
     """
     properties = torch.cuda.get_device_properties(index)
     capacity_bytes = properties.total_memory
@@ -91,12 +86,12 @@ def present_device(index: int = 0, *, free_only: bool = False) -> Device:
 
 
 def describe_device(name: str, capacity_bytes: int, capability: tuple[int, int]) -> Device:
-    """A GPU by its memory and its compute capability, which decides cuBLAS's workspace."""
+    """Return a GPU by its memory and its compute capability, which decides cuBLAS's workspace."""
     hopper = capability == (9, 0)
     workspace = _CUBLAS_WORKSPACE_HOPPER_BYTES if hopper else _CUBLAS_WORKSPACE_BYTES
     return Device(name, capacity_bytes, workspace)
 
 
 def mib(n_bytes: float) -> str:
-    """`1234.5 MiB`."""
+    """Return `1234.5 MiB`."""
     return f"{n_bytes / MIB:.1f} MiB"

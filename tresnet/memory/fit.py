@@ -34,8 +34,7 @@ class Fits(StrEnum):
 class MaxBatch:
     """The answer: `batch_size` fits (0 if not even one image does), from `no_from` on none does.
 
-    What lies between depends on what cannot be known beforehand: the size of the context, and
-    the workspaces cuDNN takes.
+    Between them it depends on the size of the context, and on cuDNN's workspaces.
     """
 
     batch_size: int
@@ -58,9 +57,9 @@ class MaxBatch:
 def fits(trace: Trace, device: Device) -> Fits:
     """Whether the traced step fits into the device.
 
-    Yes if it does with the largest context, both with every workspace at its highest and with
-    none (they fragment the cache differently); no if what tensors hold at the peak is more than
-    there is, however well it were packed.
+    Yes if it does with the largest context, both with every workspace at its highest and with none
+    (they fragment the cache differently). No if the tensors at the peak exceed the capacity,
+    however well packed.
 
     Raises:
         InputError: the device has no stated capacity.
@@ -79,15 +78,10 @@ def fits(trace: Trace, device: Device) -> Fits:
 
 @by_keywords(StepPlan)
 def max_batch(model: ModelLike, plan: StepPlan) -> MaxBatch:
-    """Find the largest batch that fits.
+    """Find the largest batch that fits; arguments are those of `predict` but for the batch size.
 
     Two small batches are traced; as every buffer grows with the batch by a constant, all others
     follow from them and are bisected. The edges found are then traced themselves.
-
-    Args:
-        model: as for `predict`.
-        plan: as keywords, those of `predict` but for the batch size; a `device` that has a stated
-            memory, or `gpu_memory`, is needed.
 
     Raises:
         InputError: neither a memory nor a device with one is given, or as for `predict`.
@@ -121,7 +115,7 @@ def max_batch(model: ModelLike, plan: StepPlan) -> MaxBatch:
 
 
 def _edge(foreseen: Callable[[int], bool], holds: Callable[[int], bool]) -> int:
-    """The largest batch for which `holds`: foreseen, then corrected in growing strides."""
+    """Return the largest batch for which `holds`: predicted, then corrected in growing strides."""
     edge, stride = _bisect(foreseen, 0, _LIMIT), 1
     while edge > 0 and not holds(edge):
         edge, stride = max(edge - stride, 0), stride * 2
@@ -133,7 +127,7 @@ def _edge(foreseen: Callable[[int], bool], holds: Callable[[int], bool]) -> int:
 
 
 def _bisect(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """The largest n from `low` on, below `high`, for which `holds`; `low` is taken to hold."""
+    """Return the largest n in [low, high) for which `holds`; `low` is assumed to hold."""
     return low + bisect.bisect_left(range(low + 1, high), True, key=lambda n: not holds(n))
 
 
@@ -168,7 +162,7 @@ class AffineTrace:
         ]
 
     def at(self, batch_size: int) -> Trace:
-        """The trace a batch of this size would give."""
+        """Return the trace of a batch of this size."""
         more = batch_size - self._n
         buffers = [
             replace(b, n_bytes=_grown(b.n_bytes, growth, more))

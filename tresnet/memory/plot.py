@@ -40,7 +40,7 @@ _HEADROOM = 1.3
 
 @dataclass(frozen=True)
 class Point:
-    """The fullest moment of one operation, and what it consists of."""
+    """The fullest moment of one operation, with its bytes by category."""
 
     operation: Operation
     allocated_bytes: int
@@ -49,7 +49,7 @@ class Point:
 
 
 def timeline(prediction: Prediction) -> list[Point]:
-    """The points of the last step, in the order in which operations ran."""
+    """Return the points of the last step, in the order in which operations ran."""
     trace, replayed = prediction.trace, prediction.replay
     first = trace.step_starts[-1] if trace.step_starts else 0
     sizes: dict[Category, int] = defaultdict(int)
@@ -71,11 +71,7 @@ def timeline(prediction: Prediction) -> list[Point]:
 
 
 def plot(prediction: Prediction, path: str | Path) -> Path:
-    """Draw the last step: allocated by category, reserved, the phases and the peak.
-
-    Args:
-        prediction: what to draw.
-        path: where to, ending in .png, .svg or .pdf.
+    """Draw the last step to a .png, .svg or .pdf: allocated by category, reserved, phases, peak.
 
     Raises:
         InputError: another suffix.

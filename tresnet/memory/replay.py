@@ -1,4 +1,4 @@
-"""Runs a trace through the allocator: what is allocated and reserved after every event."""
+"""Runs a trace through the allocator: allocated and reserved bytes after every event."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -32,17 +32,17 @@ class Replay:
 
     @property
     def peak_allocated_bytes(self) -> int:
-        """What `torch.cuda.max_memory_allocated` would say."""
+        """Prediction of `torch.cuda.max_memory_allocated`."""
         return self.allocated_bytes[self.peak_event] if self.allocated_bytes else 0
 
     @property
     def peak_reserved_bytes(self) -> int:
-        """What `torch.cuda.max_memory_reserved` would say."""
+        """Prediction of `torch.cuda.max_memory_reserved`."""
         return max(self.reserved_bytes, default=0)
 
 
 def free_bytes(device: Device) -> int | None:
-    """What a device has for the allocator beside its context; None for no limit."""
+    """Return a device's memory beside its context; None for no limit."""
     if device.capacity_bytes is None:
         return None
     return max(device.capacity_bytes - device.context_bytes, SMALL_SEGMENT_BYTES)
@@ -53,10 +53,8 @@ def replay(
 ) -> Replay:
     """Serve every birth and death of `trace`; stops at the first that does not fit.
 
-    Args:
-        trace: the recorded run.
-        capacity_bytes: what the device has for the allocator; None for no limit.
-        highest_workspaces: also serve each operation's highest workspace.
+    `capacity_bytes` limits the allocator (None: no limit). `highest_workspaces` also serves each
+    operation's highest workspace.
     """
     allocator = CachingAllocator(capacity_bytes)
     blocks: dict[int, Block | None] = {}
@@ -85,7 +83,7 @@ def replay(
 
 
 def held_at_peak_bytes(trace: Trace) -> int:
-    """The most that requests, rounded to 512 B, ever hold: no allocator needs less."""
+    """Return the peak of requests, rounded to 512 B: no allocator needs less."""
     sizes = (
         round_request(trace.buffers[event.buffer].n_bytes) * (1 if event.alive else -1)
         for event in trace.events
@@ -94,7 +92,7 @@ def held_at_peak_bytes(trace: Trace) -> int:
 
 
 def breakdown(trace: Trace, replayed: Replay) -> dict[Category, int]:
-    """Bytes by category at the peak, largest first; they sum to the peak of allocated."""
+    """Return bytes by category at the peak, largest first; they sum to the peak of allocated."""
     sizes: Counter = Counter()
     for event in trace.events[: replayed.peak_event + 1]:
         buffer = trace.buffers[event.buffer]

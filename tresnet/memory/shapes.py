@@ -1,7 +1,7 @@
-"""Faster fakes: what an operation returned for arguments of the same form is remembered.
+"""Faster fakes: results of operations on arguments of the same form are remembered.
 
 Faking one operation takes FakeTensorMode a third of a millisecond or more, even from its own cache.
-Models repeat the same operation on the same shapes, and two steps are traced, so results that are
+Models repeat the same operation on the same shapes, and two steps are traced. So results that are
 new tensors or the very arguments are made again from a smaller key. Everything else, and everything
 seen for the first time, goes through FakeTensorMode.
 """
@@ -10,11 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    FakeTensorMode,
-    in_kernel_invocation_manager,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
 aten = torch.ops.aten
 
@@ -41,7 +37,7 @@ class ShapeMemory:
         self._known: dict[tuple, tuple[bool, list[Any]] | None] = {}
 
     def run(self, func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """The result of `func`, as FakeTensorMode would give it."""
+        """Return the result of `func`, as FakeTensorMode would."""
         if self._mode.in_kernel_invocation:
             return func(*args, **kwargs)
         if func in _VIEWS and type(args[0]) is FakeTensor:
@@ -73,10 +69,9 @@ class ShapeMemory:
 
 
 def _key(value: Any) -> Any:
-    """A hashable form of arguments: tensors by shape, strides, dtype, device.
+    """Return a hashable form of arguments: tensors by shape, strides, dtype, device.
 
-    Raises:
-        _Unremembered: a real tensor, a fake with a known value, or something unusual.
+    Real tensors, fakes with a known value and unusual arguments raise _Unremembered.
     """
     kind = type(value)
     if kind is FakeTensor and value.constant is None:
@@ -90,7 +85,7 @@ def _key(value: Any) -> Any:
 
 
 def _describe(result: Any, args: tuple) -> tuple[bool, list[Any]] | None:
-    """The form of a result; None if it must not be remembered."""
+    """Return the form of a result; None if it must not be remembered."""
     several = isinstance(result, tuple)
     storages = {t.untyped_storage()._cdata for t in _tensors(args)}
     parts: list[Any] = []

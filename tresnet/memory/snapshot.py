@@ -1,8 +1,8 @@
 """A prediction as a snapshot of the caching allocator, for PyTorch's own memory viewer.
 
 The file has the format of `torch.cuda.memory._dump_snapshot`: open it at pytorch.org/memory_viz, or
-with `python -m torch.cuda._memory_viz`. In the place of a stack of Python frames, each allocation
-has its operation and the modules around it; the frame's file is the phase, its line the step.
+with `python -m torch.cuda._memory_viz`. In place of Python frames, each allocation has its
+operation and the modules around it; the frame's file is the phase, its line the step.
 """
 
 import pickle
@@ -17,7 +17,7 @@ from tresnet.memory.trace import Buffer, Event, Trace
 
 
 def write_snapshot(prediction: Prediction, path: str | Path) -> Path:
-    """Write the snapshot: every allocation of the traced steps, and what is held after them.
+    """Write the snapshot: every allocation of the traced steps, and those left after them.
 
     Raises:
         WriteError: the file cannot be written; what was there before stays.
@@ -29,7 +29,7 @@ def write_snapshot(prediction: Prediction, path: str | Path) -> Path:
 
 
 def snapshot(prediction: Prediction) -> dict[str, Any]:
-    """What `torch.cuda.memory._snapshot` would return after the steps."""
+    """Return a prediction of `torch.cuda.memory._snapshot` after the steps."""
     trace = prediction.trace
     recording = _Recording(trace, free_bytes(prediction.device))
     for event in trace.events:
@@ -57,7 +57,6 @@ class _Recording:
         self._buffer_at: dict[int, Buffer] = {}
 
     def replay(self, event: Event) -> None:
-        """Serve a birth or a death."""
         buffer = self._trace.buffers[event.buffer]
         self._frames = self._frames_of(buffer)
         if event.alive:
@@ -74,13 +73,11 @@ class _Recording:
             self._allocator.free(block)
 
     def add(self, action: str, address: int, n_bytes: int, **more: Any) -> None:
-        """Keep an action."""
         entry = {"action": action, "addr": address, "size": n_bytes, "stream": 0}
         now = len(self.entries)
         self.entries.append({**entry, "time_us": now, "frames": self._frames, **more})
 
     def segments(self) -> list[dict[str, Any]]:
-        """What the device is left with."""
         return [self._describe(blocks) for blocks in self._allocator.segments()]
 
     def _describe(self, blocks: list[Block]) -> dict[str, Any]:
@@ -112,7 +109,7 @@ class _Recording:
         }
 
     def _frames_of(self, buffer: Buffer) -> list[dict[str, Any]]:
-        """The operation that made a buffer, then its modules from the innermost outwards."""
+        """Return a buffer's operation, then its modules from the innermost outwards."""
         operation = self._trace.operations[buffer.op]
         parts = buffer.module.split(".") if buffer.module else []
         modules = (".".join(parts[:n]) for n in range(len(parts), 0, -1))

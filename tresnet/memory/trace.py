@@ -1,6 +1,6 @@
-"""What a traced step did to memory: buffers, the operations around them, births and deaths.
+"""Memory events of a traced step: buffers, their births and deaths, and the operations around them.
 
-A trace knows nothing of a device. `tresnet.memory.replay` runs it through an allocator, so one
+A trace is independent of a device. `tresnet.memory.replay` runs it through an allocator, so one
 trace answers for any capacity.
 """
 
@@ -10,7 +10,7 @@ from itertools import groupby
 
 
 class Category(StrEnum):
-    """What a buffer is for; every byte at the peak belongs to one of these."""
+    """Purpose of a buffer; every byte at the peak belongs to one of these."""
 
     PARAMETERS = "parameters"
     BUFFERS = "buffers"
@@ -41,7 +41,7 @@ class Phase(StrEnum):
 class Operation:
     """One dispatched operation: `aten.convolution`, the module it ran for and its output shapes.
 
-    `workspace_high_bytes` bounds what its kernel may borrow beyond what is known.
+    `workspace_high_bytes` bounds its kernel's workspace beyond the known one.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Trace:
     step_starts: list[int] = field(default_factory=list)
 
     def begin(self, operation: Operation) -> None:
-        """What follows happens during `operation`."""
+        """Begin an operation; following events are its own."""
         self.operations.append(operation)
 
     def birth(self, n_bytes: int, category: Category, module: str) -> int:
@@ -109,10 +109,10 @@ class Trace:
         self.events.append(Event(buffer, False, len(self.operations) - 1))
 
     def settled(self) -> "Trace":
-        """The trace so far, deaths in a row sorted; later events do not reach it.
+        """Return the trace so far, deaths in a row sorted; later events do not reach it.
 
-        Some are in the order of a hash table, autocast's cache for one. What an allocator makes
-        of a row of deaths does not depend on their order.
+        Some are in the order of a hash table, autocast's cache for one. An allocator's result does
+        not depend on the order of deaths in a row.
         """
         events: list[Event] = []
         for _, run in groupby(self.events, key=lambda e: (e.alive, e.op)):

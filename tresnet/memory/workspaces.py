@@ -1,10 +1,9 @@
-"""What kernels borrow from the allocator while they run.
+"""Workspaces that kernels allocate while they run.
 
-Known sizes are counted. cuDNN picks the algorithm of a convolution at run time and takes its
-workspace with it, so there is only a bound: nothing is expected, and the range reaches up to
-`HIGH_FACTOR` times the bytes the convolution touches, 1 GiB at most. The one case known so far is
-VGG16 at batch 128 in fp32, where about 714 MiB at conv5 (107 MiB touched) would explain what was
-measured.
+Known sizes are counted. cuDNN picks the algorithm of a convolution, and so its workspace, at run
+time. So nothing is expected, and the range reaches up to `HIGH_FACTOR` times the bytes the
+convolution touches, 1 GiB at most. One case is known: VGG16 at batch 128 in fp32, where about 714
+MiB at conv5 (107 MiB touched) would explain the measurement.
 """
 
 from typing import Any
@@ -26,7 +25,7 @@ _FLASH_HEAD_TILE = 32
 
 
 def workspace_bytes(func: Any, args: tuple, outputs: list[torch.Tensor]) -> tuple[int, int]:
-    """Return the bytes that `func` borrows for these arguments: expected, and at most."""
+    """Return the workspace bytes of `func` for these arguments: expected, and at most."""
     if func is _FORWARD:
         return 0, _highest_bytes(args[0], args[1], outputs[0])
     if func is _BACKWARD:
@@ -44,7 +43,7 @@ def _highest_bytes(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> in
 
 
 def _flash_backward_bytes(q: torch.Tensor) -> int:
-    """The fp32 accumulator of dq and the row sums, padded to whole tiles (flash_api.cpp)."""
+    """Return bytes of dq's fp32 accumulator and the row sums, padded to tiles (flash_api.cpp)."""
     batch, heads, length, head = (int(n) for n in q.shape)
     rows = batch * heads * -(-length // _FLASH_TILE) * _FLASH_TILE
     return 4 * rows * (-(-head // _FLASH_HEAD_TILE) * _FLASH_HEAD_TILE + 1)

@@ -4,13 +4,7 @@
 second of a benchmark, those of a run's log and the predicted memory speak of the same operations.
 """
 
-from tresnet.settings import (
-    Compute,
-    EmaConfig,
-    InferenceCompute,
-    OptimConfig,
-    ScheduleConfig,
-)
+from tresnet.settings import Compute, EmaConfig, InferenceCompute, OptimConfig, ScheduleConfig
 from tresnet.steps.inference import InferenceStep
 from tresnet.steps.training import TrainingStep, create_training_step
 from tresnet.steps.watch import Watch
