@@ -1,7 +1,7 @@
-import builtins
 import hashlib
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,11 @@ from tresnet.errors import DataError, MissingDependencyError
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     return digits.write(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture
+def without_sklearn(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
 
 
 def listing(folder: Path) -> list[str]:
@@ -67,6 +72,8 @@ def test_writing_again_changes_nothing_and_needs_no_scikit_learn(written, withou
 @pytest.mark.parametrize("damage", ["missing", "truncated", "other pixels", "moved", "extra"])
 def test_a_damaged_folder_is_reported_and_left_alone(written, tmp_path, damage):
     folder = shutil.copytree(written, tmp_path / "digits")
+    (folder / ".DS_Store").write_bytes(b"left by a file manager")
+    assert digits.write(tmp_path) == folder  # a file that is no image does not matter
     victim = next((folder / "val" / "3").iterdir())
     match damage:
         case "missing":
@@ -87,40 +94,6 @@ def test_a_damaged_folder_is_reported_and_left_alone(written, tmp_path, damage):
     assert listing(folder) == after_damage
 
 
-def test_files_that_are_no_images_do_not_matter(written, tmp_path):
-    folder = shutil.copytree(written, tmp_path / "digits")
-    (folder / ".DS_Store").write_bytes(b"left by a file manager")
-    assert digits.write(tmp_path) == folder
-
-
-def test_a_foreign_folder_or_file_is_never_overwritten(tmp_path):
-    (tmp_path / "a" / "digits").mkdir(parents=True)
-    (tmp_path / "a" / "digits" / "thesis.txt").write_text("mine")
-    with pytest.raises(DataError, match="left alone"):
-        digits.write(tmp_path / "a")
-    assert (tmp_path / "a" / "digits" / "thesis.txt").read_text() == "mine"
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "digits").write_text("mine")
-    with pytest.raises(DataError, match="left alone"):
-        digits.write(tmp_path / "b")
-    assert (tmp_path / "b" / "digits").read_text() == "mine"
-
-
-def test_an_interrupted_write_leaves_nothing(tmp_path, monkeypatch):
-    save, calls = Image.Image.save, []
-
-    def interrupted(self, path):
-        calls.append(path)
-        if len(calls) == 5:
-            raise KeyboardInterrupt
-        save(self, path)
-
-    monkeypatch.setattr(Image.Image, "save", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        digits.write(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("intact", [True, False])
 def test_the_process_that_comes_second_takes_the_firsts(written, tmp_path, monkeypatch, intact):
     write_pngs = digits._write_pngs
@@ -138,10 +111,32 @@ def test_the_process_that_comes_second_takes_the_firsts(written, tmp_path, monke
     assert os.listdir(tmp_path) == ["digits"]
 
 
-def test_other_data_in_scikit_learn_are_refused(tmp_path, monkeypatch):
-    images, labels = digits.load()
-    monkeypatch.setattr(digits, "load", lambda: (np.flip(images, 1), labels))
-    with pytest.raises(DataError, match="ships other data"):
+@pytest.mark.parametrize("foreign", ["digits", "digits/thesis.txt"])
+def test_a_foreign_folder_or_file_is_never_overwritten(tmp_path, foreign):
+    (tmp_path / foreign).parent.mkdir(exist_ok=True)
+    (tmp_path / foreign).write_text("mine")
+    with pytest.raises(DataError, match="left alone"):
+        digits.write(tmp_path)
+    assert (tmp_path / foreign).read_text() == "mine"
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+OTHER = np.zeros((9, 8, 8)), np.zeros(9, int)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "error"),
+    [
+        ("PIL.Image.Image.save", interrupt, KeyboardInterrupt),
+        ("tresnet.data.digits.load", lambda: OTHER, DataError),
+    ],
+)
+def test_an_interrupt_and_other_data_leave_nothing(tmp_path, monkeypatch, place, value, error):
+    monkeypatch.setattr(place, value)
+    with pytest.raises(error, match="ships other data" if error is DataError else None):
         digits.write(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -150,15 +145,3 @@ def test_without_scikit_learn_the_error_says_how_to_install_it(tmp_path, without
     with pytest.raises(MissingDependencyError, match=r"pip install 'tresnet\[demo\]'"):
         digits.write(tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.fixture
-def without_sklearn(monkeypatch):
-    real_import = builtins.__import__
-
-    def fake_import(name, *args, **kwargs):
-        if name.startswith("sklearn"):
-            raise ImportError(f"No module named {name!r}")
-        return real_import(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", fake_import)

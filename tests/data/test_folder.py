@@ -50,12 +50,6 @@ def test_a_folder_that_links_lead_to_again_is_refused(tmp_path, make_images):
         open_folder(tmp_path, "train")
 
 
-def test_names_may_be_any_bytes(tmp_path, make_images):
-    make_images(tmp_path / "val", {"gr\udcfcn": 1, "rot": 1})
-    dataset = open_folder(tmp_path, "val")
-    assert dataset[0][1] == dataset.classes.index("gr\udcfcn") == 0
-
-
 @pytest.mark.parametrize(
     ("folders", "message"),
     [
@@ -64,10 +58,7 @@ def test_names_may_be_any_bytes(tmp_path, make_images):
         ({"train": 1}, "train has no class folders"),
         ({"train/a": 1, "train/b": 0, "train/c": 0}, r"the 3 class folders .* none in: b, c; add"),
         ({f"train/{i}": 0 for i in range(10)}, "none in: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9; add"),
-        (
-            {f"train/{i:02d}": 0 for i in range(25)},
-            "none in: 00, 01, 02, 03, 04, 05, 06, 07, 08, 09 and 15 more;",
-        ),
+        ({f"train/{i:02d}": 0 for i in range(25)}, "none in: 00, 01, .*, 09 and 15 more;"),
     ],
     ids=str,
 )
@@ -116,16 +107,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, make, message):
         load_rgb(tmp_path / name)
 
 
-def test_a_flipped_bit_in_a_png_is_noticed(tmp_path, photo):
-    path = tmp_path / "flipped.png"
-    photo.save(path)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(BadImageError, match=r"flipped\.png"):
-        load_rgb(path)
-
-
 def test_a_bad_image_is_an_error_of_its_item(tmp_path, make_images):
     make_images(tmp_path / "val", {"a": 1})
     (tmp_path / "val" / "a" / "zz.png").write_bytes(b"")
@@ -134,15 +115,27 @@ def test_a_bad_image_is_an_error_of_its_item(tmp_path, make_images):
         dataset[1]
 
 
-@pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "bmp", "tif"])
+def truncate(data):
+    return data[: len(data) * 2 // 3]
+
+
+def flip_a_bit(data):
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("suffix", "damage"),
+    [("png", flip_a_bit), *((kind, truncate) for kind in ("png", "jpg", "webp", "bmp", "tif"))],
+)
 @pytest.mark.parametrize("lenient", [False, True])
-def test_a_truncated_image_is_named_whatever_pillow_was_told(
-    tmp_path, photo, suffix, lenient, monkeypatch
+def test_a_damaged_image_is_named_whatever_pillow_was_told(
+    tmp_path, photo, suffix, damage, lenient, monkeypatch
 ):
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", lenient)
     path = tmp_path / f"cut.{suffix}"
     photo.save(path)
-    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+    path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(BadImageError, match=rf"cut\.{suffix} cannot be read \(.+\): replace"):
         load_rgb(path)
     assert lenient == ImageFile.LOAD_TRUNCATED_IMAGES
@@ -152,7 +145,7 @@ def test_threads_leave_pillow_strict_together_and_as_it_was(tmp_path, photo, mon
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
     path = tmp_path / "cut.jpg"
     photo.save(path)
-    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+    path.write_bytes(truncate(path.read_bytes()))
 
     def load(_):
         with pytest.raises(BadImageError):

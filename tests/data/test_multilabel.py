@@ -14,9 +14,8 @@ from tresnet.errors import DataError
 
 def write_images(folder: Path, names: list[str]) -> None:
     for shade, name in enumerate(names):
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("L", (6, 5), 40 * shade).save(path)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("L", (6, 5), 40 * shade).save(folder / name)
 
 
 NAMES = ["train/a.png", "train/b.png", "train/sub/c.png"]
@@ -109,14 +108,8 @@ def test_a_list_of_classes_fixes_their_order(tmp_path: Path):
         ({"train.json": json.dumps({"images": []})}, "got categories: Field required"),
         ({"train.json": "[1]"}, "expected lists of images .*, got Input should be an obj"),
         (coco(annotations=None), "got annotations: Input should be a valid array"),
-        (
-            coco(annotations=[{"image_id": 7}]),
-            "annotations.0.category_id: Field required",
-        ),
-        (
-            coco(images=[{"id": 1, "file_name": 5}]),
-            "images.0.file_name: Input should be",
-        ),
+        (coco(annotations=[{"image_id": 7}]), "annotations.0.category_id: Field required"),
+        (coco(images=[{"id": 1, "file_name": 5}]), "images.0.file_name: Input should be"),
         (coco(images=COCO["images"] * 2), "every id in images once, got 7, 3 twice"),
         (coco(categories=COCO["categories"][:1] * 2), "every id in categories once, got 9 twice"),
         (
