@@ -48,25 +48,21 @@ def test_what_is_logged_while_a_bar_is_shown_gets_a_line_of_its_own(monkeypatch)
     assert logging.getLogger().handlers == before
 
 
-def test_without_a_terminal_there_are_lines_at_intervals(capsys):
-    use(Console(is_main=True, progress=True))
-    captured = capsys.readouterr()
-    assert captured.out == "epoch 1/2  loss 0.4\ndone\n"
-    assert captured.err == ""
-
-
-def test_a_bar_that_is_not_wanted_is_replaced_by_lines(monkeypatch, capsys):
-    screen = terminal(monkeypatch)
-    use(Console(is_main=True, progress=False))
+@pytest.mark.parametrize(
+    ("shown", "is_main", "progress", "lines"),
+    [
+        (False, True, True, "epoch 1/2  loss 0.4\ndone\n"),  # no terminal
+        (True, True, False, "epoch 1/2  loss 0.4\ndone\n"),  # no bar wanted
+        (True, False, True, ""),  # another process than the first
+    ],
+)
+def test_without_a_bar_there_are_lines_of_the_main_process(
+    monkeypatch, capsys, shown, is_main, progress, lines
+):
+    screen = terminal(monkeypatch) if shown else sys.stderr
+    use(Console(is_main=is_main, progress=progress))
     assert screen.getvalue() == ""
-    assert capsys.readouterr().out == "epoch 1/2  loss 0.4\ndone\n"
-
-
-def test_other_processes_are_silent(monkeypatch, capsys):
-    screen = terminal(monkeypatch)
-    use(Console(is_main=False, progress=True))
-    assert screen.getvalue() == ""
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().out == lines
 
 
 @pytest.mark.parametrize("stream", [closed_pipe, full_device])

@@ -1,4 +1,3 @@
-import dataclasses
 import json
 import shutil
 
@@ -15,9 +14,8 @@ from tresnet.checkpoints.weights import open_weights
 from tresnet.engine import state
 from tresnet.engine.distill import create_teacher
 from tresnet.engine.distributed import Processes
-from tresnet.engine.evaluate import evaluate
 from tresnet.engine.hierarchy import SemanticSoftmaxLoss, read_hierarchy
-from tresnet.engine.images import create_loaders, fingerprint_beside, open_splits
+from tresnet.engine.images import fingerprint_beside
 from tresnet.engine.losses import Losses
 from tresnet.engine.resolve import resolve
 from tresnet.engine.train import train
@@ -148,44 +146,12 @@ def test_each_level_has_a_softmax_of_its_own(tmp_path):
     torch.testing.assert_close(loss(logits, labels), expected)
 
 
-class Constant:
-    """In a step's place: the same logits for every image."""
-
-    def __init__(self, logits):
-        self.logits = logits
-
-    def feed(self, images, labels):
-        return images, labels
-
-    def __call__(self, images):
-        return self.logits.expand(len(images), -1)
-
-
-def test_accuracy_counts_among_the_classes_of_a_level(tiny):
-    """A parent's logit is higher than its child's wherever the child's loss is small."""
-    config = resolve(tiny(mixup=0.0))
-    splits = open_splits(config, ALONE)
-    levels = torch.tensor([0, 1, 0])
-    logits = torch.tensor([[3.0, 1.0, 2.0]])  # blue, green, red: red's are all wrong
-    loader = create_loaders(config, splits, 4, ALONE)[1]
-    found = evaluate(config.labels, Constant(logits), loader, ALONE, levels=levels)
-    counts = splits.val.targets.bincount().tolist()
-    assert found.top1 == pytest.approx(100 * (counts[0] + counts[1]) / sum(counts))
-
-
-def test_one_vs_all_asks_for_each_class_by_itself(tiny):
-    config = tiny(loss="one-vs-all", bce_target_thresh=0.2, mixup=0.0, label_smoothing=0.0)
-    _, targets, plain = Losses(config, CLASSES, 0).prepare(
-        images(), torch.tensor([0, 1, 2, 1]), 0, 0
-    )
-    logits = torch.randn(4, 3)
-    one_hot = nn.functional.one_hot(targets, 3).float()
-    expected = nn.functional.binary_cross_entropy_with_logits(logits, one_hot)
-    torch.testing.assert_close(plain(logits, targets), expected)
-    mixed = dataclasses.replace(config.augment, mixup=1.0, mix_prob=1.0)
-    _, targets, soft = Losses(dataclasses.replace(config, augment=mixed), CLASSES, 0).prepare(
-        images(), torch.tensor([0, 1, 2, 1]), 0, 0
-    )
-    hard = (targets > 0.2).float()
+@pytest.mark.parametrize("mixup", [0.0, 1.0])
+def test_one_vs_all_asks_for_each_class_by_itself(tiny, mixup):
+    options = {"mixup": mixup, "mix_prob": 1.0, "label_smoothing": 0.0}
+    config = tiny(loss="one-vs-all", bce_target_thresh=0.2, **options)
+    logits, labels = torch.randn(4, 3), torch.tensor([0, 1, 2, 1])
+    _, targets, criterion = Losses(config, CLASSES, 0).prepare(images(), labels, 0, 0)
+    hard = (targets > 0.2).float() if mixup else nn.functional.one_hot(labels, 3).float()
     expected = nn.functional.binary_cross_entropy_with_logits(logits, hard)
-    torch.testing.assert_close(soft(logits, targets), expected)
+    torch.testing.assert_close(criterion(logits, targets), expected)

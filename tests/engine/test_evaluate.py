@@ -70,3 +70,9 @@ def test_labels_are_mapped_to_the_models_classes():
 def test_no_readable_image_is_an_error():
     with pytest.raises(DataError, match="expected images to evaluate, but none could be read"):
         run(torch.zeros(1, 3), [])
+
+
+def test_accuracy_counts_among_the_classes_of_a_level():
+    """A parent's logit is higher than its child's wherever the child's loss is small."""
+    logits = torch.tensor([3.0, 1.0, 2.0]).expand(4, 3)
+    assert run(logits, [0, 1, 1, 2], levels=torch.tensor([0, 1, 0])).top1 == 75
