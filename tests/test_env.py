@@ -21,53 +21,37 @@ class NVMLError(Exception):
     pass
 
 
-class FakeNvml(types.ModuleType):
-    """Stands in for pynvml: GPUs by UUID and PCI address, a log of what was asked."""
+def nvml(by_uuid=(), by_address=(), loads=True):
+    """Stands in for pynvml: it knows GPUs by UUID and by PCI address, and logs what was asked."""
+    asked = []
 
-    def __init__(self, by_uuid=None, by_address=None, loads=True):
-        super().__init__("pynvml")
-        self.NVMLError = NVMLError
-        self.by_uuid, self.by_address, self.loads = by_uuid or {}, by_address or {}, loads
-        self.asked = []
+    def table(known, log=False):
+        def find(key=None):
+            if log:
+                asked.append(key)
+            if key not in known:
+                raise NVMLError("not found")
+            return known[key]
 
-    def nvmlInit(self):  # noqa: N802
-        if not self.loads:
-            raise NVMLError("library not found")
+        return find
 
-    def nvmlDeviceGetHandleByUUID(self, uuid):  # noqa: N802
-        self.asked.append(uuid)
-        return self._find(self.by_uuid, uuid)
-
-    def nvmlDeviceGetHandleByPciBusId(self, address):  # noqa: N802
-        self.asked.append(address)
-        return self._find(self.by_address, address)
-
-    def nvmlDeviceGetMemoryInfo(self, handle):  # noqa: N802
-        return types.SimpleNamespace(used=self._find({"gpu": 662 * 2**20}, handle))
-
-    def nvmlSystemGetDriverVersion(self):  # noqa: N802
-        return b"580.65"
-
-    def nvmlDeviceGetPowerManagementLimit(self, handle):  # noqa: N802
-        return self._find({"gpu": 700_000}, handle)
-
-    def _find(self, table, key):
-        if key not in table:
-            raise NVMLError("not found")
-        return table[key]
+    return types.SimpleNamespace(
+        NVMLError=NVMLError,
+        asked=asked,
+        nvmlInit=table({None: None} if loads else {}),
+        nvmlDeviceGetHandleByUUID=table(dict(by_uuid), log=True),
+        nvmlDeviceGetHandleByPciBusId=table(dict(by_address), log=True),
+        nvmlDeviceGetMemoryInfo=table({"gpu": types.SimpleNamespace(used=662 * 2**20)}),
+        nvmlSystemGetDriverVersion=table({None: b"580.65"}),
+        nvmlDeviceGetPowerManagementLimit=table({"gpu": 700_000}),
+    )
 
 
-PROPERTIES = types.SimpleNamespace(
-    name="NVIDIA H100 80GB HBM3",
-    total_memory=80 * 2**30,
-    major=9,
-    minor=0,
-    multi_processor_count=132,
-    uuid="11111111-2222-3333-4444-555555555555",
-    pci_domain_id=0,
-    pci_bus_id=0x1A,
-    pci_device_id=0,
-)
+UUID = "11111111-2222-3333-4444-555555555555"
+ADDRESS = {"pci_domain_id": 0, "pci_bus_id": 0x1A, "pci_device_id": 0}
+CAPACITY = {"total_memory": 80 * 2**30, "multi_processor_count": 132, "major": 9, "minor": 0}
+PROPERTIES = types.SimpleNamespace(name="NVIDIA H100 80GB HBM3", uuid=UUID, **ADDRESS, **CAPACITY)
+KNOWN = {f"GPU-{UUID}": "gpu"}
 
 
 @pytest.fixture
@@ -85,40 +69,37 @@ def install(monkeypatch):
     env._nvml.cache_clear()
 
 
-def test_gpu_is_found_by_what_cuda_says_its_uuid_is(install, monkeypatch):
-    """CUDA's device 0 under CUDA_VISIBLE_DEVICES=3 is not NVML's device 0."""
-    fake = FakeNvml(by_uuid={f"GPU-{PROPERTIES.uuid}": "gpu"})
+@pytest.mark.parametrize(
+    ("visible", "fake", "name", "found", "asked"),
+    [
+        # CUDA's device 0 is then not NVML's device 0
+        ("3", nvml(KNOWN), "cuda:0", "gpu", 1),
+        ("3", nvml(KNOWN), "cuda", "gpu", 1),
+        ("MIG-abc", nvml({"MIG-abc": "slice", **KNOWN}), "cuda:0", "slice", 1),
+        ("", nvml(by_address={"00000000:1a:00.0": "gpu"}), "cuda:0", "gpu", 3),
+    ],
+    ids=["UUID", "current", "MIG", "PCI address"],
+)
+def test_gpu_is_found_by_what_cuda_says_it_is(
+    install, monkeypatch, visible, fake, name, found, asked
+):
     install(fake)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert env.nvml_handle("cuda:0") == "gpu"
-    assert env.nvml_handle("cuda") == "gpu"
-    assert set(fake.asked) == {f"GPU-{PROPERTIES.uuid}"}
-
-
-def test_mig_slice_is_found_by_its_name_in_cuda_visible_devices(install, monkeypatch):
-    fake = FakeNvml(by_uuid={"MIG-abc": "slice", f"GPU-{PROPERTIES.uuid}": "whole"})
-    install(fake)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-abc")
-    assert env.nvml_handle("cuda:0") == "slice"
-
-
-def test_pci_address_is_asked_where_nvml_does_not_know_the_uuid(install):
-    fake = FakeNvml(by_address={"00000000:1a:00.0": "gpu"})
-    install(fake)
-    assert env.nvml_handle("cuda:0") == "gpu"
-    assert len(fake.asked) == 3
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert env.nvml_handle(name) == found
+    assert len(fake.asked) == asked
 
 
 def test_used_memory_is_bytes_or_none(install):
-    install(FakeNvml(by_uuid={f"GPU-{PROPERTIES.uuid}": "gpu"}))
+    install(nvml(by_uuid=KNOWN))
     assert env.device_used_bytes("gpu") == 662 * 2**20
     assert env.device_used_bytes("a device that does not tell") is None
-    install(FakeNvml())
+    install(nvml())
     assert env.nvml_handle("cuda:0") is None
     assert env.device_used_bytes(None) is None
 
 
-@pytest.mark.parametrize("fake", [None, FakeNvml(loads=False)], ids=["no package", "no driver"])
+@pytest.mark.parametrize("fake", [None, nvml(loads=False)], ids=["no package", "no driver"])
 def test_without_nvml_everything_else_is_described(install, fake):
     install(fake)
     assert env.nvml_handle("cuda:0") is None
@@ -129,7 +110,7 @@ def test_without_nvml_everything_else_is_described(install, fake):
 
 
 def test_gpu_is_described(install):
-    install(FakeNvml(by_uuid={f"GPU-{PROPERTIES.uuid}": "gpu"}))
+    install(nvml(by_uuid=KNOWN))
     assert env.describe("cuda")["device"] == {
         "type": "cuda",
         "name": "NVIDIA H100 80GB HBM3",
@@ -199,14 +180,11 @@ def test_commit_and_dirty_flag(checkout):
     assert env._git_state(checkout)["dirty"] is True
 
 
-def test_no_checkout_and_inside_somebody_elses_is_none(checkout):
+def test_no_checkout_somebody_elses_and_no_git_are_none(checkout, monkeypatch):
     installed = checkout / "site-packages"
     installed.mkdir()
     assert env._git_state(installed) is None
     assert env._git_state(checkout.parent) is None
-
-
-def test_without_git_is_none(checkout, monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert env._git_state(checkout) is None
 
@@ -218,21 +196,22 @@ def test_version_is_that_of_the_checkout_or_as_installed(tmp_path, monkeypatch):
     assert env.package_version() == "tresnet 9"
 
 
-def test_usable_devices():
-    assert env.usable_device("cpu") == torch.device("cpu")
-    with pytest.raises(InputError, match="expected a device such as cpu or cuda:0, got 'gpu0'"):
-        env.usable_device("gpu0")
-    with pytest.raises(InputError, match=r"a device that computes, .* got 'meta'"):
-        env.usable_device("meta")
-    with pytest.raises(InputError, match="got 'cuda:99', but PyTorch sees"):
-        env.usable_device("cuda:99")
-
-
-@pytest.mark.parametrize("name", ["mps", "xpu", "hpu", "privateuseone"])
-def test_devices_of_other_makes_that_are_not_there(name):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gpu0", "expected a device such as cpu or cuda:0, got 'gpu0'"),
+        ("meta", "a device that computes, .* got 'meta'"),
+        ("cuda:99", "got 'cuda:99', but PyTorch sees"),
+        *(
+            (name, f"expected a device of this machine, got '{name}'")
+            for name in ("mps", "xpu", "hpu", "privateuseone")
+        ),
+    ],
+)
+def test_devices_that_are_not_there_are_refused(name, message):
     if torch.accelerator.is_available() and torch.accelerator.current_accelerator().type == name:
         pytest.skip(f"{name} is there")
-    with pytest.raises(InputError, match=f"expected a device of this machine, got '{name}'"):
+    with pytest.raises(InputError, match=message):
         env.usable_device(name)
 
 

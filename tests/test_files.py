@@ -17,10 +17,14 @@ def names(directory):
     return sorted(p.name for p in directory.iterdir())
 
 
-def write_half_then_raise(path, error):
-    with atomic_write(path) as temporary:
-        temporary.write_bytes(b"half")
-        raise error
+@pytest.fixture
+def old(tmp_path):
+    """A file that has its content and no neighbour when the test ends."""
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"old")
+    yield path
+    assert path.read_bytes() == b"old"
+    assert names(tmp_path) == ["a.bin"]
 
 
 def test_replaces_the_old_file_and_leaves_no_other(tmp_path):
@@ -36,13 +40,14 @@ def test_replaces_the_old_file_and_leaves_no_other(tmp_path):
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit, OSError])
-def test_failure_keeps_the_old_file(tmp_path, error):
-    path = tmp_path / "a.bin"
-    path.write_bytes(b"old")
+def test_failure_keeps_the_old_file(old, error):
+    def write_half():
+        with atomic_write(old) as temporary:
+            temporary.write_bytes(b"half")
+            raise error
+
     with pytest.raises(error):
-        write_half_then_raise(path, error)
-    assert path.read_bytes() == b"old"
-    assert names(tmp_path) == ["a.bin"]
+        write_half()
 
 
 def raising(error):
@@ -65,27 +70,17 @@ def save_to_full_device(path):
         save_to_full_device,
     ],
 )
-def test_a_full_disk_is_said_to_be_full_whoever_writes(tmp_path, write):
+def test_a_full_disk_is_said_to_be_full_whoever_writes(old, write):
     """torch.save says "unexpected pos 768 vs 662", and hides the system's error."""
-    path = tmp_path / "a.bin"
-    path.write_bytes(b"old")
-    with (
-        pytest.raises(WriteError, match=r"cannot write .*a\.bin: No space left on device"),
-        atomic_write(path) as temporary,
-    ):
+    message = r"cannot write .*a\.bin: No space left on device"
+    with pytest.raises(WriteError, match=message), atomic_write(old) as temporary:
         write(temporary)
-    assert path.read_bytes() == b"old"
-    assert names(tmp_path) == ["a.bin"]
 
 
-def test_failing_fsync_keeps_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "a.bin"
-    path.write_bytes(b"old")
+def test_failing_fsync_keeps_the_old_file(old, monkeypatch):
     monkeypatch.setattr(os, "fsync", raising(OSError(errno.EROFS, "")))
     with pytest.raises(WriteError, match="Read-only file system: choose"):
-        files.write_text(path, "new")
-    assert path.read_bytes() == b"old"
-    assert names(tmp_path) == ["a.bin"]
+        files.write_text(old, "new")
 
 
 def test_an_error_of_what_is_read_meanwhile_passes(tmp_path):

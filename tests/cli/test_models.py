@@ -42,11 +42,7 @@ def test_info_at_another_size(capsys):
     [
         ("--input-size", "0", "--input-size: expected at least 1, got 0"),
         ("--input-size", "225", "divisible by 4"),
-        (
-            "--num-classes",
-            "-1",
-            "expected num_classes as a whole number from 0 to 10000000, got -1",
-        ),
+        ("--num-classes", "-1", "num_classes as a whole number from 0 to 10000000, got -1"),
     ],
 )
 def test_info_of_bad_sizes(option, value, message, capsys):
