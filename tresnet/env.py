@@ -47,11 +47,7 @@ def describe(device: torch.device | str | int | None = None) -> dict[str, Any]:
 
 
 def usable_device(name: str | torch.device) -> torch.device:
-    """Return the device called `name`, with its index if it is a GPU.
-
-    Raises:
-        InputError: there is no such device on this machine.
-    """
+    """Return a device of this machine, a GPU with its index, or raise InputError."""
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:
@@ -77,11 +73,7 @@ def usable_device(name: str | torch.device) -> torch.device:
 
 
 def timed_device(name: str) -> torch.device:
-    """Return the device called `name`, if the clocks of `tresnet.measure` can time it.
-
-    Raises:
-        InputError: there is no such device on this machine, or it is neither a CPU nor a CUDA GPU.
-    """
+    """Return a CPU or CUDA GPU of this machine, which can be timed, or raise InputError."""
     device = usable_device(name)
     if device.type not in ("cpu", "cuda"):
         raise InputError(f"expected a device that can be timed, cpu or cuda, got {name!r}")
@@ -240,11 +232,7 @@ def _output_of(*command: str) -> str | None:
 
 
 def parse_size(size: str | int) -> int:
-    """Return bytes of `80GiB`, `512 MiB`, `24GB` (powers of ten) or a plain count of bytes.
-
-    Raises:
-        InputError: not a size, an unknown unit, or not above zero.
-    """
+    """Return bytes of `80GiB`, `24GB` (powers of ten) or a count, or raise InputError."""
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
     try:

@@ -50,11 +50,7 @@ class BusyError(TResNetError, RuntimeError):
 
 @contextlib.contextmanager
 def needed(what: str, extra: str) -> Iterator[None]:
-    """Turn a failed import inside into the command that installs `extra`, which `what` needs.
-
-    Raises:
-        MissingDependencyError: the import failed.
-    """
+    """Turn a failed import inside into MissingDependencyError with the command for `extra`."""
     try:
         yield
     except ImportError as error:

@@ -78,22 +78,14 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text file in UTF-8, whole or not at all.
-
-    Raises:
-        WriteError: as for `atomic_write`.
-    """
+    """Write a text file in UTF-8, whole or not at all; errors are those of `atomic_write`."""
     with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8", newline="")
 
 
 @contextlib.contextmanager
 def explained(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn errors of the system in a block that only writes `path` into words.
-
-    Raises:
-        WriteError: gives the fault and its remedy.
-    """
+    """Turn the system's errors in a block that only writes `path` into a WriteError with advice."""
     try:
         yield
     except OSError as error:

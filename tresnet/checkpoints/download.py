@@ -55,11 +55,7 @@ def fetch(tag: str | WeightsEntry) -> Path:
 
 
 def from_hub(repo_id: str, filename: str, revision: str | None = None) -> Path:
-    """Return a file of a Hugging Face repository, out of the hub's cache or downloaded into it.
-
-    Raises:
-        OSError, ValueError: it is neither cached nor can it be downloaded.
-    """
+    """Return a repository's file from the hub's cache, or downloaded."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -70,11 +66,7 @@ def from_hub(repo_id: str, filename: str, revision: str | None = None) -> Path:
 
 
 def from_hub_layout(repo_id: str) -> tuple[Path, Path | None]:
-    """Return the weights of a repository laid out as timm does, and its config.json if it has one.
-
-    Raises:
-        CheckpointError: they cannot be downloaded, or the hash is not the hub's.
-    """
+    """Return weights and config.json, if any, of a repository, or raise CheckpointError."""
     try:
         path = _first_from_hub(repo_id, LAYOUT)
         if path is None:
@@ -111,11 +103,7 @@ def _first_from_hub(
 
 
 def from_layout(folder: Path) -> tuple[Path, Path | None]:
-    """Return the weights of a folder in timm's layout, and its config.json if it has one.
-
-    Raises:
-        CheckpointError: there are no weights in it.
-    """
+    """Return weights and config.json, if any, of a folder, or raise CheckpointError."""
     for name in LAYOUT:
         if (folder / name).is_file():
             config = folder / "config.json"
@@ -132,11 +120,7 @@ def hub_sha256(path: Path) -> str | None:
 
 
 def verify(path: Path, expected: str | None, tag: str) -> None:
-    """Check a file's hash; warn where none is known.
-
-    Raises:
-        CheckpointError: the hash is another.
-    """
+    """Raise CheckpointError if the hash is another; warn where none is known."""
     with path.open("rb") as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
     if expected is None:

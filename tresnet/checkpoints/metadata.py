@@ -19,11 +19,7 @@ _MOST_PIXELS = 16_384  # the side of an image
 
 
 def check_metadata(metadata: Mapping[str, Any]) -> ModelConfig:
-    """Return the configuration in the metadata.
-
-    Raises:
-        InputError: something is missing, of a wrong type or out of range, or contradicts the rest.
-    """
+    """Return the configuration in the metadata, or raise InputError for a bad value."""
     config = ModelConfig.from_dict(_table(metadata, "config"))
     find_variant(config.variant)
     if metadata.get("variant", config.variant) != config.variant:

@@ -119,11 +119,7 @@ def list_weights(name: str | None = None) -> list[str]:
 
 
 def find(tag: str) -> WeightsEntry:
-    """Return the row of a tag.
-
-    Raises:
-        InputError: there is none; the message suggests the nearest.
-    """
+    """Return the row of a tag, or raise InputError with the nearest."""
     table = entries()
     if tag not in table:
         raise InputError(
@@ -134,11 +130,7 @@ def find(tag: str) -> WeightsEntry:
 
 
 def locate(name: str | os.PathLike[str]) -> WeightsEntry | Path:
-    """Tell a tag from a path: a known tag first, then an existing or path-like text.
-
-    Raises:
-        InputError: it is neither.
-    """
+    """Return a known tag's row, or an existing or path-like text; others raise InputError."""
     try:
         text = os.fsdecode(os.fspath(name))
         if text in entries():

@@ -114,11 +114,7 @@ def _damaged(path: Path, kind: str, error: Exception) -> CheckpointError:
 
 
 def unwrap(contents: Any, path: Path) -> dict[str, Tensor]:
-    """Return the weights in a file's contents: under the wrapping keys, prefixes removed.
-
-    Raises:
-        CheckpointError: there are none, or other things among them; the message names `path`.
-    """
+    """Return a file's weights without wrapping keys and prefixes, or raise CheckpointError."""
     if isinstance(contents, dict) and {"progress", "generators"} <= contents.keys():
         raise CheckpointError(
             f"{path} is the state of a run, which train.py --resume goes on with: take the run's "
@@ -167,11 +163,7 @@ def _check_format(metadata: Any, path: Path) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as it reads back from JSON.
-
-    Raises:
-        ValueError: JSON cannot hold it.
-    """
+    """Return a value as it reads back from JSON, or raise ValueError."""
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:

@@ -56,11 +56,7 @@ class Weights:
 
 
 def read_weights(path: str | os.PathLike[str]) -> Weights:
-    """Read a file of weights in our format, timm's or the public TResNet one.
-
-    Raises:
-        CheckpointError: what `read_file` or `to_ours` raises.
-    """
+    """Read weights in our, timm's or the public format; raises as `read_file` and `to_ours`."""
     return to_ours(Path(path), *read_file(path))
 
 

@@ -53,11 +53,7 @@ class WeightsInfo:
     weights: Weights | None = field(repr=False, compare=False)
 
     def check_finite(self) -> None:
-        """Raise for weights of a run that diverged.
-
-        Raises:
-            CheckpointError: there is an infinity or a NaN.
-        """
+        """Raise CheckpointError for infinities and NaN, of a run that diverged."""
         assert self.weights is not None, "expected what open_weights returned"
         bad = [key for key, t in self.weights.tensors.items() if not bool(t.isfinite().all())]
         if bad:

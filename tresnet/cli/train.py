@@ -54,7 +54,7 @@ def eval_command(arguments: Sequence[str], prog: str = "eval.py") -> int:
 
 
 def parse_train(arguments: Sequence[str], prog: str = "train.py") -> TrainCommand:
-    """Options over the defaults of the recipe they name, or of the run they resume.
+    """Parse options over the defaults of the recipe they name, or of the run they resume.
 
     Raises:
         ConfigError: The recipe is unknown, or the run has no readable configuration.

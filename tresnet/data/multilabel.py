@@ -75,11 +75,7 @@ def _find(root: Path, split: str) -> Path:
 
 
 def read_csv(path: Path) -> tuple[list[str], Listing]:
-    """Return class names (the columns, or the sorted names that occur) and the images of a CSV.
-
-    Raises:
-        DataError: the file is not such a table; names the line.
-    """
+    """Return class names (columns, or sorted names) and images; errors name the line."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, strict=True)
@@ -137,11 +133,7 @@ class _Coco:
 
 
 def read_coco(path: Path) -> tuple[list[str], Listing]:
-    """Return category names in order of their ids, and the images, of a file in COCO's format.
-
-    Raises:
-        DataError: the file is not in that format; names what is missing.
-    """
+    """Return category names by id, and images, of a COCO file, or raise DataError."""
     from pydantic import TypeAdapter, ValidationError
 
     try:

@@ -73,11 +73,7 @@ class Picture:
     """
 
     def __init__(self, data: bytes, path: str, plain_size: tuple[int, int] | None = None) -> None:
-        """Read the header, unless `plain_size` is what that method returned for the same bytes.
-
-        Raises:
-            BadImageError: Pillow does not know the format.
-        """
+        """Read the header, or raise BadImageError; `plain_size` of the same bytes spares it."""
         self.data, self._path, self._plain_size = data, path, plain_size
         self.size = plain_size or self._image.size
 
@@ -103,11 +99,7 @@ class Picture:
             return to_rgb(image)
 
     def crop(self, box: Box) -> torch.Tensor:
-        """Decode a box (in pixels) to (height, width, 3), uint8, with Pillow's values.
-
-        Raises:
-            BadImageError: as for `rgb`, of the whole image.
-        """
+        """Decode a box (in pixels) to (height, width, 3), uint8, as `rgb` would."""
         top, left, height, width = box
         # nvImageCodec may get the colours of a single column wrong: decode the one beside it too
         first = min(left, max(self.size[0] - 2, 0)) if width == 1 else left

@@ -90,11 +90,7 @@ class ShardDataset(ImageDataset):
         super().__init__(split, classes, self._places, targets, transform, skip_bad_images)
 
     def picture(self, index: int) -> Picture:
-        """Read an image, whose pixels are not decoded yet.
-
-        Raises:
-            BadImageError: the record is damaged, or its label is not the manifest's.
-        """
+        """Read an image without its pixels, or raise BadImageError for a damaged record."""
         file, number = self._places.place(index)
         path = f"{file}[{number}]"
         with named(path):

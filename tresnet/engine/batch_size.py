@@ -117,11 +117,7 @@ def assumes_gpu(config: TrainConfig, device: torch.device) -> bool:
 
 
 def gpu_of(config: TrainConfig, device: torch.device) -> "Device":
-    """Return this process's GPU with its free memory, or what the configuration allows of that.
-
-    Raises:
-        ConfigError: The device is no GPU.
-    """
+    """Return this process's GPU with its free or configured memory, or raise ConfigError."""
     from tresnet.memory import present_device
 
     if device.type != "cuda":
@@ -140,11 +136,7 @@ def gpu_of(config: TrainConfig, device: torch.device) -> "Device":
 def largest(
     model: TResNet, config: TrainConfig, classes: Sequence[str], gpu: "Device", world_size: int
 ) -> "MaxBatch":
-    """Predict the run's largest batch, from its model on the CPU.
-
-    Raises:
-        InputError: A model or an optimizer that cannot be predicted.
-    """
+    """Predict the run's largest batch, from its model on the CPU, or raise InputError."""
     from tresnet.memory import max_batch
 
     return max_batch(model, device=gpu, **step_of(config, classes, world_size))

@@ -138,11 +138,7 @@ def meet(store: dist.Store, rank: int, world: int, timeout: datetime.timedelta) 
 
 
 def pick_device(name: str, local_rank: int, world: int) -> torch.device:
-    """Return the device called `name`; `auto` and `cuda` take the GPU of this local rank.
-
-    Raises:
-        ConfigError: Not a device name, no such device here, or one GPU for several processes.
-    """
+    """Return a device (`auto`, `cuda`: this local rank's GPU), or raise ConfigError."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -46,12 +46,7 @@ class Splits:
 
 
 def locate(data: ImageConfig, processes: Processes) -> Path:
-    """Return the folder with the splits; one process writes the digits while the others wait.
-
-    Raises:
-        DataError: The digits' place holds something else.
-        MissingDependencyError: The digits are not written and scikit-learn is not installed.
-    """
+    """Return the folder with the splits; one process writes the digits while the others wait."""
     assert data.data is not None, "checked by validate"
     if data.data not in _WRITTEN:
         return Path(data.data)
@@ -62,11 +57,7 @@ def locate(data: ImageConfig, processes: Processes) -> Path:
 
 
 def open_splits(config: TrainConfig, processes: Processes) -> Splits:
-    """Open both splits of a resolved configuration (a collective).
-
-    Raises:
-        DataError: A folder is missing or empty, or the splits have different classes.
-    """
+    """Open both splits of a resolved configuration (a collective), or raise DataError."""
     data, multi = config.data, config.labels.multi
     folder = locate(data, processes)
     transforms = {
@@ -124,11 +115,7 @@ def _train_transform(config: TrainConfig, size: int) -> Any:
 def create_loaders(
     config: TrainConfig, splits: Splits, batch_size: int, processes: Processes
 ) -> tuple[Loader, Loader]:
-    """Create loaders of this process's part of the training and validation images.
-
-    Raises:
-        DataError: The training images do not make a batch for each process.
-    """
+    """Create this process's loaders, or raise DataError for too few training images."""
     data = config.data
     shared: dict[str, Any] = {
         "workers": data.workers,

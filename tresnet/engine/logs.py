@@ -86,11 +86,7 @@ class RunLog:
         self.row(**place, elapsed_s=elapsed_s, **memory.to_dict(), **more)
 
     def row(self, **values: Any) -> None:
-        """Append a row; columns not named stay empty.
-
-        Raises:
-            WriteError: The files cannot be written.
-        """
+        """Append a row, or raise WriteError; columns not named stay empty."""
         row = {name: values.pop(name, None) for name in COLUMNS}
         if values:
             raise ValueError(f"no such columns: {sorted(values)}")

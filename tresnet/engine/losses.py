@@ -23,11 +23,7 @@ class Losses:
     def __init__(
         self, config: TrainConfig, classes: Sequence[str], rank: int, teacher: Teacher | None = None
     ) -> None:
-        """Build the configured losses; each rank mixes in its own way.
-
-        Raises:
-            ConfigError: The hierarchy of the semantic softmax cannot be read.
-        """
+        """Build the losses, or raise ConfigError for the hierarchy; each rank mixes its own way."""
         from timm.data.mixup import Mixup
 
         augment = config.augment
@@ -95,11 +91,7 @@ class Losses:
 def loss_of(
     config: TrainConfig, classes: Sequence[str], mixed: bool
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the loss of logits (N, C) and labels (N,), or if `mixed` distributions (N, C).
-
-    Raises:
-        ConfigError: The hierarchy of the semantic softmax cannot be read.
-    """
+    """Return the loss of logits (N, C) and labels (N,), or if `mixed` distributions (N, C)."""
     from timm.loss import (
         AsymmetricLossMultiLabel,
         BinaryCrossEntropy,

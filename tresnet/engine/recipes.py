@@ -204,11 +204,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
 
 
 def recipe(name: str) -> TrainConfig:
-    """Return the configuration of a recipe.
-
-    Raises:
-        ConfigError: No recipe has that name; the message suggests the nearest.
-    """
+    """Return a recipe's configuration, or raise ConfigError with the nearest name."""
     if name not in RECIPES:
         raise ConfigError(fields.unknown("recipe", name, RECIPES))
     return RECIPES[name]()

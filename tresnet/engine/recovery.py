@@ -43,11 +43,10 @@ class Checkpoints:
         )
 
     def save(self) -> None:
-        """Write the state of all processes, unless a weight is not finite (a collective).
+        """Write the state of all processes (a collective), or raise WriteError.
 
         Raises:
             TrainingError: A weight is not finite.
-            WriteError: The state cannot be written.
         """
         progress, processes = self._progress, self._parts.processes
         if not self._parts.step.is_finite():

@@ -101,20 +101,12 @@ def discard(directory: Path) -> None:
 
 
 def write_config(directory: Path, config: TrainConfig) -> None:
-    """Write a run's configuration.
-
-    Raises:
-        WriteError: It cannot be written.
-    """
+    """Write a run's configuration, or raise WriteError."""
     files.write_text(directory / CONFIG, configs.to_json(config))
 
 
 def add_environment(directory: Path, record: dict[str, Any]) -> None:
-    """Append the environment of a process that starts or resumes the run.
-
-    Raises:
-        WriteError: It cannot be written.
-    """
+    """Append the environment of a process that starts or resumes the run, or raise WriteError."""
     path, records = directory / ENVIRONMENT, []
     with contextlib.suppress(OSError, ValueError):  # there is none yet, or it is damaged
         records = json.loads(path.read_text(encoding="utf-8"))

@@ -147,7 +147,7 @@ def load(directory: Path, say: Callable[[str], object]) -> tuple[Record, dict[st
 
 
 def read(path: Path) -> tuple[Record, dict[str, Any]]:
-    """Read the record and the contents of a state, without running any code in the file.
+    """Read a state's record and contents without running any code in the file.
 
     Raises:
         CheckpointError: No such file, or it is damaged or of another format.
@@ -177,11 +177,7 @@ def read(path: Path) -> tuple[Record, dict[str, Any]]:
 
 
 def check(saved: Identity, now: Identity) -> None:
-    """Check that the data are the run's.
-
-    Raises:
-        ConfigError: They differ.
-    """
+    """Raise ConfigError if the data are not the run's."""
     if saved.classes != now.classes:
         raise ConfigError(
             f"the run was trained on {len(saved.classes)} classes ({some(saved.classes)}), the"
@@ -204,12 +200,9 @@ def check(saved: Identity, now: Identity) -> None:
 
 
 def restore(content: dict[str, Any], step: TrainingStep, processes: Processes) -> None:
-    """Put a state into the training step and this process's random generators.
+    """Restore the step and this process's generators, or raise CheckpointError.
 
     An additional process keeps its own generators.
-
-    Raises:
-        CheckpointError: It does not fit.
     """
     try:
         step.load_state_dict(content)

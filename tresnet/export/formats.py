@@ -198,11 +198,7 @@ class CompiledPackage:
         self._package = package
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Compute logits (N, classes).
-
-        Raises:
-            InputError: type, shape, layout or device are not those it was compiled for.
-        """
+        """Compute logits (N, classes), or raise InputError for images it was not compiled for."""
         self.images.check(images)
         if images.device.type != self.device.type:
             raise InputError(f"expected images on {self.device}, got them on {images.device}")

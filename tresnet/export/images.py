@@ -50,11 +50,7 @@ class Images:
         return torch.channels_last if self.channels_last else torch.contiguous_format
 
     def check(self, x: Any) -> None:
-        """Check a caller's images.
-
-        Raises:
-            InputError: type, shape or layout differ from these.
-        """
+        """Raise InputError unless type, shape and layout of a caller's images are these."""
         dtype = torch.uint8 if self.input == "uint8" else torch.float32
         if not isinstance(x, Tensor) or x.dim() != 4 or x.shape[1] != self.channels:
             got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__

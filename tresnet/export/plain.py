@@ -30,11 +30,7 @@ class BlurByPools(nn.Module):
 
 
 def plain_model(model: nn.Module) -> TResNet:
-    """Return a copy of `model` for export: folded, the stem one convolution, blurs as pools.
-
-    Raises:
-        InputError: it is no TResNet, its weights are not float32, or it cannot be folded.
-    """
+    """Fold a copy of a float32 TResNet, the stem one convolution, or raise InputError."""
     if not isinstance(model, TResNet):
         raise InputError(
             f"expected a TResNet from tresnet.create that gives logits, got {type(model).__name__}"

@@ -58,11 +58,7 @@ METHOD = {
 
 
 def bench_ops(settings: OpsSettings, argv: Sequence[str], log: Log) -> Outcome:
-    """Measure operations at all their places and record it; `log` receives lines of progress.
-
-    Raises:
-        InputError: a setting out of range, an unknown name, or no such device.
-    """
+    """Measure and record operations at all their places, or raise InputError."""
     settings.check()
     if settings.input_size < _LEAST_SIZE or settings.input_size % _LEAST_SIZE:
         raise InputError(

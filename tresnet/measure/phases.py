@@ -26,11 +26,7 @@ STEPS = 5
 def measure_phases(
     case: BenchCase, training: bool, device: str, steps: int = STEPS
 ) -> dict[str, dict[str, float | None]]:
-    """Run steps of a case here: return the memory columns at every phase, in MiB.
-
-    Raises:
-        InputError: there is no such device, or the case cannot be run.
-    """
+    """Run steps of a case; return MiB by column at every phase, or raise InputError."""
     where = env.timed_device(device)
     checked = case.checked(training, where.type == "cuda")
     meter = MemoryMeter(where, log=lambda line: None)
@@ -51,11 +47,7 @@ def measure_memory(
     argv: Sequence[str],
     log: Callable[[str], object],
 ) -> Outcome:
-    """Measure each case in a process of its own, and record it.
-
-    Raises:
-        InputError: there is no such device, or a case cannot be run.
-    """
+    """Measure and record each case in a process of its own, or raise InputError."""
     settings.check()
     device = env.timed_device(env.device_or_default(settings.device))
     training = not settings.infer

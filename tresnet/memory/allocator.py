@@ -92,11 +92,7 @@ class CachingAllocator:
         self._free: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
 
     def malloc(self, n_bytes: int) -> Block | None:
-        """Return a block for `n_bytes`; None for zero bytes, which take no memory.
-
-        Raises:
-            SimulatedOutOfMemoryError: the device is full, also after `empty_cache`.
-        """
+        """Return a block, None for zero bytes, or raise SimulatedOutOfMemoryError."""
         if n_bytes == 0:
             return None
         wanted = round_request(n_bytes)
@@ -119,11 +115,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block | None) -> None:
-        """Return a block to its pool and merge it with free neighbours.
-
-        Raises:
-            ValueError: the block is free already.
-        """
+        """Return a block to its pool and merge free neighbours; a free one raises ValueError."""
         if block is None:
             return
         if block.free:

@@ -140,10 +140,9 @@ def _capacity(device: Device) -> int:
 
 
 class AffineTrace:
-    """Two traces of one step at two batch sizes, and the line through every buffer's size.
+    """Two traces at two batch sizes, and the line through every buffer's size.
 
-    Raises:
-        InputError: the traces differ in more than sizes, so nothing follows from them.
+    InputError is raised if they differ in more than sizes, so nothing follows from them.
     """
 
     def __init__(self, first: tuple[int, Trace], second: tuple[int, Trace]) -> None:

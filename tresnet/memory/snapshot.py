@@ -17,11 +17,7 @@ from tresnet.memory.trace import Buffer, Event, Trace
 
 
 def write_snapshot(prediction: Prediction, path: str | Path) -> Path:
-    """Write the snapshot: every allocation of the traced steps, and those left after them.
-
-    Raises:
-        WriteError: the file cannot be written; what was there before stays.
-    """
+    """Write every allocation of the traced steps and those left after them, or raise WriteError."""
     content = snapshot(prediction)
     with atomic_write(path) as temporary, temporary.open("wb") as file:
         pickle.dump(content, file)

@@ -10,11 +10,7 @@ if TYPE_CHECKING:
 
 
 def make_page(predictor: Predictor, title: str) -> Any:
-    """Return a `gradio.Interface` to launch, of a predictor with `maps=True`.
-
-    Raises:
-        MissingDependencyError: gradio is not installed.
-    """
+    """Return a `gradio.Interface` of a predictor with maps, or raise MissingDependencyError."""
     with needed("the page", "page"):
         import gradio  # pyright: ignore[reportMissingImports]
 

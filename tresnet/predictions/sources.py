@@ -46,11 +46,7 @@ def find_images(names: Iterable[str | os.PathLike[str]]) -> list[str]:
 
 
 def pictures(images: Source | Iterable[Source]) -> Iterator[tuple[str, Callable[[], "Image"]]]:
-    """Yield each image's name, and a function that reads it as 8-bit RGB.
-
-    Raises:
-        InputError: something is not an image.
-    """
+    """Yield names, and functions that read 8-bit RGB; other things raise InputError."""
     from PIL.Image import Image
 
     if isinstance(images, str | os.PathLike | Image) or (

@@ -84,11 +84,7 @@ def read(cls: type[T], text: str, source: str) -> T:
 
 
 def parse(cls: type[T], texts: Mapping[str, str], source: str) -> T:
-    """Return an instance of a dataclass from texts of some fields; messages begin with `source`.
-
-    Raises:
-        InputError: An unknown field, or a text that does not fit.
-    """
+    """Return an instance from texts of some fields, or raise InputError about `source`."""
     for name in texts:
         if name not in _kinds(cls):
             raise InputError(f"{source}: {unknown('setting', name, _kinds(cls))}")
