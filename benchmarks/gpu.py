@@ -111,8 +111,7 @@ GPU = {
     "steps": "--warmup-steps 3 --rounds 4 --steps 5",
     **{"contenders": "copy triton eager", "dtype": "bf16", "rounds": "20", "workers": "12"},
     "largest": "--first 64 --granularity 16 --gpu-memory 79GiB",
-    "kernel_tests": "tests/ops/test_abn_kernels.py tests/ops/test_blur_kernels.py"
-    " tests/models/test_kernels.py",
+    "kernel_tests": "tests/ops/test_abn_kernels.py tests/fused",
 }
 REHEARSAL = {
     **GPU,

@@ -41,7 +41,7 @@ def gradients(name: str, size: int) -> list[tuple[int, int]]:
         found.append((sum(4 * p.numel() for p in parameters), macs))
 
     with without_computing(), torch.no_grad():
-        model = tresnet.create(name, impl="reference").eval()
+        model = tresnet.create(name).eval()
         for layer in model.modules():
             if list(layer.parameters(recurse=False)):
                 layer.register_forward_hook(note)

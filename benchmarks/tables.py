@@ -59,7 +59,7 @@ def table(record: dict[str, Any], name: str) -> str:
 
 
 def _settings(row: dict[str, Any]) -> str:
-    keys = ("input_size", "amp", "dtype", "norm", "impl", "recompute", "pad", "compile", "input")
+    keys = ("input_size", "amp", "dtype", "norm", "impl", "recompute", "compile", "input")
     flags = (key for key in ("channels_last", "fold", "freeze", "replayed") if row.get(key))
     given = (
         f"{key} {row[key]}" for key in keys if row.get(key) not in (None, False, "none", "off")

@@ -7,9 +7,9 @@ import pytest
 from tresnet.cli.predict import Predict
 from tresnet.engine.config import ModelConfig as TrainedModel
 from tresnet.engine.evaluate_weights import EvalConfig
+from tresnet.fused import RECOMPUTE
 from tresnet.layers.norm import NORMS
 from tresnet.models.config import ModelConfig, ModelOptions
-from tresnet.models.tresnet import RECOMPUTE
 from tresnet.ops.dispatch import Impl
 
 CHOICES = {"norm": set(NORMS), "impl": set(typing.get_args(Impl)), "recompute": set(RECOMPUTE)}

@@ -13,7 +13,7 @@ from tresnet.measure import models
 
 SMALL = ["--batch-size", "2", "--input-size", "32", "--rounds", "2"]
 SHORT = [*SMALL, "--steps", "1", "--warmup-steps", "1", "--device", "cpu"]
-OPS = ["ops", "blur", *SMALL, "--contenders", "eager", "--device", "cpu"]
+OPS = ["ops", "abn_blur", *SMALL, "--contenders", "eager", "--device", "cpu"]
 SEARCH = ["max-batch", "timm:test_resnet", "--input-size", "32", "--device", "cpu"]
 SEARCH += ["--first", "2", "--granularity", "2", "--at-most", "4"]
 EVERY = [["train", "tresnet_t", *SHORT], ["infer", "tresnet_t", *SHORT], OPS, SEARCH]
@@ -61,7 +61,7 @@ def test_other_measurements_print_a_table_and_write_a_record(tmp_path, capsys):
     header, *lines = capsys.readouterr().out.splitlines()
     assert header.split()[-4:] == ["GB/s", "x", "copy", "status"]
     assert len(lines) == 3 * 2 * 2
-    assert lines[0].startswith("blur, into stage 2, fp32, forward, copy ")
+    assert lines[0].startswith("abn_blur, into stage 2, fp32, forward, copy ")
     assert record_in(tmp_path / "ops")["settings"]["method"]["copy"].startswith("clone of half")
     assert bench(SEARCH, tmp_path / "search") == 0
     _, line = capsys.readouterr().out.splitlines()
@@ -111,12 +111,17 @@ def test_a_signal_leaves_the_table_and_the_record(number, tmp_path, monkeypatch,
             ["train", "tresnet_t", "--batch-size", "9" * 20],
             "--batch-size: expected at most 2147483647, got",
         ),
+        (
+            ["train", "tresnet_t", "--time-limit-s", "inf"],
+            "--time-limit-s: expected a finite number, got inf",
+        ),
         (["train", "tresnet_t", "--rounds", "0"], "--rounds: expected at least 1, got 0"),
         (["train", "tresnet_t", "--input-size", "33"], "divisible by 2"),
         (["max-batch", "tresnet_t"], "expected at_most on cpu, got none"),
         (["ops", "conv"], "expected an operation out of abn_join"),
         (["ops", "--input-size", "100"], "divisible by 32, got 100"),
         (["ops", "--batch-size", "1"], "--batch-size: expected at least 2, got 1"),
+        (["ops", "--time-limit-s", "nan"], "--time-limit-s: expected a finite number, got nan"),
     ],
 )
 def test_bad_input_leaves_nothing(arguments, message, tmp_path, capsys):

@@ -26,7 +26,7 @@ def test_predict_prints_the_three_numbers(capsys):
 
 
 def test_predict_takes_the_settings_of_train_py(capsys):
-    settings = "--norm abn --impl reference --recompute outputs --pad 16 --amp bf16 --channels-last"
+    settings = "--norm abn --impl reference --recompute outputs --amp bf16 --channels-last"
     settings += " --opt adamw --ema-decay 0.9 --clip-grad 1 --accumulate 2"
     settings += " --grad-checkpointing --input uint8"
     code, out, _ = run(capsys, "predict", "tresnet_t", *settings.split(), "--json")

@@ -217,7 +217,7 @@ def test_predict_with_bad_options(arguments, message, weights, image, capsys):
 
 @pytest.mark.parametrize(
     "options",
-    ["--no-fold", "--pad 8", "--impl reference", "--dtype bf16", "--amp bf16", "--channels-last"],
+    ["--no-fold", "--impl reference", "--dtype bf16", "--amp bf16", "--channels-last"],
 )
 def test_predict_computes_as_training_and_evaluation_can(options, weights, image, capsys):
     assert run(["predict", str(image), "--weights", str(weights), *options.split()]) == 0

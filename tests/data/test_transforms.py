@@ -1,3 +1,4 @@
+import math
 import pickle
 from dataclasses import replace
 
@@ -155,6 +156,7 @@ def test_mirror_and_digits():
         ({"crop_scale": (0.5, 0.1)}, r"--crop-scale: expected smallest first, got \(0.5, 0.1\)"),
         ({"affine_scale": (0.0, 1.0)}, "--affine-scale: expected more than 0, got 0.0"),
         ({"affine_degrees": -1}, "--affine-degrees: expected at least 0, got -1"),
+        ({"affine_shear": math.nan}, "--affine-shear: expected a finite number, got nan"),
         ({"auto_augment": "best"}, "a policy timm knows.*'best'"),
     ],
 )

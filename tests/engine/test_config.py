@@ -111,7 +111,6 @@ def test_resuming_may_change_what_does_not_alter_the_result():
             {"loss": "semantic-softmax", "mixup": 0.2},
             "--loss semantic-softmax needs one class an image: expected no --mixup",
         ),
-        ({"pad": 8, "opt": "kron"}, "--pad: --opt kron would train another model"),
         ({"recipe": "usi"}, "--teacher: the recipe usi needs a teacher: a tag, a file or timm:N"),
         ({"teacher": "a.pth", "loss": "bce"}, "--teacher: expected --loss cross-entropy or one-"),
         ({"teacher": "a.pth", "batch_size": "auto"}, "cannot be predicted with --teacher"),
@@ -138,7 +137,7 @@ def test_values_out_of_range_and_contradictions_are_refused(change, message):
 
 # The nearest values that are outside of each range, and those at its ends.
 OUTSIDE = {
-    **dict.fromkeys(("batch_size", "eval_batch_size", "input_size", "pad", "block_size"), 0),
+    **dict.fromkeys(("batch_size", "eval_batch_size", "input_size", "block_size"), 0),
     **dict.fromkeys(("epochs", "lr_batch", "accumulate", "aug_repeats", "eval_interval"), 0),
     **dict.fromkeys(("lr", "clip_grad", "width_factor", "kd_temperature", "crop_pct"), 0.0),
     **dict.fromkeys(("layer_decay", "start_factor", "end_factor", "cutout_min_aspect"), 0.0),
@@ -168,5 +167,5 @@ def test_all_values_out_of_range_are_listed_at_once():
 
 def test_all_contradictions_are_listed_at_once():
     with pytest.raises(ConfigError) as error:
-        validate(configs.replace(GOOD, data=None, recipe="usi", pad=8, opt="kron"))
-    assert all(name in str(error.value) for name in ("--data", "--teacher", "--pad"))
+        validate(configs.replace(GOOD, data=None, recipe="usi"))
+    assert all(name in str(error.value) for name in ("--data", "--teacher"))

@@ -70,7 +70,6 @@ def test_labels_are_compared_by_name(config, plain, data):
         {"compute": InferenceCompute(channels_last=True)},
         {"compute": InferenceCompute(fold=False)},
         {"impl": "reference"},
-        {"pad": 8},
         {"jit": True},
         {"norm": "batchnorm"},
         {"batch_size": 3},

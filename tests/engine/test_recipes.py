@@ -6,13 +6,11 @@ import pytest
 from tests.engine.runs import rows_of
 from tresnet.checkpoints.weights import describe
 from tresnet.cli.train import parse_train
-from tresnet.engine import config as configs
 from tresnet.engine.recipes import RECIPES, recipe
-from tresnet.engine.resolve import create_model, resolve
+from tresnet.engine.resolve import resolve
 from tresnet.engine.train import train
 from tresnet.engine.validate import validate
 from tresnet.errors import ConfigError
-from tresnet.layers.norm import ABN
 from tresnet.steps.optim import peak_lr
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "recipes.json"
@@ -89,19 +87,6 @@ def test_finetuning_at_448(options):
     validate(config)
     data = resolve(config, weights=describe(config.model.weights)).data
     assert (data.input_size, data.crop_mode, data.crop_pct) == (448, "squash", 1.0)
-
-
-def test_a_gpu_trains_padded_and_a_resumed_run_as_it_began():
-    config = configs.replace(recipe("paper"), model="tresnet_l")
-    on_gpu, on_cpu = resolve(config, on_gpu=True), resolve(config)
-    assert (on_gpu.model.pad, on_cpu.model.pad) == (8, None)
-    assert resolve(configs.replace(config, pad=1), on_gpu=True).model.pad == 1
-    assert resolve(configs.replace(config, opt="kron"), on_gpu=True).model.pad is None
-    assert configs.resumed(on_gpu, config) == on_gpu
-    assert configs.resumed(on_cpu, config) == on_cpu
-    model = create_model(configs.replace(on_gpu, width_factor=0.3), ["a", "b"])
-    widths = {m.num_features % 8 for m in model.modules() if isinstance(m, ABN)}
-    assert widths == {0}
 
 
 SHORT = """--data digits --model tresnet_t --block-size 2 --width-factor 0.25 --layers 1 1 1 1

@@ -542,7 +542,7 @@ def test_a_run_goes_on_without_the_weights_it_started_from(tiny, tmp_path, monke
     start.set_slopes(0.2, 0.1)
     start.pretrained_cfg |= {"input_size": (3, 12, 12), "crop_mode": "squash", "tag": "own"}
     save_checkpoint(start, weights, metadata={"classes": ["blue", "green", "red"]})
-    options = {"weights": str(weights), "pad": 8}
+    options = {"weights": str(weights)}
     options |= dict.fromkeys(("model", "layers", "width_factor", "input_size", "crop_mode"))
     uncut = train(tiny(**options, name="uncut")).run_dir
     with monkeypatch.context() as patch:

@@ -17,8 +17,7 @@ from torch.distributed.nn.functional import all_reduce
 from torch.optim.swa_utils import update_bn
 
 import tresnet
-from tests.ops.kernels import DEVICE
-from tresnet.layers.norm import ABN, NORMS, NormAct, frozen_running_stats
+from tresnet.layers.norm import NORMS, NormAct, frozen_running_stats
 
 CLASSES = pytest.mark.parametrize("name", NORMS)
 
@@ -174,15 +173,3 @@ def test_a_synchronised_model_on_two_processes_is_the_model_on_one(tmp_path: Pat
     for name, parameter in model.named_parameters():
         ours = grads[name] + more[name]
         torch.testing.assert_close(ours, parameter.grad, rtol=1e-6, atol=1e-6, msg=name)
-
-
-def test_the_kernels_average_too():
-    pytest.importorskip("triton")
-    norm, plain = ABN(3, momentum=None).to(DEVICE), nn.BatchNorm2d(3, momentum=None).to(DEVICE)
-    norm.set_impl("triton")
-    for i in range(2):
-        x = torch.randn(4, 3, 5, 5, device=DEVICE) + i
-        norm(x)
-        plain(x)
-    for key, value in plain.state_dict().items():
-        torch.testing.assert_close(norm.state_dict()[key], value)

@@ -97,11 +97,11 @@ def raising(error):
     ("fused", "status", "text"),
     [
         (
-            lambda *x: OPS["blur"].plain(*x) * 1.01,
+            lambda *x: OPS["abn_blur"].plain(*x) * 1.01,
             "wrong",
             "relative error 0.01, allowed are 0.001",
         ),
-        (lambda *x: OPS["blur"].plain(*x) * torch.nan, "wrong", "relative error nan, allowed"),
+        (lambda *x: OPS["abn_blur"].plain(*x) * torch.nan, "wrong", "relative error nan, allowed"),
         (raising(RuntimeError("no such kernel")), "failed", "no such kernel"),
         (raising(torch.OutOfMemoryError("CUDA out of memory")), "out_of_memory", "CUDA out of"),
     ],
@@ -109,9 +109,9 @@ def raising(error):
 def test_what_fails_or_computes_something_else_is_not_timed_and_leaves_the_others(
     monkeypatch, measured, fused, status, text
 ):
-    replace(monkeypatch, "blur", fused=fused)
+    replace(monkeypatch, "abn_blur", fused=fused)
     monkeypatch.setattr(module, "_times_kernels", lambda device: True)
-    rows = measured("blur")
+    rows = measured("abn_blur")
     failed = [row for row in rows if row["contender"] == "triton"]
     assert [(row["status"], row["p50_us"]) for row in failed] == [(status, None)] * 2
     assert failed[0]["error"].startswith(text)
@@ -119,15 +119,15 @@ def test_what_fails_or_computes_something_else_is_not_timed_and_leaves_the_other
 
 
 def test_inputs_beyond_the_memory_leave_the_other_places_alone(monkeypatch, measured):
-    make, first = OPS["blur"].make, OPS["blur"].places[0]
+    make, first = OPS["abn_blur"].make, OPS["abn_blur"].places[0]
 
     def making(shape, place, *arguments):
         if place == first:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
         return make(shape, place, *arguments)
 
-    replace(monkeypatch, "blur", make=making, places=OPS["blur"].places)
-    rows = measured("blur")
+    replace(monkeypatch, "abn_blur", make=making, places=OPS["abn_blur"].places)
+    rows = measured("abn_blur")
     full = [row for row in rows if row["place"] == first.name]
     assert {row["status"] for row in full} == {"out_of_memory"}
     assert full[0]["error"] == "CUDA out of memory. Tried to allocate 9 GiB"
@@ -163,7 +163,7 @@ def test_places_are_those_of_the_model():
             if "blur" in name:
                 assert shape in blurs, (name, place)
     # no place of the model is left out
-    halved = {(p.channels, p.reduction) for p in OPS["blur"].places}
+    halved = {(p.channels, p.reduction) for p in OPS["abn_blur"].places}
     assert halved == blurs
     joined = {(p.channels, p.reduction) for p in OPS["abn_join"].places}
     assert joined == {(c, r) for c, r, slope in norms if slope is None}
@@ -177,7 +177,6 @@ def test_places_are_those_of_the_model():
         ("abn_blur", 2.25, 3.5),
         ("abn_se", 4, 5),
         ("abn_join", 4, 6),
-        ("blur", 1.25, 1.25),
         ("stem", 3, None),
     ],
 )
@@ -236,7 +235,7 @@ def test_the_gpu_is_held_until_the_host_has_queued_everything(
 
 @pytest.mark.gpu
 def test_operations_on_a_gpu(measured):
-    rows = measured("abn", "blur", rounds=3, device="cuda", batch_size=32, input_size=224)
+    rows = measured("abn", "abn_blur", rounds=3, device="cuda", batch_size=32, input_size=224)
     assert [(row["contender"], row["error"]) for row in rows if row["status"] != "ok"] == []
     for row in rows:
         assert 0 < row["gb_per_s"] < 20_000

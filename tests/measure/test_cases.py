@@ -40,7 +40,6 @@ def test_defaults_follow_from_the_device_and_the_work():
             "none or activations for timm:resnet50, got",
         ),
         ("tresnet_t", {"accumulate": 2, "compile": "max-autotune"}, True, "loses gradients"),
-        ("timm:resnet50", {"pad": 8}, True, "no pad for timm:resnet50, .* only our models"),
         ("timm:resnet50", {"norm": "batchnorm"}, True, "no norm for timm:resnet50, got 'batchn"),
         ("timm:resnet50", {"impl": "triton"}, True, "no impl for timm:resnet50, got 'triton'"),
     ],
@@ -73,7 +72,7 @@ def test_a_model_may_have_its_own_settings():
         ("batch_size=" + "9" * 5000, "batch_size: expected a whole number, got '99"),
         ("clip_grad=much", "clip_grad: expected a number, got 'much'"),
         ("channels_last=perhaps", "channels_last: expected true or false, got 'perhaps'"),
-        ("pad=8,pad=16", "expected pad= once for tresnet_t, got it again"),
+        ("impl=auto,impl=triton", "expected impl= once for tresnet_t, got it again"),
     ],
 )
 def test_bad_settings_of_a_model(option, message):
@@ -94,25 +93,10 @@ def test_every_model_at_every_batch_size_but_its_own():
         Cases(models=("tresnet_t",), batch_size=()).cases()
 
 
-@pytest.mark.parametrize(
-    ("training", "on_gpu", "options", "found"),
-    [
-        (True, True, {}, 8),
-        (True, True, {"pad": 1}, 1),
-        (True, True, {"opt": "muon"}, None),  # it would see the padding
-        (True, False, {}, None),
-        (False, True, {}, None),
-    ],
-)
-def test_training_on_a_gpu_pads_unless_told_otherwise(training, on_gpu, options, found):
-    case = BenchCase(model="tresnet_l", **options).checked(training, on_gpu)
-    assert case.pad == found
-
-
 def test_the_label_names_what_differs_from_the_defaults():
-    text = "tresnet_t@recompute=outputs,pad=8,amp=fp16,channels_last=true,compile=default"
+    text = "tresnet_t@recompute=outputs,amp=fp16,channels_last=true,compile=default"
     assert parse_case(text, CaseSettings(), 8).checked(training=True).label() == (
-        "tresnet_t, batch 8, amp fp16, pad 8, recompute outputs, channels_last, compile default"
+        "tresnet_t, batch 8, amp fp16, recompute outputs, channels_last, compile default"
     )
     text = "timm:resnet50@input=uint8,compile=default,freeze=true,dtype=bf16"
     assert parse_case(text, CaseSettings()).checked(training=False).label() == (

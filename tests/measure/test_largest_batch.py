@@ -159,6 +159,7 @@ def test_cudnn_searches_only_for_the_answer(monkeypatch, tmp_path):
         ({"granularity": 0}, "--granularity: expected at least 1, got 0"),
         ({"at_most": 1}, "expected at_most of at least 2, got 1"),
         ({"at_most": None}, "expected at_most on cpu, got none: only a GPU says when it is full"),
+        ({"time_limit_s": float("nan")}, "--time-limit-s: expected a finite number, got nan"),
         ({"gpu_memory": "0GiB"}, "expected a size above zero, got '0GiB'"),
     ],
 )

@@ -201,6 +201,7 @@ def test_a_process_that_is_killed_leaves_what_was_measured_before(moment, tmp_pa
     [
         ({"rounds": 0}, "--rounds: expected at least 1, got 0"),
         ({"time_limit_s": 0.0}, "--time-limit-s: expected more than 0, got 0.0"),
+        ({"case_limit_s": float("nan")}, "--case-limit-s: expected a finite number, got nan"),
     ],
 )
 def test_bad_settings(settings, message):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import Function
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.operators import Recorder
 from tresnet.memory import patches
@@ -214,3 +215,32 @@ def test_saved_tensor_hooks():
     ):
         torch.ones(2, requires_grad=True).exp()
     assert (len(pushed), len(popped)) == (1, 1)
+
+
+def test_saved_tensors_let_go():
+    """A node asks that they go where they are read last; the engine keeps those of a kept graph."""
+    kept, asked = [], []
+
+    class Reads(Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x * 1)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            (saved,) = ctx.saved_tensors
+            storage = StorageWeakRef(saved.untyped_storage())
+            ctx.maybe_clear_saved_tensors()
+            del saved
+            kept.append(not storage.expired())
+            return grad
+
+    y = Reads.apply(torch.ones(2, requires_grad=True)).sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    assert kept == [True, False]
+    y = Reads.apply(torch.ones(2, requires_grad=True))
+    with patches.saved_tensors_let_go(lambda: asked.append(True)):
+        y.grad_fn.apply(torch.ones(2))
+    assert (kept[2:], asked) == ([True], [True])

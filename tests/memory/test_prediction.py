@@ -1,8 +1,6 @@
 """Predictions of models small enough to count by hand, and what they say to bad input."""
 
-import dataclasses
 import functools
-import inspect
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -14,12 +12,11 @@ import torch
 from torch import nn
 
 from tresnet.errors import InputError, TResNetError
-from tresnet.memory import Category, Phase, max_batch, predict
+from tresnet.memory import Category, Phase, predict
 from tresnet.memory.allocator import round_request
 from tresnet.memory.device import MIB
 from tresnet.models.named import build_named
 from tresnet.ops.operators import noted
-from tresnet.settings import ModelStep
 
 WIDTH = 1024
 WEIGHT_BYTES = 4 * WIDTH * WIDTH
@@ -48,18 +45,6 @@ def mean(output, target):
 @functools.cache
 def small(**step):
     return predict("tresnet_t", batch_size=4, **step)
-
-
-def test_one_of_ours_by_name_is_padded_as_training_on_a_gpu_is():
-    how = {"batch_size": 2, "width_factor": 0.3, "input_size": 32, "layers": (1, 1, 1, 1)}
-    trained, as_it_is = predict("tresnet_t", **how), predict("tresnet_t", pad=1, **how)
-    assert trained.allocated == predict("tresnet_t", pad=8, **how).allocated
-    cautious = [predict("tresnet_t", pad=pad, opt="cadamw", **how) for pad in (None, 1)]
-    assert cautious[0].allocated == cautious[1].allocated  # it would see the padding
-    assert trained.allocated.expected_bytes > as_it_is.allocated.expected_bytes
-    how["train"] = False  # folding pads, too
-    folded, narrow = predict("tresnet_t", **how), predict("tresnet_t", pad=1, **how)
-    assert folded.allocated.expected_bytes > narrow.allocated.expected_bytes
 
 
 def test_two_threads_leave_torch_as_it_was():
@@ -378,16 +363,6 @@ def test_golden(pinned):
     written = json.loads(GOLDEN.read_text())
     assert len(written) == len(PINNED)
     assert golden(pinned).items() <= written.items()
-
-
-def test_the_keywords_are_the_options_of_training_with_their_types():
-    taken, searched = (inspect.signature(of).parameters for of in (predict, max_batch))
-    assert taken.keys() - searched.keys() == {"batch_size"}
-    options = {field.name: field.type for field in dataclasses.fields(ModelStep)}
-    assert options.keys() < searched.keys()
-    assert taken["momentum"].annotation == options["momentum"]
-    with pytest.raises(TypeError, match="optimizer"):
-        predict("tresnet_t", batch_size=2, optimizer="sgd")
 
 
 # -- bad input --------------------------------------------------------------------------------

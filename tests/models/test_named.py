@@ -55,10 +55,10 @@ def test_models_of_all_sources_are_built(name, shape):
 
 
 def test_options_reach_ours():
-    model = build_named("tresnet_t", norm="abn", impl="reference", pad=8, recompute="none")
+    model = build_named("tresnet_t", norm="abn", impl="reference", recompute="none")
     reads_gray = build_named("tresnet_t", norm="batchnorm", in_chans=1)
     assert model.recompute == "none"
-    assert {module.impl for module in model.modules() if hasattr(module, "impl")} == {"reference"}
+    assert model.impl == "reference"
     assert reads_gray.config.norm == "batchnorm"
     assert default_input_shape(reads_gray) == (1, 32, 32)
     assert default_input_shape(torch.nn.Sequential(reads_gray)) == (1, 224, 224)
@@ -79,7 +79,7 @@ def test_peers_refuse_what_they_have_not(name, options, message):
 
 
 def test_an_option_that_is_none_is_not_given():
-    assert isinstance(build_named("timm:test_resnet", norm=None, pad=None), nn.Module)
+    assert isinstance(build_named("timm:test_resnet", norm=None), nn.Module)
 
 
 def test_a_constructor_that_reads_values_is_given_some():

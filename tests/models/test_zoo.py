@@ -133,7 +133,6 @@ def test_overrides():
         ({"layers": (1, 1, 10**9, 1)}, "layers as four whole numbers from 1 to 1000"),
         ({"width_factor": "1"}, "width_factor from 1/64 to 64, got '1'"),
         ({"jit": "yes"}, "expected jit as True or False, got 'yes'"),
-        ({"pad": True}, "expected pad as a whole number of at least 1, such as 8, got True"),
         ({"head": 1}, "expected head as a name, got 1"),
         ({"head": "group_attention", "head_groups": "12"}, "head_groups as a number or a list"),
         ({"head": "ml_decoder", "head_channels": 10**9}, "head_channels as a whole number"),

@@ -26,7 +26,6 @@ from triton.compiler import ASTSource
 
 from tresnet.ops import operators
 from tresnet.ops.abn import launch
-from tresnet.ops.blur_pool import launch as blur_launch
 from tresnet.ops.excite import launch as excite_launch
 from tresnet.ops.space_to_depth import launch as stem_launch
 
@@ -147,8 +146,7 @@ def launches(dtype: torch.dtype, layout: torch.memory_format, channels: int) -> 
         if join:
             twin = grad
             bits = launch.apply(x, stats, vector, gates, added, slope, blur, True)[1]
-            launch.grad_sums(grad, twin, x, None, added, gates, stats, vector, slope, blur)
-        sums = grad, twin, x, bits, None, gates, stats, vector, slope, blur
+        sums = grad, twin, x, bits, gates, stats, vector, slope, blur
         partial, _ = launch.grad_sums(*sums)
         if not (blur or join):
             launch.grad_sums(*sums, True)
@@ -159,15 +157,6 @@ def launches(dtype: torch.dtype, layout: torch.memory_format, channels: int) -> 
             excite_launch.backward(partial, stats, vector, gate, gate, hidden, *layers, 784)
         launch.merge_grad_sums(partial, gates, gates, stats, 256 * 28 * 28)
         launch.grad_apply(grad, x, stats, vector, gates, gates, stats, slope, blur, True)
-
-
-def blur_launches(dtype: torch.dtype) -> None:
-    """The blur and its transpose, channels last and first, wide and odd."""
-    for layout, widths in CHANNELS.items():
-        for channels in widths:
-            x = torch.empty(8, channels, 28, 28, dtype=dtype, device="meta")
-            y = blur_launch.blur(x.to(memory_format=layout))
-            blur_launch.transposed_blur(y, 28, 28)
 
 
 def stem_launches(dtype: torch.dtype) -> None:
@@ -186,7 +175,6 @@ def main(capabilities: list[int], dtypes: list[str]) -> None:
             dtype = getattr(torch, name)
             with operators.noted() as launched:
                 stem_launches(dtype)
-                blur_launches(dtype)
                 for layout, widths in CHANNELS.items():
                     for channels in widths:
                         launches(dtype, layout, channels)

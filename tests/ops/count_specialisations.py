@@ -14,30 +14,30 @@ from typing import Any, NamedTuple
 os.environ["TRITON_INTERPRET"] = "0"
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 import tresnet
-from tresnet.layers import fusion
+from tresnet.fused import applies
+from tresnet.fused.stage import Conv
 from tresnet.ops import dispatch, operators
-from tresnet.ops.abn import Convolution
 
 
-class NoConvolution(torch.autograd.Function):
-    """Without computing; under autocast to bf16 on a GPU, whose convolutions keep channels last."""
+def convolved(self: Conv, x: Tensor) -> Tensor:
+    """An output without values, in the layout that a GPU's convolutions in 16 bits keep."""
+    step = self.stride[0]
+    size = len(x), len(self.weight), -(-x.shape[2] // step), -(-x.shape[3] // step)
+    return torch.empty(size, dtype=x.dtype, device=x.device).contiguous(
+        memory_format=torch.channels_last
+    )
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, step: int) -> Tensor:
-        ctx.save_for_backward(x, weight, bias)
-        size = len(x), len(weight), -(-x.shape[2] // step), -(-x.shape[3] // step)
-        out = torch.zeros(size, dtype=torch.bfloat16, device=x.device)
-        return out.contiguous(memory_format=torch.channels_last)
 
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
-        return *(None if t is None else torch.empty_like(t) for t in ctx.saved_tensors), None
+def gradients(self: Conv, grad: Tensor, x: Tensor, of_x: bool, of_weight: bool) -> tuple[Any, Any]:
+    """Gradients without values."""
+    grad_weight = torch.empty_like(self.weight) if of_weight else None
+    return torch.empty_like(x) if of_x else None, grad_weight
 
 
 def step(name: str, batch: int) -> None:
@@ -98,14 +98,8 @@ def specialisations(launches: Sequence[operators.Launch]) -> set[Specialisation]
 
 if __name__ == "__main__":
     dispatch.interpreted = lambda: True
-    fusion.autocast_dtype = lambda device_type: torch.bfloat16
-    nn.Conv2d._conv_forward = lambda self, x, weight, bias: NoConvolution.apply(
-        x, weight, bias, self.stride[0]
-    )
-    Convolution.output = lambda self, x, weight: NoConvolution.apply(x, weight, None, 1)
-    Convolution.gradient = lambda self, grad, x, weight, of_weight: torch.empty_like(
-        weight if of_weight else x
-    )
+    applies.autocast_dtype = lambda device_type: torch.bfloat16
+    Conv.forward, Conv.backward = convolved, gradients
     known: set[Specialisation] = set()
     for batch in map(int, sys.argv[2:]):
         with operators.noted() as launches:

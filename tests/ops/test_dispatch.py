@@ -1,7 +1,6 @@
 """Which implementation runs where the machine lacks something."""
 
 import torch
-from torch._subclasses import FakeTensorMode
 
 from tresnet.ops import dispatch, selfcheck
 
@@ -17,13 +16,12 @@ def test_no_launch_is_tried_while_a_graph_is_captured(monkeypatch):
 
 def test_fake_tensors_leave_the_gpu_alone_and_go_by_what_was_found(monkeypatch):
     """A prediction of memory, perhaps for another GPU than the one that is there."""
-    with FakeTensorMode():
-        x = torch.empty(2, 3, 4, 4, device="cuda")
+    gpu = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(dispatch, "_capability", lambda index: (7, 5))
     monkeypatch.setattr(selfcheck, "failure", lambda device: "tried")
     monkeypatch.setattr(dispatch, "_found", {})
-    assert dispatch.runs_kernels(x, "auto")
-    assert dispatch.lacking(torch.device("cuda", 0)) is not None
-    assert not dispatch.runs_kernels(x, "auto")
+    assert dispatch.runs_kernels(gpu, torch.float16, "auto", fake=True)
+    assert dispatch.lacking(gpu) is not None
+    assert not dispatch.runs_kernels(gpu, torch.float16, "auto", fake=True)

@@ -7,7 +7,7 @@ from torch import nn
 from tresnet.engine.config import OptimConfig, ScheduleConfig
 from tresnet.errors import ConfigError
 from tresnet.models.zoo import build
-from tresnet.steps.optim import create_optimizer, create_schedule, peak_lr, sees_padding
+from tresnet.steps.optim import create_optimizer, create_schedule, peak_lr
 
 OPTIM = OptimConfig(lr=0.4, momentum=0.8, weight_decay=3e-4)
 
@@ -63,28 +63,6 @@ def test_layers_further_from_the_head_learn_at_lower_rates():
         depth = next((i for i, layer in enumerate(layers) if name.startswith(layer)), 5)
         assert rates[id(parameter)] == pytest.approx(0.4 * 0.5 ** (5 - depth)), name
         assert (decays[id(parameter)] > 0) == (parameter.ndim > 1), name
-
-
-SEEN = ("adamp", "cadamw", "clion", "csgdw", "kron", "muon", "nadamuon", "sgdp")
-UNSEEN = ("adamw", "adan", "lamb", "lars", "lion", "nadam", "sgd")
-
-
-@pytest.mark.filterwarnings("ignore:It is highly recommended")  # kron's, of a package
-@pytest.mark.parametrize("opt", [*SEEN, *UNSEEN])
-def test_which_optimizers_train_padding_in_another_way(opt, monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # of which kron has some
-    weights = []
-    for padding in ((0, 0, 0, 0), (0, 0, 0, 0, 0, 2, 0, 4)):
-        torch.manual_seed(0)
-        model = nn.Conv2d(6, 12, 3, bias=False)
-        model.weight = nn.Parameter(nn.functional.pad(model.weight.data, padding))
-        optimizer = create_optimizer(model, OptimConfig(opt=opt, lr=0.01, weight_decay=0.1), 64)
-        for seed in range(48):
-            torch.manual_seed(seed)
-            model.weight.grad = nn.functional.pad(torch.randn(12, 6, 3, 3) / 1e3, padding)
-            optimizer.step()
-        weights.append(model.weight.data[:12, :6])
-    assert torch.allclose(*weights, rtol=1e-3, atol=1e-5) != sees_padding(opt)
 
 
 def test_an_unknown_optimizer_and_one_of_second_derivatives_are_refused():

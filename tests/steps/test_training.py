@@ -2,7 +2,6 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tresnet.engine.batch_size import MicroBatches
@@ -156,13 +155,11 @@ def test_synchronised_norms_keep_names_values_and_function():
         torch.testing.assert_close(other.state_dict()[name], value, msg=name)
 
 
-def test_processes_agree_on_who_synchronises(monkeypatch):
-    monkeypatch.setattr(ABN, "kernels_run", lambda *_: True)
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    for kernels_elsewhere in (1.0, 0.0):
-        monkeypatch.setattr(dist, "all_reduce", lambda x, _, least=kernels_elsewhere: x.mul_(least))
-        model = synchronise(build("tresnet_t", layers=(1, 1, 1, 1)), compiles=False)
-        assert any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()) != kernels_elsewhere
+def test_norms_of_the_program_share_their_statistics_themselves():
+    model = synchronise(build("tresnet_t", layers=(1, 1, 1, 1)), compiles=False)
+    assert all(m.synchronised for m in model.modules() if isinstance(m, ABN))
+    compiled = synchronise(build("tresnet_t", layers=(1, 1, 1, 1)), compiles=True)
+    assert not any(isinstance(m, ABN) for m in compiled.modules())
 
 
 def test_a_compiled_model_learns_the_same(tiny, monkeypatch):

@@ -11,11 +11,11 @@ import tresnet
 from tests.surgery.networks import NORMS, features, images, network
 from tresnet.errors import InputError
 from tresnet.layers.folded_conv import FoldedConv
-from tresnet.layers.norm import ABN, BatchNormAct, NormAct
+from tresnet.layers.norm import BatchNormAct, NormAct
 from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.layers.subtracted_conv import SubtractedConv
 from tresnet.models.features import FeatureExtractor
-from tresnet.surgery import fold, pad_channels, swap_norm
+from tresnet.surgery import fold, swap_norm
 
 # The package takes eps as float32, which moves gamma by up to 2.5e-13 of about 1.
 EXACT = {"abn": 1e-10, "batchnorm": 1e-10, "inplace_abn": 1e-9}
@@ -25,9 +25,9 @@ EXACT = {"abn": 1e-10, "batchnorm": 1e-10, "inplace_abn": 1e-9}
     ("norm", "name", "options"),
     [
         ("abn", "tresnet_t", {}),
-        ("batchnorm", "tresnet_v2_l", {"pad_to": 1}),
-        ("inplace_abn", "tresnet_t", {"pad_to": 32, "merge_stem": True}),
-        ("abn", "tresnet_v2_l", {"pad_to": 32, "merge_stem": True}),
+        ("batchnorm", "tresnet_v2_l", {}),
+        ("inplace_abn", "tresnet_t", {"merge_stem": True}),
+        ("abn", "tresnet_v2_l", {"merge_stem": True}),
     ],
 )
 def test_the_outputs_are_the_same(norm, name, options):
@@ -78,17 +78,8 @@ def test_in_place_abns_gamma_is_the_magnitude_plus_eps():
         w = stem.bn.weight - stem.bn.eps
         scale = (w.abs() + stem.bn.eps) / (stem.bn.running_var + stem.bn.eps).sqrt()
         expected = stem.conv.weight * scale[:, None, None, None]
-    folded = fold(model, pad_to=1).body.conv1.conv.weight
+    folded = fold(model).body.conv1.conv.weight
     torch.testing.assert_close(folded, expected, rtol=1e-14, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("pad", "options", "first"),
-    [(None, {}, 80), (1, {}, 76), (16, {}, 80), (32, {}, 96), (32, {"pad_to": 1}, 76)],
-)
-def test_the_models_own_padding_stays_unless_told_otherwise(pad, options, first):
-    model = tresnet.create("tresnet_l", layers=(1, 1, 1, 1), pad=pad, device="meta").eval()
-    assert fold(model, **options).body.conv1.conv.out_channels == first
 
 
 def test_what_is_left_is_convolutions_with_bias():
@@ -97,8 +88,6 @@ def test_what_is_left_is_convolutions_with_bias():
     convs = [m for m in folded.body.modules() if isinstance(m, nn.Conv2d)]
     assert not any(isinstance(m, NormAct) for m in folded.modules())
     assert all(conv.bias is not None for conv in convs)
-    inputs = {conv.in_channels for conv in convs[1:]}
-    assert all(channels % 8 == 0 for channels in inputs | {conv.out_channels for conv in convs})
     assert not folded.training
     assert not any(p.requires_grad for p in folded.parameters())
     assert folded.config == model.config
@@ -170,7 +159,7 @@ def test_a_feature_extractor_folds():
     assert [y.shape[1] for y in folded(x)] == extractor.feature_info.channels()
 
 
-@pytest.mark.parametrize("rewrite", [fold, pad_channels, lambda m: swap_norm(m, "batchnorm")])
+@pytest.mark.parametrize("rewrite", [fold, lambda m: swap_norm(m, "batchnorm")])
 def test_a_head_with_norms_of_its_own(rewrite):
     model = network(head="group_attention", num_classes=5, head_groups=2, head_channels=8).double()
     x = images(torch.double)
@@ -178,7 +167,7 @@ def test_a_head_with_norms_of_its_own(rewrite):
     rewritten = rewrite(model)
     torch.testing.assert_close(rewritten(x), expected, rtol=1e-9, atol=1e-10)
     left = {type(m) for m in rewritten.modules() if isinstance(m, NormAct)}
-    assert left == {fold: set(), pad_channels: {ABN}}.get(rewrite, {BatchNormAct})
+    assert left == {fold: set()}.get(rewrite, {BatchNormAct})
     if rewrite is fold:
         assert type(rewritten.head.attention.conv2.conv) is nn.Conv2d
         rewritten.set_slopes(0.3, 0.2)

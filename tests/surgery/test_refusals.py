@@ -15,9 +15,7 @@ from tresnet.layers.subtracted_conv import SubtractedConv
 from tresnet.surgery import (
     compose,
     fold,
-    pad_channels,
     swap_norm,
-    unpad_channels,
 )
 
 
@@ -117,22 +115,6 @@ def test_swap_norm_refuses(change: Callable[[nn.Module], None]):
     assert type(model.body.conv1.bn) is ABN
 
 
-@pytest.mark.parametrize("name", ["body.conv1.conv", "body.layer2"])
-def test_padding_refuses_where_it_would_show_padded_maps(name: str):
-    model = network()
-    doubled(model.get_submodule(name))
-    with pytest.raises(InputError, match=rf"{name} .* remove it first"):
-        pad_channels(model)
-    assert pad_channels(model, 1).unpadded_shapes == {}, "nothing to widen, nothing to refuse"
-    padded = pad_channels(network())
-    doubled(padded.get_submodule(name))
-    with pytest.raises(InputError, match="remove it first"):
-        unpad_channels(padded)
-    SubtractedConv.replace_in(model := network(width_factor=0.25))
-    with pytest.raises(InputError, match="got SubtractedConv and ABN: pad before"):
-        pad_channels(model, 32)
-
-
 @pytest.mark.parametrize("name", ["1", "1.low_pass"])
 @pytest.mark.parametrize("change", [doubled, replaced])
 def test_compose_refuses(name: str, change: Callable[[nn.Module], None]):
@@ -144,7 +126,7 @@ def test_compose_refuses(name: str, change: Callable[[nn.Module], None]):
         compose(model[1], nn.Conv2d(4, 2, 1))
 
 
-REWRITES = [fold, pad_channels, unpad_channels, compose, SubtractedConv.replace_in]
+REWRITES = [fold, compose, SubtractedConv.replace_in]
 
 
 @pytest.mark.parametrize("rewrite", [*REWRITES, lambda model: swap_norm(model, "abn")])

@@ -14,7 +14,7 @@ from tresnet.models.config import ModelOptions
 from tresnet.models.features import FeatureExtractor
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import build, default_pretrained_cfg, find_variant, list_models
-from tresnet.ops.abn import Impl
+from tresnet.ops.dispatch import Impl
 
 
 def create(
@@ -26,7 +26,6 @@ def create(
     out_indices: int | Sequence[int] | None = None,
     impl: Impl = "auto",
     recompute: str = "activations",
-    pad: int | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     **options: Unpack[ModelOptions],
@@ -45,9 +44,6 @@ def create(
             `TResNet.set_impl`.
         recompute: what backward recomputes instead of keeping: 'none', 'activations' or 'outputs',
             see `TResNet.set_recompute`.
-        pad: zero-pad the channels to multiples of this, such as 8, see
-            `tresnet.surgery.pad_channels`; None leaves them. Checkpoints stay those of the model
-            without padding.
         device: where the parameters live.
         dtype: floating-point type of the parameters.
         **options: fields of `ModelConfig`: norm, jit, head, head_groups, head_channels, in_chans,
@@ -67,7 +63,7 @@ def create(
         raise InputError(f"out_indices={out_indices} needs features_only=True")
     asked: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
     asked["dtype"] = dtype
-    run = {"impl": impl, "recompute": recompute, "pad": pad, "device": device}
+    run = {"impl": impl, "recompute": recompute, "device": device}
     if name is not None:
         find_variant(name)
     if weights is not None:

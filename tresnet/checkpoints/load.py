@@ -12,7 +12,6 @@ from tresnet.checkpoints.remap import Weights, read_weights
 from tresnet.errors import CheckpointError, InputError
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.models.features import FeatureExtractor
-from tresnet.models.padding import renew_padding
 from tresnet.models.tresnet import TResNet
 
 
@@ -57,7 +56,6 @@ def install(model: TResNet, staged: Mapping[str, Tensor], slopes: tuple[float, f
     with torch.no_grad():
         for name, value in staged.items():
             tensors[name].copy_(value)
-    renew_padding(model)
     model.set_slopes(*slopes)
 
 
@@ -65,8 +63,7 @@ def model_tensors(model: TResNet) -> dict[str, Tensor]:
     """Return the parameters and persistent buffers themselves, by name.
 
     `state_dict` would do, but norm='inplace_abn' rewrites its weights when asked for one, and a
-    load that fails must leave every bit alone. Of a tensor that `pad_channels` has widened,
-    it is a view of the real part: files hold no padding.
+    load that fails must leave every bit alone.
 
     Raises:
         InputError: the model was folded by `surgery.fold`, so the tensors of files are not there.
@@ -85,9 +82,6 @@ def model_tensors(model: TResNet) -> dict[str, Tensor]:
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 names[dot + name] = buffer
-    for name, shape in model.unpadded_shapes.items():
-        if name in names:
-            names[name] = names[name][tuple(map(slice, shape))]
     return names
 
 

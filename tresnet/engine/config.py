@@ -71,11 +71,11 @@ class DataConfig(ImageConfig):
     """Which images, and how they reach the model."""
 
     batch_size: Size | Literal["auto"] = 128
-    """Images of a micro-batch per process (per GPU). auto: as many as are sure to fit the GPU."""
+    """Images per process (per GPU) and forward pass. auto: as many as are sure to fit the GPU."""
     eval_batch_size: Size | None = None
     """Images per process and forward pass in evaluation. None: as in training."""
     progressive_sizes: tuple[Size, ...] | None = None
-    """Train at these sizes one after the other, each for an equal part of the epochs, and test at
+    """Train at these sizes one after the other, each for an equal share of the epochs, and test at
     --input-size. None: train at --input-size."""
 
     @property
@@ -101,8 +101,8 @@ class AugmentConfig(Augment):
     """How training images and labels are varied, in this order."""
 
     aug_repeats: Count = 1
-    """Augmented copies of each image per epoch (repeated augmentation, arXiv 1902.05509); an epoch
-    has so many fewer different images."""
+    """How often an image comes in an epoch, varied anew each time (arXiv 1902.05509); so many fewer
+    images come in it."""
     mixup: PositiveOrZero = 0.0
     """Alpha of mixup. 0: none."""
     cutmix: PositiveOrZero = 0.0
@@ -131,7 +131,7 @@ class LabelConfig(Settings):
     arXiv 2110.00476) or semantic-softmax (arXiv 2104.10972). For any number of them, listed in
     train.csv and val.csv or in COCO's JSON: bce or asymmetric (arXiv 2009.14119)."""
     bce_target_thresh: FractionBelow1 | None = None
-    """One-vs-all: fractions of a mixed label above this are 1, others 0. None: as they are."""
+    """One-vs-all: shares of a mixed label above this count as 1, others as 0. None: as they are."""
     hierarchy: str | None = None
     """Semantic softmax: a JSON file, {"class": "the class above it"}."""
     gamma_neg: PositiveOrZero = 4.0
@@ -189,10 +189,10 @@ class RunConfig(Settings):
     checkpoint_interval_s: PositiveOrZero = 600.0
     """Seconds between checkpoints within an epoch; each epoch ends with one anyway."""
     log_interval: Count = 50
-    """Optimizer steps between readings of the loss, and between lines where no bar is shown."""
+    """Updates between looks at the loss, and between lines where no bar is shown."""
     skip_bad_steps: CountOrZero = 0
-    """Skip so many optimizer steps whose loss or gradient is not finite; then stop. More than 0
-    waits for the device once a step."""
+    """Leave out so many updates whose loss or gradient is not finite; then stop. More than 0 waits
+    for the device once an update."""
     progress: bool = True
     """Show a progress bar, if the output is a terminal."""
     tensorboard: bool = True
@@ -245,7 +245,7 @@ FREE_AT_RESUME = frozenset(
 
 
 # What a run fills in that its options leave open.
-RESOLVED = ("model", "pad", "input_size", "crop_pct", "crop_mode", "interpolation")
+RESOLVED = ("model", "input_size", "crop_pct", "crop_mode", "interpolation")
 
 
 def to_json(config: TrainConfig) -> str:

@@ -92,7 +92,7 @@ def make_plan(
     else:
         name = wanted.model.weights
         weights = None if name is None else open_weights(name)
-        filled = resolve(wanted, assumes_gpu or processes.device.type == "cuda", weights)
+        filled = resolve(wanted, weights)
     splits = open_splits(filled, processes)
     identity = Identity(
         world_size=processes.world_size if saved is None else saved.identity.world_size,

@@ -82,8 +82,6 @@ def prepare(plan: Plan, start: Start, processes: Processes, console: Console) ->
         model = create_model(config, classes, start.weights)
     else:
         model = rebuild_model(config, start.state["metadata"])
-    if model.unpadded_shapes:
-        console.say(f"channels padded to multiples of {config.model.pad}; --pad 1 leaves them")
     step = create_step(model, config, processes, plan.batches, console.say)
     teacher = create_teacher(config, classes, processes.device)
     losses = Losses(config, classes, processes.rank, teacher)

@@ -15,19 +15,15 @@ from tresnet.errors import ConfigError
 from tresnet.models import zoo
 from tresnet.models.tresnet import TResNet
 from tresnet.settings import EvalTransform
-from tresnet.steps.optim import training_pad
 
 
-def resolve(
-    config: TrainConfig, on_gpu: bool = False, weights: WeightsInfo | None = None
-) -> TrainConfig:
-    """The configuration with the model's name, input size, test crop and padding filled in.
+def resolve(config: TrainConfig, weights: WeightsInfo | None = None) -> TrainConfig:
+    """The configuration with the model's name, input size and test crop filled in.
 
     What the options say stays; else what the weights were trained with; else the variant's own.
 
     Args:
         config: A valid configuration.
-        on_gpu: Whether it trains on a GPU, which is faster with padded widths.
         weights: What is known about its `--weights`; None where it names none.
 
     Raises:
@@ -39,8 +35,7 @@ def resolve(
     else:
         assert model is not None, "checked by validate"
         cfg = zoo.default_pretrained_cfg(model, zoo.make_config(model))
-    pad = training_pad(config.model.pad, config.optim.opt, on_gpu)
-    return configs.replace(config, model=model, pad=pad, **missing(config.data, cfg))
+    return configs.replace(config, model=model, **missing(config.data, cfg))
 
 
 def missing(data: EvalTransform, cfg: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from tresnet.engine.config import AUTO, TrainConfig
 from tresnet.env import parse_size
 from tresnet.errors import ConfigError, InputError
 from tresnet.settings.fields import check
-from tresnet.steps.optim import sees_padding
 from tresnet.steps.training import check_compiled_passes
 
 
@@ -81,8 +80,6 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
             "--recompute outputs: only the fused kernels rebuild outputs, and --compile does"
             " without them: choose one, or --grad-checkpointing, which goes with both"
         )
-    if (model.pad or 1) > 1 and sees_padding(config.optim.opt):
-        yield f"--pad: --opt {config.optim.opt} would train another model: leave one of them out"
     if augment.mixes and data.batch_size != AUTO and data.batch_size % 2:
         yield (
             "--batch-size: mixup and cutmix pair images, expected an even number, got"

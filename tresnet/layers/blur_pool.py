@@ -6,7 +6,6 @@ from torch import Tensor, nn
 from tresnet.layers.whole import symbolic, whole
 from tresnet.ops import blur_pool as op
 from tresnet.ops.blur_pool import reference
-from tresnet.ops.dispatch import Impl
 
 
 class BlurPool2d(nn.Module):
@@ -20,9 +19,6 @@ class BlurPool2d(nn.Module):
         """
         super().__init__()
         self.jit = jit
-        self.impl: Impl = (
-            "auto"  # or "reference" or "triton", as in `tresnet.ops.blur_pool.blur_pool`
-        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Blur and downsample `x`."""
@@ -30,7 +26,7 @@ class BlurPool2d(nn.Module):
             return reference.blur_pool(x)
         if symbolic(x):
             return whole(self, x)
-        return op.blur_pool(x, jit=self.jit, impl=self.impl)
+        return op.blur_pool(x, jit=self.jit)
 
     def extra_repr(self) -> str:
         """Return the settings for `repr`."""

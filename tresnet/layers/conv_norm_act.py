@@ -1,19 +1,14 @@
 """Convolution, norm and activation, with or without anti-aliased downsampling."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tresnet.layers.blur_pool import BlurPool2d
-from tresnet.layers.fusion import FusibleConv, is_own, runs_behind
-from tresnet.layers.norm import ABN, norm_class
-from tresnet.layers.squeeze_excite import SqueezeExcite
-from tresnet.ops.dispatch import Impl
+from tresnet.layers.norm import norm_class
 
 
-class ConvNormAct(FusibleConv):
+class ConvNormAct(nn.Module):
     """k x k convolution without bias, norm, leaky ReLU; blur with stride 2 where asked.
 
     A norm of ours applies the activation. Where another is put in its place (synchronised, frozen,
@@ -63,32 +58,9 @@ class ConvNormAct(FusibleConv):
         self.slope = slope
         self.aa = BlurPool2d(jit) if blur else nn.Identity()
 
-    def _forward_plain(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, in, H, W) to (N, out, H, W), or to half the height and width, rounded up."""
         y = self.bn(self.conv(x))
         if self.slope is not None and not hasattr(self.bn, "slope"):
             y = F.leaky_relu(y, self.slope)
         return self.aa(y)
-
-    @property
-    def fused_impl(self) -> Impl | None:
-        """Whose kernels may follow the convolution; None where the norm has none."""
-        return self.bn.impl if isinstance(self.bn, ABN) and is_own(self.bn, ABN) else None
-
-    def kernels_run(self, x: Tensor) -> bool:
-        """Whether they run on what the convolution makes of `x`."""
-        return isinstance(self.bn, ABN) and self.bn.kernels_run(x)
-
-    def _run(
-        self, x: Tensor, blur: bool, se: Any, shortcut: Tensor | None, keep_output: bool
-    ) -> tuple[Tensor, Tensor]:
-        assert isinstance(self.bn, ABN)
-        return self.bn.forward_fused(x, blur, se, shortcut, keep_output)
-
-    def normalise_into(self, layer: FusibleConv, x: Tensor, se: nn.Module | None = None) -> Tensor:
-        """The convolution of `layer` on what `normalise` returns, which nothing else reads."""
-        if isinstance(self.aa, BlurPool2d) or not runs_behind(self.bn, layer.conv, x):
-            return super().normalise_into(layer, x, se)
-        assert isinstance(self.bn, ABN)
-        assert isinstance(layer.conv, nn.Conv2d)
-        weights = se.weights() if isinstance(se, SqueezeExcite) else None
-        return self.bn.forward_fused(x, se=weights, conv=layer.conv)[0]

@@ -2,13 +2,13 @@
 
 Every class holds `weight` (the plain gamma), `bias`, `running_mean`, `running_var` and
 `num_batches_tracked`, as `torch.nn.BatchNorm2d` does, and computes the same function; they differ
-in what is kept for backward.
+in what is kept for backward: an `ABN` on a GPU one buffer (`tresnet.fused`).
 """
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,31 +16,15 @@ from torch import Tensor, nn
 
 from tresnet.errors import InputError, MissingDependencyError
 from tresnet.layers.whole import symbolic, whole
-from tresnet.ops.abn import Convolution, Settings, SEWeights, abn, fused_abn, reference
-from tresnet.ops.dispatch import Impl, check_impl, runs_kernels
+from tresnet.ops.abn import reference
+from tresnet.ops.dispatch import traced
 
 
 class _Frozen(threading.local):
     value: bool = False
 
 
-class _Counted(threading.local):
-    counters: dict[int, Tensor] | None = None
-
-
-_frozen, _counted = _Frozen(), _Counted()
-
-
-@contextmanager
-def batches_counted_together() -> Iterator[None]:
-    """Count the batch in all norms that run inside by one operation at the end, not one each."""
-    before, _counted.counters = _counted.counters, {}
-    try:
-        yield
-    finally:
-        counters, _counted.counters = list(_counted.counters.values()), before
-        if counters:
-            torch._foreach_add_(counters, 1)
+_frozen = _Frozen()
 
 
 @contextmanager
@@ -51,6 +35,11 @@ def frozen_running_stats() -> Iterator[None]:
         yield
     finally:
         _frozen.value = before
+
+
+def running_stats_frozen() -> bool:
+    """Whether running statistics are left alone now."""
+    return _frozen.value
 
 
 class NormAct(nn.BatchNorm2d):
@@ -109,11 +98,7 @@ class NormAct(nn.BatchNorm2d):
             return self.running_mean, self.running_var, 0.0
         if _frozen.value or not self.track_running_stats:
             return self.running_mean.clone(), self.running_var.clone(), 0.0
-        counter, together = self.num_batches_tracked, _counted.counters
-        if together is None or self.momentum is None or id(counter) in together:
-            return self.running_mean, self.running_var, self._count_batch()
-        together[id(counter)] = counter
-        return self.running_mean, self.running_var, self.momentum
+        return self.running_mean, self.running_var, self._count_batch()
 
     def _gamma(self) -> Tensor:
         """Return the factor the normalised value is multiplied by."""
@@ -132,14 +117,17 @@ class NormAct(nn.BatchNorm2d):
             x, self._gamma(), self.bias, mean, var, training, momentum, self.eps, self.slope
         )
 
-    def _settings(self, **tail: Any) -> tuple[tuple[Tensor, Tensor], Settings]:
-        """The running statistics, and how to normalise a batch by its own or by them."""
+    @torch.jit.unused
+    def _run(self, x: Tensor) -> Tensor:
+        if self.training and not traced() and x.numel() == x.shape[1]:
+            raise InputError(
+                f"batch statistics need more than one value per channel, got {tuple(x.shape)}: "
+                "use a larger batch or image, or call model.eval()"
+            )
         mean, var, momentum = self._statistics()
-        return (mean, var), Settings(self.training, momentum, self.eps, self.slope, **tail)
-
-    def _run(self, x: Tensor, impl: Impl, group: Any = None) -> Tensor:
-        running, settings = self._settings(group=group)
-        return abn(x, self.weight, self.bias, *running, impl=impl, **settings._asdict())
+        return reference.abn(
+            x, self._gamma(), self.bias, mean, var, self.training, momentum, self.eps, self.slope
+        )
 
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Normalise and activate `x`: (N, C, H, W) to the same shape and dtype."""
@@ -147,7 +135,7 @@ class NormAct(nn.BatchNorm2d):
             return self._plain(x)
         if symbolic(x):
             return whole(self, x)
-        return self._run(x, "reference")
+        return self._run(x)
 
     def extra_repr(self) -> str:
         """Return the settings for `repr`."""
@@ -159,70 +147,32 @@ class BatchNormAct(NormAct):
 
 
 class ABN(NormAct):
-    """BN and leaky ReLU as one operation that saves one buffer for backward (`tresnet.ops.abn`).
+    """BN and leaky ReLU of which `tresnet.fused` keeps one buffer for backward.
 
     Attributes:
-        impl: 'auto', 'triton' or 'reference', as in `tresnet.ops.abn.abn`.
-        synchronised: take the statistics of a training batch over all processes; by the kernels
+        synchronised: take the statistics of a training batch over all processes; by that program
             only.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Create the parameters; see `NormAct`."""
         super().__init__(*args, **kwargs)
-        self.impl: Impl = "auto"
         self.synchronised = False
 
-    def _group(self) -> Any:
+    def group(self) -> Any:
         """The process group that shares its statistics: a group itself could not be copied."""
         if not (self.synchronised and self.training and dist.is_initialized()):
             return None
         return dist.group.WORLD if dist.get_world_size() > 1 else None
 
-    def set_impl(self, impl: Impl) -> None:
-        """Choose the implementation.
-
-        Raises:
-            InputError: there is no such implementation.
-        """
-        check_impl("set_impl", impl)
-        self.impl = impl
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise and activate `x`: (N, C, H, W) to the same shape and dtype."""
-        if torch.jit.is_scripting() or self.running_mean is None:
-            return self._plain(x)
-        if symbolic(x):
-            return whole(self, x)
-        return self._run(x, self.impl, group=self._group())
-
-    def kernels_run(self, x: Tensor) -> bool:
-        """Whether the fused kernels normalise `x`."""
-        if self.running_mean is None:
-            return False
-        return runs_kernels(x, self.impl, shared=self._group() is not None)
-
-    def forward_fused(
-        self,
-        x: Tensor,
-        blur: bool = False,
-        se: SEWeights | None = None,
-        shortcut: Tensor | None = None,
-        keep_output: bool = True,
-        conv: nn.Conv2d | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Normalise, activate, and blur, excite and join where asked for, in the fewest passes.
-
-        It returns the output twice, as `tresnet.ops.abn.fused_abn` does; that of `conv`, where
-        there is one. Only where `tresnet.layers.fusion` has said that the kernels run.
-        """
-        running, settings = self._settings(blur=blur, group=self._group(), keep_output=keep_output)
-        behind: tuple[Any, ...] = ()
-        if conv is not None:
-            padding = cast(tuple[int, ...], conv.padding)
-            form = Convolution(conv.stride, padding, conv.dilation, conv.groups)
-            behind = form, conv.weight.to(x.dtype)
-        return fused_abn(x, self.weight, self.bias, running, shortcut, se, settings, *behind)
+    @torch.jit.unused
+    def _run(self, x: Tensor) -> Tensor:
+        if self.group() is not None:
+            raise InputError(
+                "synchronised statistics need the fused program, but this norm runs as a plain "
+                "module: remove hooks and torch.compile, or leave sync_bn out"
+            )
+        return super()._run(x)
 
 
 class InplaceABN(NormAct):
@@ -247,19 +197,12 @@ class InplaceABN(NormAct):
         """Start at w = 0, that is gamma = eps, the smallest the package knows."""
         nn.init.constant_(self.weight, self.eps)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise and activate `x`: (N, C, H, W), overwritten; same shape and dtype."""
-        if torch.jit.is_scripting() or self.running_mean is None:
-            return self._plain(x)
-        if symbolic(x):
-            return whole(self, x)
-        return self._package(x)
-
     def _gamma(self) -> Tensor:
         return torch.maximum(self.weight, 2 * self.eps - self.weight)
 
     @torch.jit.unused
-    def _package(self, x: Tensor) -> Tensor:
+    def _run(self, x: Tensor) -> Tensor:
+        """Overwrite `x`."""
         if torch.jit.is_tracing() or torch.compiler.is_exporting():
             return self._plain(x)
         if self.training:

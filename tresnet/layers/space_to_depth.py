@@ -5,7 +5,6 @@ from torch import Tensor, nn
 
 from tresnet.layers.whole import symbolic, whole
 from tresnet.ops import space_to_depth as op
-from tresnet.ops.dispatch import Impl
 from tresnet.ops.space_to_depth import reference
 
 
@@ -22,7 +21,6 @@ class SpaceToDepth(nn.Module):
         super().__init__()
         self.block_size = block_size
         self.jit = jit
-        self.impl: Impl = "auto"  # of `from_bytes`, as in `tresnet.ops.space_to_depth.stem_input`
 
     def forward(self, x: Tensor) -> Tensor:
         """Rearrange `x`, keeping its memory format."""
@@ -31,11 +29,6 @@ class SpaceToDepth(nn.Module):
         if symbolic(x):
             return whole(self, x)
         return op.space_to_depth(x, self.block_size, jit=self.jit)
-
-    @torch.jit.unused
-    def from_bytes(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rearrange uint8 images into `dtype`, divided by 255, in channels_last memory."""
-        return op.stem_input(x, self.block_size, dtype, impl=self.impl)
 
     def extra_repr(self) -> str:
         """Return the settings for `repr`."""

@@ -4,12 +4,6 @@ import torch
 from torch import Tensor, nn
 
 from tresnet.layers.global_pool import GlobalPool2d
-from tresnet.ops import recompute
-from tresnet.ops.abn import SEWeights
-
-
-def _scale(x: Tensor, gate: Tensor) -> Tensor:
-    return x * gate
 
 
 class SqueezeExcite(nn.Module):
@@ -37,18 +31,7 @@ class SqueezeExcite(nn.Module):
         self.fc1 = nn.Conv2d(channels, reduced, 1, device=device, dtype=dtype)
         self.fc2 = nn.Conv2d(reduced, channels, 1, device=device, dtype=dtype)
 
-    def weights(self) -> SEWeights:
-        """The two convolutions as linear layers."""
-        fc1, fc2 = self.fc1, self.fc2
-        assert fc1.bias is not None
-        assert fc2.bias is not None
-        return SEWeights(fc1.weight.flatten(1), fc1.bias, fc2.weight.flatten(1), fc2.bias)
-
     def forward(self, x: Tensor) -> Tensor:
         """Scale each channel of `x` (N, C, H, W) by a gate computed from all its pixels."""
         gate = self.pool(x)[:, :, None, None]
-        gate = torch.sigmoid(self.fc2(torch.relu(self.fc1(gate))))
-        y = _scale(x, gate)
-        if not torch.jit.is_scripting():
-            recompute.offer(y, _scale, x, gate)
-        return y
+        return x * torch.sigmoid(self.fc2(torch.relu(self.fc1(gate))))

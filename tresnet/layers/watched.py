@@ -4,35 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from torch.nn.modules import module as every_module
 from torch.nn.utils.parametrize import is_parametrized
 
 from tresnet.errors import InputError
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-# of every module; PyTorch changes these, it does not replace them
-_EVERY_MODULES = (
-    every_module._global_forward_pre_hooks,
-    every_module._global_forward_hooks,
-    every_module._global_backward_pre_hooks,
-    every_module._global_backward_hooks,
-)
-
-
-def is_watched(module: nn.Module) -> bool:
-    """Whether hooks wait for `module` to be called, so that fused operations must not pass it over.
-
-    They are its own and those of every module; a `forward` put in the place of its own counts as
-    one, and so does a convolution's `_conv_forward`. A hook with the attribute `bypassable` set to
-    True does not mind.
-    """
-    own = module.__dict__
-    kinds = [own[name] for name in _HOOKS if own[name]]
-    kinds += [hooks for hooks in _EVERY_MODULES if hooks]
-    if "forward" in own or "_conv_forward" in own:
-        return True
-    return any(not getattr(hook, "bypassable", False) for hooks in kinds for hook in hooks.values())
 
 
 def check_model(model: Any) -> None:

@@ -58,7 +58,6 @@ class BenchCase(CaseSettings):
             ConfigError: gradients that the compiler's CUDA graphs would lose.
         """
         from tresnet.models.named import check_name
-        from tresnet.steps.optim import training_pad
         from tresnet.steps.training import check_compiled_passes
 
         check_name(self.model)
@@ -69,7 +68,6 @@ class BenchCase(CaseSettings):
         dtype = self.dtype or ("bf16" if on_gpu and amp == "off" else "fp32")
         case = dataclasses.replace(
             self,
-            pad=training_pad(self.pad, self.opt, on_gpu and training) if self.ours else None,
             amp=amp,
             dtype=None if training else dtype,
             fold=self.fold and self.ours and not training,

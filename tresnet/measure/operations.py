@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tresnet.ops.abn import SEWeights, abn
+from tresnet.ops import abn
 from tresnet.ops.abn import reference as plain_abn
-from tresnet.ops.blur_pool import blur_pool
 from tresnet.ops.blur_pool.reference import binomial_filter
 from tresnet.ops.space_to_depth import reference as plain_blocks
 from tresnet.ops.space_to_depth import stem_input
@@ -123,24 +122,35 @@ def _abn(
 
     def fused(x: Tensor, *rest: Tensor) -> Tensor:
         shortcut, norm, more = parted(rest)
-        se = SEWeights(*more) if more and not blurs else None
-        what: dict[str, Any] = {"blur": blurs, "se": se, "shortcut": shortcut}
-        return abn(x, *norm, **numbers, **what, impl="triton")
+        what: dict[str, Any] = {"blur": blurs, **numbers}
+        return _Launches.apply(what, x, shortcut, *norm, *(() if blurs else more))  # pyright: ignore[reportReturnType]
 
     return Op(places, make, plain, fused, forward, backward)
 
 
-def _blur() -> Op:
-    def make(
-        shape: tuple[int, ...], place: Place, dtype: torch.dtype, device: torch.device
-    ) -> Inputs:
-        x = _map(shape, dtype, device)
-        return Inputs((x,), (binomial_filter(x.detach()),))
+class _Launches(torch.autograd.Function):
+    """The kernels of a norm and of what follows it, forward and backward."""
 
-    def fused(x: Tensor, binomial: Tensor) -> Tensor:
-        return blur_pool(x, impl="triton")
+    @staticmethod
+    def forward(
+        ctx: Any, what: dict[str, Any], x: Tensor, shortcut: Tensor | None, *vectors: Tensor
+    ) -> Tensor:
+        """Return the output."""
+        weight, bias, mean, var, *layers = vectors
+        se = abn.SEWeights(*layers) if layers else None
+        ctx.norm = abn.Norm(weight, bias, mean, var, se=se, **what)
+        y, ctx.kept = abn.forward(x, ctx.norm, kernels=True, shortcut=shortcut, keeps=True)
+        return y
 
-    return Op(_HALVED, make, _plain_blur, fused, (1, 1), (1, 1))
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:
+        """Return the gradients."""
+        (grad,) = grad_outputs
+        sums = abn.gradient_sums(grad, None, ctx.norm, ctx.kept, kernels=True, rebuilds=False)
+        grad = grad if sums.written is None else sums.written
+        grad_x = abn.gradient(grad, ctx.norm, ctx.kept, sums, kernels=True)
+        weight, bias = sums.merged[:2]
+        return None, grad_x, sums.written, weight, bias, None, None, *(sums.se or ())
 
 
 def _plain_blur(x: Tensor, binomial: Tensor) -> Tensor:
@@ -164,7 +174,7 @@ def _stem() -> Op:
         return plain_blocks.space_to_depth(images.to(like.dtype).div_(255), BLOCK_SIZE)
 
     def fused(images: Tensor, like: Tensor) -> Tensor:
-        return stem_input(images, BLOCK_SIZE, like.dtype, impl="triton")
+        return stem_input(images, BLOCK_SIZE, like.dtype, kernels=True)
 
     return Op((Place("image", 3, 1),), make, plain, fused, (1, 1), (0, 0))
 
@@ -206,6 +216,5 @@ OPS: dict[str, Op] = {
     "abn": _abn("", _INNER, (2, 1), (4, 1)),
     "abn_blur": _abn("blur", _HALVED, (2, 1), (3, 2)),
     "abn_se": _abn("se", (Place("stage 3 inner", 256, 16, se=128),), (3, 1), (4, 1)),
-    "blur": _blur(),
     "stem": _stem(),
 }

@@ -14,8 +14,7 @@ watch:
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -28,7 +27,6 @@ from tresnet.memory.recorder import Recorder
 from tresnet.memory.shapes import ShapeMemory
 from tresnet.memory.trace import Category, Phase, Trace
 from tresnet.memory.walk import BackwardWalk, SavedTensors
-from tresnet.models.blocks import BasicBlock, Bottleneck
 from tresnet.steps import Watch
 
 # Of DistributedDataParallel; the first bucket is small, so that communication starts early.
@@ -65,7 +63,6 @@ class FakeMachine(Watch):
         self._walk = BackwardWalk(
             self._saved,
             sum_in_place=device_type == "cuda",
-            before_node=self._recorder.enter_node,
             on_gradient=self._gradient_arrived,
         )
 
@@ -84,6 +81,7 @@ class FakeMachine(Watch):
             if not self._real_engine:
                 stack.enter_context(self._saved.recording())
                 stack.enter_context(patches.backward_replaced(self._walk.backward))
+                stack.enter_context(patches.saved_tensors_let_go(self._saved.let_go))
             yield
 
     def copy(self, model: nn.Module) -> nn.Module:
@@ -109,7 +107,6 @@ class FakeMachine(Watch):
             with self.during(Phase.SETUP, Category.BUCKETS):
                 self._buckets.lay_out()
         self._recorder.mark_masters(model.parameters())
-        _follow_modules(model, self._recorder.enter_module, self._recorder.leave_module)
 
     def during(
         self, part: str, category: Category | None = None
@@ -213,36 +210,3 @@ def _fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
         fake._is_param = True  # type: ignore[attr-defined]
         fake.requires_grad_(tensor.requires_grad)
     return fake
-
-
-def _follow_modules(
-    model: nn.Module, enter: Callable[[str], None], leave: Callable[[], None]
-) -> None:
-    """Call `enter(name)` and `leave()` around every submodule's forward, of a private copy.
-
-    Our layers stay fused, as they are without hooks: what runs in one operation counts for the
-    module that runs it.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            continue
-
-        def before(_module: nn.Module, _args: object, name: str = name) -> None:
-            enter(name)
-
-        def after(_module: nn.Module, _args: object, _output: object) -> None:
-            leave()
-
-        before.bypassable = after.bypassable = True  # pyright: ignore[reportFunctionMemberAccess]
-        module.register_forward_pre_hook(before)
-        module.register_forward_hook(after, always_call=True)
-        if isinstance(module, BasicBlock | Bottleneck):  # where a stage runs without calling it
-
-            def pair(*xs: Any, name: str = name, run: Any = module.forward_pair) -> Any:
-                enter(name)
-                try:
-                    return run(*xs)
-                finally:
-                    leave()
-
-            setattr(module, "forward_pair", pair)  # noqa: B010

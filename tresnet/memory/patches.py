@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch._C import _autograd
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -239,6 +239,15 @@ def unset_gradients_remembered() -> Patch:
 def wants_zeros(node: Any) -> bool:
     """Whether a custom Function gets zeros for outputs that no gradient reached."""
     return getattr(node, _MATERIALIZE, True)
+
+
+def saved_tensors_let_go(let_go: Callable[[], None]) -> Patch:
+    """`ctx.maybe_clear_saved_tensors()` calls `let_go`; the engine's clears what nobody saved."""
+
+    def clear(ctx: Any) -> None:
+        let_go()
+
+    return _replaced(BackwardCFunction, maybe_clear_saved_tensors=clear)
 
 
 def graph_task() -> Patch:

@@ -19,12 +19,10 @@ from tresnet.models.named import (
     build_named,
     build_without_data,
     default_input_shape,
-    split_name,
 )
 from tresnet.models.tresnet import TResNet
 from tresnet.settings import ModelStep, Shape
 from tresnet.settings.fields import Count, CountOrZero, Size, check
-from tresnet.steps.optim import training_pad
 
 ModelLike = str | nn.Module | Callable[[], nn.Module]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -144,8 +142,7 @@ def make_plan(model: ModelLike, plan: Plan) -> tuple[str, nn.Module, Plan]:
 
     Args:
         model: `tresnet_m`, `timm:resnet50`, `torchvision:vgg16_bn`, a module on the CPU or on the
-            meta device, or a function that builds one. By name, one of ours is padded for training
-            as train.py pads it, unless `pad` says otherwise.
+            meta device, or a function that builds one.
         plan: the step. How a model is built and its shape go with a model's name alone.
 
     Raises:
@@ -165,9 +162,6 @@ def make_plan(model: ModelLike, plan: Plan) -> tuple[str, nn.Module, Plan]:
         )
     options = _options(plan)
     if isinstance(model, str):
-        if split_name(model)[0] == "tresnet" and plan.train:
-            opt = plan.opt if isinstance(plan.opt, str) else ""
-            options["pad"] = training_pad(plan.pad, opt, on_gpu=True)
         name, built = model, build_named(model, device="meta", **options)
     elif options:
         raise InputError(

@@ -140,8 +140,8 @@ def predict(model: ModelLike, plan: Plan) -> Prediction:
             CPU or meta device, which is left as it is, or a function that builds one.
         plan: as keywords, of which `batch_size` alone is needed. Their names are those of
             train.py's options: `tresnet.memory.plan.StepPlan` lists them. `opt` may be a class or a
-            function from parameters to an optimizer too. How a model is built (norm, impl, pad: 8
-            in training, as in train.py) and its shape (num_classes, ...) go with a name alone.
+            function from parameters to an optimizer too. How a model is built (norm, impl) and
+            its shape (num_classes, ...) go with a name alone.
 
     Raises:
         InputError: an argument does not fit, the model rejects its input, or one of its
@@ -272,11 +272,8 @@ class _Outputs:
 
 
 def _as_logits(model: nn.Module, inputs: object, output: Any) -> Any:
-    """A hook; as it may be bypassed, our models run as they do without it."""
+    """A hook."""
     return output if isinstance(output, torch.Tensor) else _Outputs(output)
-
-
-_as_logits.bypassable = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 @contextlib.contextmanager

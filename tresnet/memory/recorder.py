@@ -2,7 +2,6 @@
 
 import contextlib
 import weakref
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -58,9 +57,8 @@ class Recorder(TorchDispatchMode):
         self._device = device
         self._blas_handles: set[bool] = set()
         self._buffers: dict[int, tuple[int, weakref.ref]] = {}
-        self._modules: list[str] = [""]
-        self._module_from: tuple[list[int], list[str]] = ([], [])
-        self._node_module: str | None = None
+        self.module = ""  # whose parameter was read last
+        self._owners: dict[int, str] = {}
         self._masters: set[int] = set()
 
     # -- where we are -------------------------------------------------------------------------
@@ -75,42 +73,12 @@ class Recorder(TorchDispatchMode):
             yield
         finally:
             self.phase, self.category = before
-            self._node_module = None
+            self.module = ""
 
     def start_step(self) -> None:
         """Mark where a step begins."""
         self.trace.step_starts.append(len(self.trace.events))
         self.step += 1
-
-    def enter_module(self, name: str) -> None:
-        """A submodule's forward begins."""
-        self._modules.append(name)
-        self._note_module()
-
-    def leave_module(self) -> None:
-        """The innermost submodule's forward is over."""
-        self._modules.pop()
-        self._note_module()
-
-    def enter_node(self, node: Any) -> None:
-        """A backward node is about to run: attribute it to the module that made it."""
-        starts, names = self._module_from
-        if type(node).__name__ == "AccumulateGrad":
-            return
-        at = bisect_right(starts, node._sequence_nr()) - 1
-        self._node_module = names[at] if at >= 0 else ""
-
-    def _note_module(self) -> None:
-        if self.phase is Phase.FORWARD:
-            self._module_from[0].append(torch.autograd._get_sequence_nr())
-            self._module_from[1].append(self._modules[-1])
-
-    @property
-    def module(self) -> str:
-        """The module that runs, or whose backward runs."""
-        if self._node_module is not None and len(self._modules) == 1:
-            return self._node_module
-        return self._modules[-1]
 
     # -- tensors ------------------------------------------------------------------------------
 
@@ -140,7 +108,8 @@ class Recorder(TorchDispatchMode):
         if known is not None:
             buffer = self.trace.buffers[known[0]]
             buffer.category = category
-            buffer.module = buffer.module if module is None else module
+            if module is not None:
+                buffer.module = self._owners[tensor.untyped_storage()._cdata] = module
 
     def relabel(self, tensors: Iterable[object], category: Category) -> None:
         """Say what the tensors among these turned out to be for."""
@@ -170,6 +139,9 @@ class Recorder(TorchDispatchMode):
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
+        for arg in args:
+            if isinstance(arg, torch.Tensor):
+                self.module = self._owners.get(arg.untyped_storage()._cdata, self.module)
         operation = Operation(
             func._schema.name.replace("::", "."), self.phase, self.module, self.step
         )

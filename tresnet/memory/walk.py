@@ -88,6 +88,11 @@ class SavedTensors:
         finally:
             self._read, self._depth = outer, depth
 
+    def let_go(self) -> None:
+        """Empty the boxes that the running node has opened, as it asks for."""
+        for box in self._read:
+            box.empty()
+
     def empty_all(self) -> None:
         """Empty every box that is left, as a whole backward pass would."""
         for box in list(self._all):
@@ -138,7 +143,6 @@ class BackwardWalk:
         saved: where the graph's saved tensors are boxed.
         sum_in_place: add gradients for one input in place where the engine would; it never does
             for fake tensors of its own.
-        before_node: called with each node before it runs, for attribution.
         on_gradient: called with each parameter whose `.grad` has just been set or added to.
     """
 
@@ -147,13 +151,11 @@ class BackwardWalk:
         saved: SavedTensors,
         *,
         sum_in_place: bool = True,
-        before_node: Callable[[Node], None] | None = None,
         on_gradient: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         self._saved = saved
         self._sum_in_place = sum_in_place
         self._depth = 0
-        self._before_node = before_node or (lambda node: None)
         self._on_gradient = on_gradient or (lambda parameter: None)
 
     def backward(
@@ -191,7 +193,6 @@ class BackwardWalk:
             self._saved.empty_all()  # what no node asked for
 
     def _run(self, task: "_Task", node: Node, gradients: Gradients) -> None:
-        self._before_node(node)
         if _is_leaf(node):
             self._accumulate(node.variable, gradients)
             return

@@ -3,14 +3,12 @@
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tresnet.fused import residual_block
 from tresnet.layers.conv_norm_act import ConvNormAct
-from tresnet.layers.fusion import runs_fused
 from tresnet.layers.norm import NormAct
 from tresnet.layers.squeeze_excite import SqueezeExcite
-from tresnet.ops import recompute
 
 
 @dataclass(frozen=True)
@@ -53,32 +51,20 @@ def drop_path(rate: float) -> nn.Module:
     return DropPath(rate)
 
 
-def _halve(x: Tensor) -> Tensor:
-    return F.avg_pool2d(x, 2, 2, ceil_mode=True, count_include_pad=False)
-
-
-class HalvingPool(nn.Module):
-    """2x2 average pool of the shortcut, stride 2; at an odd border fewer pixels are averaged."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(N, C, H, W) to (N, C, ceil(H/2), ceil(W/2))."""
-        y = _halve(x)
-        if not torch.jit.is_scripting():
-            recompute.offer(y, _halve, x)
-        return y
-
-
 def shortcut(
     in_channels: int, out_channels: int, stride: int, settings: BlockSettings
 ) -> nn.Module:
     """Average pool at stride 2, 1x1, norm; nothing where shapes agree already."""
     if stride == 1 and in_channels == out_channels:
         return nn.Identity()
-    layers: list[nn.Module] = [HalvingPool()] if stride == 2 else []
+    layers: list[nn.Module] = []
+    if stride == 2:  # at an odd border fewer pixels are averaged
+        layers.append(nn.AvgPool2d(2, 2, ceil_mode=True, count_include_pad=False))
     layers.append(settings.conv(in_channels, out_channels, 1, act=False))
     return nn.Sequential(*layers)
 
 
+@residual_block("conv1", "conv2")
 class BasicBlock(nn.Module):
     """3x3, ABN, (blur), 3x3, ABN without activation, SE, add, ReLU."""
 
@@ -110,7 +96,6 @@ class BasicBlock(nn.Module):
         self.conv2 = settings.conv(planes, planes, 3, act=False)
         self.se = settings.se(planes, planes // 4) if use_se else nn.Identity()
         self.drop_path = drop_path(drop_path_rate)
-        self.keep_output = True  # for backward; the fused kernels can rebuild it
 
     @property
     def last_norm(self) -> NormAct:
@@ -119,28 +104,11 @@ class BasicBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, H, W) to (N, planes, H / stride, W / stride)."""
-        if torch.jit.is_scripting():
-            return self._forward_plain(x)
-        return self.forward_pair(x, x)[0]
-
-    def _forward_plain(self, x: Tensor) -> Tensor:
         y = self.se(self.conv2(self.conv1(x)))
         return torch.relu_(self.drop_path(y) + self.downsample(x))
 
-    @torch.jit.unused
-    def forward_pair(self, x: Tensor, twin: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the block on two handles of one tensor, and return two (`tresnet.ops.abn.fused_abn`).
 
-        The convolution reads `x` and the shortcut `twin`: nobody adds their gradients then but the
-        join that made them.
-        """
-        if not runs_fused(x, (self.conv1, self.conv2), self.se, self.drop_path):
-            y = self._forward_plain(x)
-            return y, y
-        y = self.conv1.normalise_into(self.conv2, self.conv1.convolve(x))
-        return self.conv2.normalise(y, self.se, self.downsample(twin), self.keep_output)
-
-
+@residual_block("conv1", "conv2", "conv3")
 class Bottleneck(nn.Module):
     """1x1, ABN, 3x3, ABN, (blur), SE, 1x1, ABN without activation, add, ReLU."""
 
@@ -174,7 +142,6 @@ class Bottleneck(nn.Module):
         self.se = settings.se(planes, out_channels // 8) if use_se else nn.Identity()
         self.conv3 = settings.conv(planes, out_channels, 1, act=False)
         self.drop_path = drop_path(drop_path_rate)
-        self.keep_output = True  # for backward; the fused kernels can rebuild it
 
     @property
     def last_norm(self) -> NormAct:
@@ -183,21 +150,5 @@ class Bottleneck(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, H, W) to (N, 4 planes, H / stride, W / stride)."""
-        if torch.jit.is_scripting():
-            return self._forward_plain(x)
-        return self.forward_pair(x, x)[0]
-
-    def _forward_plain(self, x: Tensor) -> Tensor:
         y = self.conv3(self.se(self.conv2(self.conv1(x))))
         return torch.relu_(self.drop_path(y) + self.downsample(x))
-
-    @torch.jit.unused
-    def forward_pair(self, x: Tensor, twin: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the block as `BasicBlock.forward_pair` does."""
-        layers = (self.conv1, self.conv2, self.conv3)
-        if not runs_fused(x, layers, self.se, self.drop_path):
-            y = self._forward_plain(x)
-            return y, y
-        y = self.conv1.normalise_into(self.conv2, self.conv1.convolve(x))
-        y = self.conv2.normalise_into(self.conv3, y, self.se)
-        return self.conv3.normalise(y, None, self.downsample(twin), self.keep_output)

@@ -34,7 +34,6 @@ class FeatureExtractor(nn.Module):
         self.pretrained_cfg = model.pretrained_cfg
         self.model = model
         self.feature_info: Any = FeatureInfo(model.feature_info, tuple(self.out_indices))
-        self.widths = self.feature_info.channels()
 
     @property
     def default_cfg(self) -> dict[str, Any]:
@@ -52,10 +51,7 @@ class FeatureExtractor(nn.Module):
         for stage in self.model.body:
             x = stage(x)
             parts.append(x)
-        maps: list[Tensor] = []
-        for index, width in zip(self.out_indices, self.widths):  # noqa: B905 (TorchScript)
-            maps.append(parts[index + 1][:, :width])  # surgery may have padded the channels
-        return maps
+        return [parts[index + 1] for index in self.out_indices]
 
     @torch.jit.unused
     def _forward_eager(self, x: Tensor) -> list[Tensor]:

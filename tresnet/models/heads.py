@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tresnet import fused
 from tresnet.errors import InputError
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.global_pool import GlobalPool2d
@@ -12,8 +13,6 @@ from tresnet.layers.grouped_linear import GroupedLinear
 from tresnet.layers.parallel_bottleneck import ParallelBottleneck
 from tresnet.layers.whole import symbolic, whole
 from tresnet.models.config import ModelConfig
-from tresnet.ops import recompute
-from tresnet.ops.dispatch import traced
 
 DEFAULT_CHANNELS = {"group_attention": 512, "ml_decoder": 768}
 
@@ -62,7 +61,7 @@ class GroupAttentionHead(nn.Module):
         channels = config.head_channels or DEFAULT_CHANNELS["group_attention"]
         kind: Any = {"norm": config.norm, "slope": config.block_slope, **place}
         self.in_features = in_features
-        self.norm = config.norm
+        self.how = fused.How()
         self.reduce = ConvNormAct(in_features, channels, 1, **kind)
         self.attention = ParallelBottleneck(len(config.head_groups), channels, **kind)
         self.global_pool = GlobalPool2d("max")
@@ -84,8 +83,8 @@ class GroupAttentionHead(nn.Module):
 
     @torch.jit.unused
     def _attend(self, x: Tensor) -> Tensor:
-        with recompute.scope(not traced() and self.norm == "abn" and torch.is_grad_enabled()):
-            return self.attention(self.reduce(x))
+        x = fused.run({"head.reduce": self.reduce}, x, self.how)
+        return fused.run({"head.attention": self.attention}, x, self.how)
 
 
 class _DecoderLayers(nn.Module):

@@ -15,7 +15,7 @@ from tresnet.models.zoo import DEFAULT_INPUT_SIZE, build, find_variant, nearest
 
 SOURCES = ("tresnet", "timm", "torchvision")
 # What only our models have; a peer may swallow such an argument without a word.
-_OURS_ALONE = ("norm", "impl", "recompute", "pad", "jit", "head")
+_OURS_ALONE = ("norm", "impl", "recompute", "jit", "head")
 
 
 def split_name(name: str) -> tuple[str, str]:

@@ -1,41 +1,32 @@
 """TResNet (arXiv 2003.13630): stem, four stages, head, and the interface timm's users know."""
 
+import functools
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from numbers import Integral
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tresnet import fused
 from tresnet.errors import InputError
-from tresnet.layers.blur_pool import BlurPool2d
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.layers.grouped_linear import GroupedLinear
-from tresnet.layers.norm import (
-    ABN,
-    NormAct,
-    batches_counted_together,
-    frozen_running_stats,
-)
+from tresnet.layers.norm import NormAct, frozen_running_stats
 from tresnet.layers.space_to_depth import SpaceToDepth
-from tresnet.layers.watched import is_watched
 from tresnet.layers.whole import symbolic
 from tresnet.models.blocks import BasicBlock, BlockSettings, Bottleneck
 from tresnet.models.config import ModelConfig, class_groups
-from tresnet.models.heads import Head, build_head
-from tresnet.ops import recompute
+from tresnet.models.heads import GroupAttentionHead, Head, build_head
 from tresnet.ops.autocast import autocast_dtype
-from tresnet.ops.dispatch import Impl, check_impl, traced
+from tresnet.ops.dispatch import Impl, check_impl
+from tresnet.ops.unit_floats import unit_floats
 
 STAGES = ("layer1", "layer2", "layer3", "layer4")
-
-
-# What backward rebuilds instead of keeping, from the least work to the least memory.
-RECOMPUTE = ("none", "activations", "outputs")
 
 
 class TResNet(nn.Module):
@@ -46,9 +37,8 @@ class TResNet(nn.Module):
     block size and at least 5 blocks. Output: logits (N, num_classes).
     """
 
-    __jit_unused_properties__ = ("default_cfg", "head_hidden_size")
+    __jit_unused_properties__ = ("default_cfg", "head_hidden_size", "impl", "recompute")
     pretrained_cfg: dict[str, Any]
-    unpadded_shapes: dict[str, Any]
 
     def __init__(
         self,
@@ -74,10 +64,8 @@ class TResNet(nn.Module):
         self.in_chans = config.in_chans
         self.drop_rate = config.drop_rate
         self.grad_checkpointing = False
-        self.recompute = "activations"
+        self.how = fused.How()
         self.pretrained_cfg = {}
-        self.pad = 0  # what surgery.pad_channels was asked for
-        self.unpadded_shapes = {}  # of the tensors that it has widened
         self.body = self._make_body(device=device, dtype=dtype)
         self.feature_info = self._feature_info()
         self.num_features: int = self.feature_info[-1]["num_chs"]
@@ -172,80 +160,44 @@ class TResNet(nn.Module):
                 "or build the model with a smaller block_size"
             )
 
-    @torch.jit.ignore  # pyright: ignore[reportArgumentType]
-    def _run_stage(self, stage: nn.Module, x: Tensor, twin: Tensor) -> tuple[Tensor, Tensor]:
-        """Run a stage on two handles of its input (`BasicBlock.forward_pair`), and return two.
+    @torch.jit.unused
+    def _run_parts(self, x: Tensor, wanted: Sequence[int]) -> dict[int, Tensor]:
+        """Return the outputs of the `wanted` parts of the body; no part behind them runs."""
+        if not (symbolic(x) or torch.compiler.is_exporting() or torch.jit.is_tracing()):
+            self.check_input(x)
+        (_, s2d), *parts = list(self.body.named_children())[: max(wanted) + 1]
+        of_bytes = not symbolic(x) and x.dtype == torch.uint8
+        if of_bytes and not isinstance(s2d, SpaceToDepth):  # surgery.fold may have merged the stem
+            x, of_bytes = unit_floats(x, dtype=next(self.body.parameters()).dtype), False
+        x = x if of_bytes else s2d(x)
+        outputs, waiting = {}, {}
+        for index, (name, part) in enumerate(parts, start=1):
+            waiting[f"body.{name}"] = part
+            if index == 1 and index not in wanted and len(parts) > 1:
+                continue  # the stem runs with the first stage, which alone reads its output
+            x = self._run(waiting, x, s2d if of_bytes else None)
+            waiting, of_bytes = {}, False
+            if index in wanted:
+                outputs[index] = x
+        return outputs
 
-        Each block is checkpointed if asked to.
-        """
-        if not (torch.is_grad_enabled() and isinstance(stage, nn.Sequential)):
-            y = stage(x)
-            return y, y
-        if not self.grad_checkpointing:
-            if traced() or not (_is_plain(stage, nn.Sequential) and all(map(_is_block, stage))):
-                y = stage(x)
-                return y, y
-            for block in cast(Iterator[BasicBlock | Bottleneck], stage):
-                x, twin = block.forward_pair(x, twin)
-            return x, twin
+    def _run(self, parts: dict[str, nn.Module], x: Tensor, s2d: Any) -> Tensor:
+        """Run parts of the body, and checkpoint each block if asked to."""
+        if not (self.grad_checkpointing and torch.is_grad_enabled()):
+            return fused.run(parts, x, self.how, s2d)
         from torch.utils.checkpoint import checkpoint
 
         # Under the compiler the running statistics are updated once anyway.
-        options: dict[str, Any] = (
-            {} if torch.compiler.is_compiling() else {"context_fn": _checkpoint_contexts}
-        )
-        for block in stage:
-            x = checkpoint(block, x, use_reentrant=False, **options)  # pyright: ignore[reportAssignmentType]
-        return x, x
-
-    @torch.jit.unused
-    def _run_stem_on_bytes(self, stage: nn.Module, x: Tensor) -> Tensor:
-        """Run the first part of the body on uint8 images, in its convolution's dtype."""
-        dtype = next(self.body.parameters()).dtype
-        if dtype != torch.float64:
-            dtype = autocast_dtype(x.device.type) or dtype
-        if isinstance(stage, SpaceToDepth):
-            return stage.from_bytes(x, dtype)
-        return stage((x.float() / 255).to(dtype))  # surgery.fold may have merged the stem
-
-    @torch.jit.unused
-    def _run_parts(self, x: Tensor, wanted: list[int]) -> dict[int, Tensor]:
-        """Return the outputs of the `wanted` parts of the body, after running no part behind them.
-
-        No other output is held on to: backward can rebuild the stem's, and others.
-        """
-        recorded = symbolic(x)
-        if not (recorded or torch.compiler.is_exporting() or torch.jit.is_tracing()):
-            self.check_input(x)
-        if recorded or traced():
-            # no context around the loop: dynamo cannot follow two of them there in Python 3.13
-            return self._walk(x, wanted, recorded)
-        # A checkpointed block keeps its input alone: offers would hold on to more until the end.
-        offers = self.config.norm == "abn" and self.recompute != "none"
-        offers = offers and not self.grad_checkpointing and torch.is_grad_enabled()
-        together = batches_counted_together() if self.training else nullcontext()
-        with together, recompute.scope(offers):
-            return self._walk(x, wanted, recorded)
-
-    def _walk(self, x: Tensor, wanted: list[int], recorded: bool) -> dict[int, Tensor]:
-        outputs, twin = {}, x
-        for index, stage in enumerate(list(self.body)[: max(wanted) + 1]):
-            if recorded:
-                x = twin = stage(x)
-            elif x.dtype == torch.uint8:
-                x = twin = self._run_stem_on_bytes(stage, x)
-            else:
-                x, twin = self._run_stage(stage, x, twin)
-            if index in wanted:
-                twin = x  # whose gradient someone may ask for: it must be whole
-                outputs[index] = x[:, : self._width(index)] if self.unpadded_shapes else x
-        return outputs
-
-    def _width(self, index: int) -> int:
-        """Channels that part `index` of the body puts out, where surgery has padded them."""
-        if index == 0:
-            return self.config.in_chans * self.config.block_size**2
-        return self.feature_info[index - 1]["num_chs"]
+        compiling = torch.compiler.is_compiling()
+        options: dict[str, Any] = {} if compiling else {"context_fn": _checkpoint_contexts}
+        for name, part in parts.items():
+            if not isinstance(part, nn.Sequential):
+                x = fused.run({name: part}, x, self.how, s2d)
+                continue
+            for block in part:
+                run = functools.partial(fused.run, {name: block}, how=self.how)
+                x = checkpoint(run, x, use_reentrant=False, **options)  # pyright: ignore[reportAssignmentType]
+        return x
 
     def forward_features(self, x: Tensor) -> Tensor:
         """(N, in_chans, H, W) to (N, num_features, H / 8b, W / 8b), b the block size."""
@@ -347,6 +299,7 @@ class TResNet(nn.Module):
         head = build_head(self.num_features, config, device=example.device, dtype=example.dtype)
         # only what could be built replaces what was there
         self.head = head.train(self.head.training)
+        self._set_how(self.how)
         self.config, self.num_classes = config, num_classes
 
     def set_slopes(self, stem: float, block: float) -> None:
@@ -363,11 +316,12 @@ class TResNet(nn.Module):
                 module.slope = stem if name.startswith("body.conv1") else block
 
     def set_impl(self, impl: Impl) -> None:
-        """Choose how the norms with norm='abn', the blurs and the stem's input are computed.
+        """Choose how a model with norm='abn' runs: see `tresnet.fused`.
 
         Args:
-            impl: 'auto' (kernels on a GPU, plain operators under `torch.compile`), 'triton' or
-                'reference'; see `tresnet.ops.abn.abn`.
+            impl: 'auto' is the fused program on a GPU, plain modules on a CPU; 'triton' the program
+                by its kernels, or an error; 'reference' the program by plain operators. Parts with
+                hooks, under `torch.compile` and the like run as plain modules.
 
         Raises:
             InputError: there is no such implementation, or the model has another norm.
@@ -375,43 +329,45 @@ class TResNet(nn.Module):
         if self.config.norm != "abn":
             raise InputError(f"set_impl needs a model with norm='abn', got {self.config.norm!r}")
         check_impl("set_impl", impl)
-        for module in self.modules():
-            if isinstance(module, ABN):
-                module.set_impl(impl)
-            elif isinstance(module, BlurPool2d | SpaceToDepth | FoldedConv):
-                module.impl = impl
+        self._set_how(self.how._replace(impl=impl))
 
     def set_recompute(self, what: str) -> None:
-        """Choose what backward rebuilds instead of keeping: exact always, with norm='abn' only.
+        """Choose what backward of the fused program rebuilds instead of keeping: exact always.
 
         Args:
             what: 'activations' (the default) rebuilds what a norm, a blur or an SE scale put out,
                 which costs a read and a write of each; 'outputs' the outputs of every second block
-                too, where the fused kernels run: about a sixth less is kept; 'none' keeps
-                everything and saves those passes. A model that is compiled with `compile_model`
-                lets the compiler recompute, but for 'none'.
+                too: about a sixth less is kept; 'none' keeps everything and saves those passes. A
+                model that is compiled with `compile_model` lets the compiler recompute, but for
+                'none'.
 
         Raises:
             InputError: there is no such choice, or the model has another norm.
         """
-        if what not in RECOMPUTE:
-            raise InputError(f"expected recompute out of {', '.join(RECOMPUTE)}, got {what!r}")
+        if what not in fused.RECOMPUTE:
+            raise InputError(
+                f"expected recompute out of {', '.join(fused.RECOMPUTE)}, got {what!r}"
+            )
         if self.config.norm != "abn":
             raise InputError(
                 f"set_recompute needs a model with norm='abn', got {self.config.norm!r}"
             )
-        self.recompute = what
-        last = self.body[-1]
-        for stage in list(self.body)[2:]:
-            blocks = [m for m in stage.modules() if isinstance(m, BasicBlock | Bottleneck)]
-            # Not two in a row, which would be a chain to rebuild, nor the first, whose shortcut is
-            # rebuilt itself. The very last output is dropped free of charge: backward never reads
-            # it.
-            dropped = (
-                {*range(len(blocks) - 1, 0, -2)} if stage is last else {*range(1, len(blocks), 2)}
-            )
-            for index, block in enumerate(blocks):
-                block.keep_output = not (what == "outputs" and index in dropped)
+        self._set_how(self.how._replace(recompute=what))
+
+    def _set_how(self, how: fused.How) -> None:
+        self.how = how
+        if isinstance(self.head, GroupAttentionHead):
+            self.head.how = how
+
+    @property
+    def impl(self) -> Impl:
+        """What `set_impl` chose."""
+        return self.how.impl
+
+    @property
+    def recompute(self) -> str:
+        """What `set_recompute` chose."""
+        return self.how.recompute
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Keep only the input of each block for backward and run the block again there."""
@@ -467,19 +423,6 @@ def take_indices(indices: int | Sequence[int] | None, count: int) -> list[int]:
     if not whole or not indices or not all(-count <= i < count for i in indices):
         raise InputError(f"expected feature indices in [{-count}, {count - 1}], got {indices!r}")
     return [i % count for i in indices]
-
-
-def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a call of `module` runs its kind's forward and nothing else."""
-    return (
-        type(module).forward is kind.forward
-        and module._compiled_call_impl is None
-        and not is_watched(module)
-    )
-
-
-def _is_block(module: nn.Module) -> bool:
-    return any(_is_plain(module, kind) for kind in (BasicBlock, Bottleneck))
 
 
 def _checkpoint_contexts() -> tuple[Any, Any]:

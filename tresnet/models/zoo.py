@@ -12,9 +12,8 @@ import torch
 from tresnet.env import usable_device
 from tresnet.errors import InputError
 from tresnet.models.config import ModelConfig, ModelOptions
-from tresnet.models.padding import check_multiple, pad_channels
 from tresnet.models.tresnet import TResNet
-from tresnet.ops.abn import Impl
+from tresnet.ops.dispatch import Impl
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 DEFAULT_INPUT_SIZE = 224  # of every variant but the one for small images, and of most peers
@@ -108,7 +107,6 @@ def build(
     *,
     impl: Impl = "auto",
     recompute: str = "activations",
-    pad: int | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     **options: Unpack[ModelOptions],
@@ -119,8 +117,6 @@ def build(
         name: a name out of `list_models()`.
         impl: which implementation runs, see `TResNet.set_impl`.
         recompute: what backward recomputes instead of keeping, see `TResNet.set_recompute`.
-        pad: widen the channels by zeros to multiples of this, see `tresnet.surgery.pad_channels`;
-            None leaves them.
         device: where the parameters live; 'meta' allocates nothing.
         dtype: floating-point type of the parameters.
         **options: fields of `ModelConfig` in place of the variant's: norm, num_classes, in_chans,
@@ -134,14 +130,13 @@ def build(
         MissingDependencyError: `norm='inplace_abn'` without the package.
     """
     _check_placement(device, dtype)
-    check_multiple(1 if pad is None else pad)
     model = TResNet(make_config(name, **options), device, dtype)
     model.pretrained_cfg = default_pretrained_cfg(name, model.config)
     if impl != "auto":
         model.set_impl(impl)
     if recompute != "activations":
         model.set_recompute(recompute)
-    return model if pad is None else pad_channels(model, pad, inplace=True)
+    return model
 
 
 def _check_placement(device: torch.device | str | None, dtype: torch.dtype | None) -> None:

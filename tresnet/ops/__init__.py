@@ -1,29 +1,27 @@
-"""Tensor operations: each defined in plain PyTorch, with gradients and faster forms beside.
+"""Tensor operations: each defined in plain PyTorch, with faster forms beside.
 
-An operation is a folder; with kernels and a gradient of its own it has five files:
+An operation is a folder; with kernels it has four files:
 
 | file | holds |
 |---|---|
 | `__init__.py` | the function: checks what it gets and picks the implementation |
 | `reference.py` | the definition in plain PyTorch |
 | `kernels.py` | Triton kernels; no other file imports triton |
-| `launch.py` | a function for each launch |
-| `autograd.py` | its `torch.autograd.Function` |
+| `launch.py` | a function for each launch, of the name and arguments of its definition |
 
-What is alike in all of them, for a function `double` of a tensor (`tiles` cuts maps into programs):
+None has a gradient of its own: autograd differentiates the definitions, and `tresnet.fused` calls
+forward and backward. What is alike in all of them, for a function `double` of a tensor (`tiles`
+cuts maps into programs):
 
     # __init__.py
-    def double(x: Tensor, *, impl: Impl = "auto") -> Tensor:
-        check_impl("double", impl)  # dispatch.py
-        if runs_kernels(x, impl):  # dispatch.py: not under a compiler, in float64, on a CPU, ...
-            return autograd.Double.apply(tiles.dense(x))
-        return reference.double(x)
+    def double(x: Tensor, *, kernels: bool) -> Tensor:
+        return (launch if kernels else reference).double(tiles.dense(x))
 
     # launch.py
-    @operator(torch.empty_like)  # operators.py: tresnet::double_forward, and its result when faked
-    def forward(x: Tensor) -> Tensor:
+    @operator(torch.empty_like)  # operators.py: tresnet::double_double, and its result when faked
+    def double(x: Tensor) -> Tensor:
         out, grid = torch.empty_like(x), (-(-x.numel() // BLOCK), 1, 1)
-        launch(_kernels().forward, grid, WARPS, (x, out), (x.numel(), BLOCK))  # operators.py
+        launch(_kernels().double, grid, WARPS, (x, out), (x.numel(), BLOCK))  # operators.py
         return out
 
     @functools.cache
@@ -32,12 +30,7 @@ What is alike in all of them, for a function `double` of a tensor (`tiles` cuts 
 
         return kernels
 
-    # autograd.py, in backward: the definition where the gradient is to be differentiated again
-    if twice.wanted():
-        return twice.gradients(reference.double, [x], [True], grad)[0]
-    return launch.backward(tiles.dense(grad, like=x), x)
-
 `selfcheck.check` runs all kernels on a GPU before their first use there: a new one is added to it.
-`tests/ops/test_blur_kernels.py` is a test to copy. `bench ops` times what `measure/operations.py`
+`tests/ops/test_abn_kernels.py` is a test to copy. `bench ops` times what `measure/operations.py`
 lists; `tests/ops/compile_kernels.py` compiles what it lists, to count registers.
 """

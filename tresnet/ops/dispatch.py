@@ -7,8 +7,6 @@ import shutil
 from typing import Literal, get_args
 
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from tresnet.errors import InputError
 from tresnet.ops.tiles import interpreted
@@ -28,45 +26,35 @@ def check_impl(operation: str, impl: str) -> None:
         raise InputError(f"{operation} expected impl {names} or {IMPLS[-1]!r}, got {impl!r}")
 
 
-def transformed() -> bool:
-    """Whether a transform of `torch.func` is in force: they take plain operators alone."""
-    return torch._C._are_functorch_transforms_active()
-
-
 def traced() -> bool:
     """Whether operations are recorded or transformed: `torch.compile`, tracing, `torch.func`."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing() or transformed()
+    return (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch._C._are_functorch_transforms_active()
+    )
 
 
-def runs_kernels(x: Tensor, impl: str, shared: bool = False) -> bool:
-    """Whether an operation runs its Triton kernels on `x`.
+def runs_kernels(device: torch.device, dtype: torch.dtype, impl: Impl, fake: bool = False) -> bool:
+    """Whether a program runs its Triton kernels: "auto" where they run and are right.
 
-    "auto" takes them on a GPU that has them in eager mode; under `torch.compile`, export and
-    tracing the compiler fuses plain operators. "triton" takes them wherever they can be part of the
-    graph, not under export, tracing and the transforms of `torch.func`. Other names never take
-    them, nor does an empty batch, unless its statistics are `shared` with processes that wait.
+    Args:
+        device: of the maps.
+        dtype: of the maps.
+        impl: "reference" never runs them.
+        fake: the maps are fake tensors.
 
     Raises:
         InputError: `impl` is "triton" and they cannot run; the message says why.
     """
-    if not (shared or torch.jit.is_tracing()) and x.numel() == 0:
+    if impl == "reference":
         return False
-    if impl == "auto":
-        return not traced() and x.is_cuda and _obstacle(x) is None
-    if impl != "triton" or torch.jit.is_tracing() or transformed() or torch.compiler.is_exporting():
-        return False
-    obstacle = _obstacle(x)
-    if obstacle is not None:
+    obstacle = lacking(device, fake)
+    if dtype not in KERNEL_DTYPES:
+        obstacle = f"computes float32, bfloat16 and float16, got {dtype}"
+    if impl == "triton" and obstacle is not None:
         raise InputError(f"impl='triton' {obstacle}: use impl='auto'")
-    return True
-
-
-def _obstacle(x: Tensor) -> str | None:
-    """Why the kernels cannot run on `x`, None if they can."""
-    if x.dtype not in KERNEL_DTYPES:
-        return f"computes float32, bfloat16 and float16, got {x.dtype}"
-    # The compiler cannot look at the machine; what is missing shows when the kernels are launched.
-    return None if torch.compiler.is_compiling() else lacking(x.device, isinstance(x, FakeTensor))
+    return obstacle is None
 
 
 def lacking(device: torch.device, fake: bool = False) -> str | None:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from tresnet.files import fcntl
+from tresnet.ops import tiles
 
 LIMIT_S = 120.0  # of compiling and running them all; some seconds are usual, without a cache
 # Of the largest value: what float32 sums, and what one or two roundings to 16 bits, may be off.
@@ -45,7 +46,7 @@ class _Case(NamedTuple):
     blur: bool = False
     se: bool = False
     join: bool = False
-    conv: bool = False
+    again: bool = False
     training: bool = True
     copies: int = 1  # times the samples come, which changes no output
 
@@ -53,8 +54,8 @@ class _Case(NamedTuple):
 _CASES = (
     _Case(torch.bfloat16, torch.channels_last, (3, 40, 10, 9), 1e-3, blur=True, se=True),
     _Case(torch.float32, torch.contiguous_format, (2, 12, 7, 5), None, se=True, join=True),
-    _Case(torch.float16, torch.channels_last, (2, 16, 6, 6), 1e-2, conv=True),
-    _Case(torch.bfloat16, torch.channels_last, (2, 16, 6, 6), 1e-3, se=True, conv=True),
+    _Case(torch.float16, torch.channels_last, (2, 16, 6, 6), 1e-2, again=True),
+    _Case(torch.bfloat16, torch.channels_last, (2, 16, 6, 6), 1e-3, se=True, again=True),
     _Case(torch.float32, torch.channels_last, (2, 16, 6, 6), 1e-2, training=False),
 )
 
@@ -189,7 +190,6 @@ def check(device: torch.device) -> None:
     """
     for index, case in enumerate((*_CASES, *_large(device))):
         _check_norm(case, torch.Generator().manual_seed(index), device)
-    _check_blur(device)
     _check_stem(device)
 
 
@@ -206,75 +206,86 @@ def _large(device: torch.device) -> list[_Case]:
 
 
 def _check_norm(case: _Case, random: torch.Generator, device: torch.device) -> None:
-    from tresnet.ops.abn import Convolution, Settings, SEWeights, fused_abn, reference
-
     def draw(*size: int) -> Tensor:
         return torch.randn(size, generator=random).to(device)
 
     channels = case.shape[1]
     parts = {"x": draw(*case.shape).to(case.dtype).contiguous(memory_format=case.layout) + 0.5}
+    if case.join:
+        parts["shortcut"] = draw(*case.shape).to(case.dtype)
     parts |= {"weight": draw(channels), "bias": draw(channels)}
     if case.se:
         parts |= {"fc1_weight": draw(8, channels) / 2, "fc1_bias": draw(8) / 2}
         parts |= {"fc2_weight": draw(channels, 8) / 2, "fc2_bias": draw(channels) / 2}
-    if case.join:
-        parts["shortcut"] = draw(*case.shape).to(case.dtype)
-    if case.conv:
-        weight = draw(8, channels, 3, 3) / 8
-        parts["conv_weight"] = weight.to(case.dtype).contiguous(memory_format=case.layout)
-    settings = Settings(case.training, slope=case.slope, blur=case.blur)
     running = draw(channels) / 4, draw(channels).square() + 0.5
-
-    def run(fused: bool) -> dict[str, Tensor]:
-        copies = case.copies if fused else 1
-        leaves = {k: v.clone() if fused else v.double() for k, v in parts.items()}
-        leaves |= {k: torch.cat([leaves[k]] * copies) for k in ("x", "shortcut") if k in leaves}
-        mean, var = (v.clone() if fused else v.double() for v in running)
-        x, weight, bias, *layers = (
-            v for k, v in leaves.items() if k not in ("shortcut", "conv_weight")
-        )
-        for leaf in leaves.values():
-            leaf.requires_grad_()
-        shortcut, conv_weight = leaves.get("shortcut"), leaves.get("conv_weight")
-        convolution = Convolution() if case.conv else None
-        if fused:
-            se = SEWeights(*layers) if layers else None
-            behind = convolution, conv_weight
-            y, twin = fused_abn(x, weight, bias, (mean, var), shortcut, se, settings, *behind)
-        else:
-            y = reference.abn(x, weight, bias, mean, var, *settings[:4])
-            y = reference.tail(y, case.blur, layers or None, shortcut)
-            if convolution is not None and conv_weight is not None:
-                y = convolution.output(y, conv_weight)
-            twin = y
-        size = len(y) // copies, *y.shape[1:]
-        probe = torch.linspace(-1, 1, math.prod(size), device=device).view(size).to(case.dtype)
-        probes = [torch.cat([p.to(y.dtype)] * copies) for p in (probe / 4, probe - probe / 4)]
-        grads = torch.autograd.grad([y, twin], list(leaves.values()), probes)
-        gradients = {
-            f"gradient of {k}": g if k in ("x", "shortcut") else g / copies
-            for k, g in zip(leaves, grads, strict=True)
-        }
-        found = {"output": y.detach(), "running mean": mean, "running variance": var}
-        return found | gradients
-
+    exact = _defined(case, parts, running)
     # PyTorch may multiply the matrices of an SE in TF32, which rounds like float16
     dtype = torch.float16 if case.se and case.dtype == torch.float32 else case.dtype
-    found = run(fused=True)
+    found = _launched(case, parts, running, exact["output"])
     if device.type == "cuda":  # again: what was compiled is launched without asking Triton
-        found = run(fused=True)
-    for name, expected in run(fused=False).items():
+        found = _launched(case, parts, running, exact["output"])
+    for name, expected in exact.items():
         _compare(f"{name}, {case}", found[name], expected, TOLERANCE[dtype])
 
 
-def _check_blur(device: torch.device) -> None:
-    from tresnet.ops.blur_pool import launch, reference, transposed_blur_pool
+def _probes(case: _Case, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of the output of two readers, in the case's dtype; zero where one reads."""
+    probe = torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape).to(case.dtype)
+    second = probe / 4 if case.join else torch.zeros_like(probe)
+    return probe - second, second
 
-    x = torch.linspace(-1, 1, 2 * 6 * 7 * 5, device=device).view(2, 6, 7, 5)
-    y = launch.blur(x)
-    _compare("blur", y, reference.blur_pool(x.double()), 1e-5)
-    expected = transposed_blur_pool(y.double(), 7, 5)
-    _compare("transposed blur", launch.transposed_blur(y, 7, 5), expected, 1e-5)
+
+def _defined(
+    case: _Case, parts: dict[str, Tensor], running: tuple[Tensor, Tensor]
+) -> dict[str, Tensor]:
+    """Results and gradients by the definition, in float64."""
+    from tresnet.ops.abn import reference
+
+    leaves = {name: part.double().requires_grad_() for name, part in parts.items()}
+    mean, var = (part.double() for part in running)
+    rest = dict(leaves)
+    x, shortcut = rest.pop("x"), rest.pop("shortcut", None)
+    weight, bias, *layers = rest.values()
+    y = reference.abn(x, weight, bias, mean, var, case.training, 0.1, 1e-5, case.slope)
+    y = reference.tail(y, case.blur, layers or None, shortcut)
+    first, second = (part.double() for part in _probes(case, y))
+    grads = torch.autograd.grad(y, list(leaves.values()), first + second)
+    found = {"output": y.detach(), "running mean": mean, "running variance": var}
+    found |= {"output again": y.detach()} if case.again else {}
+    return found | {f"gradient of {k}": g for k, g in zip(leaves, grads, strict=True)}
+
+
+def _launched(
+    case: _Case, parts: dict[str, Tensor], running: tuple[Tensor, Tensor], exact: Tensor
+) -> dict[str, Tensor]:
+    """The same by the kernels; gradients of vectors as if the samples came once."""
+    from tresnet.ops import abn
+
+    def repeated(part: Tensor) -> Tensor:
+        return torch.cat([part] * case.copies)
+
+    mean, var = (part.clone() for part in running)
+    layers = [part for name, part in parts.items() if name.startswith("fc")]
+    norm = abn.Norm(
+        parts["weight"], parts["bias"], mean, var, case.training, 0.1, slope=case.slope,
+        blur=case.blur, se=abn.SEWeights(*layers) if layers else None,
+    )  # fmt: skip
+    shortcut = repeated(parts["shortcut"]) if case.join else None
+    x = repeated(parts["x"])
+    shortcut = None if shortcut is None else tiles.dense(shortcut, x)
+    y, kept = abn.forward(x, norm, kernels=True, shortcut=shortcut, keeps=True)
+    first, second = (tiles.dense(repeated(part), x) for part in _probes(case, exact))
+    sums = abn.gradient_sums(
+        first, second if case.join else None, norm, kept, kernels=True, rebuilds=case.again
+    )
+    masked = sums.written if case.join and sums.written is not None else first
+    found = {"output": y, "running mean": mean, "running variance": var}
+    found |= {"output again": sums.written} if case.again and sums.written is not None else {}
+    found["gradient of x"] = abn.gradient(masked, norm, kept, sums, kernels=True)
+    found["gradient of shortcut"] = masked
+    vectors = {"weight": sums.merged[0], "bias": sums.merged[1]}
+    vectors |= {} if sums.se is None else sums.se._asdict()
+    return found | {f"gradient of {k}": part / case.copies for k, part in vectors.items()}
 
 
 def _check_stem(device: torch.device) -> None:

@@ -55,9 +55,6 @@ class Build(Settings):
     """Implementation of batch norm + activation."""
     impl: Literal["auto", "triton", "reference"] = "auto"
     """What computes the norms and what follows them: Triton kernels, or plain operators."""
-    pad: Count | None = None
-    """Widths in multiples of this; the same function and checkpoints. None: of 8, as tensor cores
-    want them, to train on a GPU and to fold, else as they are."""
     jit: bool = False
     """Use the scripted helper functions."""
 

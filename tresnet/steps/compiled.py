@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from tresnet.errors import InputError
-from tresnet.layers.norm import ABN
 from tresnet.settings import CompileMode
 
 # What the compiler's partitioner keeps for backward, in MB an image of tresnet_m at 224 in bf16:
@@ -98,9 +97,7 @@ def compile_model(
 
     Where a model in training recomputes anything, the partitioner may recompute all but
     convolutions, matrix products and reductions in backward: what it recomputes is fused into
-    passes that run anyway, and less is kept. Plain operators are compiled unless
-    `model.set_impl("triton")` asks for the fused kernels, which the compiler then calls as they
-    are, and keeps their outputs.
+    passes that run anyway, and less is kept.
 
     Args:
         model: a TResNet or any other model, perhaps wrapped for data-parallel training.
@@ -130,9 +127,7 @@ def compile_model(
     if recompute is None:
         bare = getattr(model, "module", model)  # inside DistributedDataParallel
         recompute = getattr(bare, "recompute", "none")
-    # It would run the kernels' statistics, which look cheap to it, a second time in backward.
-    kernels = any(isinstance(m, ABN) and m.impl == "triton" for m in model.modules())
-    recomputes = training and recompute != "none" and not kernels
+    recomputes = training and recompute != "none"
     return CompiledModel(
         function,
         partitioner=TRAINING_PARTITIONER if recomputes else {},

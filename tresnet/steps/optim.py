@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,25 +11,6 @@ from torch.optim import lr_scheduler
 
 from tresnet.errors import ConfigError
 from tresnet.settings import OptimConfig, ScheduleConfig
-
-
-def sees_padding(opt: str) -> bool:
-    """Whether that optimizer of timm's trains a model with padded channels in another way.
-
-    Where an update depends on a tensor's size, as in the cautious ones, whose names begin with c,
-    in adamp and sgdp, and where states of 8 bits have a scale for each stretch of so many values;
-    kron even moves zeros that have no gradient.
-    """
-    return bool(re.match("c|.*(adafactor|adamp|kron|muon|sgdp|8bit)", opt.lower()))
-
-
-def training_pad(pad: int | None, opt: str, on_gpu: bool) -> int | None:
-    """What `pad` is in training: if None, the multiples of 8 that tensor cores want, on a GPU.
-
-    `tresnet_l` and `tresnet_xl` get wider by them, the other variants are so already. Widths stay
-    where the optimizer sees padding.
-    """
-    return 8 if pad is None and on_gpu and not sees_padding(opt) else pad
 
 
 def create_optimizer(

@@ -393,19 +393,16 @@ def check_compiled_passes(mode: str, accumulate: int) -> None:
 def synchronise(model: nn.Module, compiles: bool) -> nn.Module:
     """Let every batch norm of `model` share its statistics, in place, and return the model.
 
-    The fused kernels share them themselves; where they do not run in one of the processes, or
-    `torch.compile` follows, PyTorch's module takes the norm's place (a collective).
+    The fused program shares them itself. Where a model has none, or `torch.compile` follows,
+    PyTorch's module takes the norm's place. All processes decide alike; a norm that later runs
+    outside the program, behind a hook, is an error.
 
     Args:
         model: On its device.
         compiles: Whether the model will be compiled.
     """
     norms = [module for module in model.modules() if isinstance(module, ABN)]
-    example = next(model.parameters())
-    fused = bool(norms) and not compiles and all(norm.kernels_run(example) for norm in norms)
-    if dist.is_initialized():  # a process that does otherwise would be waited for without end
-        fused = _agree(example.device, fused)
-    if not fused:
+    if compiles or not norms:
         return nn.SyncBatchNorm.convert_sync_batchnorm(model)
     for norm in norms:
         norm.synchronised = True

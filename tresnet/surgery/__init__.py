@@ -1,6 +1,5 @@
 """Exact rewrites of a built model: the same function by fewer or larger operations."""
 
-from tresnet.models.padding import pad_channels, unpad_channels
 from tresnet.surgery.composing import compose
 from tresnet.surgery.folding import fold
 from tresnet.surgery.merging import ParallelBranches, merge_parallel
@@ -11,7 +10,5 @@ __all__ = [
     "compose",
     "fold",
     "merge_parallel",
-    "pad_channels",
     "swap_norm",
-    "unpad_channels",
 ]

@@ -10,20 +10,16 @@ from torch import Tensor, nn
 from tresnet.errors import InputError
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
-from tresnet.layers.norm import ABN, PLAIN_NORMS, NormAct
+from tresnet.layers.norm import PLAIN_NORMS, NormAct
 from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.layers.watched import check_model, refuse_watched, what_watches
-from tresnet.models.padding import pad_channels
 from tresnet.models.tresnet import TResNet
-from tresnet.ops.dispatch import Impl
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 AnyNorm = NormAct | nn.BatchNorm2d | nn.SyncBatchNorm
 
 
-def fold(
-    model: ModuleT, pad_to: int | None = None, *, merge_stem: bool = False, inplace: bool = False
-) -> ModuleT:
+def fold(model: ModuleT, *, merge_stem: bool = False, inplace: bool = False) -> ModuleT:
     """Return `model` for inference: each norm folded into its convolution, the same outputs.
 
     y = gamma (conv(x) - mean) / sqrt(var + eps) + beta becomes one convolution with bias, computed
@@ -35,8 +31,6 @@ def fold(
 
     Args:
         model: in eval mode; unchanged unless `inplace`.
-        pad_to: zero-pad the channels of TResNets to multiples of this (see `pad_channels`); 1 for
-            no padding. None: as they were padded, or else to 8.
         merge_stem: let one strided convolution (12x12, stride 4, for blocks of 4) do what
             space-to-depth and the stem's 3x3 do; exact.
         inplace: change `model` itself.
@@ -53,11 +47,9 @@ def fold(
     _check(model, merge_stem)
     folded = copy.deepcopy(model)
     networks = [module for module in folded.modules() if isinstance(module, TResNet)]
-    for network in networks:
-        pad_channels(network, network.pad or 8 if pad_to is None else pad_to, inplace=True)
     # a block that several parents share stays shared
     new = {
-        id(m): FoldedConv(fold_norm(m.conv, m.bn), m.slope, m.aa, _impl(m.bn))
+        id(m): FoldedConv(fold_norm(m.conv, m.bn), m.slope, m.aa)
         for m in folded.modules()
         if isinstance(m, ConvNormAct)
     }
@@ -75,10 +67,6 @@ def fold(
         return folded
     model.__dict__.update(folded.__dict__)
     return model
-
-
-def _impl(norm: nn.Module) -> Impl:
-    return norm.impl if isinstance(norm, ABN) else "reference"
 
 
 def _pairs(parent: nn.Sequential) -> list[tuple[str, str]]:
@@ -151,7 +139,7 @@ def _fold_pairs(parent: nn.Sequential) -> None:
         assert isinstance(norm, AnyNorm)
         folded = fold_norm(conv, norm)
         if isinstance(norm, NormAct):
-            folded = FoldedConv(folded, norm.slope, nn.Identity(), _impl(norm))
+            folded = FoldedConv(folded, norm.slope, nn.Identity())
         parent.register_module(name, folded)
         parent.register_module(next_name, nn.Identity())
 

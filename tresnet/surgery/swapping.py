@@ -15,7 +15,7 @@ from tresnet.models.tresnet import TResNet
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _SHOWN = 5
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-_CHOICES = ("track_running_stats", "impl", "synchronised")  # the last two of an ABN
+_CHOICES = ("track_running_stats", "synchronised")  # the last of an ABN
 
 
 def swap_norm(model: ModuleT, norm: str) -> ModuleT:
@@ -49,7 +49,7 @@ def swap_norm(model: ModuleT, norm: str) -> ModuleT:
         if type(module) not in (NormAct, *NORMS.values()):
             raise InputError(f"expected norms of tresnet, but {name} is {type(module).__name__}")
     if issubclass(target, InplaceABN):
-        _check_gammas(model, old)
+        _check_gammas(old)
     new = {id(module): _counterpart(module, target) for module in old.values()}
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):  # a shared child once for each name
@@ -60,11 +60,10 @@ def swap_norm(model: ModuleT, norm: str) -> ModuleT:
     return model
 
 
-def _check_gammas(model: nn.Module, norms: dict[str, NormAct]) -> None:
-    padded = _padded(model)
+def _check_gammas(norms: dict[str, NormAct]) -> None:
     faults = []
     for name, module in norms.items():
-        gamma = module._gamma()[: padded.get(id(module))]
+        gamma = module._gamma()
         count = 0 if gamma.is_meta else int((gamma < module.eps).sum())
         if count:
             faults.append(f"{name} ({count} of {len(gamma)})")
@@ -78,24 +77,11 @@ def _check_gammas(model: nn.Module, norms: dict[str, NormAct]) -> None:
         )
 
 
-def _padded(model: nn.Module) -> dict[int, int]:
-    """Return the real number of channels of each norm that `pad_channels` has widened, by id."""
-    return {
-        id(network.get_submodule(name.removesuffix(".weight"))): shape[0]
-        for network in model.modules()
-        if isinstance(network, TResNet)
-        for name, shape in network.unpadded_shapes.items()
-        if name.endswith(".bn.weight")
-    }
-
-
 @torch.no_grad()
 def _counterpart(old: NormAct, target: type[NormAct]) -> NormAct:
     new = target(old.num_features, old.slope, eps=old.eps, momentum=old.momentum, device="meta")
     if isinstance(old, InplaceABN):
         old.weight.copy_(old._gamma())  # what a weight below eps stands for
-    if isinstance(new, InplaceABN):
-        old.weight.clamp_(min=old.eps)  # padding alone is below, and its input is zero
     for name, parameter in old.named_parameters(recurse=False):
         new.register_parameter(name, parameter)  # pyright: ignore[reportArgumentType]
     for name in _BUFFERS:  # None where there are none

@@ -1,25 +1,36 @@
-"""Activated batch normalisation, and what follows it in a block, as one operation."""
+"""What follows a convolution up to the next one, forward and backward, by kernels or plainly.
 
+relu(gate * blur(act(gamma * (y - mean) / sqrt(var + eps) + beta)) + shortcut), each part where
+asked for, is a few passes over the convolution's output y. Forward reads y twice (statistics,
+apply), three times with an SE after an activation. Backward reads y twice: one pass sums what BN,
+SE and the ReLU of the join need, one writes the gradient. Kept for backward are y, vectors, and for
+each value of a join whether it is positive, in one bit.
+
+`tresnet.fused` puts these functions between its convolutions. Each runs the launches of `launch`,
+or with `kernels=False` the functions of the same names in `reference`.
+"""
+
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tresnet.errors import InputError
-from tresnet.ops import recompute, tiles
+from tresnet.ops import tiles
 from tresnet.ops.abn import launch, reference
-from tresnet.ops.abn.fused import Convolution, Settings, excited, fused_abn
-from tresnet.ops.abn.recomputed import ActivatedBatchNorm
-from tresnet.ops.dispatch import Impl, check_impl, runs_kernels, traced
+from tresnet.ops.excite import launch as excite_launch
+from tresnet.ops.excite import reference as excite_reference
 
 
 class SEWeights(NamedTuple):
-    """The two layers of a squeeze and excitation, as linear layers.
+    """The two layers of a squeeze and excitation.
 
     Attributes:
-        fc1_weight: (R, C).
+        fc1_weight: (R, C) or (R, C, 1, 1).
         fc1_bias: (R,).
-        fc2_weight: (C, R).
+        fc2_weight: (C, R) or (C, R, 1, 1).
         fc2_bias: (C,).
     """
 
@@ -29,134 +40,277 @@ class SEWeights(NamedTuple):
     fc2_bias: Tensor
 
 
-def abn(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
-    *,
-    se: SEWeights | None = None,
-    shortcut: Tensor | None = None,
-    impl: Impl = "auto",
-    **settings: Any,
-) -> Tensor:
-    """Normalise each channel, scale, shift, apply a leaky ReLU; then blur, excite and join.
+class Norm(NamedTuple):
+    """Tensors and numbers of a batch norm and of what follows it.
 
-    y = act(weight * (x - mean) / sqrt(var + eps) + bias), and where asked for
-    y = blur(y), y = y * gate(mean of y over pixels), y = relu(y + shortcut), in this order.
+    Attributes:
+        gamma: (C,); None where the norm is folded into the convolution, whose bias `beta` is then.
+        beta: (C,).
+        mean: running mean (C,), updated in place while training.
+        var: running variance (C,), likewise, unbiased.
+        training: use the statistics of the batch.
+        momentum: weight of the batch in the running statistics; None leaves them alone.
+        eps: added to the variance.
+        slope: negative slope of the leaky ReLU; None leaves the activation out.
+        blur: blur and keep every second pixel, as `blur_pool`.
+        se: of the squeeze and excitation behind, None for none.
+        group: process group over which the statistics are synchronised, of which a process may have
+            a single value per channel, or an empty batch; None for this process alone.
+    """
+
+    gamma: Tensor | None
+    beta: Tensor
+    mean: Tensor | None = None
+    var: Tensor | None = None
+    training: bool = False
+    momentum: float | None = None
+    eps: float = 1e-5
+    slope: float | None = None
+    blur: bool = False
+    se: SEWeights | None = None
+    group: Any = None
+
+
+class Kept(NamedTuple):
+    """What backward reads of forward.
+
+    Attributes:
+        y: (N, C, H, W), the convolution's output.
+        stats: (4, C): mean, gamma * invstd, invstd, biased variance; None where the norm is folded.
+        total: values per channel of all processes; None for this process alone.
+        gate: (N, C), what the map is multiplied by.
+        excited: (N, C), the gate of the SE, where there is a `passed` too.
+        passed: (N, 1), factors of the samples.
+        squeezed: (N, C), input of the SE's layers.
+        hidden: (N, R), their hidden layer.
+        bits: where the join's ReLU lets gradients pass.
+    """
+
+    y: Tensor
+    stats: Tensor | None
+    total: Tensor | None = None
+    gate: Tensor | None = None
+    excited: Tensor | None = None
+    passed: Tensor | None = None
+    squeezed: Tensor | None = None
+    hidden: Tensor | None = None
+    bits: Tensor | None = None
+
+
+class Sums(NamedTuple):
+    """What the first pass of backward finds.
+
+    Attributes:
+        merged: (4, C): gradients of gamma and beta, and the factors of the second pass.
+        spread: (N, C), gradient of the squeeze over its pixels; None without a gate.
+        written: of a join the masked gradient, else the layer's output where it was asked for.
+        se: gradients of the SE's layers.
+    """
+
+    merged: Tensor
+    spread: Tensor | None
+    written: Tensor | None
+    se: SEWeights | None
+
+
+def forward(
+    y: Tensor,
+    norm: Norm,
+    *,
+    kernels: bool,
+    shortcut: Tensor | None = None,
+    passed: Tensor | None = None,
+    keeps: bool = False,
+) -> tuple[Tensor, Kept]:
+    """Return the output, and what backward reads.
 
     Args:
-        x: (N, C, ...), floating point.
-        weight: (C,), gamma, of any sign.
-        bias: (C,), beta.
-        running_mean: (C,), updated in place while training.
-        running_var: (C,), updated in place while training (unbiased).
-        se: squeeze, two layers, sigmoid, scale; computed in float32.
-        shortcut: added before a ReLU; shape and dtype of what it is added to.
-        impl: "triton" runs fused kernels with float32 statistics (float32, bfloat16, float16);
-            "reference" plain operators; "auto" the kernels on a GPU where they were found right, in
-            eager mode, else plain operators. Under export, tracing and the transforms of
-            `torch.func` plain operators run, whatever is asked for. Where recomputation is asked
-            for (`tresnet.ops.recompute.scope`), either saves `x` alone for backward and offers its
-            output, which plain operators do without blur, se and shortcut only.
-        **settings: fields of `Settings`, of which `training` must be given.
-
-    Returns:
-        (N, C, ...), or (N, C, ceil(H / 2), ceil(W / 2)) with `blur`, in the dtype of `x`.
+        y: (N, C, H, W), dense: the output of a convolution.
+        norm: what to do with it.
+        kernels: run the kernels, else plain PyTorch.
+        shortcut: of the output's shape, in the memory format of `y`; added before a ReLU.
+        passed: (N, 1) float32, factors of the samples: 0 where stochastic depth drops one.
+        keeps: backward will come.
 
     Raises:
-        InputError: `x` does not fit the parameters, a training batch has one value per channel, or
-            `impl` is unknown or cannot run here.
+        InputError: a batch of this process alone has one value per channel.
     """
-    if not torch.jit.is_tracing() and (x.dim() < 2 or x.shape[1] != weight.shape[0]):
-        raise InputError(f"abn expected (N, {weight.shape[0]}, ...), got {tuple(x.shape)}")
-    check_impl("abn", impl)
-    chosen, plain = Settings(**settings), traced()
-    shared = chosen.training and chosen.group is not None
-    if chosen.training and not plain and not shared and x.numel() == x.shape[1]:
+    if y.numel() == 0:
+        return _absent(y, norm)
+    ops = launch if kernels else reference
+    linear = norm.training and norm.se is not None and norm.slope is None and not norm.blur
+    stats, sums, total = _statistics(y, norm, ops, linear)
+    gate = excited = squeezed = hidden = None
+    if norm.se is not None:
+        if sums is None:  # else the squeeze is linear, and follows from the statistics
+            sums = ops.squeeze(y, stats, norm.beta, norm.slope, norm.blur)
+        squeezed, hidden, gate = _excite(kernels).forward(
+            sums, y, stats, norm.beta, linear, norm.blur, *norm.se
+        )
+    if passed is not None:
+        excited, gate = gate, passed.expand(y.shape[:2]) if gate is None else gate * passed
+        gate = gate.contiguous()
+    bits_kept = keeps and shortcut is not None
+    out, bits = ops.apply(y, stats, norm.beta, gate, shortcut, norm.slope, norm.blur, bits_kept)
+    bits = bits if bits_kept else None
+    return out, Kept(y, stats, total, gate, excited, passed, squeezed, hidden, bits)
+
+
+def rebuild(norm: Norm, kept: Kept, *, kernels: bool, shortcut: Tensor | None = None) -> Tensor:
+    """Return the output of `forward` again."""
+    if kept.y.numel() == 0:
+        return _empty_output(kept.y, norm)
+    ops = launch if kernels else reference
+    return ops.apply(
+        kept.y, kept.stats, norm.beta, kept.gate, shortcut, norm.slope, norm.blur, False
+    )[0]
+
+
+def gradient_sums(
+    grad: Tensor, second: Tensor | None, norm: Norm, kept: Kept, *, kernels: bool, rebuilds: bool
+) -> Sums:
+    """Return the first pass of backward; arXiv 1502.03167, section 3, with SE's in the same sums.
+
+    Args:
+        grad: of the output, in the memory format of `kept.y`.
+        second: gradient of another reader of the output, which is added to `grad`; None for none.
+        norm: as in forward; running statistics are not read.
+        kept: of forward.
+        kernels: as in forward.
+        rebuilds: write the output of a layer without blur and join again.
+    """
+    assert norm.gamma is not None
+    if kept.y.numel() == 0:
+        return _absent_sums(grad, norm, kept)
+    assert kept.stats is not None
+    ops = launch if kernels else reference
+    stats, gate, joined = kept.stats, kept.gate, kept.bits is not None
+    partial, written = ops.grad_sums(
+        grad, second, kept.y, kept.bits, gate, stats, norm.beta, norm.slope, norm.blur, rebuilds
+    )
+    spread = se = None
+    if norm.se is not None:
+        assert gate is not None
+        through = partial
+        if kept.passed is not None:  # what is dropped has no gradient
+            samples = partial.view(len(gate), -1, *partial.shape[1:])
+            through = (samples * kept.passed[:, None, None]).view(partial.shape)
+        spread, *found = _excite(kernels).backward(
+            through, stats, norm.beta, gate if kept.excited is None else kept.excited,
+            kept.squeezed, kept.hidden, *norm.se, grad[0, 0].numel(),
+        )  # fmt: skip
+        se = SEWeights(*found)
+    elif gate is not None:
+        spread = torch.zeros_like(gate)
+    merged = ops.merge_grad_sums(partial, gate, spread, stats, kept.y.numel() // len(norm.beta))
+    if kept.total is not None:
+        merged = _synchronised_factors(merged, stats, kept.total, norm.group)
+    return Sums(merged, spread, written if joined or rebuilds else None, se)
+
+
+def gradient(grad: Tensor, norm: Norm, kept: Kept, sums: Sums, *, kernels: bool) -> Tensor:
+    """Return the second pass of backward: the gradient of `kept.y`.
+
+    `grad` is that of the output; of a join it is what `gradient_sums` wrote.
+    """
+    if kept.y.numel() == 0:
+        return torch.zeros_like(kept.y)
+    assert kept.stats is not None
+    ops = launch if kernels else reference
+    return ops.grad_apply(
+        grad, kept.y, kept.stats, norm.beta, kept.gate, sums.spread, sums.merged, norm.slope,
+        norm.blur, norm.training,
+    )  # fmt: skip
+
+
+def _excite(kernels: bool) -> ModuleType:
+    return excite_launch if kernels else excite_reference
+
+
+def _statistics(
+    y: Tensor, norm: Norm, ops: ModuleType, per_sample: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Statistics to normalise by (4, C), the samples' own, and the count where it is not ours."""
+    if norm.gamma is None:
+        return None, None, None
+    if not norm.training:
+        stats = ops.running_statistics(norm.gamma, norm.mean, norm.var, norm.eps)
+        return stats, None, None
+    count = y.numel() // y.shape[1]
+    alone = norm.group is None
+    if alone and count == 1:
         raise InputError(
-            f"batch statistics need more than one value per channel, got {tuple(x.shape)}: "
+            f"batch statistics need more than one value per channel, got {tuple(y.shape)}: "
             "use a larger batch or image, or call model.eval()"
         )
-    running = (running_mean, running_var)
-    if runs_kernels(x, impl, shared=shared):
-        _check_vectors(x, bias, *running, *(se[2:] if se else ()))
-        _check_tail(x, chosen.blur, shortcut)
-        return fused_abn(x, weight, bias, running, shortcut, se, chosen)[0]
-    if shared:
-        raise InputError("synchronised statistics need impl='triton', which cannot run here")
-    options = (chosen.training, chosen.momentum, chosen.eps, chosen.slope)
-    tail = chosen.blur or se is not None or shortcut is not None
-    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (x, weight, bias))
-    if plain or tail or not (wanted and recompute.active()) or x.numel() == 0:
-        y = reference.abn(x, weight, bias, *running, *options)
-        return reference.tail(y, chosen.blur, se, shortcut)
-    y, scale, shift = ActivatedBatchNorm.apply(x, weight, bias, *running, *options)  # pyright: ignore[reportGeneralTypeIssues]
-    recompute.offer(y, lambda a, b, c: reference.affine(a, b, c, chosen.slope), x, scale, shift)
-    return y
+    update = alone and norm.momentum is not None
+    stats, partial = ops.statistics(
+        y, norm.gamma, norm.mean, norm.var, norm.momentum or 0.0, norm.eps, per_sample, update
+    )
+    total = None
+    if not alone:
+        stats, total = _synchronised(stats, count, norm)
+    return stats, partial if per_sample else None, total
 
 
-def shift(
-    x: Tensor,
-    bias: Tensor,
-    slope: float | None,
-    blur: bool,
-    se: SEWeights | None,
-    shortcut: Tensor | None,
-) -> Tensor:
-    """What `abn` does behind the norm, by the kernels, where a convolution has the norm folded in.
+def _synchronised(stats: Tensor, count: int, norm: Norm) -> tuple[Tensor, Tensor]:
+    """The statistics over all processes, (4, C), and the number of values per channel, on device.
 
-    For inference: it has no gradient.
-
-    Args:
-        x: (N, C, H, W), the convolution's output without its bias.
-        bias: (C,), of the convolution.
-        slope: negative slope of the leaky ReLU; None leaves the activation out.
-        blur: as `blur_pool`.
-        se: as in `abn`.
-        shortcut: added before a ReLU; shape and dtype of what it is added to.
-
-    Returns:
-        (N, C, H, W), or half the height and width with `blur`, in the dtype of `x`.
-
-    Raises:
-        InputError: something does not fit `x`.
+    The running statistics are updated by them. `stats` are those of this process, (4, C), finite
+    where its `count` of values per channel is zero.
     """
-    _check_vectors(x, bias, *(se[2:] if se else ()))
-    _check_tail(x, blur, shortcut)
-    x = tiles.dense(x)
-    if shortcut is not None:
-        shortcut = tiles.dense(shortcut, x)
-    gate = None if se is None else excited(x, None, bias, None, slope, blur, se)[2]
-    return launch.apply(x, None, bias, gate, shortcut, slope, blur)[0]
+    assert norm.gamma is not None
+    own = torch.cat((stats[0], stats[3], stats.new_full((1,), count)))
+    gathered = own.new_empty(dist.get_world_size(norm.group), own.numel())
+    dist.all_gather_into_tensor(gathered.view(-1), own, group=norm.group)
+    means, variances = gathered[:, :-1].unflatten(1, (2, -1)).unbind(1)
+    counts = gathered[:, -1:]
+    total = counts.sum()
+    mean = (means * counts).sum(0) / total
+    var = ((variances + (means - mean) ** 2) * counts).sum(0) / total
+    invstd = torch.rsqrt(var + norm.eps)
+    if norm.momentum is not None:
+        for old, new in ((norm.mean, mean), (norm.var, var * (total / (total - 1)))):
+            assert old is not None
+            old.lerp_(new.to(old.dtype), norm.momentum)
+    return torch.stack((mean, norm.gamma.to(var.dtype) * invstd, invstd, var)), total
 
 
-def _check_vectors(x: Tensor, *vectors: Tensor) -> None:
-    """Raise `InputError` where a kernel would read or write beyond the end of a vector."""
-    for vector in vectors:
-        if vector.shape[:1] != x.shape[1:2]:
-            raise InputError(
-                f"expected parameters and statistics of {x.shape[1]} channels, as {tuple(x.shape)} "
-                f"has, got one of shape {tuple(vector.shape)}"
-            )
+def _synchronised_factors(merged: Tensor, stats: Tensor, total: Tensor, group: Any) -> Tensor:
+    """`merged` with the factors of the gradient of y from the sums over all processes.
+
+    The gradients of weight and bias stay this process's: data-parallel training averages them.
+    """
+    sums = merged[:2].clone()
+    dist.all_reduce(sums, group=group)
+    scale, invstd = stats[1], stats[2]
+    factors = -sums / total * torch.stack((scale * invstd, scale))
+    return torch.cat((merged[:2], factors))
 
 
-def _check_tail(x: Tensor, blur: bool, shortcut: Tensor | None) -> None:
-    if blur and (x.dim() != 4 or min(x.shape[-2:]) < 2):
-        raise InputError(
-            f"blur expected (N, C, H, W) with H and W at least 2, got {tuple(x.shape)}: "
-            "use larger images"
-        )
-    if shortcut is None:
-        return
-    if blur:
-        raise InputError("expected a shortcut or a blur, got both: no block has both")
-    if shortcut.shape != x.shape or shortcut.dtype != x.dtype:
-        raise InputError(
-            f"expected a shortcut of {tuple(x.shape)} in {x.dtype}, "
-            f"got {tuple(shortcut.shape)} in {shortcut.dtype}"
-        )
+def _empty_output(y: Tensor, norm: Norm) -> Tensor:
+    return y.new_empty((*y.shape[:2], *tiles.blurred(y.shape)) if norm.blur else y.shape)
 
 
-__all__ = ["Convolution", "SEWeights", "Settings", "abn", "fused_abn", "shift"]
+def _absent(y: Tensor, norm: Norm) -> tuple[Tensor, Kept]:
+    """`forward` of a process without values, which the others' statistics may wait for."""
+    stats = total = None
+    if norm.training and norm.group is not None:
+        dtype = torch.float64 if y.dtype == torch.float64 else torch.float32
+        stats, total = _synchronised(norm.beta.new_zeros(4, y.shape[1], dtype=dtype), 0, norm)
+    return _empty_output(y, norm), Kept(y, stats, total)
+
+
+def _absent_sums(grad: Tensor, norm: Norm, kept: Kept) -> Sums:
+    """`gradient_sums` of such a process: nothing is added to the others' sums."""
+    dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
+    merged = norm.beta.new_zeros(4, len(norm.beta), dtype=dtype)
+    if kept.total is not None:
+        dist.all_reduce(merged[:2].clone(), group=norm.group)
+    se = None if norm.se is None else SEWeights(*map(torch.zeros_like, norm.se))
+    return Sums(merged, None, grad, se)
+
+
+__all__ = [
+    "Kept", "Norm", "SEWeights", "Sums", "forward", "gradient", "gradient_sums", "rebuild",
+]  # fmt: skip

@@ -298,7 +298,7 @@ def apply_blurred(
 
 @kernel
 def grad_sums(
-    grad, twin_grad, x, joined, gate, stats, bias, written, partial, P, C, H, W, HO, WO,
+    grad, twin_grad, x, bits, gate, stats, bias, written, partial, P, C, H, W, HO, WO,
     xn, xp, xc, gn, gp, gc, splits, chunk, slope,
     HAS_ACT: tl.constexpr, BLUR: tl.constexpr, HAS_GATE: tl.constexpr, JOIN: tl.constexpr,
     TWIN: tl.constexpr, AGAIN: tl.constexpr,
@@ -308,9 +308,8 @@ def grad_sums(
 
     With m = act'(z), g the gradient of s brought back through the blur and w = 1 brought back
     likewise: partial (N * splits, 2 or 4, C) holds the sums of m g, m g (x - mean), and with
-    HAS_GATE of m w, m w (x - mean). With JOIN the gradient is first masked by the ReLU and written
-    to written, for the second pass and the shortcut: JOIN 1 and 2 read the bits of `apply` from
-    joined, JOIN 3 computes the sign of the sum from the shortcut there. With TWIN the gradient is
+    HAS_GATE of m w, m w (x - mean). With JOIN, how the bits of `apply` lie, the gradient is first
+    masked by the ReLU and written to written, for the second pass and the shortcut. With TWIN it is
     grad + twin_grad. With AGAIN, which has no JOIN and no BLUR, s is written to written, as `apply`
     wrote it. With BLUR, P counts the pixels of grad, each of which stands for four of x.
     """
@@ -326,8 +325,6 @@ def grad_sums(
     s4 = tl.zeros((BP, BC), tl.float32)
     first = n * xn if BLUR else n * xn + start.to(tl.int64) * xp
     x += first
-    if JOIN == 3:
-        joined += first
     written += first
     grad += n * gn if BLUR else first
     twin_grad += first
@@ -349,17 +346,10 @@ def grad_sums(
                 g = tl.load(grad + offsets, mask=inside, other=0.0).to(tl.float32)
             if TWIN:
                 g += tl.load(twin_grad + offsets, mask=inside, other=0.0).to(tl.float32)
-            if JOIN == 3:
-                y = tl.load(joined + offsets, mask=inside, other=0.0).to(tl.float32)
-                s = activate(delta * k + beta, slope, HAS_ACT)
-                if HAS_GATE:
-                    s = s * tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
-                g = tl.where(y + s <= 0, 0.0, g)  # NaN's passes
-            elif JOIN:
-                to, there = bytes_of_tile(n, start, begin, count, P, C, c, known, JOIN, BP, BC)
-                passes = unpacked(tl.load(joined + to, mask=there, other=0), JOIN, BP, BC)
-                g = tl.where(passes, g, 0.0)
             if JOIN:
+                to, there = bytes_of_tile(n, start, begin, count, P, C, c, known, JOIN, BP, BC)
+                passes = unpacked(tl.load(bits + to, mask=there, other=0), JOIN, BP, BC)
+                g = tl.where(passes, g, 0.0)
                 tl.store(written + offsets, g.to(written.dtype.element_ty), mask=inside)
             if AGAIN:
                 s = activate(delta * k + beta, slope, HAS_ACT)

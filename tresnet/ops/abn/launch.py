@@ -200,14 +200,6 @@ def _bits(x: Tensor) -> Tensor:
     return x.new_empty(n, lines, -(-length // 8), dtype=torch.uint8)
 
 
-def unpacked(bits: Tensor, x: Tensor) -> Tensor:
-    """The truth values, in the shape of `x`, that `apply` packed: (N, lines, ceil(length / 8))."""
-    along, _, _, length = _lines(x)
-    flags = bits.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=bits.device) & 1
-    flags = flags.flatten(2)[..., :length].bool()
-    return (flags.mT if along == 1 else flags).reshape(x.shape)
-
-
 @operator(
     lambda x, stats, bias, gate, shortcut, slope, blur, keep_bits=False: (
         _output(x, blur),
@@ -227,7 +219,7 @@ def apply(
     """relu(gate * blur(act((x - mean) * scale + bias)) + shortcut), each part where asked for.
 
     Without `stats`, mean is 0 and scale 1. With `keep_bits`, also where the ReLU lets gradients
-    pass, a bit each: see `unpacked`.
+    pass, a bit each: (N, lines, ceil(length / 8)) bytes, see `_lines`.
     """
     parts = stats is not None, gate is not None, shortcut is not None, keep_bits
     grid, warps, numbers, _ = _apply_cut(x, slope, blur, *parts)
@@ -260,13 +252,13 @@ def _apply_cut(
 
 
 def _grad_sums_outputs(
-    grad: Tensor, twin_grad: Any, x: Tensor, bits: Any, shortcut: Any, gate: Any, stats: Any,
-    bias: Any, slope: Any, blur: bool, again: bool = False,
+    grad: Tensor, twin_grad: Any, x: Tensor, bits: Any, gate: Any, stats: Any, bias: Any,
+    slope: Any, blur: bool, again: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     _, shape, cut = grad_cut(x, gate is not None, blur, writes=False)
     groups, kinds = shape.n * cut.splits, 2 if gate is None else 4
     partial = x.new_empty(groups, kinds, shape.c, dtype=torch.float32)
-    writes = again or bits is not None or shortcut is not None
+    writes = again or bits is not None
     return partial, torch.empty_like(x) if writes else _nothing(x)
 
 
@@ -276,7 +268,6 @@ def grad_sums(
     twin_grad: Tensor | None,
     x: Tensor,
     bits: Tensor | None,
-    shortcut: Tensor | None,
     gate: Tensor | None,
     stats: Tensor,
     bias: Tensor,
@@ -286,19 +277,19 @@ def grad_sums(
 ) -> tuple[Tensor, Tensor]:
     """The sums of backward's first pass, (groups, 2 or 4, C), and of a join the masked gradient.
 
-    A join gives the `bits` of `apply`, or `shortcut` where none were kept. The gradient is that of
-    two readers where there is a `twin_grad`: `grad + twin_grad`, added in float32, never written.
-    Without join and blur, `again` writes the output of `apply` in place of that gradient.
+    A join gives the `bits` of `apply`. The gradient is that of two readers where there is a
+    `twin_grad`: `grad + twin_grad`, added in float32, never written. Without join and blur, `again`
+    writes the output of `apply` in place of that gradient.
     """
-    gated, joined = gate is not None, shortcut if bits is None else bits
-    switches = bits is not None, shortcut is not None, twin_grad is not None, again
+    gated = gate is not None
+    switches = bits is not None, twin_grad is not None, again
     grid, warps, numbers, groups = _grad_sums_cut(x, slope, blur, gated, *switches)
     partial = x.new_empty(groups, 4 if gated else 2, x.shape[1], dtype=torch.float32)
-    written = torch.empty_like(x) if again or joined is not None else _no_values(x.device)
+    written = torch.empty_like(x) if again or bits is not None else _no_values(x.device)
     launch(
         _kernels().grad_sums, grid, warps,
         (
-            grad, _or(twin_grad, grad), x, _or(joined, x), _or(gate, stats), stats,
+            grad, _or(twin_grad, grad), x, _or(bits, x), _or(gate, stats), stats,
             bias.contiguous(), written, partial,
         ),
         numbers,
@@ -308,12 +299,11 @@ def grad_sums(
 
 @by_form
 def _grad_sums_cut(
-    x: Tensor, slope: float | None, blur: bool, gated: bool, bits: bool, sums: bool, twin: bool,
-    again: bool,
-) -> _Cut:  # fmt: skip
+    x: Tensor, slope: float | None, blur: bool, gated: bool, bits: bool, twin: bool, again: bool
+) -> _Cut:
     source, shape, cut = grad_cut(x, gated, blur, writes=False)
     numbers = _grad_numbers(x, source, shape, cut, slope, blur)
-    join = _lines(x)[0] if bits else 3 * sums
+    join = _lines(x)[0] if bits else 0
     return _launched(cut, shape.n * cut.splits, *numbers, blur, gated, join, twin, again)
 
 

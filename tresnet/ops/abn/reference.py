@@ -1,12 +1,17 @@
-"""Batch normalisation followed by a leaky ReLU, in plain PyTorch."""
+"""Batch normalisation, leaky ReLU and what follows them in a block, in plain PyTorch.
 
-from collections.abc import Sequence
+`abn` and `tail` define the operation; autograd differentiates them. The other functions are what
+`tresnet.ops.abn` calls in forward and backward, each with the name and the arguments of the launch
+in `launch` that it defines. They compute in float32, of float64 in float64.
+"""
+
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tresnet.ops.blur_pool.reference import blur_pool
+from tresnet.ops.blur_pool.reference import blur_pool, transposed_blur_pool
 
 
 def abn(
@@ -41,32 +46,8 @@ def abn(
         (N, C, ...) in the dtype of `x`.
     """
     y = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
-    return y if slope is None else _leaky_relu(y, slope)
-
-
-def affine(x: Tensor, scale: Tensor, shift: Tensor, slope: float | None) -> Tensor:
-    """Return act(scale * x + shift) per channel: the second half of `abn`, statistics given.
-
-    Args:
-        x: (N, C, ...), floating point.
-        scale: (C,), float32 (float64 for a float64 `x`).
-        shift: (C,), as `scale`.
-        slope: negative slope of the leaky ReLU; None leaves the activation out.
-
-    Returns:
-        (N, C, ...) in the dtype of `x`.
-    """
-    # Normalising by mean 0, variance 1 and eps 0 is one pass that computes in the dtype of `scale`
-    # and rounds once, like the forward pass.
-    zeros, ones = torch.zeros_like(scale), torch.ones_like(scale)
-    # (torch.nn.functional.batch_norm refuses eps 0 up to torch 2.11.)
-    y = torch.batch_norm(x, scale, shift, zeros, ones, False, 0.0, 0.0, False)
-    return y if slope is None else _leaky_relu(y, slope)
-
-
-def _leaky_relu(y: Tensor, slope: float) -> Tensor:
     # in place, PyTorch cannot tell a negative slope's inputs from its outputs
-    return F.leaky_relu(y, slope, inplace=slope >= 0)
+    return y if slope is None else F.leaky_relu(y, slope, inplace=slope >= 0)
 
 
 def tail(
@@ -90,8 +71,176 @@ def tail(
     if blur:
         y = blur_pool(y)
     if se is not None:
-        hidden = torch.relu(F.linear(y.mean((2, 3)), se[0], se[1]))
-        y = y * torch.sigmoid(F.linear(hidden, se[2], se[3]))[:, :, None, None]
+        hidden = torch.relu(F.linear(y.mean((2, 3)), se[0].flatten(1), se[1]))
+        y = y * torch.sigmoid(F.linear(hidden, se[2].flatten(1), se[3]))[:, :, None, None]
     if shortcut is not None:
         y = torch.relu(y + shortcut)
     return y
+
+
+def statistics(
+    x: Tensor,
+    weight: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: float,
+    eps: float,
+    per_sample: bool,
+    update: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the batch's statistics (4, C), and the mean of each sample (N, C) if `per_sample`."""
+    values = _wide(x)
+    var, mean = torch.var_mean(values.transpose(0, 1).flatten(1), 1, correction=0)
+    if update:
+        count = x.numel() // x.shape[1]
+        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)
+    means = _over_pixels(values, torch.mean) if per_sample else mean
+    return _normaliser(mean, var, weight, eps), means
+
+
+def running_statistics(weight: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
+    """Return what normalises by the running statistics, (4, C) as `statistics` does."""
+    wide = torch.float64 if var.dtype == torch.float64 else torch.float32
+    return _normaliser(mean.to(wide), var.to(wide), weight, eps)
+
+
+def squeeze(
+    x: Tensor, stats: Tensor | None, bias: Tensor, slope: float | None, blur: bool
+) -> Tensor:
+    """Return the mean of each sample's activated, blurred map: (N, C)."""
+    return _over_pixels(_activated(x, stats, bias, slope, blur), torch.mean)
+
+
+def apply(
+    x: Tensor,
+    stats: Tensor | None,
+    bias: Tensor,
+    gate: Tensor | None,
+    shortcut: Tensor | None,
+    slope: float | None,
+    blur: bool,
+    keep_bits: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return the output, and where the join's ReLU lets gradients pass."""
+    y = _activated(x, stats, bias, slope, blur)
+    y = y if gate is None else y * _per_sample(gate, y)
+    y = y if shortcut is None else torch.relu(y + shortcut)
+    y = y.to(x.dtype)
+    return y, ~(y <= 0) if keep_bits else y
+
+
+def grad_sums(
+    grad: Tensor,
+    twin_grad: Tensor | None,
+    x: Tensor,
+    bits: Tensor | None,
+    gate: Tensor | None,
+    stats: Tensor,
+    bias: Tensor,
+    slope: float | None,
+    blur: bool,
+    again: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return the sums over each sample, (N, 2 or 4, C), and the map that `launch` writes."""
+    g, written = _wide(grad), x
+    g = g if twin_grad is None else g + twin_grad
+    if bits is not None:
+        g = g.masked_fill(~bits, 0.0)
+        written = g.to(x.dtype)
+    elif again:
+        written = apply(x, stats, bias, gate, None, slope, blur)[0]
+    m, delta = _slope(x, stats, bias, slope), _wide(x) - _channels(stats[0], x)
+    g = m * _back(g, x, blur)
+    sums = [g, g * delta]
+    if gate is not None:
+        w = m * _back(torch.ones_like(grad, dtype=g.dtype), x, blur)
+        sums += [w, w * delta]
+    return torch.stack([_over_pixels(part, torch.sum) for part in sums], 1), written
+
+
+def merge_grad_sums(
+    partial: Tensor, gate: Tensor | None, spread: Tensor | None, stats: Tensor, count: int
+) -> Tensor:
+    """Return the gradients of weight and bias, and the factors k1 and k0 of `grad_apply`."""
+    sums = partial[:, :2]
+    if gate is not None and spread is not None:
+        sums = sums * gate[:, None] + partial[:, 2:] * spread[:, None]
+    grad_bias, centred = sums.sum(0)
+    _, scale, invstd, _ = stats
+    grad_weight = centred * invstd
+    return torch.stack(
+        (grad_weight, grad_bias, -scale * invstd * grad_weight / count, -scale * grad_bias / count)
+    )
+
+
+def grad_apply(
+    grad: Tensor,
+    x: Tensor,
+    stats: Tensor,
+    bias: Tensor,
+    gate: Tensor | None,
+    spread: Tensor | None,
+    merged: Tensor,
+    slope: float | None,
+    blur: bool,
+    training: bool,
+) -> Tensor:
+    """Return the gradient of `x`; the factors k1 and k0 count in training only."""
+    g = _wide(grad)
+    if gate is not None and spread is not None:
+        g = g * _per_sample(gate, g) + _per_sample(spread, g)
+    g = _back(g, x, blur) * _slope(x, stats, bias, slope) * _channels(stats[1], x)
+    if training:
+        g = g + (_wide(x) - _channels(stats[0], x)) * _channels(merged[2], x)
+        g = g + _channels(merged[3], x)
+    return g.to(x.dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _normaliser(mean: Tensor, var: Tensor, weight: Tensor, eps: float) -> Tensor:
+    invstd = torch.rsqrt(var + eps)
+    return torch.stack((mean, weight.to(var.dtype) * invstd, invstd, var))
+
+
+def _over_pixels(x: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
+    return reduce(x.flatten(2), 2) if x.dim() > 2 else x
+
+
+def _channels(values: Tensor, like: Tensor) -> Tensor:
+    return values.view(1, -1, *[1] * (like.dim() - 2))
+
+
+def _per_sample(values: Tensor, like: Tensor) -> Tensor:
+    return values.view(*values.shape, *[1] * (like.dim() - 2))
+
+
+def _normalised(x: Tensor, stats: Tensor | None, bias: Tensor) -> Tensor:
+    z = _wide(x)
+    if stats is not None:
+        z = (z - _channels(stats[0], x)) * _channels(stats[1], x)
+    return z + _channels(bias.to(z.dtype), x)
+
+
+def _activated(
+    x: Tensor, stats: Tensor | None, bias: Tensor, slope: float | None, blur: bool
+) -> Tensor:
+    z = _normalised(x, stats, bias)
+    z = z if slope is None else F.leaky_relu(z, slope)
+    return blur_pool(z) if blur else z
+
+
+def _slope(x: Tensor, stats: Tensor, bias: Tensor, slope: float | None) -> Tensor | float:
+    """Return the activation's derivative."""
+    if slope is None:
+        return 1.0
+    z = _normalised(x, stats, bias)
+    return torch.where(z > 0, torch.ones_like(z), slope)
+
+
+def _back(grad: Tensor, x: Tensor, blur: bool) -> Tensor:
+    """Return `grad` brought back through the blur."""
+    return transposed_blur_pool(grad, *x.shape[2:]) if blur else grad

@@ -29,6 +29,36 @@ def blur_pool(x: Tensor) -> Tensor:
     return F.conv2d(padded, binomial_filter(x), stride=2, groups=x.shape[1])
 
 
+def transposed_blur_pool(grad: Tensor, height: int, width: int) -> Tensor:
+    """Apply the transpose of `blur_pool`.
+
+    Args:
+        grad: (N, C, ceil(height / 2), ceil(width / 2)), floating point.
+        height: height of the input of the forward operation.
+        width: width of the input of the forward operation.
+
+    Returns:
+        (N, C, height, width) in the dtype of `grad`.
+    """
+    rows = height + 2 - (2 * grad.shape[2] + 1)
+    columns = width + 2 - (2 * grad.shape[3] + 1)
+    padded = F.conv_transpose2d(
+        grad, binomial_filter(grad), stride=2, output_padding=(rows, columns), groups=grad.shape[1]
+    )
+    # The reflected border returns to the pixels it was copied from: rows first, then columns.
+    padded[:, :, 2] += padded[:, :, 0]
+    padded[:, :, height - 1] += padded[:, :, height + 1]
+    padded[:, :, :, 2] += padded[:, :, :, 0]
+    padded[:, :, :, width - 1] += padded[:, :, :, width + 1]
+    return padded[:, :, 1:-1, 1:-1].contiguous(memory_format=memory_format_of(grad))
+
+
+def memory_format_of(x: Tensor) -> torch.memory_format:
+    """Return channels_last for a (N, C, H, W) tensor laid out so, else contiguous."""
+    nhwc = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    return torch.channels_last if nhwc else torch.contiguous_format
+
+
 def blur_pool_by_slices(x: Tensor) -> Tensor:
     """Do what `blur_pool` does by sums of strided slices, which a compiler fuses with the rest.
 

@@ -4,10 +4,8 @@ import torch
 from torch import Tensor
 
 from tresnet.errors import InputError
-from tresnet.ops import recompute
-from tresnet.ops.dispatch import Impl, check_impl, runs_kernels
 from tresnet.ops.scripted import scripted_if
-from tresnet.ops.space_to_depth import reference
+from tresnet.ops.space_to_depth import launch, reference
 
 
 def space_to_depth(x: Tensor, block_size: int = 4, *, jit: bool = False) -> Tensor:
@@ -30,36 +28,27 @@ def space_to_depth(x: Tensor, block_size: int = 4, *, jit: bool = False) -> Tens
     return scripted_if(jit, reference.space_to_depth)(x, block_size)
 
 
-def stem_input(x: Tensor, block_size: int, dtype: torch.dtype, *, impl: Impl = "auto") -> Tensor:
-    """Turn images of bytes into what the stem's convolution reads, in one pass.
+def stem_input(x: Tensor, block_size: int, dtype: torch.dtype, *, kernels: bool) -> Tensor:
+    """Turn images of bytes into what the stem's convolution reads.
 
     Args:
         x: (N, C, H, W), uint8, any strides; H and W divisible by `block_size`.
         block_size: side of the square block.
         dtype: floating-point type of the result.
-        impl: "reference" is plain PyTorch; "triton" one kernel that reads each byte once and writes
-            each value once; "auto" takes "triton" in eager mode on a GPU that has it.
+        kernels: run one kernel that reads each byte once and writes each value once, else plain
+            PyTorch.
 
     Returns:
         (N, block_size**2 * C, H / block_size, W / block_size), the values over 255, ordered as
         `space_to_depth` does, in channels_last memory.
 
     Raises:
-        InputError: `x` is not uint8 or does not fit the block, or `impl` is unknown or cannot run.
+        InputError: `x` is not uint8 or does not fit the block.
     """
-    check_impl("stem_input", impl)
     if x.dtype != torch.uint8:
         raise InputError(f"stem_input expected uint8 images, got {x.dtype}")
     _check(x, block_size)
-    example = torch.empty((), dtype=dtype, device=x.device)
-    if runs_kernels(example, impl):
-        from tresnet.ops.space_to_depth import launch
-
-        y = launch.stem_input(x, block_size, dtype)
-        # the convolution behind keeps its input, twice as large as the bytes or more
-        recompute.offer(y, lambda x: launch.stem_input(x, block_size, dtype), x, always=True)
-        return y
-    return reference.stem_input(x, block_size, dtype)
+    return (launch if kernels and x.numel() else reference).stem_input(x, block_size, dtype)
 
 
 def _check(x: Tensor, block_size: int) -> None:

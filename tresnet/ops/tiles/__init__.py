@@ -11,8 +11,7 @@ other.
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -33,16 +32,6 @@ WIDEST_LOAD = 16  # bytes
 # them (a reduction, a convolution), and so begin with what is still in the GPU's second-level
 # cache. 2: what they read there once is let go first; 1: without that; 0: from the beginning.
 ORDER = 2
-# What `tuned` changes: from what to what, and whether only powers of two.
-TUNABLE = {
-    "tile": (512, 65536, True),
-    "blur_tile": (256, 65536, True),
-    "warps": (1, 32, True),
-    "channels": (64, 256, True),
-    "programs": (1, 65536, False),
-    "most_tiles": (1, 65536, False),
-    "order": (0, 2, False),
-}
 
 
 class Geometry(NamedTuple):
@@ -76,17 +65,6 @@ class Plan(NamedTuple):
     order: int
     tile: tuple[int, int, int, int]
     warps: int
-
-
-@contextmanager
-def tuned(values: Mapping[str, int]) -> Iterator[None]:
-    """Cut the work otherwise meanwhile, to measure it: `TUNABLE` names to values."""
-    before = {name: globals()[name.upper()] for name in values}
-    try:
-        globals().update({name.upper(): value for name, value in values.items()})
-        yield
-    finally:
-        globals().update({name.upper(): value for name, value in before.items()})
 
 
 def interpreted() -> bool:
@@ -135,7 +113,15 @@ def by_form(cut: Callable[..., CutT]) -> Callable[..., CutT]:
     def run(x: Tensor, *rest: Any) -> CutT:
         if type(x) is not Tensor and any(isinstance(size, torch.SymInt) for size in x.shape):
             return cut(x, *rest)  # a fake, of sizes that the compiler leaves open
-        limits = TILE, BLUR_TILE, WARPS, CHANNELS, PROGRAMS, MOST_TILES, ORDER  # see `tuned`
+        limits = (
+            TILE,
+            BLUR_TILE,
+            WARPS,
+            CHANNELS,
+            PROGRAMS,
+            MOST_TILES,
+            ORDER,
+        )
         return known(x.shape, x.stride(), x.dtype, limits, *rest)
 
     return run

@@ -9,10 +9,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from tests.models.test_kernels import make
+from tests.fused.models import make
+from tests.ops.operation import abn
 from tests.ops.test_abn_kernels import CHAINS, run, tensors
 from tresnet.layers.norm import ABN
-from tresnet.ops.abn import SEWeights, abn
+from tresnet.ops.abn import SEWeights
 
 WORLD = 2
 SIZES = ((4, 1), (5, 0))  # images of each process: not the same number, and none at all

@@ -1,0 +1,54 @@
+"""Small models on the fused program, and the plain models that they are compared with."""
+
+import copy
+
+import torch
+from torch import nn
+
+import tresnet
+from tests.ops.kernels import DEVICE
+
+
+def make(impl="triton", name="tresnet_t", **options):
+    """One block of each kind and stage, no norm at zero."""
+    torch.manual_seed(0)
+    options = {"layers": (1, 1, 1, 1), "num_classes": 5, "width_factor": 0.125, **options}
+    model = tresnet.create(name, **options)
+    for module in model.modules():
+        if hasattr(module, "running_mean"):
+            nn.init.normal_(module.weight, 1, 0.2)
+            nn.init.normal_(module.bias, 0, 0.2)
+            nn.init.normal_(module.running_mean, 0, 0.1)
+            nn.init.uniform_(module.running_var, 0.5, 2)
+    if impl is not None:
+        model.set_impl(impl)
+    return model.to(DEVICE)
+
+
+def plain(model):
+    """A copy in float64 of which every stage runs as plain modules."""
+    copied = copy.deepcopy(model).double()
+    for part in copied.body.children():
+        part.register_forward_hook(lambda *_: None)
+    copied.set_impl("auto")
+    return copied
+
+
+def step(model, x, seed=0):
+    """Return logits, gradients by name and running statistics of one training step."""
+    torch.manual_seed(seed)
+    y = model(x)
+    y.square().sum().backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    return {"logits": y.detach(), **grads, **dict(model.named_buffers())}
+
+
+def assert_near(ours, exact, tolerance):
+    """Check that nothing is further off than this fraction of its norm."""
+    assert ours.keys() == exact.keys()
+    for name, value in exact.items():
+        if value is None:
+            assert ours[name] is None, name
+            continue
+        error = (ours[name].double() - value).norm() / value.double().norm().clamp(min=1e-30)
+        assert error <= tolerance, f"{name} is off by {error:.1e}"

@@ -1,0 +1,340 @@
+"""Which parts of a model the fused program runs: those that are as they were built."""
+
+import copy
+import functools
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.utils.parametrize import register_parametrization
+from torch.utils.checkpoint import checkpoint
+
+import tresnet
+from tests.fused.models import assert_near, make, step
+from tests.operators import Recorder
+from tests.ops.kernels import DEVICE, large_tiles, poisoned_memory  # noqa: F401
+from tresnet.errors import InputError
+from tresnet.surgery import fold, swap_norm
+
+IMAGES = (2, 3, 32, 32)
+
+
+def images():
+    torch.manual_seed(1)
+    return torch.rand(IMAGES, device=DEVICE)
+
+
+def launches(model, x=None):
+    """Names of the kernels' operators that a forward runs."""
+    with Recorder() as recorder:
+        model(images() if x is None else x)
+    return [name for name in recorder.names() if name.startswith("tresnet::")]
+
+
+def doubled(module):
+    kind = type(module)
+    forward = {"forward": lambda self, x: kind.forward(self, x) * 2}
+    module.__class__ = type("Doubled", (kind,), forward)
+
+
+def own_forward(module):
+    forward = module.forward
+    module.forward = lambda x: forward(x) * 0.5
+
+
+class Halved(torch.Tensor):
+    """A weight with convolutions of its own."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        y = super().__torch_function__(function, types, args, kwargs or {})
+        return y.as_subclass(torch.Tensor) * 0.5 if function is torch.conv2d else y
+
+
+def of_its_own_kind(conv):
+    conv.weight = nn.Parameter(conv.weight.detach().as_subclass(Halved))
+
+
+def own_convolution(conv):
+    run = conv._conv_forward
+    conv._conv_forward = lambda *a: run(*a) * 0.5
+
+
+def dilated(conv):
+    conv.padding = conv.dilation = (2, 2)
+
+
+def biased(conv):
+    conv.bias = nn.Parameter(torch.full((len(conv.weight),), 0.5, device=DEVICE))
+
+
+def reflecting(conv):
+    conv.padding_mode = "reflect"
+    conv._reversed_padding_repeated_twice = (1, 1, 1, 1)
+
+
+def one_gate(se):
+    se.fc2 = nn.Conv2d(64, 1, 1, device=DEVICE)
+
+
+def grouped(se):
+    se.fc1 = nn.Conv2d(8, 64, 1, groups=2, device=DEVICE)
+
+
+def wide(se):
+    se.fc1 = nn.Conv2d(8, 64, 3, padding=1, device=DEVICE)
+
+
+def no_bias(se):
+    se.fc1.bias = None
+
+
+def by_maximum(se):
+    se.pool.pool_type = "max"
+
+
+def averages(norm):
+    norm.momentum = None
+
+
+def untracked(norm):
+    norm.running_mean = norm.running_var = None
+
+
+CHANGES = {
+    **{f"hook of {name}": (name, lambda m: m.register_forward_hook(lambda *_: None))
+       for name in ("", "0", "0.conv1", "0.conv1.conv", "0.conv2.bn", "0.se", "0.se.fc1",
+                    "0.se.pool", "0.conv1.aa", "0.drop_path", "0.downsample")},
+    "backward hook": ("0", lambda m: m.register_full_backward_hook(lambda *_: None)),
+    **{f"{change.__name__} of {name}": (name, change)
+       for name in ("0", "0.conv1", "0.conv2.bn", "0.se") for change in (doubled, own_forward)},
+    "parametrization": ("0.conv1.conv", lambda m: register_parametrization(m, "weight", nn.Tanh())),
+    **{change.__name__: ("0.conv2.conv", change)
+       for change in (of_its_own_kind, own_convolution, dilated, biased, reflecting)},
+    **{change.__name__: ("0.se", change)
+       for change in (one_gate, grouped, wide, no_bias, by_maximum)},
+    "averages": ("0.conv2.bn", averages),
+    "untracked": ("0.conv2.bn", untracked),
+    "another shortcut": ("0", lambda m: setattr(m, "downsample", nn.AdaptiveAvgPool2d(1))),
+    "another drop path": ("0", lambda m: setattr(m, "drop_path", nn.Dropout(0.0))),
+    "another block": ("", lambda m: m.append(nn.Hardtanh())),
+    "twice": ("", lambda m: m.append(m[0])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_part_that_is_not_as_it_was_built_runs_as_it_is_and_the_others_by_the_program(change):
+    name, act = CHANGES[change]
+    kernels, model, expected = make("triton"), make("reference"), make("auto")
+    for which in (kernels, model, expected):
+        torch.manual_seed(2)
+        act(which.body.layer1.get_submodule(name))
+    with pytest.raises(InputError, match=r"impl='triton' cannot run body\.layer1: "):
+        kernels(images())
+    with pytest.warns(UserWarning, match=r"^body\.layer1 runs as plain modules: "), Recorder() as r:
+        ours = step(model, images())
+    for key, value in step(expected, images()).items():
+        if value is not None and value.float().norm() > 1e-6:  # of a bias in front of a norm
+            difference = (ours[key] - value).float().norm()
+            assert difference <= 2e-4 * value.float().norm(), key
+    blurs = r.names().count("avg_pool2d_backward")
+    assert blurs == 3  # of the other stages, by the program
+
+
+def test_hooks_see_what_they_always_saw():
+    seen = {}
+    for impl in ("reference", "auto"):
+        model = make(impl)
+        for name, module in model.body.layer3.named_modules():
+            module.register_forward_hook(
+                lambda _m, _i, y, key=(impl, name): seen.update({key: y.detach()})
+            )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model(images())
+    for (impl, name), value in seen.items():
+        torch.testing.assert_close(value, seen["auto", name], rtol=1e-3, atol=1e-4, msg=impl)
+    assert len(seen) > 20
+
+
+def test_hooks_of_every_module_are_called():
+    seen = []
+    model = make("reference").eval()
+    handle = nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(m))
+    try:
+        with pytest.warns(UserWarning, match="hooks of every module"):
+            model(images())
+    finally:
+        handle.remove()
+    assert {*model.body.modules()} - {model.body} <= {*seen}
+
+
+def test_nothing_is_kept_between_calls():
+    """A cache would lose gradients after a call without them, new weights and copies."""
+    model, other = make(), make()
+    with torch.no_grad():
+        model.eval()(images())
+        model.train()
+        for parameter in other.parameters():
+            parameter.mul_(1.1)
+    copied = copy.deepcopy(model)
+    expected = step(make(), images())
+    assert_near(step(copied, images()), {k: v.double() for k, v in expected.items()}, 1e-6)
+    state = copy.deepcopy(other.state_dict())
+    found = torch.func.functional_call(model, copy.deepcopy(state), (images(),))
+    torch.testing.assert_close(found, copy.deepcopy(other)(images()))
+    model.load_state_dict(state, assign=True)
+    ours, exact = step(model, images()), step(other, images())
+    assert all(p.grad is not None for p in model.parameters())
+    assert_near(ours, {k: v.double() for k, v in exact.items()}, 1e-6)
+    model.body.layer2[0].conv1.conv.weight = nn.Parameter(torch.zeros(16, 8, 3, 3, device=DEVICE))
+    assert not torch.equal(model(images()), ours["logits"])
+
+
+def test_a_frozen_weight_or_another_mode_counts_from_the_next_call():
+    model = make("reference").double()
+    step(model, images().double())
+    model.zero_grad()
+    model.body.layer2.requires_grad_(False).eval()
+    model(images().double()).sum().backward()
+    assert all(p.grad is None for p in model.body.layer2.parameters())
+    assert all(p.grad is not None for p in model.body.layer1.parameters())
+    assert model.body.layer2[0].conv1.bn.num_batches_tracked == 1
+    assert model.body.layer1[0].conv1.bn.num_batches_tracked == 2
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="of a CPU")
+def test_a_cpu_runs_plain_modules_without_reading_them(monkeypatch):
+    model = make("auto")
+    monkeypatch.setattr(tresnet.fused.applies, "_Reader", None)
+    assert launches(model) == []
+
+
+def test_other_norms_run_as_plain_modules_without_a_word():
+    model = make()
+    swap_norm(model, "batchnorm")
+    assert launches(model) == []
+    swap_norm(model, "abn")
+    assert "tresnet::abn_apply" in launches(model)
+
+
+@pytest.mark.parametrize("kind", ["float64", "weights of two kinds"])
+def test_what_the_kernels_cannot_compute_is_an_error(kind):
+    model, x = make(), images()
+    if kind == "float64":
+        model, x = model.double(), x.double()
+    else:
+        model.body.layer2.bfloat16()
+    with pytest.raises(InputError, match="float64" if kind == "float64" else "not all weights"):
+        model(x)
+
+
+def test_without_a_gpu_the_kernels_are_an_error(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(
+        InputError, match="needs a tensor on a GPU, got one on cpu: use impl='auto'"
+    ):
+        make().cpu()(images().cpu())
+
+
+def test_a_vector_of_the_wrong_length_does_not_reach_the_kernels():
+    """They would read, and write, what lies behind it in memory."""
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        model = make()
+        norm = model.body.layer1[0].conv1.bn
+        short = getattr(norm, name).detach()[:3]
+        setattr(norm, name, nn.Parameter(short) if name in ("weight", "bias") else short)
+        with pytest.raises(InputError, match=rf"body\.layer1: .*{name} \(3,\) .* does not fit"):
+            model(images())
+
+
+def test_one_value_a_channel_while_training_is_an_error():
+    with pytest.raises(InputError, match="more than one value per channel"):
+        make()(torch.rand(1, 3, 10, 10, device=DEVICE))
+
+
+def test_a_block_that_a_user_checkpoints_gives_the_same_gradients():
+    model = make("reference")
+    expected = step(make("auto"), images())
+    block = model.body.layer3[0]
+    block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    with pytest.warns(UserWarning, match="a forward"):
+        found = step(model, images())
+    for name, value in found.items():
+        if "running" not in name and "batches" not in name:  # a user's counts batches twice
+            torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-3, msg=name)
+
+
+def test_folded_models_with_gradients_run_their_modules():
+    folded, x = fold(make("reference").eval()), images()
+    with torch.no_grad():
+        expected = folded(x)
+    x.requires_grad_()
+    with pytest.warns(UserWarning, match="no gradients in the program"):
+        y = folded(x)
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+    y.sum().backward()
+    assert x.grad is not None
+
+
+def test_a_hook_of_a_folded_convolution_sees_its_output_alone():
+    folded, seen = fold(make("reference").eval()), []
+    conv = folded.body.layer3[0].conv2.conv
+    conv.register_forward_hook(lambda module, args, y: seen.append((args[0], y)))
+    with torch.inference_mode(), pytest.warns(UserWarning, match=r"body\.layer3 .* hook of Conv2d"):
+        folded(images())
+    ((given, convolved),) = seen
+    torch.testing.assert_close(convolved, conv._conv_forward(given, conv.weight, conv.bias))
+
+
+def test_forward_mode_derivatives_and_transforms_take_plain_modules():
+    model = make("triton").eval()
+    tangent = torch.randn(IMAGES, device=DEVICE)
+    with forward_ad.dual_level():
+        dual = forward_ad.unpack_dual(model(forward_ad.make_dual(images(), tangent)))
+    _, slope = torch.func.jvp(model, (images(),), (tangent,))
+    torch.testing.assert_close(dual.tangent, slope)
+
+
+def test_export_sees_plain_operators_for_any_batch():
+    model, x = make().eval(), torch.rand(3, 3, 32, 24, device=DEVICE)
+    sizes = {"x": {0: torch.export.Dim("n")}}
+    program = torch.export.export(model, (x,), dynamic_shapes=sizes)
+    targets = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert all(target.startswith(("aten.", "<built-in")) for target in targets), targets
+    larger = torch.rand(5, 3, 32, 24, device=DEVICE)
+    torch.testing.assert_close(program.module()(larger), model(larger), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["activations", "none"])
+def test_the_compiler_takes_plain_modules_in_one_graph(recompute):
+    torch._dynamo.reset()
+    model = make(recompute=recompute)
+    expected = step(make(), images())
+    y = torch.compile(model, fullgraph=True, backend="aot_eager")(images())
+    y.square().sum().backward()
+    torch.testing.assert_close(y, expected["logits"], rtol=1e-4, atol=1e-4)
+    for name, parameter in model.named_parameters():
+        difference = (parameter.grad - expected[name]).norm()
+        assert difference <= 3e-4 * expected[name].norm(), name
+    torch._dynamo.reset()
+
+
+def test_set_impl_errors():
+    with pytest.raises(InputError, match=r"expected impl 'auto', .* got 'cuda'"):
+        make().set_impl("cuda")
+    with pytest.raises(InputError, match="norm='abn', got 'batchnorm'"):
+        tresnet.create("tresnet_t", norm="batchnorm").set_impl("triton")
+
+
+def test_plain_parts_take_bytes():
+    model = make("auto").eval()
+    pixels = (images() * 255).to(torch.uint8)
+    torch.testing.assert_close(model(pixels), model(pixels.float() / 255))
+    model.set_impl("reference")
+    model.body.s2d.register_forward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match=r"body\.conv1 .* a hook of SpaceToDepth"):
+        model(pixels)

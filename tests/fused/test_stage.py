@@ -1,0 +1,269 @@
+"""The fused program against plain modules in float64: outputs, gradients, running statistics."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.fused.models import assert_near, make, plain, step
+from tests.live_storages import live_after
+from tests.operators import Recorder
+from tests.ops.kernels import DEVICE, large_tiles, poisoned_memory  # noqa: F401
+from tresnet.errors import InputError
+from tresnet.fused import RECOMPUTE
+from tresnet.surgery import fold
+
+# Blocks of each kind, with and without a convolution on the shortcut, halving and not; widths of
+# tresnet_l that are no multiple of 8.
+MODELS = {
+    "m": {"name": "tresnet_m", "layers": (2, 2, 1, 2)},
+    "l": {"name": "tresnet_l", "layers": (1, 2, 2, 1), "width_factor": 0.3},
+    "v2_l": {"name": "tresnet_v2_l", "layers": (2, 1, 1, 2)},
+    "t": {"layers": (1, 1, 1, 2)},
+    "group_attention": {"head": "group_attention", "head_groups": 2, "head_channels": 8},
+}
+
+
+def images(dtype=torch.float32, batch=2, side=40, seed=1):
+    torch.manual_seed(seed)
+    x = torch.rand(batch, 3, side, side + 8).to(DEVICE, dtype)
+    return x.to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("model", MODELS)
+def test_definitions_equal_the_plain_modules(model, recompute):
+    """In float64, where nothing but a wrong formula is off: of every stage, with dropped paths."""
+    ours = make("reference", **MODELS[model], drop_path_rate=0.3, recompute=recompute).double()
+    exact = step(plain(ours), images(torch.float64, 3))
+    assert_near(step(ours, images(torch.float64, 3)), exact, 1e-10)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_layouts_and_norms_in_eval_mode(layout, training):
+    ours = make("reference").double().to(memory_format=layout).train(training)
+    x = images(torch.float64).contiguous(memory_format=layout)
+    exact = step(plain(ours), x)
+    assert_near(step(ours, x), exact, 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("model", "recompute"),
+    [("m", "activations"), ("l", "outputs"), ("v2_l", "none"), ("t", "activations")],
+)
+def test_kernels_equal_the_plain_modules(model, recompute):
+    options = {**MODELS[model], "recompute": recompute, "drop_path_rate": 0.3}
+    ours = make(**options).to(memory_format=torch.channels_last)
+    exact = step(plain(ours), images().double())
+    assert_near(step(ours, images()), exact, 3e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kernels_in_16_bits_lose_what_the_definitions_lose(dtype):
+    results = []
+    for impl in ("triton", "reference"):
+        model = make(impl).to(memory_format=torch.channels_last)
+        with torch.autocast(DEVICE, dtype):
+            y = model(images())
+        assert y.dtype == dtype
+        with torch.autocast(DEVICE, dtype):  # backward computes as forward did
+            y.float().square().sum().backward()
+        results.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    exact = plain(make())
+    exact(images().double()).square().sum().backward()
+    exact = torch.cat([p.grad.flatten() for p in exact.parameters()])
+    kernels, definitions = ((r.double() - exact).norm() for r in results)
+    assert kernels <= 1.2 * definitions
+
+
+@pytest.mark.parametrize("frozen", ["body.conv1", "body.layer1", "norms", "weights", "first half"])
+def test_frozen_parameters_have_no_gradients_and_the_others_theirs(frozen):
+    ours = make("reference", layers=(2, 1, 1, 2)).double()
+    names = [name for name, _ in ours.named_parameters()]
+    half = set(names[: len(names) // 2])
+    for name, parameter in ours.named_parameters():
+        chosen = {"norms": ".bn." in name, "weights": ".conv.weight" in name}
+        chosen["first half"] = name in half
+        parameter.requires_grad_(not chosen.get(frozen, name.startswith(frozen)))
+    exact = step(plain(ours), images(torch.float64))
+    ours_too = step(ours, images(torch.float64))
+    assert_near(ours_too, exact, 1e-10)
+
+
+def test_no_map_is_kept_in_front_of_the_first_parameter_that_trains():
+    model = make(layers=(2, 1, 1, 1))
+    for stage in (model.body.conv1, model.body.layer1, model.body.layer2, model.body.layer3):
+        stage.requires_grad_(False)
+    ignored = [*model.parameters(), *model.buffers()]
+    alive = live_after(lambda: model(images()), ignored)
+    assert all(shape[2] <= 5 for shape, _ in alive), alive  # of layer4 and its input
+
+
+def test_bytes_are_kept_as_bytes():
+    pixels = (images(seed=0) * 255).to(torch.uint8)  # of 1, a value is too near to a ReLU's kink
+    for ours, tolerance in ((make("reference").double(), 1e-6), (make(), 3e-4)):
+        exact = step(plain(ours), pixels.double() / 255)
+        assert_near(step(ours, pixels), exact, tolerance)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        ours(pixels)
+    assert any(t.dtype == torch.uint8 and t.shape == pixels.shape for t in saved)
+    assert not any(t.is_floating_point() and t.shape[:2] == (2, 12) for t in saved)
+
+
+def test_images_have_gradients():
+    ours, x = make("reference").double(), images(torch.float64).requires_grad_()
+    (grad,) = torch.autograd.grad(ours(x).square().sum(), x)
+    (exact,) = torch.autograd.grad(plain(ours)(x).square().sum(), x)
+    torch.testing.assert_close(grad, exact)
+
+
+def test_maps_that_a_user_reads_have_whole_gradients():
+    found = []
+    for which in (make("reference").double(), plain(make().double())):
+        y, maps = which.forward_intermediates(images(torch.float64))
+        found.append(torch.autograd.grad(y.square().sum(), maps))
+    for ours, exact in zip(*found, strict=True):
+        torch.testing.assert_close(ours, exact)
+
+
+def test_rebuilding_more_changes_no_gradient_and_keeps_less():
+    x = images()
+    results, kept = [], []
+    for what in RECOMPUTE:
+        model, logits = make(layers=(1, 3, 1, 3), recompute=what), []
+        ignored = [*model.parameters(), *model.buffers(), x]
+        alive = live_after(lambda model=model, logits=logits: logits.append(model(x)), ignored)
+        kept.append(sum(size for _, size in alive))
+        logits[0].square().sum().backward()
+        results.append({name: p.grad for name, p in model.named_parameters()})
+    for name, expected in results[0].items():
+        for result in results[1:]:
+            torch.testing.assert_close(result[name], expected, msg=name)
+    assert kept[0] > 1.2 * kept[1]
+    assert kept[1] > kept[2]
+
+
+def test_one_buffer_per_convolution_is_kept():
+    """The stem's input, each convolution's output, each block's output but the last: no more."""
+    model, x = make(layers=(2, 1, 1, 1)), images()
+    outputs, hooked = [], plain(model)
+    for module in hooked.body.modules():
+        if isinstance(module, nn.Conv2d) or type(module).__name__ in ("BasicBlock", "Bottleneck"):
+            module.register_forward_hook(lambda _m, _i, y: outputs.append(y.numel() * 4))
+    stem = []
+    hooked.body.conv1.register_forward_hook(lambda _m, i, _y: stem.append(i[0].numel()))
+    hooked(x.double())
+    kept = sum(size for _, size in live_after(lambda: model(x), [x, *model.parameters()]))
+    expected = sum(outputs[:-1]) + 4 * stem[0]
+    assert kept == pytest.approx(expected, rel=0.03)  # and a bit a join, and gates
+
+
+def test_a_checkpointed_model_is_the_model_and_its_statistics_move_once():
+    plainly, checkpointed = make(), make()
+    checkpointed.set_grad_checkpointing()
+    expected = step(plainly, images())
+    for name, value in step(checkpointed, images()).items():
+        torch.testing.assert_close(value, expected[name], msg=name)
+
+
+def test_a_model_that_a_user_checkpoints_gives_the_same_gradients():
+    expected, model = step(make(), images()), make()
+    checkpoint(model, images(), use_reentrant=False).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name])
+
+
+def test_a_second_backward_and_saved_tensor_hooks():
+    model, expected = make(), step(make(), images())
+    with torch.autograd.graph.save_on_cpu():
+        loss = model(images()).square().sum()
+    (0.25 * loss).backward(retain_graph=True)
+    (0.75 * loss).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-5)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_a_parameter_changed_between_forward_and_backward_is_an_error():
+    model = make("reference")
+    loss = model(images()).sum()
+    with torch.no_grad():
+        model.body.layer3[0].conv2.conv.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_second_derivatives_are_the_definitions_and_an_error_of_the_kernels():
+    x = images(torch.float64)
+    found = []
+    ours = make("reference", layers=(2, 1, 1, 1)).double()
+    for which in (ours, plain(ours)):
+        parameters = list(which.parameters())
+        first = torch.autograd.grad(which(x).square().sum(), parameters, create_graph=True)
+        found.append(torch.autograd.grad(sum(g.square().sum() for g in first), parameters))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+    model = make()
+    with pytest.raises(InputError, match=r"set_impl\('reference'\)"):
+        torch.autograd.grad(model(images()).sum(), list(model.parameters()), create_graph=True)
+
+
+def test_joins_add_no_two_gradients_and_no_map_is_added_forward():
+    model = make(layers=(2, 1, 1, 1)).to(memory_format=torch.channels_last)
+    with Recorder() as recorder:
+        step(model, images())
+    added = [
+        call
+        for call in recorder.calls
+        if call[0].overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_)
+        and all(isinstance(x, torch.Tensor) and x.dim() == 4 for x in call[1][:2])
+    ]
+    assert len(added) == 4  # of each stage's input
+
+
+def test_a_norm_is_one_pass_of_statistics_and_one_of_apply():
+    model = make()
+    with Recorder() as recorder:
+        model(images())
+    names = recorder.names()
+    norms = sum(type(m).__name__ == "ABN" for m in model.modules())
+    assert names.count("tresnet::abn_statistics") == names.count("tresnet::abn_apply") == norms
+    assert names.count("_foreach_add_") == 4  # the batches of a part are counted together
+    assert not {"add", "mul", "leaky_relu_", "relu_", "reflection_pad2d"} & set(names)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("folds", [None, "fold", "merge_stem"])
+def test_inference_is_one_pass_between_two_convolutions(folds, dtype):
+    model = make().eval()
+    if folds:
+        model = fold(model, merge_stem=folds == "merge_stem")
+    exact = copy.deepcopy(model).double()
+    exact.set_impl("auto")
+    model = model.to(dtype).to(memory_format=torch.channels_last)
+    if dtype != torch.float32:
+        exact = copy.deepcopy(model).double()
+        exact.set_impl("auto")
+    with torch.no_grad(), Recorder() as recorder:
+        ours = model.forward_features(images(dtype)).double()
+    with torch.inference_mode():
+        assert torch.equal(model.forward_features(images(dtype)).double(), ours)
+        expected = exact.forward_features(images(dtype).double())
+    assert (ours - expected).norm() <= 3 * torch.finfo(dtype).eps * expected.norm()
+    names = recorder.names()
+    assert names.count("convolution") == names.count("tresnet::abn_apply") == 14
+    assert not {"add", "add_", "mul", "leaky_relu_", "relu_", "reflection_pad2d"} & set(names)
+
+
+def test_inference_takes_bytes():
+    pixels = (images() * 255).to(torch.uint8)
+    for which in (make().eval(), fold(make().eval()), fold(make().eval(), merge_stem=True)):
+        with torch.inference_mode():
+            ours = which(pixels)
+            which.set_impl("auto")
+            torch.testing.assert_close(ours, which(pixels.float() / 255), rtol=1e-4, atol=1e-5)

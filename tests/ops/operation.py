@@ -1,0 +1,68 @@
+"""The operation of `tresnet.ops.abn` for autograd, as `tresnet.fused` runs it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tresnet.ops import tiles
+from tresnet.ops.abn import Norm, SEWeights, forward, gradient, gradient_sums, reference
+
+
+class Launched(torch.autograd.Function):
+    """Forward and backward by kernels, or by their definitions."""
+
+    @staticmethod
+    def forward(ctx: Any, kernels: bool, rest: dict[str, Any], x, shortcut, *vectors: Tensor):
+        gamma, beta, mean, var, *layers = vectors
+        x = tiles.dense(x)
+        shortcut = None if shortcut is None else tiles.dense(shortcut, x)
+        norm = Norm(gamma, beta, mean, var, se=SEWeights(*layers) if layers else None, **rest)
+        y, ctx.kept = forward(x, norm, kernels=kernels, shortcut=shortcut, keeps=True)
+        ctx.norm, ctx.kernels, ctx.joins = norm, kernels, shortcut is not None
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor):
+        norm, kept, kernels = ctx.norm, ctx.kept, ctx.kernels
+        grad = tiles.dense(grads[0], kept.y)
+        joins = ctx.joins
+        halves = (grad / 2, grad / 2) if joins else (grad, None)  # of two readers
+        rebuilds = not norm.blur and not joins
+        sums = gradient_sums(*halves, norm, kept, kernels=kernels, rebuilds=rebuilds)
+        source, shortcut = (sums.written, sums.written) if joins else (grad, None)
+        if rebuilds and kept.y.numel():
+            again = reference.apply(
+                kept.y, kept.stats, norm.beta, kept.gate, None, norm.slope, False
+            )[0]
+            torch.testing.assert_close(sums.written, again, rtol=1e-2, atol=1e-5, equal_nan=True)
+        grad_x = gradient(source, norm, kept, sums, kernels=kernels)
+        vectors = (part.to(norm.gamma.dtype) for part in sums.merged[:2])
+        return None, None, grad_x, shortcut, *vectors, None, None, *(sums.se or ())
+
+
+def abn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    var: Tensor,
+    *,
+    training: bool,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    slope: float | None = 1e-2,
+    blur: bool = False,
+    se: SEWeights | None = None,
+    shortcut: Tensor | None = None,
+    group: Any = None,
+    impl: str = "triton",
+) -> Tensor:
+    """By the kernels ('triton'), the functions that define them ('launches'), or 'reference'."""
+    if impl == "reference":
+        y = reference.abn(x, weight, bias, mean, var, training, momentum, eps, slope)
+        return reference.tail(y, blur, se, shortcut)
+    rest = {"training": training, "momentum": momentum, "eps": eps, "slope": slope}
+    rest |= {"blur": blur, "group": group}
+    vectors = weight, bias, mean, var, *(se or ())
+    return Launched.apply(impl == "triton", rest, x, shortcut, *vectors)

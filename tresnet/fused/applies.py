@@ -1,0 +1,350 @@
+"""Which way a part of a model goes: its modules, or the program of `stage`.
+
+A call reads all modules, parameters, buffers, hooks and flags of the part once, into a `Part`; what
+is not as it was built raises `_Plain`, whose message is the reason.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.nn.modules import module as every_module
+
+from tresnet.errors import InputError
+from tresnet.fused import stage
+from tresnet.fused.stage import Block, Conv, Layer, Part
+from tresnet.layers.blur_pool import BlurPool2d
+from tresnet.layers.conv_norm_act import ConvNormAct
+from tresnet.layers.folded_conv import FoldedConv
+from tresnet.layers.global_pool import GlobalPool2d
+from tresnet.layers.norm import ABN, BatchNormAct, InplaceABN, running_stats_frozen
+from tresnet.layers.parallel_bottleneck import ParallelBottleneck
+from tresnet.layers.space_to_depth import SpaceToDepth
+from tresnet.layers.squeeze_excite import SqueezeExcite
+from tresnet.ops.abn import Norm, SEWeights
+from tresnet.ops.autocast import autocast_dtype
+from tresnet.ops.dispatch import Impl, runs_kernels, traced
+from tresnet.ops.unit_floats import unit_floats
+
+BlockT = TypeVar("BlockT", bound=type[nn.Module])
+
+# What backward rebuilds instead of keeping, from the least work to the least memory.
+RECOMPUTE = ("none", "activations", "outputs")
+
+_residual: dict[type, tuple[tuple[str, ...], Any]] = {
+    ParallelBottleneck: (("conv1", "conv2", "conv3"), ParallelBottleneck.forward)
+}
+_TENSORS = (Tensor, nn.Parameter, FakeTensor)
+
+
+class How(NamedTuple):
+    """How a model wants its parts to be run.
+
+    Attributes:
+        impl: 'triton' runs the program by kernels, or raises `InputError`; 'reference' by plain
+            operators; 'auto' by kernels on a GPU where they were found right, else by plain
+            operators on a GPU, and as plain modules on a CPU.
+        recompute: what backward rebuilds instead of keeping, one of `RECOMPUTE`.
+    """
+
+    impl: Impl = "auto"
+    recompute: str = "activations"
+
+
+class _Plain(Exception):  # noqa: N818 it never leaves this file
+    """The part runs as plain modules; the message says why."""
+
+
+class _OtherNorm(_Plain):
+    """The norms are of another class, whose models run as plain modules."""
+
+
+def residual_block(*layers: str) -> Callable[[BlockT], BlockT]:
+    """Decorate a block that is these layers in a row, an SE behind the second, and the join.
+
+    Its other modules are `se`, `drop_path` and `downsample`.
+    """
+
+    def register(kind: BlockT) -> BlockT:
+        _residual[kind] = layers, kind.forward
+        return kind
+
+    return register
+
+
+def run(
+    parts: Mapping[str, nn.Module], x: Tensor, how: How, blocks: SpaceToDepth | None = None
+) -> Tensor:
+    """Run parts of a model one after another, by the program where it applies.
+
+    They are one node of the graph where all are as they were built; else each part for itself runs
+    by the program, or is called.
+
+    Args:
+        parts: by name, each a `ConvNormAct`, a residual block, or an `nn.Sequential` of such.
+        x: (N, C, H, W); bytes where there are `blocks`.
+        how: what the model wants.
+        blocks: turns bytes into what the first part reads.
+
+    Raises:
+        InputError: `how.impl` is 'triton', and kernels cannot run here.
+    """
+    wanted = _wanted(parts.values(), x, how.impl)
+    try:
+        if wanted:
+            return stage.run(_read_parts(parts.values(), x, how, blocks), x)
+    except _Plain as reason:
+        if len(parts) == 1 and not isinstance(reason, _OtherNorm):
+            _refuse(next(iter(parts)), reason, how.impl)
+    for name, part in parts.items():
+        if wanted and len(parts) > 1:
+            x = run({name: part}, x, how, blocks)
+        else:
+            x = _call(part, x, blocks)
+        blocks = None
+    return x
+
+
+def _refuse(name: str, reason: _Plain, impl: Impl) -> None:
+    if impl == "triton":
+        raise InputError(f"impl='triton' cannot run {name}: {reason}; use 'auto'") from None
+    warnings.warn(f"{name} runs as plain modules: {reason}", stacklevel=4)
+
+
+def _wanted(parts: Iterable[nn.Module], x: Any, impl: Impl) -> bool:
+    """Whether the program is asked for, and nobody records or transforms operations."""
+    if type(x) not in _TENSORS or traced() or forward_ad._current_level >= 0:
+        return False
+    if impl != "auto" or x.is_cuda:
+        return True
+    return dist.is_initialized() and any(map(_is_synchronised, parts))
+
+
+def _is_synchronised(part: nn.Module) -> bool:
+    return any(isinstance(m, ABN) and m.group() is not None for m in part.modules())
+
+
+def _call(part: nn.Module, x: Tensor, blocks: SpaceToDepth | None) -> Tensor:
+    if blocks is None:
+        return part(x)
+    return part(blocks(unit_floats(x, dtype=next(part.parameters()).dtype)))
+
+
+def _dtype(x: Tensor, own: torch.dtype) -> torch.dtype:
+    """Return what a convolution with weights of `own` computes in; autocast leaves float64."""
+    return own if own == torch.float64 else autocast_dtype(x.device.type) or own
+
+
+def _read_parts(
+    parts: Iterable[nn.Module], x: Tensor, how: How, blocks: SpaceToDepth | None
+) -> Part:
+    if blocks is not None:
+        _expect(blocks, SpaceToDepth)
+    if any(_EVERY_MODULES):
+        raise _Plain("hooks of every module")
+    reader, read = _Reader(x), list[Block]()
+    for part in parts:
+        row = type(part) is nn.Sequential
+        modules = _expect(part, nn.Sequential)["_modules"].values() if row else [part]
+        read += [reader.block(module) for module in modules]
+    if not read:
+        raise _Plain("it is empty")
+    if len({id(counter) for counter in reader.counters}) < len(reader.counters):
+        raise _Plain("a norm that runs twice")
+    trains = torch.is_grad_enabled() and (x.requires_grad or any(b.trains() for b in read))
+    if reader.folded and trains:
+        raise _Plain("folded norms have no gradients in the program")
+    dtype = _dtype(x, reader.weights[0].dtype)
+    mixed = x.dtype not in (dtype, torch.uint8) or any(w.dtype != dtype for w in reader.weights)
+    if mixed and not autocast_dtype(x.device.type):
+        raise _Plain(f"maps in {x.dtype}, not all weights of which are {dtype}")
+    kernels = runs_kernels(x.device, dtype, how.impl, isinstance(x, FakeTensor))
+    return Part(
+        tuple(read), dtype, kernels, how.recompute,
+        None if blocks is None else blocks.block_size, reader.counters,
+    )  # fmt: skip
+
+
+# of every module; PyTorch changes these, it does not replace them
+_EVERY_MODULES = (
+    every_module._global_forward_pre_hooks,
+    every_module._global_forward_hooks,
+    every_module._global_backward_pre_hooks,
+    every_module._global_backward_hooks,
+)
+
+
+def _expect(module: nn.Module, kind: type[nn.Module]) -> dict[str, Any]:
+    """Check that a call of `module` runs what its class does and nothing else; return its dict."""
+    own = module.__dict__
+    if type(module) is not kind:
+        raise _Plain(f"expected {kind.__name__}, got {type(module).__name__}")
+    if (
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+    ):
+        raise _Plain(f"a hook of {kind.__name__}")
+    if "forward" in own or "_conv_forward" in own or module._compiled_call_impl is not None:
+        raise _Plain(f"a forward or a compiled call put in the place of {kind.__name__}'s")
+    return own
+
+
+class _Reader:
+    """Reads the blocks of a part, for maps on the device of `x`."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.device = x.device
+        self.folded = False
+        self.counters: list[Tensor] = []  # of batches, to be increased by one
+        self.weights: list[Tensor] = []
+
+    def block(self, module: nn.Module) -> Block:
+        if type(module) in (ConvNormAct, FoldedConv):
+            return Block((self.layer(module),))
+        names, forward = _residual.get(type(module), ((), None))
+        if type(module).forward is not forward:
+            raise _Plain(f"expected a block, got {type(module).__name__}")
+        own = _expect(module, type(module))
+        parts = own["_modules"]
+        layers = [self.layer(parts[name]) for name in names]
+        block = Block(tuple(layers), True)
+        if type(module) is ParallelBottleneck:
+            block = block._replace(copies=own["groups"] if own["shared_input"] else 1)
+        else:
+            if type(parts["se"]) is not nn.Identity:
+                norm = layers[1].norm._replace(
+                    se=self.excitation(parts["se"], len(layers[1].conv.weight))
+                )
+                layers[1] = layers[1]._replace(norm=norm)
+            else:
+                _expect(parts["se"], nn.Identity)
+            shortcut, halves = self.shortcut(parts["downsample"])
+            drop, scale = _drop_path(parts["drop_path"])
+            block = Block(tuple(layers), True, shortcut, halves, drop, scale)
+        _check_shapes(block)
+        return block
+
+    def shortcut(self, module: nn.Module) -> tuple[Layer | None, bool]:
+        if type(module) is nn.Identity:
+            _expect(module, nn.Identity)
+            return None, False
+        parts = list(_expect(module, nn.Sequential)["_modules"].values())
+        halves = len(parts) == 2
+        if not parts or len(parts) > 2:
+            raise _Plain("another shortcut")
+        if halves:
+            pool = _expect(parts[0], nn.AvgPool2d)
+            form = pool["kernel_size"], pool["stride"], pool["padding"], pool["ceil_mode"]
+            if form != (2, 2, 0, True) or pool["count_include_pad"] or pool["divisor_override"]:
+                raise _Plain("another pool in the shortcut")
+        return self.layer(parts[-1]), halves
+
+    def layer(self, module: nn.Module) -> Layer:
+        folded = type(module) is FoldedConv
+        own = _expect(module, FoldedConv if folded else ConvNormAct)
+        parts = own["_modules"]
+        conv = self.conv(parts["conv"], bias=folded)
+        blur = type(parts["aa"]) is BlurPool2d
+        _expect(parts["aa"], BlurPool2d if blur else nn.Identity)
+        if folded:
+            bias = parts["conv"]._parameters["bias"]
+            self.folded = True
+            return Layer(conv, Norm(None, bias, slope=own["slope"], blur=blur))
+        return Layer(conv, self.norm(parts["bn"], len(conv.weight), blur))
+
+    def conv(self, module: nn.Module, bias: bool = False) -> Conv:
+        own = _expect(module, nn.Conv2d)
+        weight = self.tensor(own["_parameters"], "weight")
+        if bias:
+            self.tensor(own["_parameters"], "bias", len(weight))
+        elif own["_parameters"]["bias"] is not None:
+            raise _Plain("a convolution with a bias in front of a norm")
+        padding = own["padding"]
+        if own["padding_mode"] != "zeros" or own["dilation"] != (1, 1) or type(padding) is str:
+            raise _Plain("a convolution that is dilated, or does not pad with zeros")
+        self.weights.append(weight)
+        return Conv(weight, own["stride"], padding, own["groups"])
+
+    def norm(self, module: nn.Module, channels: int, blur: bool) -> Norm:
+        if type(module) in (BatchNormAct, InplaceABN):
+            raise _OtherNorm
+        own = _expect(module, ABN)
+        assert isinstance(module, ABN)
+        values, buffers = own["_parameters"], own["_buffers"]
+        training, momentum = own["training"], own["momentum"]
+        updates = training and own["track_running_stats"] and not running_stats_frozen()
+        if updates:
+            if momentum is None:
+                raise _Plain("a norm with momentum=None, the mean of all batches")
+            self.counters.append(self.tensor(buffers, "num_batches_tracked"))
+        return Norm(
+            self.tensor(values, "weight", channels),
+            self.tensor(values, "bias", channels),
+            self.tensor(buffers, "running_mean", channels),
+            self.tensor(buffers, "running_var", channels),
+            training,
+            momentum if updates else None,
+            own["eps"],
+            own["slope"],
+            blur,
+            None,
+            module.group() if training and own["synchronised"] else None,
+        )
+
+    def excitation(self, module: nn.Module, channels: int) -> SEWeights:
+        parts = _expect(module, SqueezeExcite)["_modules"]
+        if _expect(parts["pool"], GlobalPool2d)["pool_type"] not in ("avg", "fast"):
+            raise _Plain("a squeeze by another pool")
+        layers = []
+        for name in ("fc1", "fc2"):
+            own = _expect(parts[name], nn.Conv2d)
+            weight = self.tensor(own["_parameters"], "weight")
+            if own["padding"] != (0, 0) or own["groups"] != 1 or weight.shape[2:] != (1, 1):
+                raise _Plain("an excitation by other convolutions than 1x1")
+            layers += [weight, self.tensor(own["_parameters"], "bias", len(weight))]
+        if layers[0].shape[1] != channels or layers[2].shape[:2] != layers[0].shape[1::-1]:
+            raise _Plain("an excitation of another width")
+        return SEWeights(*layers)
+
+    def tensor(self, tensors: dict[str, Any], name: str, length: int | None = None) -> Tensor:
+        value: Any = tensors.get(name)
+        if type(value) not in _TENSORS:
+            raise _Plain(f"{name} is {type(value).__name__}")
+        if value.device != self.device or (length is not None and value.shape[:1] != (length,)):
+            raise _Plain(f"{name} {tuple(value.shape)} on {value.device} does not fit")
+        return value
+
+
+def _check_shapes(block: Block) -> None:
+    """Check that the shortcut's shape is that of what it joins."""
+    for conv, _ in block.all_layers():
+        sides = conv.weight.shape[2:]
+        if conv.stride != (1, 1) or any(
+            side != 2 * p + 1 for side, p in zip(sides, conv.padding, strict=True)
+        ):
+            raise _Plain("a convolution in a block that changes height or width")
+    first, last = block.layers[0].conv, block.layers[-1].conv
+    channels = first.weight.shape[1] * first.groups * block.copies
+    if block.shortcut is not None:
+        channels = len(block.shortcut.conv.weight)
+    blurs = [layer.norm.blur for layer in block.layers]
+    if len(last.weight) != channels or sum(blurs) != block.halves or blurs[-1]:
+        raise _Plain("a shortcut of another shape than what it joins")
+
+
+def _drop_path(module: nn.Module) -> tuple[float, bool]:
+    """Return the probability that a sample is dropped, and whether the others are scaled."""
+    if type(module) is nn.Identity:
+        _expect(module, nn.Identity)
+        return 0.0, False
+    if type(module).__module__ != "timm.layers.drop" or type(module).__name__ != "DropPath":
+        raise _Plain(f"expected DropPath, got {type(module).__name__}")
+    own = _expect(module, type(module))
+    return own["drop_prob"] if own["training"] else 0.0, own["scale_by_keep"]

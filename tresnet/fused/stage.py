@@ -1,0 +1,534 @@
+"""Blocks of a model as one node of the graph, with forward and backward written out.
+
+A block is convolutions in a row with what follows each (`tresnet.ops.abn`), and the shortcut that
+joins the last. Backward keeps a map for each convolution, its output, and one for each block, its
+input. What lies between is rebuilt: the pass that sums what a norm's backward needs writes the
+norm's output as it goes, and the gradient of the next convolution's weight reads it there.
+
+All tensors go through `save_for_backward`, so that version checks, saved-tensor hooks and a second
+backward are PyTorch's own. `maybe_clear_saved_tensors` lets each map go where it is read last.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tresnet.errors import InputError
+from tresnet.ops import abn, tiles
+from tresnet.ops.abn import Kept, Norm, SEWeights, reference
+from tresnet.ops.autocast import autocast_off
+from tresnet.ops.space_to_depth import stem_input
+
+
+class Conv(NamedTuple):
+    """A convolution without bias or dilation; zeros around the map."""
+
+    weight: Tensor
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    groups: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convolve `x` in its dtype."""
+        weight = self.weight.to(x.dtype)
+        return torch.conv2d(x, weight, None, self.stride, self.padding, 1, self.groups)
+
+    def backward(
+        self, grad: Tensor, x: Tensor, of_x: bool, of_weight: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of `x`, whose values that needs not, and of the weight."""
+        grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
+            grad, x, self.weight.to(grad.dtype), None, self.stride, self.padding, (1, 1), False,
+            (0, 0), self.groups, (of_x, of_weight, False),
+        )  # fmt: skip
+        return grad_x, grad_weight if grad_weight is None else grad_weight.to(self.weight.dtype)
+
+
+class Layer(NamedTuple):
+    """A convolution and everything up to the next one."""
+
+    conv: Conv
+    norm: Norm
+
+    def parameters(self) -> tuple[Tensor, ...]:
+        """What may be trained, in the order of `numbered`."""
+        conv, norm = self
+        return tuple(
+            p for p in (conv.weight, norm.gamma, norm.beta, *(norm.se or ())) if p is not None
+        )
+
+    def numbered(self, first: int) -> "Layer":
+        """The layer with numbers from `first` on in the place of its parameters, no buffers."""
+        conv: Any = self.conv
+        norm: Any = self.norm
+        se = None if norm.se is None else SEWeights._make(range(first + 3, first + 7))
+        norm = norm._replace(gamma=first + 1, beta=first + 2, mean=None, var=None, se=se)
+        return Layer(conv._replace(weight=first), norm)
+
+    def filled(self, tensors: list[Tensor]) -> "Layer":
+        """The layer that `numbered` gave numbers, with its parameters."""
+        conv: Any = self.conv
+        norm: Any = self.norm
+        se = None if norm.se is None else SEWeights._make(tensors[at] for at in norm.se)
+        norm = norm._replace(gamma=tensors[norm.gamma], beta=tensors[norm.beta], se=se)
+        return Layer(conv._replace(weight=tensors[conv.weight]), norm)
+
+
+class Block(NamedTuple):
+    """Layers in a row, and what joins the last.
+
+    Attributes:
+        layers: the convolutions.
+        joins: add a shortcut in front of a ReLU.
+        shortcut: the convolution on the shortcut; None for none.
+        halves: average 2x2 pixels in front of it.
+        drop: probability that a sample's layers are dropped (arXiv 1603.09382).
+        scale: divide the others by the probability that they are not.
+        copies: of the input that the shortcut puts side by side.
+    """
+
+    layers: tuple[Layer, ...]
+    joins: bool = False
+    shortcut: Layer | None = None
+    halves: bool = False
+    drop: float = 0.0
+    scale: bool = True
+    copies: int = 1
+
+    def all_layers(self) -> tuple[Layer, ...]:
+        """Those of the row, then that of the shortcut."""
+        return self.layers if self.shortcut is None else (*self.layers, self.shortcut)
+
+    def parameters(self) -> list[Tensor]:
+        """What may be trained."""
+        return [p for layer in self.all_layers() for p in layer.parameters()]
+
+    def trains(self) -> bool:
+        """Whether a parameter wants a gradient."""
+        return any(p.requires_grad for p in self.parameters())
+
+
+class Part(NamedTuple):
+    """What a call runs.
+
+    Attributes:
+        blocks: in a row.
+        dtype: of the maps.
+        kernels: run the kernels, else plain operators.
+        recompute: 'none', 'activations' or 'outputs': what backward rebuilds.
+        block_size: side of the blocks that bytes are rearranged by; None where maps come.
+        counters: of batches, to be increased by one.
+    """
+
+    blocks: tuple[Block, ...]
+    dtype: torch.dtype
+    kernels: bool
+    recompute: str
+    block_size: int | None
+    counters: list[Tensor]
+
+
+def run(part: Part, x: Tensor) -> Tensor:
+    """Return the output of the last block: (N, C, H, W) in the part's dtype."""
+    if x.dtype != torch.uint8:
+        x = tiles.dense(x.to(part.dtype))
+    blocks, recorded = list(part.blocks), torch.is_grad_enabled()
+    with autocast_off(x.device.type):
+        while blocks and not (recorded and (x.requires_grad or blocks[0].trains())):
+            x = _forward_block(part, blocks.pop(0), x).out
+        if blocks:
+            parameters = [p for block in blocks for p in block.parameters()]
+            part = part._replace(blocks=tuple(blocks))
+            x = _Blocks.apply(part, x, *parameters)  # pyright: ignore[reportAssignmentType]
+    if part.counters:
+        torch._foreach_add_(part.counters, 1)
+    return x
+
+
+class _Run(NamedTuple):
+    """What forward of a block leaves.
+
+    Attributes:
+        out: the output.
+        lives: of each layer, whether something up to it wants a gradient.
+        kept: of each layer, None where its backward will not come.
+        inputs: of each layer's convolution, as far as they are kept; the first is the block's.
+        of_shortcut: as `kept`.
+    """
+
+    out: Tensor
+    lives: tuple[bool, ...]
+    kept: tuple[Kept | None, ...]
+    inputs: tuple[Tensor | None, ...]
+    of_shortcut: Kept | None
+
+
+class _Record(NamedTuple):
+    """What backward knows of a block: its saved tensors, by their numbers."""
+
+    block: Block
+    lives: tuple[bool, ...]
+    kept: tuple[Any, ...]
+    inputs: list[int | None]
+    of_shortcut: Any
+
+
+def _forward_block(part: Part, block: Block, x: Tensor, live: bool | None = None) -> _Run:
+    """Run a block.
+
+    Args:
+        part: how.
+        block: what.
+        x: its input.
+        live: whether `x` wants a gradient; None where no backward comes.
+    """
+    keeps = live is not None
+    source = _maps(part, x)
+    shortcut, of_shortcut = source, None
+    if block.shortcut is not None:
+        z = block.shortcut.conv.forward(_halve(source) if block.halves else source)
+        shortcut, needed = _follow(part, block.shortcut, z, keeps=keeps)
+        wanted = live or _trains(block.shortcut)
+        # outputs that are rebuilt, and plain operators' second derivatives, go through it anyway
+        wanted = wanted or part.recompute == "outputs" or not part.kernels
+        of_shortcut = needed if keeps and wanted else None
+        del z, needed
+    if block.copies > 1:
+        shortcut = shortcut.repeat(1, block.copies, 1, 1)
+    passed = _passed(block, source) if block.drop else None
+    y, live = source, bool(live)
+    lives, kept, inputs = list[bool](), list[Kept | None](), list[Tensor | None]()
+    del source
+    for layer in block.layers:
+        joins = block.joins and layer is block.layers[-1]
+        reads = layer.conv.weight.requires_grad and (not live or part.recompute == "none")
+        inputs.append(y if keeps and reads else None)
+        live = live or _trains(layer)
+        lives.append(live)
+        z = layer.conv.forward(y)
+        del y
+        y, needed = (
+            _follow(part, layer, z, shortcut, passed, keeps)
+            if joins
+            else _follow(part, layer, z, keeps=keeps)
+        )
+        # plain operators' second derivatives go through all layers
+        kept.append(needed if keeps and (live or joins or not part.kernels) else None)
+        del z, needed
+    inputs[0] = x
+    return _Run(y, tuple(lives), tuple(kept), tuple(inputs), of_shortcut)
+
+
+def _follow(
+    part: Part,
+    layer: Layer,
+    y: Tensor,
+    shortcut: Tensor | None = None,
+    passed: Tensor | None = None,
+    keeps: bool = False,
+) -> tuple[Tensor, Kept]:
+    """Do what follows a convolution, whose output `y` is."""
+    y = tiles.dense(y)
+    shortcut = None if shortcut is None else tiles.dense(shortcut, y)
+    return abn.forward(
+        y, layer.norm, kernels=part.kernels, shortcut=shortcut, passed=passed, keeps=keeps
+    )
+
+
+def _passed(block: Block, x: Tensor) -> Tensor:
+    """Factors of the samples, (N, 1) float32 or float64, drawn as timm's `DropPath` draws them."""
+    passes = 1 - block.drop
+    factors = x.new_empty(len(x), 1).bernoulli_(passes)
+    factors = factors if x.dtype == torch.float64 else factors.float()
+    return factors / passes if block.scale and passes > 0 else factors
+
+
+def _trains(layer: Layer) -> bool:
+    return any(p.requires_grad for p in layer.parameters())
+
+
+def _maps(part: Part, x: Tensor) -> Tensor:
+    """What the first convolution reads: bytes become maps."""
+    if x.dtype != torch.uint8:
+        return x
+    assert part.block_size is not None
+    return stem_input(x, part.block_size, part.dtype, kernels=part.kernels)
+
+
+def _halve(x: Tensor) -> Tensor:
+    return F.avg_pool2d(x, 2, 2, ceil_mode=True, count_include_pad=False)
+
+
+def _dropped(part: Part) -> set[int]:
+    """The blocks whose output is not kept for the next one, but rebuilt.
+
+    No two in a row, which would be a chain to rebuild; not the last, whose output others keep. What
+    a layer without a join puts out is no more than an activation.
+    """
+    if part.recompute == "none":
+        return set()
+    row, last = part.blocks, len(part.blocks) - 1
+    dropped = {index for index in range(last) if not row[index].joins}
+    if part.recompute == "outputs":
+        dropped |= {i for i in range(last - 1, -1, -2) if i - 1 not in dropped}
+    return dropped
+
+
+class _Blocks(torch.autograd.Function):
+    """Blocks in a row. DistributedDataParallel gets their gradients when the node ends."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Part, x: Tensor, *parameters: Tensor) -> Tensor:
+        """Return the output of the last block."""
+        saved: list[Tensor] = list(parameters)
+        records, dropped, first, live = [], _dropped(part), 0, x.requires_grad
+
+        def save(tensor: Tensor | None) -> int | None:
+            if tensor is None:
+                return None
+            saved.append(tensor)
+            return len(saved) - 1
+
+        def save_all(kept: Kept | None) -> Any:
+            return None if kept is None else Kept._make(map(save, kept))  # pyright: ignore[reportArgumentType]
+
+        for index, block in enumerate(part.blocks):
+            x, lives, kept, inputs, of_shortcut = _forward_block(part, block, x, live)
+            if index - 1 in dropped:
+                inputs = None, *inputs[1:]
+            numbered = []
+            for layer in block.all_layers():
+                numbered.append(layer.numbered(first))
+                first += len(layer.parameters())
+            count = len(block.layers)
+            block = block._replace(
+                layers=tuple(numbered[:count]), shortcut=numbered[-1] if block.shortcut else None
+            )
+            numbers = tuple(map(save_all, kept)), list(map(save, inputs)), save_all(of_shortcut)
+            records.append(_Record(block, lives, *numbers))
+            live = True
+        ctx.save_for_backward(*saved)
+        ctx.part, ctx.records, ctx.count = part._replace(blocks=(), counters=[]), records, first
+        return x
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: Tensor
+    ) -> tuple[Any, ...]:
+        """Return the gradients of x and of the parameters."""
+        saved = list(ctx.saved_tensors)
+        live = ctx.needs_input_grad[1]
+        with autocast_off(grad.device.type):
+            if torch.is_grad_enabled():
+                return None, *_differentiable(ctx, saved, grad)
+            ctx.maybe_clear_saved_tensors()  # which it does not where the graph is retained
+            walk = _Backward(ctx.part, ctx.records, saved, ctx.count)
+            grads: list[Tensor | None] = [grad, None]
+            del grad, saved
+            for index in reversed(range(len(ctx.records))):
+                grads = walk.block(index, grads, live or index > 0)
+            first, second = grads
+        if first is None or second is None:
+            return None, second if first is None else first, *walk.found
+        return None, first.add_(second), *walk.found
+
+
+class _Backward:
+    """Backward of a row of blocks; what is saved is let go as it is read for the last time.
+
+    Attributes:
+        found: gradients of the parameters.
+        grad: gradient of the output of the convolution whose turn it is.
+    """
+
+    def __init__(
+        self, part: Part, records: list[_Record], saved: list[Any], parameters: int
+    ) -> None:
+        self.part, self.records, self.saved = part, records, saved
+        self.found: list[Tensor | None] = [None] * parameters
+        self.grad: Tensor | None = None
+
+    def block(self, index: int, grads: list[Tensor | None], live: bool) -> list[Tensor | None]:
+        """Return the gradients of a block's input: of its first convolution and its shortcut.
+
+        Args:
+            index: of the block.
+            grads: of its output, of one or two readers; the list is emptied.
+            live: whether they are wanted.
+        """
+        record = self.records[index]
+        x = _maps(self.part, self.input(index))
+        layers = [layer.filled(self.saved) for layer in record.block.layers]
+        first, at = None, len(layers) - 1
+        masked = self.last_layer(record, layers[-1].norm, grads)
+        if self.grad is not None:
+            while at and record.lives[at - 1]:
+                self.through_convolution(record, layers, at)
+                at -= 1
+            given = x if at == 0 else self.take(record.inputs, at)
+            number = record.block.layers[at].conv.weight
+            first = self.convolution(layers[at].conv, number, given, of_x=at == 0 and live)
+            del given
+        if masked is not None and record.block.copies > 1:
+            masked = masked.unflatten(1, (record.block.copies, -1)).sum(1)
+        if masked is None or record.block.shortcut is None:
+            return [first, masked if live else None]
+        return [first, self.shortcut(record, masked, x, live)]
+
+    def last_layer(self, record: _Record, norm: Norm, grads: list[Tensor | None]) -> Tensor | None:
+        """Go back through the join and the last norm; return the shortcut's gradient."""
+        kept = self.take_all(record.kept[-1])
+        first, second = (g if g is None else tiles.dense(g.to(kept.y.dtype), kept.y) for g in grads)
+        grads.clear()
+        assert first is not None
+        if second is not None and not record.block.joins:
+            first, second = first.add_(second), None
+        sums = self.sums(first, second, norm, kept)
+        masked, second = sums.written if record.block.joins else None, None
+        first = first if masked is None else masked
+        if record.lives[-1]:
+            self.note(record.block.layers[-1].norm, sums)
+            self.grad = abn.gradient(first, norm, kept, sums, kernels=self.part.kernels)
+        return masked
+
+    def through_convolution(self, record: _Record, layers: list[Layer], at: int) -> None:
+        """Go back through a convolution, and through the norm in front of it.
+
+        Where the convolution's input was not kept, the pass that sums writes it, but for a blur.
+        """
+        conv, number = layers[at].conv, record.block.layers[at].conv.weight
+        norm, kept = layers[at - 1].norm, self.take_all(record.kept[at - 1])
+        given, trains = self.take(record.inputs, at), conv.weight.requires_grad
+        if given is None and norm.blur:
+            given = abn.rebuild(norm, kept, kernels=self.part.kernels)
+        if given is None and trains:
+            grad = self.convolution(conv, number, kept.y, of_x=True, last=False)
+            sums = self.sums(grad := tiles.dense(grad, kept.y), None, norm, kept, rebuilds=True)
+            self.convolution(conv, number, sums.written, of_x=False)
+            sums = sums._replace(written=None)
+        else:
+            grad = self.convolution(conv, number, kept.y if given is None else given, of_x=True)
+            del given
+            sums = self.sums(grad := tiles.dense(grad, kept.y), None, norm, kept)
+        self.note(record.block.layers[at - 1].norm, sums)
+        self.grad = abn.gradient(grad, norm, kept, sums, kernels=self.part.kernels)
+
+    def convolution(self, conv: Conv, number: Any, x: Any, *, of_x: bool, last: bool = True) -> Any:
+        """Return the gradient of `x` if asked for, and note the weight's if it is the last call."""
+        assert self.grad is not None
+        of_weight = last and conv.weight.requires_grad
+        grad_x, grad_weight = conv.backward(self.grad, x, of_x, of_weight)
+        if last:
+            self.found[number], self.grad = grad_weight, None
+        return grad_x
+
+    def shortcut(self, record: _Record, masked: Tensor, x: Tensor, live: bool) -> Tensor | None:
+        """Go back through the convolution on the shortcut and the pool in front of it."""
+        numbered = record.block.shortcut
+        if numbered is None or record.of_shortcut is None:
+            return None
+        (conv, norm), kept = numbered.filled(self.saved), self.take_all(record.of_shortcut)
+        sums = self.sums(masked, None, norm, kept)
+        self.note(numbered.norm, sums)
+        self.grad = abn.gradient(masked, norm, kept, sums, kernels=self.part.kernels)
+        del masked, kept, sums
+        source = _halve(x) if record.block.halves else x
+        grad = self.convolution(conv, numbered.conv.weight, source, of_x=live)
+        del source
+        if grad is None or not record.block.halves:
+            return grad
+        form = [2, 2], [2, 2], [0, 0], True, False, None
+        return torch.ops.aten.avg_pool2d_backward(grad, x, *form)
+
+    def sums(
+        self, grad: Tensor, second: Tensor | None, norm: Norm, kept: Kept, rebuilds: bool = False
+    ) -> abn.Sums:
+        return abn.gradient_sums(
+            grad, second, norm, kept, kernels=self.part.kernels, rebuilds=rebuilds
+        )
+
+    def note(self, numbered: Any, sums: abn.Sums) -> None:
+        """Keep the gradients of a norm's parameters, and of the SE behind it."""
+        for number, grad in (
+            (numbered.gamma, sums.merged[0]),
+            (numbered.beta, sums.merged[1]),
+            *zip(numbered.se or (), sums.se or (), strict=True),
+        ):
+            self.found[number] = grad.to(self.saved[number].dtype)
+
+    def input(self, index: int) -> Tensor:
+        """The input of a block, rebuilt from the block before where it was not kept."""
+        record = self.records[index]
+        if record.inputs[0] is not None:
+            return self.take(record.inputs, 0)
+        before: Any = self.records[index - 1]
+        if not before.block.joins:
+            shortcut = None
+        elif before.block.shortcut is None:
+            shortcut = self.saved[before.inputs[0]]
+        else:
+            shortcut = self.rebuilt(before.block.shortcut, before.of_shortcut)
+        return self.rebuilt(before.block.layers[-1], before.kept[-1], shortcut)
+
+    def rebuilt(self, numbered: Layer, kept: Any, shortcut: Tensor | None = None) -> Tensor:
+        """The output of a layer, which leaves in place what is saved of it."""
+        norm = numbered.filled(self.saved).norm
+        kept = Kept._make(None if at is None else self.saved[at] for at in kept)
+        shortcut = None if shortcut is None else tiles.dense(shortcut, kept.y)
+        return abn.rebuild(norm, kept, kernels=self.part.kernels, shortcut=shortcut)
+
+    def take(self, numbers: Any, at: int) -> Any:
+        number = numbers[at]
+        if number is None:
+            return None
+        tensor, self.saved[number] = self.saved[number], None
+        return tensor
+
+    def take_all(self, kept: Kept) -> Kept:
+        return Kept._make(self.take(kept, at) for at in range(len(kept)))
+
+
+def _differentiable(ctx: Any, saved: list[Any], grad: Tensor) -> list[Tensor | None]:
+    """Gradients that can be differentiated again: forward runs anew, by operators."""
+    if ctx.part.kernels:
+        raise InputError(
+            "the kernels have no second derivatives: call model.set_impl('reference') before "
+            "forward, or leave create_graph=True out of backward"
+        )
+    parameters = saved[: ctx.count]
+    first = saved[ctx.records[0].inputs[0]]
+    y = _maps(ctx.part, first)
+    for record in ctx.records:
+        block, x = record.block, y
+        shortcut = x
+        if block.shortcut is not None:
+            shortcut = _halve(x) if block.halves else x
+            shortcut = _plain_layer(saved, block.shortcut, record.of_shortcut, shortcut)
+        for layer, kept in zip(block.layers, record.kept, strict=True):
+            y = _plain_layer(saved, layer, kept, y)
+        if block.joins:
+            passed = record.kept[-1].passed
+            y = y if passed is None else y * saved[passed][:, :, None, None].to(y.dtype)
+            y = torch.relu(y + shortcut.repeat(1, block.copies, 1, 1))
+    inputs = [first, *parameters]
+    wanting = [t for t in inputs if t.requires_grad]
+    found = iter(torch.autograd.grad(y, wanting, grad, create_graph=True, allow_unused=True))
+    return [next(found) if t.requires_grad else None for t in inputs]
+
+
+def _plain_layer(saved: list[Any], numbered: Layer, kept: Any, x: Tensor) -> Tensor:
+    conv, norm = numbered.filled(saved)
+    assert norm.gamma is not None
+    if norm.group is not None:
+        raise InputError(
+            "second derivatives need the statistics of one process, got synchronised ones"
+        )
+    running = (None, None)
+    if not norm.training:
+        running = saved[kept.stats][0], saved[kept.stats][3]
+    y = reference.abn(
+        conv.forward(x), norm.gamma, norm.beta, *running, norm.training, 0.0, norm.eps, norm.slope
+    )  # fmt: skip
+    return reference.tail(y, norm.blur, norm.se, None)
