@@ -22,6 +22,7 @@ PACKAGES = {
     "Activation checkpointing by torch.distributed": "torch",
     "FSDP2": "torch",
     "Quantisation-aware training by torchao": "torchao",
+    "torchvision's references": "torchvision",
 }
 # Summing in another order moves the tenth loss by 2e-5. Fake quantisation turns that into steps of
 # 8 bits, which move it by 6e-3.
@@ -35,6 +36,39 @@ def build():
     assert type(model).__module__ == "timm.models.tresnet"
     model.load_state_dict(ours().state_dict())
     return model
+"""
+# What the script of torchvision's repository calls, in its order.
+CALLS = """
+from torch.optim.swa_utils import AveragedModel
+from torchvision.ops._utils import split_normalization_params
+
+def made():
+    model = _api.get_model("tresnet_small", weights=None, num_classes=10)
+    norms, others = split_normalization_params(model)
+    assert sum(p.ndim == 1 for p in norms) == len(norms) == 2 * sum(
+        isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+    groups = [{"params": norms, "weight_decay": 0}, {"params": others}]
+    optimizer = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+    return model, optimizer, AveragedModel(model, use_buffers=True)
+
+def epoch(model, optimizer, average):
+    model.train()
+    for x, y in DataLoader(data, batch_size=16):
+        loss = F.cross_entropy(model((x - MEAN[:, None, None]) / STD[:, None, None]), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        average.update_parameters(model)
+        losses.append(loss.item())
+
+losses, parts = [], made()
+epoch(*parts)
+torch.save([part.state_dict() for part in parts], "checkpoint.pth")
+parts = made()
+for part, state in zip(parts, torch.load("checkpoint.pth", weights_only=True)):
+    part.load_state_dict(state)
+epoch(*parts)
+parts[2].eval()(images)
 """
 NOTE = """
 import json, os, pathlib
@@ -84,6 +118,8 @@ def test_a_section_trains_like_timms_model(section: str, plain, tmp_path: Path):
         pytest.skip(f"{package} is not installed: see docs/trainers.md")
     code = CODE[section]
     tolerance = QUANTISED if package == "torchao" else ROUNDING
+    if package == "torchvision":
+        code += CALLS
     if section == "FSDP2":
         theirs = code.replace('assert tresnet.create(weights="sharded.pth").num_classes == 10', "")
         expected = losses_of(TIMM + theirs, tmp_path / "timm", processes=2)
