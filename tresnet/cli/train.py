@@ -29,11 +29,7 @@ class TrainCommand:
 
 
 def train_command(arguments: Sequence[str], prog: str = "train.py") -> int:
-    """Train with these arguments of the program `prog`; returns the exit code.
-
-    Raises:
-        TResNetError: What `tresnet.engine.train.train` raises.
-    """
+    """Train with these arguments of the program `prog`; return the exit code."""
     command = parse_train(arguments, prog)
     if command.dry_run:
         dry_run(command.config, command.resume)
@@ -43,11 +39,7 @@ def train_command(arguments: Sequence[str], prog: str = "train.py") -> int:
 
 
 def eval_command(arguments: Sequence[str], prog: str = "eval.py") -> int:
-    """Evaluate with these arguments of the program `prog`; returns the exit code.
-
-    Raises:
-        TResNetError: What `tresnet.engine.evaluate_weights.run` raises.
-    """
+    """Evaluate with these arguments of the program `prog`; return the exit code."""
     omit = (tyro.conf.OmitArgPrefixes,)
     evaluate_weights.run(tyro.cli(EvalConfig, prog=prog, args=list(arguments), config=omit))
     return 0

@@ -30,26 +30,21 @@ def write(root: str | Path) -> Path:
     """Write the digits to `<root>/digits/{train,val}/<0..9>/<index>.png` unless they are there.
 
     The folder appears whole or not at all: it is written beside its place and renamed. Several
-    processes may call this at once. Each image is 8 x 8 and grey, 0..16 scaled to 0..255.
-
-    Returns:
-        The folder `<root>/digits`, which `open_folder` takes as its root.
+    processes may call this at once. Each image is 8 x 8 and grey, 0..16 scaled to 0..255. Returns
+    the folder, which `open_folder` takes as its root.
 
     Raises:
-        DataError: something else is at that place (it is left alone), or scikit-learn's data are
-            not the ones this split was made for.
+        DataError: something else is at that place (it is left alone), or scikit-learn's data
+            differ.
         MissingDependencyError: scikit-learn is not installed and the digits are not written yet.
     """
     return place(Path(root) / "digits", _write_pngs, DIGEST)
 
 
 def place(target: Path, fill: Callable[[Path], None], expected: str) -> Path:
-    """Write a folder beside its place and rename it, so that it appears whole or not at all.
+    """Write a folder of this digest by `fill`, beside its place, and rename it.
 
-    `fill` writes the folder it is given, which does not exist; `expected` is the folder's digest.
-
-    Raises:
-        DataError: something else is at that place, or was written.
+    Anything else at that place, or written, raises DataError.
     """
     if target.exists() or target.is_symlink():
         _require_intact(target, expected)

@@ -24,10 +24,8 @@ DIGEST = "0ab7169744c3d2b63d5377b242dda643c4483db3b80a0c0d126f1cf2e50a4d31"
 def write(root: str | Path) -> Path:
     """Write `<root>/digits_multilabel/{train,val}.csv` and their images unless they are there.
 
-    The folder appears whole or not at all. Each image is a grey PNG of 40 x 40 pixels.
-
-    Returns:
-        The folder, which `open_multilabel` takes as its root.
+    The folder appears whole or not at all. Each image is a grey PNG of 40 x 40 pixels. Returns the
+    folder, which `open_multilabel` takes as its root.
 
     Raises:
         DataError: something else is at that place (it is left alone).

@@ -69,11 +69,7 @@ class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
         return image, target.float() if self.multi else int(target)
 
     def picture(self, index: int) -> Picture:
-        """Read an image, whose pixels are not decoded yet.
-
-        Raises:
-            BadImageError: the file is missing, cannot be read, or is not an image.
-        """
+        """Read an image, whose pixels are not decoded yet, or raise BadImageError."""
         return open_picture(self.paths[index])
 
 
@@ -116,12 +112,8 @@ def open_folder(
 def image_files(folder: str, reached: dict[tuple[int, int], str]) -> Iterator[str]:
     """Yield the images below a folder, also through links, in torchvision's order.
 
-    torchvision itself goes round and round in a loop of links. `reached` holds the folders met
-    before, by device and inode; those below are added.
-
-    Raises:
-        DataError: a symbolic link leads to a folder a second time.
-        OSError: a folder cannot be listed.
+    torchvision itself goes round and round in a loop of links, which raises DataError here.
+    `reached` holds the folders met before, by device and inode; those below are added.
     """
     from torchvision.datasets.folder import IMG_EXTENSIONS
 
@@ -145,11 +137,7 @@ def image_files(folder: str, reached: dict[tuple[int, int], str]) -> Iterator[st
 
 
 def check_same_classes(train: ImageDataset, val: ImageDataset) -> None:
-    """Require the same classes in the same order in both splits, so that labels mean the same.
-
-    Raises:
-        DataError: names the classes that are in one split only, or both orders.
-    """
+    """Raise DataError unless both splits have the same classes in the same order."""
     what, mend = "class folders", "add the missing folders or delete the others"
     if train.multi:
         what, mend = "classes", f"list all of them in {CLASSES_FILE}"
@@ -169,11 +157,7 @@ def check_same_classes(train: ImageDataset, val: ImageDataset) -> None:
 
 
 def open_picture(path: str | Path) -> Picture:
-    """Read a file and the header of the image in it.
-
-    Raises:
-        BadImageError: the file is missing, cannot be read, or is not an image.
-    """
+    """Read a file and the header of its image, or raise BadImageError."""
     with named(str(path)):
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise ValueError("not a regular file")  # opening a FIFO would wait for its writer

@@ -122,13 +122,10 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
 class Loader:
     """Iterates over (images (N, C, H, W), labels (N,) int64) of one epoch.
 
-    Multi-label targets are (N, classes), float32. `skip_bad_images` of the data set decides whether
-    an unreadable image stops the iteration or is left out and counted. In training another image
-    replaces it, so that batches keep their size; in evaluation the batch is smaller. The workers
-    live from the first iteration to `close`, across epochs.
-
-    Attributes:
-        skipped: unreadable files met so far on this rank, path to reason, each file once.
+    Multi-label targets are (N, classes), float32. An unreadable image raises DataError or, with the
+    data set's `skip_bad_images`, is left out and counted in `skipped`, path to reason on this rank.
+    In training another image replaces it, so that batches keep their size; in evaluation the batch
+    is smaller. The workers live from the first iteration to `close`, across epochs.
     """
 
     def __init__(
@@ -144,23 +141,13 @@ class Loader:
         self.skipped: dict[str, str] = {}
 
     def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
-        """Choose the epoch that the next iteration yields, from its batch `start_batch` on.
-
-        Raises:
-            ConfigError: the epoch has fewer batches.
-        """
+        """Choose the next epoch and its first batch, or raise ConfigError if it has fewer."""
         self._sampler.set_epoch(epoch, start_batch)
 
     def __len__(self) -> int:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the batches.
-
-        Raises:
-            DataError: a file cannot be read and `skip_bad_images` is off; or no replacement can be
-                read.
-        """
         if self._loader is None:
             self._loader = self._start_workers()
         for found in _held_iter(self._loader):
@@ -175,8 +162,7 @@ class Loader:
     def close(self) -> None:
         """Stop the workers at once; another iteration would start new ones.
 
-        Left to the garbage collector, as in a cycle with an exception's traceback, torch waits
-        5 s for each worker.
+        The garbage collector may be late, and then torch waits 5 s for each worker.
         """
         self._loader = None
 

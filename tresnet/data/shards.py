@@ -50,12 +50,7 @@ class ShardDataset(ImageDataset):
         transform: Callable[[Picture], Any] | None = None,
         skip_bad_images: bool = False,
     ) -> None:
-        """Read the manifest and the files' sizes.
-
-        Raises:
-            DataError: the manifest is damaged, or a file is missing or has another size.
-            MissingDependencyError: the library that reads shards is not installed.
-        """
+        """Read the manifest and the files' sizes, or raise DataError."""
         _library()
         manifest = manifest_path(folder, split)
         try:

@@ -50,13 +50,10 @@ class MicroBatches:
 
 
 def divide(config: TrainConfig, began: int, world_size: int, images: int) -> MicroBatches:
-    """Divide the images of each optimizer step among `world_size` processes.
+    """Divide the images of each optimizer step equally among `world_size`, or raise ConfigError.
 
     A micro-batch has the configured size. On more processes than the run `began` with, it is
     smaller where a step has too few micro-batches. `images` counts those of training.
-
-    Raises:
-        ConfigError: The images of a step or an epoch cannot be divided equally.
     """
     batch, accumulate = config.data.resolved_batch_size, config.optim.accumulate
     in_epoch = images // (batch * began) * (batch * began)
@@ -83,14 +80,10 @@ def resolve(
     say: Callable[[str], object],
     assumes_gpu: bool = False,
 ) -> TrainConfig:
-    """Replace `--batch-size auto` by a number, the same on every process.
+    """Replace `--batch-size auto` by a number, the same on every process, or raise ConfigError.
 
     The process with the least memory decides. `say` receives a line with the number and its reason.
     `assumes_gpu` takes `--gpu-memory` in place of this process's GPU.
-
-    Raises:
-        ConfigError: There is no GPU, not even a small batch is sure to fit, or the memory of this
-            run cannot be predicted.
     """
     if config.data.batch_size != AUTO:
         return config

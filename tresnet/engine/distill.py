@@ -55,10 +55,7 @@ def create_teacher(
 ) -> Teacher | None:
     """Return the configured teacher, if any, tried on one image of each size.
 
-    Raises:
-        ConfigError: It knows other classes, or takes no images of that size.
-        CheckpointError: Its weights cannot be had.
-        InputError: timm has no model of that name.
+    Other classes or sizes raise ConfigError, absent weights CheckpointError or InputError.
     """
     name = config.distill.teacher
     if name is None:

@@ -80,11 +80,8 @@ class Processes:
 def join(device: str) -> Iterator[Processes]:
     """Join the processes that torchrun started, or be the only one.
 
-    `device` is `cpu`, `cuda`, `cuda:N` or `auto`. Small values travel over gloo on the CPU, so that
-    reading them never waits for a GPU.
-
-    Raises:
-        ConfigError: No such device on this machine.
+    `device` is `cpu`, `cuda`, `cuda:N` or `auto`; an absent one raises ConfigError. Small values
+    travel over gloo on the CPU, so that reading them never waits for a GPU.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     chosen = pick_device(device, int(os.environ.get("LOCAL_RANK", "0")), world)

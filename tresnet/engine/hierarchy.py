@@ -15,13 +15,10 @@ _MOST_WEIGHT = 20.0
 
 
 def read_hierarchy(path: str, classes: Sequence[str]) -> list[list[int]]:
-    """Return for each class the labels [itself, parent, grandparent, ...] that are classes.
+    """Return for each class the labels [itself, parent, grandparent, ...], or raise ConfigError.
 
     `path` is a JSON object from a class's name to that of its parent; roots are left out. `classes`
     are in the order of the labels; other names are skipped, their parents are not.
-
-    Raises:
-        ConfigError: The file cannot be read, has a circle, or knows none of the classes.
     """
     try:
         parents = json.loads(Path(path).read_text(encoding="utf-8"))

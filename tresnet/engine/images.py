@@ -78,11 +78,7 @@ def open_splits(config: TrainConfig, processes: Processes) -> Splits:
 def open_split(
     folder: Path, split: str, transform: Any, multi: bool, skip_bad_images: bool = False
 ) -> ImageDataset:
-    """Open one split: shards, class folders, or a list of multi-label images.
-
-    Raises:
-        DataError: It is missing or empty, or the shards' images have labels of the other kind.
-    """
+    """Open a split: shards, class folders, or a list of multi-label images; or raise DataError."""
     if not manifest_path(folder, split).is_file():
         opener = open_multilabel if multi else open_folder
         return opener(folder, split, transform, skip_bad_images)

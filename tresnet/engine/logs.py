@@ -66,10 +66,7 @@ class RunLog:
         """Begin a log, or continue one after the `rows` that belong to the resumed state.
 
         `tensorboard` writes event files too, if the package is installed. `track`, wandb or
-        trackio, receives the same numbers and the configuration.
-
-        Raises:
-            WriteError: The files cannot be written, or the tracker refuses to begin.
+        trackio, receives the same numbers and the configuration. Failures raise WriteError.
         """
         self.rows = rows
         self._jsonl, self._csv = directory / TABLE, directory / CSV

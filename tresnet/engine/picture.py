@@ -27,10 +27,8 @@ _COLORS = ("#0072b2", "#d55e00", "#009e73")
 def draw(directory: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
     """Draw a run's whole epochs into `directory` as `run.svg`, where matplotlib is installed.
 
-    `rows` are those of its log; unprintable characters of the title become `?`.
-
-    Raises:
-        WriteError: The picture cannot be written.
+    `rows` are those of its log; unprintable characters of the title become `?`. WriteError is
+    raised if the picture cannot be written.
     """
     try:
         from matplotlib.backends.backend_svg import FigureCanvasSVG

@@ -43,11 +43,7 @@ class Checkpoints:
         )
 
     def save(self) -> None:
-        """Write the state of all processes (a collective), or raise WriteError.
-
-        Raises:
-            TrainingError: A weight is not finite.
-        """
+        """Write all processes' state (a collective), or raise TrainingError for bad weights."""
         progress, processes = self._progress, self._parts.processes
         if not self._parts.step.is_finite():
             raise TrainingError(

@@ -66,11 +66,8 @@ def claim(
 def create(config: TrainConfig, now: datetime.datetime, held: contextlib.ExitStack) -> Path:
     """Make a new run's directory, lock it until `held` closes, and write its configuration.
 
-    An automatic name contains `now`.
-
-    Raises:
-        ConfigError: The named directory exists.
-        WriteError: None can be made there; nothing is left behind.
+    An automatic name contains `now`. A directory that exists raises ConfigError; after a WriteError
+    nothing is left behind.
     """
     parent = Path(config.run.runs)
     with files.explained(parent):

@@ -94,10 +94,7 @@ class Record:
 def save(directory: Path, step: TrainingStep, record: Record, processes: Processes) -> None:
     """Write the state of all processes to `last.pt` (a collective; process 0 writes).
 
-    The former `last.pt` becomes `previous.pt`.
-
-    Raises:
-        WriteError: It cannot be written; there is a whole state as before.
+    The former `last.pt` becomes `previous.pt`. After a WriteError there is a whole state as before.
     """
     generators = processes.gather(random_state(processes.device))
     if not processes.is_main:
@@ -123,10 +120,8 @@ def save(directory: Path, step: TrainingStep, record: Record, processes: Process
 def load(directory: Path, say: Callable[[str], object]) -> tuple[Record, dict[str, Any]] | None:
     """Read `last.pt` or, where that is damaged or missing, `previous.pt`, which takes its place.
 
-    `say` receives a line about damage. Returns None if the run has saved no state yet.
-
-    Raises:
-        CheckpointError: Neither can be read.
+    `say` receives a line about damage. Returns None if the run has saved no state yet, and raises
+    CheckpointError if neither can be read.
     """
     last, previous = directory / LAST, directory / PREVIOUS
     if not (last.exists() or previous.exists()):
@@ -149,9 +144,7 @@ def load(directory: Path, say: Callable[[str], object]) -> tuple[Record, dict[st
 def read(path: Path) -> tuple[Record, dict[str, Any]]:
     """Read a state's record and contents without running any code in the file.
 
-    Raises:
-        CheckpointError: No such file, or it is damaged or of another format.
-        ConfigError: Its configuration is that of another version of this package.
+    A damaged file raises CheckpointError, another version's configuration ConfigError.
     """
     try:
         with zipfile.ZipFile(path) as archive:

@@ -79,12 +79,9 @@ def train(wanted: TrainConfig, resume: Path | None = None) -> TrainResult:
 
 
 def dry_run(wanted: TrainConfig, resume: Path | None = None) -> None:
-    """Do what `train` does before its first batch, and print the complete configuration.
+    """Do the work of `train` before its first batch, and print the complete configuration.
 
-    No run's directory is made or changed.
-
-    Raises:
-        TResNetError: What `train` raises before its first batch.
+    No run's directory is made or changed; errors are those of `train`.
     """
     validate(wanted)
     with contextlib.ExitStack() as held:

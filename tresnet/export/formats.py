@@ -112,11 +112,9 @@ def _run_onnx(session: Any) -> Run:
 
 
 def read_onnx(path: Path) -> tuple[Run, dict[str, Any]]:
-    """Open a file of `export_model` with format 'onnx'; return its function of bytes and metadata.
+    """Open a file of format 'onnx': return its function of bytes and its metadata.
 
-    Raises:
-        CheckpointError: the file does not exist, or is not such a model.
-        MissingDependencyError: onnxruntime is not installed.
+    Other files raise CheckpointError, and without onnxruntime MissingDependencyError is raised.
     """
     if not path.is_file():
         raise CheckpointError(f"no ONNX file at {path}: check the path")
@@ -288,11 +286,9 @@ FORMATS = {
 
 
 def find_format(options: ExportOptions) -> Format:
-    """Return the requested format, with its packages installed.
+    """Return the requested format.
 
-    Raises:
-        InputError: it does not take an option.
-        MissingDependencyError: a package is not installed; gives the command that installs it.
+    An option it does not take raises InputError, an absent package MissingDependencyError.
     """
     name = options.format
     for option in ("dynamic_size", "channels_last", "int8"):

@@ -96,11 +96,7 @@ class Images:
 def open_labelled(
     root: Path, split: str, model: TResNet, images: Images, classes: tuple[str, ...] | None
 ) -> ImageDataset:
-    """Open class folders whose images are resized to the model's size, as bytes.
-
-    Raises:
-        DataError: the folder is incomplete, or its classes are not the model's.
-    """
+    """Open class folders as bytes of the model's size, or raise DataError for other classes."""
     wanted = {key: model.pretrained_cfg[key] for key in ("crop_mode", "crop_pct", "interpolation")}
     transform = eval_transform(EvalTransform(input_size=images.size, **wanted), dtype=torch.uint8)
     dataset = open_folder(root, split, transform)

@@ -42,12 +42,9 @@ def largest_batches(
 
     Two small batches predict the edge (every buffer grows with the batch by a constant); real steps
     around it find it. cuDNN does not search for algorithms meanwhile, as each new batch would cost
-    it seconds. The result is then run with that search, and made smaller should it not fit.
-
-    The cases' own batch sizes are not used; `log` receives each try.
-
-    Raises:
-        InputError: a case that cannot be run at all; nothing has run then.
+    it seconds. The result is then run with that search, and made smaller should it not fit. The
+    cases' own batch sizes are not used; `log` receives each try. A case that cannot run raises
+    InputError before anything has run.
     """
     settings.check()
     device = env.timed_device(env.device_or_default(settings.device))

@@ -70,10 +70,8 @@ def bench_models(
 ) -> Outcome:
     """Time training steps, or forward passes in inference, of each case, and record it.
 
-    The first is the base of the ratios; `log` receives lines of progress.
-
-    Raises:
-        InputError: a case that cannot be run at all; nothing has run then.
+    The first is the base of the ratios; `log` receives lines of progress. A case that cannot run
+    raises InputError before anything has run.
     """
     settings.check()
     device = env.timed_device(env.device_or_default(settings.device))

@@ -38,19 +38,11 @@ class RecordFile:
         runs: int = 1,
         argv: Sequence[str] | None = None,
     ) -> None:
-        """Keep the settings.
+        """Keep the settings, which all rows share, or raise InputError for the directory.
 
-        Args:
-            directory: folder of records; made at the first `write` if missing.
-            what: kind of measurement, for example `bench_train`.
-            device: the measured device; None means the CPU.
-            settings: the options all rows share, as plain values.
-            warmup_steps: steps run before anything is timed.
-            runs: timed steps (or repeats) behind each row's percentiles.
-            argv: the command line; None for this process's. Absolute paths lose their directories.
-
-        Raises:
-            InputError: the directory cannot be written.
+        `what` is the kind of measurement, for example `bench_train`; `device` None is the CPU.
+        Percentiles are over `runs`, after `warmup_steps`. `argv` is the command line (None: this
+        process's); absolute paths lose their directories.
         """
         check_directory(directory)
         self.path: Path | None = None
@@ -65,12 +57,7 @@ class RecordFile:
     def write(self, rows: Sequence[Mapping[str, Any]]) -> Path:
         """Write the whole record, over what this object wrote before.
 
-        Rows have plain values; None for what was not measured.
-
-        Raises:
-            InputError: there are no rows.
-            WriteError: the directory cannot be written.
-            ValueError: a value is NaN or infinite, which JSON cannot hold.
+        Rows have plain values, None for what was not measured; NaN and infinity raise ValueError.
         """
         if not rows:
             raise InputError(
@@ -115,12 +102,9 @@ class RecordFile:
 
 
 def check_directory(directory: str | os.PathLike[str]) -> None:
-    """Check that records can be written to `directory`, which need not exist; leaves nothing.
+    """Raise InputError unless records can be written to `directory`, which need not exist.
 
-    A long measurement shall not fail at its end.
-
-    Raises:
-        InputError: it cannot be made or written.
+    A long measurement shall not fail at its end. Nothing is left there.
     """
     try:
         with tempfile.TemporaryFile(dir=_nearest(Path(directory))):  # permissions do not tell all

@@ -149,10 +149,7 @@ def run(
 
     Contenders of a group take turns; a group is closed before the next is begun. `log` receives
     lines of progress; `record` is written with each result. `compiles` makes room for every case in
-    torch.compile's caches.
-
-    Raises:
-        KeyboardInterrupt: before any contender has come to an end.
+    torch.compile's caches. KeyboardInterrupt passes before any contender has come to an end.
     """
     rows = [[_Row(contender) for contender in group] for group in groups]
     return _Run(rows, settings, log, record, compiles).measure()

@@ -55,14 +55,11 @@ class MaxBatch:
 
 
 def fits(trace: Trace, device: Device) -> Fits:
-    """Whether the traced step fits into the device.
+    """Whether the traced step fits into the device, whose capacity must be stated.
 
     Yes if it does with the largest context, both with every workspace at its highest and with none
     (they fragment the cache differently). No if the tensors at the peak exceed the capacity,
     however well packed.
-
-    Raises:
-        InputError: the device has no stated capacity.
     """
     capacity = _capacity(device)
     worst = int((capacity - device.context_high_bytes) * (1 - _DOUBT))
@@ -140,10 +137,7 @@ def _capacity(device: Device) -> int:
 
 
 class AffineTrace:
-    """Two traces at two batch sizes, and the line through every buffer's size.
-
-    InputError is raised if they differ in more than sizes, so nothing follows from them.
-    """
+    """Two traces at two batch sizes, and the line through every buffer's size, or InputError."""
 
     def __init__(self, first: tuple[int, Trace], second: tuple[int, Trace]) -> None:
         (self._n, self._trace), (other_n, other) = first, second

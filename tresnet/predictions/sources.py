@@ -21,11 +21,8 @@ Source: TypeAlias = Union[str, os.PathLike[str], "Image", Tensor]
 def find_images(names: Iterable[str | os.PathLike[str]]) -> list[str]:
     """Return image files in order, out of files, folders, or patterns such as '*/7/*.png'.
 
-    Files need not exist: reading them raises the error.
-
-    Raises:
-        DataError: a folder is there twice, by a symbolic link.
-        InputError: a folder holds no image or cannot be read, or no file fits a pattern.
+    Files need not exist: reading them raises the error. A folder without images, twice the same by
+    a link, or a pattern without files raises InputError or DataError.
     """
     found: list[str] = []
     for name in (os.fspath(name) for name in names):
