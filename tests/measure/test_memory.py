@@ -69,35 +69,29 @@ def test_peak_resident_memory_sees_an_allocation_and_keeps_it_until_reset():
     assert during - meter.snapshot().rss_peak > 96 * MIB
 
 
-def test_peak_without_proc_and_resource_is_unknown(monkeypatch):
-    monkeypatch.setattr(memory, "Path", lambda path: memory_less_path())
-    monkeypatch.setitem(sys.modules, "resource", None)
-    assert memory.peak_rss_bytes() is None
-    assert memory.reset_peak_rss() is False
+PLATFORMS = [("darwin", 1), ("freebsd14", 1024), ("without resource", None)]
 
 
-@pytest.mark.parametrize(("platform", "unit"), [("darwin", 1), ("freebsd14", 1024)])
-def test_peak_without_proc_comes_from_maxrss(platform, unit, monkeypatch):
-    monkeypatch.setattr(memory, "Path", lambda path: memory_less_path())
-    usage = types.SimpleNamespace(ru_maxrss=5 * MIB)
-    fake = types.SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda who: usage)
-    monkeypatch.setitem(sys.modules, "resource", fake)
-    monkeypatch.setattr(sys, "platform", platform)
-    assert memory.peak_rss_bytes() == 5 * MIB * unit
-
-
-def memory_less_path():
+@pytest.mark.parametrize(("platform", "unit"), PLATFORMS)
+def test_peak_without_proc_comes_from_maxrss_if_that_is_there(platform, unit, monkeypatch):
     def fail(*args, **kwargs):
         raise FileNotFoundError("no /proc")
 
-    return types.SimpleNamespace(read_text=fail, write_text=fail)
+    absent = types.SimpleNamespace(read_text=fail, write_text=fail)
+    usage = types.SimpleNamespace(ru_maxrss=5 * MIB)
+    fake = types.SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda who: usage) if unit else None
+    monkeypatch.setattr(memory, "Path", lambda path: absent)
+    monkeypatch.setitem(sys.modules, "resource", fake)
+    monkeypatch.setattr(sys, "platform", platform)
+    assert memory.peak_rss_bytes() == (5 * MIB * unit if unit else None)
+    assert memory.reset_peak_rss() is False
 
 
 def test_cuda_columns_come_from_the_allocator_and_nvml(monkeypatch):
     asked = []
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1 * MIB)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * MIB)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * MIB)
+    names = ("memory_allocated", "memory_reserved", "max_memory_allocated")
+    for mib, name in enumerate(names, 1):
+        monkeypatch.setattr(torch.cuda, name, lambda device, mib=mib: mib * MIB)
     monkeypatch.setattr(env, "nvml_handle", lambda device: asked.append(device) or "handle")
     monkeypatch.setattr(env, "device_used_bytes", lambda handle: 4 * MIB)
     meter = MemoryMeter("cuda:1")

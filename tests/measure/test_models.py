@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from tests.operators import Recorder
-from tresnet.errors import InputError
 from tresnet.measure import models
 from tresnet.measure.cases import BenchCase
 from tresnet.measure.memory import MemorySnapshot
@@ -53,13 +52,10 @@ def test_models_side_by_side_on_the_cpu(training, tmp_path):
 
 
 def test_percentiles_are_of_times():
-    times_s = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
-    assert speed(times_s, 60) == {
-        "p20_images_per_s": pytest.approx(60 / 0.5),
-        "p50_images_per_s": pytest.approx(60 / 0.35),
-        "p80_images_per_s": pytest.approx(60 / 0.2),
-        "p50_step_time_ms": pytest.approx(350),
-    }
+    speeds = speed([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], 60)
+    wanted = {"p20_images_per_s": 60 / 0.5, "p50_images_per_s": 60 / 0.35}
+    wanted |= {"p80_images_per_s": 60 / 0.2, "p50_step_time_ms": 350}
+    assert speeds == pytest.approx(wanted)
     assert set(speed([], 60).values()) == {None}
 
 
@@ -179,12 +175,6 @@ def test_a_loss_that_is_not_finite_is_no_result(tmp_path, monkeypatch):
     outcome = measured(False, [case("timm:test_resnet", batch_size=3), case()], tmp_path)
     assert [row["status"] for row in outcome.rows] == ["not_finite", "ok"]
     assert outcome.rows[1]["ratio_to_first"] is None
-
-
-@pytest.mark.parametrize("name", ["rounds", "warmup_steps", "steps"])
-def test_bad_settings(name, tmp_path):
-    with pytest.raises(InputError, match=": expected at least 1, got 0"):
-        measured(True, [case()], tmp_path, **{name: 0})
 
 
 def test_memory_of_other_cases_is_subtracted():

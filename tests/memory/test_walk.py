@@ -1,5 +1,6 @@
 """The walk on real CPU tensors: the same gradients as autograd, and memory let go in time."""
 
+import weakref
 from typing import ClassVar
 
 import pytest
@@ -110,8 +111,6 @@ def test_unused_output_stays_none_where_the_function_asks():
 
 
 def test_saved_tensors_are_released_while_the_loss_lives(monkeypatch):
-    import weakref
-
     saved = SavedTensors()
     x = torch.ones(1000, requires_grad=True)
     with saved.recording():
@@ -137,8 +136,6 @@ def test_reading_what_was_released_is_an_error():
 
 
 def test_hooks_of_the_model_are_run_and_owned_as_autograd_owns_them():
-    import weakref
-
     class Pack:
         def __call__(self, tensor):
             return tensor.detach() * 2
