@@ -16,75 +16,65 @@ class Births(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: dict[int, tuple[StorageWeakRef, torch.Size, int]] = {}
+        self._seen: dict[int, tuple[StorageWeakRef, torch.Size, int]] = {}
+
+    def survivors(self, ignore: Any = ()) -> list[tuple[torch.Size, int]]:
+        """Shape and bytes of the 4-D storages that are still alive, but those of `ignore`."""
+        gc.collect()
+        known = {t.untyped_storage()._cdata for t in ignore}
+        return [
+            (shape, size)
+            for key, (ref, shape, size) in self._seen.items()
+            if not ref.expired() and key not in known and len(shape) == 4
+        ]
 
     def alive(self) -> int:
         """Bytes of the 4-D storages made so far that are still alive."""
-        gc.collect()
-        return sum(
-            size for ref, shape, size in self.seen.values() if not ref.expired() and len(shape) == 4
-        )
+        return sum(size for _, size in self.survivors())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for t in tree_leaves(out):
             if isinstance(t, torch.Tensor):
                 storage = t.untyped_storage()
-                ref = StorageWeakRef(storage)
-                self.seen[storage._cdata] = (ref, t.shape, storage.nbytes())
+                self._seen[storage._cdata] = (StorageWeakRef(storage), t.shape, storage.nbytes())
         return out
 
 
 def live_after(function: Callable[[], Any], ignore: Any) -> list[tuple[torch.Size, int]]:
-    """Return shape and bytes of every 4-D storage made by `function` and still alive after it.
+    """Shape and bytes of the 4-D storages that `function` made and that outlive it.
 
-    Args:
-        function: runs a forward pass and returns its output, which is held while counting.
-        ignore: tensors (parameters, inputs) whose storages do not count.
+    Its output is held while they are counted. Storages of tensors in `ignore` do not count.
     """
-    known = {t.untyped_storage()._cdata for t in tree_leaves(list(ignore))}
     with Births() as births:
         result = function()
-    gc.collect()
-    alive = [
-        (shape, size)
-        for key, (ref, shape, size) in births.seen.items()
-        if not ref.expired() and key not in known and len(shape) == 4
-    ]
+    alive = births.survivors(ignore)
     del result
     return alive
 
 
 class LivePeak(TorchDispatchMode):
-    """Counts the storages that operators make while it is active.
-
-    Attributes:
-        live_bytes: alive now.
-        peak_bytes: the most that was alive at once.
-    """
+    """Counts the bytes of storages alive now, and the most that were at once (`peak_bytes`)."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.live_bytes = self.peak_bytes = 0
+        self._live_bytes = self.peak_bytes = 0
         self._known: set[int] = set()
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Count a tensor that was there before."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        if key in self._known:
-            return
-        self._known.add(key)
-        self.live_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        weakref.finalize(storage, self._dead, key, size)
+        if key not in self._known:
+            self._known.add(key)
+            self._live_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+            weakref.finalize(storage, self._dead, key, size)
 
     def _dead(self, key: int, size: int) -> None:
         self._known.discard(key)
-        self.live_bytes -= size
+        self._live_bytes -= size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator and count what it made."""
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):

@@ -174,30 +174,21 @@ def test_ctrl_c_while_packages_are_imported(command):
 
 def test_no_color_has_no_bold_either():
     """On a terminal, where there are styles."""
-    program = (
-        "import os, sys\n"
-        "from tresnet.cli.main import main\n"
-        "for value in ('', '1'):\n"
-        "    if not os.fork():\n"
-        "        os.environ['NO_COLOR'] = value\n"
-        "        main(['--help'])\n"
-        "    os.wait()\n"
-        "    os.write(1, b'\\0')\n"
-    )
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm"}
-    command = [sys.executable, "-c", program]
-    shown = b""
-    with subprocess.Popen(command, cwd=ROOT, stdout=theirs, env=environment):
-        os.close(theirs)
-        with contextlib.suppress(OSError):  # the end of a terminal
-            while chunk := os.read(ours, 65536):
-                shown += chunk
-    os.close(ours)
-    styled, plain, _ = shown.split(b"\0")
-    assert b"\x1b[" in styled
-    assert b"\x1b[" not in plain
-    assert b"predict" in plain
+    shown = {}
+    for value in ("", "1"):
+        ours, theirs = pty.openpty()
+        environment = {**os.environ, "TERM": "xterm", "NO_COLOR": value}
+        command = [sys.executable, "-m", "tresnet.cli.main", "--help"]
+        with subprocess.Popen(command, cwd=ROOT, stdout=theirs, env=environment):
+            os.close(theirs)
+            shown[value] = b""
+            with contextlib.suppress(OSError):  # the end of a terminal
+                while chunk := os.read(ours, 65536):
+                    shown[value] += chunk
+        os.close(ours)
+    assert b"\x1b[" in shown[""]
+    assert b"\x1b[" not in shown["1"]
+    assert b"predict" in shown["1"]
 
 
 def test_table_aligns_numbers_right_and_words_left():

@@ -67,25 +67,24 @@ def test_a_resumed_log_has_the_rows_of_its_state_once(tmp_path, damage, kept):
     assert [(row["step"], row["loss"]) for row in found] == [*((s, 1.0) for s in kept), (12, 2.0)]
 
 
-def test_tensorboard_gets_the_numbers_if_it_is_installed(tmp_path, monkeypatch):
-    written = []
-
-    class Writer:
-        def __init__(self, directory, purge_step):
-            written.append((directory, purge_step))
-
-        def add_scalar(self, name, value, step):
-            written.append((name, value, step))
-
-        def close(self):
-            written.append("closed")
-
-    tensorboard = types.SimpleNamespace(SummaryWriter=Writer)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
-    log = RunLog(tmp_path, [{"phase": "initial", "step": 0}], 3, tensorboard=True)
+def log_numbers(directory, rows, step, **options):
+    log = RunLog(directory, rows, step, **options)
     log.row(phase="train", epoch=1, step=6, loss=0.5, elapsed_s=3.0)
     log.scalars(7, "update", {"lr": 0.1})
     log.close()
+
+
+def test_tensorboard_gets_the_numbers_if_it_is_installed(tmp_path, monkeypatch):
+    written = []
+
+    def writer(directory, purge_step):
+        written.append((directory, purge_step))
+        add = lambda *scalar: written.append(scalar)  # noqa: E731
+        return types.SimpleNamespace(add_scalar=add, close=lambda: written.append("closed"))
+
+    tensorboard = types.SimpleNamespace(SummaryWriter=writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
+    log_numbers(tmp_path, [{"phase": "initial", "step": 0}], 3, tensorboard=True)
     assert written == [(str(tmp_path), 4), ("epoch/loss", 0.5, 6), ("update/lr", 0.1, 7), "closed"]
 
 
@@ -100,10 +99,7 @@ def test_a_tracker_gets_the_numbers_and_knows_a_resumed_run_again(tmp_path, monk
 
     monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(init=init))
     for _ in range(2):
-        log = RunLog(tmp_path, [], 0, tensorboard=False, track=name, config={"lr": 1})
-        log.row(phase="train", epoch=1, step=6, loss=0.5, elapsed_s=3.0)
-        log.scalars(7, "update", {"lr": 0.1})
-        log.close()
+        log_numbers(tmp_path, [], 0, tensorboard=False, track=name, config={"lr": 1})
     options, *numbers = told[:4]
     assert numbers == [({"epoch/loss": 0.5}, 6), ({"update/lr": 0.1}, 7), "finished"]
     assert told[4:] == told[:4]

@@ -43,9 +43,7 @@ def test_mixed_batches_have_labels_of_the_same_shares_and_end_when_told_to(tiny,
     seed_everything(5, ALONE.device)
     x, targets, criterion = losses.prepare(plain.clone(), torch.arange(4), 1, 7)
     assert draw() == expected  # the global generators are left as found
-    share = (
-        x[0].mean().item() / 3
-    )  # of the last image, 3 throughout, in the first one, 0 throughout
+    share = x[0].mean().item() / 3  # of the last image, all 3, in the first one, all 0
     assert 0 < share < 1
     shares = torch.tensor([1 - share, 0, 0, share]) * (1 - smoothing) + smoothing / 4
     torch.testing.assert_close(targets[0], shares)

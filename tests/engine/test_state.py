@@ -4,6 +4,7 @@ import pickle
 import random
 import struct
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -74,10 +75,6 @@ def test_a_state_of_other_data_is_refused(change, message):
     assert message in str(error.value)
 
 
-def truncate(path):
-    path.write_bytes(path.read_bytes()[:-1000])
-
-
 def flip_a_bit(path):
     """In the middle of a tensor, where torch itself does not notice."""
     with zipfile.ZipFile(path) as archive:
@@ -93,19 +90,15 @@ def fill(path):
     path.write_bytes(b"\xff" * 5000)
 
 
-def save_as(content):
-    return lambda path: torch.save(content, path)
-
-
 DAMAGES = {
-    "truncated": truncate,
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1000]),
     "flipped": flip_a_bit,
     "garbage": fill,
     "empty": lambda path: path.write_bytes(b""),
-    "foreign": save_as({"format": 7}),
-    "half": save_as({"format": state.FORMAT}),
-    "no state": save_as([1, 2]),
-    "missing": lambda path: path.unlink(),
+    "foreign": lambda path: torch.save({"format": 7}, path),
+    "half": lambda path: torch.save({"format": state.FORMAT}, path),
+    "no state": lambda path: torch.save([1, 2], path),
+    "missing": Path.unlink,
 }
 
 
