@@ -154,31 +154,13 @@ def traced(model, training):
 
 @pytest.mark.filterwarnings("ignore:The TorchScript type system")  # of fx's own GraphModule
 @pytest.mark.parametrize("name", ["tresnet_t", "tresnet_m", "tresnet_v2_l"])  # all kinds of blocks
-def test_what_timm_tests_of_its_models(name):
-    """Outputs, gradients, traced and scripted too, features, and heads taken off and put on."""
+def test_torchvision_traces_our_models_with_timms_leaves(name):
     model, x = create(name, num_classes=7).eval(), torch.rand(2, 3, 64, 64)
     expected = model(x)
     assert expected.shape == (2, 7)
-    assert torch.equal(model.forward_head(model.forward_features(x)), expected)
-    features, maps = model.forward_intermediates(x)
-    assert torch.equal(features, model.forward_features(x))
-    assert [m.shape[1] for m in maps] == [info["num_chs"] for info in model.feature_info]
     assert torch.equal(next(iter(traced(model, False)(x).values())), expected)
-    graph = torch.jit.script(torch.fx.GraphModule(*graph_of(traced(model, False))))
-    torch.testing.assert_close(next(iter(graph(x).values())), expected)
-    torch.testing.assert_close(torch.jit.script(model)(x), expected)
-    trained_graph = traced(model, True)
-    next(iter(trained_graph(x).values())).sum().backward()
+    next(iter(traced(model, True)(x).values())).sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-    model.reset_classifier(0, "")
-    assert model.eval()(x).shape == features.shape
-    model.reset_classifier(3, "avg")
-    assert model(x).shape == (2, 3)
-
-
-def graph_of(extractor):
-    extractor.eval()
-    return extractor, extractor.graph
 
 
 @pytest.mark.parametrize("name", timm.list_pretrained("tresnet_*") + list_models())

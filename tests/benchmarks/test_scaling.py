@@ -1,23 +1,22 @@
 """benchmarks/scaling.py: its layers are the model's, and its limits are those of arithmetic."""
 
 import json
-import runpy
 from pathlib import Path
 
 import pytest
 
+from benchmarks.scaling import exposed_ms, gradients
+
 ROOT = Path(__file__).resolve().parents[2]
-SCALING = runpy.run_path(str(ROOT / "benchmarks" / "scaling.py"))
 GOLDEN = json.loads((ROOT / "tests" / "golden" / "zoo.json").read_text())["tresnet_m"]
 
 
 def test_gradients_wait_for_what_bandwidth_and_backward_leave():
-    layers = SCALING["gradients"]("tresnet_m", GOLDEN["pixels"])
+    layers = gradients("tresnet_m", GOLDEN["pixels"])
     size = sum(size for size, _ in layers)
     assert size == 4 * GOLDEN["parameters"]
     assert sum(macs for _, macs in layers) == pytest.approx(GOLDEN["macs"], rel=0.01)
-    exposed = SCALING["exposed_ms"]
-    assert exposed(layers, 40.0, 8, 1e9, 0.0) == pytest.approx(0, abs=1e-6)
+    assert exposed_ms(layers, 40.0, 8, 1e9, 0.0) == pytest.approx(0, abs=1e-6)
     whole_ms = 2 * 7 / 8 * size / 20e9 * 1e3
-    assert exposed(layers, 0.0, 8, 20.0, 0.0) == pytest.approx(whole_ms)
-    assert 0 < exposed(layers, 40.0, 8, 20.0, 0.0) < whole_ms
+    assert exposed_ms(layers, 0.0, 8, 20.0, 0.0) == pytest.approx(whole_ms)
+    assert 0 < exposed_ms(layers, 40.0, 8, 20.0, 0.0) < whole_ms

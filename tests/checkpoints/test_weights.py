@@ -27,14 +27,11 @@ def test_describe_a_file_of_ours(tmp_path):
     save_checkpoint(model, path, metadata={"classes": list("abcde"), "top1": 99.0})
     found = describe(path)
     assert (found.model, found.num_classes, found.weights.path) == ("tresnet_m", 5, path)
-    assert found.kwargs["block_size"] == 2
-    assert found.kwargs["layers"] == (1, 2, 1, 1)
+    assert (found.kwargs["block_size"], found.kwargs["layers"]) == (2, (1, 2, 1, 1))
     cfg = found.pretrained_cfg
     assert (cfg["input_size"], cfg["pool_size"]) == ((1, 48, 64), (3, 4))
-    assert cfg["crop_mode"] == "squash"
-    assert found.classes == tuple("abcde")
-    assert found.user["top1"] == 99.0
-    assert not found.guessed
+    assert (cfg["crop_mode"], found.guessed) == ("squash", False)
+    assert (found.classes, found.user["top1"]) == (tuple("abcde"), 99.0)
 
 
 def test_describe_a_tag_whose_file_is_here(room):

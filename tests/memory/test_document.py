@@ -1,25 +1,15 @@
 """The notebook's measurements and its formula's numbers, as benchmarks/memory_study.py has them."""
 
 import importlib.util
-from pathlib import Path
 
 import pytest
+
+from benchmarks import memory_study as study
 
 HAS_MONAI = all(importlib.util.find_spec(name) for name in ("monai", "einops"))
 WITHIN = 0.01
 # Other releases of monai than the notebook's count 0.06 % more in UNETR.
 FORMULA_WITHIN = 0.001
-
-
-def load_study():
-    path = Path(__file__).resolve().parents[2] / "benchmarks" / "memory_study.py"
-    spec = importlib.util.spec_from_file_location("memory_study", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-study = load_study()
 
 
 def names():

@@ -1,13 +1,13 @@
 """Predictions of today against every record of a GPU's memory that is committed."""
 
 import copy
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks import memory_accuracy as accuracy
 from tresnet.memory import describe_device
 from tresnet.memory.device import GENERIC, GIB
 from tresnet.memory.fit import MaxBatch
@@ -16,16 +16,6 @@ ROOT = Path(__file__).resolve().parents[2]
 # Those of a default run; `-m slow` predicts all.
 QUICK = ("tresnet_t", "timm:resnet50")
 GPU = {"type": "cuda", "name": "Fake", "memory_mib": 80 * 1024.0, "compute_capability": "9.0"}
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-accuracy = load("memory_accuracy")
 
 
 @pytest.mark.parametrize("models", [QUICK, pytest.param(None, marks=pytest.mark.slow)])
@@ -64,9 +54,8 @@ def test_exact_measurements_pass_and_others_are_found(predicted_rows):
     assert "mean error 2.83 %" in mean
     assert "allocated off by -5.66 %" in row
     # the record's own GPU decides cuBLAS's workspaces
-    assert (
-        len(accuracy.misses(accuracy.predict_again(record(predicted_rows, capability="8.0")))) > 1
-    )
+    other = accuracy.predict_again(record(predicted_rows, capability="8.0"))
+    assert len(accuracy.misses(other)) > 1
     assert accuracy.predict_again(record(predicted_rows), models=["tresnet_m"]) == []
 
 
