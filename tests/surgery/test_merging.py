@@ -118,14 +118,6 @@ def test_each_branch_drops_on_its_own():
     assert 400 < kept[0, 0].sum() < 600, "five standard deviations of 1000 fair coins are 79"
 
 
-class Tied(nn.Module):
-    """One convolution that several branches hold."""
-
-    def __init__(self, conv: nn.Module) -> None:
-        super().__init__()
-        self.conv = conv
-
-
 def hooked() -> nn.Module:
     module = nn.Sequential(nn.Conv2d(8, 4, 1))
     module[0].register_forward_hook(lambda *_: None)
@@ -170,7 +162,10 @@ SHARED = nn.Conv2d(8, 4, 1)
         ([AttentionBranch(8, 4), GroupHead(8, 4)], "the class of the branch differs"),
         ([nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1).eval()], "training differs: True"),
         ([nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1).double()], "weight differs.*float64"),
-        ([Tied(SHARED), Tied(SHARED)], "conv.weight of branch 0 and conv.weight of branch 1 are"),
+        (
+            [nn.Sequential(SHARED) for _ in "ab"],
+            "0.weight of branch 0 and 0.weight of branch 1 are",
+        ),
         ([Two(tied=True), Two(tied=True)], "a.weight of branch 0 and b.weight of branch 0 are"),
         ([Two("ab"), Two("ba")], "the order in the branch differs"),
         ([Two("ab"), Two("a")], "the order in the branch differs"),
