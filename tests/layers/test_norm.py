@@ -17,7 +17,8 @@ from torch.distributed.nn.functional import all_reduce
 from torch.optim.swa_utils import update_bn
 
 import tresnet
-from tresnet.layers.norm import NORMS, NormAct, frozen_running_stats
+from tresnet.errors import InputError
+from tresnet.layers.norm import ABN, NORMS, NormAct, frozen_running_stats
 
 CLASSES = pytest.mark.parametrize("name", NORMS)
 
@@ -173,3 +174,11 @@ def test_a_synchronised_model_on_two_processes_is_the_model_on_one(tmp_path: Pat
     for name, parameter in model.named_parameters():
         ours = grads[name] + more[name]
         torch.testing.assert_close(ours, parameter.grad, rtol=1e-6, atol=1e-6, msg=name)
+
+
+def test_a_synchronised_norm_outside_the_fused_program_is_an_error(monkeypatch):
+    """Its own statistics would be silently others, and the other processes would wait."""
+    norm, x = ABN(3), torch.randn(2, 3, 4, 4)
+    monkeypatch.setattr(ABN, "group", lambda self: object())
+    with pytest.raises(InputError, match="synchronised statistics need the fused program"):
+        norm(x)
