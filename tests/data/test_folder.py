@@ -99,7 +99,6 @@ def test_classes_that_differ_are_named(tmp_path, make_images):
             ".*'F' has no defined range",
         ),
     ],
-    ids=str,
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name, make, message):
     make(tmp_path / name)
