@@ -42,7 +42,7 @@ def describe(device: torch.device | str | int | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {name: _installed_version(name) for name in _PACKAGES},
         "cuda": torch.version.cuda,
-        "cudnn": _cudnn_version(),
+        "cudnn": torch.backends.cudnn.version(),
     }
 
 
@@ -194,10 +194,6 @@ def _cpu_model() -> str | None:
     if platform.system() == "Darwin":
         return _output_of("sysctl", "-n", "machdep.cpu.brand_string")
     return platform.processor() or None
-
-
-def _cudnn_version() -> int | None:
-    return torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
 
 
 def _installed_version(package: str) -> str | None:

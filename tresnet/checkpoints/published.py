@@ -11,6 +11,8 @@ from typing import Any
 from tresnet.errors import CheckpointError, InputError
 from tresnet.models.zoo import find_variant, nearest
 
+_PRETRAINED_CFG = ("num_classes", "input_size", "crop_pct", "crop_mode", "interpolation", "license")
+
 
 @dataclass(frozen=True)
 class WeightsEntry:
@@ -62,12 +64,7 @@ class WeightsEntry:
             "tag": self.tag.partition(".")[2] or self.tag,
             "hf_hub_id": self.hub_id,
             "url": self.url or "",
-            "num_classes": self.num_classes,
-            "input_size": self.input_size,
-            "crop_pct": self.crop_pct,
-            "crop_mode": self.crop_mode,
-            "interpolation": self.interpolation,
-            "license": self.license,
+            **{name: getattr(self, name) for name in _PRETRAINED_CFG},
         }
 
 

@@ -163,7 +163,8 @@ def _guess(found: Architecture, weights: Weights) -> ModelConfig:
             f"{'-'.join(map(str, found.layers))}): expected body.conv1.conv.weight and "
             "four stages; save the state dict of the whole model"
         )
-    block_size = _guess_block_size(found.stem_channels, row.block_size)
+    inputs, usual = found.stem_channels, row.block_size
+    block_size = next(b for b in (usual, 2, 1) if inputs % b**2 == 0 and inputs >= b**2)
     try:
         return make_config(
             variant,
@@ -175,8 +176,3 @@ def _guess(found: Architecture, weights: Weights) -> ModelConfig:
         )
     except InputError as error:
         raise CheckpointError(f"{weights.path} is not a usable TResNet: {error}") from error
-
-
-def _guess_block_size(stem_channels: int, usual: int) -> int:
-    """Return the variant's block size if it divides the stem's inputs, else the next smaller."""
-    return next(b for b in (usual, 2, 1) if stem_channels % b**2 == 0 and stem_channels >= b**2)

@@ -39,14 +39,11 @@ class Info(ImageSize):
         say(f"features    {model.num_features:,}")
         say(f"weights     {', '.join(list_weights(self.model)) or 'none'}")
         say("")
-        say(format_table(["configuration", "value"], _configuration(model)))
+        configuration = [[key, str(value)] for key, value in model.config.to_dict().items()]
+        say(format_table(["configuration", "value"], configuration))
         say("")
         say(format_table(["stage", "channels", "stride", "shape for one image"], stages))
         return 0
-
-
-def _configuration(model: "TResNet") -> list[list[str]]:
-    return [[key, str(value)] for key, value in model.config.to_dict().items()]
 
 
 def _stages(model: "TResNet", shape: tuple[int, int, int, int]) -> list[list[str]]:

@@ -3,6 +3,7 @@
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ CLASSES_FILE = "classes.txt"
 _NAMES_SHOWN = 10
 
 
+@dataclass(eq=False, repr=False)
 class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
     """One split of a data set: item i is (transformed image, its label or labels).
 
@@ -29,23 +31,13 @@ class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
         digest: identifies the images without listing them, where the format has it.
     """
 
-    digest: str | None = None
-
-    def __init__(
-        self,
-        split: str,
-        classes: list[str],
-        paths: Sequence[str],
-        targets: torch.Tensor,
-        transform: Callable[[Picture], Any] | None = None,
-        skip_bad_images: bool = False,
-    ) -> None:
-        self.split = split
-        self.classes = classes
-        self.paths = paths
-        self.targets = targets
-        self.transform = transform
-        self.skip_bad_images = skip_bad_images
+    split: str
+    classes: list[str]
+    paths: Sequence[str]
+    targets: torch.Tensor
+    transform: Callable[[Picture], Any] | None = None
+    skip_bad_images: bool = False
+    digest: str | None = field(default=None, init=False)
 
     @property
     def multi(self) -> bool:

@@ -81,8 +81,8 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
                 seed=mix_seed(seed),
                 drop_last=True,
             )
-        share = len(dataset) // self._world_size if training else len(self._order)
-        full, rest = divmod(share, batch_size)
+        count = len(dataset) // self._world_size if training else len(self._order)
+        full, rest = divmod(count, batch_size)
         self._batches = full if training else full + bool(rest)
 
     def set_epoch(self, epoch: int, start_batch: int) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -90,7 +91,7 @@ def train_transform(
     on_pil = [*_affine(cfg), *_policy(cfg, size, interpolation)]
     if on_pil:
         steps += [_to_pil, *on_pil, np.array, torch.from_numpy]
-    steps += [_channels_first, *_to_dtype(dtype)]
+    steps += [methodcaller("permute", 2, 0, 1), *_to_dtype(dtype)]
     if cfg.cutout_prob:
         low, high = cfg.cutout_area
         steps.append(
@@ -146,10 +147,6 @@ class _Crop:
         planes = part.permute(2, 0, 1)[None]
         resized = interpolate(planes, self._size, mode="bilinear", antialias=True)
         return resized[0].permute(1, 2, 0)
-
-
-def _channels_first(image: torch.Tensor) -> torch.Tensor:
-    return image.permute(2, 0, 1)
 
 
 def _to_pil(image: torch.Tensor) -> "Image":

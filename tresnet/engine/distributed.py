@@ -50,11 +50,7 @@ class Processes:
 
     def from_main(self, value: Any) -> Any:
         """Return process 0's value; plain Python values only."""
-        if self.world_size == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-        return box[0]
+        return self.gather(value)[0]
 
     def gather(self, value: Any) -> list[Any]:
         """Return every process's value, in order of rank."""
@@ -83,28 +79,30 @@ def join(device: str) -> Iterator[Processes]:
     `device` is `cpu`, `cuda`, `cuda:N` or `auto`; an absent one raises ConfigError. Small values
     travel over gloo on the CPU, so that reading them never waits for a GPU.
     """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    chosen = pick_device(device, int(os.environ.get("LOCAL_RANK", "0")), world)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    chosen = pick_device(device, int(os.environ.get("LOCAL_RANK", "0")), world_size)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
         torch.backends.cudnn.benchmark = True  # batches keep their size: search kernels once
         torch.backends.cudnn.benchmark_limit = 0  # among all of them, as `tresnet bench` does
-    if world == 1:
+    if world_size == 1:
         yield Processes(0, 1, chosen)
         return
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     timeout = datetime.timedelta(minutes=TIMEOUT_MIN)
     with signals.at_once():
-        store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
-        store = dist.PrefixStore(meet(store, rank, world, timeout), store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-    yield Processes(rank, world, chosen)
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        store = dist.PrefixStore(meet(store, rank, world_size, timeout), store)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+        )
+    yield Processes(rank, world_size, chosen)
     # Only after success: when one process fails the others wait in a collective, and leaving the
     # group would wait for them too. torchrun ends them.
     dist.destroy_process_group()
 
 
-def meet(store: dist.Store, rank: int, world: int, timeout: datetime.timedelta) -> str:
+def meet(store: dist.Store, rank: int, world_size: int, timeout: datetime.timedelta) -> str:
     """Return a name that the live processes agree on and no earlier ones have used.
 
     torchrun keeps one store over its restarts. Under the same names, a process that is quicker than
@@ -118,23 +116,24 @@ def meet(store: dist.Store, rank: int, world: int, timeout: datetime.timedelta) 
         name = store.get(f"answer/{own}").decode()
         store.set(f"{name}/heard/{rank}", "yes")
         return name
-    asked = [f"asks/{other}" for other in range(1, world)]
-    heard = [f"{own}/heard/{other}" for other in range(1, world)]
+    asked = [f"asks/{other}" for other in range(1, world_size)]
+    heard = [f"{own}/heard/{other}" for other in range(1, world_size)]
     deadline = time.monotonic() + timeout.total_seconds()
     while not store.check(heard):
         for key in asked:
             if store.check([key]):  # an ended process may have asked: its answer is not read
                 store.set(f"answer/{store.get(key).decode()}", own)
         if time.monotonic() > deadline:
+            came = sum(store.check([key]) for key in heard)
             raise ConfigError(
-                f"expected {world} processes, {len([key for key in heard if store.check([key])])} "
-                f"of the other {world - 1} have come in time: their output says why"
+                f"expected {world_size} processes, {came} of the other {world_size - 1} have come"
+                " in time: their output says why"
             )
         time.sleep(0.01)
     return own
 
 
-def pick_device(name: str, local_rank: int, world: int) -> torch.device:
+def pick_device(name: str, local_rank: int, world_size: int) -> torch.device:
     """Return a device (`auto`, `cuda`: this local rank's GPU), or raise ConfigError."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -146,8 +145,10 @@ def pick_device(name: str, local_rank: int, world: int) -> torch.device:
         return device
     if device.type != "cuda":
         raise ConfigError(f"--device: expected cpu, cuda, cuda:N or auto, got {name!r}")
-    if device.index is not None and world > 1:
-        raise ConfigError(f"--device: {world} processes need a GPU each, got the one GPU {name!r}")
+    if device.index is not None and world_size > 1:
+        raise ConfigError(
+            f"--device: {world_size} processes need a GPU each, got the one GPU {name!r}"
+        )
     index = local_rank if device.index is None else device.index
     found = torch.cuda.device_count()
     if index >= found:

@@ -38,7 +38,7 @@ class Loop:
         self.processes, self.console, self.step = parts.processes, parts.console, parts.step
         self.meter = LossMeter()
         self.throughput = ThroughputMeter(self.processes.device)
-        self._told_of_stall = False
+        self._warned_of_stall = False
 
     def run(self) -> int:
         """Train; return the number of the signal that stopped the run, or 0."""
@@ -51,11 +51,8 @@ class Loop:
 
     def _train_epoch(self) -> int:
         """Train the rest of the current epoch; return a signal's number if one stopped it."""
-        progress, loader, per_epoch = (
-            self.progress,
-            self.parts.train_loader,
-            self.plan.batches.per_epoch,
-        )
+        progress, loader = self.progress, self.parts.train_loader
+        per_epoch = self.plan.batches.per_epoch
         if set_training_size(self.config, self.plan.splits, progress.epoch):
             loader.close()  # its workers know the size before
         loader.set_epoch(progress.epoch, progress.micro_batches)
@@ -177,8 +174,8 @@ class Loop:
         if self.log is not None:
             self.log.phase("train", progress, memory, self.checkpoints.elapsed_s, **figures)
         self.console.say(f"epoch {done}/{epochs}  {words.figures(figures, memory)}")
-        if waiting is not None and waiting >= STALL_PCT and not self._told_of_stall:
-            self._told_of_stall = True
+        if waiting is not None and waiting >= STALL_PCT and not self._warned_of_stall:
+            self._warned_of_stall = True
             workers = self.config.data.workers
             self.console.say(words.stall(waiting, workers, self.processes.world_size))
         self.checkpoints.save()

@@ -30,11 +30,8 @@ _FIGURES = {
 def introduction(plan: Plan, processes: Processes, run_dir: Path) -> Iterator[str]:
     """Yield the first lines of a run."""
     config, splits, batches = plan.config, plan.splits, plan.batches
-    began, size, per_step = (
-        plan.record.identity.world_size,
-        processes.world_size,
-        batches.images_per_step,
-    )
+    began, size = plan.record.identity.world_size, processes.world_size
+    per_step = batches.images_per_step
     if began != size:
         yield (
             f"the run began with {began} processes: on {size} a step is"

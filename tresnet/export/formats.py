@@ -29,7 +29,7 @@ from tresnet.export.plain import trace
 
 METADATA_KEY = "tresnet"
 # what an ONNX file tells those who predict by it
-_TOLD = ("images", "preprocessing", "num_classes", "classes", "descriptions", "labels")
+_PREDICTION_KEYS = ("images", "preprocessing", "num_classes", "classes", "descriptions", "labels")
 Run = Callable[[Tensor], Tensor]
 
 
@@ -123,7 +123,7 @@ def read_onnx(path: Path) -> tuple[Run, dict[str, Any]]:
     try:
         session = _session(path)
         texts = session.get_modelmeta().custom_metadata_map
-        known = {key: json.loads(texts[key]) for key in _TOLD}
+        known = {key: json.loads(texts[key]) for key in _PREDICTION_KEYS}
         images, run = Images(**known["images"]), _run_onnx(session)
     except Exception as error:  # onnxruntime's errors have no base class of their own
         reason = " ".join(str(error).split())

@@ -109,7 +109,7 @@ def open_labelled(
     return dataset
 
 
-def spread(dataset: ImageDataset, most: int) -> Iterator[tuple[Tensor, Tensor]]:
+def sample_evenly(dataset: ImageDataset, most: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield at most `most` evenly spaced images, as bytes (N, 3, H, W) with labels (N,)."""
     chosen = torch.linspace(0, len(dataset) - 1, min(most, len(dataset))).long().tolist()
     for begin in range(0, len(chosen), BATCH):

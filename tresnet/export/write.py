@@ -15,7 +15,7 @@ from tresnet.data import ImageDataset
 from tresnet.env import package_version
 from tresnet.errors import ExportError, InputError
 from tresnet.export.formats import Format, Job, Run, find_format
-from tresnet.export.images import Images, open_labelled, spread
+from tresnet.export.images import Images, open_labelled, sample_evenly
 from tresnet.export.options import ExportOptions
 from tresnet.export.plain import plain_model, trace
 from tresnet.files import atomic_write
@@ -100,7 +100,7 @@ def export_model(
         plain = plain.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     calibration = None
     if options.int8:
-        batches = spread(splits["train"], CALIBRATION_IMAGES)
+        batches = sample_evenly(splits["train"], CALIBRATION_IMAGES)
         calibration = [images.prepare(batch) for batch, _ in batches]
     metadata = _metadata(model, images, options) | {**kept, "device": str(device)}
     job = Job(trace(plain, images, device), images, metadata, calibration)
@@ -182,7 +182,7 @@ def _top1(
 ) -> tuple[int, float, float]:
     """Return the number of real images compared, and top-1 of model and file in per cent."""
     count = right = model_right = 0
-    for batch, targets in spread(val, TOP1_IMAGES):
+    for batch, targets in sample_evenly(val, TOP1_IMAGES):
         count += len(batch)
         right += int((run(batch).argmax(1) == targets).sum())
         model_right += int((_logits(model, batch).argmax(1) == targets).sum())

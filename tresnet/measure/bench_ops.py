@@ -120,7 +120,8 @@ class _Site:
             y = self.op.plain(*inputs.maps, *inputs.vectors)
         grad = torch.randn(y.shape, device=self.device)
         grad = grad.to(y.dtype, memory_format=torch.channels_last)
-        truth = _computed(self.op.plain, _in_float64(inputs), grad)
+        exact = Inputs(*(_copied(part, torch.float64) for part in inputs))
+        truth = _computed(self.op.plain, exact, grad)
         error = _relative_error(_computed(self.op.plain, inputs, grad), truth)
         count = _buffers_of(self.device, inputs.maps[0].nbytes + y.nbytes)
         buffers = [(_copied(inputs.maps), grad.clone()) for _ in range(count)]
@@ -244,10 +245,6 @@ def _copied(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> tupl
         .requires_grad_(one.requires_grad)
         for one in tensors
     )
-
-
-def _in_float64(inputs: Inputs) -> Inputs:
-    return Inputs(*(_copied(part, torch.float64) for part in inputs))
 
 
 def _relative_error(found: Sequence[Tensor], truth: Sequence[Tensor]) -> float:

@@ -28,10 +28,10 @@ from tresnet.measure.settings import LargestSettings
 
 # The first step has no optimizer state yet: memory is at its peak in the second.
 _STEPS = 2
-# The first stride past the foreseen edge, as a share of it.
+# The first stride past the predicted edge, as a fraction of it.
 _STRIDE = 1 / 32
-# Share of a case's time after which no batch is tried: the rest is for the one that is running.
-_TRYING_SHARE = 0.75
+# Fraction of a case's time after which no batch is tried: the rest is for the one that is running.
+_TRYING_FRACTION = 0.75
 _NO_BATCH = 2**20  # a bound where none is given
 
 
@@ -59,8 +59,8 @@ def largest_batches(
         settings=settings.to_dict(),
         argv=argv,
     )
-    share_s = (settings.time_limit_s or math.inf) / len(checked)
-    limit_s = min(share_s, settings.case_limit_s or math.inf)
+    part_s = (settings.time_limit_s or math.inf) / len(checked)
+    limit_s = min(part_s, settings.case_limit_s or math.inf)
     each = dataclasses.replace(settings, time_limit_s=None, case_limit_s=limit_s)
     compiles = any(case.compile != "none" for case in checked)
     with searching_algorithms(False), _limited(device, settings.gpu_memory) as limit:
@@ -103,10 +103,10 @@ class LargestContender(Contender):
         """Search."""
         first, grain = self._settings.first, self._settings.granularity
         limit_s = self._settings.case_limit_s or math.inf
-        self._deadline_s = time.perf_counter() + _TRYING_SHARE * limit_s
+        self._deadline_s = time.perf_counter() + _TRYING_FRACTION * limit_s
         bound = (self._settings.at_most or _NO_BATCH) // grain * grain
         try:
-            largest = find_edge(self._fits, self._foreseen, first, grain, bound)
+            largest = find_edge(self._fits, self._predicted, first, grain, bound)
             ended_by = f"at most {largest}" if largest == bound else "memory"
         except TimeoutError:
             largest = self.columns["largest_batch"]
@@ -131,7 +131,7 @@ class LargestContender(Contender):
                 largest -= self._settings.granularity
         return largest
 
-    def _foreseen(self) -> int | None:
+    def _predicted(self) -> int | None:
         """Return the edge by the line through the last two peaks; None without known memory."""
         if self._limit_bytes is None or len(self._peaks) < 2:
             return None
@@ -169,7 +169,7 @@ class LargestContender(Contender):
 
 def find_edge(
     fits: Callable[[int], bool],
-    foreseen: Callable[[], int | None],
+    predicted: Callable[[], int | None],
     first: int,
     grain: int,
     bound: int,
@@ -177,7 +177,7 @@ def find_edge(
     """Return the largest multiple of `grain` that fits; 0 if none does.
 
     `fits` tries each batch once, `first` first and none above `bound`, both multiples of `grain`.
-    `foreseen` guesses the edge after two batches have fitted; None for no guess.
+    `predicted` guesses the edge after two batches have fitted; None for no guess.
     """
     fitting, failing = 0, bound + grain
     target, stride, seen = first, first, [False, False]
@@ -188,7 +188,7 @@ def find_edge(
         seen[fit] = True
         if all(seen):  # the edge lies between
             target = (fitting + failing) // 2
-        elif batch == 2 * first and (guess := foreseen()) is not None:
+        elif batch == 2 * first and (guess := predicted()) is not None:
             target, stride, seen = guess, max(int(guess * _STRIDE), grain), [False, False]
         else:  # from there in strides that double, up or down
             target = batch + stride if fit else batch - stride

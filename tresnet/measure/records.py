@@ -1,5 +1,6 @@
 """Records: one JSON file per measurement, with all that is needed to repeat it."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -93,11 +94,9 @@ class RecordFile:
                 path = self._directory / (
                     f"{stem}_{counter}.json" if counter > 1 else f"{stem}.json"
                 )
-                try:
+                with contextlib.suppress(FileExistsError):
                     path.touch(exist_ok=False)
-                except FileExistsError:
-                    continue
-                return path
+                    return path
         raise AssertionError("counters have no end")
 
 

@@ -28,8 +28,8 @@ from tresnet.measure.memory import failure_in_short, is_out_of_memory
 from tresnet.measure.records import RecordFile
 from tresnet.measure.settings import RunSettings
 
-# Share of the time limit after which no contender is begun: the rest is for the rounds.
-_SET_UP_SHARE = 0.75
+# Fraction of the time limit after which no contender is begun: the rest is for the rounds.
+_SET_UP_FRACTION = 0.75
 # Cases of one architecture share code objects, and torch.compile stops compiling a code object at
 # its limit (8): every case must find room, or it would silently be timed in eager mode.
 _RECOMPILE_LIMIT = 256
@@ -190,7 +190,7 @@ class _Run:
 
     def _measure_group(self, group: Sequence[_Row]) -> None:
         for row in group:
-            if self._left_s(_SET_UP_SHARE) <= 0:
+            if self._left_s(_SET_UP_FRACTION) <= 0:
                 row.status = "out_of_time"
                 limit_s = self.settings.time_limit_s
                 row.error = f"not begun: the time limit of {limit_s:g} s was near"
@@ -253,12 +253,12 @@ class _Run:
             row.contender.close()
             tidy()
 
-    def _left_s(self, share: float = 1.0) -> float:
+    def _left_s(self, fraction: float = 1.0) -> float:
         """Return seconds until this fraction of the time limit has passed."""
         limit_s = self.settings.time_limit_s
         if limit_s is None:
             return math.inf
-        return share * limit_s - (time.perf_counter() - self.began_s)
+        return fraction * limit_s - (time.perf_counter() - self.began_s)
 
     def _save(self) -> bool:
         """Write the record, once there is anything to write."""

@@ -14,11 +14,11 @@ from tresnet.memory.replay import held_at_peak_bytes, replay
 from tresnet.memory.trace import Trace
 from tresnet.memory.workspaces import HIGH_LIMIT_BYTES
 
-# Two small batches from which all others are foreseen; batch norm refuses one image a batch
+# Two small batches from which all others are predicted; batch norm refuses one image a batch
 # where the last features are 1x1.
 _SMALL_BATCHES = (2, 4)
 _LIMIT = 2**20
-# The share by which the trace itself may be off.
+# The fraction by which the trace itself may be off.
 _DOUBT = 0.01
 
 
@@ -90,11 +90,11 @@ def max_batch(model: ModelLike, plan: StepPlan) -> MaxBatch:
     def trace(batch_size: int) -> Trace:
         return record(module, replace(step, batch_size=batch_size), described)
 
-    foreseen = AffineTrace(*((n, trace(n)) for n in _SMALL_BATCHES))
+    predicted = AffineTrace(*((n, trace(n)) for n in _SMALL_BATCHES))
 
     @cache
-    def foresee(batch_size: int) -> Fits:
-        return fits(foreseen.at(batch_size), described)
+    def predict(batch_size: int) -> Fits:
+        return fits(predicted.at(batch_size), described)
 
     @cache
     def answer(batch_size: int) -> Fits:
@@ -106,14 +106,14 @@ def max_batch(model: ModelLike, plan: StepPlan) -> MaxBatch:
                 raise
             return Fits.NO
 
-    yes = _edge(lambda n: foresee(n) is Fits.YES, lambda n: answer(n) is Fits.YES)
-    no = _edge(lambda n: foresee(n) is not Fits.NO, lambda n: answer(n) is not Fits.NO)
+    yes = _edge(lambda n: predict(n) is Fits.YES, lambda n: answer(n) is Fits.YES)
+    no = _edge(lambda n: predict(n) is not Fits.NO, lambda n: answer(n) is not Fits.NO)
     return MaxBatch(yes, no + 1, described)
 
 
-def _edge(foreseen: Callable[[int], bool], holds: Callable[[int], bool]) -> int:
+def _edge(predicted: Callable[[int], bool], holds: Callable[[int], bool]) -> int:
     """Return the largest batch for which `holds`: predicted, then corrected in growing strides."""
-    edge, stride = _bisect(foreseen, 0, _LIMIT), 1
+    edge, stride = _bisect(predicted, 0, _LIMIT), 1
     while edge > 0 and not holds(edge):
         edge, stride = max(edge - stride, 0), stride * 2
     if stride > 1:

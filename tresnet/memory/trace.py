@@ -76,11 +76,6 @@ class Event:
     op: int
 
 
-def _death_order(event: Event) -> int:
-    """Births keep their order, as sorting is stable."""
-    return 0 if event.alive else event.buffer
-
-
 @dataclass(slots=True)
 class Trace:
     """The recorded run: `events` index into `buffers` and `operations`.
@@ -116,5 +111,6 @@ class Trace:
         """
         events: list[Event] = []
         for _, run in groupby(self.events, key=lambda e: (e.alive, e.op)):
-            events.extend(sorted(run, key=_death_order))
+            # births keep their order, as sorting is stable
+            events.extend(sorted(run, key=lambda e: 0 if e.alive else e.buffer))
         return Trace(list(self.buffers), list(self.operations), events, list(self.step_starts))
