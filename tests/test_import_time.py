@@ -16,7 +16,7 @@ LAZY = {
     *("huggingface_hub", "tyro", "pydantic", "tqdm", "pynvml", "tensorboard"),
 }
 PROGRAM = """
-import json, sys, time
+import contextlib, io, json, sys, time
 import torch
 
 def refuse(*args, **kwargs):
@@ -29,6 +29,9 @@ import tresnet
 found = {"ms": (time.perf_counter() - start) * 1e3, "added": sorted(set(sys.modules) - before)}
 tresnet.list_models()
 tresnet.create("tresnet_t")
+from tresnet.cli.list import List
+with contextlib.redirect_stdout(io.StringIO()):
+    List().run([])
 found["compiler"] = "torch._dynamo" in sys.modules
 tresnet.create("tresnet_m", device="meta")
 tresnet.create("tresnet_t", norm="batchnorm", jit=True)
@@ -65,6 +68,6 @@ def test_import_leaves_other_packages_alone(found: dict[str, Any]):
     assert {name.split(".")[0] for name in found["added"]} & LAZY == set()
 
 
-def test_construction_never_touches_cuda_nor_loads_the_compiler(found: dict[str, Any]):
+def test_construction_and_list_never_touch_cuda_nor_load_the_compiler(found: dict[str, Any]):
     """Loading torch._dynamo takes as long as loading the rest of PyTorch."""
     assert (found["compiler"], found["cuda"]) == (False, "CUDA was touched")

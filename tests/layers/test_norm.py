@@ -18,7 +18,7 @@ from torch.optim.swa_utils import update_bn
 
 import tresnet
 from tresnet.errors import InputError
-from tresnet.layers.norm import ABN, NORMS, NormAct, frozen_running_stats
+from tresnet.layers.norm import ABN, NORMS, FrozenRunningStats, NormAct
 
 CLASSES = pytest.mark.parametrize("name", NORMS)
 
@@ -80,7 +80,7 @@ def test_statistics_that_are_not_tracked_or_frozen_stay(name: str):
     norm.track_running_stats = False  # Lightning's way to freeze
     torch.testing.assert_close(norm(x.clone()), expected)
     norm.track_running_stats = True
-    with frozen_running_stats():
+    with FrozenRunningStats():
         torch.testing.assert_close(norm(x.clone()), expected)
     torch.testing.assert_close(norm.state_dict(), before)
 

@@ -19,7 +19,7 @@ class List:
     def run(self, argv: list[str]) -> int:
         """Print one line a model."""
         from tresnet.checkpoints.published import list_weights
-        from tresnet.measure.macs import count_parameters, without_computing
+        from tresnet.measure.macs import count_parameters
         from tresnet.models.zoo import build, list_models
 
         names = list_models(self.pattern)
@@ -30,8 +30,7 @@ class List:
             )
         rows = []
         for name in names:
-            with without_computing():
-                model = build(name)
+            model = build(name, device="meta")
             tags = ", ".join(list_weights(name)) or "-"
             rows.append([name, f"{count_parameters(model):,}", f"{model.num_features:,}", tags])
         say(format_table(["model", "parameters", "features", "weights"], rows))

@@ -9,14 +9,12 @@ from tresnet.ops.blur_pool import reference
 
 
 class BlurPool2d(nn.Module):
-    """3x3 binomial blur, reflected border, stride 2: to (N, C, ceil(H/2), ceil(W/2))."""
+    """3x3 binomial blur, reflected border, stride 2: to (N, C, ceil(H/2), ceil(W/2)).
+
+    `jit` runs the TorchScript form.
+    """
 
     def __init__(self, jit: bool = False) -> None:
-        """Keep the setting.
-
-        Args:
-            jit: run the TorchScript form.
-        """
         super().__init__()
         self.jit = jit
 

@@ -9,10 +9,12 @@ from tresnet.layers.norm import norm_class
 
 
 class ConvNormAct(nn.Module):
-    """k x k convolution without bias, norm, leaky ReLU; blur with stride 2 where asked.
+    """k x k convolution without bias, zero padding of k // 2, norm, leaky ReLU.
 
-    A norm of ours applies the activation. Where another is put in its place (synchronised, frozen,
-    folded into the convolution), which cannot, this module does.
+    `slope` is the negative slope of the leaky ReLU; None for no activation. `blur` halves height
+    and width after it; `jit` runs the blur's TorchScript form. Our norms apply the activation
+    themselves. For a norm that cannot (synchronised, frozen, folded into the convolution), this
+    module does.
     """
 
     def __init__(
@@ -29,20 +31,6 @@ class ConvNormAct(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create convolution, norm and, where `blur`, the downsampling.
-
-        Args:
-            in_channels: channels of the input.
-            out_channels: channels of the output.
-            kernel_size: odd side of the kernel; the border is padded with zeros.
-            groups: of the convolution.
-            norm: 'abn', 'batchnorm' or 'inplace_abn'.
-            slope: negative slope of the leaky ReLU; None for no activation.
-            blur: halve height and width by an anti-aliasing blur after the activation.
-            jit: run the TorchScript form of the blur.
-            device: where the parameters live.
-            dtype: floating-point type of the parameters.
-        """
         super().__init__()
         self.conv = nn.Conv2d(
             in_channels,

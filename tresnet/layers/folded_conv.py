@@ -8,16 +8,13 @@ from tresnet.errors import InputError
 
 
 class FoldedConv(nn.Module):
-    """Convolution with bias, leaky ReLU, blur where there was one: a `ConvNormAct` in eval mode."""
+    """Convolution with bias, leaky ReLU, and `aa`: a `ConvNormAct` in eval mode.
+
+    The weight of `conv` holds the norm's scale, its bias the norm's shift. `aa` blurs, or does
+    nothing; without a `slope` there is no ReLU.
+    """
 
     def __init__(self, conv: nn.Conv2d, slope: float | None, aa: nn.Module) -> None:
-        """Keep the parts.
-
-        Args:
-            conv: holds the norm's scale in its weight and the norm's shift in its bias.
-            slope: negative slope of the leaky ReLU; None for no activation.
-            aa: what follows the activation: the blur, or an identity.
-        """
         super().__init__()
         self.conv = conv
         self.slope = slope

@@ -15,19 +15,12 @@ class GlobalPool2d(nn.Module):
     """Pool each channel over all pixels: (N, C, H, W) to (N, C).
 
     'avg' (or 'fast', its name in timm) is the fast global average pool of the paper; 'avgmax' is
-    the mean of average and maximum; '' returns the input.
+    the mean of average and maximum; '' returns the input. `jit` runs the average's TorchScript
+    form.
     """
 
     def __init__(self, pool_type: str = "avg", jit: bool = False) -> None:
-        """Keep the settings.
-
-        Args:
-            pool_type: 'avg', 'fast', 'max', 'avgmax' or ''.
-            jit: run the TorchScript form of the average.
-
-        Raises:
-            InputError: `pool_type` is unknown.
-        """
+        """Keep the settings, or raise `InputError` for an unknown `pool_type`."""
         super().__init__()
         if pool_type not in POOL_TYPES:
             raise InputError(f"expected a global pool out of {POOL_TYPES}, got {pool_type!r}")

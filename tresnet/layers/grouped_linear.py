@@ -111,7 +111,6 @@ class GroupedLinear(nn.Module):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _one_by_one(self, x: Tensor) -> Tensor:
-        """Compute group by group, for TorchScript."""
         x = x.reshape(x.shape[0], -1, self.in_features)
         outputs: list[Tensor] = []
         begin = 0

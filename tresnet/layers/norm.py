@@ -6,8 +6,6 @@ in what is kept for backward: an `ABN` on a GPU one buffer (`tresnet.fused`).
 """
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,14 +25,17 @@ class _Frozen(threading.local):
 _frozen = _Frozen()
 
 
-@contextmanager
-def frozen_running_stats() -> Iterator[None]:
-    """Leave running statistics alone, as the second forward of activation checkpointing must."""
-    before, _frozen.value = _frozen.value, True
-    try:
-        yield
-    finally:
-        _frozen.value = before
+class FrozenRunningStats:
+    """Leave running statistics alone, as the second forward of activation checkpointing must.
+
+    It may be entered again: after `retain_graph` that forward runs once for each backward.
+    """
+
+    def __enter__(self) -> None:
+        self._before, _frozen.value = _frozen.value, True
+
+    def __exit__(self, *error: object) -> None:
+        _frozen.value = self._before
 
 
 def running_stats_frozen() -> bool:
@@ -45,8 +46,10 @@ def running_stats_frozen() -> bool:
 class NormAct(nn.BatchNorm2d):
     """BN and leaky ReLU with plain operations: the definition, and the base of the other two.
 
-    It is a batch norm to every tool that asks for one. One that puts another module in its place
-    leaves the activation to the `ConvNormAct` around it.
+    Tools that look for a batch norm find one. A norm that takes its place leaves the activation to
+    the `ConvNormAct` around it. `slope` is the negative slope of the leaky ReLU, None for no
+    activation; `momentum` the weight of a batch in the running statistics, None for the mean of all
+    batches.
     """
 
     weight: Tensor
@@ -65,16 +68,6 @@ class NormAct(nn.BatchNorm2d):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create the parameters.
-
-        Args:
-            num_features: channels C of the input (N, C, H, W).
-            slope: negative slope of the leaky ReLU; None for no activation.
-            eps: added to the variance.
-            momentum: weight of a batch in the running statistics; None for the mean of all batches.
-            device: where the parameters live.
-            dtype: floating-point type of the parameters.
-        """
         super().__init__(num_features, eps, momentum, device=device, dtype=dtype)
         self.slope = slope
 
@@ -83,17 +76,13 @@ class NormAct(nn.BatchNorm2d):
         nn.init.zeros_(self.weight)
 
     def _count_batch(self) -> float:
-        """Count a batch of training, and return its weight in the running statistics."""
         self.num_batches_tracked.add_(1)
         if self.momentum is None:
             return 1.0 / float(self.num_batches_tracked)
         return self.momentum
 
     def _statistics(self) -> tuple[Tensor, Tensor, float]:
-        """The running statistics, and the weight of this batch in them.
-
-        They are copies where they are not to be updated.
-        """
+        """Return the running statistics, or copies not to be updated, and a batch's weight."""
         if not self.training:
             return self.running_mean, self.running_var, 0.0
         if _frozen.value or not self.track_running_stats:
@@ -101,7 +90,6 @@ class NormAct(nn.BatchNorm2d):
         return self.running_mean, self.running_var, self._count_batch()
 
     def _gamma(self) -> Tensor:
-        """Return the factor the normalised value is multiplied by."""
         return self.weight
 
     def _plain(self, x: Tensor) -> Tensor:
@@ -149,18 +137,15 @@ class BatchNormAct(NormAct):
 class ABN(NormAct):
     """BN and leaky ReLU of which `tresnet.fused` keeps one buffer for backward.
 
-    Attributes:
-        synchronised: take the statistics of a training batch over all processes; by that program
-            only.
+    With `synchronised` the fused program takes training statistics over all processes.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Create the parameters; see `NormAct`."""
         super().__init__(*args, **kwargs)
         self.synchronised = False
 
     def group(self) -> Any:
-        """The process group that shares its statistics: a group itself could not be copied."""
+        """Return the process group of its statistics, looked up as a group cannot be copied."""
         if not (self.synchronised and self.training and dist.is_initialized()):
             return None
         return dist.group.WORLD if dist.get_world_size() > 1 else None
@@ -184,11 +169,7 @@ class InplaceABN(NormAct):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Create the parameters; see `NormAct`.
-
-        Raises:
-            MissingDependencyError: the inplace-abn package is not installed.
-        """
+        """Create the parameters, or raise `MissingDependencyError` without inplace-abn."""
         super().__init__(*args, **kwargs)
         inplace_abn_function()
         self.register_state_dict_pre_hook(_reflect)
@@ -202,7 +183,6 @@ class InplaceABN(NormAct):
 
     @torch.jit.unused
     def _run(self, x: Tensor) -> Tensor:
-        """Overwrite `x`."""
         if torch.jit.is_tracing() or torch.compiler.is_exporting():
             return self._plain(x)
         if self.training:
@@ -231,11 +211,7 @@ class InplaceABN(NormAct):
 
 
 def inplace_abn_function() -> Any:
-    """Return the function of the inplace-abn package.
-
-    Raises:
-        MissingDependencyError: it is not installed.
-    """
+    """Return the function of the inplace-abn package, or raise `MissingDependencyError`."""
     try:
         from inplace_abn.functions import inplace_abn  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -264,11 +240,7 @@ PLAIN_NORMS = (NormAct, *NORMS.values(), nn.BatchNorm2d, nn.SyncBatchNorm)
 
 
 def norm_class(name: str) -> type[NormAct]:
-    """Return the class behind `norm=name`.
-
-    Raises:
-        InputError: there is no such norm.
-    """
+    """Return the class behind `norm=name`, or raise `InputError`."""
     if name not in NORMS:
         raise InputError(f"expected norm out of {sorted(NORMS)}, got {name!r}")
     return NORMS[name]

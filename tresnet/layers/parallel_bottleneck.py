@@ -11,11 +11,13 @@ from tresnet.layers.norm import NormAct
 
 
 class ParallelBottleneck(nn.Module):
-    """G times: 1x1, ABN, 3x3, ABN, 1x1, ABN without activation, add, ReLU.
+    """Run G branches: 1x1, ABN, 3x3, ABN, 1x1, ABN without activation, add, ReLU.
 
-    With `shared_input` all branches read the same C channels, so the first 1x1 is one dense
-    convolution to G C / r channels; else branch g reads its own C of G C channels. Multiply-
-    accumulates a pixel: 2 G C^2 / r + 9 G C^2 / r^2.
+    Each branch has C `channels` in and out and C / r inside, r the `reduction`. With `shared_input`
+    all branches read the same C channels, so the first 1x1 is one dense convolution to G C / r
+    channels; else branch g reads its own C of G C channels. Multiply-accumulates a pixel: 2 G C^2 /
+    r + 9 G C^2 / r^2. Norms are 'abn', 'batchnorm' or 'inplace_abn'; `slope` is that inside a
+    branch.
     """
 
     __jit_unused_properties__ = ("last_norm",)
@@ -33,16 +35,6 @@ class ParallelBottleneck(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         """Create the layers.
-
-        Args:
-            groups: number of branches G.
-            channels: channels C of each branch, in and out.
-            reduction: channels C over those in the middle of a branch.
-            shared_input: all branches read the same input.
-            norm: 'abn', 'batchnorm' or 'inplace_abn'.
-            slope: negative slope of the leaky ReLUs inside.
-            device: device of the parameters.
-            dtype: floating-point type of the parameters.
 
         Raises:
             InputError: a number is below 1, or the reduction does not divide the channels.
@@ -67,11 +59,7 @@ class ParallelBottleneck(nn.Module):
         return self.conv3.bn
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (N, C, H, W), or (N, G C, H, W) if not shared, to (N, G C, H, W).
-
-        Raises:
-            InputError: the input has other channels.
-        """
+        """Map (N, C, H, W), or (N, G C, H, W) if not shared, to (N, G C, H, W)."""
         if not torch.jit.is_scripting():
             self._check(x)
         y = self.conv3(self.conv2(self.conv1(x)))

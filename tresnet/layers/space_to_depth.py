@@ -9,15 +9,12 @@ from tresnet.ops.space_to_depth import reference
 
 
 class SpaceToDepth(nn.Module):
-    """Blocks of pixels become channels: (N, C, H, W) to (N, b*b*C, H/b, W/b)."""
+    """Turn blocks of b x b pixels into channels: (N, C, H, W) to (N, b*b*C, H/b, W/b).
+
+    `jit` runs the TorchScript form.
+    """
 
     def __init__(self, block_size: int = 4, jit: bool = False) -> None:
-        """Keep the settings.
-
-        Args:
-            block_size: side b of the block.
-            jit: run the TorchScript form.
-        """
         super().__init__()
         self.block_size = block_size
         self.jit = jit

@@ -17,15 +17,6 @@ class SqueezeExcite(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create the two 1x1 convolutions.
-
-        Args:
-            channels: channels C of the input (N, C, H, W).
-            reduced: channels between the two convolutions.
-            jit: run the TorchScript form of the mean.
-            device: where the parameters live.
-            dtype: floating-point type of the parameters.
-        """
         super().__init__()
         self.pool = GlobalPool2d(jit=jit)
         self.fc1 = nn.Conv2d(channels, reduced, 1, device=device, dtype=dtype)

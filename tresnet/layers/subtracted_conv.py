@@ -32,16 +32,10 @@ class SubtractedConv(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create the three convolutions, initialised as `nn.Conv2d`.
+        """Create the three convolutions, initialised as `nn.Conv2d`; P has the stride.
 
-        Args:
-            in_channels: channels of the input (N, C, H, W).
-            out_channels: channels of the output, even: half from D P - P, half from L P.
-            kernel_size: odd side of the kernels of D and L.
-            stride: of P, in both directions.
-            mode: 'branches', 'composed' or 'recompute'; may be changed later.
-            device: device of the parameters.
-            dtype: floating-point type of the parameters.
+        Half of the output channels, an even number, comes from D P - P and half from L P. D and L
+        have kernels of odd side `kernel_size`. `mode` may be changed later.
 
         Raises:
             InputError: a size or the mode is not possible.
@@ -133,7 +127,6 @@ class SubtractedConv(nn.Module):
 
 
 def _fits(conv: nn.Conv2d) -> bool:
-    """Return whether P, D and L can stand in for a convolution and have fewer parameters."""
     kernel, half = conv.kernel_size[0], conv.out_channels // 2
     factors = half * (conv.in_channels + kernel**2 + half * kernel**2)
     return (

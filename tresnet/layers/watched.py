@@ -1,4 +1,4 @@
-"""Modules that someone watches or has changed, which nothing may pass over, replace or resize."""
+"""Hooked or changed modules, which nothing may pass over, replace or resize."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,11 +12,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def check_model(model: Any) -> None:
-    """Check that `model` is a module that is not compiled.
-
-    Raises:
-        InputError: it is something else.
-    """
+    """Raise `InputError` unless `model` is a module that is not compiled."""
     if not isinstance(model, nn.Module):
         raise InputError(f"expected a model (torch.nn.Module), got {model!r}")
     if hasattr(model, "_orig_mod"):
@@ -26,7 +22,7 @@ def check_model(model: Any) -> None:
 
 
 def what_watches(module: nn.Module) -> str | None:
-    """What sees or changes what a module computes, and would be lost with it; None if nothing."""
+    """Return what hooks or changes a module and would be lost with it; None for nothing."""
     hooks = [kind for kind in _HOOKS if getattr(module, kind)]
     if hooks:
         return f"hooks ({hooks[0]})"
@@ -36,14 +32,7 @@ def what_watches(module: nn.Module) -> str | None:
 
 
 def refuse_watched(modules: Mapping[str, nn.Module]) -> None:
-    """Check that nothing watches or changes modules that are about to be replaced or resized.
-
-    Args:
-        modules: by name.
-
-    Raises:
-        InputError: something does; names the first.
-    """
+    """Raise `InputError` for the first module that has hooks, or a forward of its own."""
     for name, module in modules.items():
         what = what_watches(module)
         if what is not None:

@@ -1,4 +1,4 @@
-"""What a benchmark of models compares: a model with every setting that changes its speed."""
+"""Cases of a benchmark of models: a model with every setting that changes its speed."""
 
 import dataclasses
 import functools
@@ -32,12 +32,7 @@ class CaseSettings(ModelStep):
 
 @dataclasses.dataclass(frozen=True)
 class BenchCase(CaseSettings):
-    """One model and its settings.
-
-    Attributes:
-        model: ours, `timm:NAME` or `torchvision:NAME`.
-        batch_size: images of a micro-batch.
-    """
+    """One model (ours, `timm:NAME` or `torchvision:NAME`) and its settings."""
 
     model: str = ""
     batch_size: Size = 64
@@ -50,7 +45,7 @@ class BenchCase(CaseSettings):
         return split_name(self.model)[0] == "tresnet"
 
     def checked(self, training: bool, on_gpu: bool = False) -> "BenchCase":
-        """The case with every default filled in; one of ours is sure to build and run.
+        """Return the case with every default filled in; one of ours is sure to build and run.
 
         Raises:
             InputError: a value out of range, an unknown model, an input size it cannot take, or a
@@ -91,12 +86,12 @@ class BenchCase(CaseSettings):
             )
 
     def columns(self) -> dict[str, Any]:
-        """The case as a record has it: None for what only our models have, in a row of others."""
+        """Return the case as a record has it: None for settings that others' models lack."""
         row = dataclasses.asdict(self)
         return row if self.ours else row | dict.fromkeys(self.values(Build))
 
     def label(self) -> str:
-        """The case in one short line: what differs from the defaults."""
+        """Return the model and what differs from the defaults in one short line."""
         parts = [self.model, f"batch {self.batch_size}"]
         if self.amp is not None:
             parts.append(self.dtype or "fp32" if self.amp == "off" else f"amp {self.amp}")
@@ -122,11 +117,7 @@ class Cases(CaseSettings):
     """Images of a micro-batch; several give one case each."""
 
     def cases(self) -> list[BenchCase]:
-        """Every model at every batch size; one with its own `batch_size=` appears once.
-
-        Raises:
-            InputError: none, or a setting that cannot be read.
-        """
+        """Return a case for every model and batch size; `InputError` if one cannot be read."""
         if not self.models:
             raise InputError("expected at least one model to measure, got none")
         if not self.batch_size:
@@ -138,42 +129,33 @@ class Cases(CaseSettings):
         ]
 
 
-def build(case: BenchCase) -> Any:
-    """The model of a case, with random weights, on the CPU.
-
-    Raises:
-        MissingDependencyError: norm `inplace_abn` without that package.
-    """
+def build(case: BenchCase, device: str = "cpu") -> Any:
+    """Build a case's model; norm `inplace_abn` raises `MissingDependencyError` without it."""
     from tresnet.models.named import build_named
 
-    return build_named(case.model, **(case.build if case.ours else {}))
+    return build_named(case.model, device=device, **(case.build if case.ours else {}))
 
 
 @functools.cache
 def _rehearse(case: BenchCase) -> None:
-    """Let one of our models complain before anything was measured, not after half an hour."""
+    """Let one of our models fail before anything was measured, not after half an hour."""
     import torch
 
-    from tresnet.measure.macs import without_computing
     from tresnet.models.named import default_input_shape
 
-    with without_computing():
-        try:
-            model = build(case)
-        except MissingDependencyError:  # its row will say so
-            return
-        size = case.input_size or default_input_shape(model)[-1]
-        model.check_input(torch.empty(1, 3, size, size))
+    try:
+        model = build(case, "meta")
+    except MissingDependencyError:  # its row will say so
+        return
+    size = case.input_size or default_input_shape(model)[-1]
+    model.check_input(torch.empty(1, 3, size, size, device="meta"))
 
 
 def parse_case(text: str, defaults: CaseSettings, batch_size: int = 64) -> BenchCase:
-    """`timm:resnet50@compile=default,batch_size=128` to a case; `defaults` gives the rest.
+    """Read `timm:resnet50@compile=default,batch_size=128`; `defaults` gives the rest.
 
-    What only our models have is taken from `defaults` for them alone.
-
-    Raises:
-        InputError: an option that is not of the form key=value, an unknown or repeated key, a bad
-            value.
+    Settings that only our models have are taken from `defaults` for them alone. An unknown,
+    repeated or bad option raises `InputError`.
     """
     model, _, options = text.partition("@")
     given: dict[str, str] = {}

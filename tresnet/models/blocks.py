@@ -43,7 +43,7 @@ class BlockSettings:
 
 
 def drop_path(rate: float) -> nn.Module:
-    """Return stochastic depth (arXiv 1603.09382) at `rate`, or nothing at rate 0."""
+    """Return stochastic depth (arXiv 1603.09382), or the identity at rate 0."""
     if rate == 0:
         return nn.Identity()
     from timm.layers.drop import DropPath
@@ -66,7 +66,10 @@ def shortcut(
 
 @residual_block("conv1", "conv2")
 class BasicBlock(nn.Module):
-    """3x3, ABN, (blur), 3x3, ABN without activation, SE, add, ReLU."""
+    """3x3, ABN, (blur), 3x3, ABN without activation, SE, add, ReLU.
+
+    `planes` are the channels inside and out. Stride 2 halves height and width by the blur.
+    """
 
     expansion = 1
     __jit_unused_properties__ = ("last_norm",)
@@ -80,16 +83,6 @@ class BasicBlock(nn.Module):
         drop_path_rate: float,
         settings: BlockSettings,
     ) -> None:
-        """Create the layers.
-
-        Args:
-            in_channels: channels of the input (N, C, H, W).
-            planes: channels inside and out.
-            stride: 1, or 2 to halve height and width.
-            use_se: squeeze and excite before the join.
-            drop_path_rate: probability of dropping the residual branch of a sample in training.
-            settings: what the blocks of the model share.
-        """
         super().__init__()
         self.downsample = shortcut(in_channels, planes, stride, settings)
         self.conv1 = settings.conv(in_channels, planes, 3, blur=stride == 2)
@@ -110,7 +103,10 @@ class BasicBlock(nn.Module):
 
 @residual_block("conv1", "conv2", "conv3")
 class Bottleneck(nn.Module):
-    """1x1, ABN, 3x3, ABN, (blur), SE, 1x1, ABN without activation, add, ReLU."""
+    """1x1, ABN, 3x3, ABN, (blur), SE, 1x1, ABN without activation, add, ReLU.
+
+    `planes` are the channels inside; 4 times as many leave. Stride 2 halves height and width.
+    """
 
     expansion = 4
     __jit_unused_properties__ = ("last_norm",)
@@ -124,16 +120,6 @@ class Bottleneck(nn.Module):
         drop_path_rate: float,
         settings: BlockSettings,
     ) -> None:
-        """Create the layers.
-
-        Args:
-            in_channels: channels of the input (N, C, H, W).
-            planes: channels inside; 4 times as many leave.
-            stride: 1, or 2 to halve height and width.
-            use_se: squeeze and excite after the 3x3.
-            drop_path_rate: probability of dropping the residual branch of a sample in training.
-            settings: what the blocks of the model share.
-        """
         super().__init__()
         out_channels = planes * self.expansion
         self.downsample = shortcut(in_channels, out_channels, stride, settings)

@@ -1,4 +1,4 @@
-"""What determines a model: its configuration, and the options that choose one."""
+"""Configuration of a model, and the options that choose one."""
 
 import math
 from collections.abc import Sequence
@@ -88,11 +88,7 @@ class ModelConfig:
     block_slope: float = BLOCK_SLOPE
 
     def __post_init__(self) -> None:
-        """Check the types and values; spread the classes over the groups of the head.
-
-        Raises:
-            InputError: one is wrong or out of range.
-        """
+        """Check types and values, or raise `InputError`; spread classes over the groups."""
         if isinstance(self.layers, list):
             object.__setattr__(self, "layers", tuple(self.layers))
         self._check_shape()
@@ -174,11 +170,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ModelConfig":
-        """Return the configuration that `to_dict` wrote.
-
-        Raises:
-            InputError: it is none: a field is unknown, missing or wrong.
-        """
+        """Return the configuration that `to_dict` wrote, or raise `InputError`."""
         try:
             return cls(**values)
         except TypeError as error:
@@ -196,12 +188,10 @@ def _is_number(value: object) -> bool:
 def class_groups(
     kind: str, num_classes: int, groups: int | Sequence[int] | None
 ) -> tuple[int, ...]:
-    """Return the classes of each group: as given, or spread evenly, earlier groups getting more.
+    """Return the number of classes of each group.
 
-    Args:
-        kind: kind of the head; only 'group_attention' has groups.
-        num_classes: how many classes there are.
-        groups: the classes of each group, or how many groups; None for 12, or one for each class.
+    `groups` is those numbers, or how many groups there are (None: 12, or one for each class) over
+    which the classes are spread evenly, earlier groups getting more.
 
     Raises:
         InputError: the counts do not add up, there are more groups than classes, or the head has

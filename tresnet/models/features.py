@@ -10,7 +10,7 @@ from tresnet.models.tresnet import TResNet
 
 
 class FeatureExtractor(nn.Module):
-    """Return the feature maps of chosen stages: 0 is the stem, 1 to 4 the stages.
+    """Return the feature maps of chosen stages: 0 is the stem, 1 to 4 the stages (default: 1 to 4).
 
     Parameters keep the names they have in the whole model. `feature_info` is timm's `FeatureInfo`:
     `channels()`, `reduction()` and `module_name()` list one value a map.
@@ -19,12 +19,7 @@ class FeatureExtractor(nn.Module):
     __jit_unused_properties__ = ("default_cfg",)
 
     def __init__(self, model: TResNet, out_indices: int | Sequence[int] | None = None) -> None:
-        """Take over the body of `model` up to the last stage needed.
-
-        Args:
-            model: a whole model; its body becomes part of this one.
-            out_indices: which maps, or how many of the last; None for stages 1 to 4.
-        """
+        """Take the body of `model`, up to the last of the `out_indices` (or of that many)."""
         super().__init__()
         from timm.models import FeatureInfo
 

@@ -21,13 +21,6 @@ class LinearHead(nn.Module):
     """Global pool, dropout, linear; without classes no linear."""
 
     def __init__(self, in_features: int, config: ModelConfig, **place: Any) -> None:
-        """Create pool and linear layer.
-
-        Args:
-            in_features: channels C of the feature map (N, C, H, W).
-            config: its classes, pool and dropout.
-            place: device and dtype of the parameters.
-        """
         super().__init__()
         self.in_features = in_features
         self.drop_rate = config.drop_rate
@@ -36,7 +29,8 @@ class LinearHead(nn.Module):
         self.fc = nn.Identity()
         if config.num_classes:
             self.fc = nn.Linear(in_features, config.num_classes, **place)
-            nn.init.normal_(self.fc.weight, std=0.01)
+            if not self.fc.weight.is_meta:
+                nn.init.normal_(self.fc.weight, std=0.01)
 
     def forward(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """(N, C, H, W) to (N, num_classes), or to the pooled features (N, C) if `pre_logits`."""
@@ -48,15 +42,11 @@ class GroupAttentionHead(nn.Module):
     """1x1, ABN, attention bottlenecks in parallel, global max pool, dropout, grouped linear.
 
     For many labels that fall into groups: each group of classes has a bottleneck of its own, which
-    looks at the same reduced features, and a linear layer of its own.
+    reads the same reduced features, and a linear layer of its own.
     """
 
     def __init__(self, in_features: int, config: ModelConfig, **place: Any) -> None:
-        """Create and initialise the layers; arguments as of `LinearHead`.
-
-        Raises:
-            InputError: the channels are odd.
-        """
+        """Create and initialise the layers; odd channels raise `InputError`."""
         super().__init__()
         channels = config.head_channels or DEFAULT_CHANNELS["group_attention"]
         kind: Any = {"norm": config.norm, "slope": config.block_slope, **place}
@@ -68,7 +58,7 @@ class GroupAttentionHead(nn.Module):
         self.drop = nn.Dropout(config.drop_rate)
         self.fc = GroupedLinear(channels, config.head_groups, **place)
         for module in self.modules():
-            if isinstance(module, nn.Conv2d):
+            if isinstance(module, nn.Conv2d) and not module.weight.is_meta:
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="leaky_relu")
         self.attention.last_norm.zero_init()
 
@@ -115,11 +105,7 @@ class MLDecoderHead(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create timm's layer; arguments as of `LinearHead`.
-
-        Raises:
-            InputError: the channels do not divide by its 8 attention heads.
-        """
+        """Create timm's layer; channels that its 8 heads do not divide raise `InputError`."""
         super().__init__()
         from timm.layers.ml_decoder import MLDecoder
 

@@ -1,4 +1,4 @@
-"""A model by its name: ours (`tresnet_m`), timm's (`timm:resnet50`), torchvision's."""
+"""Models by name: ours (`tresnet_m`), timm's (`timm:resnet50`), torchvision's."""
 
 import functools
 import inspect
@@ -19,11 +19,7 @@ _OURS_ALONE = ("norm", "impl", "recompute", "jit", "head")
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """`timm:resnet50` to `('timm', 'resnet50')`; a name without a source is ours.
-
-    Raises:
-        InputError: it is no text, or the source is unknown.
-    """
+    """Split `timm:resnet50` into `('timm', 'resnet50')`; an unknown source raises `InputError`."""
     if not isinstance(name, str):
         raise InputError(f"expected a model's name, got {name!r}")
     source, colon, model = name.rpartition(":")
@@ -63,14 +59,13 @@ def check_name(name: str) -> None:
 def build_named(
     name: str, *, device: torch.device | str | None = None, **options: Any
 ) -> nn.Module:
-    """A randomly initialised model. Nothing is downloaded.
+    """Build a randomly initialised model; nothing is downloaded.
 
     Args:
         name: ours, or `timm:NAME`, or `torchvision:NAME`.
-        device: where to build it; on `meta` nothing is allocated, unless the constructor of a peer
+        device: where to build it; on `meta` nothing is allocated, unless a peer's constructor
             reads values that it has just made.
-        **options: for ours what `tresnet.models.zoo.build` takes (norm, impl, num_classes, ...),
-            for a peer what its constructor takes. None is as good as not given.
+        **options: of `tresnet.models.zoo.build` or of a peer's constructor; None is as not given.
 
     Raises:
         InputError: an unknown name, or an option that the model does not have.
@@ -107,7 +102,7 @@ def build_without_data(construct: Callable[[], nn.Module]) -> nn.Module:
 
 
 def default_input_shape(model: nn.Module) -> tuple[int, int, int]:
-    """(C, H, W) of the images a model is made for: its `pretrained_cfg`'s, else 224 x 224."""
+    """Return (C, H, W) of a model's images, by its `pretrained_cfg`, else 224 x 224."""
     config = getattr(model, "pretrained_cfg", None)
     usual = tuple(config.get("input_size") or ()) if isinstance(config, Mapping) else ()
     size = usual[1:] if len(usual) == 3 else (DEFAULT_INPUT_SIZE, DEFAULT_INPUT_SIZE)

@@ -16,7 +16,7 @@ from tresnet.errors import InputError
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.layers.grouped_linear import GroupedLinear
-from tresnet.layers.norm import NormAct, frozen_running_stats
+from tresnet.layers.norm import FrozenRunningStats, NormAct
 from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.layers.whole import symbolic
 from tresnet.models.blocks import BasicBlock, BlockSettings, Bottleneck
@@ -46,12 +46,7 @@ class TResNet(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create and initialise the layers.
-
-        Args:
-            config: what to build.
-            device: where the parameters live ('meta' allocates nothing).
-            dtype: floating-point type of the parameters.
+        """Create and initialise the layers; the device 'meta' allocates nothing.
 
         Raises:
             InputError: the dtype is not a real floating-point one.
@@ -111,9 +106,10 @@ class TResNet(nn.Module):
         return info
 
     def _initialise(self) -> None:
-        """Kaiming normal convolutions; the last norm of each block starts at zero."""
+        """Draw Kaiming normal convolutions; the last norm of each block starts at zero."""
         for module in self.body.modules():
-            if isinstance(module, nn.Conv2d):
+            # normal_ on the meta device would import torch._dynamo, 1.8 s
+            if isinstance(module, nn.Conv2d) and not module.weight.is_meta:
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="leaky_relu")
         for module in self.body.modules():
             if isinstance(module, BasicBlock | Bottleneck):
@@ -121,11 +117,7 @@ class TResNet(nn.Module):
 
     @torch.jit.ignore  # pyright: ignore[reportArgumentType]
     def check_input(self, x: Tensor) -> None:
-        """Check that `x` is an image batch this model can take.
-
-        Raises:
-            InputError: the shape, size, channels or dtype do not fit.
-        """
+        """Check shape, size, channels and dtype of a batch of images, or raise `InputError`."""
         block, channels = self.config.block_size, self.config.in_chans
         if not isinstance(x, Tensor):
             raise InputError(f"expected images (N, {channels}, H, W), got {type(x).__name__}")
@@ -182,7 +174,7 @@ class TResNet(nn.Module):
         return outputs
 
     def _run(self, parts: dict[str, nn.Module], x: Tensor, s2d: Any) -> Tensor:
-        """Run parts of the body, and checkpoint each block if asked to."""
+        """Run parts of the body, with each block checkpointed under `grad_checkpointing`."""
         if not (self.grad_checkpointing and torch.is_grad_enabled()):
             return fused.run(parts, x, self.how, s2d)
         from torch.utils.checkpoint import checkpoint
@@ -303,12 +295,7 @@ class TResNet(nn.Module):
         self.config, self.num_classes = config, num_classes
 
     def set_slopes(self, stem: float, block: float) -> None:
-        """Set the negative slopes of the leaky ReLUs, a property of the weights.
-
-        Args:
-            stem: slope of the stem.
-            block: slope of every other activation.
-        """
+        """Set the negative slopes of the leaky ReLUs, a property of the weights."""
         self.config = replace(self.config, stem_slope=stem, block_slope=block)
         for name, module in self.named_modules():
             ours = isinstance(module, NormAct | ConvNormAct | FoldedConv)
@@ -361,12 +348,12 @@ class TResNet(nn.Module):
 
     @property
     def impl(self) -> Impl:
-        """What `set_impl` chose."""
+        """The implementation that `set_impl` chose."""
         return self.how.impl
 
     @property
     def recompute(self) -> str:
-        """What `set_recompute` chose."""
+        """The recomputation that `set_recompute` chose."""
         return self.how.recompute
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
@@ -384,7 +371,7 @@ class TResNet(nn.Module):
 
     @property
     def head_hidden_size(self) -> int:
-        """Width of what `forward_head` returns with `pre_logits`."""
+        """Width of the features that `forward_head` returns with `pre_logits`."""
         fc = self.head.fc
         if isinstance(fc, GroupedLinear):
             return fc.groups * fc.in_features
@@ -401,14 +388,9 @@ class TResNet(nn.Module):
 
 
 def take_indices(indices: int | Sequence[int] | None, count: int) -> list[int]:
-    """Return which of `count` feature maps are meant.
+    """Return which of `count` feature maps are meant, as non-negative indices in the order given.
 
-    Args:
-        indices: how many of the last ones, or which (negative from the end), or None for all.
-        count: how many there are.
-
-    Returns:
-        Non-negative indices in the order given.
+    `indices` are how many of the last, which (negative from the end), or None for all.
 
     Raises:
         InputError: an index or a number is out of range.
@@ -426,16 +408,4 @@ def take_indices(indices: int | Sequence[int] | None, count: int) -> list[int]:
 
 
 def _checkpoint_contexts() -> tuple[Any, Any]:
-    """Contexts of the first and the second forward: only the first updates running statistics."""
-    return nullcontext(), _SecondForward()
-
-
-class _SecondForward:
-    """`frozen_running_stats` as often as backward comes: after `retain_graph` it comes again."""
-
-    def __enter__(self) -> None:
-        self._inside = frozen_running_stats()
-        self._inside.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._inside.__exit__(*error)
+    return nullcontext(), FrozenRunningStats()  # only the first forward updates the statistics

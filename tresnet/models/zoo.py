@@ -21,15 +21,7 @@ DEFAULT_INPUT_SIZE = 224  # of every variant but the one for small images, and o
 
 @dataclass(frozen=True)
 class Variant:
-    """One row of the table.
-
-    Attributes:
-        layers: blocks in each of the four stages.
-        width_factor: channels of the first stage over 64.
-        bottlenecks: bottleneck blocks in the first two stages too (version 2).
-        block_size: side of the space-to-depth block.
-        input_size: side of the square image the variant is meant for, in pixels.
-    """
+    """One row of the table: fields of `ModelConfig`, and the side of its images in pixels."""
 
     layers: tuple[int, int, int, int]
     width_factor: float = 1.0
@@ -62,7 +54,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def default_crop_pct(input_size: int, crop_mode: str = "center") -> float:
-    """Return the part of the resized image's side that a centre crop keeps.
+    """Return the fraction of the resized image's side that a centre crop keeps.
 
     A small image is shown whole; the published models take the middle 0.875 at 224.
     """
@@ -70,11 +62,7 @@ def default_crop_pct(input_size: int, crop_mode: str = "center") -> float:
 
 
 def find_variant(name: str) -> Variant:
-    """Return the row called `name`.
-
-    Raises:
-        InputError: there is none; the message suggests the nearest.
-    """
+    """Return the row called `name`, or raise `InputError` with the nearest name."""
     if not isinstance(name, str):
         raise InputError(f"expected a model's name out of {', '.join(list_models())}, got {name!r}")
     if name not in VARIANTS:
@@ -86,11 +74,7 @@ def find_variant(name: str) -> Variant:
 
 
 def make_config(name: str, **options: Unpack[ModelOptions]) -> ModelConfig:
-    """Return the configuration of a variant with some of its fields chosen.
-
-    Raises:
-        InputError: the name, an option or a value is unknown or out of range.
-    """
+    """Return a variant's configuration with some fields chosen; `InputError` if one is wrong."""
     variant = dataclasses.asdict(find_variant(name))
     del variant["input_size"]
     for key in options.keys() - ModelOptions.__annotations__.keys():
@@ -111,19 +95,7 @@ def build(
     dtype: torch.dtype | None = None,
     **options: Unpack[ModelOptions],
 ) -> TResNet:
-    """Build a variant with random weights.
-
-    Args:
-        name: a name out of `list_models()`.
-        impl: which implementation runs, see `TResNet.set_impl`.
-        recompute: what backward recomputes instead of keeping, see `TResNet.set_recompute`.
-        device: where the parameters live; 'meta' allocates nothing.
-        dtype: floating-point type of the parameters.
-        **options: fields of `ModelConfig` in place of the variant's: norm, num_classes, in_chans,
-            ...; see there.
-
-    Returns:
-        The model, in training mode.
+    """Build a variant with random weights, in training mode; arguments are those of `create`.
 
     Raises:
         InputError: the name or a value is unknown or out of range.
@@ -170,11 +142,7 @@ def default_pretrained_cfg(name: str, config: ModelConfig) -> dict[str, Any]:
 
 
 def image_side(cfg: Mapping[str, Any]) -> int:
-    """Return the side of the square images of a `pretrained_cfg`.
-
-    Raises:
-        InputError: they are not square, and this package prepares no others.
-    """
+    """Return the side of a `pretrained_cfg`'s square images; others raise `InputError`."""
     _, height, width = cfg["input_size"]
     if height != width:
         raise InputError(
