@@ -1,4 +1,4 @@
-"""The one function that makes a model: by name, with fresh, published or own weights."""
+"""Make a model by name, with fresh, published or own weights."""
 
 import os
 from collections.abc import Sequence
@@ -110,7 +110,6 @@ def _create_loaded(
 
 
 def _head_kwargs(known: WeightsInfo, asked: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of the weights' head as far as they carry over to the head asked for."""
     groups = known.kwargs["head_groups"]
     if asked.get("head", known.kwargs["head"]) != known.kwargs["head"]:
         return {"head_groups": None, "head_channels": None}

@@ -1,4 +1,4 @@
-"""Puts the weights of a file into a model: all of them, or none and an error."""
+"""Put the weights of a file into a model: all of them, or none and an error."""
 
 import os
 from collections.abc import Mapping
@@ -42,11 +42,7 @@ def load_weights(model: TResNet, weights: Weights, new_head: bool = False) -> No
 
 
 def install(model: TResNet, staged: Mapping[str, Tensor], slopes: tuple[float, float]) -> None:
-    """Copy what `fit` returned into the model: nothing that can fail is left but the copying.
-
-    Raises:
-        CheckpointError: the model is on the meta device.
-    """
+    """Copy the tensors of `fit` into the model; one on the meta device raises `CheckpointError`."""
     tensors = model_tensors(model)
     if any(tensor.is_meta for tensor in tensors.values()):
         raise CheckpointError(
@@ -63,10 +59,8 @@ def model_tensors(model: TResNet) -> dict[str, Tensor]:
     """Return the parameters and persistent buffers themselves, by name.
 
     `state_dict` would do, but norm='inplace_abn' rewrites its weights when asked for one, and a
-    load that fails must leave every bit alone.
-
-    Raises:
-        InputError: the model was folded by `surgery.fold`, so the tensors of files are not there.
+    load that fails must leave every bit alone. A model folded by `surgery.fold` raises
+    `InputError`.
     """
     if any(isinstance(module, FoldedConv) for module in model.modules()):
         raise InputError(
@@ -86,11 +80,7 @@ def model_tensors(model: TResNet) -> dict[str, Tensor]:
 
 
 def bare_model(model: nn.Module) -> TResNet:
-    """Return the TResNet inside wrappers: compiled, data-parallel, averaged, features only.
-
-    Raises:
-        InputError: there is none.
-    """
+    """Return the TResNet inside wrappers (compiled, data-parallel, EMA), or raise `InputError`."""
     inner: Any = model
     while not isinstance(inner, TResNet):
         name = "model" if isinstance(inner, FeatureExtractor) else "_orig_mod"

@@ -1,4 +1,4 @@
-"""Writes weights, whole or not at all."""
+"""Write weights, whole or not at all."""
 
 import json
 import os
@@ -139,7 +139,7 @@ def computed_by_timm(model: TResNet) -> bool:
 
 
 def _other_than_timms(model: TResNet) -> list[str]:
-    """What timm's class would compute otherwise: it has one head, slope pair and stem."""
+    """Return settings that timm's class, of one head, slope pair and stem, would ignore."""
     config = model.config
     wanted = {
         "stem_slope": STEM_SLOPE,

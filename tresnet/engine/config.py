@@ -1,7 +1,8 @@
-"""How to train: frozen dataclasses, one per concern. Every field is an option of `train.py`.
+"""Configuration of a training run: frozen dataclasses, one per concern.
 
-Field names are unique over all groups, so `config.schedule.epochs` is `--epochs`. The text under a
-field is its help on the command line, and its type says which numbers it takes.
+Every field is an option of `train.py`; names are unique over all groups, so
+`config.schedule.epochs` is `--epochs`. The text under a field is its help on the command line, and
+its type says which numbers it takes.
 """
 
 import dataclasses
@@ -92,7 +93,7 @@ class DataConfig(ImageConfig):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes of training images, in their order, of a resolved configuration."""
+        """Sizes of training images, in their order, of a resolved configuration."""
         return self.progressive_sizes or (self.resolved_input_size,)
 
 
@@ -220,7 +221,7 @@ class TrainConfig(Settings):
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
 
     def to_dict(self) -> dict[str, Any]:
-        """Nested plain values, as config.json holds them; tuples are lists."""
+        """Return nested plain values, as config.json holds them; tuples are lists."""
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
 
@@ -249,7 +250,7 @@ RESOLVED = ("model", "input_size", "crop_pct", "crop_mode", "interpolation")
 
 
 def to_json(config: TrainConfig) -> str:
-    """The configuration as indented JSON text with a final newline."""
+    """Return the configuration as indented JSON text with a final newline."""
     return json.dumps(config.to_dict(), indent=2) + "\n"
 
 
@@ -259,11 +260,7 @@ def from_json(text: str, source: str = "the configuration") -> TrainConfig:
 
 
 def load(path: Path) -> TrainConfig:
-    """Read a config.json.
-
-    Raises:
-        ConfigError: No such file, or its content does not fit.
-    """
+    """Read a config.json, or raise `ConfigError`."""
     try:
         if not path.is_file():
             raise FileNotFoundError("no such file")
@@ -274,7 +271,7 @@ def load(path: Path) -> TrainConfig:
 
 
 def flatten(config: TrainConfig) -> dict[str, Any]:
-    """Each option's name, without its group, to its value."""
+    """Return each option's value by its name without its group."""
     flat: dict[str, Any] = {}
     for name, value in vars(config).items():
         flat |= vars(value) if dataclasses.is_dataclass(value) else {name: value}
@@ -282,11 +279,7 @@ def flatten(config: TrainConfig) -> dict[str, Any]:
 
 
 def replace(config: TrainConfig, **changes: object) -> TrainConfig:
-    """A copy with options changed by their names without the group: `replace(c, epochs=3)`.
-
-    Raises:
-        ConfigError: No option has that name.
-    """
+    """Return a copy with options changed by name, as in `replace(c, epochs=3)`."""
     groups = {"recipe": None} | {
         field.name: group
         for group, part in vars(config).items()
@@ -304,7 +297,7 @@ def replace(config: TrainConfig, **changes: object) -> TrainConfig:
 
 
 def resumed(saved: TrainConfig, wanted: TrainConfig) -> TrainConfig:
-    """The configuration of a resumed run: what it leaves open is what it was when the run began."""
+    """Return `wanted` with what it leaves open filled in by the run's first configuration."""
     before, now = flatten(saved), flatten(wanted)
     left_open = [name for name in RESOLVED if now[name] is None]
     if wanted.data.batch_size == AUTO:
@@ -313,16 +306,7 @@ def resumed(saved: TrainConfig, wanted: TrainConfig) -> TrainConfig:
 
 
 def check_resumable(saved: TrainConfig, wanted: TrainConfig, best: Path) -> None:
-    """Refuse to resume a run with a configuration that would compute something else.
-
-    Args:
-        saved: The run's.
-        wanted: What it is to go on with.
-        best: The run's best weights, for the message.
-
-    Raises:
-        ConfigError: Options differ that decide the result; the message lists each with both values.
-    """
+    """Raise `ConfigError`, naming the run's weights, where options would compute something else."""
     before, now = flatten(saved), flatten(wanted)
     differing = [
         f"{fields.option(name)}: the run has {before[name]!r}, now {now[name]!r}"

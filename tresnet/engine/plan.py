@@ -21,14 +21,11 @@ from tresnet.settings import fields
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A run of which nothing is left open.
+    """Run of which nothing is left open.
 
-    Attributes:
-        record: Its complete configuration, what it trains on, and how far it is.
-        splits: Its images.
-        batches: The micro-batches of each process.
-        run_dir: The directory that exists already; None for a new one.
-        resumes: Whether that directory has a state.
+    `record` is its configuration, what it trains on and how far it is; `batches` are the
+    micro-batches of each process. `run_dir` exists already, None for a new one; `resumes` says that
+    it has a state.
     """
 
     record: Record
@@ -45,12 +42,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """The tensors that a run begins with; random weights where both are None.
-
-    Attributes:
-        weights: Of `--weights`, for a new run.
-        state: The content of the checkpoint that is resumed.
-    """
+    """Tensors that a run begins with: of `--weights`, of a checkpoint, or random for two None."""
 
     weights: WeightsInfo | None
     state: dict[str, Any] | None
@@ -66,13 +58,8 @@ def make_plan(
 ) -> tuple[Plan, Start]:
     """Resolve what a configuration leaves open, and read the state to resume (a collective).
 
-    Args:
-        wanted: The configuration as it was given.
-        resume: As for `train`.
-        processes: This process's place.
-        console: Shows what was decided.
-        held: Holds the lock of a resumed run's directory.
-        dry_run: Accept `--gpu-memory` in place of a GPU.
+    `held` keeps the lock of a resumed run's directory. A `dry_run` accepts `--gpu-memory` in place
+    of a GPU.
 
     Raises:
         ConfigError: The configuration does not fit the data, the machine, or the run it resumes.
@@ -130,12 +117,7 @@ def _claim(
 
 
 def check_same_options(config: TrainConfig, processes: Processes) -> None:
-    """Refuse processes that would train together with different options (a collective).
-
-    Raises:
-        ConfigError: They differ, save in what may differ between machines; or they would
-            synchronise batch norm without GPUs.
-    """
+    """Raise `ConfigError` for processes with different options (a collective)."""
     if config.compute.sync_bn and processes.device.type != "cuda":
         raise ConfigError(
             "--sync-bn: PyTorch synchronises batch norm on GPUs only, expected one, got"

@@ -24,17 +24,10 @@ from tresnet.steps import InferenceStep, TrainingStep, create_training_step
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What this process trains with.
+    """Loaders, steps and losses of this process.
 
-    Attributes:
-        train_loader: Its part of the training images.
-        val_loader: Its part of the others.
-        step: The training step, with the model and its optimizer.
-        tested: The inference step of the weights that are evaluated.
-        losses: The loss of each epoch.
-        memory: Has the phases initial and model.
-        processes: This process's place.
-        console: Where it shows something.
+    `val_loader` has its part of the other images; `tested` is the inference step of the weights
+    that are evaluated, and `memory` has the phases initial and model.
     """
 
     train_loader: Loader
@@ -100,7 +93,7 @@ def create_step(
     batches: MicroBatches,
     say: Callable[[str], object] | None = None,
 ) -> TrainingStep:
-    """The training step of a complete configuration; see `create_training_step`."""
+    """Return the training step of a complete configuration; see `create_training_step`."""
     return create_training_step(
         model,
         config.compute,

@@ -1,4 +1,4 @@
-"""Fills in what a configuration leaves to the model or the weights, and builds the model."""
+"""Fill in what a configuration leaves to the model or the weights, and build the model."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -18,16 +18,10 @@ from tresnet.settings import EvalTransform
 
 
 def resolve(config: TrainConfig, weights: WeightsInfo | None = None) -> TrainConfig:
-    """The configuration with the model's name, input size and test crop filled in.
+    """Return the configuration with the model's name, input size and test crop filled in.
 
-    What the options say stays; else what the weights were trained with; else the variant's own.
-
-    Args:
-        config: A valid configuration.
-        weights: What is known about its `--weights`; None where it names none.
-
-    Raises:
-        InputError: No model has that name.
+    What the options say stays; else what the `--weights` were trained with; else the variant's own.
+    An unknown model raises `InputError`.
     """
     model = config.model.model
     if weights is not None:
@@ -39,7 +33,7 @@ def resolve(config: TrainConfig, weights: WeightsInfo | None = None) -> TrainCon
 
 
 def missing(data: EvalTransform, cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """What the options leave open of how images are prepared, out of a model's `pretrained_cfg`."""
+    """Return the options of image preparation that are left open, from a `pretrained_cfg`."""
     known = {name: cfg[name] for name in ("crop_pct", "crop_mode", "interpolation")}
     if data.input_size is None:
         known["input_size"] = zoo.image_side(cfg)
@@ -78,9 +72,9 @@ def create_model(
 
 
 def rebuild_model(config: TrainConfig, metadata: dict[str, Any]) -> TResNet:
-    """Build the model of a run that goes on, whose state has its weights and this metadata.
+    """Build the model of a resumed run from its state's metadata.
 
-    So the weights that the run started from need not be there any more.
+    The weights that the run started from need not be there any more.
     """
     options = check_metadata(metadata).to_dict()
     name = options.pop("variant")
@@ -93,15 +87,10 @@ def rebuild_model(config: TrainConfig, metadata: dict[str, Any]) -> TResNet:
 def class_map(
     trained: Sequence[str] | None, outputs: int, found: Sequence[str]
 ) -> list[int] | None:
-    """The model's class of each label of a data set.
+    """Return the model's class of each label of a data set; None where the numbers are the same.
 
-    Args:
-        trained: The model's classes in the order of its outputs, if known.
-        outputs: How many outputs it has.
-        found: The data set's classes in the order of its labels.
-
-    Returns:
-        A list as long as `found`, or None where the numbers are the same.
+    `trained` are the model's classes in the order of its outputs, if known, `outputs` their number,
+    and `found` the data set's classes in the order of its labels.
 
     Raises:
         ConfigError: The classes differ, or, where names are unknown, their number.
@@ -138,5 +127,5 @@ def _check_head(info: WeightsInfo, classes: Sequence[str]) -> None:
 
 
 def some(names: Sequence[str]) -> str:
-    """The first names of a list, for a message."""
+    """Return the first names of a list, for a message."""
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "none"

@@ -1,4 +1,4 @@
-"""Refuses configurations whose values are out of range or contradict each other."""
+"""Refuse configurations whose values are out of range or contradict each other."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -11,11 +11,7 @@ from tresnet.steps.training import check_compiled_passes
 
 
 def validate(config: TrainConfig) -> None:
-    """Check types, ranges and contradictions that need neither the data nor the machine.
-
-    Raises:
-        ConfigError: Something does not fit; the message lists everything that does not.
-    """
+    """Check types, ranges and contradictions; one `ConfigError` lists all that do not fit."""
     problems = "\n  ".join(_problems(config))
     if problems:
         raise ConfigError(f"the configuration does not fit:\n  {problems}")

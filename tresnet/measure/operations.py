@@ -24,14 +24,7 @@ SLOPE = 1e-3
 
 
 class Place(NamedTuple):
-    """Where an operation stands in a tresnet_m.
-
-    Attributes:
-        name: for the record.
-        channels: of the input.
-        reduction: side of the image over side of the input.
-        se: channels inside the squeeze and excitation; 0 for none.
-    """
+    """Place of an operation in a tresnet_m."""
 
     name: str
     channels: int
@@ -40,18 +33,13 @@ class Place(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Arguments of an operation.
-
-    Attributes:
-        maps: feature maps, of which the benchmark keeps several copies.
-        vectors: parameters and buffers, shared by all copies.
-    """
+    """Arguments of an operation: feature maps, of which there are copies, and shared vectors."""
 
     maps: tuple[Tensor, ...]
     vectors: tuple[Tensor, ...]
 
     def differentiated(self) -> list[Tensor]:
-        """What a gradient is wanted of."""
+        """Return the tensors that have a gradient."""
         return [one for one in (*self.maps, *self.vectors) if one.requires_grad]
 
 
@@ -59,14 +47,14 @@ Function = Callable[..., Tensor]
 
 
 class Op(NamedTuple):
-    """One operation.
+    """One operation, in plain PyTorch and by this package's kernels.
 
     Attributes:
         places: where it is measured.
         make: its inputs for a shape (N, C, H, W), a place, a dtype and a device.
-        plain: it in plain PyTorch, taking the maps, then the vectors.
-        fused: it by this package's kernels, called likewise.
-        forward: how often the bytes of the input, and of the output, must be moved forward.
+        plain: function of the maps, then the vectors.
+        fused: the same by this package's kernels.
+        forward: number of reads or writes of the input, and of the output, forward.
         backward: the same backward; zeros where there is no gradient.
     """
 
@@ -78,7 +66,7 @@ class Op(NamedTuple):
     backward: tuple[int, int]
 
     def ideal_bytes(self, x_bytes: int, y_bytes: int) -> dict[str, int]:
-        """What must be moved for an input and an output of these sizes, by direction."""
+        """Return the bytes that must be moved for an input and an output, by direction."""
         return {
             direction: x * x_bytes + y * y_bytes
             for direction, (x, y) in (("forward", self.forward), ("backward", self.backward))
@@ -89,7 +77,7 @@ class Op(NamedTuple):
 def _abn(
     follows: str, places: tuple[Place, ...], forward: tuple[int, int], backward: tuple[int, int]
 ) -> Op:
-    """BN and leaky ReLU with what follows: "", "blur", "se", or "join" (without activation)."""
+    """Return BN and leaky ReLU with what `follows`: "", "blur", "se", or "join" (no activation)."""
     blurs, joins = follows == "blur", follows == "join"
     numbers: dict[str, Any] = {"training": True, "momentum": 0.1, "eps": 1e-5}
     numbers["slope"] = None if joins else SLOPE
@@ -154,7 +142,6 @@ class _Launches(torch.autograd.Function):
 
 
 def _plain_blur(x: Tensor, binomial: Tensor) -> Tensor:
-    """As plain PyTorch does it, the filter in a buffer."""
     padded = F.pad(x, [1, 1, 1, 1], mode="reflect")
     return F.conv2d(padded, binomial, stride=2, groups=x.shape[1])
 

@@ -1,7 +1,7 @@
-"""Which attention kernel a CUDA device would run.
+"""Choice of the attention kernel that a CUDA device would run.
 
-PyTorch's own choice asks the device for its properties; with no driver it falls to the plain
-math path, which keeps the whole attention matrix. So the choice is made here, by the rules of
+PyTorch's own choice asks the device for its properties; with no driver it falls to the plain math
+path, which keeps the whole attention matrix. So the choice is made here, by the rules of
 `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` for devices since Ampere.
 """
 
@@ -53,7 +53,7 @@ def _flash(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
 
 
 def _efficient(q: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether the efficient kernel takes these heads: their rows must be multiples of 16 bytes."""
+    """The efficient kernel takes heads whose rows are multiples of 16 bytes."""
     whole = all(t.shape[-1] * t.itemsize % 16 == 0 for t in (q, v))
     return whole and q.dtype != torch.float64
 
@@ -66,7 +66,6 @@ def _run_flash(
     is_causal: bool,
     scale: float | None,
 ) -> torch.Tensor:
-    """Run the flash kernel, on heads padded to a multiple of 8 as PyTorch pads them."""
     size = q.shape[-1]
     scale = size**-0.5 if scale is None else scale
     padding = -size % 8

@@ -51,10 +51,7 @@ def find_device(name: str | Device | None = None, gpu_memory: str | int | None =
     """Return a GPU by its name in `list_devices()`, with `gpu_memory` (`80GiB` or bytes) if given.
 
     None is the GPU of this machine if it has one, else a device without limit and with the
-    workspaces of an A100.
-
-    Raises:
-        InputError: an unknown name, or a size that is none.
+    workspaces of an A100. An unknown name, or a size that is none, raises `InputError`.
     """
     if isinstance(name, Device):
         device = name

@@ -1,4 +1,4 @@
-"""Whether a batch fits, and the largest that does."""
+"""Decide whether a batch fits, and find the largest that does."""
 
 import bisect
 from collections.abc import Callable
@@ -32,7 +32,7 @@ class Fits(StrEnum):
 
 @dataclass(frozen=True)
 class MaxBatch:
-    """The answer: `batch_size` fits (0 if not even one image does), from `no_from` on none does.
+    """Largest batch: `batch_size` fits (0 if not even one image does), from `no_from` on none does.
 
     Between them it depends on the size of the context, and on cuDNN's workspaces.
     """

@@ -37,11 +37,9 @@ _FIRST_BUCKET_BYTES = MIB
 class FakeMachine(Watch):
     """Runs any code on fakes of a GPU's tensors and records what it does to memory.
 
-    Args:
-        device: the GPU it stands for.
-        real_engine: run backward with the autograd engine, which only works for fakes of CPU
-            tensors; the tests compare the walk with it.
-        device_type: `cuda` or `cpu`; None for CUDA, or the CPU where torch was built without.
+    `real_engine` runs backward with the autograd engine, which only works for fakes of CPU tensors;
+    the tests compare the walk with it. `device_type` is `cuda` or `cpu`; None is CUDA, or the CPU
+    where torch was built without.
     """
 
     def __init__(
@@ -68,12 +66,12 @@ class FakeMachine(Watch):
 
     @property
     def trace(self) -> Trace:
-        """What has been recorded so far."""
+        """The record so far."""
         return self._recorder.trace
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """The surroundings in which code runs."""
+        """Run the code inside on fakes, recorded."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._mode)
             stack.enter_context(patches.gpu_answers())
@@ -85,15 +83,11 @@ class FakeMachine(Watch):
             yield
 
     def copy(self, model: nn.Module) -> nn.Module:
-        """A copy of `model` on the CPU without data; call it outside `running()`.
-
-        Raises:
-            InputError: lazy parameters without a shape, or a model that cannot be copied.
-        """
+        """Return a copy of `model` on the CPU without data, made outside `running()`."""
         return fake_copy(model, self._mode)
 
     def adopt(self, model: nn.Module, *, ddp: bool = False) -> None:
-        """Attribute what a model on the device holds and does; with DDP's buckets where asked."""
+        """Attribute a model's parameters and buffers on the device, and DDP's buckets."""
         for module_name, module in model.named_modules():
             for tensors, category in (
                 (module._parameters, Category.PARAMETERS),
@@ -115,7 +109,7 @@ class FakeMachine(Watch):
         return self._recorder.during(Phase(part), category)
 
     def relabel(self, tensors: Iterable[object], category: Category) -> None:
-        """Say what tensors turned out to be for."""
+        """Attribute tensors to a category that is known only after they were made."""
         self._recorder.relabel(tensors, category)
 
     def start_step(self) -> None:
@@ -133,10 +127,10 @@ class FakeMachine(Watch):
 
 
 class _Buckets:
-    """The gradient buckets of DistributedDataParallel with `gradient_as_bucket_view`.
+    """Gradient buckets of DistributedDataParallel with `gradient_as_bucket_view`.
 
     Laid out over the reversed parameters; after the first backward pass in the order in which
-    gradients arrived, which are views into them.
+    gradients, which are views into them, arrived.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -145,7 +139,6 @@ class _Buckets:
         self._places: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
 
     def lay_out(self) -> None:
-        """One flat tensor for every run of parameters of one dtype up to the limit."""
         self._order = [*self._arrived, *(p for p in self._order if p not in self._arrived)]
         self._places.clear()
         open_groups: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -169,7 +162,6 @@ class _Buckets:
             offset += parameter.numel()
 
     def take(self, parameter: torch.Tensor) -> None:
-        """Put a gradient that has arrived into its place."""
         self._arrived.setdefault(parameter)
         flat, offset = self._places[parameter]
         view = flat.narrow(0, offset, parameter.numel())
@@ -177,9 +169,9 @@ class _Buckets:
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """A copy of `model` whose parameters and buffers are fakes on the CPU; it stays untouched.
+    """Return a copy of `model` whose parameters and buffers are fakes on the CPU, without data.
 
-    No tensor data is copied. Tied parameters stay tied.
+    Tied parameters stay tied.
 
     Raises:
         InputError: lazy parameters without a shape, or a model that cannot be copied.
@@ -202,7 +194,6 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
 
 def _fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """A fake of the same shape, strides and dtype on the CPU, of its own storage."""
     meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     fake = FakeTensor(mode, meta, torch.device("cpu"))
     if isinstance(tensor, nn.Parameter):

@@ -31,7 +31,7 @@ _MATERIALIZE = "_tresnet_materialize_grads"
 
 @contextlib.contextmanager
 def gpu_answers() -> Iterator[None]:
-    """What fakes of CUDA tensors need to run as on a GPU: all the patches of operators."""
+    """Let fakes of CUDA tensors run as on a GPU: all the patches of operators."""
     with contextlib.ExitStack() as stack:
         for patch in (
             attention_chosen_by_rule,
@@ -94,7 +94,7 @@ def autocast_without_gpu() -> Iterator[None]:
 
 @contextlib.contextmanager
 def bfloat16_convolutions_on_cudnn() -> Iterator[None]:
-    """Convolutions in bfloat16 go to cuDNN, as on GPUs since Ampere, and so have its layout.
+    """Let convolutions in bfloat16 go to cuDNN, as on GPUs since Ampere, and so have its layout.
 
     With no GPU to ask, PyTorch takes a kernel of its own, whose output is never channels last. All
     fake modes share one cache of what operations return: it is emptied before and after.
@@ -217,16 +217,13 @@ def scaled_updates_are_made() -> Patch:
 
 @contextlib.contextmanager
 def backward_replaced(backward: Callable[..., None]) -> Iterator[None]:
-    """`loss.backward()` and reentrant checkpointing call `backward`, not the C++ engine.
-
-    The engine refuses tensors of a device that is not there.
-    """
+    """Replace the engine, which refuses devices that are not there, by `backward`."""
     with _replaced(torch.autograd, backward=backward), unset_gradients_remembered():
         yield
 
 
 def unset_gradients_remembered() -> Patch:
-    """Keep what custom Functions say to `ctx.set_materialize_grads`, which torch does not tell."""
+    """Keep the arguments of `ctx.set_materialize_grads`, which torch does not tell."""
     real = FunctionCtx.set_materialize_grads
 
     def remember(ctx: Any, value: bool) -> None:
@@ -259,11 +256,9 @@ def graph_task() -> Patch:
 def saved_tensor_hooks_replaced(
     wrap: Callable[[Any, Any], tuple[Any, Any]], popped: Callable[[], object]
 ) -> Patch:
-    """Every pair of hooks for saved tensors goes through `wrap` before autograd gets it.
+    """Let every pair of hooks for saved tensors go through `wrap` before autograd gets it.
 
-    Args:
-        wrap: from (pack, unpack) to the pair that autograd shall have.
-        popped: called after a pair was taken off again.
+    `popped` is called after a pair was taken off again.
     """
     push = _autograd._push_saved_tensors_default_hooks
     pop = _autograd._pop_saved_tensors_default_hooks

@@ -1,4 +1,4 @@
-"""What one step is: the model and the settings, checked before anything runs."""
+"""Check the model and the settings of one step before anything runs."""
 
 import dataclasses
 import functools
@@ -38,12 +38,12 @@ class StepPlan(ModelStep, Shape):
     """One training step or one inference, but for the batch size.
 
     Attributes:
-        device: the GPU: one of `tresnet.memory.list_devices()` or a `Device`; None for the one of
-            this machine, or none in particular.
+        device: one of `tresnet.memory.list_devices()` or a `Device`; None for the GPU of this
+            machine, or none in particular.
         gpu_memory: its memory, such as `80GiB`, in place of the described one.
         train: forward, backward and optimizer step; else inference.
-        num_classes: width of the classifier of a model given by name; None for its own.
-        in_chans: channels of the images of a model given by name; None for its own.
+        num_classes: of a model given by name; None for its own.
+        in_chans: of a model given by name; None for its own.
         input_size: side of the square, (H, W), or a whole shape without the batch; None for the
             model's own. `make_plan` makes it a whole shape.
         opt: timm's name of an optimizer, a class, or a function from parameters to an optimizer.
@@ -72,7 +72,7 @@ class StepPlan(ModelStep, Shape):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(StepPlan):
-    """One training step or one inference of so many images a micro-batch."""
+    """One training step or one inference of `batch_size` images a micro-batch."""
 
     batch_size: Size
 
@@ -84,13 +84,13 @@ class Plan(StepPlan):
 
     @property
     def optimizer_name(self) -> str:
-        """The optimizer in a word."""
+        """Name of the optimizer in a word."""
         if isinstance(self.opt, str):
             return self.opt
         return getattr(self.opt, "__name__", "custom").lower()
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Images and targets as a loader gives them, on the CPU."""
+        """Return images and targets as a loader gives them, on the CPU."""
         dtype = torch.uint8 if self.input == "uint8" else torch.float32
         images = torch.empty(self.input_shape, dtype=dtype, memory_format=self.memory_format)
         if self.target_size is None:
@@ -98,7 +98,7 @@ class Plan(StepPlan):
         return images, torch.empty((self.batch_size, *self.target_size))
 
     def describe(self) -> str:
-        """`train, batch 128 of 3x224x224, fp32, sgd`."""
+        """Return `train, batch 128 of 3x224x224, fp32, sgd`."""
         size = "x".join(map(str, self.input_shape[1:]))
         parts = ["train" if self.train else "inference", f"batch {self.batch_size} of {size}"]
         if self.input == "uint8":
@@ -138,7 +138,7 @@ def by_keywords(
 
 @by_keywords(Plan)
 def make_plan(model: ModelLike, plan: Plan) -> tuple[str, nn.Module, Plan]:
-    """A printable name, the model (without data where it is built here), and the plan, checked.
+    """Return a printable name, the model (without data if built here), and the checked plan.
 
     Args:
         model: `tresnet_m`, `timm:resnet50`, `torchvision:vgg16_bn`, a module on the CPU or on the
@@ -186,7 +186,6 @@ def make_plan(model: ModelLike, plan: Plan) -> tuple[str, nn.Module, Plan]:
 
 
 def _options(plan: Plan) -> dict[str, Any]:
-    """What builds the model, where it is not at its default."""
     given = {**plan.build, **plan.values(Shape), **{n: getattr(plan, n) for n in _CLASSIFIER}}
     defaults = {field.name: field.default for field in dataclasses.fields(plan)}
     return {name: value for name, value in given.items() if value != defaults[name]}
@@ -196,7 +195,7 @@ _CLASSIFIER = ("num_classes", "in_chans")
 
 
 def default_loss(output: object, target: torch.Tensor) -> torch.Tensor:
-    """Cross entropy where an output has the form of logits for the target, else its mean.
+    """Return cross entropy where an output has the form of logits for the target, else its mean.
 
     Summed over all floating-point tensors of the output, auxiliary heads included.
     """
@@ -213,11 +212,7 @@ def default_loss(output: object, target: torch.Tensor) -> torch.Tensor:
 
 
 def apply_checkpointing(model: nn.Module, what: bool | Sequence[str]) -> None:
-    """Recompute activations: the model's own choice for True, or the named submodules.
-
-    Raises:
-        InputError: the model offers no choice of its own, or has no such submodule.
-    """
+    """Recompute activations of the named submodules, or for True by the model's own choice."""
     if what is True:
         enable = getattr(model, "set_grad_checkpointing", None)
         if enable is None:
@@ -238,7 +233,6 @@ def apply_checkpointing(model: nn.Module, what: bool | Sequence[str]) -> None:
 
 
 def _check_model(model: object) -> None:
-    """Refuse what cannot be predicted, with the way out."""
     expected, got, todo = "an eager model", "", ""
     if not isinstance(model, nn.Module):
         raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}")

@@ -1,4 +1,4 @@
-"""A picture of memory over one step, with matplotlib."""
+"""Draw memory over one step, with matplotlib."""
 
 from collections import defaultdict
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The memory of a training step or an inference, before it runs and without a GPU."""
+"""Predict the memory of a training step or an inference, before it runs and without a GPU."""
 
 import contextlib
 import gc
@@ -57,12 +57,12 @@ class Estimate:
 
     @property
     def mib(self) -> float:
-        """The expected size."""
+        """Expected size in MiB."""
         return self.expected_bytes / MIB
 
     @property
     def band_mib(self) -> tuple[float, float]:
-        """The lowest and the highest size."""
+        """Lowest and highest size in MiB."""
         return self.low_bytes / MIB, self.high_bytes / MIB
 
     def __str__(self) -> str:
@@ -112,7 +112,7 @@ class Prediction:
         return "\n".join([*lines, *self.notes])
 
     def to_dict(self) -> dict[str, Any]:
-        """The prediction as plain values, in MiB."""
+        """Return the prediction as plain values, in MiB."""
         estimates = {
             name: {"mib": e.mib, "low_mib": e.band_mib[0], "high_mib": e.band_mib[1]}
             for name in ("allocated", "reserved", "device_total")
@@ -162,11 +162,7 @@ def record(
     device: Device,
     **machine_options: Any,
 ) -> Trace:
-    """Run two steps on fakes and return what they did to memory.
-
-    Raises:
-        InputError: the model rejects its input, or cannot be faked.
-    """
+    """Run two steps on fakes and return their trace; a model that cannot raises `InputError`."""
     import timm.optim
     import timm.utils  # noqa: F401
 
@@ -191,7 +187,7 @@ def record(
 
 
 def _training(model: nn.Module, plan: Plan, machine: FakeMachine) -> Callable[[int], None]:
-    """The training step of train.py, as a function of the number of the update."""
+    """Return the training step of train.py, as a function of the number of the optimizer step."""
     if not any(p.requires_grad for p in model.parameters()):
         raise InputError(
             "expected a model with parameters to train, got none that requires a gradient: "
@@ -237,7 +233,7 @@ def _training(model: nn.Module, plan: Plan, machine: FakeMachine) -> Callable[[i
 
 
 def _inference(model: nn.Module, plan: Plan, machine: FakeMachine) -> Callable[[int], None]:
-    """The inference step of eval.py."""
+    """Return the inference step of eval.py."""
     with machine.during(Phase.SETUP):
         step = InferenceStep(model, plan, machine.device, watch=machine)
     machine.adopt(step.model)
@@ -253,7 +249,7 @@ def _inference(model: nn.Module, plan: Plan, machine: FakeMachine) -> Callable[[
 
 
 class _Outputs:
-    """What a model returned, several tensors say, where a step expects logits."""
+    """Outputs of a model, perhaps several tensors, where a step expects logits."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -272,7 +268,6 @@ class _Outputs:
 
 
 def _as_logits(model: nn.Module, inputs: object, output: Any) -> Any:
-    """A hook."""
     return output if isinstance(output, torch.Tensor) else _Outputs(output)
 
 
@@ -328,7 +323,6 @@ def _reserved(replayed: Replay, allocated: Estimate) -> Estimate:
 
 
 def _doubt(plan: Plan) -> float:
-    """The share by which allocated may be off, workspaces apart."""
     if torch.backends.cuda.is_built():
         return _DOUBT
     return _DOUBT_CPU_FAKE_FP32 if plan.amp == "off" else _DOUBT_CPU_FAKE_AMP
@@ -344,7 +338,6 @@ def _notes(plan: Plan) -> list[str]:
 
 
 def _explained(error: Exception, trace: Trace, plan: Plan) -> InputError:
-    """The user's view of what went wrong while the step ran on fakes."""
     operation = trace.operations[-1] if trace.operations else Operation("", Phase.SETUP, "", 0)
     where = f" in {operation.module}" if operation.module else ""
     first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -387,7 +380,7 @@ def _explained(error: Exception, trace: Trace, plan: Plan) -> InputError:
 
 
 def _innermost(error: Exception) -> str | None:
-    """The line of the model that asked: the last one outside of torch."""
+    """Return the model's line that failed: the last one outside of torch."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [f for f in frames if "/torch/" not in f.filename and "tresnet/memory" not in f.filename]
     return f"{ours[-1].line} in {ours[-1].name}" if ours else None

@@ -36,10 +36,7 @@ _ANSWERS = {
 class Recorder(TorchDispatchMode):
     """Records births and deaths of storages on one device type into `trace`.
 
-    Args:
-        device_type: the fake device whose storages count, `cuda` or `cpu`.
-        device: the described GPU; decides the cuBLAS workspace.
-        shapes: runs the operations.
+    `device_type` is `cuda` or `cpu`; `device` decides the cuBLAS workspace.
     """
 
     @classmethod
@@ -102,7 +99,7 @@ class Recorder(TorchDispatchMode):
         self._buffers[key] = buffer, weakref.ref(storage, died)
 
     def claim(self, tensor: torch.Tensor, category: Category, module: str | None = None) -> None:
-        """Say what the tensor's storage turned out to be for, and for which module."""
+        """Attribute the tensor's storage to a category and a module after its birth."""
         self.see(tensor)
         known = self._buffers.get(tensor.untyped_storage()._cdata)
         if known is not None:
@@ -112,7 +109,7 @@ class Recorder(TorchDispatchMode):
                 buffer.module = self._owners[tensor.untyped_storage()._cdata] = module
 
     def relabel(self, tensors: Iterable[object], category: Category) -> None:
-        """Say what the tensors among these turned out to be for."""
+        """Attribute the tensors among these to a category."""
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
                 self.claim(tensor, category)
@@ -164,7 +161,7 @@ class Recorder(TorchDispatchMode):
         return Category.CAST_WEIGHTS if is_master else None
 
     def _blas_workspace(self) -> None:
-        """One cuBLAS workspace a handle: forward and backward threads have one each."""
+        """Forward and backward threads have a cuBLAS handle each, with a workspace."""
         handle = self.phase is Phase.BACKWARD
         n_bytes = self._device.cublas_workspace_bytes
         if n_bytes and handle not in self._blas_handles:
@@ -174,7 +171,6 @@ class Recorder(TorchDispatchMode):
     def _borrow(
         self, operation: Operation, func: Any, args: tuple, outputs: list[torch.Tensor]
     ) -> None:
-        """Record what the kernel takes and gives back while it runs."""
         expected_bytes, high_bytes = workspace_bytes(func, args, outputs)
         operation.workspace_high_bytes = high_bytes - expected_bytes
         if expected_bytes:
@@ -183,7 +179,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _device_of(func: Any, args: tuple, kwargs: dict) -> torch.device:
-    """`tensor.device`: half of all dispatches, so answered here where the mode would agree."""
+    """`tensor.device` is half of all dispatches, so it is answered here without the mode."""
     tensor = args[0]
     if isinstance(tensor, FakeTensor) and not tensor.fake_mode.in_kernel_invocation:
         return tensor.fake_device
@@ -191,10 +187,7 @@ def _device_of(func: Any, args: tuple, kwargs: dict) -> torch.device:
 
 
 def _changes_nothing(func: Any) -> bool:
-    """Whether an operation of the update neither makes nor frees memory.
-
-    Operations in place over hundreds of tensors are slow to fake.
-    """
+    """In-place operations over hundreds of tensors are slow to fake, and change no memory."""
     name = func._schema.name
     return name.startswith("aten::_amp_") or (
         name.startswith(("aten::_foreach_", "aten::_fused_")) and name.endswith("_")

@@ -69,10 +69,7 @@ class ShapeMemory:
 
 
 def _key(value: Any) -> Any:
-    """Return a hashable form of arguments: tensors by shape, strides, dtype, device.
-
-    Real tensors, fakes with a known value and unusual arguments raise _Unremembered.
-    """
+    """Return a hashable form of arguments; `_Unremembered` for real tensors or known values."""
     kind = type(value)
     if kind is FakeTensor and value.constant is None:
         form = value.shape, value.stride(), value.dtype, value.fake_device
@@ -85,7 +82,6 @@ def _key(value: Any) -> Any:
 
 
 def _describe(result: Any, args: tuple) -> tuple[bool, list[Any]] | None:
-    """Return the form of a result; None if it must not be remembered."""
     several = isinstance(result, tuple)
     storages = {t.untyped_storage()._cdata for t in _tensors(args)}
     parts: list[Any] = []

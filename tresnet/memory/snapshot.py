@@ -1,4 +1,4 @@
-"""A prediction as a snapshot of the caching allocator, for PyTorch's own memory viewer.
+"""Write a prediction as a snapshot of the caching allocator, for PyTorch's own memory viewer.
 
 The file has the format of `torch.cuda.memory._dump_snapshot`: open it at pytorch.org/memory_viz, or
 with `python -m torch.cuda._memory_viz`. In place of Python frames, each allocation has its
@@ -105,7 +105,6 @@ class _Recording:
         }
 
     def _frames_of(self, buffer: Buffer) -> list[dict[str, Any]]:
-        """Return a buffer's operation, then its modules from the innermost outwards."""
         operation = self._trace.operations[buffer.op]
         parts = buffer.module.split(".") if buffer.module else []
         modules = (".".join(parts[:n]) for n in range(len(parts), 0, -1))

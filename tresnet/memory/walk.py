@@ -80,7 +80,7 @@ class SavedTensors:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[list[Box]]:
-        """The boxes opened inside, in order, except those opened while opening another."""
+        """Yield the boxes opened inside, in order, except those opened while opening another."""
         outer, self._read = self._read, []
         depth, self._depth = self._depth, 0
         try:
@@ -89,7 +89,7 @@ class SavedTensors:
             self._read, self._depth = outer, depth
 
     def let_go(self) -> None:
-        """Empty the boxes that the running node has opened, as it asks for."""
+        """Empty the boxes that the running node has opened."""
         for box in self._read:
             box.empty()
 
@@ -137,13 +137,10 @@ def _identity(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class BackwardWalk:
-    """Runs backward from roots.
+    """Runs backward from roots, over tensors saved in the boxes of `saved`.
 
-    Args:
-        saved: where the graph's saved tensors are boxed.
-        sum_in_place: add gradients for one input in place where the engine would; it never does
-            for fake tensors of its own.
-        on_gradient: called with each parameter whose `.grad` has just been set or added to.
+    `sum_in_place` adds gradients for one input in place where the engine would; it never does for
+    fake tensors of its own. `on_gradient` is called with each parameter whose `.grad` has changed.
     """
 
     def __init__(
@@ -238,7 +235,6 @@ class _Task:
         self._order = itertools.count()
 
     def give(self, node: Node, input_nr: int, gradient: torch.Tensor) -> None:
-        """Add `gradient` to one input of `node`."""
         buffer = self._buffers.setdefault(node, [None] * len(node._input_metadata))
         if buffer[input_nr] is None:
             buffer[input_nr] = gradient
@@ -262,14 +258,13 @@ class _Task:
                 self._push(node)
 
     def edge_done(self, node: Node) -> None:
-        """One of the edges into `node` has been served."""
         self._dependencies[node] -= 1
         if self._dependencies[node] == 0:
             del self._dependencies[node]
             self._push(node)
 
     def next(self) -> tuple[Node, Gradients] | None:
-        """The next node and its gradients, which the caller then owns."""
+        """Return the next node and its gradients, which the caller then owns."""
         if not self._ready:
             return None
         node = heapq.heappop(self._ready)[2]
@@ -336,7 +331,7 @@ def _lone_storage(tensor: torch.Tensor) -> bool:
 
 
 def _layout_follows(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
-    """Whether strides agree in every dimension longer than one: else the engine copies."""
+    """The engine copies unless strides agree in every dimension longer than one."""
     return all(
         size == 1 or mine == theirs
         for size, mine, theirs in zip(leaf.shape, gradient.stride(), leaf.stride(), strict=True)

@@ -38,7 +38,7 @@ Recompute = Literal["none", "activations", "outputs"]
 
 
 def torch_dtype(name: Dtype) -> "torch.dtype":
-    """The type that a setting names."""
+    """Return the dtype that a setting names."""
     import torch
 
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
@@ -49,7 +49,7 @@ def torch_dtype(name: Dtype) -> "torch.dtype":
 
 @dataclass(frozen=True, kw_only=True)
 class Build(Settings):
-    """How a model computes; its function and its checkpoints are the same."""
+    """How a model computes; the function and the checkpoints do not depend on it."""
 
     norm: Literal["abn", "batchnorm", "inplace_abn"] = "abn"
     """Implementation of batch norm + activation."""
@@ -61,7 +61,7 @@ class Build(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingBuild(Build):
-    """The same for a model that is trained."""
+    """Build of a model that is trained."""
 
     recompute: Recompute = "activations"
     """What norm abn rebuilds in backward instead of keeping it: none is the least work,
@@ -71,13 +71,13 @@ class TrainingBuild(Build):
 
     @property
     def build(self) -> dict[str, Any]:
-        """What `tresnet.create` takes of these; `grad_checkpointing` is switched on afterwards."""
+        """Arguments of `tresnet.create`; `grad_checkpointing` is switched on afterwards."""
         return {**self.values(Build), "recompute": self.recompute}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape(Settings):
-    """What a model's parameters and function follow from, beside its variant."""
+    """Options that decide a model's parameters and function, beside its variant."""
 
     head: str | None = None
     """Kind of classifier: linear, group_attention, ml_decoder. None: the weights', else linear."""
@@ -257,16 +257,7 @@ class ModelStep(StepInput, EmaConfig, OptimConfig, InferenceCompute, TrainingBui
     """All that decides the speed and the memory of a model's training or inference step."""
 
     def check_applies(self, *, training: bool, model: str, ours: bool) -> None:
-        """Refuse a setting that would change nothing.
-
-        Args:
-            training: Whether the step trains.
-            model: The model's name, for the message.
-            ours: Whether it is one of this package.
-
-        Raises:
-            InputError: One is not at its default.
-        """
+        """Raise `InputError` for a setting that is not at its default but would change nothing."""
         learning = _names(TrainingBuild, OptimConfig, EmaConfig)
         shared = _names(Build, Compute)
         reasons = dict.fromkeys(

@@ -19,10 +19,11 @@ CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
 class CompiledModel:
-    """A model as a compiled function; says how long its first call took, compilation included.
+    """Compiled function of a model; says how long its first call took, compilation included.
 
-    Attributes:
-        warmup_s: seconds of the first call, None before it.
+    `warmup_s` is that time in seconds, None before the call. `partitioner` are settings of
+    `torch._functorch.config`, read while a graph is compiled. With `cuda_graphs` a call replays a
+    graph, whose output the next call overwrites, so it is cloned.
     """
 
     def __init__(
@@ -33,14 +34,6 @@ class CompiledModel:
         cuda_graphs: bool,
         say: Callable[[str], object] | None = None,
     ) -> None:
-        """Keep the parts.
-
-        Args:
-            function: what `torch.compile` returned.
-            partitioner: settings of `torch._functorch.config`, read while a graph is compiled.
-            cuda_graphs: whether calls replay a CUDA graph, whose output the next call overwrites.
-            say: called with a line after the first call; None for this module's logger, level info.
-        """
         self._function = function
         self._partitioner = partitioner
         self._cuda_graphs = cuda_graphs
@@ -51,8 +44,7 @@ class CompiledModel:
         """Run the model on images (N, 3, H, W).
 
         Raises:
-            InputError: it was compiled as often as PyTorch allows; from then on PyTorch would run
-                it uncompiled without a word.
+            InputError: it was compiled as often as PyTorch allows for one model.
         """
         began_s = time.perf_counter()
         if self._cuda_graphs:
@@ -93,10 +85,10 @@ def compile_model(
     dynamic: bool | None = None,
     say: Callable[[str], object] | None = None,
 ) -> CompiledModel:
-    """Compile a model for training or for inference.
+    """Compile a model for training or for inference; returns a function from images to logits.
 
     Where a model in training recomputes anything, the partitioner may recompute all but
-    convolutions, matrix products and reductions in backward: what it recomputes is fused into
+    convolutions, matrix products and reductions in backward. Their recomputation is fused into
     passes that run anyway, and less is kept.
 
     Args:
@@ -104,15 +96,11 @@ def compile_model(
         mode: of `torch.compile`, not "none"; "reduce-overhead" and "max-autotune" replay the model
             as CUDA graphs: less work for the CPU, static shapes, and memory of their own.
         training: forward and backward; else forward alone.
-        freeze: compile the weights in as constants, so that they can be packed for the device; for
-            weights that do not change, inference only.
+        freeze: compile the weights in as constants, packed for the device; inference only.
         recompute: "none" leaves the partitioner at PyTorch's default; None takes the model's own
             setting, which other models than ours do not have: "none".
         dynamic: whether sizes may vary without compiling again; None lets PyTorch find out.
-        say: called with a line that tells how long compiling took; by default a logger.
-
-    Returns:
-        A function from images to logits.
+        say: called with the time of compilation in words; by default a logger.
 
     Raises:
         ValueError: `freeze` in training.

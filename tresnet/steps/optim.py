@@ -1,4 +1,4 @@
-"""The optimizer, its parameter groups, and the learning rate over time."""
+"""Optimizer, its parameter groups, and the learning rate over time."""
 
 import inspect
 import math
@@ -20,17 +20,17 @@ def create_optimizer(
     *,
     on_gpu: bool = False,
 ) -> torch.optim.Optimizer:
-    """Build timm's optimizer of that name; only convolution and linear weights decay.
+    """Build timm's optimizer `config.opt`; only convolution and linear weights decay.
 
-    On a GPU the update is fused into one kernel where the optimizer offers that: fewer launches,
-    and the check of a scaled loss for overflow stays on the GPU, without a wait in every step.
+    On a GPU the step is fused into one kernel where the optimizer offers that: fewer launches, and
+    the check of a scaled loss for overflow stays on the GPU, without a wait in every step.
 
     Args:
-        model: The model; `model.no_weight_decay()` names further parameters without decay. Or
-            parameter groups, which say their decay themselves.
-        config: The optimizer's options.
-        global_batch: Images per update over all processes, for `lr_batch`.
-        on_gpu: Whether the parameters are, or will be, on a GPU.
+        model: a model, whose `no_weight_decay()` names further parameters without decay, or
+            parameter groups with their own decay.
+        config: the optimizer's options.
+        global_batch: images per optimizer step over all processes, for `lr_batch`.
+        on_gpu: whether the parameters are, or will be, on a GPU.
 
     Raises:
         ConfigError: timm has no optimizer of that name, it refuses an option, or it needs second
@@ -65,7 +65,7 @@ def create_optimizer(
 
 
 def peak_lr(config: OptimConfig, global_batch: int) -> float:
-    """Highest learning rate: `lr`, scaled linearly from `lr_batch` to the real batch if given."""
+    """Return the highest learning rate: `lr`, scaled linearly by `lr_batch` if given."""
     if config.lr_batch is None:
         return config.lr
     return config.lr * global_batch / config.lr_batch
@@ -74,7 +74,7 @@ def peak_lr(config: OptimConfig, global_batch: int) -> float:
 def create_schedule(
     optimizer: torch.optim.Optimizer, config: ScheduleConfig, updates: int
 ) -> lr_scheduler.LRScheduler:
-    """The learning rate of each of `updates` updates; call its `step()` after each update."""
+    """Return the learning rate of `updates` optimizer steps; call `step()` after each."""
     if config.lr_schedule == "one-cycle":
         rising = config.warmup_fraction * updates
         total = updates + (rising == updates)  # torch divides by the updates that fall, too
@@ -95,7 +95,7 @@ def create_schedule(
 # torch's LinearLR + CosineAnnealingLR count whole updates and end at one absolute rate for all
 # parameter groups; shares of each group's own rate suit groups whose rates differ.
 def factor(config: ScheduleConfig, update: int, updates: int) -> float:
-    """Share of the peak rate at an update (from 0): a line up, then a cosine down or a constant."""
+    """Return the fraction of the peak rate at a step (from 0): up, then a cosine or constant."""
     warmup = config.warmup_fraction * updates
     if update < warmup:
         return config.start_factor + (1 - config.start_factor) * update / warmup

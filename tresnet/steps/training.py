@@ -1,4 +1,8 @@
-"""One training step: the model and everything that changes it while it learns."""
+"""Training step: the model and everything that changes it while it learns.
+
+`create_training_step` moves a model to its device and builds what the settings ask for around it. A
+`TrainingStep` then runs micro-batches (`backward`) and optimizer steps (`update`).
+"""
 
 import contextlib
 import functools
@@ -37,27 +41,21 @@ from tresnet.steps.watch import Watch
 
 
 class Average(Protocol):
-    """A moving average of a model's weights, such as timm's `ModelEmaV3`."""
+    """Moving average of a model's weights (EMA), such as timm's `ModelEmaV3`."""
 
     module: nn.Module
 
     def update(self, model: nn.Module, step: int | None = None) -> None:
-        """Take in the model's weights after update number `step`, counted from 1."""
+        """Take in the model's weights after optimizer step number `step`, counted from 1."""
         ...
 
 
 class TrainingStep:
-    """Forward, loss and backward of any number of batches, then one update of the weights.
+    """Forward, loss and backward of micro-batches, then one optimizer step.
 
-    `create_training_step` builds one from settings.
-
-    Attributes:
-        model: The bare model; what is saved.
-        average: Its moving average, or None.
-        optimizer: With its groups of parameters.
-        schedule: Steps once per update, or None for a constant learning rate.
-        scaler: Scales the loss in fp16; does nothing otherwise.
-        feed: Moves a loader's batch to the device, as `backward` wants it.
+    `model` is the bare model, which is saved, and `average` its EMA or None. `schedule` steps once
+    per optimizer step; None keeps the learning rate. `scaler` scales the loss in fp16 and does
+    nothing otherwise. `feed` moves a loader's batch to the device, as `backward` wants it.
     """
 
     def __init__(
@@ -77,23 +75,12 @@ class TrainingStep:
         skips: bool = False,
         watch: Watch | None = None,
     ) -> None:
-        """Keep the parts, of which the model is on its device already.
+        """Keep the parts; the model is on its device already.
 
-        Args:
-            model: The bare model.
-            optimizer: Of its parameters.
-            compute: Precision and layout.
-            device: Where the model is.
-            forward: What computes the logits in the model's stead: compiled, or wrapped in
-                DistributedDataParallel; None for the model.
-            no_sync: Surrounds the passes after which processes exchange no gradients.
-            scaler: In place of `torch.GradScaler`.
-            average: Follows the weights.
-            schedule: Of the optimizer.
-            clip_grad: Largest norm of the gradients; None for no limit.
-            mixes: Whether images are mixed, so that they must be floats.
-            skips: Whether an update may be skipped: keeps what `is_bad` and `skip` need.
-            watch: Looks on; None for nobody.
+        `forward` computes the logits in place of the model: compiled, or in
+        DistributedDataParallel. `no_sync` surrounds micro-batches after which processes exchange no
+        gradients. `mixes` says that images are floats, as they are mixed, and `skips` keeps what
+        `is_bad` and `skip` need.
         """
         self.model = model
         self.optimizer = optimizer
@@ -114,12 +101,12 @@ class TrainingStep:
 
     @property
     def averaged(self) -> nn.Module:
-        """What is evaluated and kept as best: the average if there is one, else the model."""
+        """The EMA if there is one, else the model: the weights that are evaluated."""
         return self.model if self.average is None else self.average.module
 
     @property
     def lr(self) -> float:
-        """The highest group's learning rate in the last update; before the first, in that."""
+        """The highest learning rate of a group in the last optimizer step, or in the first."""
         return self._lr
 
     def _next_lr(self) -> float:
@@ -133,14 +120,14 @@ class TrainingStep:
         passes: int = 1,
         is_last: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """One forward and backward pass of an update that is the mean over `passes` of them.
+        """Run forward and backward of one of `passes` micro-batches of an optimizer step.
 
         Args:
             images: (N, 3, H, W) on the device, floats in [0, 1] or bytes.
-            targets: Labels (N,) or label distributions (N, classes).
-            criterion: From float32 logits and targets to the mean loss.
-            passes: Passes of this update.
-            is_last: Whether it is the last of them, after which processes exchange gradients.
+            targets: labels (N,) or label distributions (N, classes).
+            criterion: from float32 logits and targets to the mean loss.
+            passes: number of micro-batches of this optimizer step, which is their mean.
+            is_last: whether processes exchange gradients after it.
 
         Returns:
             The detached loss () and logits (N, classes), both float32.
@@ -180,7 +167,7 @@ class TrainingStep:
         agree: Callable[[bool], bool] | None = None,
         say: Callable[[str], object] | None = None,
     ) -> None:
-        """Replay passes as graphs from now on; the arguments are those of `GraphedPasses`."""
+        """Replay micro-batches as graphs from now on; arguments are those of `GraphedPasses`."""
         self._pass = GraphedPasses(
             self._eager_pass,
             self.model,
@@ -192,11 +179,11 @@ class TrainingStep:
 
     @property
     def replayed(self) -> bool:
-        """Whether the last pass was a CUDA graph's."""
+        """Whether the last micro-batch was a CUDA graph's."""
         return isinstance(self._pass, GraphedPasses) and self._pass.replayed
 
     def update(self, number: int) -> None:
-        """Change the weights by the gradients gathered; `number` counts updates from 1."""
+        """Change the weights by the gathered gradients; `number` counts optimizer steps from 1."""
         self._lr = self._next_lr()
         with self._watch.during("update"):
             if self._clip_grad is not None:
@@ -214,9 +201,9 @@ class TrainingStep:
 
     @torch.no_grad()
     def is_bad(self) -> bool:
-        """Whether a loss of this update or the norm of its gradients is not finite; waits for it.
+        """Whether a loss or the norm of this step's gradients is not finite; waits for the device.
 
-        In fp16 the gradients are left to the scaler, which skips those that overflow by itself.
+        In fp16 the scaler checks the gradients, and skips those that overflow by itself.
         """
         figures = list(self._losses)
         if not self.scaler.is_enabled():
@@ -226,9 +213,9 @@ class TrainingStep:
 
     @torch.no_grad()
     def skip(self) -> None:
-        """Let this update change nothing but the schedule, in which it counts as one.
+        """Leave out this optimizer step, but count it in the schedule.
 
-        Buffers, which are the norms' running statistics, are put back to before its passes.
+        Buffers, which are the norms' running statistics, are put back to before its micro-batches.
         """
         assert self._kept is not None, "asked for by `skips`"
         self._lr = self._next_lr()
@@ -248,7 +235,7 @@ class TrainingStep:
         return bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs of this object; the same on every process."""
+        """Return the state that a resumed run needs, the same on every process."""
         return {
             "model": self.model.state_dict(),
             "model_ema": None if self.average is None else self.average.module.state_dict(),
@@ -259,7 +246,7 @@ class TrainingStep:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        """Restore the state that `state_dict` returned."""
         self.model.load_state_dict(state["model"])
         if self.average is not None:
             self.average.module.load_state_dict(state["model_ema"])
@@ -293,26 +280,26 @@ def create_training_step(
     """Move a model to its device and build its training step around it.
 
     Args:
-        model: Freshly created, with the same weights on every process.
-        compute: Precision, layout, and whether to compile.
-        device: Where to compute.
-        optimizer: How the weights are updated; None for the defaults.
-        ema: The moving average of the weights; None for none.
-        schedule: The learning rate over time; None for a constant one.
-        updates: How many updates the whole run has, for the schedule.
-        global_batch: Images per update over all processes, for `lr_batch`.
-        world: Processes; with more than one the model is wrapped in DistributedDataParallel.
-        sync_bn: Batch norm over the images of all processes.
-        grad_checkpointing: Compute activations a second time in backward.
-        recompute: Of other models than ours, with `compile`: see `compile_model`.
-        mixes: Whether images are mixed, so that they must be floats.
-        skips: Whether bad updates may be skipped.
-        build_optimizer: Makes the optimizer in place of timm's that `optimizer` names.
-        watch: Looks on; None for nobody.
-        say: Told how long compiling took; None for the log.
+        model: freshly created, with the same weights on every process.
+        compute: precision, layout, and whether to compile.
+        device: where to compute.
+        optimizer: None for the defaults.
+        ema: None for no EMA.
+        schedule: None for a constant learning rate.
+        updates: optimizer steps of the whole run, for the schedule.
+        global_batch: images per optimizer step over all processes, for `lr_batch`.
+        world: number of processes; above one the model is wrapped in DistributedDataParallel.
+        sync_bn: batch norm over the images of all processes.
+        grad_checkpointing: compute activations a second time in backward.
+        recompute: of other models than ours, with `compile`: see `compile_model`.
+        mixes: whether images are mixed, so that they must be floats.
+        skips: whether bad optimizer steps may be skipped.
+        build_optimizer: makes the optimizer in place of timm's that `optimizer` names.
+        watch: hooks around the parts of a step.
+        say: called with how long compiling took; None for the log.
 
     Raises:
-        ConfigError: timm has no such optimizer, it refuses an option, or the passes cannot be
+        ConfigError: timm has no such optimizer, it refuses an option, or micro-batches cannot be
             compiled or captured.
     """
     optimizer = optimizer or OptimConfig()
@@ -368,20 +355,16 @@ def create_training_step(
 
 
 def _agree(device: torch.device, holds: bool) -> bool:
-    """Whether something holds in every process: a collective."""
     found = torch.tensor(float(holds), device=device)
     dist.all_reduce(found, dist.ReduceOp.MIN)
     return bool(found)
 
 
 def check_compiled_passes(mode: str, accumulate: int) -> None:
-    """Refuse to add gradients up over passes that the compiler makes CUDA graphs of.
+    """Refuse with `ConfigError` gradient accumulation over CUDA graphs of the compiler.
 
-    The first pass's gradients then are memory of its graph, into which the next pass writes:
+    The first micro-batch's gradients then are memory of its graph, into which the next one writes:
     PyTorch gives an error or wrong sums (its issues 169545 and 96693).
-
-    Raises:
-        ConfigError: That is asked for.
     """
     if accumulate > 1 and mode in CUDA_GRAPH_MODES:
         raise ConfigError(
@@ -393,13 +376,9 @@ def check_compiled_passes(mode: str, accumulate: int) -> None:
 def synchronise(model: nn.Module, compiles: bool) -> nn.Module:
     """Let every batch norm of `model` share its statistics, in place, and return the model.
 
-    The fused program shares them itself. Where a model has none, or `torch.compile` follows,
-    PyTorch's module takes the norm's place. All processes decide alike; a norm that later runs
-    outside the program, behind a hook, is an error.
-
-    Args:
-        model: On its device.
-        compiles: Whether the model will be compiled.
+    The fused program shares them itself. Where a model has none, or is compiled later (`compiles`),
+    PyTorch's module takes the norm's place. A norm that later runs outside the program, behind a
+    hook, is an error.
     """
     norms = [module for module in model.modules() if isinstance(module, ABN)]
     if compiles or not norms:

@@ -1,4 +1,4 @@
-"""Norms folded into the convolutions in front of them, for inference."""
+"""Fold norms into the convolutions in front of them, for inference."""
 
 import copy
 import itertools
@@ -70,7 +70,6 @@ def fold(model: ModuleT, *, merge_stem: bool = False, inplace: bool = False) -> 
 
 
 def _pairs(parent: nn.Sequential) -> list[tuple[str, str]]:
-    """Return the names of each convolution and the norm right after it."""
     if type(parent).forward is not nn.Sequential.forward or "forward" in vars(parent):
         return []  # it may call its children in another order
     return [
@@ -148,9 +147,7 @@ def _fold_pairs(parent: nn.Sequential) -> None:
 def fold_norm(conv: nn.Conv2d, norm: AnyNorm) -> nn.Conv2d:
     """Return the convolution that does what `conv` and `norm` (without its activation) do.
 
-    Args:
-        conv: any convolution with the norm's number of output channels.
-        norm: in eval mode, with running statistics.
+    `norm` is in eval mode and has running statistics.
 
     Raises:
         InputError: a folded weight is beyond the range of its dtype.
@@ -166,7 +163,6 @@ def fold_norm(conv: nn.Conv2d, norm: AnyNorm) -> nn.Conv2d:
 
 
 def _convolution(conv: nn.Conv2d, weight: Tensor, bias: Tensor, **changes: object) -> nn.Conv2d:
-    """Return a convolution like `conv` with other weights, and `changes` to its settings."""
     settings = {
         name: getattr(conv, name)
         for name in ("stride", "padding", "dilation", "groups", "padding_mode")

@@ -1,4 +1,4 @@
-"""The norms of a model exchanged for another class of the same function."""
+"""Exchange the norms of a model for another class of the same function."""
 
 from dataclasses import replace
 from typing import TypeVar
@@ -19,24 +19,21 @@ _CHOICES = ("track_running_stats", "synchronised")  # the last of an ABN
 
 
 def swap_norm(model: ModuleT, norm: str) -> ModuleT:
-    """Make every norm of `model` one of the class `norm`, in place, with the same function.
+    """Make every norm of `model` one of the class `norm`, in place, and return the model.
 
-    Parameters and buffers stay the same objects, so that optimizers and averages stay valid; what
-    `set_impl` and `set_recompute` chose stays chosen, and holds again with norm 'abn'. A model
-    that was compiled or scripted before keeps its old norms: swap first.
+    The function stays. Parameters and buffers stay the same objects, so that optimizers and EMAs
+    stay valid. Choices of `set_impl` and `set_recompute` stay, and hold again with norm 'abn'. A
+    model that was compiled or scripted before keeps its old norms: swap first.
 
     Args:
         model: a TResNet, or any module with our norms inside.
         norm: 'abn', 'batchnorm' or 'inplace_abn'. The last cannot represent a gamma below its eps
             (1e-5), such as the zero-initialised ones of a new model.
 
-    Returns:
-        The model.
-
     Raises:
-        InputError: an unknown norm, no norms in the model, norms that something watches or
-            changes, or gammas that in-place ABN cannot represent (the layers are named); the
-            model is then unchanged.
+        InputError: an unknown norm, no norms in the model, norms that something hooks or changes,
+            or gammas that in-place ABN cannot represent (the layers are named); the model is then
+            unchanged.
         MissingDependencyError: 'inplace_abn' without the package.
     """
     target = norm_class(norm)
