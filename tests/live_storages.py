@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Births(TorchDispatchMode):
-    """Notes every storage made within it."""
+    """Records every storage that operators make while it is active."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Notes the operators that run, whoever calls them."""
+"""Records the operators that run."""
 
 from typing import Any
 

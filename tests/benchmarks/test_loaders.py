@@ -20,7 +20,7 @@ SETTINGS = Settings(batch_size=2, input_size=4, workers=0, rounds=3, batches=4)
 
 
 class Clock:
-    """Tells the time of `now`."""
+    """A clock that tests set by `now`."""
 
     now = 0.0
 
@@ -32,7 +32,7 @@ class Clock:
 
 
 class Epoch:
-    """Takes 100 s to a warm-up batch, then so many seconds a batch; slower by the visit."""
+    """Takes 100 s for a warm-up batch, then `seconds` a batch, more on each visit."""
 
     def __init__(self, name, seconds, visits, dtype=torch.float32, batches=8):
         self.name, self.seconds, self.visits = name, seconds, visits
@@ -100,7 +100,7 @@ def folder(tmp_path_factory):
 
 
 def contending(folder, split, workers=0):
-    """5 files to 6 images of an epoch: one comes round again. DALI, where installed, rounds."""
+    """Open all loaders but DALI's, which rounds, on 5 files for 6 images: one is read twice."""
     settings = Settings(
         split=split, batch_size=3, input_size=32, workers=workers, batches=1, warmup_batches=1
     )

@@ -102,7 +102,7 @@ def test_a_truncated_file_and_garbage(tmp_path, suffix, damage):
 
 @pytest.mark.parametrize("name", ["nothing.pth", "directory", "pipe"])
 def test_what_is_no_file(tmp_path, name):
-    """Nor is a pipe waited for."""
+    """A pipe is refused without waiting for it."""
     (tmp_path / "directory").mkdir()
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(CheckpointError, match=r"no file of weights at .*: check the path"):

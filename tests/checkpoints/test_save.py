@@ -133,7 +133,7 @@ def test_bad_arguments(tmp_path, arguments, message):
 
 
 def bias(change):
-    """Give the classifier a bias made of its own."""
+    """Return a function that replaces a model's bias by what `change` makes of it."""
 
     def set_bias(model):
         made = change(model.head.fc.bias.detach())

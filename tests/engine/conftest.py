@@ -26,7 +26,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_on(images: Path, run_dirs: Path, /, **changes: Any) -> TrainConfig:
-    """2 epochs of 6 batches, everything random switched on."""
+    """Return a configuration of 2 epochs of 6 batches with every random option on."""
     settings = {
         "model": "tresnet_t",
         "width_factor": 0.125,
@@ -55,13 +55,13 @@ def config_on(images: Path, run_dirs: Path, /, **changes: Any) -> TrainConfig:
 
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where matplotlib is not installed: a picture takes longer than such a run."""
+    """Hide matplotlib: drawing a picture takes longer than such a run."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
 
 
 @pytest.fixture
 def tiny(data: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
-    """Makes configurations of `config_on`, to be run in a directory of the test's own."""
+    """Make configurations by `config_on` that run in a directory of the test's own."""
     return functools.partial(config_on, data, tmp_path / "runs")
 
 

@@ -21,7 +21,7 @@ from tresnet.steps import TrainingStep
 
 
 class Scale(nn.Module):
-    """Takes a norm's place: with no statistics, a batch's gradient is the mean of its parts'."""
+    """Replaces a norm: without statistics, a batch's gradient is the mean of its micro-batches'."""
 
     def __init__(self, norm):
         super().__init__()
@@ -50,13 +50,13 @@ def without_norms(create):
 
 
 def make_without_norms(change=setattr):
-    """Models of runs that begin, and of those that go on, have no norms from now on."""
+    """Build the models of new and of resumed runs without norms from now on."""
     change(resolving, "create", without_norms(resolving.create))
     change(resolving.zoo, "build", without_norms(resolving.zoo.build))
 
 
 def before(rank, update, action, restarts=0):
-    """One process alone does something before an update, after so many restarts by torchrun."""
+    """Let one rank alone act before an optimizer step, after so many restarts by torchrun."""
     original = TrainingStep.update
 
     def updating(self, number):
@@ -69,7 +69,7 @@ def before(rank, update, action, restarts=0):
 
 
 def spoil(rank, number):
-    """The loss that one process alone sees in a pass is infinite, its gradients are not."""
+    """Make the loss of one rank in one micro-batch infinite, but not its gradients."""
     original, count = TrainingStep._eager_pass, itertools.count(1)
 
     def passing(self, *args):

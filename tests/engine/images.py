@@ -9,7 +9,7 @@ CLASSES = ("blue", "green", "red")
 
 
 def write_images(root: Path, split: str, count: int, classes: tuple[str, ...] = CLASSES) -> None:
-    """`count` noisy 12 x 12 images, dealt out to the classes in turn."""
+    """Write `count` noisy 12 x 12 images, in turn for each class."""
     noise = np.random.default_rng(count)
     for index in range(count):
         label = index % len(classes)

@@ -13,7 +13,7 @@ VARYING = ("images_per_s", "data_wait_pct", "rss_peak_mib", "elapsed_s")
 
 
 def rows_of(run_dir, phase="train"):
-    """Rows of a phase, or of all, without what differs from run to run."""
+    """Return the rows of a phase, or of all, without the columns that vary from run to run."""
     rows = [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
     return [
         {name: value for name, value in row.items() if name not in VARYING}
@@ -23,7 +23,7 @@ def rows_of(run_dir, phase="train"):
 
 
 def tensors_of(run_dir):
-    """Weights, their average, the momenta and the loss scale in the last state."""
+    """Return the weights, the EMA, the momenta and the loss scale of the last state."""
     content = torch.load(run_dir / "last.pt", weights_only=True)
     momenta = {
         f"{name} {i}": tensor
@@ -36,7 +36,7 @@ def tensors_of(run_dir):
 
 
 def assert_same_run(run_dir, other):
-    """Both logged the same figures and ended with the same bits."""
+    """Check that both runs logged the same figures and ended with the same bits."""
     assert rows_of(run_dir, None) == rows_of(other, None)
     assert len((run_dir / "log.csv").read_text().splitlines()) == 1 + len(rows_of(other, None))
     expected = tensors_of(other)

@@ -31,7 +31,7 @@ def images(n=4):
 
 
 def test_a_teacher_of_our_own_answers_as_it_does_alone(tiny, whole):
-    """Folded; its classes are found by their names."""
+    """The teacher is folded, and its classes are matched by name."""
     path = str(whole / "best.safetensors")
     alone = create(weights=path).eval()
     turned = ("red", "blue", "green")
@@ -64,7 +64,7 @@ def test_a_teacher_of_timms_gets_images_as_it_knows_them(tiny, monkeypatch):
 
 @pytest.mark.parametrize("temperature", [1.0, 4.0])
 def test_the_teachers_part_of_the_loss(tiny, temperature):
-    """By the definition of the divergence, with labels that are not mixed but smoothed."""
+    """Compare with the definition of the divergence, for smoothed labels without mixing."""
     config = tiny(mixup=0.0, label_smoothing=0.3, kd_weight=5.0, kd_temperature=temperature)
     answers, logits = torch.randn(4, 3), torch.randn(4, 3)
     losses = Losses(config, CLASSES, 0, lambda images: answers)  # pyright: ignore[reportArgumentType]

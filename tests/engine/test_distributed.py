@@ -33,7 +33,7 @@ PLAIN = {"mixup": 0.0, "drop_rate": 0.0, "drop_path_rate": 0.0}
 
 
 def torchrun(*arguments):
-    """Two processes on this machine's CPU."""
+    """Run a script in two processes on this machine's CPU."""
     command = [*LAUNCHER, "--nproc-per-node=2", *map(str, arguments)]
     return subprocess.run(
         command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=240
@@ -41,7 +41,7 @@ def torchrun(*arguments):
 
 
 def forked(*arguments, processes=2):
-    """The same where torchrun forks itself and them: each finds torch imported."""
+    """As `torchrun` does, by forks that find torch imported."""
     words = ["--standalone", f"--nproc-per-node={processes}", "--run-path", "--start-method=fork"]
     words += map(str, arguments)
     return run_forked(run.main, words, folder=ROOT, OMP_NUM_THREADS="1")
@@ -58,13 +58,13 @@ SHARED = {**PLAIN, "accumulate": 4, "lr": 0.005, "clip_grad": 1.0, "lr_batch": 1
 
 @pytest.fixture
 def one(tiny, monkeypatch):
-    """The directory of a run of one process, without norms, for which a batch's parts matter."""
+    """Run one process without norms, so that micro-batches do not change the gradient."""
     ddp_train.make_without_norms(monkeypatch.setattr)
     return train(tiny(name="one", batch_size=4, **SHARED)).run_dir
 
 
 def assert_same_curve(run_dir, one):
-    """The same losses and weights up to the order of sums, in float32, through 4 updates."""
+    """Check the losses and weights of 4 optimizer steps up to the order of float32 sums."""
     expected = tensors_of(one)
     for name, tensor in tensors_of(run_dir).items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-6, msg=name)
@@ -86,7 +86,7 @@ def test_two_processes_compute_what_one_does_with_the_double_batch(tiny, tmp_pat
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_other_numbers_of_processes(tiny, tmp_path, one):
-    """Within the first epoch from 2 to 4, within the second from 4 to 1: the same images."""
+    """From 2 to 4 within the first epoch, from 4 to 1 within the second, on the same images."""
     config, run_dir = tiny(name="moved", batch_size=2, **SHARED), tmp_path / "runs" / "moved"
     start = (SCRIPT, saved(config, tmp_path), "--without-norms", "--resume", "auto", "--kill", 1)
     done = forked(*start, 1, int(signal.SIGTERM))

@@ -21,7 +21,7 @@ SETTLED, EVERY = 100, 20
 
 
 def held():
-    """Resident bytes, open files, processes and shared-memory files of this process."""
+    """Return the resident bytes and the counts of files, processes and shared memory held."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     pids = [os.getpid(), *(child.pid for child in multiprocessing.active_children())]
     shared = [name for name in os.listdir("/dev/shm") if any(f"_{pid}_" in name for pid in pids)]
@@ -31,7 +31,7 @@ def held():
 @pytest.mark.slow
 @pytest.mark.timeout(60 + UPDATES)
 def test_a_long_run_holds_no_more_than_a_short_one(tiny, monkeypatch):
-    """With evaluation and checkpoints: 6 updates an epoch, a process that loads each split."""
+    """With evaluation and checkpoints: 6 optimizer steps an epoch, a loader process a split."""
     before, samples, update = held(), [], TrainingStep.update
 
     def updating(self, number):

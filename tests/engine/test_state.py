@@ -76,7 +76,7 @@ def test_a_state_of_other_data_is_refused(change, message):
 
 
 def flip_a_bit(path):
-    """In the middle of a tensor, where torch itself does not notice."""
+    """Flip a bit in the middle of a tensor, where torch itself does not check."""
     with zipfile.ZipFile(path) as archive:
         largest = max(archive.infolist(), key=lambda info: info.file_size)
     data = bytearray(path.read_bytes())

@@ -18,7 +18,7 @@ about = functools.cache(env.describe)
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Neither collect garbage nor ask git who we are: that takes longer than all the rest."""
+    """Skip garbage collection and git, which take longer than the measurement."""
     said = json.dumps(about())
     monkeypatch.setattr(env, "describe", lambda device: json.loads(said))
     monkeypatch.setattr(runner.gc, "collect", int)

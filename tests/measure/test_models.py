@@ -67,7 +67,7 @@ def operations(step):
 
 
 def test_a_timed_step_does_what_a_step_of_a_training_run_does(monkeypatch):
-    """Nothing but the images' way to the device is left out."""
+    """Only the transfer of the images to the device is left out."""
     from tresnet.models.named import build_named
 
     step = create_training_step(
@@ -89,7 +89,7 @@ def test_a_timed_step_does_what_a_step_of_a_training_run_does(monkeypatch):
 
 
 def test_settings_reach_the_step(monkeypatch):
-    """An average, clipped gradients and several passes, as train.py has them."""
+    """The EMA, clipped gradients and gradient accumulation are those of train.py."""
     calls = []
     backward, update = TrainingStep.backward, TrainingStep.update
     monkeypatch.setattr(

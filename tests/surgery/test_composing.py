@@ -53,26 +53,25 @@ def test_full_padding_of_the_first_makes_padding_of_the_second_exact(ka: int, sa
         assert_same(compose(a, b), nn.Sequential(a, b))
 
 
-@pytest.mark.parametrize(("ga", "gb"), [(1, 2), (4, 2), (4, 4)])
-def test_groups_are_written_out(ga: int, gb: int):
-    a, b = conv(4, 8, 3, groups=ga), conv(8, 12, 3, groups=gb)
-    assert_same(compose(a, b), nn.Sequential(a, b))
+TWICE = conv(4, 4, 3)
+NESTED = nn.Sequential(
+    nn.Sequential(conv(4, 5, 3, padding=(0, 2), bias=False), nn.Identity()),
+    conv(5, 3, (3, 1), (2, 1), (0, 1)),
+)
 
 
-def test_three_in_a_row_with_nested_sequentials_and_rectangles():
-    a, b = conv(4, 5, 3, padding=(0, 2), bias=False), conv(5, 3, (3, 1), (2, 1), (0, 1))
-    c = conv(3, 2, 1)
-    chain = nn.Sequential(nn.Sequential(a, nn.Identity()), b)
-    assert_same(compose(chain, c), nn.Sequential(chain, c))
-    assert compose(chain, c).kernel_size == (5, 3)
-    a, b = conv(4, 6, (1, 3), padding=(0, 2), bias=False), conv(6, 3, 3, padding=1)
-    assert_same(compose(a, b), nn.Sequential(a, b))
-
-
-def test_a_convolution_that_comes_twice_counts_twice():
-    a, b = conv(4, 4, 3), conv(4, 2, 1)
-    chain = nn.Sequential(a, a)
-    assert_same(compose(chain, b), nn.Sequential(chain, b))
+@pytest.mark.parametrize(
+    "parts",
+    [
+        *((conv(4, 8, 3, groups=a), conv(8, 12, 3, groups=b)) for a, b in ((1, 2), (4, 2), (4, 4))),
+        (nn.Sequential(TWICE, TWICE), conv(4, 2, 1)),
+        (NESTED, conv(3, 2, 1)),
+        (conv(4, 6, (1, 3), padding=(0, 2), bias=False), conv(6, 3, 3, padding=1)),
+    ],
+    ids=["groups 1, 2", "groups 4, 2", "groups 4, 4", "twice", "nested", "rectangle"],
+)
+def test_chains_compose_exactly(parts: tuple[nn.Module, ...]):
+    assert_same(compose(*parts), nn.Sequential(*parts))
 
 
 def test_a_smaller_common_grid_is_used():
@@ -80,6 +79,7 @@ def test_a_smaller_common_grid_is_used():
     whole = compose(a, b)
     assert (whole.kernel_size, whole.dilation, whole.padding) == ((3, 3), (2, 1), (2, 1))
     assert_same(whole, nn.Sequential(a, b))
+    assert compose(NESTED, conv(3, 2, 1)).kernel_size == (5, 3)
 
 
 @pytest.mark.parametrize("stride", [1, 2, 3])
