@@ -67,7 +67,7 @@ def test_the_teachers_part_of_the_loss(tiny, temperature):
     """Compare with the definition of the divergence, for smoothed labels without mixing."""
     config = tiny(mixup=0.0, label_smoothing=0.3, kd_weight=5.0, kd_temperature=temperature)
     answers, logits = torch.randn(4, 3), torch.randn(4, 3)
-    losses = Losses(config, CLASSES, 0, lambda images: answers)  # pyright: ignore[reportArgumentType]
+    losses = Losses(config, CLASSES, 0, lambda images: answers)
     labels = torch.tensor([0, 1, 2, 1])
     _, targets, criterion = losses.prepare(images(), labels, 0, 0)
     p, q = (answers / temperature).softmax(1), (logits / temperature).softmax(1)
