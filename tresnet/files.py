@@ -7,12 +7,14 @@ import logging
 import os
 import re
 import secrets
+import signal
 import stat
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, TextIO
+from typing import IO, Any, TextIO
 
 from tresnet.errors import BusyError, WriteError
 
@@ -102,13 +104,10 @@ def remove_leftovers(directory: Path) -> None:
 
 @contextlib.contextmanager
 def lock(directory: Path) -> Iterator[None]:
-    """Lock a directory for this process; the lock ends with the process, however that ends.
+    """Lock a directory for this process, or raise BusyError; the lock ends with the process.
 
-    A file system without locks is used without one, and a warning says so.
-
-    Raises:
-        BusyError: another process has it.
-        WriteError: the directory cannot be written.
+    A file system without locks is used without one, and a warning says so. A directory that cannot
+    be written raises WriteError.
     """
     path = directory / LOCK
     with explained(path):
@@ -204,6 +203,19 @@ def prepare_streams() -> None:
         if isinstance(stream, io.TextIOWrapper):
             with contextlib.suppress(ValueError):  # closed
                 stream.reconfigure(errors="backslashreplace")
+
+
+@contextlib.contextmanager
+def handled(numbers: Iterable[int], handler: Any) -> Iterator[None]:
+    """Handle signals by `handler` in the block; only the main thread may set handlers."""
+    if threading.current_thread() is not threading.main_thread():
+        numbers = ()
+    before = [(number, signal.signal(number, handler)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, former in before:
+            signal.signal(number, former)
 
 
 def redirect(stream: TextIO) -> None:

@@ -21,11 +21,8 @@ def fetch(tag: str | WeightsEntry) -> Path:
     """Return the file of a tag: from weights/, then from the hub's cache, then downloaded.
 
     A known hash is always checked. In place of an original file, which its authors no longer offer,
-    the copy of its weights is returned, with a warning.
-
-    Raises:
-        CheckpointError: it can neither be found nor downloaded, or its hash is wrong.
-        InputError: there is no such tag.
+    the copy of its weights is returned, with a warning. An unknown tag raises InputError; an absent
+    file or another hash CheckpointError.
     """
     entry = tag if isinstance(tag, WeightsEntry) else find(tag)
     local = weights_dir() / entry.file

@@ -19,14 +19,8 @@ def fit(
 ) -> dict[str, Tensor]:
     """Return one tensor of the right shape for every expected name, and no other.
 
-    Args:
-        weights: the file's contents.
-        model: the model to load, which is not changed; it may be on the meta device.
-        expected: the model's tensors by name.
-        new_head: leave the head out.
-
-    Raises:
-        CheckpointError: something does not fit; every key that does not is named.
+    `model` is not changed and may be on the meta device; `expected` are its tensors, of which
+    `new_head` leaves the head out. CheckpointError names every key that does not fit.
     """
     expected = dict(expected)
     tensors = _without_absent_parts(dict(weights.tensors), model, expected)
@@ -83,14 +77,12 @@ def _fit_stem(stem: Tensor, weights: Weights, model: TResNet) -> Tensor:
 
 
 def adapt_stem(stem: Tensor, source: int, target: int) -> Tensor:
-    """Adapt the stem's weights, (C, pixels * source, k, k), to images of `target` channels.
+    """Adapt the stem's weights, (C, pixels * source, k, k), to (C, pixels * target, k, k).
 
     Its inputs are pixels x channels, channels last, because space-to-depth orders them so. For one
     channel the weights of a pixel's channels are summed: a gray image gives what it gave as equal
-    channels. For others they are repeated cyclically and scaled by source / target.
-
-    Returns:
-        (C, pixels * target, k, k), in float32 or better if adapted.
+    channels. For others they are repeated cyclically and scaled by source / target. Adapted weights
+    are in float32 or better.
     """
     if source == target:
         return stem

@@ -33,16 +33,13 @@ _KINDS = {"top1": "top-1 %", "top5": "top-5 %", "map": "mAP %", "f1": "F1 %"}
 
 
 def push(known: WeightsInfo, target: str, license: str | None = None, private: bool = False) -> str:
-    """Write weights in timm's layout, to a new directory or to a repository of the hub.
+    """Write weights in timm's layout to a new directory or the hub; return their place.
 
     Args:
         known: the weights, from `open_weights`.
         target: a new directory, or `hf-hub:USER/NAME`, which is made if need be; one commit.
         license: SPDX identifier; None for that of published weights.
         private: whether a new repository is private.
-
-    Returns:
-        Their place.
 
     Raises:
         InputError: the directory exists, or no licence is known.

@@ -32,10 +32,8 @@ def check_metadata(metadata: Mapping[str, Any]) -> ModelConfig:
 def read_config(path: Path, config: ModelConfig) -> tuple[ModelConfig, dict[str, Any]]:
     """Return the model's configuration and metadata (images, class names) from timm's config.json.
 
-    `config` is the model's, as the tensors give it.
-
-    Raises:
-        CheckpointError: it cannot be read, does not fit, or builds a model that we do not have.
+    `config` is the model's, as the tensors give it. A file that does not fit it raises
+    CheckpointError.
     """
     try:
         known = json.loads(path.read_text(encoding="utf-8"))

@@ -34,12 +34,9 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.in
 def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read a .safetensors or torch file, as its contents show, not its name.
 
-    Returns:
-        The tensors by name, on the CPU, unwrapped and without prefixes of wrapping modules; and the
-        metadata of `save_checkpoint`, empty for files of others.
-
-    Raises:
-        CheckpointError: the file is missing, damaged, holds code, or holds no state dict.
+    Returns tensors by name, on the CPU, without prefixes of wrapping modules, and the metadata of
+    `save_checkpoint`, empty for files of others. A missing or damaged file, or one with code or
+    without a state dict, raises CheckpointError.
     """
     file = Path(path)
     if _is_safetensors(file):

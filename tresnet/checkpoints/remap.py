@@ -64,11 +64,8 @@ def to_ours(path: Path, tensors: dict[str, Tensor], metadata: dict[str, Any]) ->
     """Rename a file's tensors to ours and turn in-place ABN weights into gammas.
 
     Slopes come from the metadata; without it 1e-2 in the stem and 1e-3 in the blocks. The public v2
-    code has 1e-6 everywhere.
-
-    Raises:
-        CheckpointError: the names are of no known format, the metadata cannot be used or are of
-            another model, or a stored blur filter is not the one the models compute.
+    code has 1e-6 everywhere. Unknown names, metadata of another model and another blur filter raise
+    CheckpointError.
     """
     if _format(path, tensors) == "public":
         tensors = _from_public(path, tensors)

@@ -88,12 +88,7 @@ def open_weights(name: str | os.PathLike[str] | WeightsInfo) -> WeightsInfo:
 
 
 def describe(name: str | os.PathLike[str]) -> WeightsInfo:
-    """Return the facts about weights, without downloading a tag's.
-
-    Raises:
-        InputError: an unknown tag.
-        CheckpointError: the file is unreadable or no TResNet.
-    """
+    """Return the facts about weights, without downloading a tag's; errors as of `open_weights`."""
     if isinstance(name, str) and name.startswith((HUB, _LOCAL)):
         return open_weights(name)
     entry = locate(name)

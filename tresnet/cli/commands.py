@@ -34,11 +34,9 @@ _DESCRIPTION = """TResNet image classifiers: models, weights, predictions and me
 def parse(
     arguments: Sequence[str],
 ) -> List | Info | Bench | Memory | Predict | Convert | Export | Push | Demo | Shard:
-    """Return the command with its options.
+    """Return the command with its options, or raise InputError for a number out of range.
 
-    Raises:
-        InputError: a number is out of range.
-        SystemExit: after `--help` (0) or arguments that do not parse (2).
+    SystemExit is raised after `--help` (0) or arguments that do not parse (2).
     """
     command = tyro.cli(
         Annotated[List, subcommand("list")]

@@ -5,12 +5,11 @@ import errno
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from tresnet.errors import TResNetError
-from tresnet.files import prepare_streams, redirect
+from tresnet.files import handled, prepare_streams, redirect
 
 FAILED = 1
 BAD_INPUT = 2
@@ -35,14 +34,9 @@ _KNOWN = {
 def run(command: Callable[[], int]) -> int:
     """Run a command and return its exit code; an error that its user can cause is one message.
 
-    `command` imports what it needs within the call, so that Ctrl-C is caught there too.
-
-    Returns:
-        What the command returns; 2 for bad input; 1 if another process has ended; 130 on Ctrl-C;
-        141 when nobody reads the output any more.
-
-    Raises:
-        SystemExit: After `--help` (0) or arguments that do not parse (2).
+    `command` imports what it needs within the call, so that Ctrl-C is caught there too. Other codes
+    are 2 for bad input, 1 if another process has ended, 130 on Ctrl-C, and 141 for a closed pipe.
+    SystemExit passes, after `--help` (0) or arguments that do not parse (2).
     """
     with _noted_interrupts() as interrupts:
         try:
@@ -78,14 +72,8 @@ def _noted_interrupts() -> Iterator[list[int]]:
         noted.append(number)
         raise KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread():
+    with handled([signal.SIGINT], note):
         yield noted
-        return
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield noted
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _run(command: Callable[[], int]) -> int:

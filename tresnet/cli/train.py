@@ -48,9 +48,7 @@ def eval_command(arguments: Sequence[str], prog: str = "eval.py") -> int:
 def parse_train(arguments: Sequence[str], prog: str = "train.py") -> TrainCommand:
     """Parse options over the defaults of the recipe they name, or of the run they resume.
 
-    Raises:
-        ConfigError: The recipe is unknown, or the run has no readable configuration.
-        SystemExit: Help was asked for (0), or an option is unknown or malformed (2).
+    Without these ConfigError is raised; SystemExit after help (0) or bad options (2).
     """
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--recipe")

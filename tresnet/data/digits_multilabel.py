@@ -37,12 +37,9 @@ def write(root: str | Path) -> Path:
 def canvas(
     pixels: np.ndarray, labels: np.ndarray, members: np.ndarray, seed: str
 ) -> tuple[np.ndarray, list[int]]:
-    """Draw one canvas, the same for the same seed.
+    """Draw a grey image (40, 40), uint8, and 0 or 1 for each of the ten digits, from a seed.
 
     Digits are (N, 8, 8) uint8, labels (N,), and `members` the indices to choose from.
-
-    Returns:
-        Grey image (40, 40), uint8, and 0 or 1 for each of the ten digits.
     """
     draw = random.Random(seed).random
     image, marks = np.zeros((SIZE, SIZE), dtype=np.uint8), [0] * len(digits.CLASSES)

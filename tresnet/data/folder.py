@@ -24,6 +24,9 @@ _NAMES_SHOWN = 10
 class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
     """One split of a data set: item i is (transformed image, its label or labels).
 
+    Without a transform the image is a PIL image in RGB. The label is an int, or (classes,) float32
+    of 0 and 1. A file that cannot be decoded raises BadImageError.
+
     Attributes:
         paths: the image files in index order, as text.
         targets: one label each, (N,) int64; or any number of labels, (N, classes) uint8 of 0 and 1.
@@ -48,13 +51,6 @@ class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
         return len(self.paths)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        """Return (image, label); without a transform the image is a PIL image in RGB.
-
-        The label is an int, or (classes,) float32 of 0 and 1.
-
-        Raises:
-            BadImageError: the file cannot be decoded, whatever `skip_bad_images` says.
-        """
         picture = self.picture(index)
         image = picture.rgb() if self.transform is None else self.transform(picture)
         target = self.targets[index]

@@ -138,11 +138,8 @@ def write_shards(
 
     Whole shards of the same files and settings are kept, so that a stopped command goes on.
     Superfluous shards of an earlier command are removed. With the data set's `skip_bad_images`,
-    unreadable images are left out. Names in messages are relative to `root`; `workers` is a number
-    of processes; `log` receives a line for each shard.
-
-    Returns:
-        The images left out, name to reason.
+    unreadable images are left out and returned, name to reason. Names in messages are relative to
+    `root`; `workers` is a number of processes; `log` receives a line for each shard.
 
     Raises:
         BadImageError: an image cannot be decoded, and they are not to be left out.

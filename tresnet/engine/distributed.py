@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import datetime
 import os
+import signal
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tresnet import files
 from tresnet.engine import signals
 from tresnet.errors import ConfigError
 
@@ -90,7 +92,8 @@ def join(device: str) -> Iterator[Processes]:
         return
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     timeout = datetime.timedelta(minutes=TIMEOUT_MIN)
-    with signals.at_once():
+    # while C++ waits, Python's handlers do not run
+    with files.handled(signals.STOPPING, signal.SIG_DFL):
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
         store = dist.PrefixStore(meet(store, rank, world_size, timeout), store)
         dist.init_process_group(

@@ -56,10 +56,7 @@ class EvalConfig(Build, ImageConfig):
 
 
 def run(config: EvalConfig) -> dict[str, Any]:
-    """Evaluate, show the result and write it; under torchrun, with its other processes.
-
-    Returns:
-        The written result: metrics, memory, options, the environment.
+    """Evaluate, show the result, write and return it; under torchrun, with its other processes.
 
     Raises:
         ConfigError: An option does not fit, the output exists, or the classes differ.

@@ -58,14 +58,11 @@ class Losses:
     def prepare(
         self, images: Tensor, labels: Tensor, epoch: int, step: int
     ) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]:
-        """Mix a batch if its epoch (from 0) does, and add the teacher's logits if there is one.
+        """Mix a batch if its epoch (from 0) does; return images, targets and their loss.
 
         Images (N, 3, H, W) are overwritten by mixing, and floats if there is a teacher. Labels are
-        (N,), or (N, classes) of 0 and 1. `step` numbers the batches of the run.
-
-        Returns:
-            Images, their targets and loss: labels (N,), label distributions (N, classes), or (N, 2,
-            classes) with the teacher's logits beside these.
+        (N,), or (N, classes) of 0 and 1. Targets are labels (N,), label distributions (N, classes),
+        or (N, 2, classes) with the teacher's logits. `step` numbers the batches of the run.
         """
         images, targets, criterion = self._mixed(images, labels, epoch, step)
         if self._teacher is None:

@@ -193,13 +193,8 @@ def multilabel() -> TrainConfig:
 
 
 RECIPES: dict[str, Callable[[], TrainConfig]] = {
-    "paper": paper,
-    "usi": usi,
-    "rsb-a2": rsb_a2,
-    "in21k": in21k,
-    "finetune": finetune,
-    "digits": digits,
-    "multilabel": multilabel,
+    make.__name__.replace("_", "-"): make
+    for make in (paper, usi, rsb_a2, in21k, finetune, digits, multilabel)
 }
 
 

@@ -27,11 +27,8 @@ def claim(
     """Find the run to resume and lock its directory; called by process 0 alone.
 
     `resume` is a run's directory; `auto` for that of `--name`, if there is one; None for no run.
-    `held` keeps the lock; `say` receives a line about damage.
-
-    Returns:
-        The directory and its `state.load`. Both are None for a new run; without a state the run
-        begins in that directory.
+    `held` keeps the lock; `say` receives a line about damage. Returns the directory and its
+    `state.load`, both None for a new run; without a state the run begins in that directory.
 
     Raises:
         ConfigError: Something else is at that place, the name of a new run is taken, or `auto`

@@ -1,11 +1,9 @@
 """Turns Ctrl-C and SIGTERM into a request to stop after the step under way."""
 
-import contextlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from typing import Self
 
 # torchrun passes a Ctrl-C on to processes that the terminal has already told: one request, twice.
@@ -51,17 +49,3 @@ class StopRequest:
             self.signum, self._asked_s = signum, now
         elif now - self._asked_s > ECHO_S:
             raise KeyboardInterrupt
-
-
-@contextlib.contextmanager
-def at_once() -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM end the process: while C++ waits, Python's handlers do not run."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {signum: signal.signal(signum, signal.SIG_DFL) for signum in STOPPING}
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)

@@ -71,8 +71,8 @@ class Progress:
 class Identity:
     """Facts that must not change between saving and resuming a state.
 
-    `world_size` is the one at the run's beginning; `train`, `val` and `beside` are fingerprints,
-    the last of the hierarchy and the teacher.
+    `world_size` is the one at the run's beginning; `train`, `val` and `beside` (hierarchy and
+    teacher) are fingerprints.
     """
 
     world_size: int

@@ -34,11 +34,9 @@ Run = Callable[[Tensor], Tensor]
 
 
 class Job(NamedTuple):
-    """A traced program and its images, with what is stored beside it.
+    """A traced program and its images, with `metadata` (plain values) to store in the file.
 
-    Attributes:
-        metadata: plain values, stored in the file.
-        calibration: prepared batches for the ranges of 8-bit values; else None.
+    `calibration` has prepared batches for the ranges of 8-bit values; else None.
     """
 
     program: ExportedProgram

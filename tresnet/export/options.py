@@ -9,7 +9,7 @@ from tresnet.settings import StepInput
 
 @dataclass(frozen=True)
 class ExportOptions(StepInput):
-    """What is written, and what the file takes."""
+    """Options of an export and of the file's input."""
 
     format: Literal["onnx", "pt2", "aoti", "openvino"]
     """onnx: for onnxruntime and others. pt2: the program of torch.export. aoti: compiled by

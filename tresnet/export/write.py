@@ -34,7 +34,7 @@ TOP1_FALL = 0.01
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written and how it compares.
+    """The result of an export, compared with the model.
 
     Attributes:
         difference: largest difference of logits, as a fraction of max(1, largest logit).

@@ -34,10 +34,10 @@ class ParallelBottleneck(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create the layers.
+        """Create the layers of `groups` G, with C / `reduction` channels in a branch's middle.
 
-        Raises:
-            InputError: a number is below 1, or the reduction does not divide the channels.
+        `norm` is 'abn', 'batchnorm' or 'inplace_abn', and `slope` that of the leaky ReLUs inside. A
+        number below 1, or a reduction that does not divide the channels, raises InputError.
         """
         super().__init__()
         if min(groups, channels, reduction) < 1 or channels % reduction:

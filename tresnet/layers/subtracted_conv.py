@@ -32,13 +32,11 @@ class SubtractedConv(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create the three convolutions, initialised as `nn.Conv2d`; P has the stride.
+        """Create the three convolutions, initialised as `nn.Conv2d`.
 
-        Half of the output channels, an even number, comes from D P - P and half from L P. D and L
-        have kernels of odd side `kernel_size`. `mode` may be changed later.
-
-        Raises:
-            InputError: a size or the mode is not possible.
+        Half of the `out_channels` come from D P - P, half from L P, so they are even. `kernel_size`
+        is the odd side of D and L; `stride` is that of P. `mode` may be changed later. A size or
+        mode that is not possible raises InputError.
         """
         super().__init__()
         _check(in_channels, out_channels, kernel_size, stride, mode)
@@ -81,7 +79,7 @@ class SubtractedConv(nn.Module):
 
     @classmethod
     def replace_in(cls, model: nn.Module, mode: Mode = "composed") -> list[str]:
-        """Replace convolutions of `model` by new, random `SubtractedConv` layers, in place.
+        """Replace convolutions of `model` by random `SubtractedConv` layers; return their names.
 
         A convolution is replaced if P, D and L have fewer parameters and a `SubtractedConv` fits.
         It has a square odd kernel, padding kernel // 2, equal strides, no dilation, groups or bias,
@@ -92,9 +90,6 @@ class SubtractedConv(nn.Module):
         convolutions and the sixteen 1x1 that do not widen, which leaves 15.87 M. Every 1x1 that
         widens would grow: the L of 2 C channels in a block's last convolution alone has as many
         weights (4 C^2) as the original.
-
-        Returns:
-            The names of the replaced convolutions.
 
         Raises:
             InputError: an unknown mode, or no convolution inside the model to replace.

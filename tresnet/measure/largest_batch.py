@@ -72,8 +72,8 @@ class LargestContender(Contender):
     """The search for one case.
 
     Its columns: `largest_batch`, the largest that ran; `limited_by`: `memory`, the given bound or
-    the time limit; `memory_limit_mib`: the allocator's limit, or the device's memory;
-    `max_allocated_mib`: peak at the largest batch; `tries`: each batch tried, and whether it ran.
+    the time limit; `memory_limit_mib`; `max_allocated_mib` at the largest batch; `tries`: each
+    batch tried, and whether it ran.
     """
 
     def __init__(

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from tresnet.errors import MissingDependencyError
+from tresnet.files import handled
 from tresnet.measure.memory import failure_in_short, is_out_of_memory
 from tresnet.measure.records import RecordFile
 from tresnet.measure.settings import RunSettings
@@ -290,26 +291,19 @@ def tidy() -> None:
 
 @contextlib.contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Inside, SIGTERM and SIGHUP (a terminal closed) end the work like Ctrl-C."""
+    """Raise KeyboardInterrupt on SIGTERM and SIGHUP (a terminal closed), as on Ctrl-C."""
 
     def stop(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may set handlers
-        return
     numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    before = [(number, signal.signal(number, stop)) for number in numbers]
-    try:
+    with handled(numbers, stop):
         yield
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
 def _alarm(limit_s: float) -> Iterator[None]:
-    """Inside, raise `_OutOfTime` after so many seconds, as soon as Python runs again."""
+    """Raise `_OutOfTime` in the block after so many seconds, as soon as Python runs again."""
     main = threading.current_thread() is threading.main_thread()
     if limit_s == math.inf or not main or not hasattr(signal, "setitimer"):
         yield
@@ -329,7 +323,7 @@ def _alarm(limit_s: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _room_to_compile(compiles: bool) -> Iterator[None]:
-    """Inside, every case is compiled for its own shapes, as the first one is."""
+    """Let torch.compile compile every case for its own shapes, as the first one."""
     if not compiles:
         yield
         return
@@ -341,7 +335,7 @@ def _room_to_compile(compiles: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def searching_algorithms(searches: bool = True) -> Iterator[None]:
-    """Inside, cuDNN tries all its algorithms for each new shape, or, with False, none."""
+    """Let cuDNN try all its algorithms for each new shape, or, with False, none."""
     cudnn = torch.backends.cudnn
     before = cudnn.benchmark, cudnn.benchmark_limit
     cudnn.benchmark, cudnn.benchmark_limit = searches, 0

@@ -73,10 +73,8 @@ def timeline(prediction: Prediction) -> list[Point]:
 def plot(prediction: Prediction, path: str | Path) -> Path:
     """Draw the last step to a .png, .svg or .pdf: allocated by category, reserved, phases, peak.
 
-    Raises:
-        InputError: another suffix.
-        MissingDependencyError: matplotlib is not installed.
-        WriteError: the file cannot be written; what was there before stays.
+    Another suffix raises InputError, a file that cannot be written WriteError. Without matplotlib
+    MissingDependencyError is raised.
     """
     path = Path(path)
     kind = path.suffix.lower()

@@ -1,4 +1,4 @@
-"""What images show: from files, pictures or bytes to the likeliest classes."""
+"""Predictions: the likeliest classes of files, pictures or bytes."""
 
 from tresnet.predictions.predictor import Prediction, Predictor, predict
 from tresnet.predictions.sources import find_images

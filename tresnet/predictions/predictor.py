@@ -28,14 +28,10 @@ Runtime = Literal["torch", "onnx"]
 
 @dataclass(frozen=True)
 class Prediction:
-    """The likeliest classes of one image.
+    """The likeliest classes of one image (its path or a name), the likeliest first.
 
-    Attributes:
-        image: its path, or a name.
-        classes: the likeliest first; by number where the weights name none.
-        probabilities: of these, in [0, 1].
-        numbers: of these classes, from 0.
-        map: the Grad-CAM picture, if requested.
+    `classes` are names, or numbers where the weights name none; `probabilities` are in [0, 1];
+    `numbers` count classes from 0; `map` is the Grad-CAM picture, if requested.
     """
 
     image: str
@@ -102,7 +98,11 @@ class Predictor:
         if maps and runtime != "torch":
             raise InputError("expected runtime 'torch' with maps: they need gradients")
         if runtime == "onnx":
-            self._runner = _onnx(Path(os.fspath(_path(weights))))
+            if isinstance(weights, WeightsInfo):
+                raise InputError(
+                    "expected an exported file with runtime 'onnx', got weights of PyTorch"
+                )
+            self._runner = _onnx(Path(os.fspath(weights)))
         else:
             parts = build or Build(), compute or InferenceCompute()
             self._runner = _torch(open_weights(weights), device, *parts, say)
@@ -119,13 +119,10 @@ class Predictor:
         images: Source | Iterable[Source],
         bad: Callable[[BadImageError], object] | None = None,
     ) -> Iterator[Prediction]:
-        """Predict images (see `predict`), in their order.
+        """Predict images (see `predict`), in their order, or raise InputError for other things.
 
-        `bad` receives each image that cannot be read, which is left out; None raises its error.
-
-        Raises:
-            BadImageError: an image cannot be read.
-            InputError: something is not an image, or a folder has none.
+        `bad` receives each image that cannot be read, which is left out; None raises its
+        BadImageError.
         """
         good: list[tuple[str, Tensor]] = []
         for name, read in pictures(images):
@@ -179,12 +176,6 @@ def predict(
         CheckpointError: the weights cannot be found or read.
     """
     return list(Predictor(weights, top_k=top_k, **options)(images))
-
-
-def _path(weights: str | os.PathLike[str] | WeightsInfo) -> str | os.PathLike[str]:
-    if isinstance(weights, WeightsInfo):
-        raise InputError("expected an exported file with runtime 'onnx', got weights of PyTorch")
-    return weights
 
 
 def _torch(

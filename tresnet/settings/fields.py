@@ -68,12 +68,10 @@ def check(
 
 
 def read(cls: type[T], text: str, source: str) -> T:
-    """Return an instance of `cls` from JSON; absent fields keep their defaults.
+    """Return an instance of `cls` from JSON, or raise ConfigError with `source`.
 
-    Lists become tuples, and whole numbers become floats in float fields. Messages name `source`.
-
-    Raises:
-        ConfigError: Not JSON, not an object, an unknown field, or a value that does not fit.
+    Absent fields keep their defaults. Lists become tuples, and whole numbers become floats in float
+    fields.
     """
     try:
         values = json.loads(text)

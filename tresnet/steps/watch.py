@@ -1,4 +1,4 @@
-"""Where something may look on at a step: nothing here; a memory prediction records."""
+"""Hooks around the parts of a step, with which a memory prediction records them."""
 
 import contextlib
 from contextlib import AbstractContextManager

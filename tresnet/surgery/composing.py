@@ -22,17 +22,14 @@ def compose(*parts: nn.Module) -> nn.Module:
     """Return the one convolution that equals the given ones in sequence.
 
     Parts are `nn.Conv2d`, `SubtractedConv` or `nn.Sequential` of such, and are not changed. Stride,
-    dilation, groups and bias may be any; the result has one group. It is exact for every input size
-    where none but the first pads. Before one that pads, there must be no bias and a padding of at
-    least dilation * (kernel - 1), which a 1x1 convolution always has. It may cost more than its
-    factors.
+    dilation, groups and bias may be any; the result has one group. It is composed in float64, with
+    the dtype and device of the first weight, and may cost more than its factors. It is exact for
+    every input size where none but the first pads. Before one that pads, there must be no bias and
+    a padding of at least dilation * (kernel - 1), which a 1x1 convolution always has.
 
     In a single model that is more than convolutions, such as a ResNet50, each `SubtractedConv`
-    becomes an `nn.Conv2d`, in place: train before, as the factors are gone.
-
-    Returns:
-        A new `nn.Conv2d`, composed in float64, with the dtype and device of the first weight; or
-        the model.
+    becomes an `nn.Conv2d`, in place, and the model is returned: train before, as the factors are
+    gone.
 
     Raises:
         InputError: a part is not a linear convolution, has hooks or a parametrization, or the
