@@ -123,6 +123,7 @@ def test_device_and_dtype(timms):
         ({"weights": "no.pth"}, CheckpointError, "no file of weights at no.pth"),
         ({"weights": "no/file"}, CheckpointError, "no file of weights at no/file"),
         ({"weights": 5}, InputError, "expected a tag or the path of weights, got 5"),
+        ({"weights": []}, InputError, "expected a tag or the path of weights"),
         ({"weights": "a\0b.pth"}, CheckpointError, "cannot be read|no file of weights"),
         ({"weights": "x" * 5000 + ".pth"}, InputError, "expected a tag or the path of weights"),
         ({"name": "tresnet_m", "out_indices": [1]}, InputError, r"\[1\] needs features_only=True"),

@@ -38,6 +38,7 @@ def test_options_change_the_recipes_defaults_by_their_short_names():
 
 def test_without_a_recipe_it_is_the_papers():
     assert parse_train([]).config == recipe("paper")
+    assert parse_train(["--recipe=finetune"]).config == recipe("finetune")
 
 
 def test_resuming_starts_from_the_runs_own_configuration(tiny, tmp_path):
