@@ -58,7 +58,7 @@ def test_kernels_equal_the_plain_modules(model, recompute):
     options = {**MODELS[model], "recompute": recompute, "drop_path_rate": 0.3}
     ours = make(**options).to(memory_format=torch.channels_last)
     exact = step(plain(ours), images().double())
-    assert_near(step(ours, images()), exact, 3e-4)
+    assert_near(step(ours, images()), exact, 1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -104,7 +104,7 @@ def test_no_map_is_kept_in_front_of_the_first_parameter_that_trains():
 
 def test_bytes_are_kept_as_bytes():
     pixels = (images(seed=0) * 255).to(torch.uint8)  # of 1, a value is too near to a ReLU's kink
-    for ours, tolerance in ((make("reference").double(), 1e-6), (make(), 3e-4)):
+    for ours, tolerance in ((make("reference").double(), 1e-6), (make(), 1e-4)):
         exact = step(plain(ours), pixels.double() / 255)
         assert_near(step(ours, pixels), exact, tolerance)
     saved = []
