@@ -41,6 +41,7 @@ from tresnet.measure.records import RecordFile, check_directory
 from tresnet.measure.runner import Contender, Log, Outcome, Rounds, run
 from tresnet.measure.settings import RunSettings
 from tresnet.settings import EvalTransform, ShardSettings
+from tresnet.settings.fields import Count, CountOrZero
 
 logger = logging.getLogger(__name__)
 Epoch = Iterable[tuple[Tensor, Any]]
@@ -71,15 +72,15 @@ class Settings(RunSettings):
     are written."""
     split: Literal["train", "val"] = "train"
     """train: random crop and mirror image. val: resize and center crop."""
-    batch_size: int = 64
+    batch_size: Count = 64
     """Images in a batch."""
-    input_size: int = 224
+    input_size: Count = 224
     """Side of the square image in pixels."""
-    workers: int = 2
+    workers: CountOrZero = 2
     """Processes that load, at most one a core; 0 loads in the main process."""
-    batches: int = 8
+    batches: Count = 8
     """Timed batches of each visit."""
-    warmup_batches: int = 4
+    warmup_batches: Count = 4
     """Untimed batches before them."""
 
     def repeated(self, dataset: Any) -> torch.utils.data.Subset[Any]:
