@@ -78,11 +78,7 @@ def create(
 
 
 def _create_loaded(
-    name: str | None,
-    known: WeightsInfo,
-    new_head: bool,
-    asked: dict[str, Any],
-    run: dict[str, Any],
+    name: str | None, known: WeightsInfo, new_head: bool, asked: dict[str, Any], run: dict[str, Any]
 ) -> TResNet:
     weights = known.weights
     assert weights is not None, "expected what open_weights returned"

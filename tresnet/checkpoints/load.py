@@ -20,13 +20,9 @@ def load_checkpoint(model: nn.Module, path: str | os.PathLike[str], new_head: bo
 
     The negative slopes of the activations, a property of the weights, are set too. Tensors are
     converted to the model's dtypes and devices. The stem adapts to another number of image
-    channels; a model without a classifier takes the file's other weights. Everything is checked
-    before the model is touched.
-
-    Args:
-        model: a TResNet, or a wrapper of one (compiled, DistributedDataParallel, features only).
-        path: a .safetensors file, or a torch file that holds tensors and no code.
-        new_head: load all but the head, which keeps the weights it has.
+    channels; a model without a classifier takes the file's other weights. `model` may be a wrapper
+    (compiled, DistributedDataParallel, features only), `path` a .safetensors file or a torch file
+    without code. With `new_head` the head keeps the weights it has.
 
     Raises:
         CheckpointError: the file is unreadable, unsafe, or does not fit; the model is unchanged.

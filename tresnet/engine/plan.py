@@ -59,13 +59,8 @@ def make_plan(
     """Resolve what a configuration leaves open, and read the state to resume (a collective).
 
     `held` keeps the lock of a resumed run's directory. A `dry_run` accepts `--gpu-memory` in place
-    of a GPU.
-
-    Raises:
-        ConfigError: The configuration does not fit the data, the machine, or the run it resumes.
-        DataError: The data set is incomplete.
-        CheckpointError: Weights or a state cannot be read.
-        BusyError: Another process is at work on the run.
+    of a GPU. Besides errors of data and checkpoints, `ConfigError` says what does not fit, and
+    `BusyError` that another process is at work on the run.
     """
     check_same_options(wanted, processes)
     run_dir, found = _claim(wanted, resume, processes, console, held)

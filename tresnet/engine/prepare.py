@@ -60,11 +60,8 @@ class Parts:
 def prepare(plan: Plan, start: Start, processes: Processes, console: Console) -> Parts:
     """Build what this process trains with, and restore the state that is resumed.
 
-    Raises:
-        ConfigError: The classes, the hierarchy or the teacher do not fit the data.
-        CheckpointError: The weights, the teacher or the state do not fit.
-        DataError: The training images do not make a batch for each process.
-        InputError: The model cannot take images of that size.
+    Parts that do not fit the data, the weights or each other raise `ConfigError`,
+    `CheckpointError`, `DataError` or `InputError`.
     """
     config, classes, seed = plan.config, plan.splits.classes, plan.config.run.seed
     train_loader, val_loader = create_loaders(config, plan.splits, plan.batches.size, processes)

@@ -45,10 +45,8 @@ def create_model(
 ) -> TResNet:
     """Build the model of a resolved configuration for these classes.
 
-    Raises:
-        ConfigError: The weights' head is kept, but it was trained on other classes.
-        CheckpointError: The weights do not fit the model or the number of classes.
-        InputError: A value is out of range, or the model cannot take images of that size.
+    A kept head of other classes raises `ConfigError`, weights that do not fit `CheckpointError`,
+    and a value out of range or an image size that the model cannot take `InputError`.
     """
     options, data = dataclasses.asdict(config.model), config.data
     for name in ("model", "grad_checkpointing", "weights"):
@@ -89,11 +87,8 @@ def class_map(
 ) -> list[int] | None:
     """Return the model's class of each label of a data set; None where the numbers are the same.
 
-    `trained` are the model's classes in the order of its outputs, if known, `outputs` their number,
-    and `found` the data set's classes in the order of its labels.
-
-    Raises:
-        ConfigError: The classes differ, or, where names are unknown, their number.
+    `trained` are the model's classes in the order of its outputs, if known, and `found` the data
+    set's in the order of its labels. Other classes, or another number of them, raise `ConfigError`.
     """
     if len(found) != outputs:
         raise ConfigError(

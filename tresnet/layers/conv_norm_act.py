@@ -1,5 +1,7 @@
 """Convolution, norm and activation, with or without anti-aliased downsampling."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -32,17 +34,12 @@ class ConvNormAct(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        place: Any = {"device": device, "dtype": dtype}
+        border = kernel_size // 2
         self.conv = nn.Conv2d(
-            in_channels,
-            out_channels,
-            kernel_size,
-            padding=kernel_size // 2,
-            groups=groups,
-            bias=False,
-            device=device,
-            dtype=dtype,
+            in_channels, out_channels, kernel_size, 1, border, groups=groups, bias=False, **place
         )
-        self.bn = norm_class(norm)(out_channels, slope, device=device, dtype=dtype)
+        self.bn = norm_class(norm)(out_channels, slope, **place)
         self.slope = slope
         self.aa = BlurPool2d(jit) if blur else nn.Identity()
 

@@ -34,11 +34,7 @@ class FoldedConv(nn.Module):
         return not self.conv._forward_hooks
 
     def train(self, mode: bool = True) -> "FoldedConv":
-        """Stay in eval mode.
-
-        Raises:
-            InputError: `mode` is True: there is no norm left to train.
-        """
+        """Stay in eval mode; `mode=True` raises `InputError`, as there is no norm left to train."""
         if mode:
             raise InputError(
                 "expected a model with its norms to train, got one folded for inference: train "

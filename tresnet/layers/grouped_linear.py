@@ -28,12 +28,10 @@ class GroupedLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create weights for groups of `in_features` inputs C, initialised as `nn.Linear`.
+        """Create weights for `in_features` inputs C a group, initialised as `nn.Linear`.
 
-        `out_features` has the outputs of each group.
-
-        Raises:
-            InputError: a number is below 1, or there is no group.
+        `out_features` has the outputs of each group. A number below 1, or no group, raises
+        `InputError`.
         """
         super().__init__()
         self.in_features = in_features
@@ -51,11 +49,7 @@ class GroupedLinear(nn.Module):
     @classmethod
     @torch.no_grad()
     def from_linears(cls, layers: Sequence[nn.Linear]) -> "GroupedLinear":
-        """Return a layer with copies of the weights of linear layers with equally many inputs.
-
-        Raises:
-            InputError: there is none, or they differ in more than their number of outputs.
-        """
+        """Copy linear layers; `InputError` if they differ in more than their number of outputs."""
         if not layers or not all(type(layer) is nn.Linear for layer in layers):
             raise InputError(f"expected linear layers (nn.Linear), got {list(layers)}")
         first = layers[0]
@@ -85,11 +79,7 @@ class GroupedLinear(nn.Module):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (N, G * C) or (N, G, C) to (N, n_1 + ... + n_G), group after group.
-
-        Raises:
-            InputError: the input has other groups or features.
-        """
+        """Map (N, G * C) or (N, G, C) to (N, n_1 + ... + n_G); other shapes raise `InputError`."""
         if torch.jit.is_scripting():
             return self._one_by_one(x)
         groups, features = self.groups, self.in_features

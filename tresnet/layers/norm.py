@@ -230,11 +230,7 @@ def _reflect(module: InplaceABN, *_: Any) -> None:
     module.weight.copy_(module._gamma())
 
 
-NORMS: dict[str, type[NormAct]] = {
-    "abn": ABN,
-    "batchnorm": BatchNormAct,
-    "inplace_abn": InplaceABN,
-}
+NORMS: dict[str, type[NormAct]] = {"abn": ABN, "batchnorm": BatchNormAct, "inplace_abn": InplaceABN}
 # Batch norms that compute what their tensors say; a subclass may compute something else.
 PLAIN_NORMS = (NormAct, *NORMS.values(), nn.BatchNorm2d, nn.SyncBatchNorm)
 

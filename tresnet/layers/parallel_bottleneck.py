@@ -34,11 +34,7 @@ class ParallelBottleneck(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create the layers of `groups` G, with C / `reduction` channels in a branch's middle.
-
-        `norm` is 'abn', 'batchnorm' or 'inplace_abn', and `slope` that of the leaky ReLUs inside. A
-        number below 1, or a reduction that does not divide the channels, raises InputError.
-        """
+        """Create the layers; numbers below 1 and an uneven `reduction` raise `InputError`."""
         super().__init__()
         if min(groups, channels, reduction) < 1 or channels % reduction:
             raise InputError(

@@ -64,27 +64,20 @@ class SubtractedConv(nn.Module):
         parts = (self.point_wise, self.depth_wise, self.low_pass)
         weight = op.compose(*(part.weight.double() for part in parts))
         own = self.point_wise.weight
-        conv = nn.Conv2d(
-            self.in_channels,
-            self.out_channels,
-            self.kernel_size,
-            *op.geometry(self.kernel_size, self.stride),
-            bias=False,
-            device=own.device,
-            dtype=own.dtype,
-        )
+        place: Any = {"bias": False, "device": own.device, "dtype": own.dtype}
+        shape = self.in_channels, self.out_channels, self.kernel_size
+        conv = nn.Conv2d(*shape, *op.geometry(self.kernel_size, self.stride), **place)
         conv.weight.copy_(weight)
         conv.weight.requires_grad_(own.requires_grad)
         return conv.train(self.training)
 
     @classmethod
     def replace_in(cls, model: nn.Module, mode: Mode = "composed") -> list[str]:
-        """Replace convolutions of `model` by random `SubtractedConv` layers; return their names.
+        """Replace convolutions of `model` by new, random ones, in place, and return their names.
 
-        A convolution is replaced if P, D and L have fewer parameters and a `SubtractedConv` fits.
-        It has a square odd kernel, padding kernel // 2, equal strides, no dilation, groups or bias,
-        an even number of output channels, and no hooks. This is another network, not a rewrite of
-        the same: train it.
+        A convolution is replaced if P, D and L have fewer parameters and a `SubtractedConv` fits: a
+        square odd kernel, padding kernel // 2, equal strides, no dilation, groups or bias, an even
+        number of output channels, and no hooks. This is another network: train it.
 
         Of torchvision's and timm's ResNet50 (25.56 M parameters) these are the sixteen 3x3
         convolutions and the sixteen 1x1 that do not widen, which leaves 15.87 M. Every 1x1 that
@@ -140,15 +133,9 @@ def _fits(conv: nn.Conv2d) -> bool:
 
 
 def _counterpart(conv: nn.Conv2d, mode: Mode) -> SubtractedConv:
-    new = SubtractedConv(
-        conv.in_channels,
-        conv.out_channels,
-        conv.kernel_size[0],
-        conv.stride[0],
-        mode=mode,
-        device=conv.weight.device,
-        dtype=conv.weight.dtype,
-    )
+    shape = conv.in_channels, conv.out_channels, conv.kernel_size[0], conv.stride[0]
+    place: Any = {"device": conv.weight.device, "dtype": conv.weight.dtype}
+    new = SubtractedConv(*shape, mode=mode, **place)
     return new.train(conv.training).requires_grad_(conv.weight.requires_grad)
 
 

@@ -47,10 +47,8 @@ class BenchCase(CaseSettings):
     def checked(self, training: bool, on_gpu: bool = False) -> "BenchCase":
         """Return the case with every default filled in; one of ours is sure to build and run.
 
-        Raises:
-            InputError: a value out of range, an unknown model, an input size it cannot take, or a
-                setting that does not apply.
-            ConfigError: gradients that the compiler's CUDA graphs would lose.
+        Raises `InputError`, or `ConfigError` for gradients that the compiler's CUDA graphs would
+        lose.
         """
         from tresnet.models.named import check_name
         from tresnet.steps.training import check_compiled_passes

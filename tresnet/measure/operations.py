@@ -47,15 +47,11 @@ Function = Callable[..., Tensor]
 
 
 class Op(NamedTuple):
-    """One operation, in plain PyTorch and by this package's kernels.
+    """One operation: where it is measured, its inputs, in plain PyTorch and by our kernels.
 
-    Attributes:
-        places: where it is measured.
-        make: its inputs for a shape (N, C, H, W), a place, a dtype and a device.
-        plain: function of the maps, then the vectors.
-        fused: the same by this package's kernels.
-        forward: number of reads or writes of the input, and of the output, forward.
-        backward: the same backward; zeros where there is no gradient.
+    `make` takes a shape (N, C, H, W), a place, a dtype and a device. `plain` and `fused` take the
+    maps, then the vectors. `forward` and `backward` count the reads or writes of the input, and of
+    the output; zeros where there is no gradient.
     """
 
     places: tuple[Place, ...]
@@ -105,7 +101,8 @@ def _abn(
         shortcut, norm, more = parted(rest)
         y = plain_abn.abn(x, *norm, **numbers)
         if blurs:
-            return _plain_blur(y, *more)
+            padded = F.pad(y, [1, 1, 1, 1], mode="reflect")
+            return F.conv2d(padded, *more, stride=2, groups=y.shape[1])
         return plain_abn.tail(y, False, [one.to(x.dtype) for one in more] or None, shortcut)
 
     def fused(x: Tensor, *rest: Tensor) -> Tensor:
@@ -139,11 +136,6 @@ class _Launches(torch.autograd.Function):
         grad_x = abn.gradient(grad, ctx.norm, ctx.kept, sums, kernels=True)
         weight, bias = sums.merged[:2]
         return None, grad_x, sums.written, weight, bias, None, None, *(sums.se or ())
-
-
-def _plain_blur(x: Tensor, binomial: Tensor) -> Tensor:
-    padded = F.pad(x, [1, 1, 1, 1], mode="reflect")
-    return F.conv2d(padded, binomial, stride=2, groups=x.shape[1])
 
 
 def _stem() -> Op:

@@ -43,11 +43,7 @@ class FakeMachine(Watch):
     """
 
     def __init__(
-        self,
-        device: Device,
-        *,
-        real_engine: bool = False,
-        device_type: str | None = None,
+        self, device: Device, *, real_engine: bool = False, device_type: str | None = None
     ) -> None:
         if device_type is None:
             device_type = "cuda" if torch.backends.cuda.is_built() else "cpu"
@@ -59,9 +55,7 @@ class FakeMachine(Watch):
         self._real_engine = real_engine
         self._buckets: _Buckets | None = None
         self._walk = BackwardWalk(
-            self._saved,
-            sum_in_place=device_type == "cuda",
-            on_gradient=self._gradient_arrived,
+            self._saved, sum_in_place=device_type == "cuda", on_gradient=self._gradient_arrived
         )
 
     @property
@@ -171,10 +165,8 @@ class _Buckets:
 def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """Return a copy of `model` whose parameters and buffers are fakes on the CPU, without data.
 
-    Tied parameters stay tied.
-
-    Raises:
-        InputError: lazy parameters without a shape, or a model that cannot be copied.
+    Tied parameters stay tied. Lazy parameters without a shape, and a model that cannot be copied,
+    raise `InputError`.
     """
     memo: dict[int, object] = {}
     for tensor in (*model.parameters(), *model.buffers()):

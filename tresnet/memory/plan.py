@@ -15,11 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tresnet.errors import InputError
 from tresnet.memory.device import Device
-from tresnet.models.named import (
-    build_named,
-    build_without_data,
-    default_input_shape,
-)
+from tresnet.models.named import build_named, build_without_data, default_input_shape
 from tresnet.models.tresnet import TResNet
 from tresnet.settings import ModelStep, Shape
 from tresnet.settings.fields import Count, CountOrZero, Size, check
@@ -140,15 +136,8 @@ def by_keywords(
 def make_plan(model: ModelLike, plan: Plan) -> tuple[str, nn.Module, Plan]:
     """Return a printable name, the model (without data if built here), and the checked plan.
 
-    Args:
-        model: `tresnet_m`, `timm:resnet50`, `torchvision:vgg16_bn`, a module on the CPU or on the
-            meta device, or a function that builds one.
-        plan: the step. How a model is built and its shape go with a model's name alone.
-
-    Raises:
-        InputError: an unknown name, a setting that does not fit, or a model that cannot be
-            predicted.
-        MissingDependencyError: an option's package is not installed.
+    `model` is as for `predict`. What cannot be predicted raises `InputError`, and an option without
+    its package `MissingDependencyError`.
     """
     check(plan, InputError, spell=str)
     if plan.compile != "none":
@@ -160,7 +149,10 @@ def make_plan(model: ModelLike, plan: Plan) -> tuple[str, nn.Module, Plan]:
         raise InputError(
             "cuda_graph: expected off or auto, got on: what a graph reserves is not predicted"
         )
-    options = _options(plan)
+    options = {**plan.build, **plan.values(Shape)}
+    options |= {name: getattr(plan, name) for name in ("num_classes", "in_chans")}
+    defaults = {field.name: field.default for field in dataclasses.fields(plan)}
+    options = {name: value for name, value in options.items() if value != defaults[name]}
     if isinstance(model, str):
         name, built = model, build_named(model, device="meta", **options)
     elif options:
@@ -183,15 +175,6 @@ def make_plan(model: ModelLike, plan: Plan) -> tuple[str, nn.Module, Plan]:
     folds = plan.fold and not plan.train and isinstance(built, TResNet)
     shape = _input_shape(built, plan.input_size)
     return name, built, dataclasses.replace(plan, input_size=shape, fold=folds)
-
-
-def _options(plan: Plan) -> dict[str, Any]:
-    given = {**plan.build, **plan.values(Shape), **{n: getattr(plan, n) for n in _CLASSIFIER}}
-    defaults = {field.name: field.default for field in dataclasses.fields(plan)}
-    return {name: value for name, value in given.items() if value != defaults[name]}
-
-
-_CLASSIFIER = ("num_classes", "in_chans")
 
 
 def default_loss(output: object, target: torch.Tensor) -> torch.Tensor:

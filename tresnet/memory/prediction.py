@@ -6,7 +6,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -138,9 +138,8 @@ def predict(model: ModelLike, plan: Plan) -> Prediction:
     Args:
         model: `tresnet_m`, `timm:resnet50`, `torchvision:vgg16_bn`, a `torch.nn.Module` on the
             CPU or meta device, which is left as it is, or a function that builds one.
-        plan: as keywords, of which `batch_size` alone is needed. Their names are those of
-            train.py's options: `tresnet.memory.plan.StepPlan` lists them. `opt` may be a class or a
-            function from parameters to an optimizer too. How a model is built (norm, impl) and
+        plan: as keywords, of which `batch_size` alone is needed. `tresnet.memory.plan.StepPlan`
+            lists them, by the names of train.py's options. How a model is built (norm, impl) and
             its shape (num_classes, ...) go with a name alone.
 
     Raises:
@@ -149,19 +148,49 @@ def predict(model: ModelLike, plan: Plan) -> Prediction:
         ConfigError: timm has no optimizer of that name.
     """
     began = time.perf_counter()
-    described = find_device(plan.device, plan.gpu_memory)
+    device = find_device(plan.device, plan.gpu_memory)
     name, module, resolved = make_plan(model, **vars(plan))
-    trace = record(module, resolved, described)
-    prediction = conclude(name, resolved, described, trace)
-    return replace(prediction, seconds=time.perf_counter() - began)
+    trace = record(module, resolved, device)
+    replayed = replay(trace, free_bytes(device))
+    doubt = _doubt(resolved)
+    expected = replayed.peak_allocated_bytes
+    high = max(replayed.high_bytes, expected)
+    allocated = Estimate(expected, int(expected * (1 - doubt)), int(high * (1 + doubt)))
+    taken = replayed.peak_reserved_bytes
+    reserved = Estimate(
+        taken,
+        min(allocated.low_bytes, taken),
+        max(int(taken * _RESERVED_ABOVE), taken + allocated.high_bytes - expected),
+    )
+    failed = replayed.out_of_memory_event
+    at_peak = trace.events[replayed.peak_event].op if replayed.allocated_bytes else None
+    note = (
+        "this torch was built without CUDA: predicted on fakes of CPU tensors, "
+        f"allocated within {doubt:.0%}"
+    )
+    return Prediction(
+        model=name,
+        plan=resolved,
+        device=device,
+        allocated=allocated,
+        reserved=reserved,
+        device_total=Estimate(
+            taken + device.context_bytes,
+            reserved.low_bytes + device.context_low_bytes,
+            reserved.high_bytes + device.context_high_bytes,
+        ),
+        end_allocated_bytes=replayed.allocated_bytes[-1] if replayed.allocated_bytes else 0,
+        by_category=breakdown(trace, replayed),
+        peak_operation=None if at_peak is None else trace.operations[at_peak],
+        out_of_memory=None if failed is None else trace.operations[trace.events[failed].op],
+        notes=() if torch.backends.cuda.is_built() else (note,),
+        seconds=time.perf_counter() - began,
+        trace=trace,
+        replay=replayed,
+    )
 
 
-def record(
-    model: nn.Module,
-    plan: Plan,
-    device: Device,
-    **machine_options: Any,
-) -> Trace:
+def record(model: nn.Module, plan: Plan, device: Device, **machine_options: Any) -> Trace:
     """Run two steps on fakes and return their trace; a model that cannot raises `InputError`."""
     import timm.optim
     import timm.utils  # noqa: F401
@@ -283,58 +312,10 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def conclude(name: str, plan: Plan, device: Device, trace: Trace) -> Prediction:
-    """Run the trace through the allocator and state the results with their bands."""
-    replayed = replay(trace, free_bytes(device))
-    doubt = _doubt(plan)
-    expected = replayed.peak_allocated_bytes
-    high = max(replayed.high_bytes, expected)
-    allocated = Estimate(expected, int(expected * (1 - doubt)), int(high * (1 + doubt)))
-    reserved = _reserved(replayed, allocated)
-    failed = replayed.out_of_memory_event
-    at_peak = trace.events[replayed.peak_event].op if replayed.allocated_bytes else None
-    return Prediction(
-        model=name,
-        plan=plan,
-        device=device,
-        allocated=allocated,
-        reserved=reserved,
-        device_total=Estimate(
-            reserved.expected_bytes + device.context_bytes,
-            reserved.low_bytes + device.context_low_bytes,
-            reserved.high_bytes + device.context_high_bytes,
-        ),
-        end_allocated_bytes=replayed.allocated_bytes[-1] if replayed.allocated_bytes else 0,
-        by_category=breakdown(trace, replayed),
-        peak_operation=None if at_peak is None else trace.operations[at_peak],
-        out_of_memory=None if failed is None else trace.operations[trace.events[failed].op],
-        notes=tuple(_notes(plan)),
-        seconds=0.0,
-        trace=trace,
-        replay=replayed,
-    )
-
-
-def _reserved(replayed: Replay, allocated: Estimate) -> Estimate:
-    expected = replayed.peak_reserved_bytes
-    more_allocated = allocated.high_bytes - allocated.expected_bytes
-    high = max(int(expected * _RESERVED_ABOVE), expected + more_allocated)
-    return Estimate(expected, min(allocated.low_bytes, expected), high)
-
-
 def _doubt(plan: Plan) -> float:
     if torch.backends.cuda.is_built():
         return _DOUBT
     return _DOUBT_CPU_FAKE_FP32 if plan.amp == "off" else _DOUBT_CPU_FAKE_AMP
-
-
-def _notes(plan: Plan) -> list[str]:
-    if torch.backends.cuda.is_built():
-        return []
-    return [
-        "this torch was built without CUDA: predicted on fakes of CPU tensors, "
-        f"allocated within {_doubt(plan):.0%}"
-    ]
 
 
 def _explained(error: Exception, trace: Trace, plan: Plan) -> InputError:

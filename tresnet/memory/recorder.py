@@ -58,8 +58,6 @@ class Recorder(TorchDispatchMode):
         self._owners: dict[int, str] = {}
         self._masters: set[int] = set()
 
-    # -- where we are -------------------------------------------------------------------------
-
     @contextlib.contextmanager
     def during(self, phase: Phase, category: Category | None = None) -> Iterator[None]:
         """Attribute what happens inside to `phase`, and new buffers to `category`."""
@@ -76,8 +74,6 @@ class Recorder(TorchDispatchMode):
         """Mark where a step begins."""
         self.trace.step_starts.append(len(self.trace.events))
         self.step += 1
-
-    # -- tensors ------------------------------------------------------------------------------
 
     def see(self, tensor: torch.Tensor, category: Category | None = None) -> None:
         """Record the birth of the tensor's storage, unless it is known or elsewhere."""
@@ -118,15 +114,17 @@ class Recorder(TorchDispatchMode):
         """Remember the parameters, so that autocast's copies of them are told apart."""
         self._masters.update(p.untyped_storage()._cdata for p in parameters)
 
-    # -- operations ---------------------------------------------------------------------------
-
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         """Run the operation below this mode and record what it made."""
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
-            return _device_of(func, args, kwargs)
+            # half of all dispatches, so answered here where the mode would agree
+            fake = isinstance(args[0], FakeTensor)
+            if fake and not args[0].fake_mode.in_kernel_invocation:
+                return args[0].fake_device
+            return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default and self.phase in _ANSWERS:
             return _ANSWERS[self.phase].get(args[0].dtype, 1.0)
         if self.phase is Phase.UPDATE and _changes_nothing(func):
@@ -146,7 +144,8 @@ class Recorder(TorchDispatchMode):
         if func in _BLAS:
             self._blas_workspace()
         out = self._shapes.run(func, args, kwargs)
-        tensors = [out] if isinstance(out, torch.Tensor) else _tensors_in(out)
+        leaves = [out] if isinstance(out, torch.Tensor) else tree_leaves(out)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         category = self._cast_category(func, args)
         for tensor in tensors:
             self.see(tensor, category)
@@ -178,21 +177,9 @@ class Recorder(TorchDispatchMode):
             self.trace.death(buffer)
 
 
-def _device_of(func: Any, args: tuple, kwargs: dict) -> torch.device:
-    """`tensor.device` is half of all dispatches, so it is answered here without the mode."""
-    tensor = args[0]
-    if isinstance(tensor, FakeTensor) and not tensor.fake_mode.in_kernel_invocation:
-        return tensor.fake_device
-    return func(*args, **kwargs)
-
-
 def _changes_nothing(func: Any) -> bool:
     """In-place operations over hundreds of tensors are slow to fake, and change no memory."""
     name = func._schema.name
     return name.startswith("aten::_amp_") or (
         name.startswith(("aten::_foreach_", "aten::_fused_")) and name.endswith("_")
     )
-
-
-def _tensors_in(out: object) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]

@@ -320,14 +320,14 @@ def _add(buffer: Gradients, index: int, gradient: torch.Tensor, *, in_place: boo
     """Sum two gradients for one input; in place where the first belongs to nobody else."""
     held, buffer[index] = buffer[index], None
     assert held is not None
-    if in_place and sys.getrefcount(held) <= _LOCAL and _lone_storage(held):
+    if (
+        in_place
+        and sys.getrefcount(held) <= _LOCAL
+        and torch._C._storage_Use_Count(held.untyped_storage()._cdata) <= _LONE_STORAGE
+    ):
         buffer[index] = held.add_(gradient)
     else:
         buffer[index] = held + gradient
-
-
-def _lone_storage(tensor: torch.Tensor) -> bool:
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= _LONE_STORAGE
 
 
 def _layout_follows(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:

@@ -1,6 +1,7 @@
 """The residual blocks and their shortcut (paper section 2.4)."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,17 +26,9 @@ class BlockSettings:
         self, in_channels: int, out_channels: int, kernel: int, act: bool = True, blur: bool = False
     ) -> ConvNormAct:
         """Build a convolution with norm and, where `act`, activation."""
-        return ConvNormAct(
-            in_channels,
-            out_channels,
-            kernel,
-            norm=self.norm,
-            slope=self.slope if act else None,
-            blur=blur,
-            jit=self.jit,
-            device=self.device,
-            dtype=self.dtype,
-        )
+        kind: Any = {"norm": self.norm, "jit": self.jit, "device": self.device, "dtype": self.dtype}
+        slope = self.slope if act else None
+        return ConvNormAct(in_channels, out_channels, kernel, slope=slope, blur=blur, **kind)
 
     def se(self, channels: int, reduced: int) -> SqueezeExcite:
         """Build a squeeze and excitation with at least 64 channels inside."""

@@ -37,11 +37,8 @@ class FeatureExtractor(nn.Module):
 
     def forward(self, x: Tensor) -> list[Tensor]:
         """(N, in_chans, H, W) to one (N, C_i, H / r_i, W / r_i) a chosen stage."""
-        if torch.jit.is_scripting():
-            return self._forward_plain(x)
-        return self._forward_eager(x)
-
-    def _forward_plain(self, x: Tensor) -> list[Tensor]:
+        if not torch.jit.is_scripting():
+            return self._forward_eager(x)
         parts: list[Tensor] = []
         for stage in self.model.body:
             x = stage(x)

@@ -80,8 +80,7 @@ class GroupAttentionHead(nn.Module):
 class _DecoderLayers(nn.Module):
     """Runs timm's decoder layers, under the names they have in `nn.TransformerDecoder`.
 
-    Since PyTorch 2.1 that class asks its layers for a self-attention and passes arguments that
-    timm's layer, which has none, does not take.
+    Since PyTorch 2.1 that class passes arguments for a self-attention, which timm's layer lacks.
     """
 
     def __init__(self, layers: nn.ModuleList) -> None:

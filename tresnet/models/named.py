@@ -59,13 +59,11 @@ def check_name(name: str) -> None:
 def build_named(
     name: str, *, device: torch.device | str | None = None, **options: Any
 ) -> nn.Module:
-    """Build a randomly initialised model; nothing is downloaded.
+    """Build a randomly initialised model by its name; nothing is downloaded.
 
-    Args:
-        name: ours, or `timm:NAME`, or `torchvision:NAME`.
-        device: where to build it; on `meta` nothing is allocated, unless a peer's constructor
-            reads values that it has just made.
-        **options: of `tresnet.models.zoo.build` or of a peer's constructor; None is as not given.
+    On the device `meta` nothing is allocated, unless a peer's constructor reads values that it has
+    just made. `options` are those of `tresnet.models.zoo.build` or of a peer's constructor; None is
+    as not given.
 
     Raises:
         InputError: an unknown name, or an option that the model does not have.

@@ -73,14 +73,8 @@ class TResNet(nn.Module):
     def _make_body(self, **place: Any) -> nn.Sequential:
         config = self.config
         settings = BlockSettings(config.norm, config.block_slope, config.jit, **place)
-        stem = ConvNormAct(
-            config.in_chans * config.block_size**2,
-            config.planes,
-            3,
-            norm=config.norm,
-            slope=config.stem_slope,
-            **place,
-        )
+        pixels = config.in_chans * config.block_size**2
+        stem = replace(settings, slope=config.stem_slope).conv(pixels, config.planes, 3)
         s2d = SpaceToDepth(config.block_size, config.jit)
         parts: list[tuple[str, nn.Module]] = [("s2d", s2d), ("conv1", stem)]
         last_block = max(sum(config.layers) - 1, 1)
@@ -223,14 +217,8 @@ class TResNet(nn.Module):
                 negative ones count from the end; None for all five.
             norm: accepted for timm's sake: there is no final norm to apply.
             stop_early: run no stage after the last one asked for.
-            output_fmt: 'NCHW'.
-            intermediates_only: leave out the final features.
-
-        Returns:
-            The list of maps, or (final features, list of maps).
-
-        Raises:
-            InputError: an index is out of range, or another format is asked for.
+            output_fmt: 'NCHW'; another raises `InputError`, as an index out of range does.
+            intermediates_only: return the list of maps alone, not (final features, list of maps).
         """
         if output_fmt != "NCHW":
             raise InputError(f"expected output_fmt 'NCHW', got {output_fmt!r}")
@@ -265,11 +253,9 @@ class TResNet(nn.Module):
     ) -> None:
         """Replace the classifier by a freshly initialised one of the same kind.
 
-        Args:
-            num_classes: width of the new classifier; 0 for none.
-            global_pool: pooling in front of it; None keeps the present one.
-            head_groups: classes of each group of 'group_attention', or how many groups; None keeps
-                their number, as far as there are classes, and spreads the classes evenly.
+        `num_classes` of 0 is none, and `global_pool` of None keeps the present pool. `head_groups`
+        are the classes of each group of 'group_attention', or how many groups. None keeps their
+        number, as far as there are classes, and spreads the classes evenly.
 
         Raises:
             InputError: the class counts do not add up, or the head has no groups or pool to set.
@@ -305,10 +291,9 @@ class TResNet(nn.Module):
     def set_impl(self, impl: Impl) -> None:
         """Choose how a model with norm='abn' runs: see `tresnet.fused`.
 
-        Args:
-            impl: 'auto' is the fused program on a GPU, plain modules on a CPU; 'triton' the program
-                by its kernels, or an error; 'reference' the program by plain operators. Parts with
-                hooks, under `torch.compile` and the like run as plain modules.
+        'auto' is the fused program on a GPU, plain modules on a CPU; 'triton' the program by its
+        kernels, or an error; 'reference' the program by plain operators. Parts with hooks, under
+        `torch.compile` and the like run as plain modules.
 
         Raises:
             InputError: there is no such implementation, or the model has another norm.
@@ -321,12 +306,10 @@ class TResNet(nn.Module):
     def set_recompute(self, what: str) -> None:
         """Choose what backward of the fused program rebuilds instead of keeping: exact always.
 
-        Args:
-            what: 'activations' (the default) rebuilds what a norm, a blur or an SE scale put out,
-                which costs a read and a write of each; 'outputs' the outputs of every second block
-                too: about a sixth less is kept; 'none' keeps everything and saves those passes. A
-                model that is compiled with `compile_model` lets the compiler recompute, but for
-                'none'.
+        'activations' (the default) rebuilds the outputs of norms, blurs and SE scales, which costs
+        a read and a write of each. 'outputs' also rebuilds the output of every second block: about
+        a sixth less is kept. 'none' keeps everything and saves those passes. A model that is
+        compiled with `compile_model` lets the compiler recompute, but for 'none'.
 
         Raises:
             InputError: there is no such choice, or the model has another norm.

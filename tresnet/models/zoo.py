@@ -101,7 +101,10 @@ def build(
         InputError: the name or a value is unknown or out of range.
         MissingDependencyError: `norm='inplace_abn'` without the package.
     """
-    _check_placement(device, dtype)
+    if device is not None and not str(device).startswith("meta"):
+        usable_device(device)
+    if dtype is not None and dtype not in _DTYPES:
+        raise InputError(f"expected dtype out of {', '.join(map(str, _DTYPES))}, got {dtype!r}")
     model = TResNet(make_config(name, **options), device, dtype)
     model.pretrained_cfg = default_pretrained_cfg(name, model.config)
     if impl != "auto":
@@ -109,13 +112,6 @@ def build(
     if recompute != "activations":
         model.set_recompute(recompute)
     return model
-
-
-def _check_placement(device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-    if device is not None and not str(device).startswith("meta"):
-        usable_device(device)
-    if dtype is not None and dtype not in _DTYPES:
-        raise InputError(f"expected dtype out of {', '.join(map(str, _DTYPES))}, got {dtype!r}")
 
 
 def default_pretrained_cfg(name: str, config: ModelConfig) -> dict[str, Any]:

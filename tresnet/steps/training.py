@@ -9,7 +9,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,7 @@ from torch.optim import lr_scheduler
 
 from tresnet.errors import ConfigError
 from tresnet.layers.norm import ABN
-from tresnet.settings import (
-    Compute,
-    EmaConfig,
-    OptimConfig,
-    ScheduleConfig,
-)
+from tresnet.settings import Compute, EmaConfig, OptimConfig, ScheduleConfig
 from tresnet.steps import optim
 from tresnet.steps.compiled import CUDA_GRAPH_MODES, compile_model
 from tresnet.steps.feed import Feed, reads_bytes
@@ -39,15 +34,8 @@ from tresnet.steps.graph import (
 from tresnet.steps.inference import place
 from tresnet.steps.watch import Watch
 
-
-class Average(Protocol):
-    """Moving average of a model's weights (EMA), such as timm's `ModelEmaV3`."""
-
-    module: nn.Module
-
-    def update(self, model: nn.Module, step: int | None = None) -> None:
-        """Take in the model's weights after optimizer step number `step`, counted from 1."""
-        ...
+if TYPE_CHECKING:
+    from timm.utils import ModelEmaV3
 
 
 class TrainingStep:
@@ -68,7 +56,7 @@ class TrainingStep:
         forward: Callable[[Tensor], Tensor] | None = None,
         no_sync: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
         scaler: Any = None,
-        average: Average | None = None,
+        average: "ModelEmaV3 | None" = None,
         schedule: lr_scheduler.LRScheduler | None = None,
         clip_grad: float | None = None,
         mixes: bool = False,
@@ -277,15 +265,17 @@ def create_training_step(
     watch: Watch | None = None,
     say: Callable[[str], object] | None = None,
 ) -> TrainingStep:
-    """Move a model to its device and build its training step around it.
+    """Move a freshly created model to its device and build its training step around it.
+
+    None for `ema` is no EMA, for `schedule` a constant learning rate, for `optimizer` the defaults.
 
     Args:
-        model: freshly created, with the same weights on every process.
+        model: with the same weights on every process.
         compute: precision, layout, and whether to compile.
         device: where to compute.
-        optimizer: None for the defaults.
-        ema: None for no EMA.
-        schedule: None for a constant learning rate.
+        optimizer: settings of timm's optimizer, unless `build_optimizer` makes another.
+        ema: settings of the EMA.
+        schedule: settings of the learning rate over time.
         updates: optimizer steps of the whole run, for the schedule.
         global_batch: images per optimizer step over all processes, for `lr_batch`.
         world: number of processes; above one the model is wrapped in DistributedDataParallel.
@@ -294,7 +284,7 @@ def create_training_step(
         recompute: of other models than ours, with `compile`: see `compile_model`.
         mixes: whether images are mixed, so that they must be floats.
         skips: whether bad optimizer steps may be skipped.
-        build_optimizer: makes the optimizer in place of timm's that `optimizer` names.
+        build_optimizer: from parameters to an optimizer.
         watch: hooks around the parts of a step.
         say: called with how long compiling took; None for the log.
 
@@ -318,17 +308,24 @@ def create_training_step(
         model = synchronise(model, compiles)
     if grad_checkpointing:
         model.set_grad_checkpointing(True)  # pyright: ignore[reportCallIssue]
-    average = _average(model, ema)
+    average = None
+    if ema is not None and ema.ema_decay > 0:
+        from timm.utils import ModelEmaV3
+
+        average = ModelEmaV3(model, decay=ema.ema_decay, use_warmup=ema.ema_warmup)
     if build_optimizer is not None:
         made = build_optimizer(model.parameters())
     else:
         made = optim.create_optimizer(model, optimizer, global_batch, on_gpu=device.type == "cuda")
     capturer = CudaCapturer(device) if graphed else None
+    wrapped, no_sync = model, contextlib.nullcontext
     # DistributedDataParallel holds on to what adds gradients up, which runs on the stream it was
     # made on: another than the captured one would end the capture
     with contextlib.nullcontext() if capturer is None else capturer.warming_up():
-        wrapped = _distributed(model, world, device)
-    ddp = isinstance(wrapped, nn.parallel.DistributedDataParallel)
+        if world > 1:
+            ids = [device] if device.type == "cuda" else None
+            wrapped = nn.parallel.DistributedDataParallel(model, ids, gradient_as_bucket_view=True)
+            no_sync = wrapped.no_sync
     step = TrainingStep(
         model,
         made,
@@ -339,7 +336,7 @@ def create_training_step(
             if compiles
             else wrapped
         ),
-        no_sync=wrapped.no_sync if ddp else contextlib.nullcontext,
+        no_sync=no_sync,
         average=average,
         schedule=None if schedule is None else optim.create_schedule(made, schedule, updates or 1),
         clip_grad=optimizer.clip_grad,
@@ -348,8 +345,8 @@ def create_training_step(
         watch=watch,
     )
     if capturer is not None:
-        passes = WARMUP_PASSES_DDP if ddp else WARMUP_PASSES
-        agree = functools.partial(_agree, device) if ddp else None
+        passes = WARMUP_PASSES_DDP if world > 1 else WARMUP_PASSES
+        agree = functools.partial(_agree, device) if world > 1 else None
         step.capture_with(capturer, warmup_passes=passes, agree=agree, say=say)
     return step
 
@@ -386,18 +383,3 @@ def synchronise(model: nn.Module, compiles: bool) -> nn.Module:
     for norm in norms:
         norm.synchronised = True
     return model
-
-
-def _average(model: nn.Module, ema: EmaConfig | None) -> Average | None:
-    if ema is None or ema.ema_decay == 0:
-        return None
-    from timm.utils import ModelEmaV3
-
-    return ModelEmaV3(model, decay=ema.ema_decay, use_warmup=ema.ema_warmup)  # pyright: ignore[reportReturnType]
-
-
-def _distributed(model: nn.Module, world: int, device: torch.device) -> nn.Module:
-    if world == 1:
-        return model
-    ids = [device] if device.type == "cuda" else None
-    return nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)

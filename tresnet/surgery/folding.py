@@ -24,7 +24,7 @@ def fold(model: ModuleT, *, merge_stem: bool = False, inplace: bool = False) -> 
 
     y = gamma (conv(x) - mean) / sqrt(var + eps) + beta becomes one convolution with bias, computed
     in float64 and rounded once. Besides TResNets, alone or inside another module, it folds a
-    `Conv2d` followed by a `BatchNorm2d` or one of our norms in any `nn.Sequential`, which must be
+    `Conv2d` followed by a `BatchNorm2d` or one of our norms in any `nn.Sequential`. That must be
     called as a whole: where a model calls the children one by one and does something between them,
     the result is wrong without an error. The result has no gradients and refuses training mode and
     checkpoints: load before, export after.
@@ -35,14 +35,10 @@ def fold(model: ModuleT, *, merge_stem: bool = False, inplace: bool = False) -> 
             space-to-depth and the stem's 3x3 do; exact.
         inplace: change `model` itself.
 
-    Returns:
-        The folded model, in eval mode.
-
     Raises:
         InputError: training mode, a norm without running statistics, a compiled model, nothing to
             fold, folded weights beyond the range of their dtype, or a convolution, norm or
-            `ConvNormAct` that hooks, a parametrization or another class watch or change; `model`
-            is then unchanged.
+            `ConvNormAct` with hooks, a parametrization or of another class; `model` is unchanged.
     """
     _check(model, merge_stem)
     folded = copy.deepcopy(model)
@@ -147,10 +143,8 @@ def _fold_pairs(parent: nn.Sequential) -> None:
 def fold_norm(conv: nn.Conv2d, norm: AnyNorm) -> nn.Conv2d:
     """Return the convolution that does what `conv` and `norm` (without its activation) do.
 
-    `norm` is in eval mode and has running statistics.
-
-    Raises:
-        InputError: a folded weight is beyond the range of its dtype.
+    `norm` is in eval mode and has running statistics. A folded weight beyond the range of its dtype
+    raises `InputError`.
     """
     mean, var = norm.running_mean, norm.running_var
     assert mean is not None
