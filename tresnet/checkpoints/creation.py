@@ -101,7 +101,11 @@ def _create_loaded(
     model = build(name or known.model, **options, **run)
     stem, block = weights.slopes
     install(model, staged, (asked.get("stem_slope", stem), asked.get("block_slope", block)))
-    model.pretrained_cfg = _pretrained_cfg(model, known)
+    config = model.config
+    default = default_pretrained_cfg(config.variant, config)
+    own = {key: default[key] for key in ("architecture", "num_classes", "mean", "std")}
+    own["input_size"] = (config.in_chans, *known.pretrained_cfg["input_size"][1:])
+    model.pretrained_cfg = {**default, **known.pretrained_cfg, **own}
     return model
 
 
@@ -113,12 +117,3 @@ def _head_kwargs(known: WeightsInfo, asked: dict[str, Any]) -> dict[str, Any]:
     if groups and classes != known.num_classes:  # as many groups, over the new classes
         groups = min(len(groups), classes) or None
     return {"head_groups": groups or None}
-
-
-def _pretrained_cfg(model: TResNet, known: WeightsInfo) -> dict[str, Any]:
-    """Return how images are prepared for these weights in this model, in timm's terms."""
-    config = model.config
-    default = default_pretrained_cfg(config.variant, config)
-    own = {key: default[key] for key in ("architecture", "num_classes", "mean", "std")}
-    size = (config.in_chans, *known.pretrained_cfg["input_size"][1:])
-    return {**default, **known.pretrained_cfg, **own, "input_size": size}

@@ -16,6 +16,8 @@ from tresnet.models import zoo
 from tresnet.models.tresnet import TResNet
 from tresnet.settings import EvalTransform
 
+_CROP = ("crop_pct", "crop_mode", "interpolation")
+
 
 def resolve(config: TrainConfig, weights: WeightsInfo | None = None) -> TrainConfig:
     """Return the configuration with the model's name, input size and test crop filled in.
@@ -34,7 +36,7 @@ def resolve(config: TrainConfig, weights: WeightsInfo | None = None) -> TrainCon
 
 def missing(data: EvalTransform, cfg: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of image preparation that are left open, from a `pretrained_cfg`."""
-    known = {name: cfg[name] for name in ("crop_pct", "crop_mode", "interpolation")}
+    known = {name: cfg[name] for name in _CROP}
     if data.input_size is None:
         known["input_size"] = zoo.image_side(cfg)
     return {name: value for name, value in known.items() if getattr(data, name) is None}
@@ -58,22 +60,14 @@ def create_model(
     size = data.resolved_input_size
     for side in {size, *data.sizes}:
         model.check_input(torch.empty(1, 3, side, side, device="meta"))
-    # what is saved with the weights, so that whoever loads them prepares images the same way
-    model.pretrained_cfg = {
-        **model.pretrained_cfg,
-        "input_size": (3, size, size),
-        "crop_pct": data.crop_pct,
-        "crop_mode": data.crop_mode,
-        "interpolation": data.interpolation,
-    }
+    # saved with the weights, so that whoever loads them prepares images the same way
+    crop = {name: getattr(data, name) for name in _CROP}
+    model.pretrained_cfg = {**model.pretrained_cfg, "input_size": (3, size, size), **crop}
     return model
 
 
 def rebuild_model(config: TrainConfig, metadata: dict[str, Any]) -> TResNet:
-    """Build the model of a resumed run from its state's metadata.
-
-    The weights that the run started from need not be there any more.
-    """
+    """Build a resumed run's model from its state; the weights it started from may be gone."""
     options = check_metadata(metadata).to_dict()
     name = options.pop("variant")
     del options["bottlenecks"]  # the variant's

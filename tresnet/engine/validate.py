@@ -23,11 +23,6 @@ def _problems(config: TrainConfig) -> Iterator[str]:
     except ConfigError as error:
         yield str(error)
         return  # what follows takes values that fit
-    yield from _problems_elsewhere(config)
-    yield from _contradictions(config)
-
-
-def _problems_elsewhere(config: TrainConfig) -> Iterator[str]:
     try:
         check_compiled_passes(config.compute.compile, config.optim.accumulate)
         if config.compute.gpu_memory is not None:
@@ -36,6 +31,7 @@ def _problems_elsewhere(config: TrainConfig) -> Iterator[str]:
         yield str(error)
     except InputError as error:
         yield f"--gpu-memory: {error}"
+    yield from _contradictions(config)
 
 
 def _contradictions(config: TrainConfig) -> Iterator[str]:

@@ -66,11 +66,7 @@ def _replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def attention_chosen_by_rule() -> Iterator[None]:
-    """`scaled_dot_product_attention` runs the kernel that `attention.attend` chooses.
-
-    PyTorch's own choice asks the driver; without one it takes the plain operators, which keep the
-    whole attention matrix.
-    """
+    """`scaled_dot_product_attention` runs the kernel that `attention.attend` chooses."""
     library = torch.library.Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
@@ -142,10 +138,7 @@ def foreach_optimizers() -> Iterator[None]:
 
 
 def modules_converted() -> Patch:
-    """`module.to(...)` of fakes puts new parameters into the module; tied ones stay tied.
-
-    PyTorch swaps the contents of the old and the new one, which fakes refuse.
-    """
+    """`module.to(...)` puts new parameters into the module, as fakes cannot be swapped in place."""
     made = WeakIdKeyDictionary()
 
     def apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
@@ -168,10 +161,7 @@ def modules_converted() -> Patch:
 
 
 def fakes_deepcopied() -> Patch:
-    """`copy.deepcopy` of a fake, as a moving average or a fold makes, clones the tensor.
-
-    PyTorch goes on to copy the tensor's attributes, and with them the fake mode.
-    """
+    """`copy.deepcopy` clones a fake; PyTorch would go on to copy its fake mode."""
 
     def deepcopied(fake: FakeTensor, memo: dict[int, Any]) -> torch.Tensor:
         if id(fake) not in memo:
@@ -256,10 +246,7 @@ def graph_task() -> Patch:
 def saved_tensor_hooks_replaced(
     wrap: Callable[[Any, Any], tuple[Any, Any]], popped: Callable[[], object]
 ) -> Patch:
-    """Let every pair of hooks for saved tensors go through `wrap` before autograd gets it.
-
-    `popped` is called after a pair was taken off again.
-    """
+    """Pass pairs of hooks for saved tensors through `wrap`; call `popped` after each is popped."""
     push = _autograd._push_saved_tensors_default_hooks
     pop = _autograd._pop_saved_tensors_default_hooks
     return _replaced(

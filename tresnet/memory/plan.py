@@ -178,10 +178,7 @@ def make_plan(model: ModelLike, plan: Plan) -> tuple[str, nn.Module, Plan]:
 
 
 def default_loss(output: object, target: torch.Tensor) -> torch.Tensor:
-    """Return cross entropy where an output has the form of logits for the target, else its mean.
-
-    Summed over all floating-point tensors of the output, auxiliary heads included.
-    """
+    """Return cross entropy where an output fits the target, else its mean; summed over outputs."""
     losses = [
         F.cross_entropy(y, target)
         if y.shape == target.shape or (target.dim() == 1 and y.dim() == 2)

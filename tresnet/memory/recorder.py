@@ -34,10 +34,7 @@ _ANSWERS = {
 
 
 class Recorder(TorchDispatchMode):
-    """Records births and deaths of storages on one device type into `trace`.
-
-    `device_type` is `cuda` or `cpu`; `device` decides the cuBLAS workspace.
-    """
+    """Records births and deaths of storages on a fake `device_type` (cuda or cpu) into `trace`."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

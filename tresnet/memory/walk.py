@@ -36,10 +36,7 @@ _LONE_STORAGE = 2
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class _Hooks:
-    """A pair of hooks, owned by their scope and by the full boxes alone.
-
-    Autograd lets go of its hooks when the last tensor packed by them is released.
-    """
+    """Pair of hooks, owned by their scope and by the full boxes alone, as autograd's are."""
 
     pack: Callable[[torch.Tensor], Any]
     unpack: Callable[[Any], torch.Tensor]

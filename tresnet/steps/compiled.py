@@ -41,11 +41,7 @@ class CompiledModel:
         self.warmup_s: float | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Run the model on images (N, 3, H, W).
-
-        Raises:
-            InputError: it was compiled as often as PyTorch allows for one model.
-        """
+        """Run the model on (N, 3, H, W); `InputError` beyond PyTorch's limit of compilations."""
         began_s = time.perf_counter()
         if self._cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()

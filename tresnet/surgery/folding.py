@@ -141,11 +141,7 @@ def _fold_pairs(parent: nn.Sequential) -> None:
 
 @torch.no_grad()
 def fold_norm(conv: nn.Conv2d, norm: AnyNorm) -> nn.Conv2d:
-    """Return the convolution that does what `conv` and `norm` (without its activation) do.
-
-    `norm` is in eval mode and has running statistics. A folded weight beyond the range of its dtype
-    raises `InputError`.
-    """
+    """Return a convolution that does what `conv` and `norm` in eval mode do, without activation."""
     mean, var = norm.running_mean, norm.running_var
     assert mean is not None
     assert var is not None
