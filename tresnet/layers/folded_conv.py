@@ -8,11 +8,7 @@ from tresnet.errors import InputError
 
 
 class FoldedConv(nn.Module):
-    """Convolution with bias, leaky ReLU, and `aa`: a `ConvNormAct` in eval mode.
-
-    The weight of `conv` holds the norm's scale, its bias the norm's shift. `aa` blurs, or does
-    nothing; without a `slope` there is no ReLU.
-    """
+    """Convolution with a folded norm, leaky ReLU and the blur or identity `aa`, in eval mode."""
 
     def __init__(self, conv: nn.Conv2d, slope: float | None, aa: nn.Module) -> None:
         super().__init__()

@@ -135,10 +135,7 @@ class BatchNormAct(NormAct):
 
 
 class ABN(NormAct):
-    """BN and leaky ReLU of which `tresnet.fused` keeps one buffer for backward.
-
-    With `synchronised` the fused program takes training statistics over all processes.
-    """
+    """BN and leaky ReLU of one buffer in `tresnet.fused`, over all processes if `synchronised`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -9,10 +9,7 @@ from tresnet.ops.space_to_depth import reference
 
 
 class SpaceToDepth(nn.Module):
-    """Turn blocks of b x b pixels into channels: (N, C, H, W) to (N, b*b*C, H/b, W/b).
-
-    `jit` runs the TorchScript form.
-    """
+    """Turn b x b blocks of pixels into channels: (N, C, H, W) to (N, b*b*C, H/b, W/b)."""
 
     def __init__(self, block_size: int = 4, jit: bool = False) -> None:
         super().__init__()

@@ -59,10 +59,7 @@ def shortcut(
 
 @residual_block("conv1", "conv2")
 class BasicBlock(nn.Module):
-    """3x3, ABN, (blur), 3x3, ABN without activation, SE, add, ReLU.
-
-    `planes` are the channels inside and out. Stride 2 halves height and width by the blur.
-    """
+    """3x3, ABN, (blur), 3x3, ABN without activation, SE, add, ReLU."""
 
     expansion = 1
     __jit_unused_properties__ = ("last_norm",)
@@ -96,10 +93,7 @@ class BasicBlock(nn.Module):
 
 @residual_block("conv1", "conv2", "conv3")
 class Bottleneck(nn.Module):
-    """1x1, ABN, 3x3, ABN, (blur), SE, 1x1, ABN without activation, add, ReLU.
-
-    `planes` are the channels inside; 4 times as many leave. Stride 2 halves height and width.
-    """
+    """1x1, ABN, 3x3, ABN, (blur), SE, 1x1, ABN without activation, add, ReLU."""
 
     expansion = 4
     __jit_unused_properties__ = ("last_norm",)

@@ -46,11 +46,7 @@ class TResNet(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create and initialise the layers; the device 'meta' allocates nothing.
-
-        Raises:
-            InputError: the dtype is not a real floating-point one.
-        """
+        """Create and initialise the layers; `InputError` for a dtype that is not floating-point."""
         super().__init__()
         if dtype is not None and not dtype.is_floating_point:
             raise InputError(f"expected a floating-point dtype, got {dtype}")
@@ -373,10 +369,8 @@ class TResNet(nn.Module):
 def take_indices(indices: int | Sequence[int] | None, count: int) -> list[int]:
     """Return which of `count` feature maps are meant, as non-negative indices in the order given.
 
-    `indices` are how many of the last, which (negative from the end), or None for all.
-
-    Raises:
-        InputError: an index or a number is out of range.
+    `indices` are how many of the last, which (negative from the end), or None for all. One out of
+    range raises `InputError`.
     """
     if indices is None:
         return list(range(count))

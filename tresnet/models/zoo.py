@@ -54,10 +54,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def default_crop_pct(input_size: int, crop_mode: str = "center") -> float:
-    """Return the fraction of the resized image's side that a centre crop keeps.
-
-    A small image is shown whole; the published models take the middle 0.875 at 224.
-    """
+    """Return the fraction of a side that a centre crop keeps: 0.875 from 224 pixels on."""
     return 0.875 if crop_mode == "center" and input_size >= DEFAULT_INPUT_SIZE else 1.0
 
 
