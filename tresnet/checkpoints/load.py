@@ -52,11 +52,10 @@ def install(model: TResNet, staged: Mapping[str, Tensor], slopes: tuple[float, f
 
 
 def model_tensors(model: TResNet) -> dict[str, Tensor]:
-    """Return the parameters and persistent buffers themselves, by name.
+    """Return the parameters and persistent buffers themselves, by name; none of a folded model.
 
     `state_dict` would do, but norm='inplace_abn' rewrites its weights when asked for one, and a
-    load that fails must leave every bit alone. A model folded by `surgery.fold` raises
-    `InputError`.
+    load that fails must leave every bit alone.
     """
     if any(isinstance(module, FoldedConv) for module in model.modules()):
         raise InputError(

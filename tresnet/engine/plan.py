@@ -21,11 +21,9 @@ from tresnet.settings import fields
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Run of which nothing is left open.
+    """Run of which nothing is left open, with the micro-batches of each process.
 
-    `record` is its configuration, what it trains on and how far it is; `batches` are the
-    micro-batches of each process. `run_dir` exists already, None for a new one; `resumes` says that
-    it has a state.
+    `run_dir` exists already, None for a new one; `resumes` says that it has a state.
     """
 
     record: Record

@@ -24,11 +24,7 @@ from tresnet.steps import InferenceStep, TrainingStep, create_training_step
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Loaders, steps and losses of this process.
-
-    `val_loader` has its part of the other images; `tested` is the inference step of the weights
-    that are evaluated, and `memory` has the phases initial and model.
-    """
+    """Loaders, steps and losses of this process; `tested` runs the weights that are evaluated."""
 
     train_loader: Loader
     val_loader: Loader
@@ -58,11 +54,7 @@ class Parts:
 
 
 def prepare(plan: Plan, start: Start, processes: Processes, console: Console) -> Parts:
-    """Build what this process trains with, and restore the state that is resumed.
-
-    Parts that do not fit the data, the weights or each other raise `ConfigError`,
-    `CheckpointError`, `DataError` or `InputError`.
-    """
+    """Build the parts of this process, and restore the state that is resumed."""
     config, classes, seed = plan.config, plan.splits.classes, plan.config.run.seed
     train_loader, val_loader = create_loaders(config, plan.splits, plan.batches.size, processes)
     memory = MemoryMeter(processes.device)

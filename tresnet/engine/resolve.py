@@ -45,11 +45,7 @@ def missing(data: EvalTransform, cfg: Mapping[str, Any]) -> dict[str, Any]:
 def create_model(
     config: TrainConfig, classes: Sequence[str], weights: WeightsInfo | None = None
 ) -> TResNet:
-    """Build the model of a resolved configuration for these classes.
-
-    A kept head of other classes raises `ConfigError`, weights that do not fit `CheckpointError`,
-    and a value out of range or an image size that the model cannot take `InputError`.
-    """
+    """Build the model of a resolved configuration for these classes, or raise what does not fit."""
     options, data = dataclasses.asdict(config.model), config.data
     for name in ("model", "grad_checkpointing", "weights"):
         del options[name]

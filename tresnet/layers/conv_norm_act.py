@@ -11,12 +11,11 @@ from tresnet.layers.norm import norm_class
 
 
 class ConvNormAct(nn.Module):
-    """k x k convolution without bias, zero padding of k // 2, norm, leaky ReLU.
+    """k x k convolution without bias, zero padding of k // 2, norm, leaky ReLU, blur.
 
-    `slope` is the negative slope of the leaky ReLU; None for no activation. `blur` halves height
-    and width after it; `jit` runs the blur's TorchScript form. Our norms apply the activation
-    themselves. For a norm that cannot (synchronised, frozen, folded into the convolution), this
-    module does.
+    A `slope` of None is no activation. `blur` halves height and width; `jit` runs its TorchScript
+    form. A norm of ours activates itself; after another (synchronised, frozen, folded) this module
+    does.
     """
 
     def __init__(

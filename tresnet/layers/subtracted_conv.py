@@ -32,11 +32,10 @@ class SubtractedConv(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create the three convolutions, initialised as `nn.Conv2d`.
+        """Create the three convolutions, initialised as `nn.Conv2d`; P has the stride.
 
-        Half of the `out_channels` come from D P - P, half from L P, so they are even. `kernel_size`
-        is the odd side of D and L; `stride` is that of P. `mode` may be changed later. A size or
-        mode that is not possible raises InputError.
+        Half of the output channels come from D P - P and half from L P. D and L have kernels of odd
+        side `kernel_size`. `mode` may be changed later. What is not possible raises `InputError`.
         """
         super().__init__()
         _check(in_channels, out_channels, kernel_size, stride, mode)

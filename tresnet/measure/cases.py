@@ -45,11 +45,7 @@ class BenchCase(CaseSettings):
         return split_name(self.model)[0] == "tresnet"
 
     def checked(self, training: bool, on_gpu: bool = False) -> "BenchCase":
-        """Return the case with every default filled in; one of ours is sure to build and run.
-
-        Raises `InputError`, or `ConfigError` for gradients that the compiler's CUDA graphs would
-        lose.
-        """
+        """Return the case with every default filled in, or raise what does not fit it."""
         from tresnet.models.named import check_name
         from tresnet.steps.training import check_compiled_passes
 
@@ -150,11 +146,7 @@ def _rehearse(case: BenchCase) -> None:
 
 
 def parse_case(text: str, defaults: CaseSettings, batch_size: int = 64) -> BenchCase:
-    """Read `timm:resnet50@compile=default,batch_size=128`; `defaults` gives the rest.
-
-    Settings that only our models have are taken from `defaults` for them alone. An unknown,
-    repeated or bad option raises `InputError`.
-    """
+    """Read `timm:resnet50@compile=default`; `defaults` gives the rest, as far as a model has it."""
     model, _, options = text.partition("@")
     given: dict[str, str] = {}
     for option in filter(None, options.split(",")):

@@ -1,15 +1,7 @@
-"""The fake GPU: fake tensors, a recorder, patches of torch and the backward walk together.
+"""Fake GPU: fake tensors, a recorder, patches of torch and the backward walk together.
 
-Any code may run on it. A step of `tresnet.steps` is attributed to its parts, as the machine is its
-watch:
-
-    machine = FakeMachine(device)
-    copied = machine.copy(model)
-    with machine.running():
-        step = create_training_step(copied, compute, machine.device, watch=machine)
-        machine.adopt(step.model)
-        ...
-    trace = machine.trace.settled()
+Any code may run on it inside `running()`; `tresnet.memory.prediction.record` shows how. A step of
+`tresnet.steps` is attributed to its parts, as the machine is its watch.
 """
 
 import contextlib
@@ -37,9 +29,8 @@ _FIRST_BUCKET_BYTES = MIB
 class FakeMachine(Watch):
     """Runs any code on fakes of a GPU's tensors and records what it does to memory.
 
-    `real_engine` runs backward with the autograd engine, which only works for fakes of CPU tensors;
-    the tests compare the walk with it. `device_type` is `cuda` or `cpu`; None is CUDA, or the CPU
-    where torch was built without.
+    The tests compare the walk with the `real_engine`, which needs fakes of CPU tensors.
+    `device_type` is `cuda` or `cpu`; None is CUDA, or the CPU where torch was built without.
     """
 
     def __init__(
@@ -163,11 +154,7 @@ class _Buckets:
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """Return a copy of `model` whose parameters and buffers are fakes on the CPU, without data.
-
-    Tied parameters stay tied. Lazy parameters without a shape, and a model that cannot be copied,
-    raise `InputError`.
-    """
+    """Return a copy of `model` of fakes on the CPU without data; tied parameters stay tied."""
     memo: dict[int, object] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):

@@ -134,11 +134,7 @@ def by_keywords(
 
 @by_keywords(Plan)
 def make_plan(model: ModelLike, plan: Plan) -> tuple[str, nn.Module, Plan]:
-    """Return a printable name, the model (without data if built here), and the checked plan.
-
-    `model` is as for `predict`. What cannot be predicted raises `InputError`, and an option without
-    its package `MissingDependencyError`.
-    """
+    """Return a printable name, the model (without data if built here), and the checked plan."""
     check(plan, InputError, spell=str)
     if plan.compile != "none":
         raise InputError(

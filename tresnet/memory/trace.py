@@ -39,10 +39,7 @@ class Phase(StrEnum):
 
 @dataclass(slots=True)
 class Operation:
-    """One dispatched operation: `aten.convolution`, the module it ran for and its output shapes.
-
-    `workspace_high_bytes` bounds its kernel's workspace beyond the known one.
-    """
+    """One dispatched operation; `workspace_high_bytes` bounds its workspace beyond the known one."""
 
     name: str
     phase: Phase
@@ -78,10 +75,7 @@ class Event:
 
 @dataclass(slots=True)
 class Trace:
-    """The recorded run: `events` index into `buffers` and `operations`.
-
-    `step_starts` holds the index of the first event of each step.
-    """
+    """The recorded run; `step_starts` are the numbers of the first event of each step."""
 
     buffers: list[Buffer] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)

@@ -1,13 +1,12 @@
-"""A backward pass in Python that runs nodes and frees memory as the autograd engine does.
+"""Backward pass in Python that runs nodes and frees memory as the autograd engine does.
 
 The C++ engine refuses tensors of a device that is not there. `BackwardWalk` calls the nodes of the
-graph itself: highest sequence number first, gradients into leaves at once, saved tensors released
-as soon as their node has run. The tests hold it to the real engine on fakes of CPU tensors.
+graph itself: highest sequence number first, gradients into leaves at once. The tests hold it to the
+real engine on fakes of CPU tensors.
 
-The engine releases what a node saved when the node has run, while the node itself may live on in
-the caller's loss. Python cannot release it, so `SavedTensors` packs every tensor that is saved into
-a `Box` that can be emptied, hooks of the model included (activation checkpointing, `save_on_cpu`,
-our own `abn`).
+The engine releases what a node saved when the node has run, while the node may live on in the
+caller's loss. Python cannot, so `SavedTensors` packs every saved tensor into a `Box` that can be
+emptied, those of the model's own hooks (activation checkpointing, `save_on_cpu`) too.
 """
 
 import contextlib
@@ -285,8 +284,8 @@ def _call(node: Node, gradients: Gradients, edges: tuple) -> Gradients:
 def _call_custom(node: Node, gradients: Gradients, edges: tuple) -> Gradients:
     """Run the node of a `torch.autograd.Function` written in Python.
 
-    Its backward returns one gradient for each argument of forward, tensor or not; the edges
-    cover the tensors alone. Arguments that need a gradient match edges that lead somewhere.
+    Its backward returns one gradient for each argument of forward; the edges cover the tensors
+    alone.
     """
     for index, meta in enumerate(node._input_metadata):
         if gradients[index] is None and patches.wants_zeros(node):

@@ -188,14 +188,10 @@ def _is_number(value: object) -> bool:
 def class_groups(
     kind: str, num_classes: int, groups: int | Sequence[int] | None
 ) -> tuple[int, ...]:
-    """Return the number of classes of each group.
+    """Return the number of classes of each group, or raise `InputError` where `groups` do not fit.
 
     `groups` is those numbers, or how many groups there are (None: 12, or one for each class) over
     which the classes are spread evenly, earlier groups getting more.
-
-    Raises:
-        InputError: the counts do not add up, there are more groups than classes, or the head has
-            no groups.
     """
     if kind != "group_attention":
         if groups:

@@ -78,10 +78,7 @@ class GroupAttentionHead(nn.Module):
 
 
 class _DecoderLayers(nn.Module):
-    """Runs timm's decoder layers, under the names they have in `nn.TransformerDecoder`.
-
-    Since PyTorch 2.1 that class passes arguments for a self-attention, which timm's layer lacks.
-    """
+    """timm's decoder layers, which lack the self-attention that `nn.TransformerDecoder` calls."""
 
     def __init__(self, layers: nn.ModuleList) -> None:
         super().__init__()

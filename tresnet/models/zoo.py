@@ -112,10 +112,7 @@ def build(
 
 
 def default_pretrained_cfg(name: str, config: ModelConfig) -> dict[str, Any]:
-    """Return how images are prepared for a variant, in timm's terms.
-
-    A `crop_mode` of 'squash' resizes to the exact size without keeping the aspect ratio.
-    """
+    """Return how images are prepared in timm's terms; a `crop_mode` of 'squash' distorts them."""
     size = find_variant(name).input_size
     side = size // (8 * config.block_size)
     return {

@@ -19,11 +19,10 @@ CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
 class CompiledModel:
-    """Compiled function of a model; says how long its first call took, compilation included.
+    """Compiled function of a model, which logs `warmup_s`, the seconds of its first call.
 
-    `warmup_s` is that time in seconds, None before the call. `partitioner` are settings of
-    `torch._functorch.config`, read while a graph is compiled. With `cuda_graphs` a call replays a
-    graph, whose output the next call overwrites, so it is cloned.
+    `partitioner` are settings of `torch._functorch.config`, read while a graph is compiled. A call
+    with `cuda_graphs` clones its output, which the next one overwrites.
     """
 
     def __init__(

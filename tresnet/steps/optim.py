@@ -22,15 +22,11 @@ def create_optimizer(
 ) -> torch.optim.Optimizer:
     """Build timm's optimizer `config.opt`; only convolution and linear weights decay.
 
-    On a GPU the step is fused into one kernel where the optimizer offers that: fewer launches, and
-    the check of a scaled loss for overflow stays on the GPU, without a wait in every step.
-
-    Args:
-        model: a model, whose `no_weight_decay()` names further parameters without decay, or
-            parameter groups with their own decay.
-        config: the optimizer's options.
-        global_batch: images per optimizer step over all processes, for `lr_batch`.
-        on_gpu: whether the parameters are, or will be, on a GPU.
+    `model` may be parameter groups with their own decay; a model's `no_weight_decay()` names
+    further parameters without. `global_batch` is the images of an optimizer step over all
+    processes. On a GPU the step is fused into one kernel where the optimizer offers that: fewer
+    launches, and the check of a scaled loss for overflow stays on the GPU, without a wait in every
+    step.
 
     Raises:
         ConfigError: timm has no optimizer of that name, it refuses an option, or it needs second

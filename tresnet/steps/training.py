@@ -189,10 +189,7 @@ class TrainingStep:
 
     @torch.no_grad()
     def is_bad(self) -> bool:
-        """Whether a loss or the norm of this step's gradients is not finite; waits for the device.
-
-        In fp16 the scaler checks the gradients, and skips those that overflow by itself.
-        """
+        """Whether a loss or gradient is not finite; in fp16 the scaler checks the gradients."""
         figures = list(self._losses)
         if not self.scaler.is_enabled():
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -201,10 +198,7 @@ class TrainingStep:
 
     @torch.no_grad()
     def skip(self) -> None:
-        """Leave out this optimizer step, but count it in the schedule.
-
-        Buffers, which are the norms' running statistics, are put back to before its micro-batches.
-        """
+        """Leave out this optimizer step: restore running statistics and step the schedule alone."""
         assert self._kept is not None, "asked for by `skips`"
         self._lr = self._next_lr()
         torch._foreach_copy_(list(self.model.buffers()), self._kept)
@@ -373,9 +367,8 @@ def check_compiled_passes(mode: str, accumulate: int) -> None:
 def synchronise(model: nn.Module, compiles: bool) -> nn.Module:
     """Let every batch norm of `model` share its statistics, in place, and return the model.
 
-    The fused program shares them itself. Where a model has none, or is compiled later (`compiles`),
-    PyTorch's module takes the norm's place. A norm that later runs outside the program, behind a
-    hook, is an error.
+    The fused program shares them itself, and refuses norms that run outside of it, behind a hook.
+    Where a model has none, or is compiled later, PyTorch's module takes the norm's place.
     """
     norms = [module for module in model.modules() if isinstance(module, ABN)]
     if compiles or not norms:
