@@ -57,8 +57,8 @@ def make_plan(
     """Resolve what a configuration leaves open, and read the state to resume (a collective).
 
     `held` keeps the lock of a resumed run's directory. A `dry_run` accepts `--gpu-memory` in place
-    of a GPU. Besides errors of data and checkpoints, `ConfigError` says what does not fit, and
-    `BusyError` that another process is at work on the run.
+    of a GPU. What does not fit raises `ConfigError`, and another process at work on the run
+    `BusyError`.
     """
     check_same_options(wanted, processes)
     run_dir, found = _claim(wanted, resume, processes, console, held)

@@ -28,11 +28,7 @@ class GroupedLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create weights for `in_features` inputs C a group, initialised as `nn.Linear`.
-
-        `out_features` has the outputs of each group. A number below 1, or no group, raises
-        `InputError`.
-        """
+        """Create weights for `in_features` C a group and its `out_features`, all of at least 1."""
         super().__init__()
         self.in_features = in_features
         self.out_features = tuple(out_features)

@@ -57,9 +57,8 @@ class MaxBatch:
 def fits(trace: Trace, device: Device) -> Fits:
     """Whether the traced step fits into the device, whose capacity must be stated.
 
-    Yes if it does with the largest context, both with every workspace at its highest and with none
-    (they fragment the cache differently). No if the tensors at the peak exceed the capacity,
-    however well packed.
+    Yes if it does with the largest context, both with every workspace at its highest and with none.
+    No if the tensors at the peak exceed the capacity, however well packed.
     """
     capacity = _capacity(device)
     worst = int((capacity - device.context_high_bytes) * (1 - _DOUBT))

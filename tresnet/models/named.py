@@ -59,15 +59,10 @@ def check_name(name: str) -> None:
 def build_named(
     name: str, *, device: torch.device | str | None = None, **options: Any
 ) -> nn.Module:
-    """Build a randomly initialised model by its name; nothing is downloaded.
+    """Build a randomly initialised model by its name, without a download, or raise `InputError`.
 
     On the device `meta` nothing is allocated, unless a peer's constructor reads values that it has
-    just made. `options` are those of `tresnet.models.zoo.build` or of a peer's constructor; None is
-    as not given.
-
-    Raises:
-        InputError: an unknown name, or an option that the model does not have.
-        MissingDependencyError: `norm='inplace_abn'` without that package.
+    just made. `options` are those of `zoo.build` or of a peer's constructor; None is as not given.
     """
     check_name(name)
     source, model = split_name(name)

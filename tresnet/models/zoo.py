@@ -92,12 +92,7 @@ def build(
     dtype: torch.dtype | None = None,
     **options: Unpack[ModelOptions],
 ) -> TResNet:
-    """Build a variant with random weights, in training mode; arguments are those of `create`.
-
-    Raises:
-        InputError: the name or a value is unknown or out of range.
-        MissingDependencyError: `norm='inplace_abn'` without the package.
-    """
+    """Build a variant with random weights; arguments and errors are those of `create`."""
     if device is not None and not str(device).startswith("meta"):
         usable_device(device)
     if dtype is not None and dtype not in _DTYPES:

@@ -91,14 +91,12 @@ def compile_model(
         mode: of `torch.compile`, not "none"; "reduce-overhead" and "max-autotune" replay the model
             as CUDA graphs: less work for the CPU, static shapes, and memory of their own.
         training: forward and backward; else forward alone.
-        freeze: compile the weights in as constants, packed for the device; inference only.
+        freeze: compile the weights in as constants, packed for the device; else than in inference
+            a ValueError.
         recompute: "none" leaves the partitioner at PyTorch's default; None takes the model's own
             setting, which other models than ours do not have: "none".
         dynamic: whether sizes may vary without compiling again; None lets PyTorch find out.
         say: called with the time of compilation in words; by default a logger.
-
-    Raises:
-        ValueError: `freeze` in training.
     """
     if training and freeze:
         raise ValueError("expected freeze=False in training: the weights change")

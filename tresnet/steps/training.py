@@ -110,15 +110,10 @@ class TrainingStep:
     ) -> tuple[Tensor, Tensor]:
         """Run forward and backward of one of `passes` micro-batches of an optimizer step.
 
-        Args:
-            images: (N, 3, H, W) on the device, floats in [0, 1] or bytes.
-            targets: labels (N,) or label distributions (N, classes).
-            criterion: from float32 logits and targets to the mean loss.
-            passes: number of micro-batches of this optimizer step, which is their mean.
-            is_last: whether processes exchange gradients after it.
-
-        Returns:
-            The detached loss () and logits (N, classes), both float32.
+        `images` (N, 3, H, W) on the device are floats in [0, 1] or bytes, `targets` labels (N,) or
+        label distributions (N, classes). `criterion` takes float32 logits and targets to the mean
+        loss. After the last (`is_last`) processes exchange gradients. Returns the detached loss ()
+        and logits (N, classes), both float32.
         """
         if not self.model.training:
             self.model.train()
@@ -261,26 +256,13 @@ def create_training_step(
 ) -> TrainingStep:
     """Move a freshly created model to its device and build its training step around it.
 
-    None for `ema` is no EMA, for `schedule` a constant learning rate, for `optimizer` the defaults.
-
-    Args:
-        model: with the same weights on every process.
-        compute: precision, layout, and whether to compile.
-        device: where to compute.
-        optimizer: settings of timm's optimizer, unless `build_optimizer` makes another.
-        ema: settings of the EMA.
-        schedule: settings of the learning rate over time.
-        updates: optimizer steps of the whole run, for the schedule.
-        global_batch: images per optimizer step over all processes, for `lr_batch`.
-        world: number of processes; above one the model is wrapped in DistributedDataParallel.
-        sync_bn: batch norm over the images of all processes.
-        grad_checkpointing: compute activations a second time in backward.
-        recompute: of other models than ours, with `compile`: see `compile_model`.
-        mixes: whether images are mixed, so that they must be floats.
-        skips: whether bad optimizer steps may be skipped.
-        build_optimizer: from parameters to an optimizer.
-        watch: hooks around the parts of a step.
-        say: called with how long compiling took; None for the log.
+    None for `ema` is no EMA, for `schedule` a constant learning rate, for `optimizer` the defaults;
+    `build_optimizer` makes another than timm's. `updates` are the optimizer steps of the whole run,
+    for the schedule, and `global_batch` the images of one over all processes, for `lr_batch`. A
+    `world` of more than one process wraps the model in DistributedDataParallel, and `sync_bn`
+    shares its batch statistics. `recompute` is that of `compile_model` for other models than ours.
+    `mixes` says that images are mixed, so that they must be floats, and `skips` that bad optimizer
+    steps may be skipped.
 
     Raises:
         ConfigError: timm has no such optimizer, it refuses an option, or micro-batches cannot be

@@ -23,17 +23,13 @@ def swap_norm(model: ModuleT, norm: str) -> ModuleT:
 
     The function stays. Parameters and buffers stay the same objects, so that optimizers and EMAs
     stay valid. Choices of `set_impl` and `set_recompute` stay, and hold again with norm 'abn'. A
-    model that was compiled or scripted before keeps its old norms: swap first.
-
-    Args:
-        model: a TResNet, or any module with our norms inside.
-        norm: 'abn', 'batchnorm' or 'inplace_abn'. The last cannot represent a gamma below its eps
-            (1e-5), such as the zero-initialised ones of a new model.
+    model that was compiled or scripted before keeps its old norms: swap first. `norm` is 'abn',
+    'batchnorm' or 'inplace_abn'. The last cannot represent a gamma below its eps (1e-5), such as
+    the zero-initialised ones of a new model.
 
     Raises:
         InputError: an unknown norm, no norms in the model, norms that something hooks or changes,
-            or gammas that in-place ABN cannot represent (the layers are named); the model is then
-            unchanged.
+            or gammas that in-place ABN cannot represent; the model is then unchanged.
         MissingDependencyError: 'inplace_abn' without the package.
     """
     target = norm_class(norm)
