@@ -37,14 +37,10 @@ _TIMM_MARK = re.compile(r"body\.(layer\d+\.\d+\.)?(conv\d|downsample\.\d)\.(conv
 
 @dataclass(frozen=True)
 class Weights:
-    """The contents of a file of weights, under our names.
+    """The contents of a file of weights, under our names, on the CPU, with plain gammas.
 
-    Attributes:
-        format: 'tresnet' (ours, with metadata), 'timm' or 'public'.
-        tensors: the weights, on the CPU; gammas are plain.
-        slopes: negative slopes of the stem and of the blocks that the weights were trained with.
-        metadata: as stored by `save_checkpoint`; empty for files of others.
-        config: the model the weights were saved from; None for files of others.
+    `format` is 'tresnet' (ours, with metadata), 'timm' or 'public'. `slopes` are the negative ones
+    of the stem and of the blocks. `metadata` and `config` are empty and None for files of others.
     """
 
     path: Path
@@ -147,12 +143,7 @@ def _check_blur(path: Path, key: str, value: Tensor) -> None:
 class Architecture(NamedTuple):
     """The model's architecture, as far as the names and shapes of weights give it.
 
-    Attributes:
-        layers: blocks in each of the four stages.
-        planes: channels of the stem.
-        bottlenecks: bottlenecks in the first two stages too (version 2).
-        stem_channels: input channels of the stem's convolution, pixels x colours.
-        num_classes: width of the classifier; 0 for none.
+    The fields are those of `ModelConfig`; `stem_channels` go into the stem's convolution.
     """
 
     layers: tuple[int, int, int, int]

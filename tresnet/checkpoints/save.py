@@ -81,10 +81,8 @@ def checkpoint_metadata(
     """Return what is stored beside the weights, as plain values.
 
     Keys: format_version, tresnet_version, variant, config (all of the model's configuration, the
-    slopes included), pretrained_cfg and user (the caller's own).
-
-    Raises:
-        InputError: JSON cannot hold a value of `metadata`, or it contradicts the model.
+    slopes included), pretrained_cfg and user (the caller's own). `metadata` that JSON cannot hold,
+    or that contradict the model, raise `InputError`.
     """
     target = bare_model(model)
     made = {

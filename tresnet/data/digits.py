@@ -31,12 +31,8 @@ def write(root: str | Path) -> Path:
 
     The folder appears whole or not at all: it is written beside its place and renamed. Several
     processes may call this at once. Each image is 8 x 8 and grey, 0..16 scaled to 0..255. Returns
-    the folder, which `open_folder` takes as its root.
-
-    Raises:
-        DataError: something else is at that place (it is left alone), or scikit-learn's data
-            differ.
-        MissingDependencyError: scikit-learn is not installed and the digits are not written yet.
+    the folder, which `open_folder` takes as its root. Something else at that place raises
+    `DataError`.
     """
     return place(Path(root) / "digits", _write_pngs, DIGEST)
 

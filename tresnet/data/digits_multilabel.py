@@ -25,11 +25,7 @@ def write(root: str | Path) -> Path:
     """Write `<root>/digits_multilabel/{train,val}.csv` and their images unless they are there.
 
     The folder appears whole or not at all. Each image is a grey PNG of 40 x 40 pixels. Returns the
-    folder, which `open_multilabel` takes as its root.
-
-    Raises:
-        DataError: something else is at that place (it is left alone).
-        MissingDependencyError: scikit-learn is not installed and the canvases are not written yet.
+    folder, which `open_multilabel` takes as its root. Something else there raises `DataError`.
     """
     return digits.place(Path(root) / NAME, _write_splits, DIGEST)
 

@@ -71,11 +71,8 @@ def open_folder(
 
     Labels number the class folders in sorted order; files are in torchvision's order, and those
     without an image's suffix are ignored, as torchvision does. No image is decoded here: a damaged
-    one shows when it is read. `transform` takes a `Picture`; the loader reads `skip_bad_images`.
-
-    Raises:
-        DataError: the folder is missing, has no class folders, some of them have no image, or a
-            symbolic link leads to a folder a second time.
+    one shows when it is read. `transform` takes a `Picture`; the loader reads `skip_bad_images`. A
+    folder that is missing, without classes or images, or linked twice raises `DataError`.
     """
     folder = Path(root) / split
     classes = class_folders(Path(root), folder)

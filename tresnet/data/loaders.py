@@ -244,13 +244,11 @@ class _Asked(torch.utils.data.Sampler[tuple[int | None, list[Key]]]):
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """A batch as a worker hands it over.
+    """Batch as a worker hands it over; `unfilled` where an unreadable image has no replacement.
 
-    Attributes:
-        images: an array, or (memory, slot); None if none is readable. A worker sends no tensors:
-            torch would open a socket below TMPDIR, whose path may be too long.
-        unfilled: whether no replacement was found for an unreadable image.
-        innermost: whether channels, the first dimension of an image, are innermost in memory.
+    `images` is an array, or (memory, slot), or None if none is readable. A worker sends no tensors:
+    torch would open a socket below TMPDIR, whose path may be too long. `innermost` says that
+    channels are innermost in memory.
     """
 
     count: int
@@ -358,16 +356,15 @@ def create_loader(
     pin_memory: bool = False,
     repeats: int = 1,
 ) -> Loader:
-    """Make the loader of one rank.
+    """Make the loader of one rank, of `distributed` (rank, world_size).
 
     Args:
         dataset: images and labels, for instance from `open_folder`.
         batch_size: samples in a batch on this rank.
         training: shuffle by epoch, seed the augmentation and drop a last batch that is not full.
-        workers: processes that decode, at most one a core; 0 decodes in this one. The batches are
-            the same.
+        workers: processes that decode, at most one a core; 0: this one. Batches are the same.
         seed: of the order and the augmentation; the same on all ranks.
-        distributed: (rank, world_size).
+        distributed: this rank and the world size.
         pin_memory: copy batches to page-locked memory, for a GPU.
         repeats: augmented copies of each image per epoch (repeated augmentation, arXiv 1902.05509).
 

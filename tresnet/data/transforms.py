@@ -174,16 +174,11 @@ def _affine(cfg: Augment) -> list[Any]:
 
 
 def eval_transform(cfg: EvalTransform, *, dtype: torch.dtype = torch.float32) -> Transform:
-    """Build the fixed transform of `cfg`: timm's own, without mean/std.
+    """Build the fixed transform of `cfg`: timm's own, without mean and standard deviation.
 
-    None stands for 224 pixels, the middle, the zoo's `default_crop_pct` and bilinear.
-
-    Returns:
-        A picklable function from a `Picture`, or a PIL image in RGB, to a tensor (3, size, size):
-        torch.float32 in [0, 1], or torch.uint8.
-
-    Raises:
-        ConfigError: a value is out of range, or the dtype unknown.
+    It maps images as `train_transform` does. None stands for 224 pixels, the middle, the zoo's
+    `default_crop_pct` and bilinear. A value out of range, or an unknown dtype, raises
+    `ConfigError`.
     """
     from timm.data.transforms_factory import create_transform
     from torchvision import transforms

@@ -19,15 +19,11 @@ from tresnet.steps import InferenceStep
 
 @dataclasses.dataclass(frozen=True)
 class Metrics:
-    """Metrics of images with one label each, over all processes.
+    """Metrics of images with one label each, over all processes; accuracies are in percent.
 
-    Attributes:
-        images: Number of classified images.
-        loss: Mean cross-entropy, without label smoothing.
-        top1: Top-1 accuracy in percent.
-        top5: Top-5 accuracy in percent, of all classes if there are fewer.
-        images_per_s: Sum over processes, loading included; None if too fast to measure.
-        skipped: Number of unreadable files.
+    `loss` is the mean cross-entropy without label smoothing, and `top5` of all classes if there are
+    fewer. `images_per_s` includes loading; None if too fast to measure. `skipped` files were
+    unreadable.
     """
 
     images: int
@@ -60,16 +56,11 @@ class Metrics:
 class MultiLabelMetrics:
     """Metrics of images with any number of labels each, over all processes.
 
-    Attributes:
-        images: Number of classified images.
-        loss: Mean binary cross-entropy over images and classes.
-        map: Mean average precision in percent, over the classes that occur.
-        per_class_ap: Average precision of each class in percent; None where no image has it.
-        f1_micro: F1 in percent over all labels at once, at `threshold`.
-        f1_macro: Mean of the classes' F1 in percent; 0 for a class neither had nor predicted.
-        threshold: Probability from which a label counts as predicted.
-        images_per_s: Sum over processes, loading included; None if too fast to measure.
-        skipped: Number of unreadable files.
+    `loss` is the mean binary cross-entropy over images and classes. `map`, over the classes that
+    occur, `per_class_ap`, None where no image has the class, and F1 are in percent. `f1_micro` is
+    over all labels at once, at `threshold`; `f1_macro` is the classes' mean, 0 for one neither had
+    nor predicted. `images_per_s` includes loading; None if too fast to measure. `skipped` files
+    were unreadable.
     """
 
     images: int
@@ -116,18 +107,9 @@ def evaluate(
 ) -> Metrics | MultiLabelMetrics:
     """Evaluate a model on this process's part of a split (a collective).
 
-    Args:
-        labels: one or several labels an image, and the threshold of F1.
-        step: Moves a batch to the device and computes its logits.
-        loader: Images in evaluation mode.
-        processes: The ranks of the run.
-        class_map: The model's class of each label; None where they are the same.
-        console: Shows a bar; None for silence.
-        levels: (classes,), levels in a hierarchy: an image's classes are those of its label's
-            level. None where all classes are told apart.
-
-    Raises:
-        DataError: No image could be read, or none has any label.
+    `class_map` is the model's class of each label; None where they are the same. `levels`
+    (classes,) are those of a hierarchy: an image's classes are those of its label's level. None
+    tells all classes apart. If no image can be read, or none has a label, `DataError` is raised.
     """
     sums = _ManyLabels(labels.threshold) if labels.multi else _OneLabel(processes.device)
     meter = ThroughputMeter(processes.device)

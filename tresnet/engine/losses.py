@@ -117,10 +117,7 @@ def loss_of(
 class Sums:
     """Sums over the micro-batches since the last reading, of all processes.
 
-    Attributes:
-        loss_sums: Sum over the images of each micro-batch.
-        hits: Number of images that were classified correctly.
-        first_bad: The first optimizer step whose loss is nan or infinite, or None.
+    `first_bad` is the first optimizer step whose loss is nan or infinite, or None.
     """
 
     images: int

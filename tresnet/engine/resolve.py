@@ -22,8 +22,7 @@ _CROP = ("crop_pct", "crop_mode", "interpolation")
 def resolve(config: TrainConfig, weights: WeightsInfo | None = None) -> TrainConfig:
     """Return the configuration with the model's name, input size and test crop filled in.
 
-    What the options say stays; else what the `--weights` were trained with; else the variant's own.
-    An unknown model raises `InputError`.
+    Options stay; else the weights' own hold, else the variant's. `InputError` for an unknown model.
     """
     model = config.model.model
     if weights is not None:

@@ -28,13 +28,8 @@ def claim(
 
     `resume` is a run's directory; `auto` for that of `--name`, if there is one; None for no run.
     `held` keeps the lock; `say` receives a line about damage. Returns the directory and its
-    `state.load`, both None for a new run; without a state the run begins in that directory.
-
-    Raises:
-        ConfigError: Something else is at that place, the name of a new run is taken, or `auto`
-            comes without a name.
-        CheckpointError: There is no state to resume, or none that can be read.
-        BusyError: Another process is at work on that run.
+    `state.load`, both None for a new run; without a state the run begins in that directory. Raises
+    `ConfigError`, `CheckpointError` or `BusyError` where that is not possible.
     """
     if resume is None:
         if config.run.name and os.path.lexists(directory := _named(config)):

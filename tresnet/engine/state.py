@@ -27,23 +27,13 @@ LAST, PREVIOUS, BEST = "last.pt", "previous.pt", "best.safetensors"
 
 @dataclasses.dataclass
 class Progress:
-    """The progress of a run.
+    """The progress of a run; images, losses and skipped files are those of all processes.
 
-    Attributes:
-        epoch: The current epoch, from 0.
-        micro_batches: Micro-batches of the epoch so far, on each process.
-        global_step: Optimizer steps so far.
-        images: Images of this epoch so far, over all processes.
-        loss_sum: Sum of their losses.
-        hits: Number of them that were classified correctly.
-        elapsed_s: Seconds of training so far, evaluation and pauses included.
-        best_score: Best validation accuracy, or mAP where images have several labels, in percent;
-            -1 before the first evaluation.
-        best_loss: Its validation loss, which decides between equal accuracies.
-        best_epoch: Its epoch, counted from 1.
-        last_score: Score of the last evaluation; -1 before the first.
-        bad_steps: Optimizer steps skipped so far because their loss or gradient was not finite.
-        skipped: Unreadable training images so far, of all processes.
+    `epoch` counts from 0 and `best_epoch` from 1. `micro_batches` are those of the epoch so far on
+    each process, `images`, `loss_sum` and `hits` those of the epoch. `elapsed_s` includes
+    evaluation and pauses. Scores are accuracy or mAP in percent, -1 before the first evaluation;
+    `best_loss` decides between equal ones. `bad_steps` were skipped as their loss or gradient was
+    not finite.
     """
 
     epoch: int = 0

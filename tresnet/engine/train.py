@@ -27,14 +27,10 @@ from tresnet.errors import WriteError
 
 @dataclasses.dataclass(frozen=True)
 class TrainResult:
-    """The result of a run.
+    """The result of a run: metrics of the best file, None if stopped, and its epoch, from 1.
 
-    Attributes:
-        metrics: Metrics of the best checkpoint's file; None if the run was stopped.
-        best_epoch: Its epoch, counted from 1; 0 if there was no evaluation yet.
-        last_score: Top-1 accuracy, or mAP where images have several labels, of the last evaluation
-            in percent; -1 if there was none.
-        stopped_by: The signal that stopped the run early, or 0.
+    `last_score` is the last top-1 accuracy or mAP in percent, -1 if there was none; `stopped_by`
+    the signal that stopped the run early, or 0. `best_epoch` is 0 before the first evaluation.
     """
 
     run_dir: Path

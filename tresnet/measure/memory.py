@@ -29,12 +29,9 @@ _OUT_OF_MEMORY_SIGNS = (
 class MemorySnapshot:
     """Memory at one moment, in bytes. None means "does not apply here", never "nothing used".
 
-    Attributes:
-        allocated: held by live CUDA tensors.
-        reserved: held by PyTorch's CUDA caching allocator, free blocks included.
-        max_allocated: largest `allocated` since the last `MemoryMeter.reset_peak()`.
-        device_used: in use on the whole GPU, other processes and CUDA contexts included (NVML).
-        rss_peak: largest resident memory of this process; None on a CUDA device.
+    `allocated` is held by live CUDA tensors, `max_allocated` its peak since
+    `MemoryMeter.reset_peak()`, and `reserved` held by PyTorch's caching allocator. `device_used` is
+    in use on the whole GPU (NVML). `rss_peak` is this process's, None on a CUDA device.
     """
 
     allocated: int | None = None

@@ -54,14 +54,10 @@ class _OutOfTime(BaseException):
 
 
 class Contender(abc.ABC):
-    """One thing to measure.
+    """One thing to measure, with its columns in the record.
 
-    Attributes:
-        label: name for progress.
-        columns: of its row in the record: the case, and results of `set_up` and `visit`.
-        units: units of work in one timed step: images, or bytes.
-        compared_with: contenders of a group are compared with the first of the same word.
-        ratio_column: column of that ratio.
+    `units` are images or bytes of one timed step. Contenders with the same word in `compared_with`
+    are compared with the first of them, in the column `ratio_column`.
     """
 
     label: str

@@ -289,10 +289,8 @@ class TResNet(nn.Module):
 
         'auto' is the fused program on a GPU, plain modules on a CPU; 'triton' the program by its
         kernels, or an error; 'reference' the program by plain operators. Parts with hooks, under
-        `torch.compile` and the like run as plain modules.
-
-        Raises:
-            InputError: there is no such implementation, or the model has another norm.
+        `torch.compile` and the like run as plain modules. Another choice, or another norm, raises
+        `InputError`.
         """
         if self.config.norm != "abn":
             raise InputError(f"set_impl needs a model with norm='abn', got {self.config.norm!r}")

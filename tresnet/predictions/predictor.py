@@ -72,18 +72,12 @@ class Predictor:
         compute: InferenceCompute | None = None,
         say: Callable[[str], object] | None = None,
     ) -> None:
-        """Load the weights.
+        """Load `weights`: those of `tresnet.create`, or for 'onnx' a file of `tresnet export`.
 
-        Args:
-            weights: argument of `tresnet.create`; with runtime 'onnx' a file of `tresnet export`.
-            top_k: how many classes to name.
-            batch_size: images at a time.
-            runtime: 'torch', or 'onnx' for onnxruntime on the CPU.
-            maps: make a Grad-CAM picture of the likeliest class for each image (needs torchcam).
-            device: where PyTorch computes.
-            build: implementation of the model; None for the defaults.
-            compute: precision, layout, folding, compiling; None for the defaults.
-            say: receives a line on how long compiling took; None for the log.
+        `top_k` classes are named for each image, `batch_size` images run at a time. The runtime
+        'onnx' is onnxruntime on the CPU. `maps` makes a Grad-CAM picture of the likeliest class
+        (needs torchcam). `build` and `compute` are settings of the model and its step; None for the
+        defaults. `say` receives a line on how long compiling took; None for the log.
 
         Raises:
             InputError: a value is out of range, or the model gives no classes of RGB images.

@@ -5,10 +5,4 @@ from tresnet.surgery.folding import fold
 from tresnet.surgery.merging import ParallelBranches, merge_parallel
 from tresnet.surgery.swapping import swap_norm
 
-__all__ = [
-    "ParallelBranches",
-    "compose",
-    "fold",
-    "merge_parallel",
-    "swap_norm",
-]
+__all__ = ["ParallelBranches", "compose", "fold", "merge_parallel", "swap_norm"]
