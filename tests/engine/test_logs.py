@@ -51,6 +51,11 @@ def test_rows_are_written_twice_and_absent_values_are_empty(tmp_path, monkeypatc
         (lambda text: text[:-9] + "\n", [0, 6]),
         (lambda text: "{", []),
         (lambda text: "\udcff", []),
+        (lambda text: "\0" * 500, []),
+        *(
+            (lambda text, row=row: text.replace("\n", f"\n{row}\n", 1), [0])
+            for row in ("null", "[]", "3", "{}", '{"epoch": "a"}')
+        ),
     ],
 )
 def test_a_resumed_log_has_the_rows_of_its_state_once(tmp_path, damage, kept):

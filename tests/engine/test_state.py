@@ -109,10 +109,14 @@ def test_a_damaged_state_gives_way_to_the_one_before_and_says_so(step, record, t
     for update in (1, 2, 3):
         record.progress.global_step = update
         state.save(tmp_path, step, record, ALONE)
-    assert state.load(tmp_path, pytest.fail)[0].progress.global_step == 3
+    assert state.load(tmp_path, pytest.fail)[1][0].progress.global_step == 3
     damage(last)
     said = []
-    assert state.load(tmp_path, said.append)[0].progress.global_step == 2
+    found, (before, _) = state.load(tmp_path, said.append, repairs=False)
+    assert (found, before.progress.global_step) == (previous, 2)
+    found, (before, _) = state.load(tmp_path, said.append)
+    assert (found, before.progress.global_step) == (last, 2)
+    assert not previous.exists()
     assert "last.pt" in said[0]
     assert f"going on from {previous}, the one before" in said[0]
     record.progress.global_step = 4

@@ -29,7 +29,7 @@ from tresnet.engine import config as configs
 from tresnet.engine import prepare, recovery, state, words
 from tresnet.engine.evaluate import Metrics
 from tresnet.engine.logs import RunLog
-from tresnet.engine.train import train
+from tresnet.engine.train import dry_run, train
 from tresnet.errors import (
     CheckpointError,
     ConfigError,
@@ -277,9 +277,18 @@ def test_damaged_files_beside_the_state_do_not_keep_a_run_from_going_on(
 
 def test_a_damaged_state_is_replaced_by_the_one_before(tiny, whole, stopped, capsys):
     (stopped / "last.pt").write_bytes(b"garbage")
+    files = {path.name: path.read_bytes() for path in stopped.iterdir() if path.is_file()}
+    dry_run(tiny(runs=str(stopped.parent)), resume=stopped)
+    assert files == {path.name: path.read_bytes() for path in stopped.iterdir() if path.is_file()}
     go_on(tiny, stopped)
     assert "going on from" in capsys.readouterr().out
     assert_same_run(stopped, whole)
+
+
+def test_a_finished_run_without_its_log_is_evaluated_again(tiny, whole, tmp_path):
+    again = shutil.copytree(whole, tmp_path / "again")
+    (again / "log.jsonl").write_bytes(b"\0" * 500)
+    assert train(tiny(runs=str(whole.parent)), resume=again).metrics is not None
 
 
 def test_the_logged_rate_is_that_of_the_last_update(tiny, whole):

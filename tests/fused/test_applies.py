@@ -16,6 +16,7 @@ from tests.fused.models import assert_near, make, step
 from tests.operators import Recorder
 from tests.ops.kernels import DEVICE, large_tiles, poisoned_memory  # noqa: F401
 from tresnet.errors import InputError
+from tresnet.layers.squeeze_excite import SqueezeExcite
 from tresnet.surgery import fold, swap_norm
 
 IMAGES = (2, 3, 32, 32)
@@ -122,6 +123,14 @@ CHANGES = {
     "another block": ("", lambda m: m.append(nn.Hardtanh())),
     "twice": ("", lambda m: m.append(m[0])),
 }  # fmt: skip
+
+
+def test_a_class_with_another_forward_runs_as_it_is(monkeypatch):
+    model, forward = make("reference"), SqueezeExcite.forward
+    monkeypatch.setattr(SqueezeExcite, "forward", lambda self, x: 2 * forward(self, x))
+    with pytest.warns(UserWarning, match="another forward of the class SqueezeExcite"):
+        found = model(images())
+    torch.testing.assert_close(found, make("auto")(images()), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -93,6 +93,20 @@ def test_frozen_parameters_have_no_gradients_and_the_others_theirs(frozen):
     assert_near(ours_too, exact, 1e-10)
 
 
+@pytest.mark.parametrize(
+    "trained", [["layer3.0.se"], ["layer4.0.conv3.bn"], ["layer1.0.se", "layer2"]]
+)
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_a_norm_or_an_se_behind_frozen_convolutions_trains(impl, trained):
+    ours = make(impl)
+    for name, parameter in ours.named_parameters():
+        parameter.requires_grad_(name.removeprefix("body.").startswith(tuple(trained)))
+    ours = ours.double() if impl == "reference" else ours
+    exact = step(plain(ours), images(torch.float64))
+    x = images(torch.float64 if impl == "reference" else torch.float32)
+    assert_near(step(ours, x), exact, 1e-10 if impl == "reference" else 1e-4)
+
+
 def test_no_map_is_kept_in_front_of_the_first_parameter_that_trains():
     model = make(layers=(2, 1, 1, 1))
     for stage in (model.body.conv1, model.body.layer1, model.body.layer2, model.body.layer3):
@@ -201,7 +215,8 @@ def test_a_parameter_changed_between_forward_and_backward_is_an_error():
 def test_second_derivatives_are_the_definitions_and_an_error_of_the_kernels():
     x = images(torch.float64)
     found = []
-    ours = make("reference", layers=(2, 1, 1, 1)).double()
+    ours = make("reference", layers=(3, 1, 1, 1)).double()
+    ours.body.layer1[2].conv1.conv.weight = ours.body.layer1[1].conv1.conv.weight  # shared
     for which in (ours, plain(ours)):
         parameters = list(which.parameters())
         first = torch.autograd.grad(which(x).square().sum(), parameters, create_graph=True)

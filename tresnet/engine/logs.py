@@ -120,12 +120,17 @@ def read_rows(directory: Path, epochs: int) -> list[dict[str, Any]]:
     """Read the rows of a run's log up to a state with so many whole epochs.
 
     A kill between a row and its state leaves a row that will be written again, or a part of one:
-    reading ends at the first line that is not JSON.
+    reading ends at the first line that is not a row.
     """
     rows = []
     with contextlib.suppress(OSError, ValueError):
         for line in (directory / TABLE).read_text(encoding="utf-8").splitlines():
-            rows.append(json.loads(line))  # noqa: PERF401 (those before a damaged line are kept)
+            row = json.loads(line)
+            if not isinstance(row, dict) or row.keys() != set(COLUMNS):
+                break
+            if not isinstance(row["epoch"], int):
+                break
+            rows.append(row)
     return [row for row in rows if row["epoch"] <= epochs]
 
 

@@ -38,6 +38,8 @@ def draw(directory: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
     epochs = [row for row in rows if row["phase"] == "train"]
     known = {name for row in epochs for name, value in row.items() if value is not None}
     panels = [(axis, columns) for axis, columns in _PANELS if known & columns.keys()]
+    if not panels:
+        return
     # A figure of its own: pyplot would keep it and may look for a screen.
     figure = Figure(figsize=(7.5, 1 + 1.7 * len(panels)), layout="constrained")
     FigureCanvasSVG(figure)

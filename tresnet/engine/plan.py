@@ -14,7 +14,7 @@ from tresnet.engine.console import Console
 from tresnet.engine.distributed import Processes
 from tresnet.engine.images import Splits, fingerprint_beside, open_splits
 from tresnet.engine.resolve import resolve
-from tresnet.engine.state import BEST, LAST, Identity, Progress, Record
+from tresnet.engine.state import BEST, Identity, Progress, Record
 from tresnet.errors import ConfigError
 from tresnet.settings import fields
 
@@ -61,7 +61,7 @@ def make_plan(
     `BusyError`.
     """
     check_same_options(wanted, processes)
-    run_dir, found = _claim(wanted, resume, processes, console, held)
+    run_dir, found = _claim(wanted, resume, processes, console, held, dry_run)
     saved, content = found or (None, None)
     assumes_gpu = dry_run and batch_size.assumes_gpu(wanted, processes.device)
     if saved is not None:
@@ -98,15 +98,15 @@ def _claim(
     processes: Processes,
     console: Console,
     held: contextlib.ExitStack,
+    dry_run: bool,
 ) -> tuple[Path | None, tuple[Record, dict[str, Any]] | None]:
     """Find and lock the run to resume on process 0; every process reads its state once."""
-    claimed = (None, None)
+    run_dir = path = found = None
     if processes.is_main:
-        claimed = rundir.claim(wanted, resume, held, console.say)
-    run_dir, resumes = processes.from_main((claimed[0], claimed[1] is not None))
-    if resumes and not processes.is_main:
-        return run_dir, state.read(run_dir / LAST)
-    return run_dir, claimed[1]
+        run_dir, loaded = rundir.claim(wanted, resume, held, console.say, repairs=not dry_run)
+        path, found = loaded or (None, None)
+    run_dir, path = processes.from_main((run_dir, path))
+    return run_dir, found if path is None or processes.is_main else state.read(path)
 
 
 def check_same_options(config: TrainConfig, processes: Processes) -> None:

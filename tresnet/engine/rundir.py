@@ -22,8 +22,12 @@ Say = Callable[[str], object]
 
 
 def claim(
-    config: TrainConfig, resume: Path | None, held: contextlib.ExitStack, say: Say
-) -> tuple[Path | None, tuple[Record, dict[str, Any]] | None]:
+    config: TrainConfig,
+    resume: Path | None,
+    held: contextlib.ExitStack,
+    say: Say,
+    repairs: bool = True,
+) -> tuple[Path | None, tuple[Path, tuple[Record, dict[str, Any]]] | None]:
     """Find the run to resume and lock its directory; called by process 0 alone.
 
     `resume` is a run's directory; `auto` for that of `--name`, if there is one; None for no run.
@@ -45,8 +49,9 @@ def claim(
     if auto and others and not others & {CONFIG, state.LAST, state.PREVIOUS}:
         raise ConfigError(f"--name: {directory} exists and is not a run's: choose another name")
     held.enter_context(files.lock(directory))
-    files.remove_leftovers(directory)
-    found = state.load(directory, say)
+    if repairs:
+        files.remove_leftovers(directory)
+    found = state.load(directory, say, repairs)
     if found is None and not auto:
         raise CheckpointError(
             f"expected a checkpoint to resume from in {directory}, found none: the run stopped"

@@ -107,17 +107,20 @@ def save(directory: Path, step: TrainingStep, record: Record, processes: Process
                 os.replace(path, previous)
 
 
-def load(directory: Path, say: Callable[[str], object]) -> tuple[Record, dict[str, Any]] | None:
-    """Read `last.pt` or, where that is damaged or missing, `previous.pt`, which takes its place.
+def load(
+    directory: Path, say: Callable[[str], object], repairs: bool = True
+) -> tuple[Path, tuple[Record, dict[str, Any]]] | None:
+    """Read `last.pt` or, where that is damaged or missing, `previous.pt`.
 
-    `say` receives a line about damage. Returns None if the run has saved no state yet, and raises
+    `say` receives a line about damage. Where `repairs`, `previous.pt` takes the place of a damaged
+    `last.pt`. Returns the file and what it holds, None if the run has saved no state yet; raises
     CheckpointError if neither can be read.
     """
     last, previous = directory / LAST, directory / PREVIOUS
     if not (last.exists() or previous.exists()):
         return None
     try:
-        return read(last)
+        return last, read(last)
     except CheckpointError as error:
         problem = error
     try:
@@ -127,8 +130,11 @@ def load(directory: Path, say: Callable[[str], object]) -> tuple[Record, dict[st
             f"{problem}; {error}: start a new run, --weights {directory / BEST} from its best"
         ) from error
     say(f"{problem}: going on from {previous}, the one before")
-    os.replace(previous, last)
-    return found
+    if not repairs:
+        return previous, found
+    with explained(last):
+        os.replace(previous, last)
+    return last, found
 
 
 def read(path: Path) -> tuple[Record, dict[str, Any]]:

@@ -39,6 +39,14 @@ RECOMPUTE = ("none", "activations", "outputs")
 _residual: dict[type, tuple[tuple[str, ...], Any]] = {
     ParallelBottleneck: (("conv1", "conv2", "conv3"), ParallelBottleneck.forward)
 }
+# As they were at import: somebody may put another function in their place.
+_FORWARD: dict[type[nn.Module], Any] = {
+    kind: kind.forward
+    for kind in (
+        *(nn.Sequential, nn.Identity, nn.AvgPool2d, nn.Conv2d, ABN, BlurPool2d, ConvNormAct),
+        *(FoldedConv, GlobalPool2d, SpaceToDepth, SqueezeExcite),
+    )
+}
 _TENSORS = (Tensor, nn.Parameter, FakeTensor)
 
 
@@ -184,6 +192,8 @@ def _expect(module: nn.Module, kind: type[nn.Module]) -> dict[str, Any]:
     own = module.__dict__
     if type(module) is not kind:
         raise _Plain(f"expected {kind.__name__}, got {type(module).__name__}")
+    if kind.forward is not _FORWARD.get(kind, kind.forward):
+        raise _Plain(f"another forward of the class {kind.__name__}")
     if (
         own["_forward_hooks"]
         or own["_forward_pre_hooks"]

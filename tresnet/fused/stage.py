@@ -419,7 +419,9 @@ class _Backward:
         """Return the gradient of `x` if asked for, and note the weight's if it is the last call."""
         assert self.grad is not None
         of_weight = last and conv.weight.requires_grad
-        grad_x, grad_weight = conv.backward(self.grad, x, of_x, of_weight)
+        grad_x = grad_weight = None
+        if of_x or of_weight:  # else `x` was not kept
+            grad_x, grad_weight = conv.backward(self.grad, x, of_x, of_weight)
         if last:
             self.found[number], self.grad = grad_weight, None
         return grad_x
@@ -513,9 +515,13 @@ def _differentiable(ctx: Any, saved: list[Any], grad: Tensor) -> list[Tensor | N
             y = y if passed is None else y * saved[passed][:, :, None, None].to(y.dtype)
             y = torch.relu(y + shortcut.repeat(1, block.copies, 1, 1))
     inputs = [first, *parameters]
-    wanting = [t for t in inputs if t.requires_grad]
-    found = iter(torch.autograd.grad(y, wanting, grad, create_graph=True, allow_unused=True))
-    return [next(found) if t.requires_grad else None for t in inputs]
+    # A tensor that several layers share is asked for once: its gradient is the sum of theirs.
+    wanting = {id(t): t for t in inputs if t.requires_grad}
+    grads = torch.autograd.grad(
+        y, tuple(wanting.values()), grad, create_graph=True, allow_unused=True
+    )
+    found = dict(zip(wanting, grads, strict=True))
+    return [found.pop(id(t), None) for t in inputs]
 
 
 def _plain_layer(saved: list[Any], numbered: Layer, kept: Any, x: Tensor) -> Tensor:
