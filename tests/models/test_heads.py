@@ -119,7 +119,7 @@ def test_group_attention_is_the_documents_loop_of_branches():
     x = torch.randn(2, head.in_features, 3, 4, dtype=torch.float64)
     reduced = head.reduce(x)
     parts = []
-    for group, where in enumerate(head.fc.slices()):
+    for group, where in enumerate(torch.arange(len(head.fc.weight)).split(head.fc.out_features)):
         state = {
             name: tensor.chunk(3)[group] if tensor.dim() else tensor
             for name, tensor in head.attention.state_dict().items()

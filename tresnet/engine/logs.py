@@ -126,9 +126,8 @@ def read_rows(directory: Path, epochs: int) -> list[dict[str, Any]]:
     with contextlib.suppress(OSError, ValueError):
         for line in (directory / TABLE).read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
-            if not isinstance(row, dict) or row.keys() != set(COLUMNS):
-                break
-            if not isinstance(row["epoch"], int):
+            known = isinstance(row, dict) and row.keys() == set(COLUMNS)
+            if not (known and isinstance(row["epoch"], int)):
                 break
             rows.append(row)
     return [row for row in rows if row["epoch"] <= epochs]

@@ -33,7 +33,8 @@ def claim(
     `resume` is a run's directory; `auto` for that of `--name`, if there is one; None for no run.
     `held` keeps the lock; `say` receives a line about damage. Returns the directory and its
     `state.load`, both None for a new run; without a state the run begins in that directory. Raises
-    `ConfigError`, `CheckpointError` or `BusyError` where that is not possible.
+    `ConfigError`, `CheckpointError` or `BusyError` where that is not possible. Files are replaced
+    or removed only where `repairs`.
     """
     if resume is None:
         if config.run.name and os.path.lexists(directory := _named(config)):

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -105,11 +104,6 @@ class GroupedLinear(nn.Module):
             begin += count
         y = torch.cat(outputs, dim=1)
         return y if self.bias is None else y + self.bias.to(y.dtype)
-
-    def slices(self) -> list[slice]:
-        """Return the slice of each group's outputs."""
-        ends = list(accumulate(self.out_features))
-        return [slice(end - n, end) for end, n in zip(ends, self.out_features, strict=True)]
 
     def extra_repr(self) -> str:
         """Return the settings for `repr`."""

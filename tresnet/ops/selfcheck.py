@@ -140,10 +140,7 @@ def _end(code: int) -> str:
 
 
 def _found_here(device: torch.device) -> str:
-    """Return this process's own verdict.
-
-    A thread has no fake tensors, autocast or other modes in force, and can be left where it hangs.
-    """
+    # A thread has no fake tensors, autocast or other modes in force, and can be left to hang.
     found: list[str] = []
     thread = threading.Thread(target=lambda: found.append(_verdict(device)), daemon=True)
     thread.start()

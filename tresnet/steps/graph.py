@@ -229,7 +229,6 @@ class _Graphs:
     def _capture(
         self, key: Any, run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]
     ) -> None:
-        """Make the graph of `key`, or say why there is none."""
         self._left -= 1
         try:
             own = [x.clone() for x in inputs]

@@ -318,11 +318,7 @@ def _grad_numbers(
 
 @operator(lambda partial, gate, spread, stats, count: torch.empty_like(stats))
 def merge_grad_sums(
-    partial: Tensor,
-    gate: Tensor | None,
-    spread: Tensor | None,
-    stats: Tensor,
-    count: int,
+    partial: Tensor, gate: Tensor | None, spread: Tensor | None, stats: Tensor, count: int
 ) -> Tensor:
     """Gradients of weight and bias, k1 and k0, as (4, C): see the kernel."""
     (groups, _, channels), gated = partial.shape, gate is not None

@@ -50,12 +50,7 @@ def abn(
     return y if slope is None else F.leaky_relu(y, slope, inplace=slope >= 0)
 
 
-def tail(
-    y: Tensor,
-    blur: bool,
-    se: Sequence[Tensor] | None,
-    shortcut: Tensor | None,
-) -> Tensor:
+def tail(y: Tensor, blur: bool, se: Sequence[Tensor] | None, shortcut: Tensor | None) -> Tensor:
     """Blur, squeeze and excite, and join, each where asked for (paper sections 2.1, 2.4, 2.5).
 
     Args:
@@ -234,7 +229,6 @@ def _activated(
 
 
 def _slope(x: Tensor, stats: Tensor, bias: Tensor, slope: float | None) -> Tensor | float:
-    """Return the activation's derivative."""
     if slope is None:
         return 1.0
     z = _normalised(x, stats, bias)
@@ -242,5 +236,4 @@ def _slope(x: Tensor, stats: Tensor, bias: Tensor, slope: float | None) -> Tenso
 
 
 def _back(grad: Tensor, x: Tensor, blur: bool) -> Tensor:
-    """Return `grad` brought back through the blur."""
     return transposed_blur_pool(grad, *x.shape[2:]) if blur else grad

@@ -113,15 +113,7 @@ def by_form(cut: Callable[..., CutT]) -> Callable[..., CutT]:
     def run(x: Tensor, *rest: Any) -> CutT:
         if type(x) is not Tensor and any(isinstance(size, torch.SymInt) for size in x.shape):
             return cut(x, *rest)  # a fake, of sizes that the compiler leaves open
-        limits = (
-            TILE,
-            BLUR_TILE,
-            WARPS,
-            CHANNELS,
-            PROGRAMS,
-            MOST_TILES,
-            ORDER,
-        )
+        limits = (TILE, BLUR_TILE, WARPS, CHANNELS, PROGRAMS, MOST_TILES, ORDER)
         return known(x.shape, x.stride(), x.dtype, limits, *rest)
 
     return run
@@ -179,10 +171,7 @@ def tile(shape: Geometry, blur: bool = False) -> tuple[int, int]:
 
 
 def plan(
-    shape: Geometry,
-    blur: bool = False,
-    writes: bool = False,
-    source: Geometry | None = None,
+    shape: Geometry, blur: bool = False, writes: bool = False, source: Geometry | None = None
 ) -> Plan:
     """Cut the pixels of each sample into chunks, one a program.
 

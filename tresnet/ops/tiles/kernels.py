@@ -14,9 +14,7 @@ kernel = triton.jit(
     do_not_specialize=(
         *("N", "P", "C", "R", "G", "H", "W", "HO", "WO", "splits", "chunk", "count"),
     ),
-    do_not_specialize_on_alignment=[
-        *("xn", "xp", "xc", "gn", "gp", "gc", "on", "op", "oc"),
-    ],
+    do_not_specialize_on_alignment=[*("xn", "xp", "xc", "gn", "gp", "gc", "on", "op", "oc")],
 )
 
 
