@@ -5,7 +5,7 @@ import typing
 import pytest
 
 from tresnet.cli.predict import Predict
-from tresnet.engine.config import ModelConfig as TrainedModel
+from tresnet.engine.config import NetworkConfig as TrainedModel
 from tresnet.engine.evaluate_weights import EvalConfig
 from tresnet.fused import RECOMPUTE
 from tresnet.layers.norm import NORMS

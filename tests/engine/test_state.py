@@ -15,7 +15,7 @@ from tresnet.engine import state
 from tresnet.engine.batch_size import MicroBatches
 from tresnet.engine.distributed import Processes
 from tresnet.engine.prepare import create_step
-from tresnet.engine.state import Identity, Progress, Record
+from tresnet.engine.state import Identity, Progress, RunRecord
 from tresnet.errors import CheckpointError, ConfigError, WriteError
 from tresnet.models.zoo import build
 
@@ -31,7 +31,7 @@ def step(tiny):
 
 @pytest.fixture
 def record(tiny):
-    return Record(tiny(), IDENTITY, Progress())
+    return RunRecord(tiny(), IDENTITY, Progress())
 
 
 def draw():

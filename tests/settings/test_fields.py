@@ -12,11 +12,11 @@ from tresnet.engine.config import TrainConfig
 from tresnet.engine.evaluate_weights import EvalConfig
 from tresnet.errors import ConfigError, InputError
 from tresnet.measure import settings as benchmarks
-from tresnet.memory.plan import Plan
+from tresnet.memory.plan import MemoryPlan
 from tresnet.settings import fields
 from tresnet.settings.fields import Ascending, Settings
 
-EVERY = [TrainConfig, EvalConfig, Plan, *benchmarks.RunSettings.__subclasses__()]
+EVERY = [TrainConfig, EvalConfig, MemoryPlan, *benchmarks.RunSettings.__subclasses__()]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -114,7 +114,7 @@ class _Image:
 
 
 @dataclass(frozen=True)
-class _Category:
+class _CocoCategory:
     id: int | str
     name: str
 
@@ -128,7 +128,7 @@ class _Annotation:
 @dataclass(frozen=True)
 class _Coco:
     images: list[_Image]
-    categories: list[_Category]
+    categories: list[_CocoCategory]
     annotations: list[_Annotation]
 
 

@@ -162,7 +162,7 @@ def write_shards(
             for i in range(begin, min(begin + size, len(dataset)))
         ]
         file = out / f"{dataset.split}-{number:05d}.array_record"
-        jobs.append(_Job(file, root, rows, settings, dataset.skip_bad_images))
+        jobs.append(_ShardJob(file, root, rows, settings, dataset.skip_bad_images))
     shards: list[dict[str, Any]] = []
     labels: list[Any] = []
     skipped: dict[str, str] = {}
@@ -205,7 +205,7 @@ def write_shards(
 
 
 @dataclass(frozen=True)
-class _Job:
+class _ShardJob:
     file: Path
     root: Path
     rows: list[tuple[str, Any]]
@@ -233,7 +233,7 @@ class _Done:
     kept: bool = False
 
 
-def _write(job: _Job) -> _Done:
+def _write(job: _ShardJob) -> _Done:
     source = job.source()
     if (found := _read_back(job.file, source)) and (job.skip_bad_images or not found.skipped):
         return _Done(**{**vars(found), "kept": True})

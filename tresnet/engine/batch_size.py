@@ -23,7 +23,7 @@ from tresnet.ops.dispatch import lacking
 from tresnet.settings import Compute
 
 if TYPE_CHECKING:
-    from tresnet.engine.plan import Plan
+    from tresnet.engine.plan import RunPlan
     from tresnet.memory import Device, MaxBatch
 
 # Kernels for 16-bit types are fastest where the batch is a multiple of this.
@@ -200,7 +200,11 @@ def _find(
 
 
 def explain_full_memory(
-    error: torch.OutOfMemoryError, plan: "Plan", model: nn.Module, processes: Processes, last: str
+    error: torch.OutOfMemoryError,
+    plan: "RunPlan",
+    model: nn.Module,
+    processes: Processes,
+    last: str,
 ) -> str:
     """Return the message about full GPU memory: the batch that would fit, and options to pass."""
     config, tried, fitting = plan.config, plan.batches.size, None

@@ -18,9 +18,9 @@ from tresnet.settings import (
     Compute,
     EmaConfig,
     EvalTransform,
+    ModelShape,
     OptimConfig,
     ScheduleConfig,
-    Shape,
     TrainingBuild,
     fields,
 )
@@ -40,7 +40,7 @@ AUTO = "auto"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig(TrainingBuild, Shape):
+class NetworkConfig(TrainingBuild, ModelShape):
     """Which model, and what it starts from."""
 
     model: str | None = None
@@ -209,7 +209,7 @@ class TrainConfig(Settings):
     recipe: str = "paper"
     """Where the defaults of all other options come from: paper, usi, rsb-a2, in21k, finetune,
     digits or multilabel."""
-    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    model: NetworkConfig = dataclasses.field(default_factory=NetworkConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     augment: AugmentConfig = dataclasses.field(default_factory=AugmentConfig)
     labels: LabelConfig = dataclasses.field(default_factory=LabelConfig)

@@ -10,7 +10,7 @@ from tresnet.engine.console import Bar
 from tresnet.engine.images import set_training_size
 from tresnet.engine.logs import RunLog
 from tresnet.engine.losses import LossMeter
-from tresnet.engine.plan import Plan
+from tresnet.engine.plan import RunPlan
 from tresnet.engine.prepare import Parts
 from tresnet.engine.recovery import Checkpoints
 from tresnet.engine.signals import StopRequest
@@ -25,7 +25,7 @@ class Loop:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: RunPlan,
         parts: Parts,
         checkpoints: Checkpoints,
         log: RunLog | None,

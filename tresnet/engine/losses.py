@@ -114,7 +114,7 @@ def loss_of(
 
 
 @dataclasses.dataclass(frozen=True)
-class Sums:
+class LossSums:
     """Sums over the micro-batches since the last reading, of all processes.
 
     `first_bad` is the first optimizer step whose loss is nan or infinite, or None.
@@ -143,7 +143,7 @@ class LossMeter:
         """Remove the micro-batches of an optimizer step that was skipped."""
         self._batches = [batch for batch in self._batches if batch[0] != global_step]
 
-    def read(self, processes: Processes) -> Sums:
+    def read(self, processes: Processes) -> LossSums:
         """Return the sums since the last reading (a collective)."""
         steps, images, values = zip(*self._batches, strict=True) if self._batches else ((),) * 3
         self._batches.clear()
@@ -153,4 +153,4 @@ class LossMeter:
         count, all_hits, *loss_sums = processes.sum(sum(images), sum(hits), *sums)
         (negative,) = processes.max(-min(bad) if bad else -math.inf)
         first_bad = None if negative == -math.inf else int(-negative)
-        return Sums(int(count), loss_sums, int(all_hits), first_bad)
+        return LossSums(int(count), loss_sums, int(all_hits), first_bad)

@@ -14,19 +14,19 @@ from tresnet.engine.console import Console
 from tresnet.engine.distributed import Processes
 from tresnet.engine.images import Splits, fingerprint_beside, open_splits
 from tresnet.engine.resolve import resolve
-from tresnet.engine.state import BEST, Identity, Progress, Record
+from tresnet.engine.state import BEST, Identity, Progress, RunRecord
 from tresnet.errors import ConfigError
 from tresnet.settings import fields
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """Run of which nothing is left open, with the micro-batches of each process.
 
     `run_dir` exists already, None for a new one; `resumes` says that it has a state.
     """
 
-    record: Record
+    record: RunRecord
     splits: Splits
     batches: MicroBatches
     run_dir: Path | None
@@ -53,7 +53,7 @@ def make_plan(
     console: Console,
     held: contextlib.ExitStack,
     dry_run: bool = False,
-) -> tuple[Plan, Start]:
+) -> tuple[RunPlan, Start]:
     """Resolve what a configuration leaves open, and read the state to resume (a collective).
 
     `held` keeps the lock of a resumed run's directory. A `dry_run` accepts `--gpu-memory` in place
@@ -88,7 +88,9 @@ def make_plan(
     if content is not None:
         before = batch_size.divide(config, identity.world_size, len(content["generators"]), images)
         progress.micro_batches = progress.micro_batches * batches.per_epoch // before.per_epoch
-    plan = Plan(Record(config, identity, progress), splits, batches, run_dir, saved is not None)
+    plan = RunPlan(
+        RunRecord(config, identity, progress), splits, batches, run_dir, saved is not None
+    )
     return plan, Start(weights, content)
 
 
@@ -99,7 +101,7 @@ def _claim(
     console: Console,
     held: contextlib.ExitStack,
     dry_run: bool,
-) -> tuple[Path | None, tuple[Record, dict[str, Any]] | None]:
+) -> tuple[Path | None, tuple[RunRecord, dict[str, Any]] | None]:
     """Find and lock the run to resume on process 0; every process reads its state once."""
     run_dir = path = found = None
     if processes.is_main:

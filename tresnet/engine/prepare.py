@@ -16,7 +16,7 @@ from tresnet.engine.distributed import Processes
 from tresnet.engine.evaluate import Metrics, MultiLabelMetrics, evaluate
 from tresnet.engine.images import create_loaders
 from tresnet.engine.losses import Losses
-from tresnet.engine.plan import Plan, Start
+from tresnet.engine.plan import RunPlan, Start
 from tresnet.engine.resolve import create_model, rebuild_model
 from tresnet.measure.memory import MemoryMeter
 from tresnet.steps import InferenceStep, TrainingStep, create_training_step
@@ -53,7 +53,7 @@ class Parts:
         self.val_loader.close()
 
 
-def prepare(plan: Plan, start: Start, processes: Processes, console: Console) -> Parts:
+def prepare(plan: RunPlan, start: Start, processes: Processes, console: Console) -> Parts:
     """Build the parts of this process, and restore the state that is resumed."""
     config, classes, seed = plan.config, plan.splits.classes, plan.config.run.seed
     train_loader, val_loader = create_loaders(config, plan.splits, plan.batches.size, processes)

@@ -9,7 +9,7 @@ from tresnet.engine.config import (
     DistillConfig,
     EmaConfig,
     LabelConfig,
-    ModelConfig,
+    NetworkConfig,
     OptimConfig,
     RunConfig,
     ScheduleConfig,
@@ -31,7 +31,7 @@ def paper() -> TrainConfig:
     """
     return TrainConfig(
         recipe="paper",
-        model=ModelConfig(model="tresnet_m"),
+        model=NetworkConfig(model="tresnet_m"),
         data=DataConfig(batch_size=128, workers=8),
         augment=AugmentConfig(
             auto_augment="original", cutout_prob=0.5, mixup=0.2, label_smoothing=0.1
@@ -54,7 +54,7 @@ def usi() -> TrainConfig:
     """
     return TrainConfig(
         recipe="usi",
-        model=ModelConfig(model="tresnet_m"),
+        model=NetworkConfig(model="tresnet_m"),
         data=DataConfig(batch_size=128, workers=8, crop_pct=0.95),
         augment=AugmentConfig(
             auto_augment="rand-m7-mstd0.5-inc1", aug_repeats=3, mixup=0.8, cutmix=1.0
@@ -84,7 +84,7 @@ def rsb_a2() -> TrainConfig:
     """
     return TrainConfig(
         recipe="rsb-a2",
-        model=ModelConfig(model="tresnet_m", drop_path_rate=0.05),
+        model=NetworkConfig(model="tresnet_m", drop_path_rate=0.05),
         data=DataConfig(batch_size=256, workers=8, crop_pct=0.95),
         augment=AugmentConfig(
             auto_augment="rand-m7-mstd0.5-inc1", aug_repeats=3, mixup=0.1, cutmix=1.0
@@ -113,7 +113,7 @@ def in21k() -> TrainConfig:
     """
     return TrainConfig(
         recipe="in21k",
-        model=ModelConfig(model="tresnet_m"),
+        model=NetworkConfig(model="tresnet_m"),
         data=DataConfig(batch_size=64, workers=8, crop_mode="squash", crop_pct=1.0),
         augment=AugmentConfig(
             random_crop=False,
@@ -139,7 +139,7 @@ def finetune() -> TrainConfig:
     """Other classes, from pretrained weights: a new head, a lower rate, milder augmentation."""
     return TrainConfig(
         recipe="finetune",
-        model=ModelConfig(new_head=True),
+        model=NetworkConfig(new_head=True),
         data=DataConfig(batch_size=64),
         augment=AugmentConfig(
             crop_scale=(0.35, 1.0),
@@ -158,7 +158,7 @@ def digits() -> TrainConfig:
     """1797 handwritten digits with tresnet_t, on a CPU in under 3 minutes."""
     return TrainConfig(
         recipe="digits",
-        model=ModelConfig(model="tresnet_t", block_size=2),
+        model=NetworkConfig(model="tresnet_t", block_size=2),
         data=DataConfig(data="digits", batch_size=64, input_size=32, workers=0),
         augment=AugmentConfig(
             random_crop=False,
@@ -181,7 +181,7 @@ def multilabel() -> TrainConfig:
     """Digits on a canvas of one to four: any number of labels, on a CPU in 5 minutes."""
     return TrainConfig(
         recipe="multilabel",
-        model=ModelConfig(model="tresnet_t", block_size=2),
+        model=NetworkConfig(model="tresnet_t", block_size=2),
         data=DataConfig(data="digits_multilabel", batch_size=64, input_size=40, workers=0),
         augment=AugmentConfig(random_crop=False, hflip=0.0),
         labels=LabelConfig(loss="asymmetric"),

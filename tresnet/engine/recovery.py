@@ -10,7 +10,7 @@ import torch
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.engine import batch_size, rundir, state
 from tresnet.engine.evaluate import Metrics, MultiLabelMetrics
-from tresnet.engine.plan import Plan
+from tresnet.engine.plan import RunPlan
 from tresnet.engine.prepare import Parts
 from tresnet.engine.state import BEST
 from tresnet.errors import DataError, InputError, TrainingError, WriteError
@@ -19,7 +19,7 @@ from tresnet.errors import DataError, InputError, TrainingError, WriteError
 class Checkpoints:
     """The states and the best weights in a run's directory."""
 
-    def __init__(self, run_dir: Path, plan: Plan, parts: Parts) -> None:
+    def __init__(self, run_dir: Path, plan: RunPlan, parts: Parts) -> None:
         self.run_dir = run_dir
         self._plan, self._parts = plan, parts
         self._progress = plan.record.progress

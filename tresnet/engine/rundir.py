@@ -13,7 +13,7 @@ from tresnet import files
 from tresnet.engine import config as configs
 from tresnet.engine import logs, state
 from tresnet.engine.config import AUTO, TrainConfig
-from tresnet.engine.state import Record
+from tresnet.engine.state import RunRecord
 from tresnet.errors import CheckpointError, ConfigError
 
 CONFIG, ENVIRONMENT = "config.json", "environment.json"
@@ -27,7 +27,7 @@ def claim(
     held: contextlib.ExitStack,
     say: Say,
     repairs: bool = True,
-) -> tuple[Path | None, tuple[Path, tuple[Record, dict[str, Any]]] | None]:
+) -> tuple[Path | None, tuple[Path, tuple[RunRecord, dict[str, Any]]] | None]:
     """Find the run to resume and lock its directory; called by process 0 alone.
 
     `resume` is a run's directory; `auto` for that of `--name`, if there is one; None for no run.

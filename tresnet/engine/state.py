@@ -73,7 +73,7 @@ class Identity:
 
 
 @dataclasses.dataclass
-class Record:
+class RunRecord:
     """A state's resolved configuration, identity and progress, without weights and optimizer."""
 
     config: TrainConfig
@@ -81,7 +81,7 @@ class Record:
     progress: Progress
 
 
-def save(directory: Path, step: TrainingStep, record: Record, processes: Processes) -> None:
+def save(directory: Path, step: TrainingStep, record: RunRecord, processes: Processes) -> None:
     """Write the state of all processes to `last.pt` (a collective; process 0 writes).
 
     The former `last.pt` becomes `previous.pt`. After a WriteError there is a whole state as before.
@@ -109,7 +109,7 @@ def save(directory: Path, step: TrainingStep, record: Record, processes: Process
 
 def load(
     directory: Path, say: Callable[[str], object], repairs: bool = True
-) -> tuple[Path, tuple[Record, dict[str, Any]]] | None:
+) -> tuple[Path, tuple[RunRecord, dict[str, Any]]] | None:
     """Read `last.pt` or, where that is damaged or missing, `previous.pt`.
 
     `say` receives a line about damage. Where `repairs`, `previous.pt` takes the place of a damaged
@@ -137,7 +137,7 @@ def load(
     return last, found
 
 
-def read(path: Path) -> tuple[Record, dict[str, Any]]:
+def read(path: Path) -> tuple[RunRecord, dict[str, Any]]:
     """Read a state's record and contents without running any code in the file.
 
     A damaged file raises CheckpointError, another version's configuration ConfigError.
@@ -150,7 +150,7 @@ def read(path: Path) -> tuple[Record, dict[str, Any]]:
         content = torch.load(path, map_location="cpu", weights_only=True)
         if content["format"] != FORMAT:
             raise CheckpointError(f"expected a training state of format {FORMAT} in {path}")
-        record = Record(
+        record = RunRecord(
             configs.from_json(content["config"], str(path)),
             Identity(**content["identity"]),
             Progress(**content["progress"]),

@@ -16,7 +16,7 @@ from tresnet.engine.evaluate import Metrics, MultiLabelMetrics
 from tresnet.engine.logs import RunLog
 from tresnet.engine.loop import Loop
 from tresnet.engine.picture import draw
-from tresnet.engine.plan import Plan, make_plan
+from tresnet.engine.plan import RunPlan, make_plan
 from tresnet.engine.prepare import Parts, prepare
 from tresnet.engine.recovery import Checkpoints
 from tresnet.engine.signals import StopRequest
@@ -90,7 +90,7 @@ def dry_run(wanted: TrainConfig, resume: Path | None = None) -> None:
 
 
 def finish(
-    plan: Plan, parts: Parts, checkpoints: Checkpoints, log: RunLog | None
+    plan: RunPlan, parts: Parts, checkpoints: Checkpoints, log: RunLog | None
 ) -> Metrics | MultiLabelMetrics:
     """Read the best checkpoint back from its file, evaluate it, and show the result."""
     run_dir, progress = checkpoints.run_dir, plan.record.progress
@@ -113,7 +113,7 @@ def finish(
     return metrics
 
 
-def _open_directory(plan: Plan, parts: Parts, held: contextlib.ExitStack) -> Path:
+def _open_directory(plan: RunPlan, parts: Parts, held: contextlib.ExitStack) -> Path:
     """Make a new run's directory, or write a resumed run's configuration again."""
     run_dir = plan.run_dir
     if parts.processes.is_main:
@@ -125,7 +125,7 @@ def _open_directory(plan: Plan, parts: Parts, held: contextlib.ExitStack) -> Pat
 
 
 def _open_log(
-    plan: Plan, parts: Parts, checkpoints: Checkpoints, held: contextlib.ExitStack
+    plan: RunPlan, parts: Parts, checkpoints: Checkpoints, held: contextlib.ExitStack
 ) -> RunLog | None:
     """Show the introduction and open the log; None except on process 0, or after the run's end."""
     run_dir, config, progress = checkpoints.run_dir, plan.config, plan.record.progress

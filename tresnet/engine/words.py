@@ -9,7 +9,7 @@ from typing import Any
 from tresnet.data.loaders import usable_cores
 from tresnet.engine.distributed import Processes
 from tresnet.engine.evaluate import Metrics, MultiLabelMetrics
-from tresnet.engine.plan import Plan
+from tresnet.engine.plan import RunPlan
 from tresnet.engine.state import BEST, Progress
 from tresnet.measure.memory import MemorySnapshot
 
@@ -27,7 +27,7 @@ _FIGURES = {
 }
 
 
-def introduction(plan: Plan, processes: Processes, run_dir: Path) -> Iterator[str]:
+def introduction(plan: RunPlan, processes: Processes, run_dir: Path) -> Iterator[str]:
     """Yield the first lines of a run."""
     config, splits, batches = plan.config, plan.splits, plan.batches
     began, size = plan.record.identity.world_size, processes.world_size

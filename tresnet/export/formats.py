@@ -30,7 +30,7 @@ from tresnet.export.plain import trace
 METADATA_KEY = "tresnet"
 # what an ONNX file tells those who predict by it
 _PREDICTION_KEYS = ("images", "preprocessing", "num_classes", "classes", "descriptions", "labels")
-Run = Callable[[Tensor], Tensor]
+RunFunction = Callable[[Tensor], Tensor]
 
 
 class Job(NamedTuple):
@@ -72,7 +72,7 @@ def _quantise_onnx(job: Job, floats: Path, path: Path) -> None:
     assert job.calibration is not None
     batches = ({"images": batch.numpy()} for batch in job.calibration)
 
-    class Reader(quantization.CalibrationDataReader):
+    class CalibrationReader(quantization.CalibrationDataReader):
         def get_next(self) -> dict[str, Any] | None:  # pyright: ignore[reportIncompatibleMethodOverride]
             return next(batches, None)
 
@@ -81,7 +81,7 @@ def _quantise_onnx(job: Job, floats: Path, path: Path) -> None:
     quantization.quantize_static(
         prepared,
         path,
-        Reader(),
+        CalibrationReader(),
         per_channel=True,
         activation_type=quantization.QuantType.QUInt8,
         weight_type=quantization.QuantType.QInt8,
@@ -92,7 +92,7 @@ def _quantise_onnx(job: Job, floats: Path, path: Path) -> None:
     onnx.save(model, path)
 
 
-def open_onnx(path: Path) -> Run:
+def open_onnx(path: Path) -> RunFunction:
     """Open an ONNX file in onnxruntime on the CPU."""
     return _run_onnx(_session(path))
 
@@ -105,11 +105,11 @@ def _session(path: Path) -> Any:
     return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
-def _run_onnx(session: Any) -> Run:
+def _run_onnx(session: Any) -> RunFunction:
     return lambda x: torch.from_numpy(session.run(["logits"], {"images": x.numpy()})[0])
 
 
-def read_onnx(path: Path) -> tuple[Run, dict[str, Any]]:
+def read_onnx(path: Path) -> tuple[RunFunction, dict[str, Any]]:
     """Open a file of format 'onnx': return its function of bytes and its metadata.
 
     Other files raise CheckpointError, and without onnxruntime MissingDependencyError is raised.
@@ -162,7 +162,7 @@ def _quantise_pt2(job: Job) -> ExportedProgram:
         return trace(made, job.images, torch.device("cpu"))
 
 
-def open_pt2(path: Path) -> Run:
+def open_pt2(path: Path) -> RunFunction:
     """Open an exported program, run operator by operator."""
     with contextlib.suppress(ImportError):  # it names the operators of an 8-bit program
         import torchao.quantization.pt2e.quantize_pt2e  # noqa: F401
@@ -234,7 +234,7 @@ def _write_openvino(job: Job, path: Path) -> None:
     openvino.save_model(model, path, compress_to_fp16=False)
 
 
-def open_openvino(path: Path, precision: str = "f32") -> Run:
+def open_openvino(path: Path, precision: str = "f32") -> RunFunction:
     """Open an OpenVINO file on the CPU; `precision` is 'f32', 'bf16' or 'f16'."""
     import openvino
 
@@ -258,7 +258,7 @@ class Format(NamedTuple):
 
     suffixes: tuple[str, ...]
     write: Callable[[Job, Path], None]
-    open: Callable[[Path], Run]
+    open: Callable[[Path], RunFunction]
     takes: tuple[str, ...]
     packages: tuple[str, ...] = ()
     limit: float = 1e-5

@@ -14,7 +14,7 @@ from tresnet.checkpoints.save import checkpoint_metadata
 from tresnet.data import ImageDataset
 from tresnet.env import package_version
 from tresnet.errors import ExportError, InputError
-from tresnet.export.formats import Format, Job, Run, find_format
+from tresnet.export.formats import Format, Job, RunFunction, find_format
 from tresnet.export.images import Images, open_labelled, sample_evenly
 from tresnet.export.options import ExportOptions
 from tresnet.export.plain import plain_model, trace
@@ -178,7 +178,7 @@ def _metadata(model: TResNet, images: Images, options: ExportOptions) -> dict[st
 
 
 def _top1(
-    run: Run, model: TResNet, val: ImageDataset, options: ExportOptions
+    run: RunFunction, model: TResNet, val: ImageDataset, options: ExportOptions
 ) -> tuple[int, float, float]:
     """Return the number of real images compared, and top-1 of model and file in per cent."""
     count = right = model_right = 0
@@ -197,7 +197,7 @@ def _top1(
     return count, model_top1, top1
 
 
-def _difference(run: Run, model: TResNet, batch: Tensor) -> float:
+def _difference(run: RunFunction, model: TResNet, batch: Tensor) -> float:
     """Return the largest difference of logits, as a fraction of max(1, largest logit)."""
     expected, got = _logits(model, batch), run(batch)
     if not bool(expected.isfinite().all()):

@@ -61,11 +61,11 @@ def measure_memory(
         runs=STEPS,
         argv=argv,
     )
-    group = [_Case(case, training, str(device)) for case in cases]
+    group = [_PhaseContender(case, training, str(device)) for case in cases]
     return run([group], settings, log=log, record=record)
 
 
-class _Case(Contender):
+class _PhaseContender(Contender):
     def __init__(self, case: BenchCase, training: bool, device: str) -> None:
         self.label, self._arguments = case.label(), (case, training, device)
         self.columns = {**case.columns(), "phases": None}

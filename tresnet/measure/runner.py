@@ -149,11 +149,11 @@ def run(
     torch.compile's caches. KeyboardInterrupt passes before any contender has come to an end.
     """
     rows = [[_Row(contender) for contender in group] for group in groups]
-    return _Run(rows, settings, log, record, compiles).measure()
+    return _Measurement(rows, settings, log, record, compiles).measure()
 
 
 @dataclasses.dataclass
-class _Run:
+class _Measurement:
     groups: list[list[_Row]]
     settings: RunSettings
     log: Log

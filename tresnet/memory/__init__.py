@@ -27,7 +27,7 @@ has changed.
 
 from tresnet.memory.device import Device, describe_device, find_device, list_devices, present_device
 from tresnet.memory.fit import Fits, MaxBatch, max_batch
-from tresnet.memory.prediction import Estimate, Prediction, predict
+from tresnet.memory.prediction import Estimate, MemoryPrediction, predict
 from tresnet.memory.trace import Category, Phase
 
 __all__ = [
@@ -36,8 +36,8 @@ __all__ = [
     "Estimate",
     "Fits",
     "MaxBatch",
+    "MemoryPrediction",
     "Phase",
-    "Prediction",
     "describe_device",
     "find_device",
     "list_devices",

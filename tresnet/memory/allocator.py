@@ -52,7 +52,7 @@ def segment_bytes(block_bytes: int) -> int:
 
 
 @dataclass(slots=True, eq=False)
-class Block:
+class MemoryBlock:
     """A piece of the segment that begins at address `segment`."""
 
     address: int
@@ -86,12 +86,12 @@ class CachingAllocator:
         self.flushes = 0
         self._segments: dict[int, int] = {}  # bytes by address
         self._next_address = 0
-        self._starting: dict[int, Block] = {}  # all blocks by address; no two segments touch
-        self._ending: dict[int, Block] = {}
+        self._starting: dict[int, MemoryBlock] = {}  # all blocks by address; no two segments touch
+        self._ending: dict[int, MemoryBlock] = {}
         # of the large and the small pool: the free blocks' bytes and addresses, in order
         self._free: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
 
-    def malloc(self, n_bytes: int) -> Block | None:
+    def malloc(self, n_bytes: int) -> MemoryBlock | None:
         """Return a block, None for zero bytes, or raise SimulatedOutOfMemoryError."""
         if n_bytes == 0:
             return None
@@ -106,7 +106,7 @@ class CachingAllocator:
             block = self._new_segment(wanted, small)
         rest = block.n_bytes - wanted
         if rest >= MIN_BLOCK_BYTES if small else rest > SMALL_REQUEST_BYTES:
-            self._put(Block(block.address + wanted, rest, small, block.segment, free=True))
+            self._put(MemoryBlock(block.address + wanted, rest, small, block.segment, free=True))
             block.n_bytes = wanted
         block.free = False
         self._put(block)
@@ -114,7 +114,7 @@ class CachingAllocator:
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         return block
 
-    def free(self, block: Block | None) -> None:
+    def free(self, block: MemoryBlock | None) -> None:
         """Return a block to its pool and merge free neighbours; a free one raises ValueError."""
         if block is None:
             return
@@ -146,24 +146,24 @@ class CachingAllocator:
         self.peak_allocated_bytes = self.allocated_bytes
         self.peak_reserved_bytes = self.reserved_bytes
 
-    def segments(self) -> Iterator[list[Block]]:
+    def segments(self) -> Iterator[list[MemoryBlock]]:
         """Yield the blocks of each segment in address order."""
         blocks = sorted(self._starting.values(), key=lambda block: block.address)
         for _, run in groupby(blocks, key=lambda block: block.segment):
             yield list(run)
 
-    def _put(self, block: Block) -> None:
+    def _put(self, block: MemoryBlock) -> None:
         self._starting[block.address] = self._ending[block.end] = block
         if block.free:
             bisect.insort(self._free[block.small], (block.n_bytes, block.address))
 
-    def _forget(self, block: Block) -> None:
+    def _forget(self, block: MemoryBlock) -> None:
         del self._starting[block.address], self._ending[block.end]
         if block.free:
             pool = self._free[block.small]
             del pool[bisect.bisect_left(pool, (block.n_bytes, block.address))]
 
-    def _new_segment(self, wanted: int, small: bool) -> Block:
+    def _new_segment(self, wanted: int, small: bool) -> MemoryBlock:
         n_bytes = segment_bytes(wanted)
         if not self._has_room(n_bytes):
             self.flushes += 1
@@ -177,7 +177,7 @@ class CachingAllocator:
         self.reserved_bytes += n_bytes
         self._on_segment("segment_alloc", address, n_bytes)
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-        return Block(address, n_bytes, small, address)
+        return MemoryBlock(address, n_bytes, small, address)
 
     def _has_room(self, n_bytes: int) -> bool:
         return self.capacity_bytes is None or self.reserved_bytes + n_bytes <= self.capacity_bytes

@@ -17,7 +17,7 @@ from tresnet.errors import InputError
 from tresnet.memory.device import Device
 from tresnet.models.named import build_named, build_without_data, default_input_shape
 from tresnet.models.tresnet import TResNet
-from tresnet.settings import ModelStep, Shape
+from tresnet.settings import ModelShape, ModelStep
 from tresnet.settings.fields import Count, CountOrZero, Size, check
 
 ModelLike = str | nn.Module | Callable[[], nn.Module]
@@ -30,7 +30,7 @@ R = TypeVar("R")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StepPlan(ModelStep, Shape):
+class StepPlan(ModelStep, ModelShape):
     """One training step or one inference, but for the batch size.
 
     Attributes:
@@ -67,7 +67,7 @@ class StepPlan(ModelStep, Shape):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan(StepPlan):
+class MemoryPlan(StepPlan):
     """One training step or one inference of `batch_size` images a micro-batch."""
 
     batch_size: Size
@@ -132,8 +132,8 @@ def by_keywords(
     return decorate
 
 
-@by_keywords(Plan)
-def make_plan(model: ModelLike, plan: Plan) -> tuple[str, nn.Module, Plan]:
+@by_keywords(MemoryPlan)
+def make_plan(model: ModelLike, plan: MemoryPlan) -> tuple[str, nn.Module, MemoryPlan]:
     """Return a printable name, the model (without data if built here), and the checked plan."""
     check(plan, InputError, spell=str)
     if plan.compile != "none":
@@ -145,7 +145,7 @@ def make_plan(model: ModelLike, plan: Plan) -> tuple[str, nn.Module, Plan]:
         raise InputError(
             "cuda_graph: expected off or auto, got on: what a graph reserves is not predicted"
         )
-    options = {**plan.build, **plan.values(Shape)}
+    options = {**plan.build, **plan.values(ModelShape)}
     options |= {name: getattr(plan, name) for name in ("num_classes", "in_chans")}
     defaults = {field.name: field.default for field in dataclasses.fields(plan)}
     options = {name: value for name, value in options.items() if value != defaults[name]}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tresnet.errors import InputError, needed
 from tresnet.files import atomic_write
 from tresnet.memory.device import MIB
-from tresnet.memory.prediction import Prediction
+from tresnet.memory.prediction import MemoryPrediction
 from tresnet.memory.trace import Category, Operation
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Point:
     by_category_bytes: dict[Category, int]
 
 
-def timeline(prediction: Prediction) -> list[Point]:
+def timeline(prediction: MemoryPrediction) -> list[Point]:
     """Return the points of the last step, in the order in which operations ran."""
     trace, replayed = prediction.trace, prediction.replay
     first = trace.step_starts[-1] if trace.step_starts else 0
@@ -70,7 +70,7 @@ def timeline(prediction: Prediction) -> list[Point]:
     return [points[op] for op in sorted(points)]
 
 
-def plot(prediction: Prediction, path: str | Path) -> Path:
+def plot(prediction: MemoryPrediction, path: str | Path) -> Path:
     """Draw the last step to a .png, .svg or .pdf: allocated by category, reserved, phases, peak.
 
     Another suffix raises InputError, a file that cannot be written WriteError. Without matplotlib
@@ -93,7 +93,7 @@ def plot(prediction: Prediction, path: str | Path) -> Path:
     return path
 
 
-def _draw(axes: "Axes", prediction: Prediction) -> None:
+def _draw(axes: "Axes", prediction: MemoryPrediction) -> None:
     points = timeline(prediction)
     x = list(range(len(points)))
     series = {c: [p.by_category_bytes.get(c, 0) / MIB for p in points] for c in COLORS}
@@ -143,7 +143,7 @@ def _mark_phases(axes: Any, points: list[Point]) -> None:
         first += length
 
 
-def _mark_peak(axes: Any, points: list[Point], prediction: Prediction) -> None:
+def _mark_peak(axes: Any, points: list[Point], prediction: MemoryPrediction) -> None:
     if not points:
         return
     at = max(range(len(points)), key=lambda i: points[i].allocated_bytes)

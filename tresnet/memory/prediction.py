@@ -18,8 +18,8 @@ from tresnet.errors import InputError, TResNetError
 from tresnet.memory.device import MIB, Device, find_device
 from tresnet.memory.machine import FakeMachine
 from tresnet.memory.plan import (
+    MemoryPlan,
     ModelLike,
-    Plan,
     apply_checkpointing,
     by_keywords,
     default_loss,
@@ -71,7 +71,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class MemoryPrediction:
     """Memory of one step, predicted.
 
     Three numbers that must not be mixed: `allocated` is the peak of what tensors hold
@@ -84,7 +84,7 @@ class Prediction:
     """
 
     model: str
-    plan: Plan
+    plan: MemoryPlan
     device: Device
     allocated: Estimate
     reserved: Estimate
@@ -131,8 +131,8 @@ class Prediction:
         }
 
 
-@by_keywords(Plan)
-def predict(model: ModelLike, plan: Plan) -> Prediction:
+@by_keywords(MemoryPlan)
+def predict(model: ModelLike, plan: MemoryPlan) -> MemoryPrediction:
     """Predict the peak memory of one training step or inference. No GPU is used, nothing runs.
 
     Args:
@@ -168,7 +168,7 @@ def predict(model: ModelLike, plan: Plan) -> Prediction:
         "this torch was built without CUDA: predicted on fakes of CPU tensors, "
         f"allocated within {doubt:.0%}"
     )
-    return Prediction(
+    return MemoryPrediction(
         model=name,
         plan=resolved,
         device=device,
@@ -190,7 +190,7 @@ def predict(model: ModelLike, plan: Plan) -> Prediction:
     )
 
 
-def record(model: nn.Module, plan: Plan, device: Device, **machine_options: Any) -> Trace:
+def record(model: nn.Module, plan: MemoryPlan, device: Device, **machine_options: Any) -> Trace:
     """Run two steps on fakes and return their trace; a model that cannot raises `InputError`."""
     import timm.optim
     import timm.utils  # noqa: F401
@@ -215,7 +215,7 @@ def record(model: nn.Module, plan: Plan, device: Device, **machine_options: Any)
         return machine.trace.settled()
 
 
-def _training(model: nn.Module, plan: Plan, machine: FakeMachine) -> Callable[[int], None]:
+def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Callable[[int], None]:
     """Return the training step of train.py, as a function of the number of the optimizer step."""
     if not any(p.requires_grad for p in model.parameters()):
         raise InputError(
@@ -261,7 +261,7 @@ def _training(model: nn.Module, plan: Plan, machine: FakeMachine) -> Callable[[i
     return run
 
 
-def _inference(model: nn.Module, plan: Plan, machine: FakeMachine) -> Callable[[int], None]:
+def _inference(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Callable[[int], None]:
     """Return the inference step of eval.py."""
     with machine.during(Phase.SETUP):
         step = InferenceStep(model, plan, machine.device, watch=machine)
@@ -312,13 +312,13 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _doubt(plan: Plan) -> float:
+def _doubt(plan: MemoryPlan) -> float:
     if torch.backends.cuda.is_built():
         return _DOUBT
     return _DOUBT_CPU_FAKE_FP32 if plan.amp == "off" else _DOUBT_CPU_FAKE_AMP
 
 
-def _explained(error: Exception, trace: Trace, plan: Plan) -> InputError:
+def _explained(error: Exception, trace: Trace, plan: MemoryPlan) -> InputError:
     operation = trace.operations[-1] if trace.operations else Operation("", Phase.SETUP, "", 0)
     where = f" in {operation.module}" if operation.module else ""
     first_line = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -6,8 +6,8 @@ from itertools import accumulate
 
 from tresnet.memory.allocator import (
     SMALL_SEGMENT_BYTES,
-    Block,
     CachingAllocator,
+    MemoryBlock,
     SimulatedOutOfMemoryError,
     round_request,
 )
@@ -57,7 +57,7 @@ def replay(
     operation's highest workspace.
     """
     allocator = CachingAllocator(capacity_bytes)
-    blocks: dict[int, Block | None] = {}
+    blocks: dict[int, MemoryBlock | None] = {}
     allocated: list[int] = []
     reserved: list[int] = []
     peak_event = high = 0

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from tresnet.files import atomic_write
-from tresnet.memory.allocator import Block, CachingAllocator, SimulatedOutOfMemoryError
-from tresnet.memory.prediction import Prediction
+from tresnet.memory.allocator import CachingAllocator, MemoryBlock, SimulatedOutOfMemoryError
+from tresnet.memory.prediction import MemoryPrediction
 from tresnet.memory.replay import free_bytes
 from tresnet.memory.trace import Buffer, Event, Trace
 
 
-def write_snapshot(prediction: Prediction, path: str | Path) -> Path:
+def write_snapshot(prediction: MemoryPrediction, path: str | Path) -> Path:
     """Write every allocation of the traced steps and those left after them, or raise WriteError."""
     content = snapshot(prediction)
     with atomic_write(path) as temporary, temporary.open("wb") as file:
@@ -24,7 +24,7 @@ def write_snapshot(prediction: Prediction, path: str | Path) -> Path:
     return Path(path)
 
 
-def snapshot(prediction: Prediction) -> dict[str, Any]:
+def snapshot(prediction: MemoryPrediction) -> dict[str, Any]:
     """Return a prediction of `torch.cuda.memory._snapshot` after the steps."""
     trace = prediction.trace
     recording = _Recording(trace, free_bytes(prediction.device))
@@ -49,7 +49,7 @@ class _Recording:
         self._trace = trace
         self._frames: list[dict[str, Any]] = []
         self._allocator = CachingAllocator(capacity_bytes, on_segment=self.add)
-        self._blocks: dict[int, Block | None] = {}
+        self._blocks: dict[int, MemoryBlock | None] = {}
         self._buffer_at: dict[int, Buffer] = {}
 
     def replay(self, event: Event) -> None:
@@ -76,7 +76,7 @@ class _Recording:
     def segments(self) -> list[dict[str, Any]]:
         return [self._describe(blocks) for blocks in self._allocator.segments()]
 
-    def _describe(self, blocks: list[Block]) -> dict[str, Any]:
+    def _describe(self, blocks: list[MemoryBlock]) -> dict[str, Any]:
         total = sum(b.n_bytes for b in blocks)
         allocated = sum(b.n_bytes for b in blocks if not b.free)
         return {
@@ -91,7 +91,7 @@ class _Recording:
             "blocks": [self._describe_block(b) for b in blocks],
         }
 
-    def _describe_block(self, block: Block) -> dict[str, Any]:
+    def _describe_block(self, block: MemoryBlock) -> dict[str, Any]:
         described: dict[str, Any] = {"address": block.address, "size": block.n_bytes}
         if block.free:
             return {**described, "requested_size": 0, "state": "inactive", "frames": []}

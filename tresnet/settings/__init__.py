@@ -76,7 +76,7 @@ class TrainingBuild(Build):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape(Settings):
+class ModelShape(Settings):
     """Options that decide a model's parameters and function, beside its variant."""
 
     head: str | None = None
