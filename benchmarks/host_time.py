@@ -111,7 +111,7 @@ class Host(Contender):
     def step(self) -> None:
         """Forward, backward and update."""
         self._step.backward(self._images, self._labels, cross_entropy)
-        self._step.update(next(self._numbers))
+        self._step.optimizer_step(next(self._numbers))
 
     def visit(self) -> Sequence[float]:
         """Seconds of each step."""

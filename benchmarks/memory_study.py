@@ -117,7 +117,7 @@ def cell(subject: Subject, model: nn.Module, device: torch.device, machine: Fake
             loss = F.cross_entropy(output, y)
         with machine.during(Phase.BACKWARD):
             loss.backward()
-        with machine.during(Phase.UPDATE):
+        with machine.during(Phase.OPTIMIZER):
             optimizer.step()
     return x, y, output, loss
 

@@ -57,7 +57,7 @@ def make_without_norms(change=setattr):
 
 def before(rank, update, action, restarts=0):
     """Let one rank alone act before an optimizer step, after so many restarts by torchrun."""
-    original = TrainingStep.update
+    original = TrainingStep.optimizer_step
 
     def updating(self, number):
         is_time = (int(os.environ["RANK"]), number) == (rank, update)
@@ -65,19 +65,19 @@ def before(rank, update, action, restarts=0):
             action()
         original(self, number)
 
-    TrainingStep.update = updating
+    TrainingStep.optimizer_step = updating
 
 
 def spoil(rank, number):
     """Make the loss of one rank in one micro-batch infinite, but not its gradients."""
-    original, count = TrainingStep._eager_pass, itertools.count(1)
+    original, count = TrainingStep._eager_micro_batch, itertools.count(1)
 
     def passing(self, *args):
         loss, logits = original(self, *args)
         bad = (int(os.environ["RANK"]), next(count)) == (rank, number)
         return (loss + float("inf") if bad else loss), logits
 
-    TrainingStep._eager_pass = passing
+    TrainingStep._eager_micro_batch = passing
 
 
 if __name__ == "__main__":

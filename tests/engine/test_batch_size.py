@@ -65,19 +65,19 @@ def held_by_the_step(config):
         made = create_step(create_model(config, CLASSES), config, ALONE, batches)
         losses = Losses(config, CLASSES, 0)
         batch, size = config.data.resolved_batch_size, config.data.input_size
-        passes = config.optim.accumulate
-        for step in range(2 * passes):
+        micro_batches = config.optim.accumulate
+        for step in range(2 * micro_batches):
             multi = config.labels.multi
             labels = torch.randint(2, (batch, 10)).float() if multi else torch.arange(batch) % 10
             images = torch.randint(256, (batch, 3, size, size), dtype=torch.uint8)
             x, labels = made.feed(images, labels)
             del images
             x, targets, criterion = losses.prepare(x, labels, 0, step)
-            is_last = step % passes == passes - 1
-            kept = made.backward(x, targets, criterion, passes, is_last)
+            is_last = step % micro_batches == micro_batches - 1
+            kept = made.backward(x, targets, criterion, micro_batches, is_last)
             del x, labels, targets
             if is_last:
-                made.update(step // passes + 1)
+                made.optimizer_step(step // micro_batches + 1)
         del kept
     return peak.peak_bytes
 
@@ -273,11 +273,11 @@ def test_processes_that_cannot_divide_a_step_are_refused():
 
 def full_at(monkeypatch, number):
     """The pass of that number finds the memory full."""
-    original, passes = TrainingStep.backward, []
+    original, calls = TrainingStep.backward, []
 
     def backward(self, *args):
-        passes.append(1)
-        if len(passes) == number:
+        calls.append(1)
+        if len(calls) == number:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return original(self, *args)
 

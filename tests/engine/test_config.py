@@ -101,7 +101,7 @@ def test_resuming_may_change_what_does_not_alter_the_result():
         ),
         (
             {"compile": "reduce-overhead", "accumulate": 2},
-            "--accumulate: PyTorch loses gradients between passes with --compile reduce-overhead",
+            "--accumulate: PyTorch loses gradients between micro-batches with --compile reduce",
         ),
         ({"recompute": "none", "norm": "batchnorm"}, "none: expected --norm abn, got batchnorm"),
         ({"runs": "l\udcfcufe"}, r"--runs: expected printable UTF-8 text, got 'l\udcfcufe'"),

@@ -32,7 +32,7 @@ def held():
 @pytest.mark.timeout(60 + UPDATES)
 def test_a_long_run_holds_no_more_than_a_short_one(tiny, monkeypatch):
     """With evaluation and checkpoints: 6 optimizer steps an epoch, a loader process a split."""
-    before, samples, update = held(), [], TrainingStep.update
+    before, samples, update = held(), [], TrainingStep.optimizer_step
 
     def updating(self, number):
         update(self, number)
@@ -40,7 +40,7 @@ def test_a_long_run_holds_no_more_than_a_short_one(tiny, monkeypatch):
             gc.collect()
             samples.append((number, *held()))
 
-    monkeypatch.setattr(TrainingStep, "update", updating)
+    monkeypatch.setattr(TrainingStep, "optimizer_step", updating)
     result = train(tiny(epochs=UPDATES // 6, workers=1, eval_interval=2, skip_bad_steps=1))
     assert len(rows_of(result.run_dir)) == UPDATES // 6
     numbers, resident, *rest = zip(*samples, strict=True)

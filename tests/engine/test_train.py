@@ -44,14 +44,14 @@ from tresnet.steps.optim import create_schedule
 
 def at_step(monkeypatch, number, action):
     """Do something to the training step after one of its optimizer steps."""
-    original = TrainingStep.update
+    original = TrainingStep.optimizer_step
 
     def updating(self, step):
         original(self, step)
         if step == number:
             action(self)
 
-    monkeypatch.setattr(TrainingStep, "update", updating)
+    monkeypatch.setattr(TrainingStep, "optimizer_step", updating)
 
 
 def stop_at(monkeypatch, number, signum=signal.SIGTERM):
@@ -428,7 +428,7 @@ SKIPPING = {"accumulate": 2, "skip_bad_steps": 2, "clip_grad": 1.0, "log_interva
 
 def test_bad_steps_change_nothing_are_counted_and_resume_bit_for_bit(tiny, monkeypatch, capsys):
     # 3 updates of 2 passes an epoch: updates 1 and 4 are bad
-    states, skip, update = [], TrainingStep.skip, TrainingStep.update
+    states, skip, update = [], TrainingStep.skip, TrainingStep.optimizer_step
 
     def flat(step):
         content = step.state_dict()
@@ -450,7 +450,7 @@ def test_bad_steps_change_nothing_are_counted_and_resume_bit_for_bit(tiny, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(TrainingStep, "skip", skipping)
-        patch.setattr(TrainingStep, "update", updating)
+        patch.setattr(TrainingStep, "optimizer_step", updating)
         spoil(patch, {2, 7})
         whole = train(tiny(**SKIPPING, name="whole")).run_dir
     assert [kind for kind, _ in states] == ["skip", "update", "update", "skip", "update", "update"]

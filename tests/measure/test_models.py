@@ -81,7 +81,7 @@ def test_a_timed_step_does_what_a_step_of_a_training_run_does(monkeypatch):
 
     def trained():
         step.backward(images, labels, nn.functional.cross_entropy)
-        step.update(1)
+        step.optimizer_step(1)
 
     timed, *_ = prepare(case(amp="bf16", channels_last=True).checked(True), True, CPU, seed=0)
     assert operations(timed) == operations(trained)
@@ -91,18 +91,23 @@ def test_a_timed_step_does_what_a_step_of_a_training_run_does(monkeypatch):
 def test_settings_reach_the_step(monkeypatch):
     """The EMA, clipped gradients and gradient accumulation are those of train.py."""
     calls = []
-    backward, update = TrainingStep.backward, TrainingStep.update
+    backward, optimizer_step = TrainingStep.backward, TrainingStep.optimizer_step
     monkeypatch.setattr(
         TrainingStep, "backward", lambda *a, **k: calls.append(k) or backward(*a, **k)
     )
     monkeypatch.setattr(
-        TrainingStep, "update", lambda self, n: calls.append((n, self.average)) or update(self, n)
+        TrainingStep,
+        "optimizer_step",
+        lambda self, n: calls.append((n, self.model_ema)) or optimizer_step(self, n),
     )
     chosen = case(accumulate=2, ema_decay=0.9, clip_grad=1e-9, norm="batchnorm").checked(True)
     step, model, *_ = prepare(chosen, True, CPU, seed=0)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     step()
-    assert calls[:2] == [{"passes": 2, "is_last": False}, {"passes": 2, "is_last": True}]
+    assert calls[:2] == [
+        {"micro_batches": 2, "is_last": False},
+        {"micro_batches": 2, "is_last": True},
+    ]
     number, average = calls[2]
     assert number == 1
     assert average.decay == 0.9

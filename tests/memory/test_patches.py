@@ -104,10 +104,10 @@ def test_modules_converted():
 
     with FakeTensorMode():
         model = build()
-        watched = [p.view(-1) for p in model.parameters()]  # as the fake mode's own views do
+        alive = [p.view(-1) for p in model.parameters()]  # as the fake mode's own views do
         with pytest.raises(RuntimeError, match="Couldn't swap"):
             model.to("cuda")
-        del watched
+        del alive
         with patches.modules_converted():
             model = build().to("cuda", torch.bfloat16)
         tensors = [*model.parameters(), *model.buffers()]

@@ -28,7 +28,7 @@ def test_points_add_up_and_reach_the_peak(prediction):
         assert min(point.by_category_bytes.values()) >= 0
         assert point.allocated_bytes <= point.reserved_bytes
     phases = [phase for phase, _ in itertools.groupby(p.operation.phase for p in points)]
-    of_steps = [Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE]
+    of_steps = [Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER]
     assert [phase for phase in phases if phase in of_steps] == of_steps, phases
 
 

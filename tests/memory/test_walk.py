@@ -115,12 +115,12 @@ def test_saved_tensors_are_released_while_the_loss_lives(monkeypatch):
     x = torch.ones(1000, requires_grad=True)
     with saved.recording():
         y = x.exp()
-        watched = weakref.ref(y.untyped_storage())
+        alive = weakref.ref(y.untyped_storage())
         loss = (y * y).sum()
         del y
-        assert watched() is not None
+        assert alive() is not None
         BackwardWalk(saved).backward(loss)
-        assert watched() is None
+        assert alive() is None
     assert loss.grad_fn is not None
 
 
@@ -143,12 +143,12 @@ def test_hooks_of_the_model_are_run_and_owned_as_autograd_owns_them():
     saved = SavedTensors()
     x = torch.full((3,), 2.0, requires_grad=True)
     pack = Pack()
-    watched = weakref.ref(pack)
+    alive = weakref.ref(pack)
     with saved.recording():
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t / 2):
             loss = (x * x).sum()
         del pack
-        assert watched() is not None
+        assert alive() is not None
         BackwardWalk(saved).backward(loss)
-        assert watched() is None
+        assert alive() is None
     assert x.grad.tolist() == [4, 4, 4]

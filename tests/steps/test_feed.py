@@ -51,7 +51,7 @@ def test_bytes_reach_the_model_where_nothing_needs_floats(tiny, changes, trained
     splits = run_images.open_splits(config, ALONE)
     train_loader, val_loader = run_images.create_loaders(config, splits, 4, ALONE)
     step = create_step(create_model(config, splits.classes), config, ALONE, MicroBatches(4, 1, 6))
-    testing = InferenceStep(step.averaged, config.compute, CPU)
+    testing = InferenceStep(step.eval_model, config.compute, CPU)
     for loader, feed, dtype in (
         (train_loader, step.feed, trained),
         (val_loader, testing.feed, tested),

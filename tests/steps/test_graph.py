@@ -30,7 +30,7 @@ from tresnet.models import zoo
 from tresnet.settings import Compute
 from tresnet.steps import InferenceCompute, InferenceStep, graph
 from tresnet.steps import training as steps
-from tresnet.steps.graph import CHECKED_AFTER, WARMUP_PASSES, GraphedPasses, uses_graph
+from tresnet.steps.graph import CHECKED_AFTER, WARMUP_RUNS, GraphedMicroBatches, uses_graph
 
 CPU = torch.device("cpu")
 ALONE = Processes(0, 1, CPU)
@@ -114,7 +114,7 @@ def test_a_run_by_graphs_is_the_eager_run_to_the_bit(tiny, graphed, monkeypatch,
     found = train(config).run_dir
     (stand_in,) = graphed
     assert stand_in.captures == captures
-    assert stand_in.warmups >= WARMUP_PASSES + CHECKED_AFTER
+    assert stand_in.warmups >= WARMUP_RUNS + CHECKED_AFTER
     assert stand_in.replays > stand_in.captures, "and not only for the comparison"
     monkeypatch.undo()
     assert_same_run(found, train(configs.replace(config, name="eager")).run_dir)
@@ -137,7 +137,7 @@ def test_another_shape_runs_eagerly_and_leaves_the_graph_good(tiny):
             images, labels = torch.rand(size, 3, 12, 12), torch.arange(size) % 3
             loss, logits = step.backward(images, labels, criterion)
             losses += [loss, logits.sum()]
-            step.update(number)
+            step.optimizer_step(number)
         return torch.stack(losses), stand_in
 
     losses, stand_in = run(True)
@@ -169,7 +169,7 @@ def test_gradients_are_reduced_on_the_captured_stream(monkeypatch):
     for graphs, expected in ((True, ["begin", "made", "end"]), (False, ["made"])):
         inside.clear()
         compute = Compute(cuda_graph="on" if graphs else "auto")
-        steps.create_training_step(model, compute, CPU, world=2)
+        steps.create_training_step(model, compute, CPU, world_size=2)
         assert inside == expected
 
 
@@ -223,7 +223,7 @@ def trained(capturer=None, accumulate=1, change=None, numbers=16, agree=None):
             batch = torch.rand(4, 3, 8, 8), torch.randint(3, (4,))
             found += step.backward(*batch, criterion, accumulate, part == accumulate)
             replayed.append(step.replayed)
-        step.update(number)
+        step.optimizer_step(number)
     return [*found, *model.state_dict().values()], said, replayed
 
 
@@ -351,7 +351,7 @@ def test_processes_decide_together():
 def test_a_right_graph_is_compared_once_and_then_replayed(accumulate):
     said, replayed = assert_eager(StandIn, accumulate=accumulate)
     assert said == ["replays batches of 4 as a CUDA graph, equal to an eager pass"] * accumulate
-    assert all(replayed[(WARMUP_PASSES + CHECKED_AFTER + 1) * accumulate :])
+    assert all(replayed[(WARMUP_RUNS + CHECKED_AFTER + 1) * accumulate :])
 
 
 def freeze(model):
@@ -540,7 +540,7 @@ def test_a_gpu_replays_triton_kernels_with_their_gradients(amp):
             one.model.zero_grad()
             loss, logits = one.backward(*one.feed(*batch), torch.nn.functional.cross_entropy)
             results.append([loss, logits, *(p.grad.clone() for p in one.model.parameters())])
-        assert step.replayed == (number >= WARMUP_PASSES + CHECKED_AFTER), said
+        assert step.replayed == (number >= WARMUP_RUNS + CHECKED_AFTER), said
         error = torch.stack([(a - b).norm() for a, b in zip(*results, strict=True)]).norm()
         size = torch.stack([b.norm() for b in results[1]]).norm()
         assert error <= (1e-4 if amp == "off" else 3e-2) * size
@@ -561,7 +561,7 @@ def test_a_gpu_replays_inference(impl):
         images = torch.rand(2, 3, 64, 64)
         found, expected = (step(step.feed.images(images)) for step in steps_of)
         torch.testing.assert_close(found, expected)
-        assert steps_of[0].replayed == (number > WARMUP_PASSES)
+        assert steps_of[0].replayed == (number > WARMUP_RUNS)
 
 
 @pytest.mark.gpu
@@ -579,11 +579,11 @@ def data_parallel_weights(device, backend, graphs):
         torch.manual_seed(0)
         model = zoo.build("tresnet_t", width_factor=0.25, layers=(1, 1, 1, 1), impl="reference")
         compute = Compute(cuda_graph="on" if graphs else "off")
-        step = steps.create_training_step(model, compute, torch.device(device), world=2)
+        step = steps.create_training_step(model, compute, torch.device(device), world_size=2)
         for number in range(1, 19):
             images, labels = torch.rand(4, 3, 32, 32), torch.randint(1000, (4,))
             step.backward(*step.feed(images, labels), torch.nn.functional.cross_entropy)
-            step.update(number)
+            step.optimizer_step(number)
         return [parameter.detach().clone() for parameter in model.parameters()]
     finally:
         dist.destroy_process_group()
@@ -593,16 +593,16 @@ def test_no_more_graphs_than_memory_is_meant_for():
     """Each new criterion would otherwise be captured."""
     weight = torch.nn.Parameter(torch.ones(2))
 
-    def run(images, targets, criterion, passes, is_last):
+    def run(images, targets, criterion, micro_batches, is_last):
         loss = criterion(images * weight, targets)
         loss.backward()
         return loss.detach(), images
 
     stand_in = StandIn(torch.nn.ParameterList([weight]))
-    passes = GraphedPasses(run, stand_in.model, stand_in, warmup_passes=1)
+    graphed = GraphedMicroBatches(run, stand_in.model, stand_in, warmup_runs=1)
     for _ in range(20):
         criterion = torch.nn.MSELoss()
         for _ in range(4):
-            passes(torch.rand(2), torch.rand(2), criterion, 1, True)
+            graphed(torch.rand(2), torch.rand(2), criterion, 1, True)
             weight.grad = None
     assert stand_in.captures == 8

@@ -44,10 +44,14 @@ def batch(n=8):
     return torch.rand(n, 3, 12, 12, generator=generator), torch.arange(n) % 3
 
 
-def run(step, images, targets, passes=1, number=1):
-    for part, (x, y) in enumerate(zip(images.chunk(passes), targets.chunk(passes), strict=True)):
-        result = step.backward(x, y, nn.CrossEntropyLoss(), passes, part == passes - 1)
-    step.update(number)
+def run(step, images, targets, micro_batches=1, number=1):
+    for part, (x, y) in enumerate(
+        zip(images.chunk(micro_batches), targets.chunk(micro_batches), strict=True)
+    ):
+        result = step.backward(
+            x, y, nn.CrossEntropyLoss(), micro_batches, part == micro_batches - 1
+        )
+    step.optimizer_step(number)
     return result
 
 
@@ -55,7 +59,7 @@ def test_accumulated_passes_are_one_update_over_their_mean(tiny):
     once = step_of(tiny(**PLAIN, batch_size=8), NormFree())
     parts = step_of(tiny(**PLAIN, batch_size=4, accumulate=2), NormFree())
     run(once, *batch())
-    run(parts, *batch(), passes=2)
+    run(parts, *batch(), micro_batches=2)
     for name, weight in once.model.state_dict().items():
         # the sum of two half-batch means differs from one mean by float32 rounding alone
         torch.testing.assert_close(parts.model.state_dict()[name], weight, rtol=1e-5, atol=1e-7)
@@ -77,18 +81,18 @@ def test_the_average_follows_timms_warm_up(tiny):
     step = step_of(tiny(**PLAIN, ema_decay=0.9, lr=0.5))
     run(step, *batch(), number=1)
     first = step.model.head.fc.weight.detach().clone()
-    torch.testing.assert_close(step.average.module.head.fc.weight, first, rtol=0, atol=0)
+    torch.testing.assert_close(step.model_ema.module.head.fc.weight, first, rtol=0, atol=0)
     run(step, *batch(), number=2)
     decay = 1 - 2 ** (-2 / 3)  # at the first step past the start, with timm's power of 2/3
     expected = decay * first + (1 - decay) * step.model.head.fc.weight
-    torch.testing.assert_close(step.average.module.head.fc.weight, expected)
-    assert step.averaged is step.average.module
+    torch.testing.assert_close(step.model_ema.module.head.fc.weight, expected)
+    assert step.eval_model is step.model_ema.module
 
 
 def test_without_an_average_the_model_itself_is_tested(tiny):
     step = step_of(tiny(ema_decay=0.0))
-    assert step.average is None
-    assert step.averaged is step.model
+    assert step.model_ema is None
+    assert step.eval_model is step.model
 
 
 @pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
@@ -99,16 +103,16 @@ def test_precisions_learn_alike_and_only_fp16_scales_the_loss(tiny, amp):
     assert losses[-1] < 0.9 * losses[0]
     assert all(p.dtype == torch.float32 for p in step.model.parameters())
     images, _ = batch()
-    tested = InferenceStep(step.averaged, Compute(amp=amp), ALONE.device)
+    tested = InferenceStep(step.eval_model, Compute(amp=amp), ALONE.device)
     assert tested(images).dtype == torch.float32
-    assert not step.averaged.training
+    assert not step.eval_model.training
 
 
 def test_channels_last_reaches_weights_average_and_images(tiny):
     step = step_of(tiny(**PLAIN, channels_last=True))
     images, _ = step.feed(*batch())
     convolutions = [m for m in step.model.modules() if isinstance(m, nn.Conv2d)]
-    averaged = [m for m in step.averaged.modules() if isinstance(m, nn.Conv2d)]
+    averaged = [m for m in step.eval_model.modules() if isinstance(m, nn.Conv2d)]
     for tensor in [images, *(m.weight for m in convolutions + averaged)]:
         assert tensor.is_contiguous(memory_format=torch.channels_last)
     run(step, *batch())
@@ -174,7 +178,7 @@ def test_a_compiled_model_learns_the_same(tiny, monkeypatch):
         torch.testing.assert_close(compiled.model.state_dict()[name], weight)
     images, _ = batch()
     tested = [
-        InferenceStep(step.averaged, Compute(compile=mode), ALONE.device)
+        InferenceStep(step.eval_model, Compute(compile=mode), ALONE.device)
         for step, mode in ((eager, "none"), (compiled, "default"))
     ]
     torch.testing.assert_close(tested[1](images), tested[0](images))

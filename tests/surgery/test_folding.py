@@ -55,9 +55,9 @@ def test_fp32_rounds_no_worse_than_the_model_itself(norm):
 @pytest.mark.parametrize("change", [lambda model: model, fold])
 def test_hooks_of_all_modules_see_what_leaves_them_and_change_no_gradient(change):
     own, x, kept, outputs = network().double().eval(), images(torch.double), [], []
-    for watched in (False, True):
+    for hooked in (False, True):
         model = change(copy.deepcopy(own))
-        for module in model.modules() if watched else ():
+        for module in model.modules() if hooked else ():
             module.register_full_backward_hook(lambda *_: None)
             module.register_forward_hook(lambda m, i, y: kept.append((y, y.detach().clone())))
         inputs = x.clone().requires_grad_()

@@ -40,14 +40,14 @@ def pruned(module: nn.Module) -> None:
     prune.l1_unstructured(module, "weight", 0.5)
 
 
-def watched_backward(module: nn.Module) -> None:
+def hooked_backward(module: nn.Module) -> None:
     module.register_full_backward_hook(lambda module, inputs, outputs: None)
 
 
 CHANGES: list[tuple[str, Callable[[nn.Module], None]]] = [
     *[(name, doubled) for name in ("body.conv1", "body.conv1.conv", "body.layer2.0.conv2.bn")],
     ("body.layer1.0.conv1", shifted),
-    ("body.layer1.0.conv1", watched_backward),
+    ("body.layer1.0.conv1", hooked_backward),
     ("body.layer3.0.conv3.bn", replaced),
     ("body.layer3.0.conv1", replaced),
     ("body.layer4.0.conv1.conv", normed),
@@ -106,7 +106,7 @@ def test_only_children_that_follow_each_other_fold():
     torch.testing.assert_close(fold(reverse)(x), reverse(x))
 
 
-@pytest.mark.parametrize("change", [doubled, replaced, watched_backward])
+@pytest.mark.parametrize("change", [doubled, replaced, hooked_backward])
 def test_swap_norm_refuses(change: Callable[[nn.Module], None]):
     model = network()
     change(model.body.conv1.bn)

@@ -109,7 +109,7 @@ class Loop:
             if is_last:
                 progress.global_step += 1
                 if not self._skip_if_bad():
-                    self.step.update(progress.global_step)
+                    self.step.optimizer_step(progress.global_step)
             self.throughput.step(count)
             bar.advance()
 

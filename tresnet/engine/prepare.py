@@ -37,7 +37,7 @@ class Parts:
 
     def evaluate(self, config: TrainConfig) -> Metrics | MultiLabelMetrics:
         """Evaluate the EMA, or the model where there is none (a collective)."""
-        self.processes.broadcast(self.step.averaged.buffers())  # running statistics differ
+        self.processes.broadcast(self.step.eval_model.buffers())  # running statistics differ
         return evaluate(
             config.labels,
             self.tested,
@@ -71,7 +71,7 @@ def prepare(plan: RunPlan, start: Start, processes: Processes, console: Console)
     state.seed_everything(mix_seed(seed, processes.rank), processes.device)
     if start.state is not None:
         state.restore(start.state, step, processes)
-    tested = InferenceStep(step.averaged, config.compute, processes.device, say=console.say)
+    tested = InferenceStep(step.eval_model, config.compute, processes.device, say=console.say)
     return Parts(train_loader, val_loader, step, tested, losses, memory, processes, console)
 
 
@@ -90,9 +90,9 @@ def create_step(
         optimizer=dataclasses.replace(config.optim, accumulate=batches.accumulate),
         ema=config.ema,
         schedule=config.schedule,
-        updates=batches.steps_per_epoch * config.schedule.epochs,
+        total_steps=batches.steps_per_epoch * config.schedule.epochs,
         global_batch=batches.images_per_step * processes.world_size,
-        world=processes.world_size,
+        world_size=processes.world_size,
         sync_bn=config.compute.sync_bn,
         grad_checkpointing=config.model.grad_checkpointing,
         mixes=config.augment.mixes or config.distill.teacher is not None,

@@ -63,7 +63,7 @@ class Checkpoints:
         progress.best_epoch = epoch
         if self._parts.processes.is_main:
             save_checkpoint(
-                self._parts.step.averaged,
+                self._parts.step.eval_model,
                 self.run_dir / BEST,
                 metadata={
                     "classes": self._plan.splits.classes,

@@ -94,10 +94,10 @@ def finish(
 ) -> Metrics | MultiLabelMetrics:
     """Read the best checkpoint back from its file, evaluate it, and show the result."""
     run_dir, progress = checkpoints.run_dir, plan.record.progress
-    averaged = parts.step.averaged
+    evaluated = parts.step.eval_model
     if parts.processes.is_main:
-        load_checkpoint(averaged, run_dir / BEST)
-    parts.processes.broadcast(averaged.state_dict().values())
+        load_checkpoint(evaluated, run_dir / BEST)
+    parts.processes.broadcast(evaluated.state_dict().values())
     metrics = parts.evaluate(plan.config)
     if log is not None:
         figures = {"images_per_s": metrics.images_per_s, **metrics.figures()}

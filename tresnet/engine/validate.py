@@ -7,7 +7,7 @@ from tresnet.engine.config import AUTO, TrainConfig
 from tresnet.env import parse_size
 from tresnet.errors import ConfigError, InputError
 from tresnet.settings.fields import check
-from tresnet.steps.training import check_compiled_passes
+from tresnet.steps.training import check_compiled_accumulation
 
 
 def validate(config: TrainConfig) -> None:
@@ -24,7 +24,7 @@ def _problems(config: TrainConfig) -> Iterator[str]:
         yield str(error)
         return  # what follows takes values that fit
     try:
-        check_compiled_passes(config.compute.compile, config.optim.accumulate)
+        check_compiled_accumulation(config.compute.compile, config.optim.accumulate)
         if config.compute.gpu_memory is not None:
             parse_size(config.compute.gpu_memory)
     except ConfigError as error:

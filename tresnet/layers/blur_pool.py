@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from tresnet.layers.whole import symbolic, whole
+from tresnet.layers.symbolic import record_call, symbolic
 from tresnet.ops import blur_pool as op
 from tresnet.ops.blur_pool import reference
 
@@ -20,7 +20,7 @@ class BlurPool2d(nn.Module):
         if torch.jit.is_scripting():
             return reference.blur_pool(x)
         if symbolic(x):
-            return whole(self, x)
+            return record_call(self, x)
         return op.blur_pool(x, jit=self.jit)
 
     def extra_repr(self) -> str:

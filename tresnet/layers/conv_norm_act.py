@@ -33,12 +33,12 @@ class ConvNormAct(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        place: Any = {"device": device, "dtype": dtype}
-        border = kernel_size // 2
+        factory_kwargs: Any = {"device": device, "dtype": dtype}
         self.conv = nn.Conv2d(
-            in_channels, out_channels, kernel_size, 1, border, groups=groups, bias=False, **place
-        )
-        self.bn = norm_class(norm)(out_channels, slope, **place)
+            in_channels, out_channels, kernel_size, padding=kernel_size // 2, groups=groups,
+            bias=False, **factory_kwargs,
+        )  # fmt: skip
+        self.bn = norm_class(norm)(out_channels, slope, **factory_kwargs)
         self.slope = slope
         self.aa = BlurPool2d(jit) if blur else nn.Identity()
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from tresnet.errors import InputError
-from tresnet.layers.whole import symbolic
+from tresnet.layers.symbolic import symbolic
 from tresnet.ops import global_avg_pool as op
 from tresnet.ops.global_avg_pool import reference
 
@@ -27,7 +27,7 @@ class GlobalPool2d(nn.Module):
         self.pool_type = pool_type
         self.jit = jit
 
-    def _average(self, x: Tensor) -> Tensor:
+    def _avg_pool(self, x: Tensor) -> Tensor:
         if torch.jit.is_scripting():
             return reference.global_avg_pool(x, True)
         return op.global_avg_pool(x, jit=self.jit and not symbolic(x))
@@ -39,8 +39,8 @@ class GlobalPool2d(nn.Module):
         if self.pool_type == "max":
             return x.amax(dim=[2, 3])
         if self.pool_type == "avgmax":
-            return (self._average(x) + x.amax(dim=[2, 3])) / 2
-        return self._average(x)
+            return (self._avg_pool(x) + x.amax(dim=[2, 3])) / 2
+        return self._avg_pool(x)
 
     def extra_repr(self) -> str:
         """Return the settings for `repr`."""

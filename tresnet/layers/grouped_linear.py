@@ -54,9 +54,9 @@ class GroupedLinear(nn.Module):
                 "expected layers that differ in their outputs alone, got different inputs, biases, "
                 f"dtypes or devices: {sorted(map(str, kinds))}"
             )
-        place: Any = {"device": first.weight.device, "dtype": first.weight.dtype}
+        factory_kwargs: Any = {"device": first.weight.device, "dtype": first.weight.dtype}
         outputs = [layer.out_features for layer in layers]
-        new = cls(first.in_features, outputs, first.bias is not None, **place)
+        new = cls(first.in_features, outputs, first.bias is not None, **factory_kwargs)
         for name, parameter in new.named_parameters():
             parameter.copy_(torch.cat([layer.get_parameter(name) for layer in layers]))
         return new

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tresnet.errors import InputError, MissingDependencyError
-from tresnet.layers.whole import symbolic, whole
+from tresnet.layers.symbolic import record_call, symbolic
 from tresnet.ops.abn import reference
 from tresnet.ops.dispatch import traced
 
@@ -122,7 +122,7 @@ class NormAct(nn.BatchNorm2d):
         if torch.jit.is_scripting() or self.running_mean is None:
             return self._plain(x)
         if symbolic(x):
-            return whole(self, x)
+            return record_call(self, x)
         return self._run(x)
 
     def extra_repr(self) -> str:

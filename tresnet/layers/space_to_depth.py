@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from tresnet.layers.whole import symbolic, whole
+from tresnet.layers.symbolic import record_call, symbolic
 from tresnet.ops import space_to_depth as op
 from tresnet.ops.space_to_depth import reference
 
@@ -21,7 +21,7 @@ class SpaceToDepth(nn.Module):
         if torch.jit.is_scripting():
             return reference.space_to_depth(x, self.block_size)
         if symbolic(x):
-            return whole(self, x)
+            return record_call(self, x)
         return op.space_to_depth(x, self.block_size, jit=self.jit)
 
     def extra_repr(self) -> str:

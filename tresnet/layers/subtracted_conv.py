@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tresnet.errors import InputError
-from tresnet.layers.watched import check_model, what_watches
+from tresnet.layers.hooks import check_model, find_hooks
 from tresnet.ops import subtracted_conv as op
 from tresnet.ops.subtracted_conv import MODES, Mode
 
@@ -45,10 +45,12 @@ class SubtractedConv(nn.Module):
         self.kernel_size = kernel_size
         self.stride = stride
         self.mode: Mode = mode
-        place: Any = {"bias": False, "device": device, "dtype": dtype}
-        self.point_wise = nn.Conv2d(in_channels, half, 1, stride, **place)
-        self.depth_wise = nn.Conv2d(half, half, kernel_size, padding=border, groups=half, **place)
-        self.low_pass = nn.Conv2d(half, half, kernel_size, padding=border, **place)
+        factory_kwargs: Any = {"bias": False, "device": device, "dtype": dtype}
+        self.point_wise = nn.Conv2d(in_channels, half, 1, stride, **factory_kwargs)
+        self.depth_wise = nn.Conv2d(
+            half, half, kernel_size, padding=border, groups=half, **factory_kwargs
+        )
+        self.low_pass = nn.Conv2d(half, half, kernel_size, padding=border, **factory_kwargs)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, in, H, W) to (N, out, ceil(H / stride), ceil(W / stride))."""
@@ -63,9 +65,9 @@ class SubtractedConv(nn.Module):
         parts = (self.point_wise, self.depth_wise, self.low_pass)
         weight = op.compose(*(part.weight.double() for part in parts))
         own = self.point_wise.weight
-        place: Any = {"bias": False, "device": own.device, "dtype": own.dtype}
+        factory_kwargs: Any = {"bias": False, "device": own.device, "dtype": own.dtype}
         shape = self.in_channels, self.out_channels, self.kernel_size
-        conv = nn.Conv2d(*shape, *op.geometry(self.kernel_size, self.stride), **place)
+        conv = nn.Conv2d(*shape, *op.geometry(self.kernel_size, self.stride), **factory_kwargs)
         conv.weight.copy_(weight)
         conv.weight.requires_grad_(own.requires_grad)
         return conv.train(self.training)
@@ -126,15 +128,15 @@ def _fits(conv: nn.Conv2d) -> bool:
         and conv.groups == 1
         and conv.bias is None
         and conv.out_channels % 2 == 0
-        and what_watches(conv) is None
+        and find_hooks(conv) is None
         and factors < conv.weight.numel()
     )
 
 
 def _counterpart(conv: nn.Conv2d, mode: Mode) -> SubtractedConv:
     shape = conv.in_channels, conv.out_channels, conv.kernel_size[0], conv.stride[0]
-    place: Any = {"device": conv.weight.device, "dtype": conv.weight.dtype}
-    new = SubtractedConv(*shape, mode=mode, **place)
+    factory_kwargs: Any = {"device": conv.weight.device, "dtype": conv.weight.dtype}
+    new = SubtractedConv(*shape, mode=mode, **factory_kwargs)
     return new.train(conv.training).requires_grad_(conv.weight.requires_grad)
 
 

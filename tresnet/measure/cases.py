@@ -47,7 +47,7 @@ class BenchCase(CaseSettings):
     def checked(self, training: bool, on_gpu: bool = False) -> "BenchCase":
         """Return the case with every default filled in, or raise what does not fit it."""
         from tresnet.models.named import check_name
-        from tresnet.steps.training import check_compiled_passes
+        from tresnet.steps.training import check_compiled_accumulation
 
         check_name(self.model)
         check(self, InputError)
@@ -61,7 +61,7 @@ class BenchCase(CaseSettings):
             dtype=None if training else dtype,
             fold=self.fold and self.ours and not training,
         )
-        check_compiled_passes(case.compile, case.accumulate)
+        check_compiled_accumulation(case.compile, case.accumulate)
         if case.ours:
             _rehearse(BenchCase(case.model, input_size=case.input_size, **case.build))
         return case

@@ -40,7 +40,7 @@ from tresnet.measure.runner import (
 from tresnet.measure.settings import StepSettings
 from tresnet.models.named import default_input_shape
 from tresnet.steps import InferenceStep, TrainingStep, create_training_step
-from tresnet.steps.graph import CHECKED_AFTER, WARMUP_PASSES
+from tresnet.steps.graph import CHECKED_AFTER, WARMUP_RUNS
 
 SETTLE_STEPS = 2
 _CLASSES = 1000
@@ -130,7 +130,7 @@ class ModelContender(Contender):
         before, began_s = self._meter.snapshot(), time.perf_counter()
         ready = prepare(self._case, self._training, self._device, self._settings.seed)
         graphs = self._device.type == "cuda" and self._case.cuda_graph != "off"
-        before_replays = WARMUP_PASSES + CHECKED_AFTER if graphs else 0
+        before_replays = WARMUP_RUNS + CHECKED_AFTER if graphs else 0
         with inductor_options(self._case):
             for _ in range(max(self._settings.warmup_steps, before_replays)):
                 ready.run()
@@ -253,10 +253,10 @@ def _training_step(
                 images(),
                 labels,
                 functional.cross_entropy,
-                passes=case.accumulate,
+                micro_batches=case.accumulate,
                 is_last=number == case.accumulate,
             )
-        step.update(next(numbers))
+        step.optimizer_step(next(numbers))
         return loss
 
     return train, step

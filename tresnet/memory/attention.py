@@ -54,8 +54,8 @@ def _flash(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
 
 def _efficient(q: torch.Tensor, v: torch.Tensor) -> bool:
     """The efficient kernel takes heads whose rows are multiples of 16 bytes."""
-    whole = all(t.shape[-1] * t.itemsize % 16 == 0 for t in (q, v))
-    return whole and q.dtype != torch.float64
+    aligned = all(t.shape[-1] * t.itemsize % 16 == 0 for t in (q, v))
+    return aligned and q.dtype != torch.float64
 
 
 def _run_flash(

@@ -1,7 +1,7 @@
 """Fake GPU: fake tensors, a recorder, patches of torch and the backward walk together.
 
 Any code may run on it inside `running()`; `tresnet.memory.prediction.record` shows how. A step of
-`tresnet.steps` is attributed to its parts, as the machine is its watch.
+`tresnet.steps` is attributed to its parts by the hooks of the step.
 """
 
 import contextlib
@@ -19,14 +19,14 @@ from tresnet.memory.recorder import Recorder
 from tresnet.memory.shapes import ShapeMemory
 from tresnet.memory.trace import Category, Phase, Trace
 from tresnet.memory.walk import BackwardWalk, SavedTensors
-from tresnet.steps import Watch
+from tresnet.steps import StepHooks
 
 # Of DistributedDataParallel; the first bucket is small, so that communication starts early.
 _BUCKET_BYTES = 25 * MIB
 _FIRST_BUCKET_BYTES = MIB
 
 
-class FakeMachine(Watch):
+class FakeMachine(StepHooks):
     """Runs any code on fakes of a GPU's tensors and records what it does to memory.
 
     The tests compare the walk with the `real_engine`, which needs fakes of CPU tensors.

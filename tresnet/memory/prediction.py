@@ -233,11 +233,11 @@ def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Calla
             build_optimizer=None if isinstance(plan.opt, str) else plan.opt,
             ema=plan,
             mixes=plan.mixes,
-            watch=machine,
+            hooks=machine,
         )
     machine.adopt(step.model, ddp=plan.ddp)
-    if step.average is not None:
-        averaged = step.average.module
+    if step.model_ema is not None:
+        averaged = step.model_ema.module
         machine.relabel([*averaged.parameters(), *averaged.buffers()], Category.EMA)
     step.model.register_forward_hook(_as_logits)
     held: list[object] = []
@@ -250,7 +250,7 @@ def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Calla
             images, targets = step.feed(*plan.batch())
         held[:] = step.backward(images, targets, criterion, plan.accumulate, is_last)
         if is_last:
-            step.update(number)
+            step.optimizer_step(number)
             for state in step.optimizer.state.values():
                 machine.relabel(list(state.values()), Category.OPTIMIZER)
 
@@ -264,7 +264,7 @@ def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Calla
 def _inference(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Callable[[int], None]:
     """Return the inference step of eval.py."""
     with machine.during(Phase.SETUP):
-        step = InferenceStep(model, plan, machine.device, watch=machine)
+        step = InferenceStep(model, plan, machine.device, hooks=machine)
     machine.adopt(step.model)
     step.model.register_forward_hook(_as_logits)
     held: list[object] = []
@@ -348,7 +348,7 @@ def _explained(error: Exception, trace: Trace, plan: MemoryPlan) -> InputError:
             f"the step could not be set up on fakes ({type(error).__name__}: {first_line}): check "
             "the model and the optimizer"
         )
-    if operation.phase is Phase.UPDATE:
+    if operation.phase is Phase.OPTIMIZER:
         return InputError(
             f"the optimizer {plan.optimizer_name} failed on fakes after {operation.name} "
             f"({type(error).__name__}: {first_line}): predict with another one"

@@ -23,13 +23,13 @@ _BORN_IN = {
     Phase.INPUT: Category.INPUT,
     Phase.FORWARD: Category.ACTIVATIONS,
     Phase.BACKWARD: Category.ACTIVATION_GRADIENTS,
-    Phase.UPDATE: Category.TEMPORARY,
+    Phase.OPTIMIZER: Category.TEMPORARY,
 }
 # What `.item()` says where a value cannot matter to memory: an update's steps and flags are one,
 # and nothing is wrong with what is set up. Elsewhere it is an error.
 _ANSWERS = {
     Phase.SETUP: {torch.bool: False},
-    Phase.UPDATE: {torch.bool: True, torch.int32: 1, torch.int64: 1},
+    Phase.OPTIMIZER: {torch.bool: True, torch.int32: 1, torch.int64: 1},
 }
 
 
@@ -124,7 +124,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default and self.phase in _ANSWERS:
             return _ANSWERS[self.phase].get(args[0].dtype, 1.0)
-        if self.phase is Phase.UPDATE and _changes_nothing(func):
+        if self.phase is Phase.OPTIMIZER and _changes_nothing(func):
             return None
         if torch.is_inference_mode_enabled():  # operations arrive whole there
             with self:

@@ -34,7 +34,7 @@ class Phase(StrEnum):
     INPUT = "input"
     FORWARD = "forward"
     BACKWARD = "backward"
-    UPDATE = "update"
+    OPTIMIZER = "optimizer"
 
 
 @dataclass(slots=True)

@@ -112,7 +112,7 @@ class ModelConfig:
         if (
             not isinstance(layers, tuple)
             or len(layers) != 4
-            or not all(_is_whole(count) and 1 <= count <= _MOST_BLOCKS for count in layers)
+            or not all(_is_int(count) and 1 <= count <= _MOST_BLOCKS for count in layers)
         ):
             raise InputError(
                 f"expected layers as four whole numbers from 1 to {_MOST_BLOCKS}, got {layers!r}"
@@ -126,7 +126,7 @@ class ModelConfig:
             value = getattr(self, name)
             if name == "head_channels" and value is None:
                 continue
-            if not _is_whole(value) or not least <= value <= most:
+            if not _is_int(value) or not least <= value <= most:
                 raise InputError(
                     f"expected {name} as a whole number from {least} to {most}, got {value!r}"
                 )
@@ -177,7 +177,7 @@ class ModelConfig:
             raise InputError(f"expected the fields of a ModelConfig, got {error}") from error
 
 
-def _is_whole(value: object) -> bool:
+def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

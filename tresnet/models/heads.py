@@ -11,7 +11,7 @@ from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.global_pool import GlobalPool2d
 from tresnet.layers.grouped_linear import GroupedLinear
 from tresnet.layers.parallel_bottleneck import ParallelBottleneck
-from tresnet.layers.whole import symbolic, whole
+from tresnet.layers.symbolic import record_call, symbolic
 from tresnet.models.config import ModelConfig
 
 DEFAULT_CHANNELS = {"group_attention": 512, "ml_decoder": 768}
@@ -20,7 +20,7 @@ DEFAULT_CHANNELS = {"group_attention": 512, "ml_decoder": 768}
 class LinearHead(nn.Module):
     """Global pool, dropout, linear; without classes no linear."""
 
-    def __init__(self, in_features: int, config: ModelConfig, **place: Any) -> None:
+    def __init__(self, in_features: int, config: ModelConfig, **factory_kwargs: Any) -> None:
         super().__init__()
         self.in_features = in_features
         self.drop_rate = config.drop_rate
@@ -28,7 +28,7 @@ class LinearHead(nn.Module):
         self.drop = nn.Dropout(config.drop_rate)
         self.fc = nn.Identity()
         if config.num_classes:
-            self.fc = nn.Linear(in_features, config.num_classes, **place)
+            self.fc = nn.Linear(in_features, config.num_classes, **factory_kwargs)
             if not self.fc.weight.is_meta:
                 nn.init.normal_(self.fc.weight, std=0.01)
 
@@ -45,18 +45,18 @@ class GroupAttentionHead(nn.Module):
     reads the same reduced features, and a linear layer of its own.
     """
 
-    def __init__(self, in_features: int, config: ModelConfig, **place: Any) -> None:
+    def __init__(self, in_features: int, config: ModelConfig, **factory_kwargs: Any) -> None:
         """Create and initialise the layers; odd channels raise `InputError`."""
         super().__init__()
         channels = config.head_channels or DEFAULT_CHANNELS["group_attention"]
-        kind: Any = {"norm": config.norm, "slope": config.block_slope, **place}
+        kind: Any = {"norm": config.norm, "slope": config.block_slope, **factory_kwargs}
         self.in_features = in_features
         self.how = fused.How()
         self.reduce = ConvNormAct(in_features, channels, 1, **kind)
         self.attention = ParallelBottleneck(len(config.head_groups), channels, **kind)
         self.global_pool = GlobalPool2d("max")
         self.drop = nn.Dropout(config.drop_rate)
-        self.fc = GroupedLinear(channels, config.head_groups, **place)
+        self.fc = GroupedLinear(channels, config.head_groups, **factory_kwargs)
         for module in self.modules():
             if isinstance(module, nn.Conv2d) and not module.weight.is_meta:
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="leaky_relu")
@@ -66,7 +66,7 @@ class GroupAttentionHead(nn.Module):
         """(N, C, H, W) to (N, num_classes), or to (N, groups * channels) if `pre_logits`."""
         if not torch.jit.is_scripting():  # noqa: SIM102 TorchScript leaves out the inner one
             if symbolic(x):
-                return whole(self, x, pre_logits)
+                return record_call(self, x, pre_logits)
         x = self.attention(self.reduce(x)) if torch.jit.is_scripting() else self._attend(x)
         x = self.drop(self.global_pool(x))
         return x if pre_logits else self.fc(x)
@@ -122,7 +122,7 @@ class MLDecoderHead(nn.Module):
         """(N, C, H, W) to (N, num_classes); if `pre_logits`, to the mean over the pixels (N, C)."""
         if not torch.jit.is_scripting():  # noqa: SIM102 TorchScript leaves out the inner one
             if symbolic(x):
-                return whole(self, x, pre_logits)
+                return record_call(self, x, pre_logits)
         return x.mean(dim=(2, 3)) if pre_logits else self.fc(x)
 
 
@@ -134,6 +134,8 @@ _HEADS: dict[str, Any] = {
 }
 
 
-def build_head(in_features: int, config: ModelConfig, **place: Any) -> Head:
+def build_head(in_features: int, config: ModelConfig, **factory_kwargs: Any) -> Head:
     """Build the head of a configuration; without classes that is a pool, whatever the kind."""
-    return _HEADS[config.head if config.num_classes else "linear"](in_features, config, **place)
+    return _HEADS[config.head if config.num_classes else "linear"](
+        in_features, config, **factory_kwargs
+    )

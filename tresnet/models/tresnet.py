@@ -18,7 +18,7 @@ from tresnet.layers.folded_conv import FoldedConv
 from tresnet.layers.grouped_linear import GroupedLinear
 from tresnet.layers.norm import FrozenRunningStats, NormAct
 from tresnet.layers.space_to_depth import SpaceToDepth
-from tresnet.layers.whole import symbolic
+from tresnet.layers.symbolic import symbolic
 from tresnet.models.blocks import BasicBlock, BlockSettings, Bottleneck
 from tresnet.models.config import ModelConfig, class_groups
 from tresnet.models.heads import GroupAttentionHead, Head, build_head
@@ -66,9 +66,9 @@ class TResNet(nn.Module):
     def _block(self, stage: int) -> type[BasicBlock] | type[Bottleneck]:
         return Bottleneck if stage >= 2 or self.config.bottlenecks else BasicBlock
 
-    def _make_body(self, **place: Any) -> nn.Sequential:
+    def _make_body(self, **factory_kwargs: Any) -> nn.Sequential:
         config = self.config
-        settings = BlockSettings(config.norm, config.block_slope, config.jit, **place)
+        settings = BlockSettings(config.norm, config.block_slope, config.jit, **factory_kwargs)
         pixels = config.in_chans * config.block_size**2
         stem = replace(settings, slope=config.stem_slope).conv(pixels, config.planes, 3)
         s2d = SpaceToDepth(config.block_size, config.jit)
@@ -91,8 +91,8 @@ class TResNet(nn.Module):
         info = [{"num_chs": planes, "reduction": block_size, "module": "body.conv1"}]
         for index, name in enumerate(STAGES):
             channels = (planes << index) * self._block(index).expansion
-            place = {"reduction": block_size << index, "module": f"body.{name}"}
-            info.append({"num_chs": channels, **place})
+            where = {"reduction": block_size << index, "module": f"body.{name}"}
+            info.append({"num_chs": channels, **where})
         return info
 
     def _initialise(self) -> None:
@@ -376,8 +376,8 @@ def take_indices(indices: int | Sequence[int] | None, count: int) -> list[int]:
         if not 1 <= indices <= count:
             raise InputError(f"expected 1 to {count} feature maps, got {indices}")
         return list(range(count - indices, count))
-    whole = isinstance(indices, Sequence) and all(isinstance(i, Integral) for i in indices)
-    if not whole or not indices or not all(-count <= i < count for i in indices):
+    valid = isinstance(indices, Sequence) and all(isinstance(i, Integral) for i in indices)
+    if not valid or not indices or not all(-count <= i < count for i in indices):
         raise InputError(f"expected feature indices in [{-count}, {count - 1}], got {indices!r}")
     return [i % count for i in indices]
 

@@ -5,9 +5,9 @@ second of a benchmark, those of a run's log and the predicted memory speak of th
 """
 
 from tresnet.settings import Compute, EmaConfig, InferenceCompute, OptimConfig, ScheduleConfig
+from tresnet.steps.hooks import StepHooks
 from tresnet.steps.inference import InferenceStep
 from tresnet.steps.training import TrainingStep, create_training_step
-from tresnet.steps.watch import Watch
 
 __all__ = [
     "Compute",
@@ -16,7 +16,7 @@ __all__ = [
     "InferenceStep",
     "OptimConfig",
     "ScheduleConfig",
+    "StepHooks",
     "TrainingStep",
-    "Watch",
     "create_training_step",
 ]

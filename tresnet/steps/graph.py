@@ -23,8 +23,8 @@ from tresnet.errors import ConfigError
 from tresnet.settings import Compute
 from tresnet.steps.compiled import CUDA_GRAPH_MODES
 
-WARMUP_PASSES = 3
-WARMUP_PASSES_DDP = 11  # its buckets are laid out anew after the first passes
+WARMUP_RUNS = 3
+WARMUP_RUNS_DDP = 11  # its buckets are laid out anew after the first passes
 CHECKED_AFTER = 2  # passes after the warm-up: one is captured, one is compared
 _MOST_GRAPHS = 8
 # What a replay may differ from an eager pass by: four times what two eager passes differ by, and
@@ -32,7 +32,7 @@ _MOST_GRAPHS = 8
 _CLOSE = 1e-3
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
-Pass = Callable[[Tensor, Tensor, Criterion, int, bool], tuple[Tensor, Tensor]]
+MicroBatch = Callable[[Tensor, Tensor, Criterion, int, bool], tuple[Tensor, Tensor]]
 Say = Callable[[str], object]
 
 
@@ -291,7 +291,7 @@ class GraphedForward(_Graphs):
             graph = self._fitting(key, now)
             if graph is None:
                 self._seen[key] += 1
-                if self._seen[key] < WARMUP_PASSES or not self._left:
+                if self._seen[key] < WARMUP_RUNS or not self._left:
                     return self._run(images)
                 self._seen[key] = 0
                 with self._capturer.warming_up():
@@ -302,14 +302,14 @@ class GraphedForward(_Graphs):
                 self.replayed = True
                 return graph.run([images])[0]
             try:
-                passes = [graph.run([images])[0], self._run(images), self._run(images)]
+                runs = [graph.run([images])[0], self._run(images), self._run(images)]
             except torch.OutOfMemoryError:
-                passes = []
-            if not passes:  # out of the handler, whose traceback would keep the graph
+                runs = []
+            if not runs:  # out of the handler, whose traceback would keep the graph
                 del graph
                 self._give_up(_NO_ROOM)
                 return self._run(images)
-            replayed, eager, again = passes
+            replayed, eager, again = runs
             difference = _difference("logits", [replayed], [eager], [again])
             if difference != _UNKNOWN:
                 self._accept(key, difference, len(images))
@@ -322,7 +322,7 @@ class _Shape(NamedTuple):
     images: tuple[Any, ...]
     targets: tuple[Any, ...]
     criterion: Criterion
-    passes: int
+    micro_batches: int
 
 
 class _After(NamedTuple):
@@ -333,7 +333,7 @@ class _After(NamedTuple):
     gradients: list[Tensor]
 
 
-class GraphedPasses(_Graphs):
+class GraphedMicroBatches(_Graphs):
     """Runs passes: eagerly at first and for shapes that come rarely, by a CUDA graph otherwise.
 
     A graph has its own inputs, into which each batch is copied, and its own gradients. The first
@@ -342,43 +342,48 @@ class GraphedPasses(_Graphs):
 
     def __init__(
         self,
-        run: Pass,
+        run: MicroBatch,
         model: nn.Module,
         capturer: Capturer,
         *,
-        warmup_passes: int = WARMUP_PASSES,
+        warmup_runs: int = WARMUP_RUNS,
         agree: Callable[[bool], bool] | None = None,
         say: Say | None = None,
     ) -> None:
         """Nothing is captured yet.
 
         Args:
-            run: An eager pass: images, targets, criterion, passes, is_last to loss and logits.
+            run: An eager pass; arguments and results are those of a call.
             model: The bare model, whose parameters get gradients.
             capturer: Captures and replays.
-            warmup_passes: Eager passes of one shape in a row before it is captured.
+            warmup_runs: Eager passes of one shape in a row before it is captured.
             agree: Whether something holds in every process; None for one process. With several,
                 a capture that fails is an error: the others wait for its reductions.
             say: Called with a line for each decision; None for the log.
         """
         super().__init__(model, capturer, say)
         self._run = run
-        self._warmup_passes = warmup_passes
+        self._warmup_passes = warmup_runs
         self._agree = agree
         self._recent: _Shape | None = None
         self._in_a_row = 0
 
     def __call__(
-        self, images: Tensor, targets: Tensor, criterion: Criterion, passes: int, is_last: bool
+        self,
+        images: Tensor,
+        targets: Tensor,
+        criterion: Criterion,
+        micro_batches: int,
+        is_last: bool,
     ) -> tuple[Tensor, Tensor]:
         """One pass, its gradients in the parameters; see `TrainingStep.backward`."""
 
         def run(images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-            return self._run(images, targets, criterion, passes, is_last)
+            return self._run(images, targets, criterion, micro_batches, is_last)
 
         now, shape = (
             _read(self._model),
-            _Shape(_layout(images), _layout(targets), criterion, passes),
+            _Shape(_layout(images), _layout(targets), criterion, micro_batches),
         )
         held = self._gradients()
         is_first = all(gradient is None for gradient in held)
@@ -435,20 +440,20 @@ class GraphedPasses(_Graphs):
             self._set_gradients(graph.gradients)
             return outputs
 
-        passes = []
+        runs = []
         with self._capturer.warming_up():
             try:
                 for function in (replay, lambda: run(*inputs)):
                     with self._capturer.same_random_numbers():
-                        passes.append(after(function))
+                        runs.append(after(function))
             except torch.OutOfMemoryError:
                 if self._agree is not None:
                     raise
-                passes.clear()
+                runs.clear()
                 self._give_up(_NO_ROOM)
             eager = after(lambda: run(*inputs))
-        if passes:
-            replayed, again = passes
+        if runs:
+            replayed, again = runs
             self._judge(key, replayed, again, eager, start[1])
         self._take_over(key)
         loss, logits = eager.outputs

@@ -12,7 +12,7 @@ from tresnet.settings import Compute, InferenceCompute, torch_dtype
 from tresnet.steps.compiled import compile_model
 from tresnet.steps.feed import Feed, reads_bytes
 from tresnet.steps.graph import Capturer, CudaCapturer, GraphedForward, uses_graph
-from tresnet.steps.watch import Watch
+from tresnet.steps.hooks import StepHooks
 from tresnet.surgery.folding import fold
 
 
@@ -30,7 +30,7 @@ class InferenceStep:
         compute: Compute,
         device: torch.device,
         *,
-        watch: Watch | None = None,
+        hooks: StepHooks | None = None,
         say: Callable[[str], object] | None = None,
     ) -> None:
         """Move the model to its device and layout.
@@ -41,7 +41,7 @@ class InferenceStep:
                 convert the weights, fold and freeze them: they must not change after that. It alone
                 may run as a CUDA graph.
             device: Where to compute.
-            watch: Looks on; None for nobody.
+            hooks: Looks on; None for nobody.
             say: Told how long compiling took, and of CUDA graphs; None for the log.
 
         Raises:
@@ -51,7 +51,7 @@ class InferenceStep:
         """
         self._compute = compute
         self._device = device
-        self._watch = watch or Watch()
+        self._hooks = hooks or StepHooks()
         dtype, freeze = torch.float32, False
         if isinstance(compute, InferenceCompute):
             dtype, freeze = torch_dtype(compute.dtype), compute.freeze
@@ -64,7 +64,7 @@ class InferenceStep:
             model = model.to(device, dtype).eval()
             if compute.fold:
                 model = fold(model)
-        self.model = place(model, compute, device)
+        self.model = move_model(model, compute, device)
         keep_bytes = reads_bytes(model, compute)
         self.feed = Feed(compute, device, keep_bytes=keep_bytes, dtype=dtype)
         self._forward: Callable[[Tensor], Tensor] = self.model
@@ -73,7 +73,7 @@ class InferenceStep:
                 self.model, compute.compile, training=False, freeze=freeze, say=say
             )
         self._images = 0  # of the largest batch yet
-        if isinstance(compute, InferenceCompute) and uses_graph(compute, device, watch is None):
+        if isinstance(compute, InferenceCompute) and uses_graph(compute, device, hooks is None):
             self.capture_with(CudaCapturer(device), say)
 
     def capture_with(self, capturer: Capturer, say: Callable[[str], object] | None = None) -> None:
@@ -94,7 +94,7 @@ class InferenceStep:
             images = self._filled_up(images)
         with (
             torch.inference_mode(),
-            self._watch.during("forward"),
+            self._hooks.during("forward"),
             self._compute.autocast(self._device),
         ):
             return self._forward(images).float()[:count]
@@ -108,6 +108,6 @@ class InferenceStep:
         return functional.pad(images, (0, 0, 0, 0, 0, 0, 0, missing))  # keeps the layout
 
 
-def place(model: nn.Module, compute: Compute, device: torch.device) -> nn.Module:
+def move_model(model: nn.Module, compute: Compute, device: torch.device) -> nn.Module:
     """The model itself, moved to the device and to the configured layout."""
     return model.to(device=device).to(memory_format=compute.memory_format)  # pyright: ignore[reportCallIssue]

@@ -68,13 +68,13 @@ def peak_lr(config: OptimConfig, global_batch: int) -> float:
 
 
 def create_schedule(
-    optimizer: torch.optim.Optimizer, config: ScheduleConfig, updates: int
+    optimizer: torch.optim.Optimizer, config: ScheduleConfig, total_steps: int
 ) -> lr_scheduler.LRScheduler:
-    """Return the learning rate of `updates` optimizer steps; call `step()` after each."""
+    """Return the learning rate of `total_steps` optimizer steps; call `step()` after each."""
     if config.lr_schedule == "one-cycle":
-        rising = config.warmup_fraction * updates
-        total = updates + (rising == updates)  # torch divides by the updates that fall, too
-        if rising == 1:  # torch divides by the updates after the first that still rise: none
+        rising = config.warmup_fraction * total_steps
+        total = total_steps + (rising == total_steps)  # torch divides by the falling steps too
+        if rising == 1:  # torch divides by rising - 1
             rising = 1.001
         return lr_scheduler.OneCycleLR(
             optimizer,
@@ -85,17 +85,17 @@ def create_schedule(
             div_factor=1 / config.start_factor,
             final_div_factor=config.start_factor / config.end_factor,
         )
-    return lr_scheduler.LambdaLR(optimizer, lambda update: factor(config, update, updates))
+    return lr_scheduler.LambdaLR(optimizer, lambda step: factor(config, step, total_steps))
 
 
-# torch's LinearLR + CosineAnnealingLR count whole updates and end at one absolute rate for all
-# parameter groups; shares of each group's own rate suit groups whose rates differ.
-def factor(config: ScheduleConfig, update: int, updates: int) -> float:
+# torch's LinearLR + CosineAnnealingLR end at one absolute rate for all parameter groups. A fraction
+# of each group's own rate suits layer-wise rates.
+def factor(config: ScheduleConfig, step: int, total_steps: int) -> float:
     """Return the fraction of the peak rate at a step (from 0): up, then a cosine or constant."""
-    warmup = config.warmup_fraction * updates
-    if update < warmup:
-        return config.start_factor + (1 - config.start_factor) * update / warmup
+    warmup = config.warmup_fraction * total_steps
+    if step < warmup:
+        return config.start_factor + (1 - config.start_factor) * step / warmup
     if config.lr_schedule == "constant":
         return 1.0
-    progress = min((update - warmup) / max(updates - 1 - warmup, 1e-9), 1.0)
+    progress = min((step - warmup) / max(total_steps - 1 - warmup, 1e-9), 1.0)
     return config.end_factor + (1 - config.end_factor) * (1 + math.cos(math.pi * progress)) / 2

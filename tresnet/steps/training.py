@@ -1,7 +1,8 @@
-"""Training step: the model and everything that changes it while it learns.
+"""Training step: a model with its optimizer, EMA, schedule and gradient scaler.
 
-`create_training_step` moves a model to its device and builds what the settings ask for around it. A
-`TrainingStep` then runs micro-batches (`backward`) and optimizer steps (`update`).
+`create_training_step` moves a model to its device and builds the parts that the settings ask for.
+A `TrainingStep` then runs micro-batches (`backward`) and optimizer steps (`optimizer_step`). The
+engine, benchmarks and memory predictions all run this step, so that their figures mean the same.
 """
 
 import contextlib
@@ -23,16 +24,16 @@ from tresnet.steps import optim
 from tresnet.steps.compiled import CUDA_GRAPH_MODES, compile_model
 from tresnet.steps.feed import Feed, reads_bytes
 from tresnet.steps.graph import (
-    WARMUP_PASSES,
-    WARMUP_PASSES_DDP,
+    WARMUP_RUNS,
+    WARMUP_RUNS_DDP,
     Capturer,
     CudaCapturer,
-    GraphedPasses,
-    Pass,
+    GraphedMicroBatches,
+    MicroBatch,
     uses_graph,
 )
-from tresnet.steps.inference import place
-from tresnet.steps.watch import Watch
+from tresnet.steps.hooks import StepHooks
+from tresnet.steps.inference import move_model
 
 if TYPE_CHECKING:
     from timm.utils import ModelEmaV3
@@ -41,9 +42,9 @@ if TYPE_CHECKING:
 class TrainingStep:
     """Forward, loss and backward of micro-batches, then one optimizer step.
 
-    `model` is the bare model, which is saved, and `average` its EMA or None. `schedule` steps once
-    per optimizer step; None keeps the learning rate. `scaler` scales the loss in fp16 and does
-    nothing otherwise. `feed` moves a loader's batch to the device, as `backward` wants it.
+    `model` is the bare model, which is saved, and `model_ema` its EMA or None. `schedule` steps
+    once per optimizer step; None keeps the learning rate. `scaler` scales the loss in fp16 and does
+    nothing otherwise. `feed` moves a loader's batch to the device, as `backward` expects it.
     """
 
     def __init__(
@@ -56,12 +57,12 @@ class TrainingStep:
         forward: Callable[[Tensor], Tensor] | None = None,
         no_sync: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
         scaler: Any = None,
-        average: "ModelEmaV3 | None" = None,
+        model_ema: "ModelEmaV3 | None" = None,
         schedule: lr_scheduler.LRScheduler | None = None,
         clip_grad: float | None = None,
         mixes: bool = False,
         skips: bool = False,
-        watch: Watch | None = None,
+        hooks: StepHooks | None = None,
     ) -> None:
         """Keep the parts; the model is on its device already.
 
@@ -72,7 +73,7 @@ class TrainingStep:
         """
         self.model = model
         self.optimizer = optimizer
-        self.average = average
+        self.model_ema = model_ema
         self.schedule = schedule
         self.scaler = scaler or torch.GradScaler(device.type, enabled=compute.amp == "fp16")
         self.feed = Feed(compute, device, keep_bytes=reads_bytes(model, compute) and not mixes)
@@ -80,17 +81,17 @@ class TrainingStep:
         self._device = device
         self._forward = model if forward is None else forward
         self._clip_grad = clip_grad
-        self._watch = watch or Watch()
+        self._hooks = hooks or StepHooks()
         self._no_sync = no_sync
-        self._pass: Pass = self._eager_pass
+        self._run_micro_batch: MicroBatch = self._eager_micro_batch
         self._lr = self._next_lr()
-        self._losses: list[Tensor] = []  # of the update under way, if it may be skipped
+        self._losses: list[Tensor] = []  # of this optimizer step, if it may be skipped
         self._kept = [buffer.clone() for buffer in model.buffers()] if skips else None
 
     @property
-    def averaged(self) -> nn.Module:
+    def eval_model(self) -> nn.Module:
         """The EMA if there is one, else the model: the weights that are evaluated."""
-        return self.model if self.average is None else self.average.module
+        return self.model if self.model_ema is None else self.model_ema.module
 
     @property
     def lr(self) -> float:
@@ -105,57 +106,64 @@ class TrainingStep:
         images: Tensor,
         targets: Tensor,
         criterion: Callable[[Tensor, Tensor], Tensor],
-        passes: int = 1,
+        micro_batches: int = 1,
         is_last: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """Run forward and backward of one of `passes` micro-batches of an optimizer step.
+        """Run forward and backward of one of `micro_batches` micro-batches of an optimizer step.
 
-        `images` (N, 3, H, W) on the device are floats in [0, 1] or bytes, `targets` labels (N,) or
-        label distributions (N, classes). `criterion` takes float32 logits and targets to the mean
-        loss. After the last (`is_last`) processes exchange gradients. Returns the detached loss ()
-        and logits (N, classes), both float32.
+        Processes exchange gradients after the last micro-batch (`is_last`).
+
+        Args:
+            images: (N, 3, H, W) on the device, floats in [0, 1] or bytes.
+            targets: Labels (N,) or label distributions (N, classes).
+            criterion: Maps float32 logits and targets to the mean loss.
+            micro_batches: Number of them in the optimizer step; each loss is divided by it.
+            is_last: Whether this micro-batch is the last one before the optimizer step.
+
+        Returns:
+            The detached loss () and logits (N, classes), both float32.
         """
         if not self.model.training:
             self.model.train()
         if self._kept is not None and not self._losses:
             torch._foreach_copy_(self._kept, list(self.model.buffers()))
-        loss, logits = self._pass(images, targets, criterion, passes, is_last)
+        loss, logits = self._run_micro_batch(images, targets, criterion, micro_batches, is_last)
         if self._kept is not None:
             self._losses.append(loss)
         return loss, logits
 
-    def _eager_pass(
+    def _eager_micro_batch(
         self,
         images: Tensor,
         targets: Tensor,
         criterion: Callable[[Tensor, Tensor], Tensor],
-        passes: int,
+        micro_batches: int,
         is_last: bool,
     ) -> tuple[Tensor, Tensor]:
         with contextlib.nullcontext() if is_last else self._no_sync():
-            with self._watch.during("forward"):
+            with self._hooks.during("forward"):
                 with self._compute.autocast(self._device):
                     logits = self._forward(images)
                 logits = logits.float()
                 loss = criterion(logits, targets)
-            with self._watch.during("backward"):
-                self.scaler.scale(loss / passes).backward()
+            with self._hooks.during("backward"):
+                self.scaler.scale(loss / micro_batches).backward()
         return loss.detach(), logits.detach()
 
     def capture_with(
         self,
         capturer: Capturer,
         *,
-        warmup_passes: int = WARMUP_PASSES,
+        warmup_runs: int = WARMUP_RUNS,
         agree: Callable[[bool], bool] | None = None,
         say: Callable[[str], object] | None = None,
     ) -> None:
-        """Replay micro-batches as graphs from now on; arguments are those of `GraphedPasses`."""
-        self._pass = GraphedPasses(
-            self._eager_pass,
+        """Replay micro-batches as CUDA graphs from now on; see `GraphedMicroBatches`."""
+        self._run_micro_batch = GraphedMicroBatches(
+            self._eager_micro_batch,
             self.model,
             capturer,
-            warmup_passes=warmup_passes,
+            warmup_runs=warmup_runs,
             agree=agree,
             say=say,
         )
@@ -163,12 +171,13 @@ class TrainingStep:
     @property
     def replayed(self) -> bool:
         """Whether the last micro-batch was a CUDA graph's."""
-        return isinstance(self._pass, GraphedPasses) and self._pass.replayed
+        run = self._run_micro_batch
+        return isinstance(run, GraphedMicroBatches) and run.replayed
 
-    def update(self, number: int) -> None:
-        """Change the weights by the gathered gradients; `number` counts optimizer steps from 1."""
+    def optimizer_step(self, global_step: int) -> None:
+        """Change the weights by the gathered gradients; `global_step` counts from 1."""
         self._lr = self._next_lr()
-        with self._watch.during("update"):
+        with self._hooks.during("optimizer"):
             if self._clip_grad is not None:
                 self.scaler.unscale_(self.optimizer)
                 nn.utils.clip_grad_norm_(self.model.parameters(), self._clip_grad)
@@ -177,14 +186,14 @@ class TrainingStep:
             self.optimizer.zero_grad()
             if self.schedule is not None:
                 self.schedule.step()
-            if self.average is not None:
-                self.average.update(self.model, step=number)
+            if self.model_ema is not None:
+                self.model_ema.update(self.model, step=global_step)
 
         self._losses.clear()
 
     @torch.no_grad()
     def is_bad(self) -> bool:
-        """Whether a loss or gradient is not finite; in fp16 the scaler checks the gradients."""
+        """Whether a loss or gradient is not finite. In fp16 the scaler checks the gradients."""
         figures = list(self._losses)
         if not self.scaler.is_enabled():
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -200,7 +209,7 @@ class TrainingStep:
         self.optimizer.zero_grad()
         self._losses.clear()
         if self.schedule is not None:
-            with warnings.catch_warnings():  # that the optimizer did nothing is meant
+            with warnings.catch_warnings():  # torch warns as the optimizer has not stepped
                 warnings.filterwarnings("ignore", r"Detected call of `lr_scheduler.step\(\)`")
                 self.schedule.step()
 
@@ -215,7 +224,7 @@ class TrainingStep:
         """Return the state that a resumed run needs, the same on every process."""
         return {
             "model": self.model.state_dict(),
-            "model_ema": None if self.average is None else self.average.module.state_dict(),
+            "model_ema": None if self.model_ema is None else self.model_ema.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
@@ -225,8 +234,8 @@ class TrainingStep:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned."""
         self.model.load_state_dict(state["model"])
-        if self.average is not None:
-            self.average.module.load_state_dict(state["model_ema"])
+        if self.model_ema is not None:
+            self.model_ema.module.load_state_dict(state["model_ema"])
         self.optimizer.load_state_dict(state["optimizer"])
         if self.schedule is not None:
             self.schedule.load_state_dict(state["schedule"])
@@ -242,38 +251,49 @@ def create_training_step(
     optimizer: OptimConfig | None = None,
     ema: EmaConfig | None = None,
     schedule: ScheduleConfig | None = None,
-    updates: int | None = None,
+    total_steps: int = 1,
     global_batch: int = 1,
-    world: int = 1,
+    world_size: int = 1,
     sync_bn: bool = False,
     grad_checkpointing: bool = False,
     recompute: str | None = None,
     mixes: bool = False,
     skips: bool = False,
     build_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
-    watch: Watch | None = None,
+    hooks: StepHooks | None = None,
     say: Callable[[str], object] | None = None,
 ) -> TrainingStep:
     """Move a freshly created model to its device and build its training step around it.
 
-    None for `ema` is no EMA, for `schedule` a constant learning rate, for `optimizer` the defaults;
-    `build_optimizer` makes another than timm's. `updates` are the optimizer steps of the whole run,
-    for the schedule, and `global_batch` the images of one over all processes, for `lr_batch`. A
-    `world` of more than one process wraps the model in DistributedDataParallel, and `sync_bn`
-    shares its batch statistics. `recompute` is that of `compile_model` for other models than ours.
-    `mixes` says that images are mixed, so that they must be floats, and `skips` that bad optimizer
-    steps may be skipped.
+    Args:
+        model: A model in training mode; `sync_bn` may replace its batch norms.
+        compute: Precision, memory format and compiler.
+        device: Where the step runs.
+        optimizer: Optimizer and gradient accumulation; None for the defaults.
+        ema: None for no EMA.
+        schedule: None for a constant learning rate.
+        total_steps: Optimizer steps of the run, for the schedule.
+        global_batch: Images of one optimizer step over all processes, for `lr_batch`.
+        world_size: More than one process wraps the model in DistributedDataParallel.
+        sync_bn: Share batch statistics between processes.
+        grad_checkpointing: Run each block's forward again in backward.
+        recompute: That of `compile_model`, for models other than ours.
+        mixes: Whether images are mixed, so that they must be floats.
+        skips: Whether bad optimizer steps may be skipped.
+        build_optimizer: Makes the optimizer in place of timm.
+        hooks: Called around the parts of a step; None for none.
+        say: Receives messages about compilation and graphs.
 
     Raises:
         ConfigError: timm has no such optimizer, it refuses an option, or micro-batches cannot be
             compiled or captured.
     """
     optimizer = optimizer or OptimConfig()
-    check_compiled_passes(compute.compile, optimizer.accumulate)
-    model = place(model, compute, device)
+    check_compiled_accumulation(compute.compile, optimizer.accumulate)
+    model = move_model(model, compute, device)
     compiles = compute.compile != "none"
-    # DistributedDataParallel by graphs was seen on no GPU yet, and a hook's Python would not run
-    captures = not grad_checkpointing and watch is None and world == 1
+    # DistributedDataParallel in graphs has run on no GPU yet, and a replay runs no Python of hooks
+    captures = not grad_checkpointing and hooks is None and world_size == 1
     graphed = uses_graph(compute, device, captures)
     if graphed and grad_checkpointing:
         raise ConfigError(
@@ -284,21 +304,21 @@ def create_training_step(
         model = synchronise(model, compiles)
     if grad_checkpointing:
         model.set_grad_checkpointing(True)  # pyright: ignore[reportCallIssue]
-    average = None
+    model_ema = None
     if ema is not None and ema.ema_decay > 0:
         from timm.utils import ModelEmaV3
 
-        average = ModelEmaV3(model, decay=ema.ema_decay, use_warmup=ema.ema_warmup)
+        model_ema = ModelEmaV3(model, decay=ema.ema_decay, use_warmup=ema.ema_warmup)
     if build_optimizer is not None:
         made = build_optimizer(model.parameters())
     else:
         made = optim.create_optimizer(model, optimizer, global_batch, on_gpu=device.type == "cuda")
     capturer = CudaCapturer(device) if graphed else None
     wrapped, no_sync = model, contextlib.nullcontext
-    # DistributedDataParallel holds on to what adds gradients up, which runs on the stream it was
-    # made on: another than the captured one would end the capture
+    # DistributedDataParallel keeps the nodes that accumulate gradients. They run on the stream they
+    # were made on, and a stream other than the captured one would end the capture.
     with contextlib.nullcontext() if capturer is None else capturer.warming_up():
-        if world > 1:
+        if world_size > 1:
             ids = [device] if device.type == "cuda" else None
             wrapped = nn.parallel.DistributedDataParallel(model, ids, gradient_as_bucket_view=True)
             no_sync = wrapped.no_sync
@@ -313,17 +333,17 @@ def create_training_step(
             else wrapped
         ),
         no_sync=no_sync,
-        average=average,
-        schedule=None if schedule is None else optim.create_schedule(made, schedule, updates or 1),
+        model_ema=model_ema,
+        schedule=None if schedule is None else optim.create_schedule(made, schedule, total_steps),
         clip_grad=optimizer.clip_grad,
         mixes=mixes,
         skips=skips,
-        watch=watch,
+        hooks=hooks,
     )
     if capturer is not None:
-        passes = WARMUP_PASSES_DDP if world > 1 else WARMUP_PASSES
-        agree = functools.partial(_agree, device) if world > 1 else None
-        step.capture_with(capturer, warmup_passes=passes, agree=agree, say=say)
+        warmup_runs = WARMUP_RUNS_DDP if world_size > 1 else WARMUP_RUNS
+        agree = functools.partial(_agree, device) if world_size > 1 else None
+        step.capture_with(capturer, warmup_runs=warmup_runs, agree=agree, say=say)
     return step
 
 
@@ -333,24 +353,24 @@ def _agree(device: torch.device, holds: bool) -> bool:
     return bool(found)
 
 
-def check_compiled_passes(mode: str, accumulate: int) -> None:
-    """Refuse with `ConfigError` gradient accumulation over CUDA graphs of the compiler.
+def check_compiled_accumulation(mode: str, accumulate: int) -> None:
+    """Raise `ConfigError` for gradient accumulation over CUDA graphs of the compiler.
 
-    The first micro-batch's gradients then are memory of its graph, into which the next one writes:
+    The gradients of the first micro-batch are memory of its graph, which the next one overwrites:
     PyTorch gives an error or wrong sums (its issues 169545 and 96693).
     """
     if accumulate > 1 and mode in CUDA_GRAPH_MODES:
         raise ConfigError(
-            f"--accumulate: PyTorch loses gradients between passes with --compile {mode}: choose"
-            " --compile default, with --cuda-graph or without"
+            f"--accumulate: PyTorch loses gradients between micro-batches with --compile {mode}:"
+            " choose --compile default, with --cuda-graph or without"
         )
 
 
 def synchronise(model: nn.Module, compiles: bool) -> nn.Module:
-    """Let every batch norm of `model` share its statistics, in place, and return the model.
+    """Make every batch norm of `model` share its statistics between processes, in place.
 
-    The fused program shares them itself, and refuses norms that run outside of it, behind a hook.
-    Where a model has none, or is compiled later, PyTorch's module takes the norm's place.
+    Returns the model. The fused program shares statistics itself; its norms refuse to run behind a
+    hook. A model without such norms, or one to be compiled, gets PyTorch's `SyncBatchNorm`.
     """
     norms = [module for module in model.modules() if isinstance(module, ABN)]
     if compiles or not norms:

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tresnet.errors import InputError
+from tresnet.layers.hooks import check_model, refuse_hooked
 from tresnet.layers.subtracted_conv import SubtractedConv
-from tresnet.layers.watched import check_model, refuse_watched
 
 
 def compose(*parts: nn.Module) -> nn.Module:
@@ -38,7 +38,7 @@ def compose(*parts: nn.Module) -> nn.Module:
     for index, part in enumerate(parts):
         check_model(part)
         if len(parts) > 1 or _is_linear(part):
-            refuse_watched(dict(part.named_modules(prefix=f"part {index}")))
+            refuse_hooked(dict(part.named_modules(prefix=f"part {index}")))
     if len(parts) == 1 and not _is_linear(parts[0]):
         return _compose_inside(parts[0])
     convs = [conv for i, part in enumerate(parts) for conv in _flattened(part, f"part {i}")]
@@ -81,7 +81,7 @@ def _compose_inside(model: nn.Module) -> nn.Module:
             f"a model with a SubtractedConv inside, got {type(model).__name__} without one"
         )
     for prefix, conv in places.items():
-        refuse_watched(dict(conv.named_modules(prefix=prefix)))
+        refuse_hooked(dict(conv.named_modules(prefix=prefix)))
     new = {conv: conv.to_conv() for conv in set(places.values())}
     for name, conv in places.items():
         model.set_submodule(name, new[conv])

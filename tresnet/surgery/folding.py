@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from tresnet.errors import InputError
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
+from tresnet.layers.hooks import check_model, find_hooks, refuse_hooked
 from tresnet.layers.norm import PLAIN_NORMS, NormAct
 from tresnet.layers.space_to_depth import SpaceToDepth
-from tresnet.layers.watched import check_model, refuse_watched, what_watches
 from tresnet.models.tresnet import TResNet
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -96,7 +96,7 @@ def _check(model: nn.Module, merge_stem: bool) -> None:
             f"expected convolutions followed by norms in {type(model).__name__}, found none"
             + (": it is folded already" if again else "")
         )
-    refuse_watched(replaced)
+    refuse_hooked(replaced)
     for name, norm in norms.items():
         if norm.training:
             raise InputError(
@@ -115,7 +115,7 @@ def _check_parts(block: ConvNormAct, name: str) -> None:
     if type(block) is not ConvNormAct:
         raise InputError(f"expected ConvNormAct, but {name} is {type(block).__name__}")
     if type(conv) is not nn.Conv2d:
-        why = what_watches(conv)
+        why = find_hooks(conv)
         todo = f"it has {why}, remove it" if why else "call tresnet.surgery.compose"
         raise InputError(
             f"expected plain convolutions, but {name}.conv is {type(conv).__name__}: {todo} first"

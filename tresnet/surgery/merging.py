@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from tresnet.errors import InputError
-from tresnet.layers.watched import refuse_watched
+from tresnet.layers.hooks import refuse_hooked
 
 
 class ParallelBranches(nn.Module):
@@ -67,7 +67,7 @@ def merge_parallel(branches: Iterable[nn.Module], *, shared_input: bool = True) 
     owners: dict[int, str] = {}
     first = _structure(modules[0])
     for index, module in enumerate(modules):
-        refuse_watched({f"branch {index} {name}".rstrip(): m for name, m in module.named_modules()})
+        refuse_hooked({f"branch {index} {name}".rstrip(): m for name, m in module.named_modules()})
         for name, tensor in (
             *module.named_parameters(remove_duplicate=False),
             *module.named_buffers(remove_duplicate=False),

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from tresnet.errors import InputError
+from tresnet.layers.hooks import check_model, refuse_hooked
 from tresnet.layers.norm import NORMS, InplaceABN, NormAct, norm_class
-from tresnet.layers.watched import check_model, refuse_watched
 from tresnet.models.features import FeatureExtractor
 from tresnet.models.tresnet import TResNet
 
@@ -37,7 +37,7 @@ def swap_norm(model: ModuleT, norm: str) -> ModuleT:
     old = {name: module for name, module in model.named_modules() if isinstance(module, NormAct)}
     if not old:
         raise InputError(f"expected norms of tresnet in {type(model).__name__}, found none")
-    refuse_watched(old)
+    refuse_hooked(old)
     for name, module in old.items():
         if type(module) not in (NormAct, *NORMS.values()):
             raise InputError(f"expected norms of tresnet, but {name} is {type(module).__name__}")

@@ -11,6 +11,6 @@ def symbolic(x: Any) -> bool:
     return isinstance(x, Proxy)
 
 
-def whole(module: nn.Module, x: Any, *args: Any) -> Tensor:
+def record_call(module: nn.Module, x: Any, *args: Any) -> Tensor:
     """Record a call of `module` on `x`, whatever the tracer, where `symbolic(x)`."""
     return x.tracer.create_proxy("call_module", x.tracer.path_of_module(module), (x, *args), {})

@@ -21,7 +21,7 @@ def check_model(model: Any) -> None:
         )
 
 
-def what_watches(module: nn.Module) -> str | None:
+def find_hooks(module: nn.Module) -> str | None:
     """Return what hooks or changes a module and would be lost with it; None for nothing."""
     hooks = [kind for kind in _HOOKS if getattr(module, kind)]
     if hooks:
@@ -31,10 +31,10 @@ def what_watches(module: nn.Module) -> str | None:
     return "a parametrization" if is_parametrized(module) else None
 
 
-def refuse_watched(modules: Mapping[str, nn.Module]) -> None:
+def refuse_hooked(modules: Mapping[str, nn.Module]) -> None:
     """Raise `InputError` for the first module that has hooks, or a forward of its own."""
     for name, module in modules.items():
-        what = what_watches(module)
+        what = find_hooks(module)
         if what is not None:
             raise InputError(
                 f"{name} ({type(module).__name__}) has {what}, which would be lost or see "

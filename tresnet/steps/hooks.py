@@ -4,12 +4,12 @@ import contextlib
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
-Part = Literal["forward", "backward", "update"]
+Part = Literal["forward", "backward", "optimizer"]
 
 
-class Watch:
+class StepHooks:
     """Hooks around the parts of a step; the default does nothing."""
 
     def during(self, part: Part) -> AbstractContextManager[Any]:
-        """Return the context of a part: "forward" with the loss, "backward", or "update"."""
+        """Return the context of a part: "forward" with the loss, "backward", or "optimizer"."""
         return contextlib.nullcontext()
