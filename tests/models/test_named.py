@@ -30,7 +30,7 @@ def test_known_names_pass(name):
         ("timm:resnet5O", "expected a model of timm, got 'resnet5O'; did you mean 'resnet50'"),
         ("torchvision:resnet-50", "did you mean 'resnet50'"),
         ("timm:", "expected a model of timm, got ''"),
-        ("tresnet_m@norm=abn", "name alone, got .*'tresnet_m' and 'norm=abn' apart"),
+        ("tresnet_m@norm=abn", "name only, got .*'tresnet_m' and 'norm=abn' apart"),
         (3, "expected a model's name, got 3"),
     ],
 )

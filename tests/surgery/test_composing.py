@@ -133,7 +133,7 @@ REFLECTED = conv(6, 3, 3, padding=1, padding_mode="reflect")
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        ((conv(4, 6, 3, padding=1, bias=False), conv(6, 3, 3, padding=1)), "0.*still see pixels"),
+        ((conv(4, 6, 3, padding=1, bias=False), conv(6, 3, 3, padding=1)), "0.*still read pixels"),
         ((conv(4, 6, 1), conv(6, 3, 3, padding=1)), "would give its bias"),
         ((conv(4, 6, 1, bias=False), REFLECTED), "part 1 .*'reflect'"),
         ((conv(4, 6, 2, padding="same"), LAST), "part 0 .*expected numbers of zeros"),

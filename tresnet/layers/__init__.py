@@ -1,4 +1,4 @@
-"""The modules TResNet is assembled from, a thin file each; those below stand on their own too."""
+"""Modules of TResNet, one thin file each; the three below are also useful on their own."""
 
 from tresnet.layers.grouped_linear import GroupedLinear
 from tresnet.layers.parallel_bottleneck import ParallelBottleneck

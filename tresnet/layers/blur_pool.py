@@ -1,4 +1,4 @@
-"""The anti-aliased downsampling module."""
+"""Anti-aliased downsampling (paper section 2.2)."""
 
 import torch
 from torch import Tensor, nn

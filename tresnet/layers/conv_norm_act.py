@@ -13,9 +13,9 @@ from tresnet.layers.norm import norm_class
 class ConvNormAct(nn.Module):
     """k x k convolution without bias, zero padding of k // 2, norm, leaky ReLU, blur.
 
-    A `slope` of None is no activation. `blur` halves height and width; `jit` runs its TorchScript
-    form. A norm of ours activates itself; after another (synchronised, frozen, folded) this module
-    does.
+    A `slope` of None means no activation. `blur` halves height and width; `jit` runs its
+    TorchScript form. Norms of this package apply the activation themselves. After another norm
+    (synchronised, frozen, folded) this module applies it.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ConvNormAct(nn.Module):
         self.aa = BlurPool2d(jit) if blur else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, in, H, W) to (N, out, H, W), or to half the height and width, rounded up."""
+        """Map (N, in, H, W) to (N, out, H, W), or to half the height and width, rounded up."""
         y = self.bn(self.conv(x))
         if self.slope is not None and not hasattr(self.bn, "slope"):
             y = F.leaky_relu(y, self.slope)

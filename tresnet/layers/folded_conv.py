@@ -1,4 +1,4 @@
-"""Convolution and activation with the norm folded in, for inference."""
+"""Convolution and activation with a folded norm, for inference."""
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,7 @@ from tresnet.errors import InputError
 
 
 class FoldedConv(nn.Module):
-    """Convolution with a folded norm, leaky ReLU and the blur or identity `aa`, in eval mode."""
+    """Convolution with a folded norm, leaky ReLU, then the blur or identity `aa`, in eval mode."""
 
     def __init__(self, conv: nn.Conv2d, slope: float | None, aa: nn.Module) -> None:
         super().__init__()
@@ -18,7 +18,7 @@ class FoldedConv(nn.Module):
         self.eval()
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, in, H, W) to (N, out, H, W), or to half the height and width, rounded up."""
+        """Map (N, in, H, W) to (N, out, H, W), or to half the height and width, rounded up."""
         y = self.conv(x)
         if self.slope is not None:
             # in place, unless a hook may keep the convolution's output
@@ -30,7 +30,7 @@ class FoldedConv(nn.Module):
         return not self.conv._forward_hooks
 
     def train(self, mode: bool = True) -> "FoldedConv":
-        """Stay in eval mode; `mode=True` raises `InputError`, as there is no norm left to train."""
+        """Stay in eval mode; `mode=True` raises `InputError`, as there is no norm to train."""
         if mode:
             raise InputError(
                 "expected a model with its norms to train, got one folded for inference: train "

@@ -1,4 +1,4 @@
-"""Linear layers side by side, each on its own features, with as many outputs as it needs."""
+"""Linear layers in parallel, each with its own features and number of outputs."""
 
 import math
 from collections.abc import Sequence
@@ -12,10 +12,11 @@ from tresnet.errors import InputError
 
 
 class GroupedLinear(nn.Module):
-    """G linear layers as one batched matrix product: group g maps C features to its n_g outputs.
+    """G linear layers as one batched matrix product: group g maps C features to n_g outputs.
 
-    `weight` is (n_1 + ... + n_G, C) and `bias` as long: the layers' own, one after another.
-    Multiply-accumulates a sample: G max(n) C, as shorter groups are filled up with zeros.
+    `weight` (n_1 + ... + n_G, C) and `bias` (n_1 + ... + n_G) are those of the layers,
+    concatenated. Multiply-accumulates of a sample: G max(n) C, as shorter groups are padded with
+    zeros.
     """
 
     def __init__(
@@ -27,7 +28,7 @@ class GroupedLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create weights for `in_features` C a group and its `out_features`, all of at least 1."""
+        """Create weights; `in_features` C and all `out_features` must be at least 1."""
         super().__init__()
         self.in_features = in_features
         self.out_features = tuple(out_features)
@@ -44,14 +45,14 @@ class GroupedLinear(nn.Module):
     @classmethod
     @torch.no_grad()
     def from_linears(cls, layers: Sequence[nn.Linear]) -> "GroupedLinear":
-        """Copy linear layers; `InputError` if they differ in more than their number of outputs."""
+        """Copy linear layers, which may differ only in their outputs, else `InputError`."""
         if not layers or not all(type(layer) is nn.Linear for layer in layers):
             raise InputError(f"expected linear layers (nn.Linear), got {list(layers)}")
         first = layers[0]
         kinds = {(m.in_features, m.bias is None, m.weight.dtype, m.weight.device) for m in layers}
         if len(kinds) > 1:
             raise InputError(
-                "expected layers that differ in their outputs alone, got different inputs, biases, "
+                "expected layers that differ only in their outputs, got different inputs, biases, "
                 f"dtypes or devices: {sorted(map(str, kinds))}"
             )
         factory_kwargs: Any = {"device": first.weight.device, "dtype": first.weight.dtype}

@@ -1,4 +1,4 @@
-"""Hooked or changed modules, which nothing may pass over, replace or resize."""
+"""Search for hooked or changed modules, which surgery must not skip, replace or resize."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +22,7 @@ def check_model(model: Any) -> None:
 
 
 def find_hooks(module: nn.Module) -> str | None:
-    """Return what hooks or changes a module and would be lost with it; None for nothing."""
+    """Return the hooks or changes of a module that would be lost with it, or None."""
     hooks = [kind for kind in _HOOKS if getattr(module, kind)]
     if hooks:
         return f"hooks ({hooks[0]})"
@@ -32,11 +32,11 @@ def find_hooks(module: nn.Module) -> str | None:
 
 
 def refuse_hooked(modules: Mapping[str, nn.Module]) -> None:
-    """Raise `InputError` for the first module that has hooks, or a forward of its own."""
+    """Raise `InputError` for the first module with hooks or its own forward."""
     for name, module in modules.items():
         what = find_hooks(module)
         if what is not None:
             raise InputError(
-                f"{name} ({type(module).__name__}) has {what}, which would be lost or see "
-                "something else: remove it first, and put it on the result"
+                f"{name} ({type(module).__name__}) has {what}, which would be lost or get "
+                "other tensors: remove it first, and add it to the result"
             )

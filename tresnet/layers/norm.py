@@ -1,8 +1,9 @@
-"""Batch normalisation with its activation, three ways behind one parameter layout.
+"""Batch normalisation with its activation: three classes with one parameter layout.
 
-Every class holds `weight` (the plain gamma), `bias`, `running_mean`, `running_var` and
-`num_batches_tracked`, as `torch.nn.BatchNorm2d` does, and computes the same function; they differ
-in what is kept for backward: an `ABN` on a GPU one buffer (`tresnet.fused`).
+Each class holds `weight` (gamma), `bias`, `running_mean`, `running_var` and `num_batches_tracked`,
+as `torch.nn.BatchNorm2d` does, and computes the same function. They differ in the tensors saved for
+backward: two for `BatchNormAct`, one for `InplaceABN`, and one for `ABN` on a GPU
+(`tresnet.fused`).
 """
 
 import threading
@@ -26,9 +27,9 @@ _frozen = _Frozen()
 
 
 class FrozenRunningStats:
-    """Leave running statistics alone, as the second forward of activation checkpointing must.
+    """Keep running statistics unchanged, as the second forward of activation checkpointing must.
 
-    It may be entered again: after `retain_graph` that forward runs once for each backward.
+    The context may be entered again: after `retain_graph` that forward runs once for each backward.
     """
 
     def __enter__(self) -> None:
@@ -39,17 +40,17 @@ class FrozenRunningStats:
 
 
 def running_stats_frozen() -> bool:
-    """Whether running statistics are left alone now."""
+    """Whether running statistics are kept unchanged now."""
     return _frozen.value
 
 
 class NormAct(nn.BatchNorm2d):
-    """BN and leaky ReLU with plain operations: the definition, and the base of the other two.
+    """BN and leaky ReLU with plain operations: the definition, and the base of the other classes.
 
-    Tools that look for a batch norm find one. A norm that takes its place leaves the activation to
-    the `ConvNormAct` around it. `slope` is the negative slope of the leaky ReLU, None for no
-    activation; `momentum` the weight of a batch in the running statistics, None for the mean of all
-    batches.
+    Tools that search for batch norms find it. If a tool replaces it, the `ConvNormAct` around it
+    applies the activation. `slope` is the negative slope of the leaky ReLU, or None for no
+    activation. `momentum` is the weight of a batch in the running statistics, or None for the mean
+    of all batches.
     """
 
     weight: Tensor
@@ -72,7 +73,7 @@ class NormAct(nn.BatchNorm2d):
         self.slope = slope
 
     def zero_init(self) -> None:
-        """Start as zero, so that a residual block starts as the identity (paper section 2.6)."""
+        """Start at zero, so that a residual block starts as the identity (paper section 2.6)."""
         nn.init.zeros_(self.weight)
 
     def _count_batch(self) -> float:
@@ -82,7 +83,7 @@ class NormAct(nn.BatchNorm2d):
         return self.momentum
 
     def _statistics(self) -> tuple[Tensor, Tensor, float]:
-        """Return the running statistics, or copies not to be updated, and a batch's weight."""
+        """Return the running statistics, or copies that stay unused, and the batch's weight."""
         if not self.training:
             return self.running_mean, self.running_var, 0.0
         if _frozen.value or not self.track_running_stats:
@@ -131,18 +132,18 @@ class NormAct(nn.BatchNorm2d):
 
 
 class BatchNormAct(NormAct):
-    """BN and leaky ReLU as PyTorch runs them: two buffers saved for backward."""
+    """BN and leaky ReLU as PyTorch runs them: two tensors saved for backward."""
 
 
 class ABN(NormAct):
-    """BN and leaky ReLU of one buffer in `tresnet.fused`, over all processes if `synchronised`."""
+    """BN and leaky ReLU that saves one tensor in `tresnet.fused`; may be `synchronised`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.synchronised = False
 
     def group(self) -> Any:
-        """Return the process group of its statistics, looked up as a group cannot be copied."""
+        """Return the process group of the statistics; not stored, as it cannot be copied."""
         if not (self.synchronised and self.training and dist.is_initialized()):
             return None
         return dist.group.WORLD if dist.get_world_size() > 1 else None
@@ -160,8 +161,8 @@ class ABN(NormAct):
 class InplaceABN(NormAct):
     """BN and leaky ReLU by the inplace-abn package, which overwrites its input.
 
-    The package computes gamma = |w| + eps; here `weight` is that gamma and w = weight - eps. Where
-    an optimizer step has carried w below zero, `weight` is replaced by the gamma it stands for,
+    The package computes gamma = |w| + eps; here `weight` is gamma, so w = weight - eps. An
+    optimizer step may make w negative. `weight` is then replaced by the gamma that it stands for,
     which leaves the function unchanged. A gamma below eps cannot be represented.
     """
 
@@ -172,7 +173,7 @@ class InplaceABN(NormAct):
         self.register_state_dict_pre_hook(_reflect)
 
     def zero_init(self) -> None:
-        """Start at w = 0, that is gamma = eps, the smallest the package knows."""
+        """Start at w = 0, that is gamma = eps, the smallest gamma of the package."""
         nn.init.constant_(self.weight, self.eps)
 
     def _gamma(self) -> Tensor:
@@ -228,7 +229,7 @@ def _reflect(module: InplaceABN, *_: Any) -> None:
 
 
 NORMS: dict[str, type[NormAct]] = {"abn": ABN, "batchnorm": BatchNormAct, "inplace_abn": InplaceABN}
-# Batch norms that compute what their tensors say; a subclass may compute something else.
+# Batch norms whose function follows from their tensors; a subclass may compute another one.
 PLAIN_NORMS = (NormAct, *NORMS.values(), nn.BatchNorm2d, nn.SyncBatchNorm)
 
 

@@ -1,4 +1,4 @@
-"""Bottleneck branches side by side, run as one with grouped convolutions."""
+"""Bottleneck branches in parallel, run as one with grouped convolutions."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ from tresnet.layers.norm import NormAct
 class ParallelBottleneck(nn.Module):
     """Run G branches: 1x1, ABN, 3x3, ABN, 1x1, ABN without activation, add, ReLU.
 
-    Each branch has C `channels` in and out and C / r inside, r the `reduction`. With `shared_input`
-    all branches read the same C channels, so the first 1x1 is one dense convolution to G C / r
-    channels; else branch g reads its own C of G C channels. Multiply-accumulates a pixel: 2 G C^2 /
-    r + 9 G C^2 / r^2. Norms are 'abn', 'batchnorm' or 'inplace_abn'; `slope` is that inside a
-    branch.
+    Each branch has C `channels` in and out and C / r inside, where r is the `reduction`. With
+    `shared_input` all branches read the same C channels, and the first 1x1 is one dense convolution
+    to G C / r channels. Otherwise branch g reads its own C of G C channels. Multiply-accumulates of
+    a pixel: 2 G C^2 / r + 9 G C^2 / r^2. `norm` is 'abn', 'batchnorm' or 'inplace_abn', and `slope`
+    the negative slope of the activations inside a branch.
     """
 
     __jit_unused_properties__ = ("last_norm",)
@@ -34,7 +34,7 @@ class ParallelBottleneck(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create the layers; numbers below 1 and an uneven `reduction` raise `InputError`."""
+        """Create the layers; raise `InputError` for values below 1 or an uneven `reduction`."""
         super().__init__()
         if min(groups, channels, reduction) < 1 or channels % reduction:
             raise InputError(

@@ -1,4 +1,9 @@
-"""A convolution replaced by three smaller linear ones, or by the one they amount to."""
+"""A convolution replaced by three smaller linear ones, or by the single one that they equal.
+
+`SubtractedConv` is the module and `tresnet.ops.subtracted_conv` its arithmetic. It has fewer
+parameters than the convolution that it replaces, and is another network, to be trained. After
+training, `to_conv` and `tresnet.surgery.compose` return plain convolutions.
+"""
 
 from typing import Any
 
@@ -14,11 +19,13 @@ from tresnet.ops.subtracted_conv import MODES, Mode
 class SubtractedConv(nn.Module):
     """1x1 P; depthwise D minus identity, and dense L, on its output; concatenated. No bias.
 
-    Takes the place of a k x k convolution with padding k // 2. Parameters, with C channels in and
-    2 h out: C h + h k^2 + h^2 k^2. Modes share the parameters and the function and differ in memory
-    and time: 'branches' runs three convolutions and keeps P x for backward; 'composed' runs one,
-    of 2 h C k^2 multiply-accumulates a pixel, with a weight computed from P, D and L at every
-    forward; 'recompute' runs the three and computes P x and D P x again in backward.
+    It replaces a k x k convolution with padding k // 2. With C channels in and 2 h out it has C h +
+    h k^2 + h^2 k^2 parameters. The modes have the same parameters and function, and differ in
+    memory and time:
+
+    'branches' runs three convolutions and keeps P x for backward. 'composed' runs one convolution
+    of 2 h C k^2 multiply-accumulates a pixel, whose weight is computed from P, D and L in every
+    forward. 'recompute' runs three convolutions, and computes P x and D P x again in backward.
     """
 
     def __init__(
@@ -35,7 +42,8 @@ class SubtractedConv(nn.Module):
         """Create the three convolutions, initialised as `nn.Conv2d`; P has the stride.
 
         Half of the output channels come from D P - P and half from L P. D and L have kernels of odd
-        side `kernel_size`. `mode` may be changed later. What is not possible raises `InputError`.
+        side `kernel_size`. `mode` may be changed later. Values that are not possible raise
+        `InputError`.
         """
         super().__init__()
         _check(in_channels, out_channels, kernel_size, stride, mode)
@@ -76,14 +84,14 @@ class SubtractedConv(nn.Module):
     def replace_in(cls, model: nn.Module, mode: Mode = "composed") -> list[str]:
         """Replace convolutions of `model` by new, random ones, in place, and return their names.
 
-        A convolution is replaced if P, D and L have fewer parameters and a `SubtractedConv` fits: a
-        square odd kernel, padding kernel // 2, equal strides, no dilation, groups or bias, an even
-        number of output channels, and no hooks. This is another network: train it.
+        A convolution is replaced if a `SubtractedConv` fits and has fewer parameters. It fits a
+        square odd kernel, padding kernel // 2, equal strides, an even number of output channels, no
+        dilation, groups, bias or hooks. The result is another network: train it.
 
-        Of torchvision's and timm's ResNet50 (25.56 M parameters) these are the sixteen 3x3
-        convolutions and the sixteen 1x1 that do not widen, which leaves 15.87 M. Every 1x1 that
-        widens would grow: the L of 2 C channels in a block's last convolution alone has as many
-        weights (4 C^2) as the original.
+        In torchvision's and timm's ResNet50 (25.56 M parameters) it replaces the sixteen 3x3
+        convolutions and sixteen 1x1, which leaves 15.87 M. A 1x1 with more channels out than in
+        would grow: the L of 2 C channels in a block's last convolution has as many weights (4 C^2)
+        as the original.
 
         Raises:
             InputError: an unknown mode, or no convolution inside the model to replace.
@@ -103,7 +111,7 @@ class SubtractedConv(nn.Module):
                 "dilation, groups, bias or hooks, even output channels), found none"
             )
         new = {conv: _counterpart(conv, mode) for conv in set(found.values())}
-        for name, conv in found.items():  # one that has two places stays one
+        for name, conv in found.items():  # a shared convolution stays shared
             model.set_submodule(name, new[conv])
         return list(found)
 

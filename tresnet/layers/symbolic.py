@@ -1,4 +1,4 @@
-"""Modules that symbolic tracing takes as a whole: inside, shapes and dtypes decide what runs."""
+"""Calls that symbolic tracing records without tracing inside, as shapes and dtypes decide there."""
 
 from typing import Any
 
@@ -12,5 +12,5 @@ def symbolic(x: Any) -> bool:
 
 
 def record_call(module: nn.Module, x: Any, *args: Any) -> Tensor:
-    """Record a call of `module` on `x`, whatever the tracer, where `symbolic(x)`."""
+    """Record a call of `module` on the proxy `x`, for any tracer."""
     return x.tracer.create_proxy("call_module", x.tracer.path_of_module(module), (x, *args), {})

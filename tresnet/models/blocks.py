@@ -14,7 +14,7 @@ from tresnet.layers.squeeze_excite import SqueezeExcite
 
 @dataclass(frozen=True)
 class BlockSettings:
-    """What all blocks of a model share."""
+    """Settings that all blocks of a model have in common."""
 
     norm: str = "abn"
     slope: float = 1e-3
@@ -47,11 +47,11 @@ def drop_path(rate: float) -> nn.Module:
 def shortcut(
     in_channels: int, out_channels: int, stride: int, settings: BlockSettings
 ) -> nn.Module:
-    """Average pool at stride 2, 1x1, norm; nothing where shapes agree already."""
+    """Average pool at stride 2, 1x1, norm; the identity where input and output shapes agree."""
     if stride == 1 and in_channels == out_channels:
         return nn.Identity()
     layers: list[nn.Module] = []
-    if stride == 2:  # at an odd border fewer pixels are averaged
+    if stride == 2:  # an odd border averages the pixels that are there, not zeros
         layers.append(nn.AvgPool2d(2, 2, ceil_mode=True, count_include_pad=False))
     layers.append(settings.conv(in_channels, out_channels, 1, act=False))
     return nn.Sequential(*layers)

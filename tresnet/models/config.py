@@ -1,4 +1,9 @@
-"""Configuration of a model, and the options that choose one."""
+"""Configuration of a model, and the options that choose one.
+
+A `ModelConfig` determines the parameters and the function of a model, and is saved in every
+checkpoint. It checks all its values, so that damaged or hostile files cannot request absurd models.
+`ModelOptions` are the same fields as keyword arguments of `create`, all of them optional.
+"""
 
 import math
 from collections.abc import Sequence
@@ -12,8 +17,8 @@ STEM_SLOPE, BLOCK_SLOPE = 1e-2, 1e-3
 HEADS = ("linear", "group_attention", "ml_decoder")
 DEFAULT_GROUPS = 12
 
-# Whole numbers from ... to. A damaged or hostile file asks for any number; what lies within these
-# bounds is built in seconds and memory that exists.
+# Bounds of integers, both included. A damaged or hostile file can hold any number; a model within
+# these bounds is built in seconds and fits into memory.
 _RANGES = {
     "block_size": (1, 64),
     "in_chans": (1, 4096),
@@ -24,7 +29,7 @@ _MOST_BLOCKS, _MOST_PLANES = 1000, 4096
 
 
 class ModelOptions(TypedDict, total=False):
-    """Fields of `ModelConfig`, as `create` and `build` take them; None is as good as not given."""
+    """Fields of `ModelConfig`, as `create` and `build` take them; None means not given."""
 
     layers: Sequence[int] | None
     width_factor: float | None
@@ -88,7 +93,7 @@ class ModelConfig:
     block_slope: float = BLOCK_SLOPE
 
     def __post_init__(self) -> None:
-        """Check types and values, or raise `InputError`; spread classes over the groups."""
+        """Check types and values, or raise `InputError`; distribute classes over the groups."""
         if isinstance(self.layers, list):
             object.__setattr__(self, "layers", tuple(self.layers))
         self._check_shape()
@@ -190,8 +195,9 @@ def class_groups(
 ) -> tuple[int, ...]:
     """Return the number of classes of each group, or raise `InputError` where `groups` do not fit.
 
-    `groups` is those numbers, or how many groups there are (None: 12, or one for each class) over
-    which the classes are spread evenly, earlier groups getting more.
+    `groups` are those numbers, or the number of groups, which then get equal numbers of classes;
+    where the division leaves a rest, the first groups get one class more. None: 12 groups, or one
+    for each class if there are fewer.
     """
     if kind != "group_attention":
         if groups:
@@ -209,7 +215,7 @@ def class_groups(
         least, more = divmod(num_classes, count)
         return tuple(least + (index < more) for index in range(count))
     if not isinstance(groups, list | tuple):
-        raise InputError(f"expected head_groups as a number or a list of them, got {groups!r}")
+        raise InputError(f"expected head_groups as an integer or a list of them, got {groups!r}")
     counts = tuple(groups)
     if not all(isinstance(count, int) and count >= 1 for count in counts):
         raise InputError(f"expected at least one class in each group, got head_groups={counts}")

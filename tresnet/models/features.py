@@ -1,4 +1,4 @@
-"""A TResNet as a backbone: images in, feature maps out."""
+"""TResNet as a backbone: images in, feature maps out."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,14 +12,17 @@ from tresnet.models.tresnet import TResNet
 class FeatureExtractor(nn.Module):
     """Return the feature maps of chosen stages: 0 is the stem, 1 to 4 the stages (default: 1 to 4).
 
-    Parameters keep the names they have in the whole model. `feature_info` is timm's `FeatureInfo`:
-    `channels()`, `reduction()` and `module_name()` list one value a map.
+    Parameters have the names that they have in the complete model. `feature_info` is timm's
+    `FeatureInfo`: `channels()`, `reduction()` and `module_name()` list one value for each map.
     """
 
     __jit_unused_properties__ = ("default_cfg",)
 
     def __init__(self, model: TResNet, out_indices: int | Sequence[int] | None = None) -> None:
-        """Take the body of `model`, up to the last of the `out_indices` (or of that many)."""
+        """Keep the body of `model` up to the last of the `out_indices`, and drop the rest.
+
+        `out_indices` are indices, or the number of last feature maps to return.
+        """
         super().__init__()
         from timm.models import FeatureInfo
 
@@ -36,7 +39,7 @@ class FeatureExtractor(nn.Module):
         return self.pretrained_cfg
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        """(N, in_chans, H, W) to one (N, C_i, H / r_i, W / r_i) a chosen stage."""
+        """Map (N, in_chans, H, W) to a list of (N, C_i, H / r_i, W / r_i), one for each index."""
         if not torch.jit.is_scripting():
             return self._forward_eager(x)
         parts: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""Classifier heads: each a module of the channels of the feature map and a `ModelConfig`."""
+"""Classifier heads: modules built from the channels of the feature map and a `ModelConfig`."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ DEFAULT_CHANNELS = {"group_attention": 512, "ml_decoder": 768}
 
 
 class LinearHead(nn.Module):
-    """Global pool, dropout, linear; without classes no linear."""
+    """Global pool, dropout, linear; no linear layer where `num_classes` is 0."""
 
     def __init__(self, in_features: int, config: ModelConfig, **factory_kwargs: Any) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class LinearHead(nn.Module):
                 nn.init.normal_(self.fc.weight, std=0.01)
 
     def forward(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """(N, C, H, W) to (N, num_classes), or to the pooled features (N, C) if `pre_logits`."""
+        """Map (N, C, H, W) to (N, num_classes), or to pooled features (N, C) if `pre_logits`."""
         x = self.drop(self.global_pool(x))
         return x if pre_logits else self.fc(x)
 
@@ -41,8 +41,8 @@ class LinearHead(nn.Module):
 class GroupAttentionHead(nn.Module):
     """1x1, ABN, attention bottlenecks in parallel, global max pool, dropout, grouped linear.
 
-    For many labels that fall into groups: each group of classes has a bottleneck of its own, which
-    reads the same reduced features, and a linear layer of its own.
+    This head is for many labels that fall into groups. Each group of classes has its own
+    bottleneck, which reads the same reduced features, and its own linear layer.
     """
 
     def __init__(self, in_features: int, config: ModelConfig, **factory_kwargs: Any) -> None:
@@ -63,7 +63,7 @@ class GroupAttentionHead(nn.Module):
         self.attention.last_norm.zero_init()
 
     def forward(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """(N, C, H, W) to (N, num_classes), or to (N, groups * channels) if `pre_logits`."""
+        """Map (N, C, H, W) to (N, num_classes), or to (N, groups * channels) if `pre_logits`."""
         if not torch.jit.is_scripting():  # noqa: SIM102 TorchScript leaves out the inner one
             if symbolic(x):
                 return record_call(self, x, pre_logits)
@@ -78,14 +78,13 @@ class GroupAttentionHead(nn.Module):
 
 
 class _DecoderLayers(nn.Module):
-    """timm's decoder layers, which lack the self-attention that `nn.TransformerDecoder` calls."""
+    """timm's decoder layers without `nn.TransformerDecoder`, which requires self-attention."""
 
     def __init__(self, layers: nn.ModuleList) -> None:
         super().__init__()
         self.layers = layers
 
     def forward(self, queries: Tensor, memory: Tensor) -> Tensor:
-        """(queries, N, D) and (pixels, N, D) to (queries, N, D)."""
         for layer in self.layers:
             queries = layer(queries, memory)
         return queries
@@ -119,7 +118,7 @@ class MLDecoderHead(nn.Module):
         self.fc = decoder.to(dtype or torch.get_default_dtype())
 
     def forward(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """(N, C, H, W) to (N, num_classes); if `pre_logits`, to the mean over the pixels (N, C)."""
+        """Map (N, C, H, W) to (N, num_classes), or to the mean of pixels (N, C) if `pre_logits`."""
         if not torch.jit.is_scripting():  # noqa: SIM102 TorchScript leaves out the inner one
             if symbolic(x):
                 return record_call(self, x, pre_logits)
@@ -135,7 +134,7 @@ _HEADS: dict[str, Any] = {
 
 
 def build_head(in_features: int, config: ModelConfig, **factory_kwargs: Any) -> Head:
-    """Build the head of a configuration; without classes that is a pool, whatever the kind."""
+    """Build the head of a configuration; with `num_classes` of 0 it is a global pool."""
     return _HEADS[config.head if config.num_classes else "linear"](
         in_features, config, **factory_kwargs
     )

@@ -14,7 +14,7 @@ from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import DEFAULT_INPUT_SIZE, build, find_variant, nearest
 
 SOURCES = ("tresnet", "timm", "torchvision")
-# What only our models have; a peer may swallow such an argument without a word.
+# Options that only our models have. A peer's constructor may ignore such an argument silently.
 _OURS_ALONE = ("norm", "impl", "recompute", "jit", "head")
 
 
@@ -38,7 +38,7 @@ def check_name(name: str) -> None:
     bare, at, settings = name.partition("@")
     if at:
         raise InputError(
-            f"expected a model's name alone, got {name!r}: give the name as {bare!r} and "
+            f"expected a model's name only, got {name!r}: give the name as {bare!r} and "
             f"{settings!r} apart, as options"
         )
     if source == "tresnet":
@@ -61,8 +61,9 @@ def build_named(
 ) -> nn.Module:
     """Build a randomly initialised model by its name, without a download, or raise `InputError`.
 
-    On the device `meta` nothing is allocated, unless a peer's constructor reads values that it has
-    just made. `options` are those of `zoo.build` or of a peer's constructor; None is as not given.
+    `options` are those of `zoo.build` or of the peer's constructor; None means not given. On the
+    device `meta` nothing is allocated, unless a peer's constructor reads values that it has just
+    made.
     """
     check_name(name)
     source, model = split_name(name)
@@ -86,7 +87,7 @@ def build_named(
 
 
 def build_without_data(construct: Callable[[], nn.Module]) -> nn.Module:
-    """Construct on the meta device; with data where a constructor reads values it has just made."""
+    """Construct on the meta device, or with data where a constructor reads its new values."""
     try:
         with torch.device("meta"):
             return construct()
@@ -95,7 +96,7 @@ def build_without_data(construct: Callable[[], nn.Module]) -> nn.Module:
 
 
 def default_input_shape(model: nn.Module) -> tuple[int, int, int]:
-    """Return (C, H, W) of a model's images, by its `pretrained_cfg`, else 224 x 224."""
+    """Return (C, H, W) of a model's images by its `pretrained_cfg`, else 224 x 224 pixels."""
     config = getattr(model, "pretrained_cfg", None)
     usual = tuple(config.get("input_size") or ()) if isinstance(config, Mapping) else ()
     size = usual[1:] if len(usual) == 3 else (DEFAULT_INPUT_SIZE, DEFAULT_INPUT_SIZE)
@@ -111,7 +112,7 @@ def _channels(model: nn.Module, usual: tuple[int, ...]) -> int:
         if isinstance(module, TResNet):
             return module.in_chans
         if isinstance(module, nn.Conv2d):
-            # A stem that rearranges pixels first has a multiple of the image's channels.
+            # After space-to-depth, the first convolution has a multiple of the image's channels.
             return usual[0] if usual and module.in_channels % usual[0] == 0 else module.in_channels
     return 3
 
@@ -135,7 +136,7 @@ def _build_timm(name: str, **options: Any) -> nn.Module:
 def _build_torchvision(name: str, **options: Any) -> nn.Module:
     from torchvision import models
 
-    # Detection and segmentation models fetch the weights of their backbone unless told not to.
+    # Detection and segmentation models download the weights of their backbone by default.
     takes = inspect.signature(models.get_model_builder(name)).parameters
     without: dict[str, Any] = {"weights_backbone": None} if "weights_backbone" in takes else {}
     return models.get_model(name, **{"weights": None, **without, **options})

@@ -1,4 +1,9 @@
-"""TResNet (arXiv 2003.13630): stem, four stages, head, and the interface timm's users know."""
+"""TResNet (arXiv 2003.13630): stem, four stages, head, and timm's model interface.
+
+This file reads like the paper: plain PyTorch modules, no kernels. `forward` passes the parts of the
+body to `tresnet.fused`, which runs each part by its own program on a GPU or as plain modules.
+Methods after `forward` are those that timm's training scripts call.
+"""
 
 import functools
 from collections import OrderedDict
@@ -32,9 +37,9 @@ STAGES = ("layer1", "layer2", "layer3", "layer4")
 class TResNet(nn.Module):
     """Space-to-depth stem, two stages of basic blocks, two of bottlenecks, head.
 
-    Input: (N, in_chans, H, W) floating point in [0, 1], not normalised by mean and deviation, or
-    uint8, which is divided by 255 (channels_last is fastest on a GPU); H and W divisible by the
-    block size and at least 5 blocks. Output: logits (N, num_classes).
+    Input: (N, in_chans, H, W), floating point in [0, 1] without normalisation by mean and standard
+    deviation, or uint8, which is divided by 255. H and W are divisible by the block size and at
+    least 5 blocks. On a GPU channels_last is fastest. Output: logits (N, num_classes).
     """
 
     __jit_unused_properties__ = ("default_cfg", "head_hidden_size", "impl", "recompute")
@@ -107,7 +112,7 @@ class TResNet(nn.Module):
 
     @torch.jit.ignore  # pyright: ignore[reportArgumentType]
     def check_input(self, x: Tensor) -> None:
-        """Check shape, size, channels and dtype of a batch of images, or raise `InputError`."""
+        """Check type, shape, channels and dtype of a batch of images, or raise `InputError`."""
         block, channels = self.config.block_size, self.config.in_chans
         if not isinstance(x, Tensor):
             raise InputError(f"expected images (N, {channels}, H, W), got {type(x).__name__}")
@@ -124,7 +129,7 @@ class TResNet(nn.Module):
                 "convert with x.float() / 255, or x.to(torch.uint8)"
             )
         dtype = next(self.body.parameters()).dtype
-        # autocast reconciles the others with each other, but not with float64
+        # autocast casts float16, bfloat16 and float32 to one dtype, but leaves float64
         reconciled = autocast_dtype(x.device.type) and torch.float64 not in (x.dtype, dtype)
         if x.is_floating_point() and x.dtype != dtype and not reconciled:
             raise InputError(
@@ -144,7 +149,7 @@ class TResNet(nn.Module):
 
     @torch.jit.unused
     def _run_parts(self, x: Tensor, wanted: Sequence[int]) -> dict[int, Tensor]:
-        """Return the outputs of the `wanted` parts of the body; no part behind them runs."""
+        """Return the outputs of the `wanted` parts of the body; no part after the last one runs."""
         if not (symbolic(x) or torch.compiler.is_exporting() or torch.jit.is_tracing()):
             self.check_input(x)
         (_, s2d), *parts = list(self.body.named_children())[: max(wanted) + 1]
@@ -156,7 +161,7 @@ class TResNet(nn.Module):
         for index, (name, part) in enumerate(parts, start=1):
             waiting[f"body.{name}"] = part
             if index == 1 and index not in wanted and len(parts) > 1:
-                continue  # the stem runs with the first stage, which alone reads its output
+                continue  # only the first stage reads the stem's output, so both run together
             x = self._run(waiting, x, s2d if of_bytes else None)
             waiting, of_bytes = {}, False
             if index in wanted:
@@ -164,12 +169,12 @@ class TResNet(nn.Module):
         return outputs
 
     def _run(self, parts: dict[str, nn.Module], x: Tensor, s2d: Any) -> Tensor:
-        """Run parts of the body, with each block checkpointed under `grad_checkpointing`."""
+        """Run parts of the body; under `grad_checkpointing` each block is checkpointed."""
         if not (self.grad_checkpointing and torch.is_grad_enabled()):
             return fused.run(parts, x, self.how, s2d)
         from torch.utils.checkpoint import checkpoint
 
-        # Under the compiler the running statistics are updated once anyway.
+        # The compiler updates the running statistics once, without these contexts.
         compiling = torch.compiler.is_compiling()
         options: dict[str, Any] = {} if compiling else {"context_fn": _checkpoint_contexts}
         for name, part in parts.items():
@@ -182,18 +187,18 @@ class TResNet(nn.Module):
         return x
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """(N, in_chans, H, W) to (N, num_features, H / 8b, W / 8b), b the block size."""
+        """Map (N, in_chans, H, W) to (N, num_features, H / 8b, W / 8b); b is the block size."""
         if torch.jit.is_scripting():
             return self.body(x)
         last = len(self.body) - 1
         return self._run_parts(x, [last])[last]
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Feature map to logits (N, num_classes), or to pooled features if `pre_logits`."""
+        """Map the features to logits (N, num_classes), or to pooled features if `pre_logits`."""
         return self.head(x, pre_logits)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images (N, in_chans, H, W) to logits (N, num_classes)."""
+        """Map images (N, in_chans, H, W) to logits (N, num_classes)."""
         return self.forward_head(self.forward_features(x))
 
     def forward_intermediates(
@@ -208,13 +213,16 @@ class TResNet(nn.Module):
         """Return feature maps of chosen stages, as timm's models do.
 
         Args:
-            x: (N, in_chans, H, W).
-            indices: how many of the last feature maps, or which: 0 is the stem, 1 to 4 the stages,
-                negative ones count from the end; None for all five.
-            norm: accepted for timm's sake: there is no final norm to apply.
-            stop_early: run no stage after the last one asked for.
-            output_fmt: 'NCHW'; another raises `InputError`, as an index out of range does.
-            intermediates_only: return the list of maps alone, not (final features, list of maps).
+            x: Images (N, in_chans, H, W).
+            indices: Indices of the maps, or the number of last maps: 0 is the stem, 1 to 4 the
+                stages, negative ones count from the end; None for all five.
+            norm: Accepted because timm's callers pass it; there is no final norm.
+            stop_early: Run no stage after the last of the `indices`.
+            output_fmt: 'NCHW'.
+            intermediates_only: Return only the list of maps, not (final features, list of maps).
+
+        Raises:
+            InputError: another `output_fmt`, or an index out of range.
         """
         if output_fmt != "NCHW":
             raise InputError(f"expected output_fmt 'NCHW', got {output_fmt!r}")
@@ -227,7 +235,7 @@ class TResNet(nn.Module):
     def prune_intermediate_layers(
         self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove the stages after the last one in `indices`, and the head; return the indices."""
+        """Remove the stages after the last of `indices`, and the head; return the indices."""
         taken = take_indices(indices, len(self.body) - 1)
         last = max(taken)
         shorter = last + 2 < len(self.body)
@@ -249,9 +257,12 @@ class TResNet(nn.Module):
     ) -> None:
         """Replace the classifier by a freshly initialised one of the same kind.
 
-        `num_classes` of 0 is none, and `global_pool` of None keeps the present pool. `head_groups`
-        are the classes of each group of 'group_attention', or how many groups. None keeps their
-        number, as far as there are classes, and spreads the classes evenly.
+        Args:
+            num_classes: Width of the new classifier; 0 for none.
+            global_pool: Pooling before a linear classifier; None keeps the present one.
+            head_groups: Classes of each group of 'group_attention', or the number of groups. None
+                keeps their number, if there are as many classes, and distributes the classes
+                evenly.
 
         Raises:
             InputError: the class counts do not add up, or the head has no groups or pool to set.
@@ -277,7 +288,7 @@ class TResNet(nn.Module):
         self.config, self.num_classes = config, num_classes
 
     def set_slopes(self, stem: float, block: float) -> None:
-        """Set the negative slopes of the leaky ReLUs, a property of the weights."""
+        """Set the negative slopes of the leaky ReLUs, which belong to the weights."""
         self.config = replace(self.config, stem_slope=stem, block_slope=block)
         for name, module in self.named_modules():
             ours = isinstance(module, NormAct | ConvNormAct | FoldedConv)
@@ -287,10 +298,10 @@ class TResNet(nn.Module):
     def set_impl(self, impl: Impl) -> None:
         """Choose how a model with norm='abn' runs: see `tresnet.fused`.
 
-        'auto' is the fused program on a GPU, plain modules on a CPU; 'triton' the program by its
-        kernels, or an error; 'reference' the program by plain operators. Parts with hooks, under
-        `torch.compile` and the like run as plain modules. Another choice, or another norm, raises
-        `InputError`.
+        'auto' runs the fused program on a GPU and plain modules on a CPU. 'triton' runs the program
+        by its kernels, or raises an error. 'reference' runs the program by plain operators. Parts
+        with hooks, or under `torch.compile`, run as plain modules. Another choice, or another norm,
+        raises `InputError`.
         """
         if self.config.norm != "abn":
             raise InputError(f"set_impl needs a model with norm='abn', got {self.config.norm!r}")
@@ -298,12 +309,12 @@ class TResNet(nn.Module):
         self._set_how(self.how._replace(impl=impl))
 
     def set_recompute(self, what: str) -> None:
-        """Choose what backward of the fused program rebuilds instead of keeping: exact always.
+        """Choose which tensors backward of the fused program recomputes; results stay exact.
 
-        'activations' (the default) rebuilds the outputs of norms, blurs and SE scales, which costs
-        a read and a write of each. 'outputs' also rebuilds the output of every second block: about
-        a sixth less is kept. 'none' keeps everything and saves those passes. A model that is
-        compiled with `compile_model` lets the compiler recompute, but for 'none'.
+        'activations' (the default) recomputes the outputs of norms, blurs and SE scales, which
+        costs one read and one write of each. 'outputs' also recomputes the output of every second
+        block, and saves about a sixth more memory. 'none' keeps everything, and is fastest. In a
+        model compiled by `compile_model` the compiler recomputes, except with 'none'.
 
         Raises:
             InputError: there is no such choice, or the model has another norm.
@@ -330,11 +341,11 @@ class TResNet(nn.Module):
 
     @property
     def recompute(self) -> str:
-        """The recomputation that `set_recompute` chose."""
+        """The choice of `set_recompute`."""
         return self.how.recompute
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Keep only the input of each block for backward and run the block again there."""
+        """Keep only the input of each block for backward, and run its forward again there."""
         self.grad_checkpointing = enable
 
     @property
@@ -365,10 +376,10 @@ class TResNet(nn.Module):
 
 
 def take_indices(indices: int | Sequence[int] | None, count: int) -> list[int]:
-    """Return which of `count` feature maps are meant, as non-negative indices in the order given.
+    """Return the indices of `count` feature maps that `indices` stand for, all non-negative.
 
-    `indices` are how many of the last, which (negative from the end), or None for all. One out of
-    range raises `InputError`.
+    `indices` are a number of last maps, a list of indices (negative ones count from the end), or
+    None for all. An index out of range raises `InputError`.
     """
     if indices is None:
         return list(range(count))

@@ -1,4 +1,9 @@
-"""The table of variants and the function that builds a row of it."""
+"""Table of variants, and the function that builds a row of it.
+
+A row of `VARIANTS` gives depth, width and image size of a model; a new row is known to `create`, to
+every command and to timm's plugin. `build` makes a model with random weights, and
+`tresnet.checkpoints.creation.create` is the user's function, which also loads weights.
+"""
 
 import dataclasses
 import difflib
@@ -43,12 +48,12 @@ VARIANTS: dict[str, Variant] = {
 
 
 def list_models(pattern: str = "*") -> list[str]:
-    """Return the names `create` accepts, sorted, that match a shell pattern."""
+    """Return the names that `create` accepts and a shell pattern matches, sorted."""
     return sorted(fnmatch.filter(VARIANTS, pattern))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return '; did you mean ...?' for the closest known name, or '' where none is close."""
+    """Return '; did you mean ...?' with the closest name of `known`, or '' if none is close."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -71,7 +76,7 @@ def find_variant(name: str) -> Variant:
 
 
 def make_config(name: str, **options: Unpack[ModelOptions]) -> ModelConfig:
-    """Return a variant's configuration with some fields chosen; `InputError` if one is wrong."""
+    """Return a variant's configuration with `options` applied, or raise `InputError`."""
     variant = dataclasses.asdict(find_variant(name))
     del variant["input_size"]
     for key in options.keys() - ModelOptions.__annotations__.keys():
@@ -92,7 +97,23 @@ def build(
     dtype: torch.dtype | None = None,
     **options: Unpack[ModelOptions],
 ) -> TResNet:
-    """Build a variant with random weights; arguments and errors are those of `create`."""
+    """Build a variant with random weights.
+
+    Args:
+        name: A name out of `list_models()`.
+        impl: 'auto', 'triton' or 'reference': see `TResNet.set_impl`.
+        recompute: 'none', 'activations' or 'outputs': see `TResNet.set_recompute`.
+        device: Where the parameters are; `meta` allocates nothing.
+        dtype: float32, float64, bfloat16 or float16; None for PyTorch's default.
+        **options: Fields of `ModelConfig`; None means not given.
+
+    Returns:
+        The model, in training mode.
+
+    Raises:
+        InputError: a name or value is unknown, or the device is not usable.
+        MissingDependencyError: `norm='inplace_abn'` without the package.
+    """
     if device is not None and not str(device).startswith("meta"):
         usable_device(device)
     if dtype is not None and dtype not in _DTYPES:
@@ -107,7 +128,7 @@ def build(
 
 
 def default_pretrained_cfg(name: str, config: ModelConfig) -> dict[str, Any]:
-    """Return how images are prepared in timm's terms; a `crop_mode` of 'squash' distorts them."""
+    """Return the preparation of images in timm's terms; crop mode 'squash' distorts them."""
     size = find_variant(name).input_size
     side = size // (8 * config.block_size)
     return {
@@ -131,7 +152,7 @@ def image_side(cfg: Mapping[str, Any]) -> int:
     _, height, width = cfg["input_size"]
     if height != width:
         raise InputError(
-            f"expected square images, got a model for images {height} high and {width} wide: say "
-            "the side by --input-size, or prepare the images yourself"
+            f"expected square images, got a model for images {height} high and {width} wide: set "
+            "the side with --input-size, or prepare the images yourself"
         )
     return int(width)

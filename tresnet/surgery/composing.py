@@ -1,8 +1,8 @@
-"""Linear convolutions one after another as one, where that is exact.
+"""Compose consecutive linear convolutions into one, where that is exact.
 
 A convolution reads the input, zero outside its borders, at stride * i + tap - padding. Kernels are
-written out here, without dilation and groups: composing two is a transposed convolution of one with
-the other. What there is once for rows and once for columns is an array of two.
+expanded here to have neither dilation nor groups. Two of them compose by a transposed convolution
+of one with the other. Values for rows and columns are arrays of two.
 """
 
 from dataclasses import dataclass
@@ -21,19 +21,21 @@ from tresnet.layers.subtracted_conv import SubtractedConv
 def compose(*parts: nn.Module) -> nn.Module:
     """Return the one convolution that equals the given ones in sequence.
 
-    Parts are `nn.Conv2d`, `SubtractedConv` or `nn.Sequential` of such, and are not changed. Stride,
-    dilation, groups and bias may be any; the result has one group. It is composed in float64, with
-    the dtype and device of the first weight, and may cost more than its factors. It is exact for
-    every input size where none but the first pads. Before one that pads, there must be no bias and
-    a padding of at least dilation * (kernel - 1), which a 1x1 convolution always has.
+    Parts are `nn.Conv2d`, `SubtractedConv` or `nn.Sequential` of such, with any stride, dilation,
+    groups and bias. They are not changed. The result has one group, and the dtype and device of the
+    first weight; it is composed in float64. It may cost more than its factors.
 
-    In a single model that is more than convolutions, such as a ResNet50, each `SubtractedConv`
-    becomes an `nn.Conv2d`, in place, and the model is returned: train before, as the factors are
-    gone.
+    The result is exact for every input size if only the first part pads. A part before one that
+    pads must have no bias. It must pad by at least dilation * (kernel - 1), which a 1x1
+    convolution has.
+
+    In a single model with other modules, such as a ResNet50, each `SubtractedConv` becomes an
+    `nn.Conv2d`, in place, and the model is returned. Train before, as the factors are then gone.
 
     Raises:
         InputError: a part is not a linear convolution, has hooks or a parametrization, or the
-            composition is not exact, or a model has no `SubtractedConv`; names it.
+            composition is not exact, or a model has no `SubtractedConv`. The message names the
+            part.
     """
     for index, part in enumerate(parts):
         check_model(part)
@@ -55,14 +57,14 @@ def compose(*parts: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class _Linear:
-    """A convolution as a value: its kernel written out in float64, (out, in, rows, columns)."""
+    """A convolution as a value: its kernel expanded in float64, (out, in, rows, columns)."""
 
     name: str
     weight: Tensor
     bias: Tensor | None
     stride: np.ndarray
     padding: np.ndarray
-    grid: np.ndarray  # distances that divide those between all taps; 0 for a single tap
+    grid: np.ndarray  # greatest common divisor of the distances between taps; 0 for one tap
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -72,7 +74,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _compose_inside(model: nn.Module) -> nn.Module:
-    """Replace each `SubtractedConv` of a model; a shared one stays shared."""
+    """Replace each `SubtractedConv` of a model; one with several names stays one module."""
     named = model.named_modules(remove_duplicate=False)
     places = {name: module for name, module in named if isinstance(module, SubtractedConv)}
     if not places:
@@ -94,7 +96,7 @@ def _flattened(module: nn.Module, name: str) -> list[_Linear]:
     if isinstance(module, nn.Identity):
         return []
     if type(module) is nn.Sequential:
-        # not named_children, which names a convolution that comes twice once only
+        # not named_children, which names a repeated convolution only once
         parts = module._modules.items()
         return [c for key, child in parts if child for c in _flattened(child, f"{name}.{key}")]
     if type(module) is not nn.Conv2d or module.weight.is_complex():
@@ -125,8 +127,8 @@ def _flattened(module: nn.Module, name: str) -> list[_Linear]:
 def _after(first: _Linear, second: _Linear) -> _Linear:
     """Return `second` applied to the output of `first`.
 
-    Its tap v reads output position s2 i + v - p2 of the first, so input position
-    s1 s2 i + s1 v + u - (s1 p2 + p1).
+    Tap v of the second reads output position s2 i + v - p2 of the first. There, tap u of the first
+    reads input position s1 s2 i + s1 v + u - (s1 p2 + p1).
     """
     _check_exact(first, second)
     bias = second.bias
@@ -144,7 +146,7 @@ def _after(first: _Linear, second: _Linear) -> _Linear:
 
 
 def _check_exact(first: _Linear, second: _Linear) -> None:
-    """Check that channels meet, and that what `second` reads beyond its input is zero.
+    """Check that channels fit, and that `second` reads zeros beyond its input.
 
     Beyond its last output `first` reads from `padding - extent` pixels past the border on.
     """
@@ -160,7 +162,7 @@ def _check_exact(first: _Linear, second: _Linear) -> None:
     extent = np.array(first.weight.shape[2:]) - 1
     if any((second.padding > 0) & (first.padding < extent)):
         raise InputError(
-            f"{both}, where {first.name} on its own would still see pixels: expected its padding "
+            f"{both}, where {first.name} on its own would still read pixels: expected its padding "
             f"to be at least dilation * (kernel - 1) = {extent}, got {first.padding}"
         )
 

@@ -1,4 +1,9 @@
-"""Fold norms into the convolutions in front of them, for inference."""
+"""Fold norms into the convolutions before them, for inference.
+
+`fold` checks the model first, then copies it and replaces each convolution and its norm by one
+convolution with bias. `merge_stem` also merges space-to-depth into the stem's convolution. Whatever
+cannot be folded exactly raises an error before anything is changed.
+"""
 
 import copy
 import itertools
@@ -20,20 +25,20 @@ AnyNorm = NormAct | nn.BatchNorm2d | nn.SyncBatchNorm
 
 
 def fold(model: ModuleT, *, merge_stem: bool = False, inplace: bool = False) -> ModuleT:
-    """Return `model` for inference: each norm folded into its convolution, the same outputs.
+    """Return `model` for inference: each norm folded into its convolution, with the same outputs.
 
     y = gamma (conv(x) - mean) / sqrt(var + eps) + beta becomes one convolution with bias, computed
-    in float64 and rounded once. Besides TResNets, alone or inside another module, it folds a
-    `Conv2d` followed by a `BatchNorm2d` or one of our norms in any `nn.Sequential`. That must be
-    called as a whole: where a model calls the children one by one and does something between them,
-    the result is wrong without an error. The result has no gradients and refuses training mode and
-    checkpoints: load before, export after.
+    in float64 and rounded once. `fold` handles TResNets, also inside another module, and in any
+    `nn.Sequential` a `Conv2d` followed by a `BatchNorm2d` or one of our norms. The model must call
+    such an `nn.Sequential` as one module: if it calls the children one by one and computes
+    something between them, the result is wrong without an error. The result has no gradients and
+    refuses training mode and checkpoints. Load before folding, and export after.
 
     Args:
-        model: in eval mode; unchanged unless `inplace`.
-        merge_stem: let one strided convolution (12x12, stride 4, for blocks of 4) do what
-            space-to-depth and the stem's 3x3 do; exact.
-        inplace: change `model` itself.
+        model: A model in eval mode; unchanged unless `inplace`.
+        merge_stem: Replace space-to-depth and the stem's 3x3 by one strided convolution (12x12,
+            stride 4, for blocks of 4); exact.
+        inplace: Change `model` itself.
 
     Raises:
         InputError: training mode, a norm without running statistics, a compiled model, nothing to
@@ -141,7 +146,7 @@ def _fold_pairs(parent: nn.Sequential) -> None:
 
 @torch.no_grad()
 def fold_norm(conv: nn.Conv2d, norm: AnyNorm) -> nn.Conv2d:
-    """Return a convolution that does what `conv` and `norm` in eval mode do, without activation."""
+    """Return a convolution that equals `conv` and `norm` in eval mode, without activation."""
     mean, var = norm.running_mean, norm.running_var
     assert mean is not None
     assert var is not None
@@ -180,7 +185,7 @@ def _convolution(conv: nn.Conv2d, weight: Tensor, bias: Tensor, **changes: objec
 
 @torch.no_grad()
 def _merge_stem(model: TResNet) -> None:
-    """Make the stem one convolution on pixels instead of blocks of them."""
+    """Make the stem one convolution on pixels, without space-to-depth."""
     blocks, stem = model.body.get_submodule("s2d"), model.body.get_submodule("conv1")
     if not (isinstance(blocks, SpaceToDepth) and isinstance(stem, FoldedConv)):
         raise InputError("merge_stem expected the stem of a TResNet, got one that was replaced")

@@ -1,4 +1,4 @@
-"""Branches of equal structure as one module that runs them at once."""
+"""Merge branches of equal structure into one module that runs them together."""
 
 import copy
 from collections.abc import Iterable
@@ -15,9 +15,9 @@ from tresnet.layers.hooks import refuse_hooked
 class ParallelBranches(nn.Module):
     """G branches as one module: (N, C, ...), or (N, G C, ...) if not shared, to (N, G C', ...).
 
-    `merged` is a branch with the parameters and buffers of all, stacked along a first dimension.
-    `torch.vmap` runs it: convolutions become grouped ones, or a dense one on a shared input, linear
-    layers a batched matrix product.
+    `merged` is a branch with the parameters and buffers of all branches, stacked along a first
+    dimension. `torch.vmap` runs it: convolutions become grouped, or dense on a shared input, and
+    linear layers become a batched matrix product.
     """
 
     def __init__(self, branches: list[nn.Module], shared_input: bool) -> None:
@@ -49,17 +49,17 @@ class ParallelBranches(nn.Module):
 
 
 def merge_parallel(branches: Iterable[nn.Module], *, shared_input: bool = True) -> ParallelBranches:
-    """Return one module that runs G branches at once; weights are copied, branches unchanged.
+    """Return one module that runs G branches together; weights are copied, branches unchanged.
 
-    Outputs are those of the branches concatenated along dimension 1, and gradients theirs, in eval
-    and in training mode. `torch.vmap` must be able to run the branches. Linear layers with unequal
-    numbers of outputs go into a `tresnet.layers.GroupedLinear`. Dropout and drop path draw for each
-    branch. With `shared_input` all read the same (N, C, ...), else branch g reads the g-th C
-    channels.
+    The outputs are those of the branches, concatenated along dimension 1, and so are the gradients,
+    in eval and training mode. `torch.vmap` must be able to run the branches. Linear layers with
+    unequal numbers of outputs go into a `tresnet.layers.GroupedLinear`. Dropout and drop path draw
+    for each branch. With `shared_input` all branches read the same (N, C, ...), else branch g reads
+    the g-th C channels.
 
     Raises:
         InputError: the branches differ in structure or settings, share or tie tensors, have none,
-            or have hooks; names what.
+            or have hooks. The message names the tensor or setting.
     """
     modules = list(branches)
     if not modules or not all(isinstance(m, nn.Module) and _tensors(m) for m in modules):
@@ -108,5 +108,5 @@ def _structure(branch: nn.Module) -> dict[str, Any]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Return whether two settings are surely equal; tensors only if identical."""
+    """Return whether two settings are surely equal; tensors are equal only if identical."""
     return a is b or (type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b))

@@ -1,4 +1,4 @@
-"""Exchange the norms of a model for another class of the same function."""
+"""Exchange the norms of a model for another class with the same function."""
 
 from dataclasses import replace
 from typing import TypeVar
@@ -19,17 +19,17 @@ _CHOICES = ("track_running_stats", "synchronised")  # the last of an ABN
 
 
 def swap_norm(model: ModuleT, norm: str) -> ModuleT:
-    """Make every norm of `model` one of the class `norm`, in place, and return the model.
+    """Replace every norm of `model` by one of the class `norm`, in place, and return the model.
 
-    The function stays. Parameters and buffers stay the same objects, so that optimizers and EMAs
-    stay valid. Choices of `set_impl` and `set_recompute` stay, and hold again with norm 'abn'. A
-    model that was compiled or scripted before keeps its old norms: swap first. `norm` is 'abn',
-    'batchnorm' or 'inplace_abn'. The last cannot represent a gamma below its eps (1e-5), such as
-    the zero-initialised ones of a new model.
+    The function stays the same. Parameters and buffers stay the same objects, so optimizers and
+    EMAs stay valid. Choices of `set_impl` and `set_recompute` stay, and apply again with norm
+    'abn'. A model that was compiled or scripted before keeps its old norms: swap first. `norm` is
+    'abn', 'batchnorm' or 'inplace_abn'. The last cannot represent a gamma below its eps (1e-5),
+    such as the zeros that a new model starts with.
 
     Raises:
-        InputError: an unknown norm, no norms in the model, norms that something hooks or changes,
-            or gammas that in-place ABN cannot represent; the model is then unchanged.
+        InputError: an unknown norm, no norms in the model, norms with hooks or changes, or gammas
+            that in-place ABN cannot represent; the model is then unchanged.
         MissingDependencyError: 'inplace_abn' without the package.
     """
     target = norm_class(norm)
@@ -79,7 +79,7 @@ def _counterpart(old: NormAct, target: type[NormAct]) -> NormAct:
         new.register_parameter(name, parameter)  # pyright: ignore[reportArgumentType]
     for name in _BUFFERS:  # None where there are none
         new.register_buffer(name, getattr(old, name))
-    for name in _CHOICES:  # a norm that does not know them hands them on to the next
+    for name in _CHOICES:  # a norm that ignores them keeps them for the next swap
         if hasattr(old, name):
             setattr(new, name, getattr(old, name))
     return new.train(old.training)
