@@ -7,87 +7,23 @@ at once, the instructions of its longest loop that loads.
 """
 
 import json
-import os
 import re
 import subprocess
 import sys
 import tempfile
 import warnings
-from pathlib import Path
 from typing import Any
 
-os.environ["TRITON_INTERPRET"] = "0"
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where it is not set
-
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
+from benchmarks.kernel_table import CUOBJDUMP, compile_for, compiled, constants, resources
 from tresnet.ops import operators
 from tresnet.ops.abn import launch
 from tresnet.ops.excite import launch as excite_launch
 from tresnet.ops.space_to_depth import launch as stem_launch
 
-POINTERS = {
-    torch.float32: "*fp32",
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.uint8: "*u8",
-}
 # Widths of tresnet_m, l and xl; in contiguous memory the width does not matter.
 CHANNELS = {torch.channels_last: (64, 76, 83), torch.contiguous_format: (83,)}
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-
-
-def named(launched: list[Any]) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """Launches that `operators.noted` noted, their constants by name."""
-    found = []
-    for function, tensors, numbers, warps in launched:
-        given = dict(zip(function.arg_names, (*tensors, *numbers), strict=True))
-        options = {function.arg_names[index]: given.pop(function.arg_names[index])
-                   for index in function.constexprs}  # fmt: skip
-        found.append((function, tuple(given.values()), {**options, "num_warps": warps}))
-    return found
-
-
-def source_of(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> ASTSource:
-    """The specialisation Triton's launcher would choose for these arguments."""
-    names = function.arg_names
-    values = {**dict(zip(names, args, strict=False)), **options}
-    signature, constants, attributes = {}, {}, {}
-    for index, name in enumerate(names):
-        value, about = values[name], function.params[index]
-        is_one = isinstance(value, int) and value == 1 and not about.do_not_specialize
-        looked_at = not (about.do_not_specialize or about.do_not_specialize_on_alignment)
-        if about.is_constexpr or is_one:
-            signature[name], constants[(index,)] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[name] = POINTERS[value.dtype]
-            if value.storage_offset() * value.element_size() % 16 == 0:
-                attributes[(index,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, int):
-            signature[name] = "i32"
-            if value % 16 == 0 and looked_at:
-                attributes[(index,)] = [["tt.divisibility", 16]]
-        else:
-            signature[name] = "fp32"
-    return ASTSource(function, signature, constants, attributes)
-
-
-def resources(compiled: Any) -> dict[str, int]:
-    """Registers, stack and local bytes of a thread, read off the machine code."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        text = subprocess.run(
-            [CUOBJDUMP, "--dump-resource-usage", file.name],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-    fields = dict(part.split(":") for part in text.split() if part.count(":") == 1)
-    return {key.lower(): int(fields[key]) for key in ("REG", "STACK", "LOCAL")}
 
 
 def narrowest(compiled: Any) -> int:
@@ -171,6 +107,7 @@ def main(capabilities: list[int], dtypes: list[str]) -> None:
     warnings.simplefilter("error")
     seen = set()
     for capability in capabilities:
+        compile_for(capability)
         for name in dtypes:
             dtype = getattr(torch, name)
             with operators.noted() as launched:
@@ -178,22 +115,17 @@ def main(capabilities: list[int], dtypes: list[str]) -> None:
                 for layout, widths in CHANNELS.items():
                     for channels in widths:
                         launches(dtype, layout, channels)
-            for function, args, options in named(launched):
-                source = source_of(function, args, options)
-                if (capability, source.hash()) in seen:
+            for one in launched:
+                kernel, switches = compiled(one), constants(one)
+                if (capability, kernel.hash) in seen:
                     continue
-                seen.add((capability, source.hash()))
-                target = GPUTarget("cuda", capability, 32)
-                compiled = triton.compile(
-                    source, target=target, options={"num_warps": options["num_warps"]}
-                )
-                switches = {k: v for k, v in options.items() if k != "num_warps"}
-                row = {"kernel": function.__name__, "dtype": name, "sm": capability, **switches}
-                row |= {**resources(compiled), "narrowest": narrowest(compiled)}
-                row["threads"] = 32 * options["num_warps"]
+                seen.add((capability, kernel.hash))
+                row = {"kernel": one.kernel.__name__, "dtype": name, "sm": capability}
+                row |= {**switches, **resources(kernel), "narrowest": narrowest(kernel)}
+                row["threads"] = 32 * one.options["num_warps"]
                 # disassembling takes longer than compiling
-                if capability == 90 and options.get("AC") == 8:
-                    row["loop"] = longest_loop(compiled)
+                if capability == 90 and switches.get("AC") == 8:
+                    row["loop"] = longest_loop(kernel)
                 sys.stdout.write(json.dumps(row) + "\n")
 
 

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +77,15 @@ def is_recorded(x: Tensor) -> bool:
     )
 
 
-Launch = tuple[Any, tuple[Tensor, ...], tuple[Any, ...], int]  # kernel, tensors, numbers, warps
+class Launch(NamedTuple):
+    """A kernel, its programs, Triton's options, and its arguments: tensors, then numbers."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    options: dict[str, Any]
+    tensors: tuple[Tensor, ...]
+    numbers: tuple[Any, ...]
+
 
 _compiled: dict[Any, Any] = {}
 _noted: list[Launch] | None = None
@@ -104,7 +112,7 @@ def launch(
         numbers: the others, its constants included, in order.
     """
     if _noted is not None:
-        _noted.append((kernel, tensors, numbers, warps))
+        _noted.append(Launch(kernel, grid, _options(warps), tensors, numbers))
         return
     key = (
         id(kernel), tensors[0].get_device(), warps, numbers,
@@ -114,11 +122,16 @@ def launch(
     if compiled is not None:
         compiled[grid](*tensors, *numbers)
         return
-    compiled = kernel[grid](*tensors, *numbers, num_warps=warps)
+    compiled = kernel[grid](*tensors, *numbers, **_options(warps))
     if compiled is not None:  # it is none in the interpreter
         if len(_compiled) >= _MOST:
             _compiled.clear()
         _compiled[key] = compiled
+
+
+def _options(warps: int) -> dict[str, Any]:
+    # Triton 3.9 warns where neither this nor TRITON_DEFAULT_FP_FUSION says what is its default
+    return {"num_warps": warps, "enable_fp_fusion": True}
 
 
 @contextmanager
