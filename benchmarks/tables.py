@@ -22,7 +22,7 @@ _LARGEST = [*_CASE, ("largest batch", "largest_batch", ""), ("ended by", "limite
 _OPS = [
     *((key, key, "") for key in ("op", "place", "dtype", "direction", "contender")),
     ("GB/s of the ideal bytes", "gb_per_s", ",.1f"),
-    ("of a copy", "share_of_copy", ".0%"),
+    ("of a copy", "ratio_to_copy", ".0%"),
 ]
 TABLES = {
     "bench_train": ("Training step", _STEPS),

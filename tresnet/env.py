@@ -1,7 +1,7 @@
 """Description of the machine and the versions, stored with each measurement.
 
-Nothing here names a path, a host or a user. NVML and git are queried only when a function runs, and
-CUDA is initialised only where the caller names a CUDA device.
+No value contains a path, a host name or a user name. NVML and git are queried only when a function
+runs. CUDA is initialised only if the caller names a CUDA device.
 """
 
 import functools

@@ -1,6 +1,6 @@
-"""The errors a user can cause. Each message says what was expected, what came and what to do.
+"""Errors that a user can cause. Each message says what was expected, what came and what to do.
 
-Command lines turn any of them into one line on stderr and exit code 2; as a library, catch
+Command lines print any of them as one line on stderr and end with exit code 2. As a library, catch
 `TResNetError` or the built-in class that fits (`ValueError`, `RuntimeError`, `ImportError`).
 """
 
@@ -25,7 +25,7 @@ class CheckpointError(TResNetError, RuntimeError):
 
 
 class ExportError(TResNetError, RuntimeError):
-    """An exported file does not compute what the model does; it was removed."""
+    """An exported file computes other results than the model; it was removed."""
 
 
 class DataError(TResNetError, ValueError):
@@ -37,7 +37,7 @@ class MissingDependencyError(TResNetError, ImportError):
 
 
 class TrainingError(TResNetError, RuntimeError):
-    """Training cannot go on, for example because the loss is no longer finite."""
+    """Training cannot continue, for example because the loss is not finite."""
 
 
 class WriteError(TResNetError, OSError):
@@ -45,12 +45,12 @@ class WriteError(TResNetError, OSError):
 
 
 class BusyError(TResNetError, RuntimeError):
-    """Another process is at work in a directory."""
+    """Another process is using a directory."""
 
 
 @contextlib.contextmanager
 def needed(what: str, extra: str) -> Iterator[None]:
-    """Turn a failed import inside into MissingDependencyError with the command for `extra`."""
+    """Turn a failed import in the block into MissingDependencyError naming `extra`."""
     try:
         yield
     except ImportError as error:
@@ -59,7 +59,7 @@ def needed(what: str, extra: str) -> Iterator[None]:
 
 
 def to_install(what: str, package: str, extra: str) -> str:
-    """Return a message with the packages that `what` needs, and the command that installs them."""
+    """Return a message with the missing packages of `what`, and the command to install them."""
     return (
         f"{what} needs {package}, not installed: pip install 'tresnet[{extra}]' (from a clone: "
         f"pip install -e '.[{extra}]')"

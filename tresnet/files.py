@@ -1,4 +1,8 @@
-"""Atomic writes of files, and locks on directories."""
+"""Atomic writes of files, and locks on directories.
+
+Every file of the package is written by `atomic_write`, so that a crash leaves the old file or the
+new one. A run's directory is locked by one process. The rest handles signals and standard streams.
+"""
 
 import contextlib
 import errno
@@ -26,7 +30,7 @@ except ImportError:  # Windows
 LOCK = ".lock"
 PATIENCE_S = 1.0
 _TEMPORARY = re.compile(r"\..{1,48}\.[0-9a-f]{16}\.tmp")
-# What to do about the system's errors of writing; others may come from what is read meanwhile.
+# Advice for the system's errors of writing; other errors may come from reading in the block.
 _ADVICE = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some space",
@@ -80,14 +84,14 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text file in UTF-8, whole or not at all; errors are those of `atomic_write`."""
+    """Write a text file in UTF-8 atomically; errors are those of `atomic_write`."""
     with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8", newline="")
 
 
 @contextlib.contextmanager
 def explained(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn the system's errors in a block that only writes `path` into a WriteError with advice."""
+    """Turn the system's errors in a block that only writes `path` into a WriteError."""
     try:
         yield
     except OSError as error:
@@ -95,7 +99,7 @@ def explained(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove the temporary files of writes that were killed; nobody else may be writing there."""
+    """Remove temporary files of killed writes; no other process may be writing there."""
     with contextlib.suppress(OSError):
         for path in directory.iterdir():
             if _TEMPORARY.fullmatch(path.name):
@@ -137,7 +141,7 @@ def lock(directory: Path) -> Iterator[None]:
 
 
 def _flock(file: IO[str]) -> None:
-    """Take the lock, waiting a moment for a process that is just being killed."""
+    """Take the lock; wait up to a second for a process that is being killed."""
     deadline_s = time.monotonic() + PATIENCE_S
     while fcntl is not None:
         try:
@@ -151,7 +155,7 @@ def _flock(file: IO[str]) -> None:
 
 
 def _let_go() -> None:
-    """Close the lock in a forked process, such as a loader's: it is the parent's alone."""
+    """Close the lock in a forked process, such as a data loader's: only the parent holds it."""
     for file in _held:
         with contextlib.suppress(OSError):
             file.close()
@@ -163,10 +167,10 @@ if hasattr(os, "register_at_fork"):
 
 
 def _reason(error: BaseException | None) -> str | None:
-    """Return why nothing could be written; None if the error is about something else.
+    """Return why nothing could be written; None if the error has another cause.
 
-    torch.save to a stream hides the system's error in its own one's context, and safetensors spells
-    its number out.
+    torch.save to a stream keeps the system's error in the context of its own, and safetensors only
+    prints the number.
     """
     while error is not None:
         code = error.errno if isinstance(error, OSError) else None
@@ -179,7 +183,7 @@ def _reason(error: BaseException | None) -> str | None:
 
 
 def _usual_mode(path: Path) -> int:
-    """Return the permissions that `open` gives a new file at `path`; the umask cannot be read."""
+    """Return the permissions of a new file at `path`; there is no call to read the umask."""
     path.touch(exist_ok=False)
     mode = stat.S_IMODE(path.stat().st_mode)
     path.unlink()
@@ -195,7 +199,7 @@ def _fsync(path: Path) -> None:
 
 
 def prepare_streams() -> None:
-    """Open missing standard streams on devnull, and escape characters that they cannot encode."""
+    """Open missing standard streams on devnull, and escape characters they cannot encode."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell or a daemon's manager
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115

@@ -5,8 +5,8 @@ timm's own scripts run on them unchanged:
     python -m tresnet.timm_plugin path/to/validate.py --model tresnet_m --pretrained ...
     torchrun --nproc-per-node 8 -m tresnet.timm_plugin path/to/train.py --model tresnet_m ...
 
-Names that timm has itself (tresnet_m, tresnet_l, tresnet_xl, tresnet_v2_l) are taken over, with the
-same tags and the same default; `create_model` passes our arguments (norm, jit, block_size, ...) on.
+The plugin replaces timm's own tresnet_m, tresnet_l, tresnet_xl and tresnet_v2_l, with the same tags
+and the same default. `create_model` accepts our arguments (norm, jit, block_size, ...) too.
 """
 
 import importlib
@@ -35,7 +35,7 @@ from tresnet.models.features import FeatureExtractor
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import build, list_models
 
-# timm takes the first tag that has weights where none is named
+# the first of these tags that has weights is the default, as in timm
 _DEFAULT_TAGS = ("miil_in21k_ft_in1k", "miil_in1k")
 
 
@@ -44,7 +44,7 @@ def _tag(entry: WeightsEntry) -> str:
 
 
 def _timm_cfg(entry: WeightsEntry) -> dict[str, Any]:
-    """Return a row in timm's terms; a file under weights/ comes first."""
+    """Return a row of the manifest in timm's terms; a file under weights/ has priority."""
     local = weights_dir() / entry.file
     file = str(local) if local.is_file() else None
     source = find(entry.copy) if entry.copy else entry  # links to the originals are dead
@@ -110,7 +110,7 @@ def _load(model: TResNet, cfg: dict[str, Any], cache_dir: str | Path | None) -> 
         return
     load_pretrained(
         model,
-        {**cfg, "first_conv": None},  # our filter adapts the stem: its inputs are pixels x colours
+        {**cfg, "first_conv": None},  # our filter adapts the stem, which reads blocks of pixels
         num_classes=model.num_classes,
         in_chans=model.in_chans,
         filter_fn=_convert,

@@ -20,7 +20,7 @@ def test_sections_tables_and_failures(tmp_path, capsys):
     full = {**fine, "status": "out_of_memory", "error": "CUDA out of\nmemory"}
     put(tmp_path, "train", "bench_train", [{**fine, **speed}, full], GPU)
     op = {"status": "ok", "op": "abn", "place": "stage 1", "dtype": "fp32", "direction": "forward"}
-    op |= {"contender": "copy", "gb_per_s": 9.5, "share_of_copy": 1.0}
+    op |= {"contender": "copy", "gb_per_s": 9.5, "ratio_to_copy": 1.0}
     put(tmp_path, "ops", "bench_ops", [op], {"type": "cpu"})
     put(tmp_path, "study", "bench_convs", [], GPU)
     assert main(str(tmp_path)) == 0

@@ -44,13 +44,13 @@ def make(window=50):
 def test_nothing_measured_is_none_not_zero():
     meter, clock = make()
     assert meter.images_per_s() is None
-    assert meter.average_images_per_s() is None
+    assert meter.mean_images_per_s() is None
     assert meter.data_wait_fraction() is None
     meter.start()
     assert meter.images_per_s() is None
     run_steps(meter, clock, 3)
     meter.reset()
-    assert meter.average_images_per_s() is None
+    assert meter.mean_images_per_s() is None
     run_steps(meter, clock, 1, work_s=1000)  # without a start the first step is not counted
     assert meter.images_per_s() is None
     run_steps(meter, clock, 2, work_s=2)
@@ -63,7 +63,7 @@ def test_window_looks_back_and_average_looks_at_all():
     run_steps(meter, clock, 5, work_s=4)
     run_steps(meter, clock, 3, work_s=1)
     assert meter.images_per_s() == pytest.approx(8)
-    assert meter.average_images_per_s() == pytest.approx(8 * 8 / 23)
+    assert meter.mean_images_per_s() == pytest.approx(8 * 8 / 23)
 
 
 def test_data_wait_can_be_left_out():
@@ -72,7 +72,7 @@ def test_data_wait_can_be_left_out():
     run_steps(meter, clock, 4, wait_s=3, work_s=1)
     assert meter.images_per_s() == pytest.approx(2)
     assert meter.data_wait_fraction() == pytest.approx(0.75)
-    assert meter.average_images_per_s(exclude_data_wait=True) == pytest.approx(8)
+    assert meter.mean_images_per_s(exclude_data_wait=True) == pytest.approx(8)
 
 
 def test_start_leaves_out_a_pause_and_batches_are_weighted_by_time():
@@ -92,7 +92,7 @@ def test_reading_never_waits_for_a_device_that_lags():
     run_steps(meter, clock, 4)
     assert meter.images_per_s() == pytest.approx(8)  # two of four steps are done
     assert clock.waited == 0
-    assert meter.average_images_per_s() == pytest.approx(8)
+    assert meter.mean_images_per_s() == pytest.approx(8)
     assert clock.waited == 1  # once, for the last
 
 
@@ -115,7 +115,7 @@ def test_cuda_rate_matches_events_and_does_not_synchronise(cuda_device):
     torch.cuda._sleep(2_000_000_000)
     meter.step(8)
     assert meter.images_per_s() is None  # about a second of sleep is still running
-    assert meter.average_images_per_s() > 0
+    assert meter.mean_images_per_s() > 0
 
     def multiply():
         meter.start()
@@ -134,4 +134,4 @@ def test_cuda_rate_matches_events_and_does_not_synchronise(cuda_device):
     expected = 80 / (first.elapsed_time(last) / 1000)
     meter.reset()
     multiply()
-    assert meter.average_images_per_s() == pytest.approx(expected, rel=0.5)
+    assert meter.mean_images_per_s() == pytest.approx(expected, rel=0.5)

@@ -86,7 +86,7 @@ _LARGEST_TABLE: _Table = [
 _OPS_TABLE: _Table = [
     ("p50 us", "p50_us", ".1f"),
     ("GB/s", "gb_per_s", ".1f"),
-    ("x copy", "share_of_copy", ".3f"),
+    ("x copy", "ratio_to_copy", ".3f"),
 ]
 
 

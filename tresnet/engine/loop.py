@@ -158,7 +158,7 @@ class Loop:
     def _finish_epoch(self) -> None:
         progress, epochs = self.progress, self.config.schedule.epochs
         memory = self.parts.memory.phase("train")
-        rates = [self.throughput.average_images_per_s(wait) or 0.0 for wait in (False, True)]
+        rates = [self.throughput.mean_images_per_s(wait) or 0.0 for wait in (False, True)]
         rate, unhindered = self.processes.sum(*rates)
         waiting = 100 * (1 - rate / unhindered) if unhindered else None
         figures: dict[str, Any] = {"loss": progress.loss_sum / max(progress.images, 1)}

@@ -1,6 +1,7 @@
-"""Each format: how a traced model is written, and how the file is opened and run.
+"""Formats of exported models: how each is written, opened and run.
 
-A writer gets a path with the format's suffix; the caller checks the file.
+`FORMATS` is the table. A writer gets an `ExportJob` and a path with the format's suffix; the caller
+compares the file's logits with the model's. `read_onnx` and `load_aoti` open files for users.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ from tresnet.export.options import ExportOptions
 from tresnet.export.plain import trace
 
 METADATA_KEY = "tresnet"
-# what an ONNX file tells those who predict by it
+# metadata of an ONNX file that predictions need
 _PREDICTION_KEYS = ("images", "preprocessing", "num_classes", "classes", "descriptions", "labels")
 RunFunction = Callable[[Tensor], Tensor]
 
@@ -36,7 +37,7 @@ RunFunction = Callable[[Tensor], Tensor]
 class Job(NamedTuple):
     """A traced program and its images, with `metadata` (plain values) to store in the file.
 
-    `calibration` has prepared batches for the ranges of 8-bit values; else None.
+    `calibration` holds prepared batches for the ranges of 8-bit values, or is None.
     """
 
     program: ExportedProgram
@@ -52,11 +53,11 @@ class Job(NamedTuple):
 def _write_onnx(job: Job, path: Path) -> None:
     floats = path.with_stem("floats") if job.calibration is not None else path
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the exporter about its own parts
+        warnings.simplefilter("ignore")  # the exporter warns about its own code
         made = torch.onnx.export(
             job.program, input_names=["images"], output_names=["logits"], dynamo=True, verbose=False
         )
-    assert made is not None, "nothing is returned where a path is given alone"
+    assert made is not None, "the exporter returns None only if it gets a path"
     made.model.metadata_props.update(job.texts())
     made.save(floats, external_data=False)
     if job.calibration is not None:
@@ -123,7 +124,7 @@ def read_onnx(path: Path) -> tuple[RunFunction, dict[str, Any]]:
         texts = session.get_modelmeta().custom_metadata_map
         known = {key: json.loads(texts[key]) for key in _PREDICTION_KEYS}
         images, run = Images(**known["images"]), _run_onnx(session)
-    except Exception as error:  # onnxruntime's errors have no base class of their own
+    except Exception as error:  # onnxruntime's errors have no common base class
         reason = " ".join(str(error).split())
         raise CheckpointError(
             f"{path} is not a model written by tresnet export --format onnx ({reason:.200}): "
@@ -152,19 +153,19 @@ def _quantise_pt2(job: Job) -> ExportedProgram:
     quantizer = X86InductorQuantizer()
     quantizer.set_global(get_default_x86_inductor_quantization_config())
     with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # of torchao about its own parts
+        warnings.simplefilter("ignore")  # torchao warns about its own code
         observed = prepare_pt2e(job.program.module(), quantizer)
         for batch in job.calibration:
             observed(batch)
         made = convert_pt2e(observed)
-        # Made anew, it holds what its graph uses, not the 32-bit weights beside the 8-bit ones.
+        # A new module holds only what its graph uses, not also the 32-bit weights.
         made = torch.fx.GraphModule(made, made.graph)
         return trace(made, job.images, torch.device("cpu"))
 
 
 def open_pt2(path: Path) -> RunFunction:
     """Open an exported program, run operator by operator."""
-    with contextlib.suppress(ImportError):  # it names the operators of an 8-bit program
+    with contextlib.suppress(ImportError):  # the import registers the operators of 8-bit programs
         import torchao.quantization.pt2e.quantize_pt2e  # noqa: F401
     return torch.export.load(path).module()
 
@@ -173,7 +174,7 @@ def _write_aoti(job: Job, path: Path) -> None:
     from torch._inductor import aoti_compile_and_package, config
 
     settings: dict[str, Any] = {"aot_inductor.metadata": job.texts()}
-    # PyTorch takes any number of images for at least 2, and so would refuse one, where it checks.
+    # PyTorch assumes that a dynamic number of images is at least 2: its check would refuse one.
     for name in ("check_lowerbound", "check_upperbound"):
         if hasattr(config.aot_inductor, name):
             settings[f"aot_inductor.{name}"] = False
@@ -183,8 +184,8 @@ def _write_aoti(job: Job, path: Path) -> None:
 class CompiledPackage:
     """A model compiled ahead of time, with its `images` and `metadata` (class names and so on).
 
-    The package itself checks neither types nor strides. Bytes in another memory format would
-    silently give nonsense, so this class refuses them.
+    The package itself checks neither types nor strides: bytes in another memory format would
+    silently give wrong logits. This class checks them.
     """
 
     def __init__(self, package: Any, metadata: dict[str, Any]) -> None:
@@ -194,7 +195,7 @@ class CompiledPackage:
         self._package = package
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Compute logits (N, classes), or raise InputError for images it was not compiled for."""
+        """Return logits (N, classes); raise InputError for images that do not fit the package."""
         self.images.check(images)
         if images.device.type != self.device.type:
             raise InputError(f"expected images on {self.device}, got them on {images.device}")
@@ -205,7 +206,7 @@ class CompiledPackage:
 def load_aoti(path: str | os.PathLike[str]) -> CompiledPackage:
     """Open a package that `export_model` wrote with format 'aoti'.
 
-    A package holds machine code that is run: open only what you trust.
+    A package holds machine code that is run: open only files that you trust.
 
     Raises:
         CheckpointError: the file does not exist, or is not such a package.
@@ -250,10 +251,10 @@ class Format(NamedTuple):
     """A format of exported models.
 
     Attributes:
-        suffixes: of the files; the first is that of the path users name.
-        takes: the options that not every format takes.
-        packages: packages that writing and checking need besides torch.
-        limit: largest difference of logits, as a fraction of max(1, largest logit).
+        suffixes: Suffixes of the files; the first is that of the path that users name.
+        takes: Names of the options that only some formats accept.
+        packages: Packages that writing and checking need besides torch.
+        limit: Largest difference of logits, as a fraction of max(1, largest logit).
     """
 
     suffixes: tuple[str, ...]
@@ -265,7 +266,7 @@ class Format(NamedTuple):
 
 
 _ONNX = ("onnx", "onnxscript")
-# A compiled package takes one size: those for any computed NaN in other sizes (torch 2.15).
+# A compiled package has one image size: with free sizes AOTInductor computed NaN (torch 2.15).
 FORMATS = {
     "onnx": Format(
         (".onnx",), _write_onnx, open_onnx, ("dynamic_size", "int8"), (*_ONNX, "onnxruntime")
@@ -286,7 +287,7 @@ FORMATS = {
 def find_format(options: ExportOptions) -> Format:
     """Return the requested format.
 
-    An option it does not take raises InputError, an absent package MissingDependencyError.
+    An option that it does not accept raises InputError, a missing package MissingDependencyError.
     """
     name = options.format
     for option in ("dynamic_size", "channels_last", "int8"):

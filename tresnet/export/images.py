@@ -1,4 +1,4 @@
-"""The images that an exported model takes: noise to check it with, and real ones."""
+"""Images of an exported model: random ones to check it with, and real ones."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,14 +19,15 @@ BATCH = 32
 
 @dataclass(frozen=True)
 class Images:
-    """The images that an exported model takes: (N, channels, size, size), any N.
+    """Images that an exported model accepts: (N, channels, size, size), any N.
 
     Attributes:
-        size: height and width in pixels; where `dynamic_size`, those it was traced with.
-        multiple: divisor of height and width.
-        dynamic_size: whether other heights and widths are accepted.
+        size: Height and width in pixels; with `dynamic_size`, those of the example it was traced
+            with.
+        multiple: Divisor of height and width.
+        dynamic_size: Whether other heights and widths are accepted.
         input: 'float' in [0, 1], or 'uint8'.
-        channels_last: memory format, fixed in compiled packages.
+        channels_last: Memory format, fixed in compiled packages.
     """
 
     channels: int
@@ -38,9 +39,10 @@ class Images:
 
     @property
     def least(self) -> int:
-        """Smallest height and width: torch.export takes dynamic dimensions of 2 or more.
+        """Smallest height and width: torch.export requires dynamic dimensions of 2 or more.
 
-        This holds for the last feature map too, an eighth of the input in blocks, rounded up.
+        The last feature map is an eighth of the input in blocks, rounded up, and must have 2
+        pixels.
         """
         return (9 if self.dynamic_size else 5) * self.multiple
 
@@ -50,7 +52,7 @@ class Images:
         return torch.channels_last if self.channels_last else torch.contiguous_format
 
     def check(self, x: Any) -> None:
-        """Raise InputError unless type, shape and layout of a caller's images are these."""
+        """Raise InputError unless type, shape and memory format of a caller's images fit."""
         dtype = torch.uint8 if self.input == "uint8" else torch.float32
         if not isinstance(x, Tensor) or x.dim() != 4 or x.shape[1] != self.channels:
             got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
@@ -72,7 +74,7 @@ class Images:
             )
 
     def prepare(self, images: Tensor) -> Tensor:
-        """Convert bytes to the dtype and layout that the model takes."""
+        """Convert bytes to the dtype and memory format of the exported model."""
         if self.input == "uint8":
             return images.contiguous(memory_format=self.memory_format)
         return unit_floats(images, memory_format=self.memory_format)
@@ -96,7 +98,7 @@ class Images:
 def open_labelled(
     root: Path, split: str, model: TResNet, images: Images, classes: tuple[str, ...] | None
 ) -> ImageDataset:
-    """Open class folders as bytes of the model's size, or raise DataError for other classes."""
+    """Open class folders as bytes of the model's size; other classes raise DataError."""
     wanted = {key: model.pretrained_cfg[key] for key in ("crop_mode", "crop_pct", "interpolation")}
     transform = eval_transform(EvalTransform(input_size=images.size, **wanted), dtype=torch.uint8)
     dataset = open_folder(root, split, transform)

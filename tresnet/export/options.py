@@ -21,7 +21,7 @@ class ExportOptions(StepInput):
     int8: bool = False
     """For onnx and pt2: 8-bit weights and activations, their ranges from --data."""
     data: Path | None = None
-    """Directory with train/CLASS and val/CLASS image folders. Top-1 on val must be the model's;
-    with --int8, whose ranges are those of images of train, at most 0.3 points lower."""
+    """Directory with train/CLASS and val/CLASS image folders. Top-1 on val must be the model's,
+    or with --int8, which takes its ranges from train, at most 0.3 points lower."""
     overwrite: bool = False
     """Replace the output if it exists."""

@@ -1,4 +1,4 @@
-"""A copy of the model for other runtimes: folded to convolutions, pools, activations and a head."""
+"""A copy of the model for other runtimes: only convolutions, pools, activations and a head."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ class BlurByPools(nn.Module):
 
 
 def plain_model(model: nn.Module) -> TResNet:
-    """Fold a copy of a float32 TResNet, the stem one convolution, or raise InputError."""
+    """Return a folded copy of a float32 TResNet with a merged stem, or raise InputError."""
     if not isinstance(model, TResNet):
         raise InputError(
             f"expected a TResNet from tresnet.create that gives logits, got {type(model).__name__}"

@@ -1,4 +1,8 @@
-"""Writes a model in another runtime's format and checks the file against the model."""
+"""Write a model in another runtime's format and compare the file with the model.
+
+`export_model` folds and traces the model, writes a scratch file, and opens it in the runtime. Only
+after its logits and, with data, its top-1 agree does the file get its name.
+"""
 
 import contextlib
 import shutil
@@ -26,21 +30,21 @@ from tresnet.settings.fields import check
 
 CALIBRATION_IMAGES = 512
 TOP1_IMAGES = 5000
-# In points of a hundred: 8 bits may change the likeliest class of some images; else rounding may,
-# of one image in ten thousand.
+# Allowed fall of top-1 in percentage points: 8 bits change the predicted class of some images,
+# rounding in float32 that of one image in ten thousand.
 INT8_TOP1_FALL = 0.3
 TOP1_FALL = 0.01
 
 
 @dataclass(frozen=True)
 class Exported:
-    """The result of an export, compared with the model.
+    """Result of an export, compared with the model.
 
     Attributes:
-        difference: largest difference of logits, as a fraction of max(1, largest logit).
-        images: number of real images on which top-1 was compared.
-        model_top1: the model's top-1 in per cent; None without data.
-        top1: the file's top-1 in per cent.
+        difference: Largest difference of logits, as a fraction of max(1, largest logit).
+        images: Number of real images on which top-1 was compared.
+        model_top1: The model's top-1 in per cent; None without data.
+        top1: The file's top-1 in per cent.
     """
 
     path: Path
@@ -105,7 +109,7 @@ def export_model(
     metadata = _metadata(model, images, options) | {**kept, "device": str(device)}
     job = Job(trace(plain, images, device), images, metadata, calibration)
     with contextlib.ExitStack() as stack:
-        # Placed in the opposite order: the file that the user names comes last.
+        # Contexts end in reverse order, so the file that the user names appears last.
         places = {
             suffix: stack.enter_context(atomic_write(path.with_suffix(suffix)))
             for suffix in format.suffixes

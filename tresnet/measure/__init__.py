@@ -1,1 +1,1 @@
-"""Measured time, throughput and memory of runs, and their records."""
+"""Measured time, throughput and memory of models and operations, and their records."""

@@ -1,7 +1,7 @@
 """`tresnet bench ops`: single operations, ours against eager PyTorch, Inductor and a plain copy.
 
-The copy moves as many bytes as the ideal operation, so its time is the memory's limit. Inputs,
-outputs and gradients rotate over enough buffers that a GPU's L2 cache does not serve them. Results
+The copy moves as many bytes as the ideal operation, so its time is the limit of the memory. Inputs,
+outputs and gradients rotate over so many buffers that a GPU's L2 cache cannot hold them. Results
 are compared with float64 before they are timed.
 """
 
@@ -38,12 +38,12 @@ CONTENDERS = ("copy", "eager", "inductor", "triton")
 _LEAST_SIZE = 8 * BLOCK_SIZE
 # All buffers of a kind together hold this many times the L2 cache.
 _TIMES_CACHE = 3
-_MOST_BUFFERS = 16  # a GPU queues about a thousand kernels, the host waits for room beyond
+_MOST_BUFFERS = 16  # a GPU's queue holds about a thousand kernels; then the host waits
 _CPU_BUFFERS = 2
-# A contender may be this much further from float64 than eager PyTorch is, and a little on top: a
-# value within rounding of the activation's kink turns the gradient of its pixel.
+# A contender's error may be this factor times eager PyTorch's, plus a floor: a value near the kink
+# of the activation may, by rounding, get the gradient of the other slope.
 _ERROR_FACTOR, _ERROR_FLOOR = 3.0, 1e-3
-# How the figures came about, for the record.
+# Method of the measurement, for the record.
 METHOD = {
     "layout": "channels last, in training; parameters in fp32",
     "ideal_bytes": "feature maps the data flow must read or write, see tresnet.measure.operations",
@@ -91,7 +91,7 @@ def bench_ops(settings: OpsSettings, argv: Sequence[str], log: Log) -> Outcome:
 
 
 class _Data(NamedTuple):
-    """Inputs that all contenders at a place share, with the true results and the allowed error."""
+    """Inputs that all contenders of a site use, with the true results and the allowed error."""
 
     inputs: Inputs
     grad: Tensor
@@ -101,7 +101,7 @@ class _Data(NamedTuple):
 
 
 class _Site:
-    """An operation at a place in a dtype."""
+    """An operation at one place of the model, in one dtype."""
 
     def __init__(
         self, name: str, place: Place, dtype: Dtype, device: torch.device, settings: OpsSettings
@@ -145,7 +145,7 @@ class _Site:
 class _OpContender(Contender):
     """One contender in one direction."""
 
-    ratio_column = "share_of_copy"
+    ratio_column = "ratio_to_copy"
 
     def __init__(self, site: _Site, contender: str, direction: str) -> None:
         self._site, self._contender = site, contender
@@ -208,7 +208,7 @@ class _OpContender(Contender):
         self._site.free()
 
     def _calls_of(self, function: Function) -> Calls:
-        """Return calls for all buffers: forward, or backward after a forward done here."""
+        """Return calls for all buffers: forward, or backward after a forward that runs here."""
         calls, inputs = [], self._site.data.inputs
         for maps, grad in self._site.data.buffers:
             call = functools.partial(function, *maps, *inputs.vectors)
@@ -224,7 +224,7 @@ def _times_kernels(device: torch.device) -> bool:
 
 
 def _buffers_of(device: torch.device, touched_bytes: int) -> int:
-    """Return a number of buffers that the cache cannot hold."""
+    """Return a number of buffers that together exceed the cache."""
     if device.type != "cuda":
         return _CPU_BUFFERS
     cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size

@@ -1,4 +1,8 @@
-"""Cases of a benchmark of models: a model with every setting that changes its speed."""
+"""Cases of a benchmark of models: a model with every setting that changes its speed.
+
+A case is written `MODEL@key=value,...` on the command line. `Cases` parses all of them with their
+common options, and `BenchCase.checked` fills in the defaults of model and device.
+"""
 
 import dataclasses
 import functools
@@ -13,18 +17,18 @@ from tresnet.settings.fields import Positive, Size, check, parse
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CaseSettings(ModelStep):
-    """The settings of a case. Where one is None, the model and the device decide."""
+    """Settings of a case. None leaves the choice to the model and the device."""
 
-    # Wider than in a training run, where a recipe has decided.
+    # None is allowed here, as there is no recipe that decides.
     amp: Amp | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     """Autocast; fp16 scales the loss in training. By default bf16 to train on a GPU."""
     dtype: Dtype | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     """Type of the weights in inference. By default bf16 on a GPU, unless --amp is given."""
     recompute: Recompute | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-    """What backward rebuilds instead of keeping: none, activations (the default of ours) or
-    outputs. A compiled model of others takes none (its default) or activations."""
+    """Tensors that backward recomputes: none, activations (the default of our models) or outputs.
+    Other models accept none (their default) or activations, if compiled."""
     lr: Positive = 1e-3
-    """Learning rate: small, as what is timed must not diverge."""
+    """Learning rate: small, so that the timed steps do not diverge."""
     layout_opt: bool = False
     """Compile with Inductor's layout optimisation forced (TORCHINDUCTOR_FORCE_LAYOUT_OPT=1):
     without it PyTorch 2.12 and later may lose channels_last in backward."""
@@ -45,7 +49,7 @@ class BenchCase(CaseSettings):
         return split_name(self.model)[0] == "tresnet"
 
     def checked(self, training: bool, on_gpu: bool = False) -> "BenchCase":
-        """Return the case with every default filled in, or raise what does not fit it."""
+        """Return the case with every default filled in, or raise an error for what does not fit."""
         from tresnet.models.named import check_name
         from tresnet.steps.training import check_compiled_accumulation
 
@@ -80,12 +84,12 @@ class BenchCase(CaseSettings):
             )
 
     def columns(self) -> dict[str, Any]:
-        """Return the case as a record has it: None for settings that others' models lack."""
+        """Return the columns of a record; None for settings that other models than ours lack."""
         row = dataclasses.asdict(self)
         return row if self.ours else row | dict.fromkeys(self.values(Build))
 
     def label(self) -> str:
-        """Return the model and what differs from the defaults in one short line."""
+        """Return the model and its settings that differ from the defaults, in one short line."""
         parts = [self.model, f"batch {self.batch_size}"]
         if self.amp is not None:
             parts.append(self.dtype or "fp32" if self.amp == "off" else f"amp {self.amp}")
@@ -102,7 +106,7 @@ class BenchCase(CaseSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cases(CaseSettings):
-    """Models, and the settings that they share unless they have their own."""
+    """Models, and the common settings of those that have none of their own."""
 
     models: Annotated[Positional[tuple[str, ...]], arg(metavar="MODEL [MODEL ...]")] = ()
     """Ours (tresnet_m), timm:NAME or torchvision:NAME. A model may have its own settings, by the

@@ -1,7 +1,7 @@
-"""Points in time on a device: taken without waiting, compared later.
+"""Points in time on a device, taken without waiting and compared later.
 
-On CUDA a mark is an event in the current stream, so the time between two marks is the time the GPU
-took, and taking one costs microseconds and no synchronisation. Elsewhere a mark is a reading of
+On CUDA a mark is an event in the current stream. The time between two marks is then GPU time, and a
+mark costs microseconds and no synchronisation. Elsewhere a mark is a reading of
 `time.perf_counter`.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-# What a clock returns from mark() and nobody else looks into: a float or a torch.cuda.Event.
+# The result of mark(), opaque to callers: a float or a torch.cuda.Event.
 Mark = Any
 
 
@@ -23,11 +23,11 @@ class HostClock:
         return time.perf_counter()
 
     def reached(self, mark: Mark) -> bool:
-        """Whether the device has come to `mark`; never waits."""
+        """Whether the device has reached `mark`; never waits."""
         return True
 
     def wait(self, mark: Mark) -> None:
-        """Wait until the device has come to `mark`."""
+        """Wait until the device has reached `mark`."""
 
     def seconds(self, begin: Mark, end: Mark) -> float:
         """Return seconds from one mark to another; the device must have reached both."""
@@ -70,12 +70,12 @@ _FIRST_CYCLES, _MOST_CYCLES = 2**23, 2**30
 
 
 class HeldClock:
-    """Times blocks of a few short calls on one device, without the host's part in it.
+    """Times blocks of a few short calls on one device, without the host's overhead.
 
-    A kernel of some microseconds is over before Python has queued the next one, so that plain
-    timing measures Python. On a GPU the calls are queued behind a waiting kernel; the GPU then runs
-    them back to back. On a CPU they are timed as they are. `late_blocks` counts those that the host
-    could not queue in time; their time includes the host's.
+    A kernel of a few microseconds ends before Python has queued the next one, so plain timing would
+    measure Python. On a GPU the calls are queued behind a waiting kernel, and then run back to
+    back. On a CPU they are timed directly. `late_blocks` counts blocks that the host could not
+    queue in time; their time includes the host's.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -86,8 +86,8 @@ class HeldClock:
     def seconds_per_call(self, prepare: Callable[[], Calls]) -> float:
         """Return the mean time of the calls of one block.
 
-        Every call's result lives until the block ends, so that each writes memory of its own.
-        `prepare` makes the calls, untimed, and again where the host was too slow.
+        Results live until the block ends, so that each call writes other memory. `prepare` makes
+        the calls, untimed; it is called again if the host was too slow.
         """
         while True:
             calls = prepare()

@@ -1,4 +1,8 @@
-"""`tresnet bench max-batch`: the largest training batch that fits, found by running real steps."""
+"""`tresnet bench max-batch`: the largest training batch that fits, found by running real steps.
+
+Two small batches predict the largest one, as every buffer grows linearly with the batch. Steps near
+this prediction then bracket the true value. `find_edge` is the search, without any PyTorch.
+"""
 
 import contextlib
 import dataclasses
@@ -40,11 +44,10 @@ def largest_batches(
 ) -> Outcome:
     """Find the largest training batch of each case, and record it.
 
-    Two small batches predict the edge (every buffer grows with the batch by a constant); real steps
-    around it find it. cuDNN does not search for algorithms meanwhile, as each new batch would cost
-    it seconds. The result is then run with that search, and made smaller should it not fit. The
-    cases' own batch sizes are not used; `log` receives each try. A case that cannot run raises
-    InputError before anything has run.
+    During the search cuDNN does not try its algorithms, which would cost seconds for each new
+    batch. The result is then run with that trial, and reduced if it does not fit. The cases' own
+    batch sizes are not used. `log` receives each try. A case that cannot run raises InputError
+    before anything has run.
     """
     settings.check()
     device = env.timed_device(env.device_or_default(settings.device))
@@ -71,9 +74,9 @@ def largest_batches(
 class LargestContender(Contender):
     """The search for one case.
 
-    Its columns: `largest_batch`, the largest that ran; `limited_by`: `memory`, the given bound or
-    the time limit; `memory_limit_mib`; `max_allocated_mib` at the largest batch; `tries`: each
-    batch tried, and whether it ran.
+    Columns: `largest_batch`, the largest that ran; `limited_by`: `memory`, the given bound or the
+    time limit; `memory_limit_mib`; `max_allocated_mib` at the largest batch; `tries`: each batch
+    tried, and whether it ran.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class LargestContender(Contender):
         }
 
     def set_up(self) -> None:
-        """Search."""
+        """Search for the largest batch."""
         first, grain = self._settings.first, self._settings.granularity
         limit_s = self._settings.case_limit_s or math.inf
         self._deadline_s = time.perf_counter() + _TRYING_FRACTION * limit_s
@@ -123,7 +126,7 @@ class LargestContender(Contender):
         }
 
     def _with_search(self, largest: int) -> int:
-        """Return the largest batch that fits with cuDNN's search too, from `largest` down."""
+        """Return the largest batch up to `largest` that fits while cuDNN tries algorithms."""
         if self._device.type != "cuda":
             return largest
         with searching_algorithms():
@@ -132,7 +135,7 @@ class LargestContender(Contender):
         return largest
 
     def _predicted(self) -> int | None:
-        """Return the edge by the line through the last two peaks; None without known memory."""
+        """Return the batch at which the last two peaks reach the limit; None if unknown."""
         if self._limit_bytes is None or len(self._peaks) < 2:
             return None
         (small, low), (large, high) = sorted(self._peaks.items())[-2:]
@@ -161,7 +164,7 @@ class LargestContender(Contender):
         if fits and peak is not None:
             self._peaks[batch] = peak
         self.columns["tries"].append((batch, fits))
-        if fits:  # what a search that is interrupted has found
+        if fits:  # the result of an interrupted search
             self.columns["largest_batch"] = max(batch, self.columns["largest_batch"] or 0)
         self._log(f"{case.label()}: {'fits' if fits else 'does not fit'}")
         return fits
@@ -176,8 +179,8 @@ def find_edge(
 ) -> int:
     """Return the largest multiple of `grain` that fits; 0 if none does.
 
-    `fits` tries each batch once, `first` first and none above `bound`, both multiples of `grain`.
-    `predicted` guesses the edge after two batches have fitted; None for no guess.
+    `fits` tries each batch once, `first` first and none above `bound`; both are multiples of
+    `grain`. `predicted` estimates the result after two batches have fitted, or returns None.
     """
     fitting, failing = 0, bound + grain
     target, stride, seen = first, first, [False, False]
@@ -190,7 +193,7 @@ def find_edge(
             target = (fitting + failing) // 2
         elif batch == 2 * first and (guess := predicted()) is not None:
             target, stride, seen = guess, max(int(guess * _STRIDE), grain), [False, False]
-        else:  # from there in strides that double, up or down
+        else:  # step away in strides that double, up or down
             target = batch + stride if fit else batch - stride
             stride = stride if batch == first else 2 * stride
     return fitting

@@ -9,8 +9,8 @@ from torch import nn
 def without_computing() -> contextlib.AbstractContextManager[object]:
     """Return a context in which new tensors have shapes and devices but no data.
 
-    Fake tensors rather than the meta device, because code that reads a tensor's device (for
-    autocast, say) goes on working.
+    It uses fake tensors rather than the meta device, as code that reads a tensor's device
+    (autocast, for example) then works.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -20,9 +20,9 @@ def without_computing() -> contextlib.AbstractContextManager[object]:
 def count_macs(model: nn.Module, input_shape: tuple[int, int, int, int]) -> int:
     """Return multiply-accumulates of convolutions and matrix products in one forward pass.
 
-    Half of `torch.utils.flop_counter.FlopCounterMode`, for the whole batch of `input_shape` (N, C,
-    H, W), in eval mode; pointwise work, pooling and normalisation are not in it. Call it, and build
-    the model, inside `without_computing`.
+    This is half of `torch.utils.flop_counter.FlopCounterMode`, for a batch of `input_shape` (N, C,
+    H, W) in eval mode; pointwise operations, pooling and normalisation are not counted. Call it,
+    and build the model, inside `without_computing`.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -38,5 +38,5 @@ def count_macs(model: nn.Module, input_shape: tuple[int, int, int, int]) -> int:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Return the elements of all parameters, shared ones once."""
+    """Return the number of elements of all parameters; tied ones count once."""
     return sum(parameter.numel() for parameter in model.parameters())

@@ -1,7 +1,7 @@
-"""Memory of a run by phase: what PyTorch's allocator holds, what the whole device holds.
+"""Memory of a run by phase: that of PyTorch's allocator and that of the device.
 
 The columns and the phases (initial, model, train, final) are those of the study "GPU memory usage
-for deep learning image processing". On a CPU the one column is the process's peak resident memory.
+for deep learning image processing". On a CPU the only column is the process's peak resident memory.
 """
 
 import dataclasses
@@ -27,11 +27,14 @@ _OUT_OF_MEMORY_SIGNS = (
 
 @dataclasses.dataclass(frozen=True)
 class MemorySnapshot:
-    """Memory at one moment, in bytes. None means "does not apply here", never "nothing used".
+    """Memory at one moment, in bytes. None means "does not apply", never "nothing used".
 
-    `allocated` is held by live CUDA tensors, `max_allocated` its peak since
-    `MemoryMeter.reset_peak()`, and `reserved` held by PyTorch's caching allocator. `device_used` is
-    in use on the whole GPU (NVML). `rss_peak` is this process's, None on a CUDA device.
+    Attributes:
+        allocated: Held by live CUDA tensors.
+        reserved: Held by PyTorch's caching allocator.
+        max_allocated: Peak of `allocated` since `MemoryMeter.reset_peak()`.
+        device_used: In use on the GPU by all processes (NVML).
+        rss_peak: Peak resident memory of this process; None on a CUDA device.
     """
 
     allocated: int | None = None
@@ -89,7 +92,7 @@ class MemoryMeter:
             reset_peak_rss()
 
     def snapshot(self) -> MemorySnapshot:
-        """Read the memory now. Does not wait for queued GPU work: the allocator is ahead of it."""
+        """Read the memory now, without waiting for queued GPU work."""
         if self.device.type != "cuda":
             return MemorySnapshot(rss_peak=peak_rss_bytes())
         return MemorySnapshot(
@@ -100,9 +103,9 @@ class MemoryMeter:
         )
 
     def phase(self, name: Phase) -> MemorySnapshot:
-        """Take the snapshot of a phase, keep it in `phases` and log it; a repeat replaces it.
+        """Take the snapshot of a phase, store it in `phases` and log it; a repetition replaces it.
 
-        Entering `initial` also resets the peaks, as the study does.
+        Phase `initial` also resets the peaks, as the study does.
         """
         if name == "initial":
             self.reset_peak()
@@ -113,17 +116,17 @@ class MemoryMeter:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether PyTorch, a library under it or Python failed for want of memory."""
+    """Whether an error of PyTorch, one of its libraries or Python means full memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return any(sign in str(error) for sign in _OUT_OF_MEMORY_SIGNS)
 
 
 def failure_in_short(error: Exception) -> str:
-    """Return the first line of an exception, with its kind unless it is a library's.
+    """Return the first line of an exception, with its type unless it is a library's.
 
-    Messages of PyTorch, Triton (a kernel that does not compile, or wants more registers than there
-    are) and the libraries under them need no kind.
+    Messages of PyTorch, of Triton (such as a kernel that does not compile) and of the libraries
+    below them are clear without their type.
     """
     lines, kind = str(error).strip().splitlines(), type(error)
     if not lines:
@@ -142,8 +145,8 @@ def to_mib(count_bytes: int | None) -> float | None:
 def peak_rss_bytes() -> int | None:
     """Return the largest resident memory of this process in bytes; None where unknown.
 
-    Linux's VmHWM is preferred to ru_maxrss, which a process spawned by a larger one inherits; macOS
-    counts that in bytes, others in KiB.
+    Linux's VmHWM is read first, as a process inherits ru_maxrss from a larger parent. macOS gives
+    ru_maxrss in bytes, others in KiB.
     """
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")

@@ -1,10 +1,10 @@
 """`tresnet bench train` and `infer`: images per second and peak memory of models side by side.
 
-The timed step is the one of `train.py` and `eval.py` (`tresnet.steps`), on a synthetic batch that
-is on the device already. Peak memory is that of steady steps, after warm-up. Memory of other cases
-on the GPU (weights, optimizer state) is subtracted from `max_allocated` and `reserved`.
-`device_used` (the whole device) and a CPU's `rss_peak` (the whole process) cannot be split: only
-the first case of a run, or a run without interleaving, has them for itself.
+The timed step is that of `train.py` and `eval.py` (`tresnet.steps`), on a synthetic batch that is
+already on the device. Peak memory is that of steady steps, after warm-up. Memory of other cases on
+the GPU (weights, optimizer state) is subtracted from `max_allocated` and `reserved`. `device_used`
+is the device's and a CPU's `rss_peak` the process's, which cannot be split by case: they are right
+for the first case of a run, or without interleaving.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ from tresnet.steps.graph import CHECKED_AFTER, WARMUP_RUNS
 
 SETTLE_STEPS = 2
 _CLASSES = 1000
-# How it was measured, for the record.
+# Method of the measurement, for the record.
 _METHOD = {
     "input": "one synthetic batch, already on the device; of bytes where input is uint8, which our "
     "channels_last stem reads, and others divide by 255 within the step",
@@ -55,8 +55,8 @@ _METHOD = {
     "settle_steps": SETTLE_STEPS,
     "percentiles": "images / percentile of all timed step times; p20 is the slow end",
     "clock": "CUDA events between steps; on a CPU time.perf_counter",
-    "peak_memory": "of steady steps, less what other cases keep allocated; device_used_mib "
-    "and rss_peak_mib are of the whole device and process",
+    "peak_memory": "of steady steps, without the memory of other cases; device_used_mib "
+    "is the device's and rss_peak_mib the process's",
     "cudnn_benchmark": "all plans (benchmark_limit 0)",
 }
 
@@ -70,7 +70,7 @@ def bench_models(
 ) -> Outcome:
     """Time training steps, or forward passes in inference, of each case, and record it.
 
-    The first is the base of the ratios; `log` receives lines of progress. A case that cannot run
+    Ratios are relative to the first case; `log` receives lines of progress. A case that cannot run
     raises InputError before anything has run.
     """
     settings.check()
@@ -82,7 +82,7 @@ def bench_models(
         device=device,
         settings={
             **settings.to_dict(),
-            "interleave": not settings.sequential,  # the report's word
+            "interleave": not settings.sequential,
             "method": _METHOD,
             "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32,
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
@@ -126,7 +126,7 @@ class ModelContender(Contender):
         }
 
     def set_up(self) -> None:
-        """Build, warm up and read the peak memory of steady steps."""
+        """Build the model, warm up and read the peak memory of steady steps."""
         before, began_s = self._meter.snapshot(), time.perf_counter()
         ready = prepare(self._case, self._training, self._device, self._settings.seed)
         graphs = self._device.type == "cuda" and self._case.cuda_graph != "off"
@@ -186,8 +186,8 @@ class ModelContender(Contender):
 def speed(times_s: Sequence[float], images: float) -> dict[str, float | None]:
     """Return percentiles over steps of `images` images each.
 
-    80 % of the steps exceed p20 images/s, which are the images over the 80th percentile of time.
-    Percentiles are interpolated linearly.
+    80 % of the steps exceed p20 images/s, the number of images over the 80th percentile of the
+    time. Percentiles are interpolated linearly.
     """
     names = ("p20_images_per_s", "p50_images_per_s", "p80_images_per_s")
     if not times_s:
@@ -200,7 +200,7 @@ def speed(times_s: Sequence[float], images: float) -> dict[str, float | None]:
 
 
 class Prepared(NamedTuple):
-    """A step on a batch that is ready: `run` returns the loss or the logits.
+    """A step with its batch: `run` returns the loss or the logits.
 
     `input_size` is the side of the model's images in pixels.
     """
@@ -263,7 +263,7 @@ def _training_step(
 
 
 def _fed(feed: Any, raw: Tensor, case: BenchCase) -> Callable[[], Tensor]:
-    """Return the images of each step: prepared, but for bytes, whose conversion is timed."""
+    """Return a function that gives a step's images; only the conversion of bytes is timed."""
     if case.input == "uint8":
         return functools.partial(feed.images, raw)
     images = feed.images(raw)
@@ -280,9 +280,9 @@ def inductor_options(case: BenchCase) -> contextlib.AbstractContextManager[Any]:
 
 
 def _prime(device: torch.device) -> MemorySnapshot:
-    """Allocate the matrix library's workspaces, which stay; return the memory after.
+    """Allocate the matrix library's workspaces, which are kept; return the memory after that.
 
-    They belong to every case, but only the first would be seen to allocate them.
+    All cases use them, but they would be counted as memory of the first one.
     """
     if device.type == "cuda":
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -297,7 +297,7 @@ def _prime(device: torch.device) -> MemorySnapshot:
 def _own_memory(
     after: MemorySnapshot, before: MemorySnapshot, primed: MemorySnapshot
 ) -> MemorySnapshot:
-    """Return `after` less the other cases' memory `before`; workspaces are everyone's."""
+    """Return `after` without the memory of other cases (`before`); workspaces belong to all."""
 
     def own(name: str, of: str) -> int | None:
         now, earlier, shared = getattr(after, name), getattr(before, of), getattr(primed, of)

@@ -1,9 +1,8 @@
-"""The operations of `tresnet bench ops`: inputs, plain PyTorch, our kernels, ideal bytes.
+"""Operations of `tresnet bench ops`: inputs, plain PyTorch, our kernels, ideal bytes.
 
 All run channels last, in training, at the places where a tresnet_m has them. The ideal counts the
-passes over feature maps that the data flow forces, each read or write once; per-channel vectors are
-left out. Where a map fits in the GPU's cache, the second of two passes can be cheaper than the
-ideal says.
+reads and writes of feature maps that the data flow requires, each once; vectors per channel are not
+counted. If a map fits in the GPU's cache, the second of two reads can cost less than the ideal.
 """
 
 from collections.abc import Callable
@@ -24,7 +23,7 @@ SLOPE = 1e-3
 
 
 class Place(NamedTuple):
-    """Place of an operation in a tresnet_m."""
+    """A place in a tresnet_m where an operation is."""
 
     name: str
     channels: int
@@ -33,13 +32,13 @@ class Place(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Arguments of an operation: feature maps, of which there are copies, and shared vectors."""
+    """Arguments of an operation: feature maps, which are copied, and vectors, which are not."""
 
     maps: tuple[Tensor, ...]
     vectors: tuple[Tensor, ...]
 
     def differentiated(self) -> list[Tensor]:
-        """Return the tensors that have a gradient."""
+        """Return the tensors that get a gradient."""
         return [one for one in (*self.maps, *self.vectors) if one.requires_grad]
 
 
@@ -47,11 +46,15 @@ Function = Callable[..., Tensor]
 
 
 class Op(NamedTuple):
-    """One operation: where it is measured, its inputs, in plain PyTorch and by our kernels.
+    """One operation: its places, its inputs, its plain PyTorch and its kernels.
 
-    `make` takes a shape (N, C, H, W), a place, a dtype and a device. `plain` and `fused` take the
-    maps, then the vectors. `forward` and `backward` count the reads or writes of the input, and of
-    the output; zeros where there is no gradient.
+    Attributes:
+        places: Places in the model where it is measured.
+        make: Makes inputs from a shape (N, C, H, W), a place, a dtype and a device.
+        plain: Plain PyTorch, called with the maps, then the vectors.
+        fused: The kernels, called in the same way.
+        forward: Number of reads or writes of the input, and of the output.
+        backward: The same numbers for backward; zeros if there is no gradient.
     """
 
     places: tuple[Place, ...]
@@ -73,7 +76,7 @@ class Op(NamedTuple):
 def _abn(
     follows: str, places: tuple[Place, ...], forward: tuple[int, int], backward: tuple[int, int]
 ) -> Op:
-    """Return BN and leaky ReLU with what `follows`: "", "blur", "se", or "join" (no activation)."""
+    """Return BN and leaky ReLU, then `follows`: "", "blur", "se", or "join" (no activation)."""
     blurs, joins = follows == "blur", follows == "join"
     numbers: dict[str, Any] = {"training": True, "momentum": 0.1, "eps": 1e-5}
     numbers["slope"] = None if joins else SLOPE
@@ -93,7 +96,7 @@ def _abn(
         return Inputs(tuple(maps), (weight, bias, *running, *more))
 
     def parted(rest: tuple[Tensor, ...]) -> tuple[Tensor | None, Any, tuple[Tensor, ...]]:
-        """The shortcut, the vectors of BN, and the gate's or the blur's filter."""
+        """Return the shortcut, the vectors of BN, and the weights of the gate or blur."""
         vectors = rest[joins:]
         return rest[0] if joins else None, vectors[:4], vectors[4:]
 
@@ -114,13 +117,12 @@ def _abn(
 
 
 class _Launches(torch.autograd.Function):
-    """The kernels of a norm and of what follows it, forward and backward."""
+    """The kernels of a norm and of the operations after it, forward and backward."""
 
     @staticmethod
     def forward(
         ctx: Any, what: dict[str, Any], x: Tensor, shortcut: Tensor | None, *vectors: Tensor
     ) -> Tensor:
-        """Return the output."""
         weight, bias, mean, var, *layers = vectors
         se = abn.SEWeights(*layers) if layers else None
         ctx.norm = abn.Norm(weight, bias, mean, var, se=se, **what)
@@ -129,7 +131,6 @@ class _Launches(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:
-        """Return the gradients."""
         (grad,) = grad_outputs
         sums = abn.gradient_sums(grad, None, ctx.norm, ctx.kept, kernels=True, rebuilds=False)
         grad = grad if sums.written is None else sums.written
@@ -139,13 +140,13 @@ class _Launches(torch.autograd.Function):
 
 
 def _stem() -> Op:
-    """Images of bytes to scaled, channels-last blocks."""
+    """Return the rearrangement of images of bytes to scaled, channels-last blocks."""
 
     def make(
         shape: tuple[int, ...], place: Place, dtype: torch.dtype, device: torch.device
     ) -> Inputs:
         images = torch.randint(256, shape, dtype=torch.uint8, device=device)
-        # The dtype of the blocks travels with the arguments, as an empty tensor.
+        # An empty tensor carries the dtype of the blocks.
         like = torch.empty(0, dtype=dtype, device=device)
         return Inputs((images.contiguous(memory_format=torch.channels_last),), (like,))
 
@@ -181,15 +182,14 @@ _JOINS = (
     Place("stage 4 outer", 2048, 32),
 )
 
-# The heaviest first: a measurement that is cut short has what counts most. The passes, each once:
+# The heaviest operation comes first, in case the measurement is cut short. Reads and writes:
 #   abn       forward: x for the statistics; x and y to apply. Backward: x and grad_y for the sums;
 #             x, grad_y and grad_x to apply.
-#   abn_blur  the same, with a blurred y and its gradient of a quarter of the size.
-#   abn_se    forward: x once more for the squeeze, which the activation keeps from following out of
-#             the statistics. Backward: the sums of the gate's gradient are taken with those of BN.
-#   abn_join  forward: the shortcut too; the squeeze follows out of the statistics. Backward:
-#             writing the shortcut's gradient, which is read to apply. The ReLU's signs, a bit each,
-#             are left out.
+#   abn_blur  as abn, but y is blurred and a quarter of the size, and so is its gradient.
+#   abn_se    forward: x once more for the squeeze, as the mean of activations does not follow from
+#             the statistics. Backward: the gate's sums are taken in the same pass as those of BN.
+#   abn_join  forward: the shortcut too; the squeeze follows from the statistics. Backward: the
+#             shortcut's gradient is written, then read to apply. The ReLU's sign bits are left out.
 OPS: dict[str, Op] = {
     "abn_join": _abn("join", _JOINS, (3, 1), (5, 1)),
     "abn": _abn("", _INNER, (2, 1), (4, 1)),

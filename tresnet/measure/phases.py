@@ -1,4 +1,4 @@
-"""Memory of a case by phase, each case in a process of its own.
+"""Memory of a case by phase, each case in its own process.
 
 The process is `python -m tresnet.measure.phases JSON`, which prints one JSON object.
 """
@@ -19,14 +19,14 @@ from tresnet.measure.records import RecordFile
 from tresnet.measure.runner import Contender, NoResultError, Outcome, run
 from tresnet.measure.settings import PhaseSettings
 
-# Two steps reach the peak; the others let cuDNN and the cache settle.
+# The peak comes in the second step; in the others cuDNN and the allocator's cache settle.
 STEPS = 5
 
 
 def measure_phases(
     case: BenchCase, training: bool, device: str, steps: int = STEPS
 ) -> dict[str, dict[str, float | None]]:
-    """Run steps of a case; return MiB by column at every phase, or raise InputError."""
+    """Run steps of a case; return MiB by column for each phase, or raise InputError."""
     where = env.timed_device(device)
     checked = case.checked(training, where.type == "cuda")
     meter = MemoryMeter(where, log=lambda line: None)
@@ -47,7 +47,7 @@ def measure_memory(
     argv: Sequence[str],
     log: Callable[[str], object],
 ) -> Outcome:
-    """Measure and record each case in a process of its own, or raise InputError."""
+    """Measure and record each case in its own process, or raise InputError."""
     settings.check()
     device = env.timed_device(env.device_or_default(settings.device))
     training = not settings.infer
@@ -84,7 +84,7 @@ def measure_in_new_process(
     task = {"case": dataclasses.asdict(case), "training": training, "device": device}
     command = [sys.executable, "-m", "tresnet.measure.phases", json.dumps(task)]
     try:
-        done = subprocess.run(  # the interpreter that runs us, with our own arguments
+        done = subprocess.run(
             command, capture_output=True, text=True, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired:

@@ -39,11 +39,16 @@ class RecordFile:
         runs: int = 1,
         argv: Sequence[str] | None = None,
     ) -> None:
-        """Keep the settings, which all rows share, or raise InputError for the directory.
+        """Store the settings of all rows, or raise InputError for the directory.
 
-        `what` is the kind of measurement, for example `bench_train`; `device` None is the CPU.
-        Percentiles are over `runs`, after `warmup_steps`. `argv` is the command line (None: this
-        process's); absolute paths lose their directories.
+        Args:
+            directory: Where the record is written; it need not exist.
+            what: Kind of measurement, for example `bench_train`.
+            device: Device to describe; None for the CPU.
+            settings: Plain values that apply to all rows.
+            warmup_steps: Steps before the timed ones.
+            runs: Timed steps, over which percentiles are taken.
+            argv: Command line; None for this process's. Absolute paths lose their directories.
         """
         check_directory(directory)
         self.path: Path | None = None
@@ -56,7 +61,7 @@ class RecordFile:
         self._rest = {"settings": dict(settings), "warmup_steps": warmup_steps, "runs": runs}
 
     def write(self, rows: Sequence[Mapping[str, Any]]) -> Path:
-        """Write the whole record, over what this object wrote before.
+        """Write the record with these rows, in place of its former ones.
 
         Rows have plain values, None for what was not measured; NaN and infinity raise ValueError.
         """
@@ -82,7 +87,7 @@ class RecordFile:
         return path
 
     def _reserve(self) -> Path:
-        """Create the first free of `stem.json`, `stem_2.json`, ..., so that no one takes it."""
+        """Create the first free of `stem.json`, `stem_2.json`, ..., which reserves the name."""
         device = self._head["environment"]["device"]
         name = str(device.get("name") or device["type"]).lower().removeprefix("nvidia ")
         slug = re.sub(r"[^a-z0-9]+", "-", name).strip("-")
@@ -103,10 +108,10 @@ class RecordFile:
 def check_directory(directory: str | os.PathLike[str]) -> None:
     """Raise InputError unless records can be written to `directory`, which need not exist.
 
-    A long measurement shall not fail at its end. Nothing is left there.
+    A long measurement shall not fail at its end. Nothing is left in the directory.
     """
     try:
-        with tempfile.TemporaryFile(dir=_nearest(Path(directory))):  # permissions do not tell all
+        with tempfile.TemporaryFile(dir=_nearest(Path(directory))):  # permissions do not suffice
             pass
     except OSError as error:
         raise InputError(
@@ -116,7 +121,7 @@ def check_directory(directory: str | os.PathLike[str]) -> None:
 
 
 def _nearest(folder: Path) -> Path:
-    """Return the folder itself if something is there, a broken link say, else the nearest above."""
+    """Return the folder if it exists (a broken link does), else its nearest existing parent."""
     try:
         folder.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -135,6 +140,6 @@ def public_command(argv: Sequence[str]) -> str:
 
 def _public_argument(argument: str) -> str:
     option, equals, value = argument.rpartition("=")
-    path = PureWindowsPath(value)  # understands both slashes and drive letters
+    path = PureWindowsPath(value)  # parses both slashes and drive letters
     absolute = path.is_absolute() or value.startswith(("/", "~", "\\"))
     return f"{option}{equals}{path.name if absolute else value}"

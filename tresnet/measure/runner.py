@@ -1,10 +1,9 @@
-"""The one runner of every benchmark: turns, time limit, failures, interruption, the record.
+"""The runner of every benchmark: turns, time limit, failures, interruption, the record.
 
 A benchmark is a list of groups of contenders. A contender is set up, warmed up and timed for one
-round right away. Then its group is timed in further rounds, forwards and backwards through the
-list, so that a drift of clocks or temperature meets all alike. The record is written after each
-contender and each round. A failure, hang, signal or power cut thus costs only the current
-measurement.
+round. Then its group is timed in further rounds, forwards and backwards through the list, so that
+drifting clocks or temperature affect all contenders alike. The record is written after each
+contender and each round, so a failure, hang, signal or power cut costs only the current one.
 """
 
 import abc
@@ -29,10 +28,10 @@ from tresnet.measure.memory import failure_in_short, is_out_of_memory
 from tresnet.measure.records import RecordFile
 from tresnet.measure.settings import RunSettings
 
-# Fraction of the time limit after which no contender is begun: the rest is for the rounds.
+# Fraction of the time limit after which no contender is set up: the rest is for the rounds.
 _SET_UP_FRACTION = 0.75
-# Cases of one architecture share code objects, and torch.compile stops compiling a code object at
-# its limit (8): every case must find room, or it would silently be timed in eager mode.
+# Cases of one architecture run the same code objects. torch.compile compiles each only 8 times by
+# default, and would silently time further cases in eager mode.
 _RECOMPILE_LIMIT = 256
 _TRACE_LINES = 12
 
@@ -42,7 +41,7 @@ Log = Callable[[str], object]
 
 
 class NoResultError(Exception):
-    """A contender has no figures; `status` is that of its row."""
+    """A contender has no figures; `status` goes into its row."""
 
     def __init__(self, status: str, reason: str) -> None:
         super().__init__(reason)
@@ -50,14 +49,14 @@ class NoResultError(Exception):
 
 
 class _OutOfTime(BaseException):
-    """The time limit has passed; no BaseException, so that libraries do not catch it."""
+    """The time limit has passed; a BaseException, as libraries catch Exception."""
 
 
 class Contender(abc.ABC):
     """One thing to measure, with its columns in the record.
 
-    `units` are images or bytes of one timed step. Contenders with the same word in `compared_with`
-    are compared with the first of them, in the column `ratio_column`.
+    `units` are images or bytes of one timed step. Contenders with equal `compared_with` are
+    compared with the first of them, in the column `ratio_column`.
     """
 
     label: str
@@ -68,18 +67,18 @@ class Contender(abc.ABC):
 
     @abc.abstractmethod
     def set_up(self) -> None:
-        """Make it ready to be timed, warmed up."""
+        """Build and warm up, so that `visit` can time it."""
 
     def visit(self) -> Sequence[float]:
-        """Time one round: seconds of each step."""
+        """Time one round; return the seconds of each step."""
         return []
 
     def figures(self, rounds: Rounds) -> dict[str, Any]:
-        """Return the same further columns, from the times of any number of rounds."""
+        """Return further columns from the times of any number of rounds."""
         return {}
 
     def close(self) -> None:  # noqa: B027  most have nothing to close
-        """Free its memory. Called once or more, in any state."""
+        """Free its memory. It may be called in any state and more than once."""
 
 
 @dataclasses.dataclass
@@ -103,22 +102,22 @@ class _Row:
         }
 
     def rates(self) -> list[float]:
-        """Return units a second in each round, by its median step."""
+        """Return units per second in each round, by its median step."""
         return [self.contender.units / statistics.median(times) for times in self.rounds if times]
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The result of a run.
+    """Result of a run.
 
     Attributes:
-        rows: one for each contender, in order: its columns; `status` (`ok`, `failed`,
-            `out_of_memory`, `out_of_time`, `left_out`, `not_begun`, `interrupted`, or a word of the
-            contender's own); `error`, a line on why it is not `ok`; `trace`, the last lines of an
-            exception; and its figures, None where nothing was timed.
-        labels: of the contenders.
-        interrupted: whether the user or a signal ended the run.
-        path: of the record, if one was written.
+        rows: One per contender, in order. A row has the contender's columns; `status` (`ok`,
+            `failed`, `out_of_memory`, `out_of_time`, `left_out`, `not_begun`, `interrupted`, or one
+            of the contender's own); `error`, a line on why it is not `ok`; `trace`, the last lines
+            of an exception; and its figures, None if nothing was timed.
+        labels: Labels of the contenders.
+        interrupted: Whether the user or a signal ended the run.
+        path: Path of the record, if one was written.
     """
 
     rows: list[dict[str, Any]]
@@ -142,11 +141,12 @@ def run(
     record: RecordFile | None = None,
     compiles: bool = False,
 ) -> Outcome:
-    """Measure all contenders; an error in one of them ends that one alone.
+    """Measure all contenders; an error in one of them ends only that one.
 
-    Contenders of a group take turns; a group is closed before the next is begun. `log` receives
-    lines of progress; `record` is written with each result. `compiles` makes room for every case in
-    torch.compile's caches. KeyboardInterrupt passes before any contender has come to an end.
+    Contenders of a group take turns, and a group is closed before the next one starts. `log`
+    receives lines of progress; `record` is written with each result. `compiles` raises
+    torch.compile's limit for the number of cases. KeyboardInterrupt is raised on only if no
+    contender has finished.
     """
     rows = [[_Row(contender) for contender in group] for group in groups]
     return _Measurement(rows, settings, log, record, compiles).measure()
@@ -226,7 +226,7 @@ class _Measurement:
         row.rounds.append(list(row.contender.visit()))
 
     def _guarded(self, row: _Row, action: Callable[[_Row], None]) -> None:
-        """Do `action`: an error ends this contender alone, and its times stay."""
+        """Run `action`: an error ends only this contender, and its times are kept."""
         timed = bool(row.rounds)
         try:
             with _alarm(min(self._left_s(), self.settings.case_limit_s or math.inf)):
@@ -244,7 +244,7 @@ class _Measurement:
             row.error = failure_in_short(error)
             lines = "".join(traceback.format_exception(error)).splitlines()
             row.trace = [line[:200] for line in lines[-_TRACE_LINES:]]
-        # outside the handlers: the exception would keep the contender's tensors alive
+        # outside the handlers, as the exception keeps the contender's tensors alive
         self.log(f"{row.contender.label}: {row.status}: {row.error}")
         if row.status != "ok":
             row.contender.close()
@@ -258,7 +258,7 @@ class _Measurement:
         return fraction * limit_s - (time.perf_counter() - self.began_s)
 
     def _save(self) -> bool:
-        """Write the record, once there is anything to write."""
+        """Write the record, as soon as there is anything to write."""
         if all(row.status in ("not_begun", "begun", "interrupted") for row in self.rows):
             return False
         for group in self.groups:
@@ -282,12 +282,12 @@ def _compare(group: Sequence[_Row]) -> None:
 def tidy() -> None:
     """Free unreferenced memory, on a GPU too."""
     gc.collect()
-    torch.cuda.empty_cache()  # does nothing where CUDA is not in use
+    torch.cuda.empty_cache()  # a no-op where CUDA is not initialised
 
 
 @contextlib.contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Raise KeyboardInterrupt on SIGTERM and SIGHUP (a terminal closed), as on Ctrl-C."""
+    """Raise KeyboardInterrupt on SIGTERM and SIGHUP (closed terminal), as on Ctrl-C."""
 
     def stop(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -299,7 +299,7 @@ def stopped_by_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _alarm(limit_s: float) -> Iterator[None]:
-    """Raise `_OutOfTime` in the block after so many seconds, as soon as Python runs again."""
+    """Raise `_OutOfTime` in the block after `limit_s` seconds, once Python code runs again."""
     main = threading.current_thread() is threading.main_thread()
     if limit_s == math.inf or not main or not hasattr(signal, "setitimer"):
         yield
@@ -319,7 +319,7 @@ def _alarm(limit_s: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _room_to_compile(compiles: bool) -> Iterator[None]:
-    """Let torch.compile compile every case for its own shapes, as the first one."""
+    """Let torch.compile compile each case for its own shapes."""
     if not compiles:
         yield
         return
@@ -331,7 +331,7 @@ def _room_to_compile(compiles: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def searching_algorithms(searches: bool = True) -> Iterator[None]:
-    """Let cuDNN try all its algorithms for each new shape, or, with False, none."""
+    """Let cuDNN try all its algorithms for each new shape; with False, none."""
     cudnn = torch.backends.cudnn
     before = cudnn.benchmark, cudnn.benchmark_limit
     cudnn.benchmark, cudnn.benchmark_limit = searches, 0

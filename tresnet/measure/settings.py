@@ -1,6 +1,6 @@
 """Options of each benchmark's command, with their checks.
 
-The text under a field is its help. Nothing here imports a model, or PyTorch.
+The text under a field is its help. This module imports neither models nor PyTorch.
 """
 
 import dataclasses
@@ -22,20 +22,20 @@ class RunSettings(Settings):
     rounds: Count = 5
     """Visits to each contender; every round visits every one."""
     device: str | None = None
-    """Such as cuda, cuda:1 or cpu; by default a GPU if there is one."""
+    """Device, such as cuda, cuda:1 or cpu; by default a GPU if there is one."""
     time_limit_s: Positive | None = None
-    """Begin nothing after three quarters of this time, and end with what is measured by then."""
+    """Seconds. No case starts after three quarters of it; the record has what was measured."""
     case_limit_s: Positive | None = None
-    """Give up a contender whose set-up and first round, or a later round, takes longer."""
+    """Seconds after which a contender's set-up and first round, or a later round, is stopped."""
     output_dir: Path = Path("benchmarks/records")
-    """Where the record is written, after each contender; existing ones are never overwritten."""
+    """Directory of the record, which never replaces another one."""
 
     def check(self) -> None:
         """Raise `InputError` if an option is out of range."""
         check(self, InputError)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the options for a record; of a path its name alone."""
+        """Return the options for a record; a path becomes its last part."""
         values = {name: value for name, value in vars(self).items() if name != "output_dir"}
         return {k: v.resolve().name if isinstance(v, Path) else v for k, v in values.items()}
 
@@ -45,11 +45,11 @@ class StepSettings(RunSettings):
     """Options of `bench train` and `bench infer`."""
 
     warmup_steps: Count = 10
-    """Untimed steps of each case, compilation included."""
+    """Untimed steps of each case, including compilation."""
     steps: Count = 10
     """Timed steps of each visit."""
     sequential: bool = False
-    """Finish and free each case before the next is built, instead of taking turns: for cases that
+    """Finish each case before the next is built, instead of taking turns: for cases that
     do not fit on the device together. Ratios are then not reported."""
     seed: Suppress[int] = 0
 
@@ -62,12 +62,12 @@ class LargestSettings(RunSettings):
     first: Size = 64
     """The batch tried first."""
     granularity: Count = 16
-    """The answer is a multiple of this."""
+    """The result is a multiple of this."""
     at_most: Size | None = None
     """Try no larger batch; needed on a CPU."""
     gpu_memory: str | None = None
-    """Give PyTorch's allocator no more than this, such as 79GiB, so that a larger GPU stands for a
-    smaller one; the CUDA context, about half a GiB, comes on top."""
+    """Limit of PyTorch's allocator, such as 79GiB, to emulate a smaller GPU. The CUDA context needs
+    about half a GiB more."""
     seed: Suppress[int] = 0
 
     def check(self) -> None:
@@ -96,11 +96,11 @@ class OpsSettings(RunSettings):
     input_size: Size = 224
     """Side of the image in pixels, divisible by 32; the feature maps follow from it."""
     dtype: tuple[Dtype, ...] = ()
-    """Of the feature maps, one or several; by default bf16 on a GPU and fp32 on a CPU."""
+    """Types of the feature maps; by default bf16 on a GPU and fp32 on a CPU."""
     contenders: tuple[Literal["copy", "eager", "inductor", "triton"], ...] = ()
-    """By default all; the copy always takes part."""
+    """Contenders beside the copy; by default all."""
     rounds: Count = 20
-    """Timed passes of each contender."""
+    """Timed rounds of each contender."""
     seed: Suppress[int] = 0
 
 

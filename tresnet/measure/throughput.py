@@ -1,4 +1,4 @@
-"""Images per second of a running loop, without slowing it down."""
+"""Images per second of a running loop, measured without slowing it down."""
 
 import collections
 import dataclasses
@@ -35,15 +35,15 @@ class _Totals:
 class ThroughputMeter:
     """Images per second over the last `window` steps of a training or evaluation loop.
 
-    On CUDA every step records timing events and none is waited for: a reading covers the steps the
-    GPU has finished. `average_images_per_s` waits once, for the end of an epoch.
+    On CUDA every step records timing events without waiting for them: a reading covers the steps
+    that the GPU has finished. `mean_images_per_s` waits once, at the end of an epoch.
 
         meter.start()
         for images, targets in loader:
-        meter.data_ready()
-        ...
-        meter.step(images.shape[0])
-        print(meter.images_per_s())
+            meter.data_ready()
+            ...
+            meter.step(images.shape[0])
+            print(meter.images_per_s())
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ThroughputMeter:
         self.reset()
 
     def reset(self) -> None:
-        """Forget every step, as at the beginning of an epoch; the next needs a `start()`."""
+        """Drop all steps, as at the beginning of an epoch; call `start()` next."""
         self._steps: collections.deque[_Step] = collections.deque()
         self._older = _Totals()
         self._begin: Mark | None = None
@@ -71,7 +71,7 @@ class ThroughputMeter:
     def step(self, images: int) -> None:
         """Count a queued step over `images` images, and begin the next.
 
-        Without a `start()` before it the first step only sets the beginning and is not counted.
+        Without a `start()` before it, the first call only begins a step and counts nothing.
         """
         end = self._clock.mark()
         if self._begin is not None:
@@ -79,7 +79,7 @@ class ThroughputMeter:
             self._steps.append(_Step(images, self._begin, ready, end))
         if len(self._steps) > self._window:
             oldest = self._steps.popleft()
-            # A window of steps was queued since: this waits only if the host is that far ahead.
+            # A full window was queued since, so this waits only if the host is that far ahead.
             self._clock.wait(oldest.end)
             self._older.add(oldest, self._clock)
         self._begin, self._ready = end, None
@@ -89,14 +89,14 @@ class ThroughputMeter:
         return self._finished().images_per_s()
 
     def data_wait_fraction(self) -> float | None:
-        """Return the fraction of the window's time spent waiting for data; None as above.
+        """Return the fraction of the window's time spent waiting for data, or None.
 
-        On CUDA this is the time the GPU starved, not the time the host waited.
+        On CUDA this is the time that the GPU was idle, not the time that the host waited.
         """
         totals = self._finished()
         return 1 - totals.work_s / totals.elapsed_s if totals.elapsed_s > 0 else None
 
-    def average_images_per_s(self, exclude_data_wait: bool = False) -> float | None:
+    def mean_images_per_s(self, exclude_data_wait: bool = False) -> float | None:
         """Return the rate over all steps since the last `reset`; waits for the device once.
 
         `exclude_data_wait` leaves out the time between a step's begin and its `data_ready()`.

@@ -15,10 +15,10 @@ def make_page(predictor: Predictor, title: str) -> Any:
         import gradio  # pyright: ignore[reportMissingImports]
 
     def answer(image: "Image | None") -> tuple[dict[str, float] | None, "Image | None"]:
-        if image is None:  # it was taken away
+        if image is None:  # the user removed the image
             return None, None
         (found,) = predictor(image)
-        names = [  # ImageNet has two cranes
+        names = [  # ImageNet has two classes called crane
             f"{name} ({number})" if found.classes.count(name) > 1 else name
             for name, number in zip(found.classes, found.numbers, strict=True)
         ]
@@ -31,5 +31,5 @@ def make_page(predictor: Predictor, title: str) -> Any:
         live=True,
         title=title,
         flagging_mode="never",
-        analytics_enabled=False,  # nothing is told to others
+        analytics_enabled=False,  # gradio would send usage data
     )

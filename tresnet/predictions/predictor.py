@@ -1,4 +1,8 @@
-"""Predict the likeliest classes of images, in PyTorch or from an exported file."""
+"""Predict the likeliest classes of images, in PyTorch or from an exported file.
+
+`Predictor` loads weights once and predicts many images; `predict` does both in one call. Images are
+read and transformed one by one and run in batches.
+"""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -28,10 +32,14 @@ Runtime = Literal["torch", "onnx"]
 
 @dataclass(frozen=True)
 class Prediction:
-    """The likeliest classes of one image (its path or a name), the likeliest first.
+    """The likeliest classes of one image, the likeliest first.
 
-    `classes` are names, or numbers where the weights name none; `probabilities` are in [0, 1];
-    `numbers` count classes from 0; `map` is the Grad-CAM picture, if requested.
+    Attributes:
+        image: Path or name of the image.
+        classes: Names of the classes, or numbers where the weights have no names.
+        probabilities: Probability of each class, in [0, 1].
+        numbers: Index of each class, from 0.
+        map: Grad-CAM picture, if requested.
     """
 
     image: str
@@ -44,7 +52,7 @@ class Prediction:
 class _Runner(NamedTuple):
     """A model in its runtime: `run` maps bytes (N, 3, size, size) to logits (N, classes).
 
-    `transform` makes bytes (3, size, size) of a PIL image. `model` is not folded; None outside
+    `transform` turns a PIL image into bytes (3, size, size). `model` is not folded; None outside
     PyTorch.
     """
 
@@ -57,7 +65,7 @@ class _Runner(NamedTuple):
 
 
 class Predictor:
-    """Weights that are loaded once, and name the classes of any number of images."""
+    """Weights that are loaded once to predict the classes of any number of images."""
 
     def __init__(
         self,
@@ -72,12 +80,18 @@ class Predictor:
         compute: InferenceCompute | None = None,
         say: Callable[[str], object] | None = None,
     ) -> None:
-        """Load `weights`: those of `tresnet.create`, or for 'onnx' a file of `tresnet export`.
+        """Load the weights.
 
-        `top_k` classes are named for each image, `batch_size` images run at a time. The runtime
-        'onnx' is onnxruntime on the CPU. `maps` makes a Grad-CAM picture of the likeliest class
-        (needs torchcam). `build` and `compute` are settings of the model and its step; None for the
-        defaults. `say` receives a line on how long compiling took; None for the log.
+        Args:
+            weights: Weights for `tresnet.create`, or for runtime 'onnx' a file of `tresnet export`.
+            top_k: Classes to name for each image.
+            batch_size: Images that run together.
+            runtime: 'torch', or 'onnx' for onnxruntime on the CPU.
+            maps: Make a Grad-CAM picture of the likeliest class (needs torchcam).
+            device: Where PyTorch computes.
+            build: Settings of the model; None for the defaults.
+            compute: Settings of the step; None for the defaults.
+            say: Receives a line on the time of compilation; None for the log.
 
         Raises:
             InputError: a value is out of range, or the model gives no classes of RGB images.
@@ -113,10 +127,10 @@ class Predictor:
         images: Source | Iterable[Source],
         bad: Callable[[BadImageError], object] | None = None,
     ) -> Iterator[Prediction]:
-        """Predict images (see `predict`), in their order, or raise InputError for other things.
+        """Yield predictions of images (see `predict`), in order; other objects raise InputError.
 
-        `bad` receives each image that cannot be read, which is left out; None raises its
-        BadImageError.
+        `bad` receives the error of each image that cannot be read, which is then left out; None
+        raises the BadImageError.
         """
         good: list[tuple[str, Tensor]] = []
         for name, read in pictures(images):
@@ -158,11 +172,11 @@ def predict(
     """Predict the classes of images.
 
     Args:
-        images: paths of files or folders, patterns, PIL images, or bytes (N, 3, H, W) in uint8; one
-            or many. They are resized and cropped as the weights want them.
-        weights: argument of `tresnet.create`, or with `runtime='onnx'` a file of `tresnet export`.
-        top_k: how many classes to name, the likeliest first.
-        **options: of `Predictor`: batch_size, runtime, maps, device, build, compute.
+        images: Paths of files or folders, patterns, PIL images, or bytes (N, 3, H, W) in uint8; one
+            or many. They are resized and cropped as the weights require.
+        weights: Weights for `tresnet.create`, or with `runtime='onnx'` a file of `tresnet export`.
+        top_k: Number of classes to name, the likeliest first.
+        **options: Arguments of `Predictor`: batch_size, runtime, maps, device, build, compute.
 
     Raises:
         InputError: a value is out of range, or something is not an image.

@@ -19,10 +19,10 @@ Source: TypeAlias = Union[str, os.PathLike[str], "Image", Tensor]
 
 
 def find_images(names: Iterable[str | os.PathLike[str]]) -> list[str]:
-    """Return image files in order, out of files, folders, or patterns such as '*/7/*.png'.
+    """Return image files in order, from files, folders, or patterns such as '*/7/*.png'.
 
-    Files need not exist: reading them raises the error. A folder without images, twice the same by
-    a link, or a pattern without files raises InputError or DataError.
+    Files need not exist: reading them raises the error. A folder without images or reached
+    twice by a link, or a pattern without files, raises InputError or DataError.
     """
     found: list[str] = []
     for name in (os.fspath(name) for name in names):
@@ -43,7 +43,7 @@ def find_images(names: Iterable[str | os.PathLike[str]]) -> list[str]:
 
 
 def pictures(images: Source | Iterable[Source]) -> Iterator[tuple[str, Callable[[], "Image"]]]:
-    """Yield names, and functions that read 8-bit RGB; other things raise InputError."""
+    """Yield names, and functions that read 8-bit RGB; other objects raise InputError."""
     from PIL.Image import Image
 
     if isinstance(images, str | os.PathLike | Image) or (

@@ -1,8 +1,8 @@
-"""Every setting of a model's build, of its step and of its images, declared once.
+"""Settings of a model's build, of its step and of its images, each declared once.
 
 The training configuration, `eval.py`, benchmarks and predictions of memory are made of these
-classes. The text under a field is its help on the command line, and its type holds its range.
-Nothing here imports PyTorch, so that `--help` is quick.
+classes. The text under a field is its help on the command line, and its type holds its range. This
+module does not import PyTorch, so that `--help` is quick.
 """
 
 import contextlib
@@ -49,12 +49,12 @@ def torch_dtype(name: Dtype) -> "torch.dtype":
 
 @dataclass(frozen=True, kw_only=True)
 class Build(Settings):
-    """How a model computes; the function and the checkpoints do not depend on it."""
+    """Implementation of a model; its function and its checkpoints do not depend on these."""
 
     norm: Literal["abn", "batchnorm", "inplace_abn"] = "abn"
     """Implementation of batch norm + activation."""
     impl: Literal["auto", "triton", "reference"] = "auto"
-    """What computes the norms and what follows them: Triton kernels, or plain operators."""
+    """Implementation of the norms and what follows them: Triton kernels, or plain operators."""
     jit: bool = False
     """Use the scripted helper functions."""
 
@@ -64,10 +64,10 @@ class TrainingBuild(Build):
     """Build of a model that is trained."""
 
     recompute: Recompute = "activations"
-    """What norm abn rebuilds in backward instead of keeping it: none is the least work,
-    outputs (those of every second block too, on a GPU and without --compile) the least memory."""
+    """Tensors of norm abn that backward recomputes. none is the least work. outputs (also those
+    of every second block, on a GPU and without --compile) is the least memory."""
     grad_checkpointing: bool = False
-    """Compute the activations of whole blocks a second time in backward, to save memory."""
+    """Run the forward of each block again in backward, to save memory."""
 
     @property
     def build(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class ModelShape(Settings):
     head: str | None = None
     """Kind of classifier: linear, group_attention, ml_decoder. None: the weights', else linear."""
     head_groups: tuple[int, ...] | None = None
-    """Classes of each group of the head group_attention. None: 12 groups, classes spread evenly."""
+    """Classes of each group of the head group_attention. None: 12 groups of about equal size."""
     head_channels: int | None = None
     """Channels of each group of group_attention (None: 512) or of ml_decoder (None: 768)."""
     width_factor: Positive | None = None
@@ -110,7 +110,7 @@ class ImageSize(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalTransform(ImageSize):
-    """How an image is brought to the size that a model is tested at."""
+    """Resizing and cropping of an image to the size that a model is tested at."""
 
     crop_pct: FractionAbove0 | None = None
     """Fraction of the resized image that evaluation keeps. None: the model's own."""
@@ -123,10 +123,10 @@ class EvalTransform(ImageSize):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSettings(Settings):
-    """What becomes of an image on its way into a shard.
+    """Conversion of an image before it is written into a shard.
 
-    An image that is no larger than asked keeps its bytes. Others are resized (Lanczos) and become
-    JPEGs, or all of them are kept as pixels. Only one of the two sides is limited.
+    An image that is no larger than requested keeps its bytes. Others are resized (Lanczos) and
+    become JPEGs, or all of them are kept as pixels. Only one of the two sides is limited.
     """
 
     max_side: Count | None = None
@@ -134,7 +134,7 @@ class ShardSettings(Settings):
     short_side: Count | None = None
     """Make images smaller until the shorter side has at most so many pixels; 256 is fastest."""
     quality: Annotated[int, Ge(1), Le(100)] = 90
-    """Of the JPEGs that smaller images become."""
+    """JPEG quality of the images that are resized."""
     pixels: bool = False
     """Keep pixels instead of JPEGs: nothing to decode, on about ten times the space."""
     images_per_shard: Count = 8192
@@ -146,8 +146,8 @@ class StepInput(ImageSize):
     """The images that reach a step."""
 
     input: Input = "float"
-    """float: images in [0, 1]. uint8: bytes, divided by 255 within the step; our channels-last stem
-    reads them as they are."""
+    """float: images in [0, 1]. uint8: bytes, which the step divides by 255; our channels-last stem
+    reads the bytes directly."""
 
 
 # -- its step ---------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class StepInput(ImageSize):
 
 @dataclass(frozen=True, kw_only=True)
 class Compute(Settings):
-    """In which precision and layout a step computes, and whether it is compiled."""
+    """Precision, memory format and compiler of a step."""
 
     amp: Amp = "off"
     """Autocast to 16 bits; fp16 scales the loss in training."""
@@ -164,27 +164,27 @@ class Compute(Settings):
     compile: CompileMode = "none"
     """Mode of torch.compile. none: run eagerly."""
     cuda_graph: Literal["off", "on", "auto"] = "auto"
-    """Replay batches of usual shapes as a CUDA graph, which leaves the CPU less work. auto: eagerly
-    run models on one GPU, where nothing in them forbids it."""
+    """Replay batches of frequent shapes as a CUDA graph, which saves CPU time. auto: on for models
+    that are not compiled, on one GPU."""
 
     @property
     def amp_dtype(self) -> "torch.dtype | None":
-        """The type of autocast, None for none."""
+        """The dtype of autocast; None for no autocast."""
         return None if self.amp == "off" else torch_dtype(self.amp)
 
     def autocast(self, device: "torch.device") -> AbstractContextManager[Any]:
-        """Autocast to that type, or nothing for none."""
+        """Return the context of autocast, or one that does nothing."""
         if self.amp_dtype is None:
             return contextlib.nullcontext()
         import torch
 
-        # Each weight is cast once a pass anyway, and copies kept beyond a captured pass would be
-        # stale.
+        # Each weight is cast once per forward anyway, and copies cached across a captured graph
+        # would be stale.
         return torch.autocast(device.type, dtype=self.amp_dtype, cache_enabled=False)
 
     @property
     def memory_format(self) -> "torch.memory_format":
-        """The layout of images and weights."""
+        """The memory format of images and weights."""
         import torch
 
         return torch.channels_last if self.channels_last else torch.contiguous_format
@@ -192,7 +192,7 @@ class Compute(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceCompute(Compute):
-    """The same for a model whose weights do not change any more."""
+    """Precision, memory format and compiler for a model whose weights no longer change."""
 
     dtype: Dtype = "fp32"
     """Type of the weights."""
@@ -205,21 +205,21 @@ class InferenceCompute(Compute):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig(Settings):
-    """How the weights are updated."""
+    """Optimizer, learning rate and gradient accumulation."""
 
     opt: str = "sgd"
     """Optimizer by timm's name; sgd is SGD with Nesterov momentum."""
     lr: Positive = 0.1
     """Highest learning rate."""
     lr_batch: Count | None = None
-    """Images per optimizer step that `lr` is meant for; it scales linearly. None: `lr` as it is."""
+    """Images per optimizer step for which `lr` is given; it scales linearly. None: no scaling."""
     momentum: FractionBelow1 = 0.9
     """Momentum, where the optimizer has one."""
     weight_decay: PositiveOrZero = 1e-4
     """Weight decay of convolution and linear weights; biases and norms have none."""
     layer_decay: FractionAbove0 = 1.0
-    """Learning rate of each block as a fraction of the next one's; the head has the whole. 1: all
-    have the same."""
+    """Learning rate of each block as a fraction of the next one's; the head has the full rate. 1:
+    the same rate for all."""
     clip_grad: Positive | None = None
     """Largest norm of the gradients. None: no limit."""
     accumulate: Count = 1
@@ -228,12 +228,12 @@ class OptimConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(Settings):
-    """How long, and the learning rate over time."""
+    """Length of the training, and the learning rate schedule."""
 
     epochs: Count = 300
-    """Passes over the training images."""
+    """Number of epochs over the training images."""
     lr_schedule: Literal["one-cycle", "cosine", "constant"] = "one-cycle"
-    """Shape after the warm-up; one-cycle warms up along a cosine, the others along a line."""
+    """Schedule after the warm-up; one-cycle warms up along a cosine, the others linearly."""
     warmup_fraction: Fraction = 0.2
     """Fraction of all optimizer steps in which the learning rate rises."""
     start_factor: FractionAbove0 = 0.04
@@ -244,24 +244,24 @@ class ScheduleConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class EmaConfig(Settings):
-    """The moving average of the weights: what is evaluated and kept as best."""
+    """Exponential moving average (EMA) of the weights, which is evaluated and kept as best."""
 
     ema_decay: FractionBelow1 = 0.0
     """Fraction of the EMA kept at each optimizer step. 0: no EMA."""
     ema_warmup: bool = True
-    """Let the decay grow from 0, so that a short run's EMA forgets the start."""
+    """Let the decay grow from 0, so that the first weights have little influence in a short run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelStep(StepInput, EmaConfig, OptimConfig, InferenceCompute, TrainingBuild):
-    """All that decides the speed and the memory of a model's training or inference step."""
+    """All settings that affect the speed and the memory of a training or inference step."""
 
     def check_applies(self, *, training: bool, model: str, ours: bool) -> None:
-        """Raise `InputError` for a setting that is not at its default but would change nothing."""
+        """Raise `InputError` for a setting that is not at its default and has no effect."""
         learning = _names(TrainingBuild, OptimConfig, EmaConfig)
-        shared = _names(Build, Compute)
+        common = _names(Build, Compute)
         reasons = dict.fromkeys(
-            (_names(InferenceCompute) if training else learning) - shared,
+            (_names(InferenceCompute) if training else learning) - common,
             f"it is for {'inference' if training else 'training'}",
         )
         if not ours:

@@ -1,6 +1,8 @@
-"""Checks of settings: ranges are part of a field's type, and pydantic checks values against them.
+"""Checks of settings: a field's type holds its range, and pydantic checks values against it.
 
-pydantic is imported at the first check, so that importing the package stays cheap.
+`check`, `read` and `parse` check an instance, JSON and texts of the command line. Each turns
+pydantic's errors into one line per value, in the words of the other errors. pydantic is imported at
+the first check, so that importing the package stays quick.
 """
 
 import contextlib
@@ -31,7 +33,7 @@ FractionBelow1 = Annotated[float, Ge(0), Lt(1)]
 
 
 def smallest_first(values: tuple[float, float]) -> bool:
-    """Whether a range begins with its smaller end."""
+    """Whether the first value of a range is not larger than the second."""
     return values[0] <= values[1]
 
 
@@ -58,7 +60,7 @@ def check(
     error: type[TResNetError] = ConfigError,
     spell: Callable[[str], str] | None = None,
 ) -> None:
-    """Raise `error` unless all values fit: a line for each, `--lr: expected more than 0, got -1.0`.
+    """Raise `error` unless all values fit; a line each, as `--lr: expected more than 0, got -1.0`.
 
     Dataclasses in fields are checked too. `spell` names a field in the message; None for `option`.
     """
@@ -91,7 +93,7 @@ def parse(cls: type[T], texts: Mapping[str, str], source: str) -> T:
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """Return `unknown KIND 'NAME'`, with the nearest known name, or all of them if none is near."""
+    """Return `unknown KIND 'NAME'` with the nearest known name, or all names if none is near."""
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(names)}"
@@ -115,7 +117,7 @@ def _kinds(cls: type) -> dict[str, Any]:
 
 
 def _unchecked(cls: type, values: object, source: str, path: str) -> Any:
-    """Build an instance by hand: pydantic's reader refuses lone surrogates in paths."""
+    """Build an instance without checks: pydantic's reader refuses lone surrogates in paths."""
     if not isinstance(values, dict):
         where = f"{path} of {source}" if path else source
         raise ConfigError(f"expected {where} to be an object with fields, got {values!r}")
@@ -131,7 +133,7 @@ def _unchecked(cls: type, values: object, source: str, path: str) -> Any:
     return cls(**arguments)
 
 
-# pydantic's name of an error: what was expected instead.
+# From pydantic's name of an error to what was expected.
 _EXPECTED = {
     "bool_parsing": "true or false",
     "bool_type": "true or false",
@@ -170,7 +172,7 @@ def _explained(
         found: dict[tuple[str, str], list[str]] = {}
         for one in misfits.errors(include_url=False):
             expected = one["msg"]
-            if one["type"] == "predicate_failed":  # named after what it wants
+            if one["type"] == "predicate_failed":  # the predicate's name says what it requires
                 expected = expected.split("'")[1].replace("_", " ")
             elif one["type"] in _EXPECTED:
                 context = {key: _plain(value) for key, value in one.get("ctx", {}).items()}
@@ -184,7 +186,7 @@ def _explained(
 
 
 def _path(cls: type, place: tuple[int | str, ...]) -> tuple[str, ...]:
-    """Return the fields of a place, without pydantic's positions and kinds that follow."""
+    """Return the fields of a location, without pydantic's positions and types after them."""
     path: list[str] = []
     for part in map(str, place):
         path.append(part)

@@ -1,7 +1,7 @@
-"""THE training step and THE inference step.
+"""The training step and the inference step.
 
-`engine` runs them, `measure` times them, `memory` traces them on fake tensors: the images per
-second of a benchmark, those of a run's log and the predicted memory speak of the same operations.
+`engine` runs them, `measure` times them and `memory` traces them on fake tensors. So the images per
+second of a benchmark, those of a run's log and the predicted memory are of the same operations.
 """
 
 from tresnet.settings import Compute, EmaConfig, InferenceCompute, OptimConfig, ScheduleConfig

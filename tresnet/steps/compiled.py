@@ -1,4 +1,4 @@
-"""`torch.compile` with the settings that suit these models, behind one function."""
+"""`torch.compile` with the settings that suit these models, in one function."""
 
 import contextlib
 import logging
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from tresnet.errors import InputError
 from tresnet.settings import CompileMode
 
-# What the compiler's partitioner keeps for backward, in MB an image of tresnet_m at 224 in bf16:
-# 28.8 by default, 14.9 with this, which runs no convolution twice.
+# With this setting the compiler keeps 14.9 MB an image for backward (tresnet_m at 224, bf16)
+# instead of 28.8, and runs no convolution twice.
 TRAINING_PARTITIONER: dict[str, Any] = {"aggressive_recomputation": True}
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
@@ -21,8 +21,8 @@ CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 class CompiledModel:
     """Compiled function of a model, which logs `warmup_s`, the seconds of its first call.
 
-    `partitioner` are settings of `torch._functorch.config`, read while a graph is compiled. A call
-    with `cuda_graphs` clones its output, which the next one overwrites.
+    `partitioner` holds settings of `torch._functorch.config`, which are read while a graph is
+    compiled. With `cuda_graphs` each output is cloned, as the next call overwrites it.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class CompiledModel:
         self.warmup_s: float | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Run the model on (N, 3, H, W); `InputError` beyond PyTorch's limit of compilations."""
+        """Run the model on (N, 3, H, W); too many compilations raise `InputError`."""
         began_s = time.perf_counter()
         if self._cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
@@ -82,21 +82,20 @@ def compile_model(
 ) -> CompiledModel:
     """Compile a model for training or for inference; returns a function from images to logits.
 
-    Where a model in training recomputes anything, the partitioner may recompute all but
-    convolutions, matrix products and reductions in backward. Their recomputation is fused into
-    passes that run anyway, and less is kept.
+    If the model recomputes anything in training, the partitioner may recompute all operations but
+    convolutions, matrix products and reductions in backward. The compiler fuses them into kernels
+    that run anyway, so less is kept.
 
     Args:
-        model: a TResNet or any other model, perhaps wrapped for data-parallel training.
-        mode: of `torch.compile`, not "none"; "reduce-overhead" and "max-autotune" replay the model
-            as CUDA graphs: less work for the CPU, static shapes, and memory of their own.
-        training: forward and backward; else forward alone.
-        freeze: compile the weights in as constants, packed for the device; else than in inference
-            a ValueError.
-        recompute: "none" leaves the partitioner at PyTorch's default; None takes the model's own
-            setting, which other models than ours do not have: "none".
-        dynamic: whether sizes may vary without compiling again; None lets PyTorch find out.
-        say: called with the time of compilation in words; by default a logger.
+        model: A TResNet or any other model, perhaps wrapped for data-parallel training.
+        mode: Mode of `torch.compile`, not "none". "reduce-overhead" and "max-autotune" replay the
+            model as CUDA graphs: less work for the CPU, static shapes, and additional memory.
+        training: Compile forward and backward, else only forward.
+        freeze: Compile the weights as constants, packed for the device; in training a ValueError.
+        recompute: "none" keeps PyTorch's default partitioner. None uses the model's own setting,
+            which is "none" for other models than ours.
+        dynamic: Whether sizes may vary without compiling again; None for PyTorch's choice.
+        say: Receives the time of compilation in words; None for the log.
     """
     if training and freeze:
         raise ValueError("expected freeze=False in training: the weights change")

@@ -1,4 +1,4 @@
-"""A batch on its way from the loader to the model: bytes, and floats where something needs them."""
+"""Batches on their way from the loader to the model, as bytes or as floats."""
 
 import torch
 from torch import Tensor, nn
@@ -9,10 +9,10 @@ from tresnet.settings import Compute
 
 
 class Feed:
-    """Moves batches to the device in the form that is computed with there.
+    """Moves batches to the device, in the form that the model computes with.
 
-    Loaders give bytes: a quarter of floats in workers, in page-locked memory and on the way to the
-    device.
+    Loaders give bytes, a quarter of the size of floats: in workers, in page-locked memory and on
+    the way to the device.
     """
 
     def __init__(
@@ -23,10 +23,10 @@ class Feed:
         keep_bytes: bool,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Keep the settings; `dtype` is that of floats.
+        """Store the settings; `dtype` is that of floats.
 
-        With `keep_bytes` bytes stay so, for a stem that reads them (`reads_bytes`); else they
-        become floats in [0, 1], on the device.
+        With `keep_bytes` images stay bytes, for a stem that reads them (`reads_bytes`). Otherwise
+        they become floats in [0, 1] on the device.
         """
         self._layout = compute.memory_format
         self._device = device
@@ -37,12 +37,12 @@ class Feed:
     def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Move images (N, 3, H, W), bytes or floats in [0, 1], and labels (N,) or (N, classes).
 
-        Bytes keep their layout, floats get the configured one.
+        Bytes keep their memory format; floats get the configured one.
         """
         return self.images(images), labels.to(self._device, non_blocking=True)
 
     def images(self, images: Tensor) -> Tensor:
-        """Move images alone, as `__call__` does."""
+        """Move only images, as `__call__` does."""
         if images.dtype != torch.uint8:
             return images.to(
                 self._device, self._dtype, non_blocking=True, memory_format=self._layout
@@ -56,5 +56,5 @@ class Feed:
 
 
 def reads_bytes(model: nn.Module, compute: Compute) -> bool:
-    """Whether a model's stem turns bytes into channels-last floats itself."""
+    """Whether a model's stem itself turns bytes into channels-last floats."""
     return compute.channels_last and isinstance(model, TResNet)

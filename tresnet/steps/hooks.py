@@ -1,4 +1,4 @@
-"""Hooks around the parts of a step, with which a memory prediction records them."""
+"""Hooks around the parts of a step, which a memory prediction uses to attribute operations."""
 
 import contextlib
 from contextlib import AbstractContextManager

@@ -1,4 +1,4 @@
-"""One inference step: a model in evaluation mode, in the chosen precision and layout."""
+"""Inference step: a model in evaluation mode, in the chosen precision and memory format."""
 
 from collections.abc import Callable
 from itertools import chain
@@ -17,11 +17,11 @@ from tresnet.surgery.folding import fold
 
 
 class InferenceStep:
-    """Moves batches to the device and gives a model's logits for them.
+    """Moves batches to the device and computes a model's logits for them.
 
     Attributes:
-        model: What computes: the given model, or a folded copy of it.
-        feed: Moves a loader's batch to the device, as `__call__` wants it.
+        model: The given model, or a folded copy of it.
+        feed: Moves a loader's batch to the device, as `__call__` expects it.
     """
 
     def __init__(
@@ -33,21 +33,21 @@ class InferenceStep:
         hooks: StepHooks | None = None,
         say: Callable[[str], object] | None = None,
     ) -> None:
-        """Move the model to its device and layout.
+        """Move the model to its device and memory format.
 
         Args:
-            model: The model, which may go on being trained where `compute` is a plain `Compute`.
-            compute: Precision, layout, and whether to compile. An `InferenceCompute` may also
-                convert the weights, fold and freeze them: they must not change after that. It alone
-                may run as a CUDA graph.
-            device: Where to compute.
-            hooks: Looks on; None for nobody.
-            say: Told how long compiling took, and of CUDA graphs; None for the log.
+            model: The model. With a plain `Compute` it may be trained further.
+            compute: Precision, memory format, and whether to compile. An `InferenceCompute` may
+                also convert the weights, fold and freeze them, and run as a CUDA graph; the weights
+                must then not change any more.
+            device: The device that computes.
+            hooks: Called around the forward; None for none.
+            say: Receives messages about compilation and CUDA graphs; None for the log.
 
         Raises:
-            ConfigError: A CUDA graph is asked for where there can be none.
-            InputError: The model cannot be folded, or has complex numbers, of which a conversion
-                would drop the imaginary part; the message says why.
+            ConfigError: A CUDA graph is requested where none is possible.
+            InputError: The model cannot be folded, or has complex numbers, whose imaginary part a
+                conversion would drop.
         """
         self._compute = compute
         self._device = device
@@ -77,7 +77,7 @@ class InferenceStep:
             self.capture_with(CudaCapturer(device), say)
 
     def capture_with(self, capturer: Capturer, say: Callable[[str], object] | None = None) -> None:
-        """Replay batches of usual shapes as graphs from now on; see `GraphedForward`."""
+        """Replay batches of frequent shapes as CUDA graphs from now on; see `GraphedForward`."""
         self._forward = GraphedForward(self._forward, self.model, capturer, say)
 
     @property
@@ -86,7 +86,7 @@ class InferenceStep:
         return isinstance(self._forward, GraphedForward) and self._forward.replayed
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Logits (N, classes) in float32 of images (N, 3, H, W) from `feed`."""
+        """Return logits (N, classes) in float32 for images (N, 3, H, W) from `feed`."""
         if self.model.training:
             self.model.eval()
         count = len(images)
@@ -100,7 +100,7 @@ class InferenceStep:
             return self._forward(images).float()[:count]
 
     def _filled_up(self, images: Tensor) -> Tensor:
-        """The last batch as large as the others: for another size the model is compiled again."""
+        """Pad the last batch to the size of the others, for which the model is compiled."""
         missing = self._images - len(images)
         if missing <= 0:
             self._images = len(images)
@@ -109,5 +109,5 @@ class InferenceStep:
 
 
 def move_model(model: nn.Module, compute: Compute, device: torch.device) -> nn.Module:
-    """The model itself, moved to the device and to the configured layout."""
+    """Move the model to the device and to the configured memory format, in place."""
     return model.to(device=device).to(memory_format=compute.memory_format)  # pyright: ignore[reportCallIssue]

@@ -1,4 +1,4 @@
-"""Optimizer, its parameter groups, and the learning rate over time."""
+"""Optimizer, its parameter groups, and the learning rate schedule."""
 
 import inspect
 import math
@@ -22,11 +22,13 @@ def create_optimizer(
 ) -> torch.optim.Optimizer:
     """Build timm's optimizer `config.opt`; only convolution and linear weights decay.
 
-    `model` may be parameter groups with their own decay; a model's `no_weight_decay()` names
-    further parameters without. `global_batch` is the images of an optimizer step over all
-    processes. On a GPU the step is fused into one kernel where the optimizer offers that: fewer
-    launches, and the check of a scaled loss for overflow stays on the GPU, without a wait in every
-    step.
+    Args:
+        model: A model, whose `no_weight_decay()` may name further parameters without decay, or
+            parameter groups with their own decay.
+        config: Optimizer, learning rate, momentum and decay.
+        global_batch: Images of an optimizer step over all processes.
+        on_gpu: Fuse the step into one kernel if the optimizer can. That saves launches, and the
+            check of a scaled loss for overflow then does not wait for the GPU.
 
     Raises:
         ConfigError: timm has no optimizer of that name, it refuses an option, or it needs second
@@ -47,7 +49,7 @@ def create_optimizer(
             layer_decay=None if config.layer_decay == 1 else config.layer_decay,
             **fused,
         )
-        for group in optimizer.param_groups:  # timm's own schedules would heed it, torch's don't
+        for group in optimizer.param_groups:  # timm's own schedules apply lr_scale, torch's do not
             group["lr"] *= group.get("lr_scale", 1.0)
     except (AssertionError, TypeError, ValueError) as error:
         raise ConfigError(
@@ -61,7 +63,7 @@ def create_optimizer(
 
 
 def peak_lr(config: OptimConfig, global_batch: int) -> float:
-    """Return the highest learning rate: `lr`, scaled linearly by `lr_batch` if given."""
+    """Return the highest learning rate: `lr`, scaled linearly if `lr_batch` is given."""
     if config.lr_batch is None:
         return config.lr
     return config.lr * global_batch / config.lr_batch
@@ -70,7 +72,7 @@ def peak_lr(config: OptimConfig, global_batch: int) -> float:
 def create_schedule(
     optimizer: torch.optim.Optimizer, config: ScheduleConfig, total_steps: int
 ) -> lr_scheduler.LRScheduler:
-    """Return the learning rate of `total_steps` optimizer steps; call `step()` after each."""
+    """Return the learning rate schedule of `total_steps` optimizer steps."""
     if config.lr_schedule == "one-cycle":
         rising = config.warmup_fraction * total_steps
         total = total_steps + (rising == total_steps)  # torch divides by the falling steps too
@@ -91,7 +93,7 @@ def create_schedule(
 # torch's LinearLR + CosineAnnealingLR end at one absolute rate for all parameter groups. A fraction
 # of each group's own rate suits layer-wise rates.
 def factor(config: ScheduleConfig, step: int, total_steps: int) -> float:
-    """Return the fraction of the peak rate at a step (from 0): up, then a cosine or constant."""
+    """Return the fraction of the peak rate at `step` (from 0): warm-up, then cosine or constant."""
     warmup = config.warmup_fraction * total_steps
     if step < warmup:
         return config.start_factor + (1 - config.start_factor) * step / warmup
