@@ -1,8 +1,11 @@
 """What README.md and docs/ say: Python runs, commands parse, links lead somewhere, figures hold."""
 
+import ast
 import dataclasses
+import inspect
 import json
 import os
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -150,6 +153,25 @@ def test_accuracy_table_is_the_manifests():
         if entry.accuracy_source and "results-imagenet.csv" in entry.accuracy_source
     }
     assert quoted == manifest
+
+
+def test_signatures_are_those_of_the_functions():
+    text = (ROOT / "docs/reference/python.md").read_text()
+    found = re.findall(r"(?m)^(tresnet\.[\w.]+)(\(.*\))$", text)
+    assert found
+    for name, written in found:
+        parameters = inspect.signature(pkgutil.resolve_name(name)).parameters.values()
+        bare = [one.replace(annotation=one.empty, default=one.empty) for one in parameters]
+        assert written == str(inspect.Signature(bare)), name
+
+
+def test_quoted_errors_are_those_of_the_package():
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "tresnet").rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    said = "\n".join(node.value for node in nodes if isinstance(node.value, str))
+    for message, _ in rows("docs/errors.md", "message", "cause and remedy"):
+        for part in message.strip("`").split("..."):
+            assert part.strip() in said, message
 
 
 @pytest.mark.slow

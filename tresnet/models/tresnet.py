@@ -311,10 +311,10 @@ class TResNet(nn.Module):
     def set_recompute(self, what: str) -> None:
         """Choose which tensors backward of the fused program recomputes; results stay exact.
 
-        'activations' (the default) recomputes the outputs of norms, blurs and SE scales, which
-        costs one read and one write of each. 'outputs' also recomputes the output of every second
-        block, and saves about a sixth more memory. 'none' keeps everything, and is fastest. In a
-        model compiled by `compile_model` the compiler recomputes, except with 'none'.
+        'activations' (the default) recomputes the outputs of norms, blurs and SE scales. Most of
+        them cost one additional write. 'outputs' also recomputes the output of every second block,
+        and saves about a sixth more memory. 'none' keeps everything. In a model compiled by
+        `compile_model` the compiler recomputes, except with 'none'.
 
         Raises:
             InputError: there is no such choice, or the model has another norm.
