@@ -1,4 +1,4 @@
-"""Files of weights: finding them, reading them safely, renaming their keys, writing them whole."""
+"""Files of weights: finding them, reading them safely, renaming their keys, writing them."""
 
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.download import fetch

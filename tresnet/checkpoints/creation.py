@@ -1,4 +1,4 @@
-"""Make a model by name, with fresh, published or own weights."""
+"""Make a model by name, with random, published or own weights."""
 
 import os
 from collections.abc import Sequence
@@ -33,23 +33,22 @@ def create(
     """Make a TResNet.
 
     Args:
-        name: a name out of `list_models()`; None for that of the weights.
-        weights: a tag out of `list_weights()`, the path of a file in our format, timm's or the
+        name: A name out of `list_models()`; None for that of the weights.
+        weights: A tag out of `list_weights()`, the path of a file in our format, timm's or the
             public TResNet one, a directory in timm's layout (`local-dir:DIR` too),
-            `hf-hub:USER/NAME`, or what `open_weights` returned; None for random weights.
-        new_head: take all but the head from the weights, and any `num_classes`.
-        features_only: return feature maps instead of logits.
-        out_indices: which maps, or how many of the last; 0 is the stem, 1 to 4 the stages.
-        impl: which implementation runs: 'auto', 'triton' or 'reference', see
-            `TResNet.set_impl`.
-        recompute: what backward recomputes instead of keeping: 'none', 'activations' or 'outputs',
-            see `TResNet.set_recompute`.
-        device: where the parameters live.
-        dtype: floating-point type of the parameters.
-        **options: fields of `ModelConfig`: norm, jit, head, head_groups, head_channels, in_chans,
+            `hf-hub:USER/NAME`, or the result of `open_weights`; None for random weights.
+        new_head: Take all weights but those of the head, and any `num_classes`.
+        features_only: Return feature maps instead of logits.
+        out_indices: Indices of the maps, or the number of last maps; 0 is the stem, 1 to 4 the
+            stages.
+        impl: 'auto', 'triton' or 'reference': see `TResNet.set_impl`.
+        recompute: 'none', 'activations' or 'outputs': see `TResNet.set_recompute`.
+        device: Where the parameters are.
+        dtype: Floating-point type of the parameters.
+        **options: Fields of `ModelConfig`: norm, jit, head, head_groups, head_channels, in_chans,
             num_classes, global_pool, drop_rate, drop_path_rate, width_factor, layers, block_size,
-            stem_slope, block_slope. Where one is not given, or None, the weights decide, and
-            without weights the variant does. Weights adapt to other `in_chans`.
+            stem_slope, block_slope. None means not given: the weights then decide, or without
+            weights the variant. The stem of weights adapts to other `in_chans`.
 
     Returns:
         The model, in training mode.
@@ -95,7 +94,7 @@ def _create_loaded(
         )
     options = {**known.kwargs, **_head_kwargs(known, asked), "num_classes": known.num_classes}
     options = {**options, **asked}
-    # On the meta device first: nothing is allocated for weights that turn out not to fit.
+    # First on the meta device, so that weights that do not fit allocate nothing.
     shape = build(name or known.model, **options, device="meta")
     staged = fit(weights, shape, model_tensors(shape), new_head)
     model = build(name or known.model, **options, **run)
@@ -114,6 +113,6 @@ def _head_kwargs(known: WeightsInfo, asked: dict[str, Any]) -> dict[str, Any]:
     if asked.get("head", known.kwargs["head"]) != known.kwargs["head"]:
         return {"head_groups": None, "head_channels": None}
     classes = asked.get("num_classes", known.num_classes)
-    if groups and classes != known.num_classes:  # as many groups, over the new classes
+    if groups and classes != known.num_classes:  # keep the number of groups
         groups = min(len(groups), classes) or None
     return {"head_groups": groups or None}

@@ -1,4 +1,4 @@
-"""Fetches published files and checks that they are what was published."""
+"""Fetch published files and compare their hashes with the published ones."""
 
 import hashlib
 import logging
@@ -10,7 +10,7 @@ from pathlib import Path
 from tresnet.checkpoints.published import WeightsEntry, find, weights_dir
 from tresnet.errors import CheckpointError
 
-HUB = "hf-hub:"  # before a repository's name, as timm has it
+HUB = "hf-hub:"  # prefix of a repository's name, as in timm
 HUB_FILENAME = "model.safetensors"
 LAYOUT = (HUB_FILENAME, "pytorch_model.bin")
 _log = logging.getLogger(__name__)
@@ -20,9 +20,9 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 def fetch(tag: str | WeightsEntry) -> Path:
     """Return the file of a tag: from weights/, then from the hub's cache, then downloaded.
 
-    A known hash is always checked. In place of an original file, which its authors no longer offer,
-    the copy of its weights is returned, with a warning. An unknown tag raises InputError; an absent
-    file or another hash CheckpointError.
+    A known hash is always checked. The authors no longer offer their original files: a copy of the
+    same weights is then returned, with a warning. An unknown tag raises InputError, a missing file
+    or another hash CheckpointError.
     """
     entry = tag if isinstance(tag, WeightsEntry) else find(tag)
     local = weights_dir() / entry.file
@@ -52,7 +52,7 @@ def fetch(tag: str | WeightsEntry) -> Path:
 
 
 def from_hub(repo_id: str, filename: str, revision: str | None = None) -> Path:
-    """Return a repository's file from the hub's cache, or downloaded."""
+    """Return a repository's file from the hub's cache, or download it."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -70,7 +70,7 @@ def from_hub_layout(repo_id: str) -> tuple[Path, Path | None]:
             raise CheckpointError(
                 f"expected {' or '.join(LAYOUT)} in hf-hub:{repo_id}, got neither"
             )
-        # of the weights' commit, as the repository may have changed since they were cached
+        # from the weights' commit, as the repository may have changed since they were cached
         config = _first_from_hub(repo_id, ("config.json",), path.parent.name)
     except CheckpointError:
         raise
@@ -109,7 +109,7 @@ def from_layout(folder: Path) -> tuple[Path, Path | None]:
 
 
 def hub_sha256(path: Path) -> str | None:
-    """Return the hash of a large file in the hub's cache, which names its blob by it."""
+    """Return the hash of a large file in the hub's cache, where it is the name of the blob."""
     if not path.is_symlink():  # a cache on a file system without links
         return None
     name = Path(os.readlink(path)).name
@@ -117,7 +117,7 @@ def hub_sha256(path: Path) -> str | None:
 
 
 def verify(path: Path, expected: str | None, tag: str) -> None:
-    """Raise CheckpointError if the hash is another; warn where none is known."""
+    """Raise CheckpointError if the file has another hash; warn if none is known."""
     with path.open("rb") as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
     if expected is None:

@@ -1,4 +1,8 @@
-"""Checks weights against a model, key by key, and adapts what may be adapted."""
+"""Check weights against a model, key by key, and adapt the stem and the in-place gammas.
+
+`fit` returns one tensor for each of the model's, and changes nothing. All that does not fit is
+named in one error, with a hint at the model that the file was made for.
+"""
 
 from collections.abc import Mapping
 
@@ -19,8 +23,8 @@ def fit(
 ) -> dict[str, Tensor]:
     """Return one tensor of the right shape for every expected name, and no other.
 
-    `model` is not changed and may be on the meta device; `expected` are its tensors, of which
-    `new_head` leaves the head out. CheckpointError names every key that does not fit.
+    `model` is not changed and may be on the meta device. `expected` are its tensors; with
+    `new_head` those of the head are left out. CheckpointError names every key that does not fit.
     """
     expected = dict(expected)
     tensors = _without_absent_parts(dict(weights.tensors), model, expected)
@@ -46,7 +50,7 @@ def fit(
 def _without_absent_parts(
     tensors: dict[str, Tensor], model: TResNet, expected: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Drop weights of the classifier or stages that the model lacks."""
+    """Drop weights of the classifier or of stages that the model lacks."""
     absent = tuple(f"body.{stage}." for stage in STAGES if not hasattr(model.body, stage))
     if model.num_classes == 0 and not any(name.startswith(HEAD) for name in expected):
         absent += (HEAD,)
@@ -54,9 +58,9 @@ def _without_absent_parts(
 
 
 def _check_block_size(weights: Weights, model: TResNet) -> None:
-    """Check the block size: it orders the stem's inputs, which their number may not show."""
+    """Check the block size: another one may have as many stem inputs in another order."""
     found, wanted = identify(weights.tensors), architecture(model.config)
-    if found.body != wanted.body:  # another model altogether: reported with its keys
+    if found.body != wanted.body:  # another model: its keys are reported
         return
     trained = 4 if weights.format == "public" else None
     if weights.config is not None:
@@ -79,10 +83,10 @@ def _fit_stem(stem: Tensor, weights: Weights, model: TResNet) -> Tensor:
 def adapt_stem(stem: Tensor, source: int, target: int) -> Tensor:
     """Adapt the stem's weights, (C, pixels * source, k, k), to (C, pixels * target, k, k).
 
-    Its inputs are pixels x channels, channels last, because space-to-depth orders them so. For one
-    channel the weights of a pixel's channels are summed: a gray image gives what it gave as equal
-    channels. For others they are repeated cyclically and scaled by source / target. Adapted weights
-    are in float32 or better.
+    The inputs are ordered by pixel, then by channel, as space-to-depth returns them. For one
+    channel the weights of a pixel's channels are summed, so that a gray image gives the same output
+    as three equal channels. For other numbers they are repeated cyclically and scaled by source /
+    target. The result is in float32 or better.
     """
     if source == target:
         return stem
@@ -99,7 +103,7 @@ def adapt_stem(stem: Tensor, source: int, target: int) -> Tensor:
 
 
 def misfits(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """Return in words which tensors are missing, unknown, of another shape or kind of number."""
+    """Describe the tensors that are missing, unknown, or of another shape or kind of number."""
     both = [name for name in expected if name in tensors]
     groups = {
         "missing": [name for name in expected if name not in tensors],
@@ -151,7 +155,7 @@ def _fit_inplace_gammas(tensors: dict[str, Tensor], weights: Weights) -> dict[st
 def _check_values(
     tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], weights: Weights
 ) -> None:
-    """Raise for values that the model's dtype cannot hold (70000 in float16), and variances < 0."""
+    """Raise for negative variances, and for values beyond the range of the model's dtype."""
     variances = [name for name in tensors if name.endswith(".running_var")]
     if below := [name for name in variances if bool((tensors[name] < 0).any())]:
         raise CheckpointError(

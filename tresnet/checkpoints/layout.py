@@ -1,4 +1,8 @@
-"""Weights as timm and the Hugging Face hub keep them: tensors, config.json and a model card."""
+"""Weights in the layout of timm and the Hugging Face hub: tensors, config.json and a model card.
+
+`push` writes them to a new directory, which appears complete or not at all, or as one commit to the
+hub. The model card has the accuracy, the configuration and the machine of the run, without paths.
+"""
 
 import json
 import shutil
@@ -33,13 +37,13 @@ _KINDS = {"top1": "top-1 %", "top5": "top-5 %", "map": "mAP %", "f1": "F1 %"}
 
 
 def push(known: WeightsInfo, target: str, license: str | None = None, private: bool = False) -> str:
-    """Write weights in timm's layout to a new directory or the hub; return their place.
+    """Write weights in timm's layout to a new directory or the hub; return its path or address.
 
     Args:
-        known: the weights, from `open_weights`.
-        target: a new directory, or `hf-hub:USER/NAME`, which is made if need be; one commit.
+        known: The weights, from `open_weights`.
+        target: A new directory, or `hf-hub:USER/NAME`, which is created if needed.
         license: SPDX identifier; None for that of published weights.
-        private: whether a new repository is private.
+        private: Whether a new repository is private.
 
     Raises:
         InputError: the directory exists, or no licence is known.
@@ -94,7 +98,7 @@ def _write(known: WeightsInfo, folder: Path, name: str, license: str) -> None:
     model.pretrained_cfg = {**model.pretrained_cfg, "license": license}
     named = {"classes": known.classes, "descriptions": known.descriptions}
     user = known.user | {key: list(names) for key, names in named.items() if names is not None}
-    # The header that our format adds holds what timm has no place for; timm passes it over.
+    # Our format adds a header with metadata, which timm ignores.
     save_checkpoint(model, folder / HUB_FILENAME, metadata=user)
     labels: dict[str, Any] = {"label_names": known.classes}
     if known.classes is not None and known.descriptions is not None:
@@ -104,7 +108,7 @@ def _write(known: WeightsInfo, folder: Path, name: str, license: str) -> None:
     path = folder / "config.json"
     save_config_for_hf(model, str(path), labels, args)
     config = json.loads(path.read_text(encoding="utf-8"))
-    # timm 1.0.31 writes it here too; transformers passes both on, which is an error.
+    # timm 1.0.31 writes num_classes here too; transformers then passes it twice, an error.
     config.get("model_args", {}).pop("num_classes", None)
     path.write_text(json.dumps(config, indent=2), encoding="utf-8")
     accuracy, training = _history(known)
@@ -130,7 +134,7 @@ def _write(known: WeightsInfo, folder: Path, name: str, license: str) -> None:
 
 
 def _history(known: WeightsInfo) -> tuple[str, str]:
-    """Return accuracies and origin of the weights, where they are recorded."""
+    """Return accuracies and origin of the weights, if they are recorded."""
     found, entry = known.user, known.entry
     on, how = found.get("data") or "unknown data", "the run that trained them, by this package"
     training = [f"On {on}, recipe {found['recipe']}."] if "recipe" in found else []
@@ -166,7 +170,7 @@ def _without_folders(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(folder: Path) -> dict[str, Any]:
-    """Return the model card's facts of a run's directory; empty if the folder is none."""
+    """Return the model card's facts of a run's directory; empty for other folders."""
     log, config = folder / "log.jsonl", folder / "config.json"
     if not (log.is_file() and config.is_file()):
         return {}

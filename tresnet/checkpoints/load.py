@@ -1,4 +1,4 @@
-"""Put the weights of a file into a model: all of them, or none and an error."""
+"""Load the weights of a file into a model: all of them, or none and an error."""
 
 import os
 from collections.abc import Mapping
@@ -18,11 +18,14 @@ from tresnet.models.tresnet import TResNet
 def load_checkpoint(model: nn.Module, path: str | os.PathLike[str], new_head: bool = False) -> None:
     """Load a file of weights, in our format, timm's or the public TResNet one, into `model`.
 
-    The negative slopes of the activations, a property of the weights, are set too. Tensors are
+    The negative slopes of the activations, which belong to the weights, are set too. Tensors are
     converted to the model's dtypes and devices. The stem adapts to another number of image
-    channels; a model without a classifier takes the file's other weights. `model` may be a wrapper
-    (compiled, DistributedDataParallel, features only), `path` a .safetensors file or a torch file
-    without code. With `new_head` the head keeps the weights it has.
+    channels. A model without a classifier ignores the file's classifier.
+
+    Args:
+        model: A TResNet, or a wrapper of one (compiled, DistributedDataParallel, features only).
+        path: A .safetensors file, or a torch file without code.
+        new_head: Keep the head's weights as they are.
 
     Raises:
         CheckpointError: the file is unreadable, unsafe, or does not fit; the model is unchanged.
@@ -32,13 +35,13 @@ def load_checkpoint(model: nn.Module, path: str | os.PathLike[str], new_head: bo
 
 
 def load_weights(model: TResNet, weights: Weights, new_head: bool = False) -> None:
-    """Load weights that are read already; see `load_checkpoint`."""
+    """Load weights that have been read; see `load_checkpoint`."""
     tensors = model_tensors(model)
     install(model, fit(weights, model, tensors, new_head), weights.slopes)
 
 
 def install(model: TResNet, staged: Mapping[str, Tensor], slopes: tuple[float, float]) -> None:
-    """Copy the tensors of `fit` into the model; one on the meta device raises `CheckpointError`."""
+    """Copy the tensors of `fit` into the model; the meta device raises `CheckpointError`."""
     tensors = model_tensors(model)
     if any(tensor.is_meta for tensor in tensors.values()):
         raise CheckpointError(
@@ -52,10 +55,10 @@ def install(model: TResNet, staged: Mapping[str, Tensor], slopes: tuple[float, f
 
 
 def model_tensors(model: TResNet) -> dict[str, Tensor]:
-    """Return the parameters and persistent buffers themselves, by name; none of a folded model.
+    """Return the model's own parameters and persistent buffers by name.
 
-    `state_dict` would do, but norm='inplace_abn' rewrites its weights when asked for one, and a
-    load that fails must leave every bit alone.
+    `state_dict` is not used, because norm='inplace_abn' rewrites its weights in it, and a load that
+    fails must leave every bit unchanged. Folded models raise InputError.
     """
     if any(isinstance(module, FoldedConv) for module in model.modules()):
         raise InputError(

@@ -1,4 +1,4 @@
-"""Checks of the metadata stored beside weights."""
+"""Checks of the metadata stored with weights."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from tresnet.models.zoo import find_variant
 
 _CROP_MODES = ("center", "squash", "border")
 _INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
-# what timm's config.json may say of its model; slopes are told from the tensors' format
+# allowed keys of model_args in timm's config.json; slopes follow from the tensors' format
 _MODEL_ARGS = ModelOptions.__annotations__.keys() - {"stem_slope", "block_slope"}
 _PREPARATION = ("input_size", "crop_pct", "crop_mode", "interpolation", "mean", "std")
 _MOST_PIXELS = 16_384  # the side of an image
@@ -32,7 +32,7 @@ def check_metadata(metadata: Mapping[str, Any]) -> ModelConfig:
 def read_config(path: Path, config: ModelConfig) -> tuple[ModelConfig, dict[str, Any]]:
     """Return the model's configuration and metadata (images, class names) from timm's config.json.
 
-    `config` is the model's, as the tensors give it. A file that does not fit it raises
+    `config` is the configuration that follows from the tensors. A file that does not fit it raises
     CheckpointError.
     """
     try:

@@ -1,4 +1,4 @@
-"""The table of published weights: what is in weights/manifest.json."""
+"""The table of published weights, weights/manifest.json."""
 
 import json
 import os
@@ -19,22 +19,22 @@ class WeightsEntry:
     """One row of weights/manifest.json.
 
     Attributes:
-        tag: the name users type.
-        model: the variant.
+        tag: The name that users type.
+        model: The variant.
         format: 'tresnet', 'timm' or 'public'.
-        file: the file's name under weights/.
-        hub_id: repository on the Hugging Face hub, which holds it as model.safetensors.
-        url: the authors' address of the file, which is dead.
-        sha256: of the file; None where it is not known.
+        file: Name of the file under weights/.
+        hub_id: Repository on the Hugging Face hub with the file as model.safetensors.
+        url: The authors' address of the file, which no longer works.
+        sha256: Hash of the file; None if unknown.
         license: SPDX identifier.
-        num_classes: width of the classifier.
+        num_classes: Width of the classifier.
         input_size: (channels, height, width) of the images.
-        crop_pct: part of the resized image's side that is kept.
+        crop_pct: Fraction of the resized image's side that is kept.
         crop_mode: 'center' keeps the aspect ratio and crops; 'squash' resizes to the exact size.
-        top1: top-1 accuracy in percent on ImageNet, or on the data it was trained on; `top5` too.
-        accuracy_source: who measured it, and how.
-        command: command that trained the weights, for those made by this project.
-        copy: tag of another file of the same weights, where this one can no longer be downloaded.
+        top1: Top-1 accuracy in per cent on ImageNet, or on the data it was trained on; `top5` too.
+        accuracy_source: Who measured the accuracy, and how.
+        command: Command that trained the weights, for those of this project.
+        copy: Tag of a file with the same weights, if this file can no longer be downloaded.
     """
 
     tag: str
@@ -116,7 +116,7 @@ def list_weights(name: str | None = None) -> list[str]:
 
 
 def find(tag: str) -> WeightsEntry:
-    """Return the row of a tag, or raise InputError with the nearest."""
+    """Return the row of a tag, or raise InputError with the nearest tag."""
     table = entries()
     if tag not in table:
         raise InputError(
@@ -127,7 +127,7 @@ def find(tag: str) -> WeightsEntry:
 
 
 def locate(name: str | os.PathLike[str]) -> WeightsEntry | Path:
-    """Return a known tag's row, or an existing or path-like text; others raise InputError."""
+    """Return a known tag's row, or a path that exists or looks like one, else raise InputError."""
     try:
         text = os.fsdecode(os.fspath(name))
         if text in entries():

@@ -20,22 +20,22 @@ from torch import Tensor, nn
 from tresnet.errors import CheckpointError
 
 METADATA_KEY, CHECKSUM_KEY = "tresnet", "tresnet_sha256"
-# 2 has a checksum, which 1 had not.
+# Format 2 added a checksum.
 FORMAT_VERSION = 2
 
 # Where training scripts keep the weights, in the order of preference (the EMA first, as timm).
 _WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")
 # What DistributedDataParallel, torch.compile and a wrapping module put before every key.
 _PREFIXES = ("module.", "_orig_mod.", "model.")
-# What every PyTorch converts into every other of its kind; float8 and smaller, it does not.
+# PyTorch converts these into each other; float8 and smaller types it does not.
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
 
 
 def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read a .safetensors or torch file, as its contents show, not its name.
+    """Read a .safetensors or torch file, by its contents and not by its name.
 
     Returns tensors by name, on the CPU, without prefixes of wrapping modules, and the metadata of
-    `save_checkpoint`, empty for files of others. A missing or damaged file, or one with code or
+    `save_checkpoint`, which other files do not have. A missing or damaged file, or one with code or
     without a state dict, raises CheckpointError.
     """
     file = Path(path)
@@ -59,7 +59,7 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str
 def _is_safetensors(path: Path) -> bool:
     """Return whether the file starts as safetensors do: 8 bytes of length, then a JSON object."""
     try:
-        if not path.is_file():  # reading a pipe would wait for ever
+        if not path.is_file():  # reading a pipe would block
             raise CheckpointError(f"no file of weights at {path}: check the path")
         with path.open("rb") as stream:
             return path.suffix == ".safetensors" or stream.read(9)[8:] == b"{"
@@ -138,7 +138,7 @@ def unwrap(contents: Any, path: Path) -> dict[str, Tensor]:
 
 
 def unusual_kind(value: object) -> str:
-    """Return the kind of a value that is no tensor of a file of weights, else ''."""
+    """Return the kind of a value that a file of weights must not hold, else ''."""
     if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter):
         return type(value).__name__
     if value.layout == torch.strided and value.dtype in _DTYPES and not value.is_meta:
@@ -160,7 +160,7 @@ def _check_format(metadata: Any, path: Path) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as it reads back from JSON, or raise ValueError."""
+    """Return a value after a round trip through JSON, or raise ValueError."""
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:

@@ -1,7 +1,8 @@
-"""Names of weights: which format a file is in, and the table that turns it into ours.
+"""Names of weights: the format of a file, and the table that converts it into ours.
 
-Our names are timm's. The public TResNet format names the same tensors differently and stores the
+Our names are timm's. The public TResNet format has other names for the same tensors and stores the
 weight w of in-place ABN, whose gamma is |w| + 1e-5 (arXiv 1712.02616; inplace-abn's source).
+`identify` finds the architecture from names and shapes.
 """
 
 import os
@@ -25,8 +26,7 @@ PUBLIC_V2_SLOPE = 1e-6
 
 # A convolution with its norm. Where a blur follows, the public code nests it once more.
 _UNIT = r"(body\.(?:conv1|layer\d+\.\d+\.(?:conv|downsample\.)\d))(?:\.0)?"
-# Public name -> our name; a blur filter becomes nothing, because it is a constant. Other names are
-# the same in both.
+# Public name -> our name; None for a blur filter, which is a constant. Other names are equal.
 _PUBLIC_NAMES: tuple[tuple[str, str | None], ...] = (
     (rf"{_UNIT}\.0\.weight", r"\1.conv.weight"),
     (rf"{_UNIT}\.1\.(weight|bias|running_mean|running_var|num_batches_tracked)", r"\1.bn.\2"),
@@ -39,8 +39,9 @@ _TIMM_MARK = re.compile(r"body\.(layer\d+\.\d+\.)?(conv\d|downsample\.\d)\.(conv
 class Weights:
     """The contents of a file of weights, under our names, on the CPU, with plain gammas.
 
-    `format` is 'tresnet' (ours, with metadata), 'timm' or 'public'. `slopes` are the negative ones
-    of the stem and of the blocks. `metadata` and `config` are empty and None for files of others.
+    `format` is 'tresnet' (ours, with metadata), 'timm' or 'public'. `slopes` are the negative
+    slopes of the stem and of the blocks. Files in other formats than ours have no `metadata` and no
+    `config`.
     """
 
     path: Path
@@ -52,16 +53,16 @@ class Weights:
 
 
 def read_weights(path: str | os.PathLike[str]) -> Weights:
-    """Read weights in our, timm's or the public format; raises as `read_file` and `to_ours`."""
+    """Read weights in our, timm's or the public format; errors are those of `to_ours`."""
     return to_ours(Path(path), *read_file(path))
 
 
 def to_ours(path: Path, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> Weights:
-    """Rename a file's tensors to ours and turn in-place ABN weights into gammas.
+    """Rename a file's tensors to ours and convert in-place ABN weights into gammas.
 
-    Slopes come from the metadata; without it 1e-2 in the stem and 1e-3 in the blocks. The public v2
-    code has 1e-6 everywhere. Unknown names, metadata of another model and another blur filter raise
-    CheckpointError.
+    Slopes come from the metadata. Without metadata they are 1e-2 in the stem and 1e-3 in the
+    blocks, or 1e-6 everywhere for the public v2 code. Unknown names, metadata of another model and
+    another blur filter raise CheckpointError.
     """
     if _format(path, tensors) == "public":
         tensors = _from_public(path, tensors)
@@ -118,7 +119,7 @@ def _from_public(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def public_name(key: str) -> str | None:
-    """Return our name for a public one: None for a constant, an unknown name as it is."""
+    """Return our name for a public one: None for a constant; unknown names stay unchanged."""
     for pattern, name in _PUBLIC_NAMES:
         if match := re.fullmatch(pattern, key):
             return None if name is None else match.expand(name)
@@ -126,7 +127,7 @@ def public_name(key: str) -> str | None:
 
 
 def inplace_gamma(weight: Tensor) -> Tensor:
-    """Return |w| + 1e-5, at least in float32: half precision would lose the 1e-5."""
+    """Return |w| + 1e-5 in at least float32, as half precision would lose the 1e-5."""
     return weight.to(torch.promote_types(weight.dtype, torch.float32)).abs() + INPLACE_ABN_EPS
 
 
@@ -141,9 +142,9 @@ def _check_blur(path: Path, key: str, value: Tensor) -> None:
 
 
 class Architecture(NamedTuple):
-    """The model's architecture, as far as the names and shapes of weights give it.
+    """A model's architecture, as far as names and shapes of weights determine it.
 
-    The fields are those of `ModelConfig`; `stem_channels` go into the stem's convolution.
+    The fields are those of `ModelConfig`; `stem_channels` are the inputs of the stem's convolution.
     """
 
     layers: tuple[int, int, int, int]
@@ -159,7 +160,7 @@ class Architecture(NamedTuple):
 
     @property
     def variant(self) -> str | None:
-        """The row of the table with these stages and this width."""
+        """The variant with these stages and this width; None if there is none."""
         for name, row in VARIANTS.items():
             config = ModelConfig(name, row.layers, row.width_factor, row.bottlenecks)
             if self.body == (config.layers, config.planes, config.bottlenecks):
@@ -176,7 +177,7 @@ class Architecture(NamedTuple):
 
 
 def architecture(config: ModelConfig) -> Architecture:
-    """Return the architecture that a configuration asks for."""
+    """Return the architecture of a configuration."""
     return Architecture(
         layers=config.layers,
         planes=config.planes,
@@ -188,14 +189,14 @@ def architecture(config: ModelConfig) -> Architecture:
 
 def identify(tensors: Mapping[str, Tensor]) -> Architecture:
     """Return the architecture of weights under our names, as far as they determine it."""
-    blocks: list[set[str]] = [set(), set(), set(), set()]  # counted: an index can be any number
+    blocks: list[set[str]] = [set(), set(), set(), set()]  # a damaged file may skip indices
     for key in tensors:
         match = re.match(r"body\.layer([1-4])\.(\d+)\.", key)
         if match:
             blocks[int(match[1]) - 1].add(match[2])
     stem = tensors.get("body.conv1.conv.weight")
     shape = stem.shape if stem is not None and stem.dim() == 4 else (0, 0)
-    # the second is ML-Decoder's
+    # ML-Decoder has the second
     rows = [tensors.get(f"head.fc.{name}") for name in ("weight", "duplicate_pooling_bias")]
     classes = [len(tensor) for tensor in rows if tensor is not None and tensor.dim()]
     return Architecture(

@@ -1,4 +1,9 @@
-"""Write weights, whole or not at all."""
+"""Write weights atomically, in our format or in timm's.
+
+`save_checkpoint` first checks that the file could be read again: layers as in the configuration,
+plain tensors, metadata that JSON can hold. timm's format is refused where timm's own class would
+compute another function.
+"""
 
 import json
 import os
@@ -41,18 +46,17 @@ def save_checkpoint(
     """Write a model's weights; the old file stays if anything fails.
 
     Args:
-        model: a TResNet, or a wrapper of one (compiled, DistributedDataParallel).
+        model: A TResNet, or a wrapper of one (compiled, DistributedDataParallel).
         path: .safetensors, or .pth or .pt (read with `weights_only=True`).
-        format: 'tresnet' stores what `checkpoint_metadata` returns beside the weights; 'timm' is
-            the plain state dict that timm's class loads.
-        metadata: plain values to keep with the weights, such as classes or top1.
+        format: 'tresnet' stores the result of `checkpoint_metadata` with the weights; 'timm' is the
+            plain state dict for timm's class.
+        metadata: Plain values to keep with the weights, such as classes or top1.
 
     Raises:
         WriteError: the file cannot be written.
-        CheckpointError: timm's class would compute something else.
-        InputError: an unknown format or suffix, no TResNet, one whose layers were replaced by
-            others than its configuration says, or metadata that JSON cannot hold or that
-            contradict the model.
+        CheckpointError: timm's class would compute another function.
+        InputError: an unknown format or suffix, no TResNet, layers that differ from the
+            configuration, or metadata that JSON cannot hold or that contradict the model.
     """
     target = bare_model(model)
     file = Path(path)
@@ -78,11 +82,11 @@ def save_checkpoint(
 def checkpoint_metadata(
     model: nn.Module, metadata: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return what is stored beside the weights, as plain values.
+    """Return the metadata that are stored with the weights, as plain values.
 
-    Keys: format_version, tresnet_version, variant, config (all of the model's configuration, the
-    slopes included), pretrained_cfg and user (the caller's own). `metadata` that JSON cannot hold,
-    or that contradict the model, raise `InputError`.
+    Keys: format_version, tresnet_version, variant, config (the model's configuration with its
+    slopes), pretrained_cfg and user (the caller's). `metadata` that JSON cannot hold, or that
+    contradict the model, raise `InputError`.
     """
     target = bare_model(model)
     made = {
@@ -111,8 +115,8 @@ def _plain_values(values: Mapping[str, Any], what: str) -> dict[str, Any]:
 
 
 def _plain_tensors(model: TResNet) -> dict[str, Tensor]:
-    """Return contiguous copies on the CPU: no shared or larger storage is dragged along."""
-    model.state_dict()  # lets norm='inplace_abn' turn its weights into plain gammas
+    """Return contiguous copies on the CPU, so that no larger storage is written."""
+    model.state_dict()  # norm='inplace_abn' converts its weights into plain gammas here
     tensors = model_tensors(model)
     faults = misfits(tensors, model_tensors(TResNet(model.config, device="meta")))
     kinds = {name: unusual_kind(tensor) for name, tensor in tensors.items()}
@@ -130,14 +134,14 @@ def _plain_tensors(model: TResNet) -> dict[str, Tensor]:
 
 
 def computed_by_timm(model: TResNet) -> bool:
-    """Whether timm itself, without our plugin, builds a model that computes what this one does."""
+    """Whether timm itself, without our plugin, builds a model with the same function."""
     from timm.models import tresnet
 
     return not _other_than_timms(model) and hasattr(tresnet, model.config.variant)
 
 
 def _other_than_timms(model: TResNet) -> list[str]:
-    """Return settings that timm's class, of one head, slope pair and stem, would ignore."""
+    """Return settings that timm's class, with one head, slope pair and stem, would ignore."""
     config = model.config
     wanted = {
         "stem_slope": STEM_SLOPE,

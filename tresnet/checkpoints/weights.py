@@ -1,4 +1,9 @@
-"""Weights, published or in a file, with the facts known about them."""
+"""Weights, published or in a file, with the facts known about them.
+
+`open_weights` is the one place that finds and reads weights, and every command opens a file once by
+it. `describe` returns the same facts without a download. Facts come from the file's metadata, then
+from config.json, then from the table of published weights.
+"""
 
 import os
 from dataclasses import dataclass, field
@@ -14,11 +19,11 @@ from tresnet.errors import CheckpointError, InputError
 from tresnet.models.config import ModelConfig
 from tresnet.models.zoo import VARIANTS, default_pretrained_cfg, make_config
 
-_LOCAL = "local-dir:"  # as timm has it
-# what the weights decide about their model, besides the number of classes
+_LOCAL = "local-dir:"  # timm's prefix
+# fields of the model that follow from the weights, beside the number of classes
 _ARCHITECTURE = ("layers", "width_factor", "block_size", "in_chans", "global_pool")
 _HEAD = ("head", "head_groups", "head_channels")
-_DROPS = ("drop_rate", "drop_path_rate")  # where timm's config.json has them
+_DROPS = ("drop_rate", "drop_path_rate")  # from timm's config.json
 
 
 @dataclass(frozen=True)
@@ -26,18 +31,18 @@ class WeightsInfo:
     """Weights, published or in a file, with the facts from which `create` builds their model.
 
     Attributes:
-        name: the requested tag or path.
-        model: the variant.
-        kwargs: further arguments of `create` that build the weights' model.
-        num_classes: width of the classifier; 0 for none.
-        classes: names of the classes, where they are known: of ImageNet, the ids that its class
-            folders are named by.
-        descriptions: the classes in words, where their names are ids.
-        pretrained_cfg: preparation of the images, in timm's terms.
-        user: metadata that the caller of `save_checkpoint` stored.
-        guessed: no variant has these stages and this width, so `model` is the nearest.
-        entry: the row of the table, for a tag.
-        weights: the tensors; None for a tag whose file `describe` did not find here.
+        name: The requested tag or path.
+        model: The variant.
+        kwargs: Further arguments of `create` that build the weights' model.
+        num_classes: Width of the classifier; 0 for none.
+        classes: Names of the classes, if known. For ImageNet these are the ids that name its class
+            folders.
+        descriptions: Descriptions of the classes, if their names are ids.
+        pretrained_cfg: Preparation of the images, in timm's terms.
+        user: Metadata that the caller of `save_checkpoint` stored.
+        guessed: Whether no variant has these stages and this width, so that `model` is the nearest.
+        entry: Row of the table, for a tag.
+        weights: The tensors; None for a tag whose file `describe` did not find here.
     """
 
     name: str
@@ -53,7 +58,7 @@ class WeightsInfo:
     weights: Weights | None = field(repr=False, compare=False)
 
     def check_finite(self) -> None:
-        """Raise CheckpointError for infinities and NaN, of a run that diverged."""
+        """Raise CheckpointError for infinities and NaN, as after a run that diverged."""
         assert self.weights is not None, "expected what open_weights returned"
         bad = [key for key, t in self.weights.tensors.items() if not bool(t.isfinite().all())]
         if bad:
@@ -64,10 +69,10 @@ class WeightsInfo:
 
 
 def open_weights(name: str | os.PathLike[str] | WeightsInfo) -> WeightsInfo:
-    """Read a tag, which is downloaded if it is not here, a file, a directory or `hf-hub:USER/NAME`.
+    """Read a tag, which is downloaded if needed, a file, a directory or `hf-hub:USER/NAME`.
 
-    A directory (`local-dir:` before it, or nothing) and a repository are in timm's layout. Their
-    config.json fills in images and class names that the weights' file lacks.
+    A directory (also with `local-dir:` before it) and a repository are in timm's layout. Their
+    config.json supplies images and class names that the weights' file lacks.
 
     Raises:
         InputError: an unknown tag.
@@ -88,7 +93,7 @@ def open_weights(name: str | os.PathLike[str] | WeightsInfo) -> WeightsInfo:
 
 
 def describe(name: str | os.PathLike[str]) -> WeightsInfo:
-    """Return the facts about weights, without downloading a tag's; errors as of `open_weights`."""
+    """Return the facts about weights without a download; errors are those of `open_weights`."""
     if isinstance(name, str) and name.startswith((HUB, _LOCAL)):
         return open_weights(name)
     entry = locate(name)
@@ -103,7 +108,7 @@ def _info(
     weights: Weights | None = None,
     beside: Path | None = None,
 ) -> WeightsInfo:
-    """Return a file's facts, if it is here, completed by the table or a config.json."""
+    """Return a file's facts, completed by the table or a config.json, or the table's facts."""
     metadata, guessed, kept = {}, False, (*_ARCHITECTURE, *_HEAD)
     if weights is not None:
         metadata, config = weights.metadata, weights.config
@@ -156,7 +161,7 @@ def _guess(found: Architecture, weights: Weights) -> ModelConfig:
         raise CheckpointError(
             f"{weights.path} holds only a part of a TResNet (stages "
             f"{'-'.join(map(str, found.layers))}): expected body.conv1.conv.weight and "
-            "four stages; save the state dict of the whole model"
+            "four stages; save the state dict of the complete model"
         )
     inputs, usual = found.stem_channels, row.block_size
     block_size = next(b for b in (usual, 2, 1) if inputs % b**2 == 0 and inputs >= b**2)

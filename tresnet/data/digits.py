@@ -22,25 +22,25 @@ IMAGES = 1797
 COUNTS = {"train": 1438, "val": 359}
 SPLIT_SEED = 0
 VAL_FRACTION = 0.2
-# SHA-256 over every image's place and pixels, see digest; fixes both the data and the split.
+# SHA-256 over every image's path and pixels, see digest; fixes both the data and the split.
 DIGEST = "70c36a9ad3fa6dae1b2b6abb55ace8d81db22aafc329cc19600b6c89ab097fa1"
 
 
 def write(root: str | Path) -> Path:
     """Write the digits to `<root>/digits/{train,val}/<0..9>/<index>.png` unless they are there.
 
-    The folder appears whole or not at all: it is written beside its place and renamed. Several
+    The folder appears complete or not at all: it is written beside its target and renamed. Several
     processes may call this at once. Each image is 8 x 8 and grey, 0..16 scaled to 0..255. Returns
-    the folder, which `open_folder` takes as its root. Something else at that place raises
+    the folder, which `open_folder` takes as its root. Other contents at that path raise
     `DataError`.
     """
     return place(Path(root) / "digits", _write_pngs, DIGEST)
 
 
 def place(target: Path, fill: Callable[[Path], None], expected: str) -> Path:
-    """Write a folder of this digest by `fill`, beside its place, and rename it.
+    """Write a folder by `fill` beside `target`, and rename it; `expected` is its digest.
 
-    Anything else at that place, or written, raises DataError.
+    A target with another digest, or files written with another one, raise DataError.
     """
     if target.exists() or target.is_symlink():
         _require_intact(target, expected)
@@ -70,7 +70,7 @@ def place(target: Path, fill: Callable[[Path], None], expected: str) -> Path:
 def split_of(labels: np.ndarray) -> np.ndarray:
     """Choose the held-out images: True (N,) for the same fifth of each class, on any machine.
 
-    Each image's rank is the hash of its index, so that no library's random generator is involved.
+    Each image is ranked by the hash of its index, without a library's random generator.
     """
     ranks = [
         hashlib.sha256(f"{SPLIT_SEED}:{index}".encode()).digest() for index in range(len(labels))
@@ -117,9 +117,9 @@ def _require_intact(target: Path, expected: str) -> None:
 
 
 def digest(folder: Path) -> str | None:
-    """Return SHA-256 over images' places and pixels and all tables; None if one is unreadable.
+    """Return SHA-256 over images' paths and pixels and all tables; None if a file is unreadable.
 
-    Pixels rather than bytes, because another zlib may compress the same picture differently.
+    Pixels are hashed rather than bytes, as another zlib may compress the same picture differently.
     """
     from PIL import Image
     from torchvision.datasets.folder import is_image_file  # what ImageFolder would read
@@ -131,7 +131,7 @@ def digest(folder: Path) -> str | None:
             continue
         place = os.fsencode(path.relative_to(folder).as_posix())
         try:
-            if not path.is_file():  # opening a FIFO would wait for its writer
+            if not path.is_file():  # opening a FIFO would block
                 return None
             if is_table:
                 found.update(place + b"\n" + path.read_bytes())
@@ -139,6 +139,6 @@ def digest(folder: Path) -> str | None:
             with Image.open(path) as image:
                 pixels = image.tobytes()
                 found.update(place + f" {image.mode} {image.size}\n".encode() + pixels)
-        except Exception:  # a decoder fed garbage raises anything
+        except Exception:  # decoders raise many types for damaged data
             return None
     return found.hexdigest()

@@ -1,7 +1,7 @@
-"""A multi-label demo: one to four real handwritten digits on one canvas; which digits are there?
+"""A multi-label demo: one to four real handwritten digits on one canvas.
 
-The digits are those of `tresnet.data.digits`, each enlarged twice, in random places of a 2 x 2
-grid. Train canvases show digits of its train split only, val canvases of val. Every draw comes from
+The digits are those of `tresnet.data.digits`, each enlarged twice, in random cells of a 2 x 2 grid.
+Canvases of train show digits of its train split, those of val digits of val. Every draw comes from
 Python's `random()`, whose values are the same on any machine and version.
 """
 
@@ -17,15 +17,16 @@ NAME = "digits_multilabel"
 COUNTS = {"train": 3000, "val": 750}
 CELL, DIGIT = 20, 16
 SIZE = 2 * CELL
-# SHA-256 over every file's place and content (pixels of images), see digits.digest.
+# SHA-256 over every file's path and content (pixels of images), see digits.digest.
 DIGEST = "0ab7169744c3d2b63d5377b242dda643c4483db3b80a0c0d126f1cf2e50a4d31"
 
 
 def write(root: str | Path) -> Path:
     """Write `<root>/digits_multilabel/{train,val}.csv` and their images unless they are there.
 
-    The folder appears whole or not at all. Each image is a grey PNG of 40 x 40 pixels. Returns the
-    folder, which `open_multilabel` takes as its root. Something else there raises `DataError`.
+    The folder appears complete or not at all. Each image is a grey PNG of 40 x 40 pixels. Returns
+    the folder, which `open_multilabel` takes as its root. Other contents at that path raise
+    `DataError`.
     """
     return digits.place(Path(root) / NAME, _write_splits, DIGEST)
 

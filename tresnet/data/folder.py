@@ -1,4 +1,9 @@
-"""Images in class folders, `<root>/<split>/<class>/*.png`, with errors that name the fault."""
+"""Images in class folders, `<root>/<split>/<class>/*.png`, with errors that name the fault.
+
+`open_folder` lists the files in torchvision's order, so that labels and accuracies compare. An
+`ImageDataset` reads a file when it is indexed and gives a `Picture`, whose pixels the transform
+decodes. Shards and multi-label sets are `ImageDataset`s too.
+"""
 
 import os
 import stat
@@ -15,7 +20,7 @@ from tresnet.errors import DataError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# Fixes the classes, and their order, of a data set with any number of labels an image.
+# Names of the classes, in their order, of a multi-label data set.
 CLASSES_FILE = "classes.txt"
 _NAMES_SHOWN = 10
 
@@ -28,10 +33,10 @@ class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
     of 0 and 1. A file that cannot be decoded raises BadImageError.
 
     Attributes:
-        paths: the image files in index order, as text.
-        targets: one label each, (N,) int64; or any number of labels, (N, classes) uint8 of 0 and 1.
-        skip_bad_images: whether a loader leaves unreadable files out instead of stopping.
-        digest: identifies the images without listing them, where the format has it.
+        paths: The image files in index order, as text.
+        targets: One label each, (N,) int64, or multi-label targets (N, classes), uint8 of 0 and 1.
+        skip_bad_images: Whether a loader leaves unreadable files out instead of stopping.
+        digest: Hash of the images, if the format stores it; else None.
     """
 
     split: str
@@ -57,7 +62,7 @@ class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
         return image, target.float() if self.multi else int(target)
 
     def picture(self, index: int) -> Picture:
-        """Read an image, whose pixels are not decoded yet, or raise BadImageError."""
+        """Read an image without decoding its pixels, or raise BadImageError."""
         return open_picture(self.paths[index])
 
 
@@ -69,10 +74,10 @@ def open_folder(
 ) -> ImageDataset:
     """Open `<root>/<split>` ("train" or "val") with one sub-folder of images for each class.
 
-    Labels number the class folders in sorted order; files are in torchvision's order, and those
-    without an image's suffix are ignored, as torchvision does. No image is decoded here: a damaged
-    one shows when it is read. `transform` takes a `Picture`; the loader reads `skip_bad_images`. A
-    folder that is missing, without classes or images, or linked twice raises `DataError`.
+    Labels number the class folders in sorted order. Files are in torchvision's order, and files
+    without an image's suffix are ignored. No image is decoded here: a damaged one raises its error
+    when it is read. `transform` takes a `Picture`; the loader reads `skip_bad_images`. A folder
+    that is missing, without classes or images, or linked twice raises `DataError`.
     """
     folder = Path(root) / split
     classes = class_folders(Path(root), folder)
@@ -97,8 +102,8 @@ def open_folder(
 def image_files(folder: str, reached: dict[tuple[int, int], str]) -> Iterator[str]:
     """Yield the images below a folder, also through links, in torchvision's order.
 
-    torchvision itself goes round and round in a loop of links, which raises DataError here.
-    `reached` holds the folders met before, by device and inode; those below are added.
+    A loop of links raises DataError; torchvision would follow it forever. `reached` holds the
+    folders listed before, by device and inode; those below are added.
     """
     from torchvision.datasets.folder import IMG_EXTENSIONS
 
@@ -145,14 +150,14 @@ def open_picture(path: str | Path) -> Picture:
     """Read a file and the header of its image, or raise BadImageError."""
     with named(str(path)):
         if not stat.S_ISREG(os.stat(path).st_mode):
-            raise ValueError("not a regular file")  # opening a FIFO would wait for its writer
+            raise ValueError("not a regular file")  # opening a FIFO would block
         with open(path, "rb", buffering=0) as file:
             data = file.read()
     return Picture(data, str(path))
 
 
 def load_rgb(path: str | Path) -> "Image":
-    """Decode a whole image file as 8-bit RGB, as `Picture.rgb` does.
+    """Decode an image file as 8-bit RGB, as `Picture.rgb` does.
 
     Raises:
         BadImageError: the file is missing, truncated, not an image, or of a pixel type that has no

@@ -1,4 +1,9 @@
-"""Batches whose order and augmentation depend on (seed, epoch), with any number of workers."""
+"""Batches whose order and augmentation depend on (seed, epoch), with any number of workers.
+
+`EpochBatches` lists the images of each batch, with a seed for each, so that a resumed run continues
+in the middle of an epoch. torch's DataLoader runs the workers. On Linux they write batches into
+shared memory (`_Slots`), so that no batch is copied between processes.
+"""
 
 import dataclasses
 import logging
@@ -29,8 +34,8 @@ from tresnet.errors import ConfigError, DataError
 logger = logging.getLogger(__name__)
 
 _REPLACEMENT_TRIES = 16
-_AHEAD = 2  # batches that a worker is asked for in advance
-_IN_USE = 4  # batches that are looked at while others are made
+_AHEAD = 2  # batches that a worker prepares in advance
+_IN_USE = 4  # batches that the training process holds at once
 
 Key = tuple[int, int | None]  # index of the image; seed of its augmentation, None in evaluation
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -47,10 +52,10 @@ class SizedDataset(Protocol):
 class EpochBatches(torch.utils.data.Sampler[list[Key]]):
     """Lists of keys for one rank, a pure function of (seed, epoch).
 
-    Training shuffles and distributes as torch's DistributedSampler: global batch b is the same
-    images whatever the number of ranks. With repeats each image comes so often in a row, over all
-    ranks, and an epoch is as long as without. Evaluation goes in order, each image on one rank
-    only, without padding.
+    Training shuffles and distributes as torch's DistributedSampler: global batch b has the same
+    images for any number of ranks. With repeats each image comes several times in a row, over all
+    ranks, and an epoch has the same length. Evaluation goes in order, each image on one rank only,
+    without padding.
     """
 
     def __init__(
@@ -72,7 +77,7 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
         self._order: DistributedSampler[Any] | range = range(rank, len(dataset), world_size)
         self._rank, self._world_size = rank, world_size
         if training and repeats > 1:
-            rank, world_size = 0, 1  # of the images; their copies are shared out
+            rank, world_size = 0, 1  # the images' copies are distributed, not the images
         if training:
             self._order = DistributedSampler(
                 dataset,  # type: ignore[arg-type]  only its length is used
@@ -95,7 +100,7 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
         self._epoch, self._start_batch = epoch, start_batch
 
     def first_key(self) -> Key:
-        """Return a key that evaluation and training both have."""
+        """Return a key that is valid in evaluation and training."""
         return self._key(0)
 
     def __len__(self) -> int:
@@ -122,10 +127,10 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
 class Loader:
     """Iterates over (images (N, C, H, W), labels (N,) int64) of one epoch.
 
-    Multi-label targets are (N, classes), float32. An unreadable image raises DataError or, with the
-    data set's `skip_bad_images`, is left out and counted in `skipped`, path to reason on this rank.
-    In training another image replaces it, so that batches keep their size; in evaluation the batch
-    is smaller. The workers live from the first iteration to `close`, across epochs.
+    Multi-label targets are (N, classes), float32. An unreadable image raises DataError. With the
+    data set's `skip_bad_images` it is left out and counted in `skipped`, from path to reason on
+    this rank. In training another image replaces it, so that batches keep their size; in evaluation
+    the batch is smaller. The workers live from the first iteration to `close`, across epochs.
     """
 
     def __init__(
@@ -160,9 +165,9 @@ class Loader:
                 yield found.tensors()
 
     def close(self) -> None:
-        """Stop the workers at once; another iteration would start new ones.
+        """Stop the workers; another iteration would start new ones.
 
-        The garbage collector may be late, and then torch waits 5 s for each worker.
+        The garbage collector may run late, and then torch waits 5 s for each worker.
         """
         self._loader = None
 
@@ -181,14 +186,14 @@ class Loader:
 
 
 class _Slots:
-    """Memory that workers write batches into, over and over, so that none is copied or sent.
+    """Shared memory that workers write batches into and reuse, so that no batch is copied or sent.
 
-    Fresh memory for each batch costs more than its pixels: the system clears it and maps it twice.
-    Processes forked from here share this memory. A slot is free when no view of its batch is left.
+    New memory for each batch costs more than its pixels: the system clears it and maps it twice.
+    Forked processes share this memory. A slot is free when no view of its batch is left.
     """
 
     def __init__(self, count: int, batch_size: int, image: torch.Tensor) -> None:
-        """Allocate `count` batches of images like this one, in its memory order."""
+        """Allocate `count` batches of images like `image`, in its memory order."""
         like = _in_memory_order(image).numpy()
         self._count, self._shape, self._dtype = count, like.shape, like.dtype
         self._bytes = batch_size * like.nbytes
@@ -212,12 +217,12 @@ class _Slots:
         return slot
 
     def images(self, slot: int, count: int) -> torch.Tensor:
-        """Return the first images of a slot, which is not free until they are gone."""
+        """Return the first images of a slot, which stays taken while they exist."""
         shape = (count, *self._shape)
         array = np.ndarray(shape, self._dtype, self._memory, slot * self._bytes)
         self._held.add(slot)
         self._asked.discard(slot)
-        # torch keeps the array as long as any tensor of its memory
+        # the array lives as long as any tensor of its memory
         weakref.finalize(array, self._held.discard, slot).atexit = False
         return torch.from_numpy(array)
 
@@ -230,25 +235,25 @@ def _slots_of(number: int) -> _Slots:
 
 
 class _Asked(torch.utils.data.Sampler[tuple[int | None, list[Key]]]):
-    """Batches requested from workers, each with the free slot to write it into, if any."""
+    """Batches requested from workers, each with a free slot to write it into, if any."""
 
     def __init__(self, batches: EpochBatches, slots: _Slots | None) -> None:
         self._batches, self._slots = batches, slots
 
     def __iter__(self) -> Iterator[tuple[int | None, list[Key]]]:
         if self._slots is not None:
-            self._slots.begin()  # torch has waited for what it asked of an epoch left early
+            self._slots.begin()  # torch has waited for the batches of an epoch that was left early
         for keys in self._batches:
             yield None if self._slots is None else self._slots.take(), keys
 
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """Batch as a worker hands it over; `unfilled` where an unreadable image has no replacement.
+    """A batch from a worker; `unfilled` if an unreadable image has no replacement.
 
     `images` is an array, or (memory, slot), or None if none is readable. A worker sends no tensors:
-    torch would open a socket below TMPDIR, whose path may be too long. `innermost` says that
-    channels are innermost in memory.
+    torch would open a socket below TMPDIR, whose path may be too long. With `innermost` channels
+    are innermost in memory.
     """
 
     count: int
@@ -269,7 +274,7 @@ class _Found:
         return images.permute(0, 3, 1, 2) if self.innermost else images, labels
 
     def pin_memory(self, device: Any = None) -> "_Found":
-        """Pin the batch; torch calls this in a thread of the main process, where a GPU is."""
+        """Pin the batch; torch calls this in a thread of the main process."""
         if not self.count:
             return self
         images, labels = (tensor.pin_memory() for tensor in self.tensors())
@@ -279,7 +284,7 @@ class _Found:
 class _Batches(Dataset[Any]):
     """The data set in a worker: seeded by key, failures returned instead of raised.
 
-    An exception in a worker would reach the user as a text with a traceback in it.
+    Users would see an exception in a worker as a text with a traceback in it.
     """
 
     def __init__(self, dataset: SizedDataset, replace: bool) -> None:
@@ -296,7 +301,7 @@ class _Batches(Dataset[Any]):
         return self._slots
 
     def __getitems__(self, asked: tuple[int | None, list[Key]]) -> _Found:
-        """Read the images of the keys; copy each to its slot while the cache holds it."""
+        """Read the images of the keys; copy each to its slot while it is in the CPU's cache."""
         slot, keys = asked
         failures: list[BadImageError] = []
         place = None if self._slots is None or slot is None else (self._slots, slot)
@@ -339,7 +344,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _in_memory_order(image: Any) -> Any:
-    """Return a (C, H, W) image with innermost channels as (H, W, C), any other as it is."""
+    """Return a (C, H, W) image with innermost channels as (H, W, C), others unchanged."""
     if not isinstance(image, torch.Tensor) or image.dim() != 3 or image.is_contiguous():
         return image
     return image.permute(1, 2, 0)
@@ -356,20 +361,21 @@ def create_loader(
     pin_memory: bool = False,
     repeats: int = 1,
 ) -> Loader:
-    """Make the loader of one rank, of `distributed` (rank, world_size).
+    """Make the loader of one rank.
 
     Args:
-        dataset: images and labels, for instance from `open_folder`.
-        batch_size: samples in a batch on this rank.
-        training: shuffle by epoch, seed the augmentation and drop a last batch that is not full.
-        workers: processes that decode, at most one a core; 0: this one. Batches are the same.
-        seed: of the order and the augmentation; the same on all ranks.
-        distributed: this rank and the world size.
-        pin_memory: copy batches to page-locked memory, for a GPU.
-        repeats: augmented copies of each image per epoch (repeated augmentation, arXiv 1902.05509).
+        dataset: Images and labels, for instance from `open_folder`.
+        batch_size: Samples in a batch on this rank.
+        training: Shuffle by epoch, seed the augmentation and drop a last batch that is not full.
+        workers: Processes that decode, at most one per core; 0 for this process. Batches are the
+            same.
+        seed: Seed of the order and the augmentation; the same on all ranks.
+        distributed: This rank and the world size.
+        pin_memory: Copy batches to page-locked memory, for a GPU.
+        repeats: Augmented copies of each image per epoch (repeated augmentation, arXiv 1902.05509).
 
     Raises:
-        ConfigError: a number is out of range.
+        ConfigError: a value is out of range.
         DataError: a training epoch would have no batch.
     """
     rank, world_size = distributed
@@ -386,7 +392,7 @@ def create_loader(
         )
     skip_bad_images = bool(getattr(dataset, "skip_bad_images", False))
     replace = training and skip_bad_images
-    workers = min(workers, usable_cores())  # more would only wait for each other
+    workers = min(workers, usable_cores())  # more workers would compete for the cores
     start_workers = partial(_start, dataset, replace, batches, workers, pin_memory)
     return Loader(batches, start_workers, skip_bad_images)
 
@@ -413,14 +419,14 @@ def _start(
 
 
 def _start_worker(worker: int) -> None:
-    """Leave Ctrl-C to the main process, and drop its handlers, which a fork copies here."""
+    """Leave Ctrl-C to the main process, and drop its handlers, which a fork copies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # drops one that came while starting
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     if hasattr(os, "setpgid"):
-        os.setpgid(0, 0)  # out of the group that terminals and torchrun signal: the loop decides
+        os.setpgid(0, 0)  # leave the group that terminals and torchrun signal
 
 
 def _held_iter(loader: DataLoader[Any]) -> Iterator[Any]:

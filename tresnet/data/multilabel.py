@@ -1,4 +1,8 @@
-"""Images with any number of labels each, listed in a CSV or a COCO-style JSON file."""
+"""Images with any number of labels each, listed in a CSV or a COCO-style JSON file.
+
+Both formats become the same listing of paths and sets of names, then an `ImageDataset` with a row
+of 0 and 1 for each image. Errors name the file and the line.
+"""
 
 import codecs
 import csv
@@ -30,10 +34,10 @@ def open_multilabel(
 
     The labels are in `<root>/<split>.csv`, or in COCO's format in `<root>/<split>.json` or
     `<root>/annotations/instances_<split>.json`. A CSV has image paths below `<root>` in its first
-    column. The other columns are either one, `labels`, with names separated by semicolons, or one
-    of 0 and 1 for each class. In JSON, `file_name` is below `<root>/<split>`, as in COCO.
+    column. The other columns are either one, `labels`, with names separated by semicolons, or a
+    column of 0 and 1 for each class. In JSON, `file_name` is below `<root>/<split>`, as in COCO.
     `<root>/classes.txt`, one name a line, fixes the classes and their order. Without it they are
-    the columns, the categories by id, or the sorted names that occur.
+    the columns, the categories by id, or the sorted names in the labels.
 
     Raises:
         DataError: a file is missing, malformed or empty, or lists images that are not there.
@@ -79,7 +83,7 @@ def read_csv(path: Path) -> tuple[list[str], Listing]:
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, strict=True)
-            rows = [(reader.line_num, row) for row in reader if row]  # blank lines are none
+            rows = [(reader.line_num, row) for row in reader if row]  # without blank lines
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"cannot read the labels in {path}: {error}") from error
     header = [name.strip() for name in rows[0][1]] if rows else []
@@ -209,7 +213,7 @@ def _check_files(paths: Sequence[str], source: Path) -> None:
 
 
 def write_csv(path: Path, classes: Sequence[str], images: Mapping[str, Sequence[int]]) -> None:
-    """Write a CSV with a column of 0 and 1 for each class; `images` maps paths to these."""
+    """Write a CSV with a column of 0 and 1 for each class; `images` maps paths to their rows."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["image", *classes])

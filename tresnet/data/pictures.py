@@ -1,4 +1,8 @@
-"""An image in a file's bytes: its size is known at once, its pixels are decoded where needed."""
+"""Encoded images, whose size is read at once and whose pixels are decoded on demand.
+
+Pillow is the reference decoder. For baseline JPEGs nvImageCodec decodes only the part that a crop
+needs, with the same values. Anything that Pillow would refuse raises `BadImageError` with the path.
+"""
 
 import io
 import logging
@@ -26,12 +30,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Box = tuple[int, int, int, int]  # top, left, height, width
-# In a JPEG's scan 255 is followed by 0 if it is data, and by 208 to 215 if decoding restarts there.
+# In a JPEG's scan, 255 is followed by 0 for data and by 208 to 215 for a restart of decoding.
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7]")
 _END = b"\xff\xd9"
 
 _leniency = threading.Lock()
-_lenient: list[bool] = []  # of each decoding under way; the first: what Pillow was told before
+_lenient: list[bool] = []  # one for each running decode; the first is Pillow's former setting
 
 
 class BadImageError(DataError):
@@ -53,7 +57,7 @@ class BadImageError(DataError):
 def named(path: str) -> Iterator[None]:
     """Turn any failure into a `BadImageError` of `path`.
 
-    A decoder fed garbage raises anything: SyntaxError, struct.error.
+    Decoders raise many types for damaged data, such as SyntaxError and struct.error.
     """
     try:
         yield
@@ -65,15 +69,15 @@ def named(path: str) -> Iterator[None]:
 
 
 class Picture:
-    """An encoded image that a random crop is taken from.
+    """An encoded image from which a random crop is taken.
 
-    Pillow reads the header and is the reference: it decodes whatever is not a plain, whole,
-    baseline JPEG. Of those nvImageCodec decodes the crop alone, to the same values. `size` is
+    Pillow reads the header and is the reference: it decodes everything but plain, complete,
+    baseline JPEGs. Of those nvImageCodec decodes only the crop, to the same values. `size` is
     (width, height).
     """
 
     def __init__(self, data: bytes, path: str, plain_size: tuple[int, int] | None = None) -> None:
-        """Read the header, or raise BadImageError; `plain_size` of the same bytes spares it."""
+        """Read the header, or raise BadImageError; a known `plain_size` saves that."""
         self.data, self._path, self._plain_size = data, path, plain_size
         self.size = plain_size or self._image.size
 
@@ -85,10 +89,10 @@ class Picture:
             return Image.open(io.BytesIO(self.data))
 
     def rgb(self) -> "Image":
-        """Decode all of it as 8-bit RGB, by Pillow.
+        """Decode the complete image as 8-bit RGB, by Pillow.
 
-        Alpha is dropped and EXIF orientation is not applied, as torchvision and timm do, so that
-        accuracies compare with theirs. Grey of 16 bits is scaled to 8 (Pillow would clip it).
+        Alpha is dropped and EXIF orientation is not applied, as in torchvision and timm, so that
+        accuracies compare with theirs. Grey of 16 bits is scaled to 8 bits (Pillow would clip it).
 
         Raises:
             BadImageError: truncated, damaged, or of a pixel type that has no defined range (32-bit
@@ -101,7 +105,7 @@ class Picture:
     def crop(self, box: Box) -> torch.Tensor:
         """Decode a box (in pixels) to (height, width, 3), uint8, as `rgb` would."""
         top, left, height, width = box
-        # nvImageCodec may get the colours of a single column wrong: decode the one beside it too
+        # nvImageCodec may decode wrong colours for a single column: decode its neighbour too
         first = min(left, max(self.size[0] - 2, 0)) if width == 1 else left
         wide = max(width, min(2, self.size[0]))
         pixels = None
@@ -112,11 +116,10 @@ class Picture:
         return pixels[:, left - first :][:, :width]
 
     def plain_size(self) -> tuple[int, int] | None:
-        """Return width and height of a plain, whole, baseline JPEG in RGB; None of anything else.
+        """Return width and height of a plain, complete, baseline JPEG in RGB; None for other files.
 
-        In such a file the first marker after the start of the scan is the one that ends the file.
-        So nothing is missing and nothing is between scans, and there is no marker that Pillow would
-        refuse.
+        In such a file the first marker after the start of the scan ends the file. So nothing is
+        missing, nothing is between scans, and there is no marker that Pillow would refuse.
         """
         if self._plain_size is None and self._image.format == "JPEG" and self._image.mode == "RGB":
             marker = _MARKER.search(self.data, cast(io.BytesIO, self._image.fp).tell())
@@ -126,7 +129,7 @@ class Picture:
 
 
 class Pixels(Picture):
-    """An image that is not encoded: `data` is RGB bytes of `size`, (width, height)."""
+    """An image that is not encoded: `data` are RGB bytes of `size`, (width, height)."""
 
     def __init__(self, data: bytes, size: tuple[int, int]) -> None:
         self.data, self.size = data, size
@@ -138,7 +141,7 @@ class Pixels(Picture):
         return Image.frombytes("RGB", self.size, self.data)
 
     def crop(self, box: Box) -> torch.Tensor:
-        """Return a copy of that part: (height, width, 3), uint8."""
+        """Return a copy of a part: (height, width, 3), uint8."""
         (width, height), (top, left, rows, columns) = self.size, box
         pixels = np.frombuffer(self.data, np.uint8).reshape(height, width, 3)
         return torch.from_numpy(pixels[top : top + rows, left : left + columns].copy())
@@ -170,7 +173,7 @@ def _decode_region(data: bytes, box: Box) -> torch.Tensor | None:
 
 @cache
 def _codec(process: int) -> tuple[Any, Any, Any] | None:
-    """Return nvImageCodec, its decoder on the CPU and its parameters, made once in each process."""
+    """Return nvImageCodec, its decoder on the CPU and its parameters, made once per process."""
     if find_spec("nvidia") is None or (found := find_spec("nvidia.nvimgcodec")) is None:
         return None
     try:
@@ -179,7 +182,7 @@ def _codec(process: int) -> tuple[Any, Any, Any] | None:
             cpu = nvimgcodec.Backend(nvimgcodec.BackendKind.CPU_ONLY)
             decoder = nvimgcodec.Decoder(
                 device_id=nvimgcodec.NVIMGCODEC_DEVICE_CPU_ONLY,
-                max_num_cpu_threads=1,  # the loader has processes
+                max_num_cpu_threads=1,  # the loader's processes are the parallelism
                 backends=[cpu],
             )
             params = nvimgcodec.DecodeParams(
@@ -193,7 +196,7 @@ def _codec(process: int) -> tuple[Any, Any, Any] | None:
 
 @contextmanager
 def _one_extension(folder: Path, pattern: str) -> Iterator[None]:
-    """Have nvImageCodec load one of its extensions: those of absent GPU libraries print errors."""
+    """Load one extension of nvImageCodec, as others print errors about missing libraries."""
     name = "NVIMGCODEC_EXTENSIONS_PATH"
     before = os.environ.get(name)
     with tempfile.TemporaryDirectory() as place:
@@ -218,7 +221,7 @@ def to_rgb(image: "Image") -> "Image":
     if image.mode in ("I", "F"):
         raise ValueError(f"pixel type {image.mode!r} has no defined range; save it with 8 bits")
     if image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")  # Pillow warns when it goes to RGB in one step
+        image = image.convert("RGBA")  # Pillow warns about a direct conversion to RGB
     return image.convert("RGB")
 
 
@@ -226,7 +229,7 @@ def to_rgb(image: "Image") -> "Image":
 def _strict_decoding() -> Iterator[None]:
     """Switch off Pillow's process-wide leniency, which pads a truncated image with grey.
 
-    The last of the threads that are in here at once switches it on again.
+    Several threads may decode at once; the last one restores the former setting.
     """
     from PIL import ImageFile
 

@@ -1,4 +1,4 @@
-"""Random numbers of one sample depend on the seed, epoch and index alone."""
+"""Seeds by which the random numbers of a sample depend only on seed, epoch and index."""
 
 import hashlib
 import random
@@ -10,16 +10,16 @@ import torch
 
 
 def mix_seed(*parts: int) -> int:
-    """Return one seed in [0, 2**32) of several numbers; near numbers give unrelated seeds."""
+    """Return one seed in [0, 2**32) of several integers; close integers give unrelated seeds."""
     text = ":".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
 
 
 def seed_cpu_generators(seed: int) -> None:
-    """Seed Python's, NumPy's and PyTorch's global CPU generators; CUDA's are left alone.
+    """Seed Python's, NumPy's and PyTorch's global CPU generators, but not CUDA's.
 
-    timm draws from the first two and torchvision from the third, so all three are needed.
-    `torch.manual_seed` would also reseed the GPU, whose dropout belongs to the training loop.
+    timm draws from the first two and torchvision from the third. `torch.manual_seed` would also
+    reseed the GPU, whose dropout belongs to the training loop.
     """
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002  timm's mixup draws from the global generator

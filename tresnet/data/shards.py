@@ -1,9 +1,9 @@
-"""Images in a few large files that are read at random: ArrayRecord, and a manifest for each split.
+"""Images in a few large files with random access: ArrayRecord, and a manifest for each split.
 
-A shard's first record says what it was made of, and each other one is an image. It has a checksum,
-a JSON text (name, label, original size, size unless a header has it) and the image, encoded or as
-pixels. Item i of the shards is item i of the folder they were written from, so order, resume and
-distribution over ranks are the same.
+The first record of a shard describes its source, and each other record is an image. A record has a
+checksum, a JSON text (name, label, original size, and the size if no header has it) and the image,
+encoded or as pixels. Item i of the shards is item i of the folder they were written from, so order,
+resume and distribution over ranks are the same.
 """
 
 import bisect
@@ -34,11 +34,11 @@ from tresnet.settings import ShardSettings
 from tresnet.settings.fields import check
 
 FORMAT = 2
-_HEAD = struct.Struct("<II")  # CRC-32 of all that follows; bytes of the text
+_HEAD = struct.Struct("<II")  # CRC-32 of the rest; length of the text in bytes
 
 
 class ShardDataset(ImageDataset):
-    """One split out of shards; a record's checksum and label are compared as it is read.
+    """One split in shards; a record's checksum and label are checked when it is read.
 
     `digest` changes with any of the records, or with their order.
     """
@@ -78,9 +78,9 @@ class ShardDataset(ImageDataset):
                 raise DataError(
                     f"expected {size} bytes in {file}, "
                     + ("but it is missing" if found is None else f"got {found}")
-                    + ": write the shards again, those that are whole are kept"
+                    + ": write the shards again, complete ones are kept"
                 )
-        _reader.cache_clear()  # they may have been written anew
+        _reader.cache_clear()  # the files may have been replaced
         self._places = _Places(files, counts)
         super().__init__(split, classes, self._places, targets, transform, skip_bad_images)
 
@@ -94,7 +94,7 @@ class ShardDataset(ImageDataset):
                 raise BadImageError(
                     path,
                     f"expected label {label}, as in the manifest, got {about['label']}: this file "
-                    "belongs to another place or manifest, write the shards again",
+                    "belongs to another data set or manifest, write the shards again",
                 )
             if "pixels" in about:
                 return Pixels(data, about["pixels"])
@@ -102,7 +102,7 @@ class ShardDataset(ImageDataset):
 
 
 class _Places(Sequence[str]):
-    """Paths of the images, made on demand: a list would take gigabytes for 20 million."""
+    """Paths of the images, made on demand: a list for 20 million would take gigabytes."""
 
     def __init__(self, files: list[Path], counts: list[int]) -> None:
         self._files = files
@@ -121,7 +121,7 @@ class _Places(Sequence[str]):
 
 
 def manifest_path(folder: Path, split: str) -> Path:
-    """Return the path of a split's manifest, which makes a folder one of shards."""
+    """Return the path of a split's manifest, which marks a folder of shards."""
     return folder / f"{split}.shards.json"
 
 
@@ -134,19 +134,28 @@ def write_shards(
     workers: int = 1,
     log: Callable[[str], object] = lambda line: None,
 ) -> dict[str, str]:
-    """Write one split into `out`, and its manifest when all shards are there and were read back.
+    """Write one split into `out`, then its manifest, after all shards were read back.
 
-    Whole shards of the same files and settings are kept, so that a stopped command goes on.
-    Superfluous shards of an earlier command are removed. With the data set's `skip_bad_images`,
-    unreadable images are left out and returned, name to reason. Names in messages are relative to
-    `root`; `workers` is a number of processes; `log` receives a line for each shard.
+    Complete shards of the same files and settings are kept, so that a stopped command continues.
+    Superfluous shards of an earlier command are removed.
+
+    Args:
+        dataset: The images. With `skip_bad_images`, unreadable ones are left out.
+        root: Folder to which names in messages are relative.
+        out: Folder of the shards.
+        settings: Size, format and number of the images in a shard.
+        workers: Number of processes.
+        log: Receives a line for each shard.
+
+    Returns:
+        The images that were left out, from name to reason.
 
     Raises:
-        BadImageError: an image cannot be decoded, and they are not to be left out.
+        BadImageError: an image cannot be decoded, without `skip_bad_images`.
         ConfigError: a setting is out of range.
         BusyError: another process is writing to `out`.
         DataError: every image was left out.
-        WriteError: the disk is full, say.
+        WriteError: a file cannot be written, for example because the disk is full.
     """
     check(settings)
     if settings.max_side is not None and settings.short_side is not None:
@@ -213,13 +222,13 @@ class _ShardJob:
     skip_bad_images: bool
 
     def source(self) -> str:
-        """Return the text in a whole shard's first record: a changed image is written again."""
+        """Return the first record of a complete shard: a changed image is written again."""
         rows = []
         for name, label in self.rows:
             try:
                 status = os.stat(self.root / name)
                 rows.append([name, label, status.st_size, status.st_mtime_ns])
-            except OSError:  # it shows when it is read
+            except OSError:  # reading it raises the error
                 rows.append([name, label, None, None])
         return json.dumps({"format": FORMAT, "rows": rows, "settings": asdict(self.settings)})
 
@@ -240,7 +249,7 @@ def _write(job: _ShardJob) -> _Done:
     labels: list[Any] = []
     skipped: dict[str, str] = {}
     with atomic_write(job.file) as place:
-        # one image a chunk, as JPEGs do not compress: any of them is read alone
+        # one image per chunk, as JPEGs do not compress and are read one by one
         writer = _library().ArrayRecordWriter(str(place), "group_size:1,uncompressed")
         try:
             writer.write(_pack({"source": source}, b""))
@@ -268,7 +277,7 @@ def _write(job: _ShardJob) -> _Done:
 
 
 def _read_back(file: Path, source: str) -> _Done | None:
-    """Read a shard; None unless it is whole and made of `source`."""
+    """Read a shard; None unless it is complete and made of `source`."""
     if not file.is_file():
         return None
     digest = hashlib.sha256()
@@ -289,7 +298,7 @@ def _read_back(file: Path, source: str) -> _Done | None:
 
 @contextmanager
 def _mapping(workers: int) -> Iterator[Callable[..., Any]]:
-    """Yield `map`, here or in processes that are not forked from one with threads."""
+    """Yield `map`, in this process or in spawned ones (a fork would copy threads)."""
     if workers <= 1:
         yield map
         return
@@ -303,11 +312,11 @@ def _mapping(workers: int) -> Iterator[Callable[..., Any]]:
 
 
 def _shrunk(picture: Picture, settings: ShardSettings) -> tuple[dict[str, Any], bytes]:
-    """Return the image's metadata and bytes: the file's own where it is small enough."""
+    """Return the image's metadata and bytes: the file's bytes if it is small enough."""
     from PIL import Image
 
     width, height = picture.size
-    image = picture.rgb()  # all of it, to know that it can be read
+    image = picture.rgb()  # decode it all, to check that it can be read
     factor = 1.0
     if settings.max_side is not None:
         factor = settings.max_side / max(width, height)
@@ -356,9 +365,9 @@ def _unpack(record: bytes) -> tuple[dict[str, Any], bytes]:
     return json.loads(record[_HEAD.size : begin]), record[begin:]
 
 
-@lru_cache(maxsize=256)  # open files; a process may have 1024
+@lru_cache(maxsize=256)  # number of open files, of which a process may have 1024
 def _reader(file: str, process: int) -> Any:
-    """Return a file's reader for this process: its threads do not survive a fork."""
+    """Return a file's reader for this process, as its threads do not survive a fork."""
     return _library().ArrayRecordReader(file, "readahead_buffer_size:0,max_parallelism:0")
 
 

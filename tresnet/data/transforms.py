@@ -1,4 +1,9 @@
-"""Transforms from an image to RGB in [0, 1], without mean/std normalisation."""
+"""Transforms from an image to RGB in [0, 1], without mean and standard deviation.
+
+timm's and torchvision's parts do the work. `train_transform` draws its random numbers from
+generators that the loader seeds for each sample; `eval_transform` is timm's own. Both return bytes
+if requested, which are a quarter of the size of floats.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,29 +40,29 @@ class Augment(Settings):
     """Augmentation of training images, applied in this order."""
 
     random_crop: bool = True
-    """Crop a random part and resize it, instead of squashing the whole image."""
+    """Crop a random part and resize it, instead of squashing the complete image."""
     crop_scale: Annotated[tuple[FractionAbove0, FractionAbove0], Ascending] = (0.08, 1.0)
-    """Fraction of the image's area that a random crop covers: least, most."""
+    """Smallest and largest fraction of the image's area in a random crop."""
     crop_ratio: Annotated[tuple[Positive, Positive], Ascending] = (3 / 4, 4 / 3)
-    """Width / height of a random crop: least, most."""
+    """Smallest and largest width / height of a random crop."""
     hflip: Fraction = 0.5
     """Probability of a mirror image."""
     affine_degrees: PositiveOrZero = 0.0
-    """Largest random rotation either way."""
+    """Largest random rotation in degrees, in both directions."""
     affine_translate: Fraction = 0.0
     """Largest random shift, as a fraction of the image's side."""
     affine_scale: Annotated[tuple[Positive, Positive], Ascending] = (1.0, 1.0)
-    """Random zoom: least, most."""
+    """Smallest and largest random zoom."""
     affine_shear: PositiveOrZero = 0.0
-    """Largest random shear in degrees either way."""
+    """Largest random shear in degrees, in both directions."""
     auto_augment: str | None = None
-    """Policy in timm's notation, such as original, v0 or rand-m9-mstd0.5. None: none."""
+    """Policy in timm's notation, such as original, v0 or rand-m9-mstd0.5. None: no policy."""
     cutout_prob: Fraction = 0.0
     """Probability that a random part is blackened."""
     cutout_area: Annotated[tuple[FractionAbove0, FractionAbove0], Ascending] = (0.25, 0.25)
-    """Fraction of the area that cutout blackens: least, most."""
+    """Smallest and largest fraction of the area that cutout blackens."""
     cutout_min_aspect: FractionAbove0 = 1.0
-    """Least height / width of that part, with its inverse the most. 1: a square."""
+    """Smallest height / width of that part; the largest is its inverse. 1: a square."""
 
 
 def train_transform(
@@ -70,9 +75,9 @@ def train_transform(
     """Build the random transform of `cfg` from timm's and torchvision's parts.
 
     It draws from Python's, NumPy's and PyTorch's global CPU generators, which the loader seeds for
-    each sample. Affine changes fill with black, policies with ImageNet's mean colour. Cutout's
-    paper lets squares cross the border or, as good, keeps them inside and cuts every other image:
-    here it is the latter, with a probability.
+    each sample. Affine changes fill with black, policies with ImageNet's mean colour. Cutout keeps
+    its squares inside and cuts with a probability, one of two equally good choices of its paper;
+    the other lets squares cross the border.
 
     Returns:
         A picklable function from a `Picture`, or a PIL image in RGB, to a tensor (3, size, size):
@@ -111,8 +116,8 @@ class _Crop:
     """Decode a random crop, resize it, mirror it at random.
 
     timm and torchvision draw the boxes and mirrors. torch resizes channels-last bytes three to four
-    times as fast as Pillow: bilinearly to within one of its values, bicubically to within six, so
-    Pillow does the latter.
+    times as fast as Pillow. Bilinearly it differs from Pillow by at most one value, bicubically by
+    six, so Pillow resizes bicubically.
     """
 
     def __init__(self, cfg: Augment, size: int, interpolation: str) -> None:
@@ -176,8 +181,8 @@ def _affine(cfg: Augment) -> list[Any]:
 def eval_transform(cfg: EvalTransform, *, dtype: torch.dtype = torch.float32) -> Transform:
     """Build the fixed transform of `cfg`: timm's own, without mean and standard deviation.
 
-    It maps images as `train_transform` does. None stands for 224 pixels, the middle, the zoo's
-    `default_crop_pct` and bilinear. A value out of range, or an unknown dtype, raises
+    It maps images as `train_transform` does. None stands for 224 pixels, a centre crop, the zoo's
+    `default_crop_pct` and bilinear interpolation. A value out of range, or an unknown dtype, raises
     `ConfigError`.
     """
     from timm.data.transforms_factory import create_transform
