@@ -6,7 +6,9 @@
 The notebook, 'GPU memory usage for deep learning image processing' (2023, torch 2.0.1), trains five
 models in fp32 with SGD, one cell after another, and compares the readings with a formula. It keeps
 every earlier model with its gradients on the GPU, so only its first reading is of one model alone:
-`alone` is the reading less those leftovers. UNETR needs monai and einops, torchinfo itself.
+`alone` is the reading less those leftovers. UNETR needs monai and einops, and the table torchinfo:
+
+    pip install -e '.[unetr,compare]'
 """
 
 import sys
@@ -20,7 +22,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tresnet.memory.allocator import Block, CachingAllocator
+from tresnet.errors import MissingDependencyError, needed
+from tresnet.memory.allocator import CachingAllocator, MemoryBlock
 from tresnet.memory.device import GENERIC, MIB
 from tresnet.memory.machine import FakeMachine, fake_copy
 from tresnet.memory.trace import Category, Phase
@@ -154,7 +157,7 @@ def replay_notebook(subjects: Iterable[Subject]) -> list[Cell]:
         names.append(subject.name)
     trace = machine.trace.settled()
     allocator = CachingAllocator()
-    blocks: dict[int, Block | None] = {}
+    blocks: dict[int, MemoryBlock | None] = {}
     cells, begin = [], 0
     for name, end in zip(names, ends, strict=True):
         allocator.empty_cache()
@@ -258,8 +261,16 @@ def measure_notebook(subjects: Iterable[Subject]) -> Iterator[tuple[str, float, 
 
 
 def main(argv: list[str]) -> int:
-    """Print the table."""
+    """Print the table, or one line that says what to install."""
     warnings.simplefilter("ignore")
+    try:
+        with needed("UNETR, a model of the study,", "unetr"):
+            import einops  # noqa: F401
+            import monai  # noqa: F401
+        with needed("the study", "compare"):
+            import torchinfo  # noqa: F401
+    except MissingDependencyError as error:
+        sys.exit(str(error))
     if "--measure" in argv:
         for name, peak, end, reserved in measure_notebook(SUBJECTS.values()):
             print(f"{name:10} peak {peak:9.1f}  end {end:9.1f}  reserved {reserved:9.1f} MiB")

@@ -36,9 +36,29 @@ def test_attention(mode):
         return seen.names()
 
     assert not any("flash" in name for name in kernels())
-    with patches.attention_chosen_by_rule():
+    with patches.kernels_chosen_by_rule():
         assert kernels() == ["_scaled_dot_product_flash_attention"]
     assert not any("flash" in name for name in kernels())
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+def test_recurrent_layers(mode):
+    def weights():
+        layer = nn.LSTM(2, 2, device="cuda")
+        return len({w.untyped_storage()._cdata for w in layer.parameters()}), layer
+
+    n, layer = weights()
+    assert n == 4  # PyTorch leaves weights apart where it cannot ask cuDNN
+    with pytest.raises(RuntimeError, match="CUDA"):
+        layer(torch.empty(2, 1, 2, device="cuda"))
+    with patches.kernels_chosen_by_rule(), patches.recurrent_weights_flattened():
+        n, layer = weights()
+        assert n == 1
+        assert layer.weight_hh_l0.shape == (8, 2)
+        with Recorder() as seen:
+            layer(torch.empty(2, 1, 2, device="cuda"))
+    assert "_cudnn_rnn" in seen.names()
+    assert layer.flatten_parameters.__module__ == "torch.nn.modules.rnn"
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available or torch_xla is imported")

@@ -410,7 +410,9 @@ def test_bad_arguments_are_explained(arguments, message):
 
 
 def test_wrong_input_shape_is_explained():
-    message = "failed on a fake input of 2x4x32x32 at aten.convolution in conv1.*check input_size"
+    message = (
+        "failed on a fake batch of 2 of 4x32x32 at aten.convolution in conv1.*check input_size"
+    )
     with pytest.raises(InputError, match=message):
         predict("timm:resnet18", batch_size=2, input_size=(4, 32, 32))
 

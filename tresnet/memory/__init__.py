@@ -9,10 +9,12 @@ those of a GPU. Then look here:
 | what is wrong | where |
 |---|---|
 | the wrong step is predicted: model, settings, batch, loss | `plan.py`, `prediction.py` |
+| the arguments of a model that takes no images | `inputs.py` |
 | the optimizer, the average, loss scaling, clipping | `tresnet/steps`, `patches.py` |
 | other operations run than on a GPU, or return another layout or dtype (autocast) | `patches.py` |
 | the weights and buffers, their order on the device, DDP's buckets | `machine.py` |
 | attention: which kernel runs and what it keeps | `attention.py` |
+| recurrent layers: what cuDNN keeps of them | `recurrent.py` |
 | a tensor lives too long or dies too early in backward | `walk.py` |
 | a buffer is missing, counted twice or in the wrong category | `recorder.py` |
 | cuDNN's or another kernel's workspace | `workspaces.py` |

@@ -21,9 +21,20 @@ from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils.weak import WeakIdKeyDictionary
 
+from tresnet.memory import recurrent
 from tresnet.memory.attention import attend
 
 Patch = AbstractContextManager[Any]
+aten = torch.ops.aten
+
+# Operators of several kernels, among which PyTorch chooses by the properties of a device.
+GPU_KERNELS = {
+    aten.scaled_dot_product_attention.default: attend,
+    aten.lstm.input: recurrent.lstm,
+    aten.gru.input: recurrent.gru,
+    aten.rnn_tanh.input: recurrent.rnn_tanh,
+    aten.rnn_relu.input: recurrent.rnn_relu,
+}
 
 _task_ids = itertools.count(1)
 _MATERIALIZE = "_tresnet_materialize_grads"
@@ -34,7 +45,8 @@ def gpu_answers() -> Iterator[None]:
     """Let fakes of CUDA tensors run as on a GPU: all the patches of operators."""
     with contextlib.ExitStack() as stack:
         for patch in (
-            attention_chosen_by_rule,
+            kernels_chosen_by_rule,
+            recurrent_weights_flattened,
             autocast_without_gpu,
             bfloat16_convolutions_on_cudnn,
             attention_layers_in_pieces,
@@ -65,17 +77,23 @@ def _replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def attention_chosen_by_rule() -> Iterator[None]:
-    """`scaled_dot_product_attention` runs the kernel that `attention.attend` chooses."""
+def kernels_chosen_by_rule() -> Iterator[None]:
+    """Attention and recurrent layers run the kernels that a GPU runs, of `GPU_KERNELS`."""
     library = torch.library.Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for key in ("AutogradCUDA", "CUDA"):
-                library.impl("scaled_dot_product_attention", attend, key, allow_override=True)
+            for operator, kernel in GPU_KERNELS.items():
+                for key in ("AutogradCUDA", "CUDA"):
+                    library.impl(operator, kernel, key, allow_override=True)
         yield
     finally:
         library._destroy()
+
+
+def recurrent_weights_flattened() -> Patch:
+    """`flatten_parameters` asks cuDNN for the layout of a recurrent layer's weights."""
+    return _replaced(nn.RNNBase, flatten_parameters=recurrent.flatten)
 
 
 @contextlib.contextmanager
@@ -141,9 +159,11 @@ def modules_converted() -> Patch:
     """`module.to(...)` puts new parameters into the module, as fakes cannot be swapped in place."""
     made = WeakIdKeyDictionary()
 
-    def apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
-        for child in module.children():
-            apply(child, fn)
+    def apply(
+        module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> nn.Module:
+        for child in module.children() if recurse else ():
+            child._apply(fn)
         for tensors in (module._parameters, module._buffers):
             for name, old in tensors.items():
                 if old is None:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tresnet.errors import InputError
 from tresnet.memory.device import Device
+from tresnet.memory.inputs import InputShapes, read_inputs
 from tresnet.models.named import build_named, build_without_data, default_input_shape
 from tresnet.models.tresnet import TResNet
 from tresnet.settings import ModelShape, ModelStep
@@ -42,6 +43,9 @@ class StepPlan(ModelStep, ModelShape):
         in_chans: of a model given by name; None for its own.
         input_size: side of the square, (H, W), or a whole shape without the batch; None for the
             model's own. `make_plan` makes it a whole shape.
+        inputs: of a model that takes no images: for each argument an example tensor, of which the
+            first dimension becomes the batch size, or (shape, dtype) with the shape of one sample.
+            A list by position, a dict by name. `make_plan` makes them `InputShapes`.
         opt: timm's name of an optimizer, a class, or a function from parameters to an optimizer.
         grad_checkpointing: True for the model's own choice, or the names of the submodules whose
             activations are computed again.
@@ -58,6 +62,7 @@ class StepPlan(ModelStep, ModelShape):
     in_chans: Count | None = None
     # Wider than on a command line, which has no functions and no tuples.
     input_size: Size | Annotated[Sequence[Size], MinLen(1)] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    inputs: Any = None
     opt: str | OptimizerFactory = "sgd"  # pyright: ignore[reportIncompatibleVariableOverride]
     grad_checkpointing: bool | Sequence[str] = False  # pyright: ignore[reportIncompatibleVariableOverride]
     mixes: bool = False
@@ -68,15 +73,9 @@ class StepPlan(ModelStep, ModelShape):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryPlan(StepPlan):
-    """One training step or one inference of `batch_size` images a micro-batch."""
+    """One training step or one inference of `batch_size` samples a micro-batch."""
 
     batch_size: Size
-
-    @property
-    def input_shape(self) -> tuple[int, ...]:
-        """(N, C, H, W) for images, once `make_plan` has filled it in."""
-        assert isinstance(self.input_size, tuple), "filled in by make_plan"
-        return self.batch_size, *self.input_size
 
     @property
     def optimizer_name(self) -> str:
@@ -85,18 +84,32 @@ class MemoryPlan(StepPlan):
             return self.opt
         return getattr(self.opt, "__name__", "custom").lower()
 
-    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return images and targets as a loader gives them, on the CPU."""
-        dtype = torch.uint8 if self.input == "uint8" else torch.float32
-        images = torch.empty(self.input_shape, dtype=dtype, memory_format=self.memory_format)
+    def batch(self) -> tuple[Any, torch.Tensor]:
+        """Return images, or what else the model takes, and targets on the CPU, as of a loader."""
+        if isinstance(self.inputs, InputShapes):
+            images = self.inputs.batch(self.batch_size)
+        else:
+            assert isinstance(self.input_size, tuple), "filled in by make_plan"
+            dtype = torch.uint8 if self.input == "uint8" else torch.float32
+            shape = self.batch_size, *self.input_size
+            images = torch.empty(shape, dtype=dtype, memory_format=self.memory_format)
         if self.target_size is None:
             return images, torch.empty((self.batch_size,), dtype=torch.int64)
         return images, torch.empty((self.batch_size, *self.target_size))
 
+    def describe_sample(self) -> str:
+        """Return `3x224x224`, or `128 int64` for a model that takes no images."""
+        if isinstance(self.inputs, InputShapes):
+            return str(self.inputs)
+        assert isinstance(self.input_size, tuple), "filled in by make_plan"
+        return "x".join(map(str, self.input_size))
+
     def describe(self) -> str:
         """Return `train, batch 128 of 3x224x224, fp32, sgd`."""
-        size = "x".join(map(str, self.input_shape[1:]))
-        parts = ["train" if self.train else "inference", f"batch {self.batch_size} of {size}"]
+        parts = [
+            "train" if self.train else "inference",
+            f"batch {self.batch_size} of {self.describe_sample()}",
+        ]
         if self.input == "uint8":
             parts.append("uint8 input")
         parts.append(self.dtype if self.amp == "off" else f"{self.amp} autocast")
@@ -169,8 +182,13 @@ def make_plan(model: ModelLike, plan: MemoryPlan) -> tuple[str, nn.Module, Memor
     _check_model(built)
     plan.check_applies(training=plan.train, model=name, ours=True)
     folds = plan.fold and not plan.train and isinstance(built, TResNet)
-    shape = _input_shape(built, plan.input_size)
-    return name, built, dataclasses.replace(plan, input_size=shape, fold=folds)
+    if plan.inputs is None:
+        filled: dict[str, Any] = {"input_size": _input_shape(built, plan.input_size)}
+    elif plan.input_size is not None:
+        raise InputError("expected inputs or input_size, got both: inputs have their own shapes")
+    else:
+        filled = {"inputs": read_inputs(plan.inputs)}
+    return name, built, dataclasses.replace(plan, fold=folds, **filled)
 
 
 def default_loss(output: object, target: torch.Tensor) -> torch.Tensor:

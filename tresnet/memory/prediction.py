@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from tresnet.errors import InputError, TResNetError
 from tresnet.memory.device import MIB, Device, find_device
+from tresnet.memory.inputs import ModelArguments
 from tresnet.memory.machine import FakeMachine
 from tresnet.memory.plan import (
     MemoryPlan,
@@ -137,7 +138,8 @@ def predict(model: ModelLike, plan: MemoryPlan) -> MemoryPrediction:
 
     Args:
         model: `tresnet_m`, `timm:resnet50`, `torchvision:vgg16_bn`, a `torch.nn.Module` on the
-            CPU or meta device, which is left as it is, or a function that builds one.
+            CPU or meta device, which is left as it is, or a function that builds one. One that
+            takes no images needs `inputs`.
         plan: as keywords, of which `batch_size` alone is needed. `tresnet.memory.plan.StepPlan`
             lists them, by the names of train.py's options. How a model is built (norm, impl) and
             its shape (num_classes, ...) go with a name alone.
@@ -239,7 +241,7 @@ def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Calla
     if step.model_ema is not None:
         averaged = step.model_ema.module
         machine.relabel([*averaged.parameters(), *averaged.buffers()], Category.EMA)
-    step.model.register_forward_hook(_as_logits)
+    _adapt(step.model)
     held: list[object] = []
 
     def criterion(output: Any, targets: torch.Tensor) -> torch.Tensor:
@@ -266,7 +268,7 @@ def _inference(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Call
     with machine.during(Phase.SETUP):
         step = InferenceStep(model, plan, machine.device, hooks=machine)
     machine.adopt(step.model)
-    step.model.register_forward_hook(_as_logits)
+    _adapt(step.model)
     held: list[object] = []
 
     def run(number: int) -> None:
@@ -296,8 +298,18 @@ class _Outputs:
         return _Outputs(tree_map_only(torch.Tensor, function, self.value))
 
 
-def _as_logits(model: nn.Module, inputs: object, output: Any) -> Any:
-    return output if isinstance(output, torch.Tensor) else _Outputs(output)
+def _adapt(model: nn.Module) -> None:
+    """Let a model take the arguments of a batch, and give outputs that a step takes for logits."""
+
+    def unpacked(model: nn.Module, args: tuple, kwargs: dict) -> Any:
+        given = args[0]
+        return (given.args, given.kwargs) if isinstance(given, ModelArguments) else None
+
+    def as_logits(model: nn.Module, inputs: object, output: Any) -> Any:
+        return output if isinstance(output, torch.Tensor) else _Outputs(output)
+
+    model.register_forward_pre_hook(unpacked, with_kwargs=True)
+    model.register_forward_hook(as_logits)
 
 
 @contextlib.contextmanager
@@ -353,10 +365,11 @@ def _explained(error: Exception, trace: Trace, plan: MemoryPlan) -> InputError:
             f"the optimizer {plan.optimizer_name} failed on fakes after {operation.name} "
             f"({type(error).__name__}: {first_line}): predict with another one"
         )
-    shape = "x".join(map(str, plan.input_shape))
+    todo = "input_size and the model; one that takes no images needs inputs"
     return InputError(
-        f"the model failed on a fake input of {shape} at {operation.name}{where} "
-        f"({type(error).__name__}: {first_line}): check input_size and the model"
+        f"the model failed on a fake batch of {plan.batch_size} of {plan.describe_sample()} at "
+        f"{operation.name}{where} ({type(error).__name__}: {first_line}): check "
+        + ("inputs and the model" if plan.inputs else todo)
     )
 
 

@@ -3,6 +3,8 @@
 Known sizes are counted. cuDNN picks a convolution's algorithm, and so its workspace, at run time.
 So nothing is expected, and the range reaches up to `HIGH_FACTOR` times the bytes the convolution
 touches, 1 GiB at most. VGG16 at batch 128 in fp32 seems to take 714 MiB at conv5 (107 MiB touched).
+Of a recurrent layer its weights once more are expected, within the same range: cuDNN took 1.4 times
+their size for the layers of PyTorch's issue 2895. Sequences that lie batch first are copied too.
 """
 
 from typing import Any
@@ -19,6 +21,8 @@ HIGH_LIMIT_BYTES = GIB
 _FORWARD = aten.convolution.default
 _BACKWARD = aten.convolution_backward.default
 _FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward.default
+_RECURRENT = aten._cudnn_rnn.default
+_RECURRENT_BACKWARD = aten._cudnn_rnn_backward.default
 _FLASH_TILE = 128
 _FLASH_HEAD_TILE = 32
 
@@ -32,7 +36,24 @@ def workspace_bytes(func: Any, args: tuple, outputs: list[torch.Tensor]) -> tupl
     if func is _FLASH_BACKWARD:
         n_bytes = _flash_backward_bytes(args[1])
         return n_bytes, n_bytes
+    if func is _RECURRENT:
+        return _recurrent_bytes(args, outputs[0], [args[0]] if args[10] else [])
+    if func is _RECURRENT_BACKWARD:
+        return _recurrent_bytes(args, args[6], [args[0], args[7]] if args[14] else [])
     return 0, 0
+
+
+def _recurrent_bytes(
+    args: tuple, y: torch.Tensor, batch_first: list[torch.Tensor | None]
+) -> tuple[int, int]:
+    x, weights = args[0], sum(w.numel() for w in args[1]) * args[3].itemsize
+    copies = sum(
+        t.nbytes for t in batch_first if t is not None and not t.transpose(0, 1).is_contiguous()
+    )
+    expected = weights + copies
+    return expected, max(
+        expected, min(HIGH_FACTOR * (x.nbytes + weights + y.nbytes), HIGH_LIMIT_BYTES)
+    )
 
 
 def _highest_bytes(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> int:

@@ -1,0 +1,163 @@
+"""Recurrent layers as cuDNN runs them: one kernel for all layers and steps of a sequence.
+
+cuDNN asks the device how much memory it wants, and PyTorch's fake kernel answers zero. So its
+reserve space, which is kept from forward to backward, is counted here. NVIDIA does not publish its
+size: the numbers below give exactly what cuDNN returned in PyTorch's issue 2895 for an LSTM and a
+GRU (736,000,000 and 864,000,000 bytes). That of a plain RNN is a guess.
+"""
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+aten = torch.ops.aten
+
+# cuDNN's numbers of the kinds, and the values that each layer keeps for a hidden unit and a step.
+_RELU, _TANH, _LSTM, _GRU = range(4)
+_KEPT = {_RELU: 2, _TANH: 2, _LSTM: 5, _GRU: 6}
+
+
+def reserve_bytes(mode: int, steps: int, hidden: int, layers: int, itemsize: int) -> int:
+    """Return the bytes kept for backward; `steps` are those of all samples and directions.
+
+    Each layer keeps its gates and states; all but the last keep their outputs too.
+    """
+    return steps * hidden * (layers * _KEPT[mode] + layers - 1) * itemsize
+
+
+def lstm(x: Tensor, hidden: list[Tensor], weights: list[Tensor], *rest: Any) -> tuple[Tensor, ...]:
+    """Run `aten.lstm.input` by cuDNN."""
+    return _run(_LSTM, x, hidden[0], hidden[1], weights, *rest)
+
+
+def gru(x: Tensor, hidden: Tensor, weights: list[Tensor], *rest: Any) -> tuple[Tensor, ...]:
+    """Run `aten.gru.input` by cuDNN."""
+    return _run(_GRU, x, hidden, None, weights, *rest)
+
+
+def rnn_tanh(x: Tensor, hidden: Tensor, weights: list[Tensor], *rest: Any) -> tuple[Tensor, ...]:
+    """Run `aten.rnn_tanh.input` by cuDNN."""
+    return _run(_TANH, x, hidden, None, weights, *rest)
+
+
+def rnn_relu(x: Tensor, hidden: Tensor, weights: list[Tensor], *rest: Any) -> tuple[Tensor, ...]:
+    """Run `aten.rnn_relu.input` by cuDNN."""
+    return _run(_RELU, x, hidden, None, weights, *rest)
+
+
+def _run(
+    mode: int,
+    x: Tensor,
+    hx: Tensor,
+    cx: Tensor | None,
+    weights: list[Tensor],
+    has_biases: bool,
+    layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, ...]:
+    state = hx if cx is None else cx
+    size = state.shape[2]
+    projected = hx.shape[2] if hx.shape[2] != size else 0
+    autocast = torch.is_autocast_enabled("cuda")
+    if autocast:  # to float16, also where autocast's dtype is another (AutocastRNN.cpp)
+        x, hx, cx = (None if t is None else t.half() for t in (x, hx, cx))  # pyright: ignore[reportAssignmentType]
+    settings = mode, size, projected, layers, batch_first, dropout, train, bidirectional
+    with torch.autocast("cuda", enabled=False) if autocast else contextlib.nullcontext():
+        results = _Sequence.apply(settings, x, hx, cx, *weights)
+    return results if cx is not None else results[:2]
+
+
+class _Sequence(torch.autograd.Function):
+    """cuDNN's forward and backward; PyTorch's own node copies the reserve space if Python runs it.
+
+    Its arguments are those of `aten._cudnn_rnn` from `mode` to `bidirectional`, x, hx, cx and the
+    weights.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, settings: tuple, x: Tensor, hx: Tensor, cx: Tensor | None, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        per_layer = len(weights) // settings[3] // (1 + settings[-1])
+        flat = weights[0]
+        if x.dtype != flat.dtype or not are_flat(weights):
+            flat = x.new_empty(sum(w.numel() for w in weights))
+        ctx.arguments = per_layer, settings
+        *outputs, reserve, _ = aten._cudnn_rnn(
+            x, weights, per_layer, flat, hx, cx, *settings, [], None
+        )
+        ctx.save_for_backward(x, hx, cx, outputs[0], reserve, flat, *weights)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        x, hx, cx, output, reserve, flat, *weights = ctx.saved_tensors
+        per_layer, settings = ctx.arguments
+        dx, dhx, dcx, made = aten._cudnn_rnn_backward(
+            x, weights, per_layer, flat, hx, cx, output, *gradients, *settings, [], None, reserve,
+            [True] * 4,
+        )  # fmt: skip
+        return None, dx, dhx, dcx, *made
+
+
+def fake_forward(
+    x: Tensor, weights: list[Tensor], per_layer: int, flat: Tensor, hx: Tensor, cx: Tensor | None,
+    mode: int, size: int, projected: int, layers: int, batch_first: bool, dropout: float,
+    train: bool, bidirectional: bool, *rest: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return what `aten._cudnn_rnn` allocates: outputs, states, and its reserve space."""
+    batch, length = x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
+    directions = 1 + bidirectional
+    output = x.new_empty(length, batch, (projected or size) * directions)
+    steps = length * batch * directions if train else 0
+    reserve = reserve_bytes(mode, steps, size, layers, x.itemsize)
+    return (
+        output.transpose(0, 1) if batch_first else output,
+        torch.empty_like(hx),
+        hx.new_empty(0) if cx is None else torch.empty_like(cx),
+        x.new_empty(reserve, dtype=torch.uint8),
+        flat,
+    )
+
+
+def fake_backward(
+    x: Tensor, weights: list[Tensor], per_layer: int, flat: Tensor, hx: Tensor, cx: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:  # fmt: skip
+    """Return what `aten._cudnn_rnn_backward` allocates: those of the weights in one buffer."""
+    made = x.new_empty(sum(w.numel() for w in weights))
+    parts = made.split([w.numel() for w in weights])
+    return (
+        torch.empty_like(x),
+        torch.empty_like(hx),
+        None if cx is None else torch.empty_like(cx),
+        [part.view(w.shape) for part, w in zip(parts, weights, strict=True)],
+    )
+
+
+def are_flat(weights: list[Tensor] | tuple[Tensor, ...]) -> bool:
+    """Whether weights are views into one buffer."""
+    return len({w.untyped_storage()._cdata for w in weights}) == 1
+
+
+def flatten(layer: nn.RNNBase) -> None:
+    """Make a layer's weights views into one buffer, as `flatten_parameters` does on a GPU."""
+    weights = [weight for weight in layer._flat_weights if weight is not None]
+    if are_flat(weights) or any(w.device.type != "cuda" for w in weights):
+        return
+    with torch.no_grad():
+        flat = weights[0].new_zeros(sum(w.numel() for w in weights))
+        for weight, part in zip(weights, flat.split([w.numel() for w in weights]), strict=True):
+            weight.set_(part.view(weight.shape))
+
+
+FAKES = {
+    aten._cudnn_rnn.default: fake_forward,
+    aten._cudnn_rnn_backward.default: fake_backward,
+}
