@@ -13,6 +13,7 @@ from timm.models import _hub, _registry
 from timm.models._features_fx import get_notrace_modules
 from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
 
+import tresnet
 from tests.checkpoints.small import CLASSES, same, small, small_public, trained
 from tests.forks import run_forked
 from tresnet.checkpoints.save import save_checkpoint
@@ -120,6 +121,16 @@ def test_checkpoint_path(timms):
     source, path = timms
     model = create(num_classes=CLASSES, checkpoint_path=str(path))
     assert same(model.state_dict(), source.state_dict())
+
+
+@pytest.mark.parametrize("options", [{"norm": "batchnorm"}, {"jit": True, "impl": "reference"}])
+def test_a_checkpoint_of_timms_train_py_with_model_kwargs(tmp_path, options):
+    model = trained(create(num_classes=CLASSES, **options))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    saver = timm.utils.CheckpointSaver(model, optimizer, checkpoint_dir=str(tmp_path))
+    saver.save_checkpoint(0, metric=1.0)
+    found = tresnet.create(weights=tmp_path / "model_best.pth.tar")
+    assert same(found.state_dict(), model.state_dict())
 
 
 def test_misfits_are_errors_even_with_a_new_head(timms):

@@ -6,9 +6,12 @@ from config.json, then from the table of published weights.
 """
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from tresnet.checkpoints.download import HUB, fetch, from_hub_layout, from_layout
 from tresnet.checkpoints.metadata import read_config
@@ -173,6 +176,20 @@ def _guess(found: Architecture, weights: Weights) -> ModelConfig:
             block_size=block_size,
             in_chans=found.stem_channels // block_size**2,
             num_classes=found.num_classes,
+            **_head(weights.tensors),
         )
     except InputError as error:
         raise CheckpointError(f"{weights.path} is not a usable TResNet: {error}") from error
+
+
+def _head(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the kind of head and its sizes; groups of classes are taken to be even."""
+    queries = tensors.get("head.fc.embed_standart.weight")
+    if queries is not None:
+        return {"head": "ml_decoder", "head_channels": len(queries)}
+    reduced = tensors.get("head.reduce.conv.weight")
+    if reduced is None:
+        return {}
+    branches = tensors.get("head.attention.conv3.bn.weight", reduced)
+    groups = len(branches) // len(reduced)
+    return {"head": "group_attention", "head_channels": len(reduced), "head_groups": groups}

@@ -1,0 +1,101 @@
+"""What `torch.save(model.state_dict())` writes is read by every model of the same layers."""
+
+import importlib.util
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.checkpoints.small import CLASSES, LAYERS, same, trained
+from tresnet.checkpoints.creation import create
+from tresnet.cli.main import main as run
+
+SMALL = {"layers": LAYERS, "width_factor": 0.3, "num_classes": CLASSES}  # widths no kernel likes
+# Options of speed and of training, which change neither parameters nor outputs.
+SPEEDS = [
+    {},
+    {"norm": "batchnorm"},
+    {"jit": True},
+    {"impl": "reference"},
+    {"impl": "triton"},
+    {"recompute": "outputs"},
+    {"drop_rate": 0.1, "drop_path_rate": 0.1},
+    {"dtype": torch.bfloat16},
+    {"dtype": torch.float64},
+]
+if importlib.util.find_spec("inplace_abn"):
+    SPEEDS.append({"norm": "inplace_abn"})
+# Options of the layers: those that a reader repeats, as the parameters do not tell them, last.
+LAYOUTS = [
+    ({}, {}),
+    ({"block_size": 2}, {}),
+    ({"in_chans": 1}, {}),
+    ({"num_classes": 0}, {}),
+    ({"width_factor": 0.25, "layers": (2, 1, 1, 1)}, {}),
+    ({"head": "ml_decoder"}, {}),
+    ({"head": "ml_decoder", "head_channels": 64}, {}),
+    ({"head": "group_attention", "head_channels": 16}, {}),
+    ({"head": "group_attention", "head_channels": 16, "head_groups": 2}, {}),
+    ({"head": "group_attention", "head_channels": 16}, {"head_groups": [1, 4]}),
+    ({}, {"global_pool": "avgmax"}),
+    ({}, {"stem_slope": 0.3, "block_slope": 0.2}),
+]
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "state.pth"
+
+
+def written(path, name="tresnet_m", **options):
+    model = trained(create(name, **SMALL | options))
+    with torch.no_grad():  # inplace_abn has no gammas below its eps
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("bn.weight"):
+                parameter.abs_().add_(1e-3)
+    torch.save(model.state_dict(), path)
+    return model
+
+
+@pytest.mark.parametrize("options", SPEEDS, ids=str)
+def test_any_options_of_speed_read_what_any_wrote(path, options):
+    state = written(path, **options).state_dict()
+    for others in SPEEDS:
+        model = create("tresnet_m", **SMALL | others)
+        model.load_state_dict(state)
+        dtype = others.get("dtype", torch.float32)
+        wanted = {k: v.to(dtype) if v.is_floating_point() else v for k, v in state.items()}
+        assert same(model.state_dict(), wanted)
+    assert same(create(weights=path, **options).state_dict(), state)
+
+
+@pytest.mark.parametrize("name", ["tresnet_m", "tresnet_v2_l"])
+@pytest.mark.parametrize(("options", "repeated"), LAYOUTS, ids=str)
+def test_the_layers_are_told_from_the_parameters(path, name, options, repeated):
+    source = written(path, name, **options, **repeated).eval()
+    model = create(weights=path, **repeated).eval()
+    assert same(model.state_dict(), source.state_dict())
+    x = torch.rand(2, model.config.in_chans, 64, 64)
+    with torch.no_grad():
+        assert torch.equal(model(x), source(x))
+
+
+def test_feature_maps(path):
+    source = written(path, features_only=True)
+    model = create(weights=path, features_only=True)
+    assert same(model.state_dict(), source.state_dict())
+
+
+def test_every_command_reads_it(path, tmp_path, capsys):
+    source = written(path, "tresnet_t", impl="reference", recompute="outputs")
+    assert run(["convert", str(path), str(tmp_path / "ours.safetensors")]) == 0
+    assert same(create(weights=tmp_path / "ours.safetensors").state_dict(), source.state_dict())
+    for split in ("train", "val"):
+        for name in map(str, range(CLASSES)):
+            (tmp_path / "data" / split / name).mkdir(parents=True)
+            Image.new("RGB", (40, 40), int(name)).save(tmp_path / "data" / split / name / "a.png")
+    image = tmp_path / "data/val/0/a.png"
+    assert run(["predict", str(image), "--weights", str(path)]) == 0
+    evaluate = ["eval", "--data", str(tmp_path / "data"), "--weights", str(path), "--workers", "0"]
+    assert run([*evaluate, "--device", "cpu"]) == 0
+    assert "top-1" in capsys.readouterr().out
