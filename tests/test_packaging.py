@@ -126,3 +126,31 @@ def test_the_citation_names_the_projects_version():
 
 def version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split("."))
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("uv")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("platform", "has_codec"),
+    [
+        ("x86_64-manylinux_2_28", True),
+        ("aarch64-manylinux_2_28", True),
+        ("windows", False),
+        ("macos", False),
+    ],
+)
+def test_dependencies_are_found_for_each_platform(platform: str, has_codec: bool, cache: Path):
+    """Resolved from the registry, not installed: nvImageCodec has wheels for Linux alone."""
+    uv = pytest.importorskip("uv", reason="pip install -e '.[test]'").find_uv_bin()
+    options = ["--python-version", "3.12", "--only-binary", ":all:", "--cache-dir", str(cache)]
+    done = subprocess.run(
+        [uv, "pip", "compile", *options, "--python-platform", platform, "pyproject.toml"],
+        cwd=ROOT, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "\ntorch==" in done.stdout
+    assert ("\nnvidia-nvimgcodec-cu13==" in done.stdout) is has_codec

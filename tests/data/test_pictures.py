@@ -176,6 +176,20 @@ def test_training_crops_are_timms_within_one_level(photos, interpolation, withou
         assert (mine - theirs).float().mean().abs() < 0.01
 
 
+def test_without_the_decoder_pillow_decodes_and_says_so_once(photos, caplog, monkeypatch):
+    box = (0, 0, 9, 9)
+    crop = Picture(photos[0], "x").crop(box)
+    pictures._codec.cache_clear()
+    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
+    for _ in range(2):
+        assert torch.equal(Picture(photos[0], "x").crop(box), crop)
+    pictures._codec.cache_clear()
+    assert [record.getMessage() for record in caplog.records] == [
+        "Pillow decodes the whole of every image, also where a crop shows a part, which takes "
+        "longer: no nvImageCodec, it is not installed, and has wheels for Linux alone"
+    ]
+
+
 @linux
 def test_the_decoder_says_nothing_and_a_broken_one_is_reported(photos, capfd, caplog, monkeypatch):
     pictures._codec.cache_clear()
@@ -188,4 +202,4 @@ def test_the_decoder_says_nothing_and_a_broken_one_is_reported(photos, capfd, ca
     monkeypatch.setitem(sys.modules, other.__name__, other)
     assert torch.equal(Picture(photos[0], "x").crop(box), crop)
     pictures._codec.cache_clear()
-    assert "Pillow decodes every image" in caplog.text
+    assert "Pillow decodes the whole of every image" in caplog.text

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 
 from tresnet.errors import DataError
 
@@ -174,9 +175,9 @@ def _decode_region(data: bytes, box: Box) -> torch.Tensor | None:
 @cache
 def _codec(process: int) -> tuple[Any, Any, Any] | None:
     """Return nvImageCodec, its decoder on the CPU and its parameters, made once per process."""
-    if find_spec("nvidia") is None or (found := find_spec("nvidia.nvimgcodec")) is None:
-        return None
     try:
+        if find_spec("nvidia") is None or (found := find_spec("nvidia.nvimgcodec")) is None:
+            raise ImportError("it is not installed, and has wheels for Linux alone")
         with _one_extension(Path(str(found.origin)).parent / "extensions", "libjpeg_turbo_ext*"):
             nvimgcodec = import_module("nvidia.nvimgcodec")
             cpu = nvimgcodec.Backend(nvimgcodec.BackendKind.CPU_ONLY)
@@ -189,7 +190,13 @@ def _codec(process: int) -> tuple[Any, Any, Any] | None:
                 apply_exif_orientation=False, color_spec=nvimgcodec.ColorSpec.SRGB
             )
     except (ImportError, AttributeError, OSError, RuntimeError) as error:
-        logger.warning("Pillow decodes every image, which takes longer: no nvImageCodec, %s", error)
+        worker = get_worker_info()
+        if worker is None or worker.id == 0:
+            logger.warning(
+                "Pillow decodes the whole of every image, also where a crop shows a part, which "
+                "takes longer: no nvImageCodec, %s",
+                error,
+            )
         return None
     return nvimgcodec, decoder, params
 
