@@ -1,4 +1,4 @@
-"""The page of `tresnet demo`, in a real browser. CI has no gradio: it wants an older pillow."""
+"""The page of `tresnet demo`, in a real browser; .ci/run has an environment for it alone."""
 
 import os
 import shutil
