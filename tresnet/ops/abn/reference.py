@@ -2,7 +2,8 @@
 
 `abn` and `tail` define the operation; autograd differentiates them. The other functions are what
 `tresnet.ops.abn` calls in forward and backward, each with the name and the arguments of the launch
-in `launch` that it defines. They compute in float32, of float64 in float64.
+in `launch` that it defines. They compute in float64 and return statistics, means and sums in
+float32, of float64 in float64.
 """
 
 from collections.abc import Callable, Sequence
@@ -84,27 +85,26 @@ def statistics(
     update: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the batch's statistics (4, C), and the mean of each sample (N, C) if `per_sample`."""
-    values = _wide(x)
+    values = x.double()
     var, mean = torch.var_mean(values.transpose(0, 1).flatten(1), 1, correction=0)
     if update:
         count = x.numel() // x.shape[1]
         running_mean.lerp_(mean.to(running_mean.dtype), momentum)
         running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)
     means = _over_pixels(values, torch.mean) if per_sample else mean
-    return _normaliser(mean, var, weight, eps), means
+    return _kept(_normaliser(mean, var, weight, eps), x), _kept(means, x)
 
 
 def running_statistics(weight: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
     """Return what normalises by the running statistics, (4, C) as `statistics` does."""
-    wide = torch.float64 if var.dtype == torch.float64 else torch.float32
-    return _normaliser(mean.to(wide), var.to(wide), weight, eps)
+    return _kept(_normaliser(mean.double(), var.double(), weight, eps), var)
 
 
 def squeeze(
     x: Tensor, stats: Tensor | None, bias: Tensor, slope: float | None, blur: bool
 ) -> Tensor:
     """Return the mean of each sample's activated, blurred map: (N, C)."""
-    return _over_pixels(_activated(x, stats, bias, slope, blur), torch.mean)
+    return _kept(_over_pixels(_activated(x, stats, bias, slope, blur), torch.mean), x)
 
 
 def apply(
@@ -138,35 +138,34 @@ def grad_sums(
     again: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the sums over each sample, (N, 2 or 4, C), and the map that `launch` writes."""
-    g, written = _wide(grad), x
+    g, written = grad.double(), x
     g = g if twin_grad is None else g + twin_grad
     if bits is not None:
         g = g.masked_fill(~bits, 0.0)
         written = g.to(x.dtype)
     elif again:
         written = apply(x, stats, bias, gate, None, slope, blur)[0]
-    m, delta = _slope(x, stats, bias, slope), _wide(x) - _channels(stats[0], x)
+    m, delta = _slope(x, stats, bias, slope), x.double() - _channels(stats[0], x)
     g = m * _back(g, x, blur)
     sums = [g, g * delta]
     if gate is not None:
         w = m * _back(torch.ones_like(grad, dtype=g.dtype), x, blur)
         sums += [w, w * delta]
-    return torch.stack([_over_pixels(part, torch.sum) for part in sums], 1), written
+    return _kept(torch.stack([_over_pixels(part, torch.sum) for part in sums], 1), x), written
 
 
 def merge_grad_sums(
     partial: Tensor, gate: Tensor | None, spread: Tensor | None, stats: Tensor, count: int
 ) -> Tensor:
     """Return the gradients of weight and bias, and the factors k1 and k0 of `grad_apply`."""
-    sums = partial[:, :2]
+    sums = partial[:, :2].double()
     if gate is not None and spread is not None:
-        sums = sums * gate[:, None] + partial[:, 2:] * spread[:, None]
+        sums = sums * gate[:, None] + partial[:, 2:].double() * spread[:, None]
     grad_bias, centred = sums.sum(0)
-    _, scale, invstd, _ = stats
+    _, scale, invstd, _ = stats.double()
     grad_weight = centred * invstd
-    return torch.stack(
-        (grad_weight, grad_bias, -scale * invstd * grad_weight / count, -scale * grad_bias / count)
-    )
+    factors = -scale * invstd * grad_weight / count, -scale * grad_bias / count
+    return _kept(torch.stack((grad_weight, grad_bias, *factors)), partial)
 
 
 def grad_apply(
@@ -182,23 +181,23 @@ def grad_apply(
     training: bool,
 ) -> Tensor:
     """Return the gradient of `x`; the factors k1 and k0 count in training only."""
-    g = _wide(grad)
+    g = grad.double()
     if gate is not None and spread is not None:
         g = g * _per_sample(gate, g) + _per_sample(spread, g)
     g = _back(g, x, blur) * _slope(x, stats, bias, slope) * _channels(stats[1], x)
     if training:
-        g = g + (_wide(x) - _channels(stats[0], x)) * _channels(merged[2], x)
+        g = g + (x.double() - _channels(stats[0], x)) * _channels(merged[2], x)
         g = g + _channels(merged[3], x)
     return g.to(x.dtype)
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+def _kept(values: Tensor, like: Tensor) -> Tensor:
+    return values if like.dtype == torch.float64 else values.float()
 
 
 def _normaliser(mean: Tensor, var: Tensor, weight: Tensor, eps: float) -> Tensor:
     invstd = torch.rsqrt(var + eps)
-    return torch.stack((mean, weight.to(var.dtype) * invstd, invstd, var))
+    return torch.stack((mean, weight * invstd, invstd, var))
 
 
 def _over_pixels(x: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
@@ -214,10 +213,10 @@ def _per_sample(values: Tensor, like: Tensor) -> Tensor:
 
 
 def _normalised(x: Tensor, stats: Tensor | None, bias: Tensor) -> Tensor:
-    z = _wide(x)
+    z = x.double()
     if stats is not None:
         z = (z - _channels(stats[0], x)) * _channels(stats[1], x)
-    return z + _channels(bias.to(z.dtype), x)
+    return z + _channels(bias, x)
 
 
 def _activated(
