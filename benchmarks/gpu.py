@@ -61,7 +61,8 @@ PARTS: dict[str, dict[str, Comparison]] = {
         "profile": Comparison(
             60,
             "benchmarks/profile_step.py {timm_m} {m}@{triton} --batch-size {batch} --cuda-graph off"
-            " --input-size {size} --channels-last --device {device} --output-dir {records}/traces",
+            " --input-size {size} --channels-last {traced} --device {device}"
+            " --output-dir {records}/traces",
         ),
         "graphs": Comparison(50, "-m pytest -q -m gpu tests/steps/test_graph.py"),
         "operations": Comparison(
@@ -108,7 +109,7 @@ GPU = {
     **{f"timm_{name}": f"timm:tresnet_{name}" for name in ("m", "l", "xl")},
     **{"triton": "impl=triton", "plain": "impl=reference", "graph": "cuda_graph=on"},
     **{"device": "cuda", "size": "224", "half": "128", "batch": "256", "double": "512"},
-    "steps": "--warmup-steps 3 --rounds 4 --steps 5",
+    **{"steps": "--warmup-steps 3 --rounds 4 --steps 5", "traced": ""},
     **{"contenders": "copy triton eager", "dtype": "bf16", "rounds": "20", "workers": "12"},
     "largest": "--first 64 --granularity 16 --gpu-memory 79GiB",
     "kernel_tests": "tests/ops/test_abn_kernels.py tests/fused",
@@ -120,6 +121,7 @@ REHEARSAL = {
     **{"triton": "impl=reference", "graph": "cuda_graph=auto"},
     **{"device": "cpu", "size": "32", "half": "3", "batch": "2", "double": "4"},
     "steps": "--warmup-steps 1 --rounds 1 --steps 1",
+    "traced": "--warmup-steps 1 --steps 1",
     **{"contenders": "copy eager", "dtype": "fp32", "rounds": "1"},
     "largest": "--first 2 --granularity 2 --at-most 4",
     **{"workers": "1", "kernel_tests": "tests/measure/test_throughput.py"},

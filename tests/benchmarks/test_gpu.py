@@ -52,11 +52,6 @@ def test_every_line_is_sound(values):
         assert {(False, model) for model in both} | {(True, model) for model in alone} <= compared
 
 
-def test_other_names_are_refused(capsys):
-    assert gpu.main(gpu.Options(("train_s",))) == 2
-    assert capsys.readouterr().err.startswith("expected names out of 1, 2, 3, selfcheck, train_m")
-
-
 @pytest.fixture
 def parts(monkeypatch):
     """Comparisons that run lines of Python in place of a benchmark."""
@@ -95,10 +90,10 @@ def test_what_fails_or_hangs_costs_no_other(code, reason, parts, tmp_path, capsy
 
 def test_children_of_what_hangs_end_with_it(parts, tmp_path):
     beside = tmp_path / "beside"
-    code = f"import time; time.sleep(5); open({str(beside)!r}, 'w')"
+    code = f"import time; time.sleep(1); open({str(beside)!r}, 'w')"
     parts(first=f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {code!r}])")
     assert gpu.main(gpu.Options(("first",), output_dir=tmp_path)) == 0
-    time.sleep(5.5)
+    time.sleep(1.5)
     assert not beside.exists()
 
 
@@ -130,7 +125,9 @@ sys.exit(gpu.main(gpu.Options(("1",), output_dir=Path({str(tmp_path)!r}))))
 
 @pytest.mark.slow
 def test_a_rehearsal_measures_with_tiny_models(tmp_path):
-    command = [sys.executable, str(SCRIPT), "--rehearse", "--output-dir", str(tmp_path)]
+    """One comparison of each kind: the others differ in what test_every_line_is_sound checks."""
+    names = "1", "infer_m", "largest_batch"
+    command = [sys.executable, str(SCRIPT), "--rehearse", *names, "--output-dir", str(tmp_path)]
     found = subprocess.run(command, capture_output=True, text=True)
     logs = {path.name: path.read_text()[-2000:] for path in tmp_path.glob("*.log")}
     assert found.returncode == 0, found.stdout + found.stderr + str(logs)

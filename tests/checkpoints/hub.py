@@ -1,22 +1,23 @@
-"""A server on this machine that speaks as much of the Hugging Face hub's protocol as is used."""
+"""A server on this machine for downloads by huggingface_hub, and its uploads in memory."""
 
-import base64
 import contextlib
 import hashlib
 import http.server
-import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import MagicMock
 
 import huggingface_hub
 import pytest
+from huggingface_hub.errors import HfHubHTTPError
 
 REPO = "user/name"
 LARGE = ".safetensors"  # what the hub keeps by its hash
 
 
 class Hub(http.server.ThreadingHTTPServer):
-    """Repositories in memory; `fault` says what goes wrong with a large file."""
+    """Repositories in memory; `fault` "hash" damages large files, "refused" refuses uploads."""
 
     daemon_threads = True
 
@@ -24,12 +25,7 @@ class Hub(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.repos: dict[str, dict[str, bytes]] = {}
         self.commit, self.old = "1" * 40, {}  # of main; the files of earlier ones
-        self.objects: dict[str, bytes] = {}
         self.fault, self.requests = "", []
-        self.ended = threading.Event()
-
-    def handle_error(self, *args) -> None:
-        pass  # a client that has gone
 
     @property
     def address(self) -> str:
@@ -75,62 +71,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.requests.append(("GET", self.path))
-        if (content := self.file()) is None:
-            return
-        headers = self.headers_of(content)
-        first = int(self.headers.get("Range", "bytes=0-")[6:].split("-")[0])
-        fault = self.server.fault if self.path.endswith(LARGE) else ""
-        if fault == "truncated":
-            self.answer(200, content[: len(content) // 2], **headers)
-        elif fault in ("dropped", "slow") and first == 0:  # no more than half of it arrives
-            self.answer(200, content[: len(content) // 2], **headers, Content_Length=len(content))
-            self.server.ended.wait(5 if fault == "slow" else 0)
-            self.close_connection = True
-        elif first:
-            span = f"bytes {first}-{len(content) - 1}/{len(content)}"
-            self.answer(206, content[first:], **headers, Content_Range=span)
-        else:
-            self.answer(200, content, **headers)
-
-    def do_PUT(self) -> None:
-        content = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.objects[self.path.rpartition("/")[2]] = content
-        self.answer(200)
-
-    def do_POST(self) -> None:
-        self.server.requests.append(("POST", self.path))
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        if self.server.fault == "refused":
-            self.answer(403, b'{"error": "you may not write here"}')
-            return
-        said = {"url": f"{self.server.address}/{REPO}", "warnings": [], "errors": []}
-        if self.path.endswith("/preupload/main"):
-            names = [one["path"] for one in json.loads(body)["files"]]
-            said = {"files": [self.upload(name) for name in names]}
-        elif self.path.endswith("/objects/batch"):
-            put = {"href": f"{self.server.address}/objects/{{}}", "header": {}}
-            objects = [
-                {**one, "actions": {"upload": {**put, "href": put["href"].format(one["oid"])}}}
-                for one in json.loads(body)["objects"]
-            ]
-            said = {"transfer": "basic", "objects": objects}
-        elif self.path.endswith("/commit/main"):
-            self.commit([json.loads(line) for line in body.splitlines()])
-            said = {"success": True, "commitOid": "1" * 40, "commitUrl": f"{said['url']}/commit/1"}
-        self.answer(200, json.dumps(said).encode())
-
-    def upload(self, name: str) -> dict[str, object]:
-        kind = "lfs" if name.endswith(LARGE) else "regular"
-        return {"path": name, "uploadMode": kind, "shouldIgnore": False}
-
-    def commit(self, lines: list[dict]) -> None:
-        repo = self.server.repos.setdefault(REPO, {})
-        for line in lines:
-            value = line["value"]
-            if line["key"] == "file":
-                repo[value["path"]] = base64.b64decode(value["content"])
-            elif line["key"] == "lfsFile":
-                repo[value["path"]] = self.server.objects[value["oid"]]
+        if (content := self.file()) is not None:
+            self.answer(200, content, **self.headers_of(content))
 
 
 @contextlib.contextmanager
@@ -142,16 +84,26 @@ def running_hub(monkeypatch: pytest.MonkeyPatch, cache: str) -> Iterator[Hub]:
             "ENDPOINT": hub.address,  # what HF_ENDPOINT sets
             "HUGGINGFACE_CO_URL_TEMPLATE": hub.address + "/{repo_id}/resolve/{revision}/{filename}",
             "HF_HUB_CACHE": cache,
-            "DOWNLOAD_CHUNK_SIZE": 1 << 16,  # a file of a few MiB arrives in parts too
             "HF_HUB_DISABLE_XET": True,
             "HF_HUB_DISABLE_TELEMETRY": True,
         }.items():
             monkeypatch.setattr(constants, name, value)
+
+        def create_repo(self: object, repo_id: str, private: bool, exist_ok: bool) -> None:
+            if hub.fault == "refused":
+                raise HfHubHTTPError("403: not yours", response=MagicMock(headers={}))
+
+        def upload_folder(self: object, repo_id: str, folder_path: Path, **_: str) -> str:
+            assert repo_id not in hub.repos, "one commit"
+            hub.repos[repo_id] = {path.name: path.read_bytes() for path in folder_path.iterdir()}
+            return repo_id
+
+        monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", create_repo)
+        monkeypatch.setattr(huggingface_hub.HfApi, "upload_folder", upload_folder)
         thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
             yield hub
         finally:
-            hub.ended.set()
             hub.shutdown()
             thread.join()

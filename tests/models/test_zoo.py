@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import tresnet
 from tresnet.errors import InputError
+from tresnet.measure.macs import count_macs, count_parameters, without_computing
 from tresnet.models.zoo import VARIANTS, build, list_models
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "zoo.json"
@@ -26,12 +26,11 @@ PUBLISHED = {
 @functools.cache
 def complexity(name):
     """Return parameters and multiply-accumulates of convolutions and matrices at the own size."""
-    model = build(name, norm="batchnorm", device="meta").eval()
     size = VARIANTS[name].input_size
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(torch.empty(1, 3, size, size, device="meta"))
-    parameters = sum(p.numel() for p in model.parameters())
-    return {"parameters": parameters, "macs": counter.get_total_flops() // 2, "pixels": size}
+    with without_computing():
+        model = build(name, norm="batchnorm")
+        macs = count_macs(model, (1, 3, size, size))
+    return {"parameters": count_parameters(model), "macs": macs, "pixels": size}
 
 
 def test_names():

@@ -17,6 +17,7 @@ def test_moves_every_pixel(shape, block, layout, jit):
     x = torch.rand(shape).to(memory_format=layout)
     y = space_to_depth(x, block, jit=jit)
     channels = shape[1]
+    assert channels == 1 or y.is_contiguous(memory_format=layout)
     assert y.shape == (shape[0], channels * block**2, shape[2] // block, shape[3] // block)
     for row in range(block):
         for column in range(block):
@@ -32,13 +33,6 @@ def test_equals_timm():
     assert torch.equal(space_to_depth(x), SpaceToDepth()(x))
 
 
-def test_keeps_the_memory_format():
-    x = torch.rand(2, 3, 8, 12)
-    assert space_to_depth(x).is_contiguous()
-    y = space_to_depth(x.to(memory_format=torch.channels_last))
-    assert y.is_contiguous(memory_format=torch.channels_last)
-
-
 def test_gradient_returns_every_pixel():
     x = torch.rand(2, 3, 8, 4, requires_grad=True)
     grad = torch.rand(2, 48, 2, 1)
@@ -51,11 +45,8 @@ def test_takes_bytes_and_views():
     assert torch.equal(space_to_depth(x), space_to_depth(x.contiguous()))
 
 
-def test_indivisible_size_is_an_error():
+def test_other_shapes_are_errors():
     with pytest.raises(InputError, match=r"divisible by 4, got \(225, 224\): pad or resize"):
         space_to_depth(torch.rand(1, 3, 225, 224))
-
-
-def test_missing_batch_dimension_is_an_error():
     with pytest.raises(InputError, match=r"\(N, C, H, W\), got shape \(3, 8, 8\)"):
         space_to_depth(torch.rand(3, 8, 8))

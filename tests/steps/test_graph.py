@@ -207,9 +207,9 @@ def network():
     )  # fmt: skip
 
 
-def trained(capturer=None, accumulate=1, change=None, numbers=16, agree=None):
-    """Losses, weights and buffers after optimizer steps, the model changed on the way; what was
-    said."""
+def trained(capturer=None, accumulate=1, change=None, before=1, numbers=16, agree=None):
+    """Losses, weights and buffers after optimizer steps, the model changed before a micro-batch of
+    the ninth; what was said."""
     model, said = network(), []
     torch.manual_seed(1)
     step = steps.create_training_step(model, Compute(), CPU)
@@ -217,9 +217,9 @@ def trained(capturer=None, accumulate=1, change=None, numbers=16, agree=None):
         step.capture_with(capturer(model), agree=agree, say=said.append)
     found, replayed, criterion = [], [], torch.nn.CrossEntropyLoss()
     for number in range(1, numbers + 1):
-        if change is not None and number == 9:
-            change(model)
         for part in range(1, accumulate + 1):
+            if change is not None and (number, part) == (9, before):
+                change(model)
             batch = torch.rand(4, 3, 8, 8), torch.randint(3, (4,))
             found += step.backward(*batch, criterion, accumulate, part == accumulate)
             replayed.append(step.replayed)
@@ -377,6 +377,15 @@ def test_a_changed_model_is_captured_anew(change):
     assert replayed[7]
     assert not replayed[8]
     assert replayed[-1]
+
+
+def double(model):
+    model[0].weight.grad = 2 * model[0].weight.grad
+
+
+def test_gradients_that_are_not_a_graphs_are_added_to_eagerly():
+    _, replayed = assert_eager(StandIn, accumulate=2, change=double, before=2)
+    assert replayed[16:19] == [True, False, True]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.layers.test_subtracted_conv import small
 from tresnet.errors import InputError
 from tresnet.layers.subtracted_conv import SubtractedConv
 from tresnet.surgery.composing import compose
@@ -87,16 +88,6 @@ def test_the_documents_module_is_a_part_like_others(stride: int):
     module, last = SubtractedConv(4, 6, 3, stride, dtype=torch.float64), conv(6, 2, 1)
     for parts in ([module], [module, last], [nn.Sequential(module, last)]):
         assert_same(compose(*parts), nn.Sequential(*parts))
-
-
-def small() -> nn.Sequential:
-    """A model with two convolutions that a SubtractedConv can stand in for, and one it cannot."""
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, 2, 1, bias=False),
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-        nn.Sequential(nn.Conv2d(8, 8, 3, padding="same", bias=False), nn.Conv2d(8, 4, 1)),
-    )
 
 
 def test_a_model_keeps_its_outputs_and_gets_plain_convolutions():

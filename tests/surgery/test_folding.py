@@ -206,15 +206,6 @@ def test_training_mode_is_refused():
     assert not any(isinstance(m, FoldedConv) for m in model.modules())
 
 
-def test_the_folded_model_refuses_training():
-    folded, x = fold(network()), images()
-    before = folded(x)
-    with pytest.raises(InputError, match=r"folded for inference: train the model that was given"):
-        folded.train()
-    assert torch.equal(folded(x), before)
-    folded.eval()
-
-
 def test_checkpoints_belong_to_the_model_before_folding(tmp_path):
     model = network()
     path = tmp_path / "model.safetensors"

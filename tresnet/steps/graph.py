@@ -530,7 +530,7 @@ def _distance(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
 
 
 def _same(some: list[Tensor | None], others: list[Tensor | None]) -> bool:
-    return len(some) == len(others) and all(map(operator.is_, some, others))
+    return all(map(operator.is_, some, others))
 
 
 def _layout(x: Tensor) -> tuple[Any, ...]:
