@@ -64,7 +64,7 @@ def test_linear_layers_are_taken_over(bias: bool):
     torch.testing.assert_close(grouped(x), expected)
     grouped.weight.data.zero_()
     assert layers[0].weight.any()
-    with pytest.raises(InputError, match="differ in their outputs alone"):
+    with pytest.raises(InputError, match="differ only in their outputs"):
         GroupedLinear.from_linears([*layers, nn.Linear(7, 2, bias)])
     with pytest.raises(InputError, match="expected linear layers"):
         GroupedLinear.from_linears([])

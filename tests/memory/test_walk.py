@@ -135,6 +135,12 @@ def test_reading_what_was_released_is_an_error():
             walk.backward(loss)
 
 
+def test_boxes_are_no_hooks_of_a_user_to_checkpointing():
+    users_hooks = getattr(torch.utils.checkpoint, "_current_user_saved_tensors_hooks", lambda: None)
+    with SavedTensors().recording():
+        assert users_hooks() is None
+
+
 def test_hooks_of_the_model_are_run_and_owned_as_autograd_owns_them():
     class Pack:
         def __call__(self, tensor):

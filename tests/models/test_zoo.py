@@ -10,7 +10,7 @@ import torch
 import tresnet
 from tresnet.errors import InputError
 from tresnet.measure.macs import count_macs, count_parameters, without_computing
-from tresnet.models.zoo import VARIANTS, build, list_models
+from tresnet.models.zoo import VARIANTS, build, image_side, list_models
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "zoo.json"
 
@@ -113,6 +113,12 @@ def test_overrides():
     assert model.eval()(torch.rand(1, 5, 32, 32)).shape == (1, 1000)
 
 
+def test_one_side_is_not_taken_for_both():
+    assert image_side({"input_size": (3, 32, 32)}) == 32
+    with pytest.raises(InputError, match="32 high and 64 wide"):
+        image_side({"input_size": (3, 32, 64)})
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -133,7 +139,7 @@ def test_overrides():
         ({"width_factor": "1"}, "width_factor from 1/64 to 64, got '1'"),
         ({"jit": "yes"}, "expected jit as True or False, got 'yes'"),
         ({"head": 1}, "expected head as a name, got 1"),
-        ({"head": "group_attention", "head_groups": "12"}, "head_groups as a number or a list"),
+        ({"head": "group_attention", "head_groups": "12"}, "head_groups as an integer or a list"),
         ({"head": "ml_decoder", "head_channels": 10**9}, "head_channels as a whole number"),
         ({"stem_slope": "x"}, "stem_slope as a finite number, got 'x'"),
         ({"drop_rate": "0"}, "drop_rate as a finite number, got '0'"),

@@ -1,8 +1,21 @@
 """Which implementation runs where the machine lacks something."""
 
+from contextlib import nullcontext
+
 import torch
 
 from tresnet.ops import dispatch, selfcheck
+from tresnet.ops.autocast import autocast_dtype, autocast_off
+
+
+def test_autocast_is_kept_out_where_it_is():
+    x = torch.ones(2, 2)
+    assert autocast_dtype("cpu") is autocast_dtype("meta") is None
+    assert isinstance(autocast_off("cpu"), nullcontext)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert autocast_dtype("cpu") is (x @ x).dtype is torch.bfloat16
+        with autocast_off("cpu"):
+            assert (x @ x).dtype is torch.float32
 
 
 def test_no_launch_is_tried_while_a_graph_is_captured(monkeypatch):
