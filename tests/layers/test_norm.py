@@ -12,6 +12,7 @@ import timm.utils
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
 from torch.optim.swa_utils import update_bn
@@ -43,6 +44,17 @@ def small(norm: str = "abn", **options) -> nn.Module:
                 module.running_mean.normal_()
                 module.running_var.uniform_(0.5, 2)
     return model.eval()
+
+
+def test_a_weight_of_in_place_abn_below_eps_is_reflected():
+    norm, x = make_norm("inplace_abn", 2).eval(), torch.randn(2, 2, 3, 3)
+    with torch.no_grad():
+        norm.weight.copy_(torch.tensor([-0.3, 0.5]))
+    gamma = torch.tensor([0.3 + 2 * norm.eps, 0.5])
+    y = F.batch_norm(x, norm.running_mean, norm.running_var, gamma, norm.bias, eps=norm.eps)
+    expected = F.leaky_relu(y, norm.slope)
+    torch.testing.assert_close(torch.jit.trace(norm, x)(x), expected)
+    torch.testing.assert_close(norm(x), expected)
 
 
 @CLASSES

@@ -1,7 +1,11 @@
 """Activated batch norm against torch's modules in fp64, and what it keeps for backward."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -20,11 +24,12 @@ def parameters(channels, dtype):
     return weight, bias, torch.randn(channels, dtype=dtype), torch.rand(channels, dtype=dtype) + 0.5
 
 
-def run(x, weight, bias, mean, var, grad, training, slope, impl):
+def run(x, weight, bias, mean, var, grad, training, slope, impl, group=None):
     """Return output, gradients of x, weight and bias, and the running statistics afterwards."""
     x, weight, bias = (t.clone().requires_grad_() for t in (x, weight, bias))
     mean, var = mean.clone(), var.clone()
-    y = abn(x, weight, bias, mean, var, training=training, slope=slope, impl=impl)
+    options = {"training": training, "slope": slope, "impl": impl, "group": group}
+    y = abn(x, weight, bias, mean, var, **options)
     y.backward(grad)
     return [y.detach(), x.grad, weight.grad, bias.grad, mean, var]
 
@@ -79,6 +84,39 @@ def test_loses_no_more_than_eager_pytorch(dtype, slope):
         allowed = 1.5 * torch.finfo(torch.float32).eps * exact.abs().max()
         allowed += (eager.double() - exact).abs().max()
         assert (ours_i.double() - exact).abs().max() <= allowed
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_processes_of_a_group_share_their_statistics(count, monkeypatch):
+    """Two threads stand in for processes, which are their groups' names; one may have no images."""
+    x, grad = torch.randn(2, 5, 4, 3, 3, dtype=torch.float64)
+    vectors = parameters(4, torch.float64)
+    wait, given = threading.Barrier(2).wait, {}
+
+    def gathered(own, rank):
+        given[rank] = own.clone()
+        wait()
+        parts = torch.stack((given[0], given[1]))
+        wait()
+        return parts
+
+    def gather(out, own, group):
+        out.copy_(gathered(own, group).flatten())
+
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "all_gather_into_tensor", gather)
+    monkeypatch.setattr(dist, "all_reduce", lambda x, group: x.copy_(gathered(x, group).sum(0)))
+
+    def process(rank):
+        part = (slice(count), slice(count, None))[rank]
+        return run(x[part], *vectors, grad[part], True, 1e-2, "launches", rank)
+
+    with ThreadPoolExecutor(2) as threads:
+        ranks = list(threads.map(process, range(2)))
+    joined = [torch.cat] * 2 + [sum] * 2 + [lambda found: found[1]] * 2
+    expected = run(x, *vectors, grad, True, 1e-2, "reference")
+    for join, found, value in zip(joined, zip(*ranks, strict=True), expected, strict=True):
+        torch.testing.assert_close(join(found), value, rtol=1e-10, atol=1e-10)
 
 
 def test_one_value_per_channel_is_an_error():
