@@ -16,7 +16,7 @@ def test_list_by_pattern(capsys):
     assert run(["list", "*_t"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["tresnet_t"]
     assert run(["list", "resnet*"]) == 2
-    assert "expected a pattern that fits a model, got 'resnet*'" in capsys.readouterr().err
+    assert "expected a pattern that matches a model, got 'resnet*'" in capsys.readouterr().err
 
 
 def test_info_shows_config_cost_and_shapes(capsys):

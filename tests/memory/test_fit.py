@@ -93,5 +93,5 @@ def test_no_allocator_holds_less_than_the_requests():
 
 
 def test_memory_must_be_known():
-    with pytest.raises(InputError, match="expected how much memory the GPU has"):
+    with pytest.raises(InputError, match="expected the GPU's memory"):
         max_batch("tresnet_t", device=GENERIC)

@@ -261,6 +261,6 @@ def test_saved_tensors_let_go():
     y.backward()
     assert kept == [True, False]
     y = Reads.apply(torch.ones(2, requires_grad=True))
-    with patches.saved_tensors_let_go(lambda: asked.append(True)):
+    with patches.saved_tensors_released(lambda: asked.append(True)):
         y.grad_fn.apply(torch.ones(2))
     assert (kept[2:], asked) == ([True], [True])

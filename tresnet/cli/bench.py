@@ -24,7 +24,7 @@ class _BenchSteps(StepSettings, Cases):
 
 
 class BenchTrain(_BenchSteps):
-    """Time the training step of train.py on synthetic images: forward, loss, backward, update."""
+    """Time the training step of train.py on synthetic images, optimizer included."""
 
 
 class BenchInfer(_BenchSteps):
@@ -68,7 +68,7 @@ class Bench:
         return self.task.run(argv)
 
 
-# Of each table: the header, the column of the row, and how to write a number.
+# Columns of a table: title, column of the row, and format of the number.
 _Table = list[tuple[str, str, str]]
 _STEP_TABLE: _Table = [
     ("size", "input_size", ""),
@@ -103,5 +103,5 @@ def _show(outcome: "Outcome", table: _Table) -> int:
 def _cell(row: dict[str, Any], column: str, how: str) -> str:
     value = row.get(column)
     if value is None and column == "max_allocated_mib":
-        value = row.get("rss_peak_mib")  # all there is on a CPU
+        value = row.get("rss_peak_mib")  # the only figure on a CPU
     return "-" if value is None else format(value, how)

@@ -1,4 +1,4 @@
-"""The commands of `tresnet`, and how their options are parsed."""
+"""The commands of `tresnet`, and the parsing of their options."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -34,7 +34,7 @@ _DESCRIPTION = """TResNet image classifiers: models, weights, predictions and me
 def parse(
     arguments: Sequence[str],
 ) -> List | Info | Bench | Memory | Predict | Convert | Export | Push | Demo | Shard:
-    """Return the command with its options, or raise InputError for a number out of range.
+    """Return the command with its options, or raise InputError for a value out of range.
 
     SystemExit is raised after `--help` (0) or arguments that do not parse (2).
     """

@@ -20,10 +20,10 @@ class Convert:
     format: Literal["tresnet", "timm"] = "tresnet"
     """tresnet keeps the configuration and the class names with the weights; timm does not."""
     model: str | None = None
-    """The model the weights must belong to; by default it is told from them."""
+    """The model that the weights must belong to; by default it follows from them."""
 
     def run(self, argv: list[str]) -> int:
-        """Write the new file whole or not at all."""
+        """Write the new file atomically."""
         from tresnet.checkpoints.creation import create
         from tresnet.checkpoints.save import save_checkpoint
         from tresnet.checkpoints.weights import open_weights

@@ -12,16 +12,16 @@ from tresnet.settings.fields import Count, Settings
 
 @dataclasses.dataclass(frozen=True)
 class Demo(Settings):
-    """Serve a page: drop an image, see its classes and, by Grad-CAM, where the model saw them."""
+    """Serve a page: drop an image, see its classes and the regions that support them (Grad-CAM)."""
 
     weights: Annotated[Positional[str], arg(metavar="WEIGHTS")]
     """A tag of `tresnet list`, a file, a directory in timm's layout or hf-hub:USER/NAME."""
     top_k: Count = 5
-    """How many classes to show."""
+    """Number of classes to show."""
     device: str = "cpu"
     """Where to compute, such as cuda."""
     host: str = "127.0.0.1"
-    """Address to listen at: by default this machine alone, 0.0.0.0 for all who reach it."""
+    """Address to listen at: by default only this machine; 0.0.0.0 for all networks."""
     port: int = 7860
     """Port to listen at."""
 
@@ -34,6 +34,6 @@ class Demo(Settings):
         page = make_page(Predictor(self.weights, maps=True, **options), self.weights)
         try:
             page.launch(server_name=self.host, server_port=self.port)
-        except OSError as error:  # of a port that is taken
+        except OSError as error:  # the port is taken, for example
             raise InputError(f"cannot serve at {self.host}:{self.port} ({error})") from error
         return 0

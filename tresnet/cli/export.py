@@ -12,15 +12,15 @@ from tresnet.export.options import ExportOptions
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Export(ExportOptions):
-    """Write a model in another runtime's format; the file appears once it computes the same."""
+    """Write a model in another runtime's format; the file appears after it is compared."""
 
     model: Annotated[Positional[str], arg(metavar="MODEL")]
     """A tag out of `tresnet list` or a file of weights; or a model's name, for random weights."""
     output: Path | None = None
-    """The file to write. None: named after the model, in the current directory."""
+    """The file to write. None: the model's name, in the current directory."""
 
     def run(self, argv: list[str]) -> int:
-        """Export and print how the file compares."""
+        """Export and print the comparison of the file with the model."""
         from tresnet.checkpoints import create, open_weights
         from tresnet.export import FORMATS, export_model
         from tresnet.models.zoo import list_models

@@ -52,7 +52,7 @@ def _stages(model: "TResNet", shape: tuple[int, int, int, int]) -> list[list[str
     model.eval()
     with torch.no_grad():
         maps = model.forward_intermediates(torch.empty(shape), intermediates_only=True)
-    assert isinstance(maps, list), "intermediates_only gives the maps alone"
+    assert isinstance(maps, list), "intermediates_only returns only the maps"
     return [
         [
             info["module"],

@@ -17,7 +17,7 @@ class List:
     """Shell pattern of the names to list, such as '*_l'."""
 
     def run(self, argv: list[str]) -> int:
-        """Print one line a model."""
+        """Print one line per model."""
         from tresnet.checkpoints.published import list_weights
         from tresnet.measure.macs import count_parameters
         from tresnet.models.zoo import build, list_models
@@ -25,7 +25,7 @@ class List:
         names = list_models(self.pattern)
         if not names:
             raise InputError(
-                f"expected a pattern that fits a model, got {self.pattern!r}: "
+                f"expected a pattern that matches a model, got {self.pattern!r}: "
                 f"known are {', '.join(list_models())}"
             )
         rows = []

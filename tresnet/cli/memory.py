@@ -3,22 +3,30 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from tyro.conf import Positional, arg, subcommand
 
 from tresnet.cli.output import finish, format_table, progress, say
 from tresnet.measure.cases import Cases
 from tresnet.measure.settings import PhaseSettings
-from tresnet.settings import ModelStep
+from tresnet.settings import CompileMode, ModelStep
 from tresnet.settings.fields import Settings, Size
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _EagerStep(ModelStep):
+    compile: CompileMode = "none"
+    """Only none: the memory of compiled models is not predicted."""
+    cuda_graph: Literal["off", "on", "auto"] = "auto"
+    """Only off or auto: the memory of graphs is not predicted."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Predicted(Settings):
     model: Annotated[Positional[str], arg(metavar="MODEL")]
-    """Ours (tresnet_m), timm:NAME or torchvision:NAME."""
-    step: ModelStep = dataclasses.field(default_factory=ModelStep)
+    """Model: ours (tresnet_m), timm:NAME or torchvision:NAME."""
+    step: _EagerStep = dataclasses.field(default_factory=_EagerStep)
     infer: bool = False
     """Inference instead of training."""
     ddp: bool = False
@@ -26,7 +34,7 @@ class _Predicted(Settings):
     gpu_memory: str | None = None
     """The GPU's memory, such as 80GiB."""
     gpu: str | None = None
-    """Its name: a100, h100, h200, rtx3090, rtx4090 or v100; by default the one that is there."""
+    """The GPU: a100, h100, h200, rtx3090, rtx4090 or v100; by default that of this machine."""
 
     def arguments(self) -> dict[str, Any]:
         return {
@@ -83,7 +91,7 @@ class MemoryMeasure(PhaseSettings, Cases):
     """Measure memory by phase, each case in a fresh process."""
 
     def run(self, argv: list[str]) -> int:
-        """Print one line a phase and write a record."""
+        """Print one line per phase and write a record."""
         from tresnet.measure.phases import measure_memory
 
         outcome = measure_memory(self.cases(), self, argv, progress)
@@ -110,5 +118,5 @@ class Memory:
     )
 
     def run(self, argv: list[str]) -> int:
-        """Run the chosen one."""
+        """Run the chosen task."""
         return self.task.run(argv)

@@ -30,7 +30,7 @@ def fail(error: BaseException | str) -> None:
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return columns two spaces apart, as wide as their widest cell; numbers to the right."""
+    """Return columns two spaces apart, as wide as their widest cell, numbers right-aligned."""
     columns = list(zip(header, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     to_right = [bool(rows) and all(_is_number(cell) for cell in column[1:]) for column in columns]
@@ -49,7 +49,7 @@ def _is_number(cell: str) -> bool:
 
 
 def finish(outcome: "Outcome") -> int:
-    """Print why figures are missing, and the record's path; return the exit code."""
+    """Print the reasons for missing figures, and the record's path; return the exit code."""
     notes: dict[str, str] = {}
     for label, row in zip(outcome.labels, outcome.rows, strict=True):
         for note in filter(None, (row["error"], row.get("note"))):
@@ -63,6 +63,6 @@ def finish(outcome: "Outcome") -> int:
 
 
 def check_new(path: Path) -> None:
-    """Raise `InputError` if there is such a file already."""
+    """Raise `InputError` if the file exists."""
     if path.exists():
         raise InputError(f"expected a new file to write, but {path} exists: remove it")

@@ -30,23 +30,23 @@ class Predict(Settings):
 
     images: Annotated[Positional[tuple[str, ...]], arg(metavar="IMAGE [IMAGE ...]")]
     """Image files, folders of them, quoted patterns such as '*/7/*.png', or - for paths on standard
-    input. An image that cannot be read is an error, the others are still predicted."""
+    input. An image that cannot be read is an error; the others are still predicted."""
     weights: str
     """A tag of `tresnet list`, a file, a directory in timm's layout or hf-hub:USER/NAME."""
     top_k: Count = 1
-    """How many classes to name, the likeliest first."""
+    """Number of classes to name, the likeliest first."""
     format: Literal["table", "json", "csv"] = "table"
-    """A line an image; a JSON list of objects; or CSV, a row for each class that is named."""
+    """table: a line per image. json: a list of objects. csv: a row per named class."""
     batch_size: Size = 32
-    """Images at a time."""
+    """Images that run together."""
     runtime: Literal["torch", "onnx"] = "torch"
     """onnx: --weights is a file of `tresnet export --format onnx`, run by onnxruntime on the CPU;
     the options from --device on are for torch."""
     cam: Path | None = None
-    """New directory for a Grad-CAM picture of each image, red where the model saw its likeliest
-    class (needs torchcam)."""
+    """New directory for a Grad-CAM picture of each image; red regions support its likeliest class
+    most (needs torchcam)."""
     device: str = "cpu"
-    """Where to compute, such as cuda."""
+    """Device that computes, such as cuda."""
     build: Build = dataclasses.field(default_factory=Build)
     compute: InferenceCompute = dataclasses.field(default_factory=InferenceCompute)
 
@@ -90,7 +90,7 @@ def _make(folder: Path) -> None:
 
 
 def _kept(found: "Iterator[Prediction]", folder: Path | None) -> "Iterator[Prediction]":
-    """Write the pictures of predictions, numbered, because two files may have one name."""
+    """Write the pictures of predictions with numbers, as two files may have one name."""
     for number, prediction in enumerate(found):
         picture: Image | None = prediction.map
         if folder is not None and picture is not None:
@@ -104,7 +104,7 @@ def _table(found: "Iterator[Prediction]", width: int) -> None:
     """Print `digit.png: 7 (99.8 %), 1 (0.1 %)`, with file names padded to one width."""
     for one in found:
         pairs = zip(one.classes, one.probabilities, strict=True)
-        # of a description, such as "tench, Tinca tinca", its first words
+        # first part of a description such as "tench, Tinca tinca"
         classes = [f"{name.split(', ')[0]} ({100 * chance:.1f} %)" for name, chance in pairs]
         say(f"{one.image + ':':{width + 1}} {', '.join(classes)}")
 

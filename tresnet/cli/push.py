@@ -1,4 +1,4 @@
-"""`tresnet push`: weights to where timm's users find them."""
+"""`tresnet push`: weights for timm's users, in a directory or on the hub."""
 
 import dataclasses
 from typing import Annotated
@@ -10,15 +10,15 @@ from tresnet.cli.output import say
 
 @dataclasses.dataclass(frozen=True)
 class Push:
-    """Write weights, config.json and a model card as timm and the Hugging Face hub keep them."""
+    """Write weights, config.json and a model card in the layout of timm and the hub."""
 
     weights: Annotated[Positional[str], arg(metavar="WEIGHTS")]
     """A tag of `tresnet list`, a file such as a run's best.safetensors, a directory in timm's
     layout or hf-hub:USER/NAME."""
     target: Annotated[Positional[str], arg(metavar="DIR|hf-hub:USER/NAME")]
-    """A new directory, or a repository of the hub, which is made if need be (needs HF_TOKEN)."""
+    """A new directory, or a repository of the hub, created if needed (needs HF_TOKEN)."""
     license: str | None = None
-    """SPDX identifier, such as apache-2.0. None: that of the published weights."""
+    """SPDX identifier, such as apache-2.0. None: that of published weights."""
     private: bool = False
     """Make the new repository private."""
 

@@ -14,22 +14,22 @@ from tresnet.settings.fields import CountOrZero
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shard(ShardSettings):
-    """Write a data set's images into shards, which train.py and eval.py take as --data.
+    """Write a data set's images into shards, which train.py and eval.py accept as --data.
 
-    Both splits are written, train and val, where they are there. Started again, the command keeps
-    the shards that are whole and goes on.
+    Both splits are written, train and val, if they exist. Started again, the command keeps complete
+    shards and continues.
     """
 
     data: Annotated[Positional[Path], arg(metavar="DATA")]
     """The folder of the data set, as for train.py."""
     out: Annotated[Positional[Path], arg(metavar="OUT")]
-    """The folder to write; it is made."""
+    """The folder to write; it is created."""
     multilabel: bool = False
-    """Images have any number of labels, listed as for the recipe multilabel."""
+    """Images have any number of labels, in the files of the recipe multilabel."""
     skip_bad_images: bool = False
-    """Leave images out that cannot be decoded, instead of stopping."""
+    """Leave out images that cannot be decoded, instead of stopping."""
     workers: CountOrZero = 0
-    """Processes that read and write; 0 for one a core."""
+    """Processes that read and write; 0 for one per core."""
 
     def run(self, argv: list[str]) -> int:
         """Write every split."""

@@ -1,4 +1,9 @@
-"""The shell around a command: its streams, interrupts, errors and exit code."""
+"""The shell around a command: its streams, interrupts, errors and exit code.
+
+`run` turns an error that a user can cause into one line on standard error, and its exit code.
+Ctrl-C and closed pipes end a command without a traceback. Faults of the package keep their
+traceback.
+"""
 
 import contextlib
 import errno
@@ -16,15 +21,15 @@ BAD_INPUT = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 
-# What is said of an error that is no mistake of ours, by the words in its message.
+# Messages for errors of the machine, by words in the error's own message.
 _KNOWN = {
     "Too many open files": (
         "the limit of open files of this process is reached: raise it by ulimit -n 4096, or try"
-        " fewer --workers; a run goes on from its last checkpoint by --resume"
+        " fewer --workers; a run continues from its last checkpoint by --resume"
     ),
-    # "in DataLoader worker" is of an error of the code's own
+    # an error of the worker's own code has "in DataLoader worker" instead
     "DataLoader worker (pid": (
-        "a process that loads images has ended: {}. Try fewer --workers; a run goes on from its"
+        "a process that loads images has ended: {}. Try fewer --workers; a run continues from its"
         " last checkpoint by --resume"
     ),
     "gloo": "another process has ended or cannot be reached: {}",
@@ -34,9 +39,9 @@ _KNOWN = {
 def run(command: Callable[[], int]) -> int:
     """Run a command and return its exit code; an error that its user can cause is one message.
 
-    `command` imports what it needs within the call, so that Ctrl-C is caught there too. Other codes
-    are 2 for bad input, 1 if another process has ended, 130 on Ctrl-C, and 141 for a closed pipe.
-    SystemExit passes, after `--help` (0) or arguments that do not parse (2).
+    `command` imports what it needs within the call, so that Ctrl-C is caught there too. Other exit
+    codes are 2 for bad input, 1 if another process has ended, 130 on Ctrl-C, and 141 for a closed
+    pipe. SystemExit is raised after `--help` (0) or arguments that do not parse (2).
     """
     with _noted_interrupts() as interrupts:
         try:
@@ -53,7 +58,7 @@ def run(command: Callable[[], int]) -> int:
 def leave(code: int) -> NoReturn:
     """Exit with a code; under torchrun, without the interpreter's own shutdown.
 
-    There gloo's threads have aborted finished processes with SIGABRT, which torchrun takes for a
+    There gloo's threads may abort a finished process with SIGABRT, which torchrun counts as a
     failure of the run.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -65,7 +70,7 @@ def leave(code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def _noted_interrupts() -> Iterator[list[int]]:
-    """Note each Ctrl-C: an import that is interrupted may raise any error."""
+    """Record each Ctrl-C, as an import that is interrupted may raise any error."""
     noted: list[int] = []
 
     def note(number: int, _: object) -> None:
@@ -82,7 +87,7 @@ def _run(command: Callable[[], int]) -> int:
             return command()
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # the reader, `head` say, has gone: nothing is left to say
+    except BrokenPipeError:  # the reader, for example `head`, has closed the pipe
         redirect(sys.stdout)
         return BROKEN_PIPE
     except TResNetError as error:
@@ -94,7 +99,7 @@ def _run(command: Callable[[], int]) -> int:
                 return _fail(message.format(text), FAILED)
         if isinstance(error, OSError):
             if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EIO):
-                raise  # not about the output
+                raise  # another cause than the output
             redirect(sys.stdout)
             return _fail(f"the output cannot be written: {error.strerror}", BAD_INPUT)
         from tresnet.measure.memory import is_out_of_memory
@@ -102,7 +107,7 @@ def _run(command: Callable[[], int]) -> int:
         if not is_out_of_memory(error):
             raise
         first = str(error).partition("\n")[0]
-        advice = "ask for a smaller batch or smaller images, or for --amp bf16"
+        advice = "choose a smaller batch, smaller images, or --amp bf16"
         return _fail(f"the memory is full: {first}: {advice}", BAD_INPUT)
 
 

@@ -21,10 +21,10 @@ class TrainCommand:
 
     config: TrainConfig
     resume: Path | None = None
-    """Go on with the run in this directory, from its last checkpoint. auto: with the run that
-    --name names, or begin it: for jobs that are started again by themselves."""
+    """Continue the run in this directory from its last checkpoint. auto: continue the run of that
+    --name if it exists, else begin it; for jobs that a scheduler restarts."""
     dry_run: bool = False
-    """Do all that comes before the first batch, without a run directory, and print the complete
+    """Prepare the run up to its first batch, without a run directory, and print the complete
     configuration."""
 
 
@@ -46,9 +46,10 @@ def eval_command(arguments: Sequence[str], prog: str = "eval.py") -> int:
 
 
 def parse_train(arguments: Sequence[str], prog: str = "train.py") -> TrainCommand:
-    """Parse options over the defaults of the recipe they name, or of the run they resume.
+    """Parse options over the defaults of the recipe that they name, or of the run that they resume.
 
-    Without these ConfigError is raised; SystemExit after help (0) or bad options (2).
+    A missing recipe or run raises ConfigError; SystemExit is raised after help (0) or bad options
+    (2).
     """
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--recipe")

@@ -1,16 +1,16 @@
 """GPU memory predicted before the run, and explained.
 
-A step of `tresnet.steps` runs on fake tensors; what it allocates and frees is a trace; the trace is
-run through a simulated allocator. Where a prediction is wrong, make a small module of what is
-suspected: `predict` of it prints what is alive at the peak, and
-`[one.name for one in prediction.trace.operations]` are the operations that ran, which should be
-those of a GPU. Then look here:
+A step of `tresnet.steps` runs on fake tensors; its allocations and frees are a trace; the trace is
+run through a simulated allocator. If a prediction is wrong, make a small module of the suspected
+layers: `predict` of it prints the buffers that are alive at the peak, and `[one.name for one in
+prediction.trace.operations]` are the operations that ran, which should be those of a GPU. Then read
+here:
 
 | what is wrong | where |
 |---|---|
 | the wrong step is predicted: model, settings, batch, loss | `plan.py`, `prediction.py` |
 | the arguments of a model that takes no images | `inputs.py` |
-| the optimizer, the average, loss scaling, clipping | `tresnet/steps`, `patches.py` |
+| the optimizer, the EMA, loss scaling, clipping | `tresnet/steps`, `patches.py` |
 | other operations run than on a GPU, or return another layout or dtype (autocast) | `patches.py` |
 | the weights and buffers, their order on the device, DDP's buckets | `machine.py` |
 | attention: which kernel runs and what it keeps | `attention.py` |
@@ -23,8 +23,8 @@ those of a GPU. Then look here:
 | cuBLAS's workspace, the context, the size of a GPU | `device.py` |
 | the largest batch | `fit.py` |
 
-Every change to torch's internals is in `patches.py`; `tests/memory/test_patches.py` says when torch
-has changed.
+Every change to torch's internals is in `patches.py`; a test in `tests/memory/test_patches.py` fails
+when torch has changed.
 """
 
 from tresnet.memory.device import Device, describe_device, find_device, list_devices, present_device

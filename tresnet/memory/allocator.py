@@ -1,13 +1,13 @@
 """A simulation of CUDACachingAllocator: one device, one stream, its default settings.
 
-Written from the rules of `c10/cuda/CUDACachingAllocator.cpp`: a request is rounded up to 512 B;
-requests up to 1 MiB are served by the small pool from segments of 2 MiB, larger ones by the large
-pool from segments of 20 MiB or, from 10 MiB on, of their own size rounded up to 2 MiB. The
-smallest free block that is large enough serves a request, lowest address first. A block is split
-if the remainder is at least 512 B (small pool) or more than 1 MiB (large pool); free neighbours
-merge. When the device is full, segments that are wholly free go back to it and the request is
-tried once more. Expandable segments, `max_split_size_mb`, rounding to powers of two and garbage
-collection are off, as they are by default.
+It follows the rules of `c10/cuda/CUDACachingAllocator.cpp`. A request is rounded up to 512 B. The
+small pool serves requests up to 1 MiB from segments of 2 MiB. The large pool serves larger ones
+from segments of 20 MiB or, from 10 MiB on, of their own size rounded up to 2 MiB. The smallest free
+block that is large enough serves a request, lowest address first. A block is split if the remainder
+is at least 512 B (small pool) or more than 1 MiB (large pool); free neighbours merge. When the
+device is full, completely free segments return to it and the request is tried once more. Expandable
+segments, `max_split_size_mb`, rounding to powers of two and garbage collection are off, as by
+default.
 """
 
 import bisect
@@ -24,12 +24,12 @@ LARGE_SEGMENT_BYTES = 20 * MIB
 OWN_SEGMENT_FROM_BYTES = 10 * MIB
 SEGMENT_ROUNDING_BYTES = 2 * MIB
 
-# Segments lie this far apart, so that no two are ever neighbours.
+# Distance of segments, so that no two are ever neighbours.
 _SEGMENT_GAP_BYTES = MIB
 
 
 class SimulatedOutOfMemoryError(Exception):
-    """The simulated device has no room for a request, even after its cache was emptied."""
+    """The simulated device cannot serve a request, even after its cache was emptied."""
 
     def __init__(self, requested_bytes: int, free_bytes: int) -> None:
         super().__init__(f"{mib(requested_bytes)} requested, {mib(free_bytes)} free")
@@ -43,7 +43,7 @@ def round_request(n_bytes: int) -> int:
 
 
 def segment_bytes(block_bytes: int) -> int:
-    """Return the size of a new segment, when no free block can serve `block_bytes`."""
+    """Return the size of a new segment for `block_bytes`, if no free block can serve them."""
     if block_bytes <= SMALL_REQUEST_BYTES:
         return SMALL_SEGMENT_BYTES
     if block_bytes < OWN_SEGMENT_FROM_BYTES:
@@ -88,7 +88,7 @@ class CachingAllocator:
         self._next_address = 0
         self._starting: dict[int, MemoryBlock] = {}  # all blocks by address; no two segments touch
         self._ending: dict[int, MemoryBlock] = {}
-        # of the large and the small pool: the free blocks' bytes and addresses, in order
+        # free blocks of the large and the small pool: bytes and addresses, sorted
         self._free: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
 
     def malloc(self, n_bytes: int) -> MemoryBlock | None:
@@ -115,7 +115,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: MemoryBlock | None) -> None:
-        """Return a block to its pool and merge free neighbours; a free one raises ValueError."""
+        """Return a block to its pool and merge free neighbours; a free block raises ValueError."""
         if block is None:
             return
         if block.free:
@@ -132,7 +132,7 @@ class CachingAllocator:
         self._put(block)
 
     def empty_cache(self) -> None:
-        """Return every wholly free segment to the device."""
+        """Return every completely free segment to the device."""
         for address, n_bytes in list(self._segments.items()):
             block = self._starting[address]
             if block.free and block.n_bytes == n_bytes:

@@ -1,7 +1,7 @@
 """Choice of the attention kernel that a CUDA device would run.
 
-PyTorch's own choice asks the device for its properties; with no driver it falls to the plain math
-path, which keeps the whole attention matrix. So the choice is made here, by the rules of
+PyTorch's own choice reads the device's properties. Without a driver it takes the plain math path,
+which keeps the complete attention matrix. So the choice is made here, by the rules of
 `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` for devices since Ampere.
 """
 
@@ -9,7 +9,7 @@ import torch
 
 aten = torch.ops.aten
 
-# Every backward of the flash kernel works on head sizes up to this.
+# Largest head size that every backward of the flash kernel supports.
 _FLASH_MAX_HEAD = 256
 
 
@@ -23,7 +23,7 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Return attention of q, k, v (N, heads, L, head size), by a GPU's kernel."""
+    """Return attention of q, k, v (N, heads, L, head size) by the kernel of a GPU."""
     if torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
         q, k, v = (t.to(dtype) for t in (q, k, v))
@@ -53,7 +53,7 @@ def _flash(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
 
 
 def _efficient(q: torch.Tensor, v: torch.Tensor) -> bool:
-    """The efficient kernel takes heads whose rows are multiples of 16 bytes."""
+    """Whether the efficient kernel accepts the heads: their rows are multiples of 16 bytes."""
     aligned = all(t.shape[-1] * t.itemsize % 16 == 0 for t in (q, v))
     return aligned and q.dtype != torch.float64
 

@@ -9,18 +9,18 @@ from tresnet.errors import InputError
 
 MIB = 2**20
 GIB = 2**30
-# PyTorch gives cuBLAS 8,519,680 B before Hopper and 32 MiB on Hopper, once a handle.
+# PyTorch allocates 8,519,680 B for cuBLAS before Hopper and 32 MiB on Hopper, per handle.
 _CUBLAS_WORKSPACE_BYTES = 8_519_680
 _CUBLAS_WORKSPACE_HOPPER_BYTES = 32 * MIB
 
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU as the predictor sees it.
+    """Description of a GPU for predictions.
 
-    `context_*_bytes` is a band for the process's memory outside the caching allocator. It holds the
-    CUDA context, loaded kernels, the cuBLAS and cuDNN handles, and depends on driver, versions and
-    kernels run. `capacity_bytes` is None for a device without limit.
+    `context_*_bytes` is the range of the process's memory outside the caching allocator: the CUDA
+    context, loaded kernels, the cuBLAS and cuDNN handles. It depends on driver, versions and
+    kernels. `capacity_bytes` is None for a device without limit.
     """
 
     name: str
@@ -72,8 +72,8 @@ def find_device(name: str | Device | None = None, gpu_memory: str | int | None =
 def present_device(index: int = 0, *, free_only: bool = False) -> Device:
     """Return a GPU of this machine; with `free_only` without the memory in use.
 
-    Memory of this process's allocator counts as free. A present context is subtracted twice, as
-    `Device` has its own: on the safe side.
+    Memory of this process's allocator counts as free. An existing context is subtracted twice, as
+    `Device` includes one, so the result is rather too small than too large.
     """
     properties = torch.cuda.get_device_properties(index)
     capacity_bytes = properties.total_memory

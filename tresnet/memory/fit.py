@@ -1,4 +1,8 @@
-"""Decide whether a batch fits, and find the largest that does."""
+"""Decide whether a batch fits, and find the largest batch that fits.
+
+Buffers grow linearly with the batch, so two traces of small batches give the trace of any other.
+The largest batch is found by bisection over these, and then confirmed by traces of its own.
+"""
 
 import bisect
 from collections.abc import Callable
@@ -14,11 +18,11 @@ from tresnet.memory.replay import held_at_peak_bytes, replay
 from tresnet.memory.trace import Trace
 from tresnet.memory.workspaces import HIGH_LIMIT_BYTES
 
-# Two small batches from which all others are predicted; batch norm refuses one image a batch
-# where the last features are 1x1.
+# Two small batches from which all others are predicted. One image is too few, as batch norm refuses
+# it if the last features are 1x1.
 _SMALL_BATCHES = (2, 4)
 _LIMIT = 2**20
-# The fraction by which the trace itself may be off.
+# Relative error of the trace itself.
 _DOUBT = 0.01
 
 
@@ -32,9 +36,9 @@ class Fits(StrEnum):
 
 @dataclass(frozen=True)
 class MaxBatch:
-    """Largest batch: `batch_size` fits (0 if not even one image does), from `no_from` on none does.
+    """Largest batch: `batch_size` fits (0 if not even one image does), `no_from` and larger do not.
 
-    Between them it depends on the size of the context, and on cuDNN's workspaces.
+    Whether sizes between them fit depends on the size of the context and on cuDNN's workspaces.
     """
 
     batch_size: int
@@ -55,10 +59,10 @@ class MaxBatch:
 
 
 def fits(trace: Trace, device: Device) -> Fits:
-    """Whether the traced step fits into the device, whose capacity must be stated.
+    """Whether the traced step fits into the device, whose capacity must be known.
 
-    Yes if it does with the largest context, both with every workspace at its highest and with none.
-    No if the tensors at the peak exceed the capacity, however well packed.
+    YES if it fits with the largest context, both with the highest workspaces and without any. NO if
+    the tensors at the peak exceed the capacity without any fragmentation.
     """
     capacity = _capacity(device)
     worst = int((capacity - device.context_high_bytes) * (1 - _DOUBT))
@@ -74,9 +78,9 @@ def fits(trace: Trace, device: Device) -> Fits:
 
 @by_keywords(StepPlan)
 def max_batch(model: ModelLike, plan: StepPlan) -> MaxBatch:
-    """Find the largest batch that fits; arguments are those of `predict` but for the batch size.
+    """Find the largest batch that fits; arguments are those of `predict` without the batch size.
 
-    Two small batches are traced; as every buffer grows with the batch by a constant, all others
+    Two small batches are traced. Every buffer grows linearly with the batch, so all other batches
     follow from them and are bisected. The edges found are then traced themselves.
 
     Raises:
@@ -129,14 +133,12 @@ def _bisect(holds: Callable[[int], bool], low: int, high: int) -> int:
 
 def _capacity(device: Device) -> int:
     if device.capacity_bytes is None:
-        raise InputError(
-            "expected how much memory the GPU has: give gpu_memory='80GiB' or a device"
-        )
+        raise InputError("expected the GPU's memory: give gpu_memory='80GiB' or a device")
     return device.capacity_bytes
 
 
 class AffineTrace:
-    """Two traces at two batch sizes, and the line through every buffer's size, or InputError."""
+    """Linear interpolation between two traces at two batch sizes; InputError if they differ."""
 
     def __init__(self, first: tuple[int, Trace], second: tuple[int, Trace]) -> None:
         (self._n, self._trace), (other_n, other) = first, second

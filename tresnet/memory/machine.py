@@ -1,7 +1,7 @@
 """Fake GPU: fake tensors, a recorder, patches of torch and the backward walk together.
 
-Any code may run on it inside `running()`; `tresnet.memory.prediction.record` shows how. A step of
-`tresnet.steps` is attributed to its parts by the hooks of the step.
+Any code may run on it inside `running()`; `tresnet.memory.prediction.record` shows how. The hooks
+of a step of `tresnet.steps` attribute its operations to forward, backward and optimizer.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ _FIRST_BUCKET_BYTES = MIB
 
 
 class FakeMachine(StepHooks):
-    """Runs any code on fakes of a GPU's tensors and records what it does to memory.
+    """Runs any code on fakes of a GPU's tensors and records its allocations.
 
-    The tests compare the walk with the `real_engine`, which needs fakes of CPU tensors.
-    `device_type` is `cuda` or `cpu`; None is CUDA, or the CPU where torch was built without.
+    `device_type` is `cuda` or `cpu`; None is CUDA, or the CPU if torch was built without CUDA.
+    Tests compare the backward walk with the `real_engine`, which needs fakes of CPU tensors.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class FakeMachine(StepHooks):
             if not self._real_engine:
                 stack.enter_context(self._saved.recording())
                 stack.enter_context(patches.backward_replaced(self._walk.backward))
-                stack.enter_context(patches.saved_tensors_let_go(self._saved.let_go))
+                stack.enter_context(patches.saved_tensors_released(self._saved.release))
             yield
 
     def copy(self, model: nn.Module) -> nn.Module:
@@ -90,15 +90,15 @@ class FakeMachine(StepHooks):
     def during(
         self, part: str, category: Category | None = None
     ) -> contextlib.AbstractContextManager[None]:
-        """Attribute what happens inside to a part of the step, and new buffers to a category."""
+        """Attribute the operations inside to a part of the step, and new buffers to a category."""
         return self._recorder.during(Phase(part), category)
 
     def relabel(self, tensors: Iterable[object], category: Category) -> None:
-        """Attribute tensors to a category that is known only after they were made."""
+        """Attribute tensors to a category after they were made."""
         self._recorder.relabel(tensors, category)
 
     def start_step(self) -> None:
-        """Mark where a step begins; DDP lays its buckets out again before the second."""
+        """Mark the begin of a step; DDP lays its buckets out again before the second."""
         self._recorder.start_step()
         if self._buckets is not None and self._recorder.step == 2:
             with self.during(Phase.SETUP, Category.BUCKETS):
@@ -114,8 +114,8 @@ class FakeMachine(StepHooks):
 class _Buckets:
     """Gradient buckets of DistributedDataParallel with `gradient_as_bucket_view`.
 
-    Laid out over the reversed parameters; after the first backward pass in the order in which
-    gradients, which are views into them, arrived.
+    They are laid out over the reversed parameters, and after the first backward in the order in
+    which gradients, which are views into them, arrived.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -176,7 +176,7 @@ def _fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     fake = FakeTensor(mode, meta, torch.device("cpu"))
     if isinstance(tensor, nn.Parameter):
-        # What nn.Parameter does, less a dispatched detach.
+        # As nn.Parameter does, without a dispatched detach.
         fake._is_param = True  # type: ignore[attr-defined]
         fake.requires_grad_(tensor.requires_grad)
     return fake

@@ -1,8 +1,8 @@
 """Every change that a prediction makes to torch while it runs, and undoes afterwards.
 
-PyTorch asks the GPU, or a C++ engine that wants one, at the places below; there is none, so they
-are answered here as a GPU would answer. Each function is one patch. `tests/memory/test_patches.py`
-holds a canary for each: it fails when torch no longer needs the patch, or no longer heeds it.
+PyTorch queries the GPU, or a C++ engine that needs one, at the places below. There is none, so the
+patches answer as a GPU would. Each function is one patch. `tests/memory/test_patches.py` has a test
+for each, which fails when torch no longer needs the patch, or when the patch has no effect.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ _MATERIALIZE = "_tresnet_materialize_grads"
 
 @contextlib.contextmanager
 def gpu_answers() -> Iterator[None]:
-    """Let fakes of CUDA tensors run as on a GPU: all the patches of operators."""
+    """Let fakes of CUDA tensors run as on a GPU: all patches of operators."""
     with contextlib.ExitStack() as stack:
         for patch in (
             kernels_chosen_by_rule,
@@ -98,7 +98,7 @@ def recurrent_weights_flattened() -> Patch:
 
 @contextlib.contextmanager
 def autocast_without_gpu() -> Iterator[None]:
-    """`torch.autocast("cuda")` and `torch.GradScaler("cuda")` do not switch themselves off."""
+    """`torch.autocast("cuda")` and `torch.GradScaler("cuda")` stay enabled without a GPU."""
     with (
         _replaced(torch.cuda.amp.common, amp_definitely_not_available=lambda: False),
         _replaced(torch.cuda, is_bf16_supported=lambda including_emulation=True: True),
@@ -108,10 +108,10 @@ def autocast_without_gpu() -> Iterator[None]:
 
 @contextlib.contextmanager
 def bfloat16_convolutions_on_cudnn() -> Iterator[None]:
-    """Let convolutions in bfloat16 go to cuDNN, as on GPUs since Ampere, and so have its layout.
+    """Run convolutions in bfloat16 by cuDNN, as on GPUs since Ampere, with its memory format.
 
-    With no GPU to ask, PyTorch takes a kernel of its own, whose output is never channels last. All
-    fake modes share one cache of what operations return: it is emptied before and after.
+    Without a GPU, PyTorch chooses another kernel, whose output is never channels last. All fake
+    modes share one cache of results, which is emptied before and after.
     """
     real = torch._C._select_conv_backend
 
@@ -136,7 +136,7 @@ def bfloat16_convolutions_on_cudnn() -> Iterator[None]:
 
 @contextlib.contextmanager
 def attention_layers_in_pieces() -> Iterator[None]:
-    """`nn.MultiheadAttention` runs its operators one by one, not as one that hides its memory."""
+    """`nn.MultiheadAttention` runs its operators one by one, instead of as one fused operator."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -147,7 +147,7 @@ def attention_layers_in_pieces() -> Iterator[None]:
 
 @contextlib.contextmanager
 def foreach_optimizers() -> Iterator[None]:
-    """Optimizers and clipping take the foreach operators, their default on a GPU."""
+    """Optimizers and clipping use the foreach operators, their default on a GPU."""
     _foreach_supported_types.append(FakeTensor)
     try:
         yield
@@ -156,7 +156,7 @@ def foreach_optimizers() -> Iterator[None]:
 
 
 def modules_converted() -> Patch:
-    """`module.to(...)` puts new parameters into the module, as fakes cannot be swapped in place."""
+    """`module.to(...)` replaces parameters by new ones, as fakes cannot be swapped in place."""
     made = WeakIdKeyDictionary()
 
     def apply(
@@ -181,7 +181,7 @@ def modules_converted() -> Patch:
 
 
 def fakes_deepcopied() -> Patch:
-    """`copy.deepcopy` clones a fake; PyTorch would go on to copy its fake mode."""
+    """`copy.deepcopy` clones a fake; PyTorch would also copy its fake mode."""
 
     def deepcopied(fake: FakeTensor, memo: dict[int, Any]) -> torch.Tensor:
         if id(fake) not in memo:
@@ -202,12 +202,12 @@ class _CpuGenerator(torch.Generator):
 
 
 def generators_on_cpu() -> Patch:
-    """`torch.Generator("cuda")`, which timm's average makes, is one of the CPU."""
+    """`torch.Generator("cuda")`, which timm's EMA makes, is one of the CPU."""
     return _replaced(torch, Generator=_CpuGenerator)
 
 
 def properties_without_gpu() -> Patch:
-    """`torch.cuda.get_device_properties`, which timm's optimizers ask, describes an A100."""
+    """`torch.cuda.get_device_properties`, which timm's optimizers read, describes an A100."""
     if torch.cuda.is_available():
         return contextlib.nullcontext()
     a100 = SimpleNamespace(major=8, minor=0, multi_processor_count=108, L2_cache_size=40 * 2**20)
@@ -215,7 +215,7 @@ def properties_without_gpu() -> Patch:
 
 
 def scaled_updates_are_made() -> Patch:
-    """`GradScaler.step` updates: whether a gradient overflowed is a value, which fakes lack."""
+    """`GradScaler.step` always steps, as fakes have no value that could overflow."""
 
     def step(
         scaler: object, optimizer: torch.optim.Optimizer, state: object, *args: Any, **kwargs: Any
@@ -227,13 +227,13 @@ def scaled_updates_are_made() -> Patch:
 
 @contextlib.contextmanager
 def backward_replaced(backward: Callable[..., None]) -> Iterator[None]:
-    """Replace the engine, which refuses devices that are not there, by `backward`."""
+    """Replace the engine, which refuses absent devices, by `backward`."""
     with _replaced(torch.autograd, backward=backward), unset_gradients_remembered():
         yield
 
 
 def unset_gradients_remembered() -> Patch:
-    """Keep the arguments of `ctx.set_materialize_grads`, which torch does not tell."""
+    """Keep the argument of `ctx.set_materialize_grads`, which torch does not expose."""
     real = FunctionCtx.set_materialize_grads
 
     def remember(ctx: Any, value: bool) -> None:
@@ -244,21 +244,21 @@ def unset_gradients_remembered() -> Patch:
 
 
 def wants_zeros(node: Any) -> bool:
-    """Whether a custom Function gets zeros for outputs that no gradient reached."""
+    """Whether a custom Function gets zeros for outputs without a gradient."""
     return getattr(node, _MATERIALIZE, True)
 
 
-def saved_tensors_let_go(let_go: Callable[[], None]) -> Patch:
-    """`ctx.maybe_clear_saved_tensors()` calls `let_go`; the engine's clears what nobody saved."""
+def saved_tensors_released(release: Callable[[], None]) -> Patch:
+    """`ctx.maybe_clear_saved_tensors()` calls `release` instead of the engine's function."""
 
     def clear(ctx: Any) -> None:
-        let_go()
+        release()
 
     return _replaced(BackwardCFunction, maybe_clear_saved_tensors=clear)
 
 
 def graph_task() -> Patch:
-    """One backward pass has one task id: torch.utils.checkpoint recomputes once for each id."""
+    """Give one backward one task id: torch.utils.checkpoint recomputes once for each id."""
     task_id = next(_task_ids)
     return _replaced(torch._C, _current_graph_task_id=lambda: task_id)
 

@@ -1,4 +1,9 @@
-"""Check the model and the settings of one step before anything runs."""
+"""Check the model and the settings of one step before anything runs.
+
+A `MemoryPlan` holds the settings of a step, by the names of train.py's options, and functions take
+them as typed keywords (`by_keywords`). `make_plan` builds the model without data and fills in the
+defaults that depend on it.
+"""
 
 import dataclasses
 import functools
@@ -32,27 +37,27 @@ R = TypeVar("R")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepPlan(ModelStep, ModelShape):
-    """One training step or one inference, but for the batch size.
+    """One training step or one inference, without the batch size.
 
     Attributes:
-        device: one of `tresnet.memory.list_devices()` or a `Device`; None for the GPU of this
-            machine, or none in particular.
-        gpu_memory: its memory, such as `80GiB`, in place of the described one.
-        train: forward, backward and optimizer step; else inference.
-        num_classes: of a model given by name; None for its own.
-        in_chans: of a model given by name; None for its own.
-        input_size: side of the square, (H, W), or a whole shape without the batch; None for the
-            model's own. `make_plan` makes it a whole shape.
-        inputs: of a model that takes no images: for each argument an example tensor, of which the
-            first dimension becomes the batch size, or (shape, dtype) with the shape of one sample.
-            A list by position, a dict by name. `make_plan` makes them `InputShapes`.
+        device: One of `tresnet.memory.list_devices()` or a `Device`; None for the GPU of this
+            machine, or for no particular one.
+        gpu_memory: Its memory, such as `80GiB`, in place of the described one.
+        train: Forward, backward and optimizer step; else inference.
+        num_classes: Classes of a model given by name; None for its own.
+        in_chans: Channels of a model given by name; None for its own.
+        input_size: Side of the square, (H, W), or a complete shape without the batch; None for the
+            model's own. `make_plan` turns it into a complete shape.
+        inputs: Arguments of a model that takes no images: for each an example tensor, whose first
+            dimension becomes the batch size, or (shape, dtype) with the shape of one sample. A list
+            by position, a dict by name. `make_plan` turns them into `InputShapes`.
         opt: timm's name of an optimizer, a class, or a function from parameters to an optimizer.
         grad_checkpointing: True for the model's own choice, or the names of the submodules whose
-            activations are computed again.
-        mixes: whether images are mixed on the GPU, so that they must be floats.
-        loss: from output and target to a scalar; None for cross entropy.
-        target_size: shape of an image's float target; None for a class index.
-        ddp: with the gradient buckets of DistributedDataParallel.
+            forward runs again in backward.
+        mixes: Whether images are mixed on the GPU, so that they must be floats.
+        loss: Function from output and target to a scalar; None for cross entropy.
+        target_size: Shape of an image's float target; None for a class index.
+        ddp: Include the gradient buckets of DistributedDataParallel.
     """
 
     device: str | Device | None = None
@@ -60,7 +65,7 @@ class StepPlan(ModelStep, ModelShape):
     train: bool = True
     num_classes: CountOrZero | None = None
     in_chans: Count | None = None
-    # Wider than on a command line, which has no functions and no tuples.
+    # More types than on a command line, which has no functions and no tuples.
     input_size: Size | Annotated[Sequence[Size], MinLen(1)] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     inputs: Any = None
     opt: str | OptimizerFactory = "sgd"  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -73,13 +78,13 @@ class StepPlan(ModelStep, ModelShape):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryPlan(StepPlan):
-    """One training step or one inference of `batch_size` samples a micro-batch."""
+    """One training step or one inference, with micro-batches of `batch_size` samples."""
 
     batch_size: Size
 
     @property
     def optimizer_name(self) -> str:
-        """Name of the optimizer in a word."""
+        """Name of the optimizer as one word."""
         if isinstance(self.opt, str):
             return self.opt
         return getattr(self.opt, "__name__", "custom").lower()
@@ -129,7 +134,7 @@ class MemoryPlan(StepPlan):
 def by_keywords(
     plan: Callable[P, S],
 ) -> Callable[[Callable[[ModelLike, S], R]], Callable[Concatenate[ModelLike, P], R]]:
-    """Let a function of a model and a plan take the fields of the plan as typed keywords."""
+    """Let a function of a model and a plan accept the fields of the plan as typed keywords."""
 
     def decorate(function: Callable[[ModelLike, S], R]) -> Callable[Concatenate[ModelLike, P], R]:
         @functools.wraps(function)
@@ -192,7 +197,7 @@ def make_plan(model: ModelLike, plan: MemoryPlan) -> tuple[str, nn.Module, Memor
 
 
 def default_loss(output: object, target: torch.Tensor) -> torch.Tensor:
-    """Return cross entropy where an output fits the target, else its mean; summed over outputs."""
+    """Return cross entropy for outputs that fit the target, else their mean, summed over all."""
     losses = [
         F.cross_entropy(y, target)
         if y.shape == target.shape or (target.dim() == 1 and y.dim() == 2)
@@ -206,7 +211,7 @@ def default_loss(output: object, target: torch.Tensor) -> torch.Tensor:
 
 
 def apply_checkpointing(model: nn.Module, what: bool | Sequence[str]) -> None:
-    """Recompute activations of the named submodules, or for True by the model's own choice."""
+    """Checkpoint the named submodules, or for True those of the model's own choice."""
     if what is True:
         enable = getattr(model, "set_grad_checkpointing", None)
         if enable is None:

@@ -15,8 +15,8 @@ from tresnet.memory.trace import Category, Operation
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# From what lasts longest to what comes and goes, the order of stacking. Hues of Okabe and Ito's
-# set, which people with colour blindness can tell apart, and tints of them.
+# In the order of stacking: long-lived categories first. Colours of Okabe and Ito's set, which
+# can be distinguished with colour blindness.
 COLORS = {
     Category.PARAMETERS: "#0072b2",
     Category.BUFFERS: "#5fa8d3",
@@ -34,7 +34,7 @@ COLORS = {
 }
 _SUFFIXES = (".png", ".svg", ".pdf")
 _DPI = 150
-# Room above the curves for the names of the phases and of the peak.
+# Space above the curves for the names of the phases and of the peak.
 _HEADROOM = 1.3
 
 
@@ -73,8 +73,8 @@ def timeline(prediction: MemoryPrediction) -> list[Point]:
 def plot(prediction: MemoryPrediction, path: str | Path) -> Path:
     """Draw the last step to a .png, .svg or .pdf: allocated by category, reserved, phases, peak.
 
-    Another suffix raises InputError, a file that cannot be written WriteError. Without matplotlib
-    MissingDependencyError is raised.
+    Another suffix raises InputError, a file that cannot be written WriteError, and a missing
+    matplotlib MissingDependencyError.
     """
     path = Path(path)
     kind = path.suffix.lower()
@@ -83,7 +83,7 @@ def plot(prediction: MemoryPrediction, path: str | Path) -> Path:
     with needed("a picture", "plot"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    # A figure of its own: pyplot would keep it and may look for a screen.
+    # Not by pyplot, which would keep the figure and may need a display.
     figure = Figure(figsize=(11, 5.5), layout="constrained")
     FigureCanvasAgg(figure)
     _draw(figure.subplots(), prediction)
@@ -128,7 +128,7 @@ def _mark_phases(axes: Any, points: list[Point]) -> None:
     for phase, run in groupby(p.operation.phase for p in points):
         length = len(list(run))
         axes.axvline(first, color="#999999", linewidth=0.6)
-        # A phase of a few operations has no room for its name.
+        # The name of a short phase does not fit.
         if length > len(points) / 25:
             axes.annotate(
                 phase.value,

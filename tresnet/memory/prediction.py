@@ -1,4 +1,9 @@
-"""Predict the memory of a training step or an inference, before it runs and without a GPU."""
+"""Predict the memory of a training step or an inference, before it runs and without a GPU.
+
+`record` runs two steps of `tresnet.steps` on fake tensors and returns their trace. `predict`
+replays the trace through the simulated allocator and states each figure with a band. Errors of the
+model on fakes are explained with the operation and the module at which they happened.
+"""
 
 import contextlib
 import gc
@@ -30,18 +35,18 @@ from tresnet.memory.replay import Replay, breakdown, free_bytes, replay
 from tresnet.memory.trace import Category, Operation, Phase, Trace
 from tresnet.steps import InferenceStep, create_training_step
 
-# What is replaced in torch while one thread predicts is not another's to replace.
+# Predictions patch torch's globals, so only one thread predicts at a time.
 _ALONE = threading.RLock()
 
 # The first step makes gradients and optimizer state, the second reaches the peak that all later
 # ones reach too.
 STEPS = 2
 
-# How far reserved may lie above its simulation: the order of backward and the sizes of
+# Factor by which reserved may exceed its simulation: the order of backward and the sizes of
 # workspaces fragment the cache.
 _RESERVED_ABOVE = 1.10
 
-# The largest miss on the document's models, workspaces apart, is 0.5 % (ViT-B/16).
+# The largest error on the notebook's models, without workspaces, is 0.5 % (ViT-B/16).
 _DOUBT = 0.01
 # Fakes of CPU tensors differ from CUDA in what mixed precision keeps.
 _DOUBT_CPU_FAKE_FP32 = 0.02
@@ -50,7 +55,7 @@ _DOUBT_CPU_FAKE_AMP = 0.10
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number of bytes and the band it is stated with."""
+    """A number of bytes with its band."""
 
     expected_bytes: int
     low_bytes: int
@@ -73,15 +78,15 @@ class Estimate:
 
 @dataclass(frozen=True)
 class MemoryPrediction:
-    """Memory of one step, predicted.
+    """Predicted memory of one step.
 
-    Three numbers that must not be mixed: `allocated` is the peak of what tensors hold
-    (`torch.cuda.max_memory_allocated`), `reserved` the peak of what the caching allocator took
-    from the device (`max_memory_reserved`), `device_total` that plus the stated context, which is
-    what NVML shows. `end_allocated_bytes` is held once the steps are over.
+    Three figures that must not be mixed: `allocated` is the peak of the tensors
+    (`torch.cuda.max_memory_allocated`), `reserved` the peak of the caching allocator's segments
+    (`max_memory_reserved`), and `device_total` adds the context, as NVML shows it.
+    `end_allocated_bytes` is held after the steps.
 
-    `by_category` sums to the expected `allocated`, which `peak_operation` reached.
-    `out_of_memory` is the operation that did not fit into the device, if one did not.
+    `by_category` sums to the expected `allocated`, which `peak_operation` reached. `out_of_memory`
+    is the operation that did not fit into the device, or None.
     """
 
     model: str
@@ -134,19 +139,19 @@ class MemoryPrediction:
 
 @by_keywords(MemoryPlan)
 def predict(model: ModelLike, plan: MemoryPlan) -> MemoryPrediction:
-    """Predict the peak memory of one training step or inference. No GPU is used, nothing runs.
+    """Predict the peak memory of one training step or inference, without a GPU or any computation.
 
     Args:
-        model: `tresnet_m`, `timm:resnet50`, `torchvision:vgg16_bn`, a `torch.nn.Module` on the
-            CPU or meta device, which is left as it is, or a function that builds one. One that
+        model: `tresnet_m`, `timm:resnet50`, `torchvision:vgg16_bn`, a `torch.nn.Module` on the CPU
+            or meta device, which stays unchanged, or a function that builds one. A model that
             takes no images needs `inputs`.
-        plan: as keywords, of which `batch_size` alone is needed. `tresnet.memory.plan.StepPlan`
-            lists them, by the names of train.py's options. How a model is built (norm, impl) and
-            its shape (num_classes, ...) go with a name alone.
+        plan: As keywords, of which only `batch_size` is required. `tresnet.memory.plan.StepPlan`
+            lists them, by the names of train.py's options. Options of the model's build (norm,
+            impl) and shape (num_classes, ...) are for models given by name.
 
     Raises:
-        InputError: an argument does not fit, the model rejects its input, or one of its
-            operations cannot be faked; the message names it and says what to do.
+        InputError: an argument does not fit, the model rejects its input, or one of its operations
+            cannot be faked; the message names it and says what to do.
         ConfigError: timm has no optimizer of that name.
     """
     began = time.perf_counter()
@@ -204,7 +209,7 @@ def record(model: nn.Module, plan: MemoryPlan, device: Device, **machine_options
         stack.enter_context(_no_garbage_collection())
         stack.enter_context(machine.running())
         try:
-            # The step alone holds the model, which it may fold.
+            # Only the step holds the model, as it may fold it.
             run = (_training if plan.train else _inference)(copied.pop(), plan, machine)
             for number in range(1, STEPS + 1):
                 machine.start_step()
@@ -213,7 +218,7 @@ def record(model: nn.Module, plan: MemoryPlan, device: Device, **machine_options
             raise
         except Exception as error:
             raise _explained(error, machine.trace, plan) from error
-        # What follows is the teardown, which is not part of the run.
+        # The teardown that follows is not part of the run.
         return machine.trace.settled()
 
 
@@ -239,15 +244,15 @@ def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Calla
         )
     machine.adopt(step.model, ddp=plan.ddp)
     if step.model_ema is not None:
-        averaged = step.model_ema.module
-        machine.relabel([*averaged.parameters(), *averaged.buffers()], Category.EMA)
+        ema = step.model_ema.module
+        machine.relabel([*ema.parameters(), *ema.buffers()], Category.EMA)
     _adapt(step.model)
     held: list[object] = []
 
     def criterion(output: Any, targets: torch.Tensor) -> torch.Tensor:
         return loss(output.value if isinstance(output, _Outputs) else output, targets)
 
-    def run_pass(is_last: bool, number: int) -> None:
+    def run_micro_batch(is_last: bool, number: int) -> None:
         with machine.during(Phase.INPUT):
             images, targets = step.feed(*plan.batch())
         held[:] = step.backward(images, targets, criterion, plan.accumulate, is_last)
@@ -258,7 +263,7 @@ def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Calla
 
     def run(number: int) -> None:
         for index in range(plan.accumulate):
-            run_pass(index == plan.accumulate - 1, number)
+            run_micro_batch(index == plan.accumulate - 1, number)
 
     return run
 
@@ -280,7 +285,7 @@ def _inference(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Call
 
 
 class _Outputs:
-    """Outputs of a model, perhaps several tensors, where a step expects logits."""
+    """Outputs of a model, perhaps several tensors, for a step that expects logits."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -314,7 +319,7 @@ def _adapt(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Keep the collector from freeing cycles at a moment that depends on earlier work."""
+    """Stop the collector from freeing cycles at times that depend on earlier work."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

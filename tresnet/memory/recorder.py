@@ -1,4 +1,9 @@
-"""Turns the life of fake tensors into a trace: every dispatched operation, every storage."""
+"""Turns the life of fake tensors into a trace: every dispatched operation, every storage.
+
+`Recorder` is a dispatch mode over the fake tensors. It records the birth of each new storage with a
+category and a module, and a weak reference records its death. Workspaces of kernels are added by
+rule, as fakes do not allocate them.
+"""
 
 import contextlib
 import weakref
@@ -27,8 +32,8 @@ _BORN_IN = {
     Phase.BACKWARD: Category.ACTIVATION_GRADIENTS,
     Phase.OPTIMIZER: Category.TEMPORARY,
 }
-# What `.item()` says where a value cannot matter to memory: an update's steps and flags are one,
-# and nothing is wrong with what is set up. Elsewhere it is an error.
+# Results of `.item()` where the value has no effect on memory: step counts and flags of optimizers
+# are 1, and checks during the set-up find no fault. In other phases `.item()` is an error.
 _ANSWERS = {
     Phase.SETUP: {torch.bool: False},
     Phase.OPTIMIZER: {torch.bool: True, torch.int32: 1, torch.int64: 1},
@@ -40,7 +45,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # a wrapper around every dispatch, which matters to torch.compile alone
+        return False  # the wrapper around every dispatch is only for torch.compile
 
     def __init__(self, device_type: str, device: Device, shapes: ShapeMemory) -> None:
         super().__init__()
@@ -53,13 +58,13 @@ class Recorder(TorchDispatchMode):
         self._device = device
         self._blas_handles: set[bool] = set()
         self._buffers: dict[int, tuple[int, weakref.ref]] = {}
-        self.module = ""  # whose parameter was read last
+        self.module = ""  # owner of the parameter that was read last
         self._owners: dict[int, str] = {}
         self._masters: set[int] = set()
 
     @contextlib.contextmanager
     def during(self, phase: Phase, category: Category | None = None) -> Iterator[None]:
-        """Attribute what happens inside to `phase`, and new buffers to `category`."""
+        """Attribute the operations inside to `phase`, and new buffers to `category`."""
         before = self.phase, self.category
         self.phase, self.category = phase, category
         self.trace.begin(Operation(phase.value, phase, "", self.step))
@@ -75,7 +80,7 @@ class Recorder(TorchDispatchMode):
         self.step += 1
 
     def see(self, tensor: torch.Tensor, category: Category | None = None) -> None:
-        """Record the birth of the tensor's storage, unless it is known or elsewhere."""
+        """Record the birth of the tensor's storage, unless it is recorded or on another device."""
         fake_device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
         if fake_device.type != self._device_type:
             return
@@ -104,22 +109,22 @@ class Recorder(TorchDispatchMode):
                 buffer.module = self._owners[tensor.untyped_storage()._cdata] = module
 
     def relabel(self, tensors: Iterable[object], category: Category) -> None:
-        """Attribute the tensors among these to a category."""
+        """Attribute all tensors among these objects to a category."""
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
                 self.claim(tensor, category)
 
     def mark_masters(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Remember the parameters, so that autocast's copies of them are told apart."""
+        """Record the parameters, so that autocast's copies of them are recognised."""
         self._masters.update(p.untyped_storage()._cdata for p in parameters)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Run the operation below this mode and record what it made."""
+        """Run the operation below this mode and record its results."""
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
-            # half of all dispatches, so answered here where the mode would agree
+            # half of all dispatches; this is the mode's own result, but faster
             fake = isinstance(args[0], FakeTensor)
             if fake and not args[0].fake_mode.in_kernel_invocation:
                 return args[0].fake_device
@@ -128,7 +133,7 @@ class Recorder(TorchDispatchMode):
             return _ANSWERS[self.phase].get(args[0].dtype, 1.0)
         if self.phase is Phase.OPTIMIZER and _changes_nothing(func):
             return None
-        if torch.is_inference_mode_enabled():  # operations arrive whole there
+        if torch.is_inference_mode_enabled():  # operations arrive undecomposed there
             whole = GPU_KERNELS.get(func) if self._device_type == "cuda" else None
             with self:
                 out = (whole or func.decompose)(*args, **kwargs)
@@ -151,7 +156,7 @@ class Recorder(TorchDispatchMode):
         for tensor in tensors:
             self.see(tensor, category)
         operation.shapes = tuple(tuple(t.shape) for t in tensors)
-        self._borrow(operation, func, args, tensors)
+        self._add_workspace(operation, func, args, tensors)
         return out
 
     def _cast_category(self, func: Any, args: tuple) -> Category | None:
@@ -161,14 +166,14 @@ class Recorder(TorchDispatchMode):
         return Category.CAST_WEIGHTS if is_master else None
 
     def _blas_workspace(self) -> None:
-        """Forward and backward threads have a cuBLAS handle each, with a workspace."""
+        """Allocate cuBLAS's workspace, one for the forward thread and one for the backward."""
         handle = self.phase is Phase.BACKWARD
         n_bytes = self._device.cublas_workspace_bytes
         if n_bytes and handle not in self._blas_handles:
             self._blas_handles.add(handle)
             self.trace.birth(n_bytes, Category.WORKSPACE, "")
 
-    def _borrow(
+    def _add_workspace(
         self, operation: Operation, func: Any, args: tuple, outputs: list[torch.Tensor]
     ) -> None:
         expected_bytes, high_bytes = workspace_bytes(func, args, outputs)
@@ -179,7 +184,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _changes_nothing(func: Any) -> bool:
-    """In-place operations over hundreds of tensors are slow to fake, and change no memory."""
+    """Whether `func` works in place on many tensors: slow to fake, and without allocations."""
     name = func._schema.name
     return name.startswith("aten::_amp_") or (
         name.startswith(("aten::_foreach_", "aten::_fused_")) and name.endswith("_")

@@ -1,4 +1,4 @@
-"""Runs a trace through the allocator: allocated and reserved bytes after every event."""
+"""Run a trace through the allocator: allocated and reserved bytes after every event."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from tresnet.memory.trace import Category, Trace
 class Replay:
     """A trace on one device.
 
-    `allocated_bytes[i]` and `reserved_bytes[i]` hold after event i. `peak_event` is the event
+    `allocated_bytes[i]` and `reserved_bytes[i]` are those after event i. `peak_event` is the event
     that reached the peak of allocated, `out_of_memory_event` the one that did not fit, or None.
     `high_bytes` bounds allocated with every kernel's workspace at its highest.
     """
@@ -32,17 +32,17 @@ class Replay:
 
     @property
     def peak_allocated_bytes(self) -> int:
-        """Prediction of `torch.cuda.max_memory_allocated`."""
+        """Predicted `torch.cuda.max_memory_allocated`."""
         return self.allocated_bytes[self.peak_event] if self.allocated_bytes else 0
 
     @property
     def peak_reserved_bytes(self) -> int:
-        """Prediction of `torch.cuda.max_memory_reserved`."""
+        """Predicted `torch.cuda.max_memory_reserved`."""
         return max(self.reserved_bytes, default=0)
 
 
 def free_bytes(device: Device) -> int | None:
-    """Return a device's memory beside its context; None for no limit."""
+    """Return a device's memory without its context; None for no limit."""
     if device.capacity_bytes is None:
         return None
     return max(device.capacity_bytes - device.context_bytes, SMALL_SEGMENT_BYTES)
@@ -51,7 +51,7 @@ def free_bytes(device: Device) -> int | None:
 def replay(
     trace: Trace, capacity_bytes: int | None = None, *, highest_workspaces: bool = False
 ) -> Replay:
-    """Serve every birth and death of `trace`; stops at the first that does not fit.
+    """Serve every birth and death of `trace`, up to the first that does not fit.
 
     `capacity_bytes` limits the allocator (None: no limit). `highest_workspaces` also serves each
     operation's highest workspace.
@@ -68,9 +68,9 @@ def replay(
                 blocks[event.buffer] = allocator.malloc(trace.buffers[event.buffer].n_bytes)
             else:
                 allocator.free(blocks.pop(event.buffer))
-            borrowed = trace.operations[event.op].workspace_high_bytes if event.alive else 0
-            if borrowed and highest_workspaces:
-                allocator.free(allocator.malloc(borrowed))
+            workspace_bytes = trace.operations[event.op].workspace_high_bytes if event.alive else 0
+            if workspace_bytes and highest_workspaces:
+                allocator.free(allocator.malloc(workspace_bytes))
         except SimulatedOutOfMemoryError:
             out_of_memory = index
             break
@@ -78,12 +78,12 @@ def replay(
         reserved.append(allocator.reserved_bytes)
         if allocated[-1] > allocated[peak_event]:
             peak_event = index
-        high = max(high, allocated[-1] + round_request(borrowed))
+        high = max(high, allocated[-1] + round_request(workspace_bytes))
     return Replay(allocated, reserved, peak_event, high, out_of_memory)
 
 
 def held_at_peak_bytes(trace: Trace) -> int:
-    """Return the peak of requests, rounded to 512 B: no allocator needs less."""
+    """Return the peak of requests, rounded to 512 B, the least that any allocator needs."""
     sizes = (
         round_request(trace.buffers[event.buffer].n_bytes) * (1 if event.alive else -1)
         for event in trace.events

@@ -1,9 +1,9 @@
-"""Faster fakes: results of operations on arguments of the same form are remembered.
+"""Faster fakes: results of operations on arguments of the same form are cached.
 
-Faking one operation takes FakeTensorMode a third of a millisecond or more, even from its own cache.
-Models repeat the same operation on the same shapes, and two steps are traced. So results that are
-new tensors or the very arguments are made again from a smaller key. Everything else, and everything
-seen for the first time, goes through FakeTensorMode.
+FakeTensorMode needs a third of a millisecond or more for one operation, even from its own cache.
+Models repeat operations on the same shapes, and two steps are traced. So results that are new
+tensors or arguments are made from a smaller key. All other results, and all that come for the first
+time, are FakeTensorMode's.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,12 +28,12 @@ class _Unremembered(Exception):  # noqa: N818
 
 
 class ShapeMemory:
-    """Runs operations on fakes, from memory where that is safe."""
+    """Runs operations on fakes, from a cache where that is safe."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
-        # By operation and arguments: whether the result is a tuple, and how to make its parts. A
-        # part is None, the number of an argument, or shape, strides, dtype and device.
+        # By operation and arguments: whether the result is a tuple, and its parts. A part is None,
+        # the index of an argument, or shape, strides, dtype and device.
         self._known: dict[tuple, tuple[bool, list[Any]] | None] = {}
 
     def run(self, func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
@@ -69,7 +69,7 @@ class ShapeMemory:
 
 
 def _key(value: Any) -> Any:
-    """Return a hashable form of arguments; `_Unremembered` for real tensors or known values."""
+    """Return a hashable form of arguments; raise `_Unremembered` for real tensors or constants."""
     kind = type(value)
     if kind is FakeTensor and value.constant is None:
         form = value.shape, value.stride(), value.dtype, value.fake_device

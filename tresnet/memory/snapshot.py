@@ -2,7 +2,7 @@
 
 The file has the format of `torch.cuda.memory._dump_snapshot`: open it at pytorch.org/memory_viz, or
 with `python -m torch.cuda._memory_viz`. In place of Python frames, each allocation has its
-operation and the modules around it; the frame's file is the phase, its line the step.
+operation and the modules around it. A frame's file is the phase, and its line the step.
 """
 
 import pickle
@@ -17,7 +17,7 @@ from tresnet.memory.trace import Buffer, Event, Trace
 
 
 def write_snapshot(prediction: MemoryPrediction, path: str | Path) -> Path:
-    """Write every allocation of the traced steps and those left after them, or raise WriteError."""
+    """Write the allocations of the traced steps and those alive after them, or raise WriteError."""
     content = snapshot(prediction)
     with atomic_write(path) as temporary, temporary.open("wb") as file:
         pickle.dump(content, file)

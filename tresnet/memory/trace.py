@@ -1,7 +1,7 @@
 """Memory events of a traced step: buffers, their births and deaths, and the operations around them.
 
-A trace is independent of a device. `tresnet.memory.replay` runs it through an allocator, so one
-trace answers for any capacity.
+A trace is independent of a device: `tresnet.memory.replay` runs one trace through allocators of any
+capacity.
 """
 
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ class Category(StrEnum):
 
 
 class Phase(StrEnum):
-    """The part of the run an operation belongs to."""
+    """The part of the run to which an operation belongs."""
 
     SETUP = "setup"
     INPUT = "input"
@@ -39,7 +39,7 @@ class Phase(StrEnum):
 
 @dataclass(slots=True)
 class Operation:
-    """One dispatched operation; `workspace_high_bytes` bounds its workspace beyond the known."""
+    """One dispatched operation; `workspace_high_bytes` bounds its workspace beyond the expected."""
 
     name: str
     phase: Phase
@@ -56,7 +56,7 @@ class Operation:
 
 @dataclass(slots=True)
 class Buffer:
-    """One storage on the device. `op` and `module` are those that brought it to life."""
+    """One storage on the device, with the operation and the module that created it."""
 
     n_bytes: int
     category: Category
@@ -75,7 +75,7 @@ class Event:
 
 @dataclass(slots=True)
 class Trace:
-    """The recorded run; `step_starts` are the numbers of the first event of each step."""
+    """The recorded run; `step_starts` are the indices of the first event of each step."""
 
     buffers: list[Buffer] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
@@ -83,25 +83,25 @@ class Trace:
     step_starts: list[int] = field(default_factory=list)
 
     def begin(self, operation: Operation) -> None:
-        """Begin an operation; following events are its own."""
+        """Begin an operation, to which the following events belong."""
         self.operations.append(operation)
 
     def birth(self, n_bytes: int, category: Category, module: str) -> int:
-        """Record a new buffer and return its number."""
+        """Record a new buffer and return its index."""
         op = len(self.operations) - 1
         self.buffers.append(Buffer(n_bytes, category, module, op))
         self.events.append(Event(len(self.buffers) - 1, True, op))
         return len(self.buffers) - 1
 
     def death(self, buffer: int) -> None:
-        """Record that a buffer is gone."""
+        """Record the end of a buffer."""
         self.events.append(Event(buffer, False, len(self.operations) - 1))
 
     def settled(self) -> "Trace":
-        """Return the trace so far, deaths in a row sorted; later events do not reach it.
+        """Return a copy of the trace so far, with consecutive deaths sorted.
 
-        Some are in the order of a hash table, autocast's cache for one. An allocator's result does
-        not depend on the order of deaths in a row.
+        Some deaths are in the order of a hash table, such as those in autocast's cache. An
+        allocator's result does not depend on the order of consecutive deaths.
         """
         events: list[Event] = []
         for _, run in groupby(self.events, key=lambda e: (e.alive, e.op)):

@@ -1,12 +1,12 @@
-"""Backward pass in Python that runs nodes and frees memory as the autograd engine does.
+"""Backward in Python that runs nodes and frees memory as the autograd engine does.
 
-The C++ engine refuses tensors of a device that is not there. `BackwardWalk` calls the nodes of the
-graph itself: highest sequence number first, gradients into leaves at once. The tests hold it to the
-real engine on fakes of CPU tensors.
+The C++ engine refuses tensors of an absent device. `BackwardWalk` calls the nodes of the graph
+itself: highest sequence number first, gradients into leaves at once. Tests compare it with the real
+engine on fakes of CPU tensors.
 
-The engine releases what a node saved when the node has run, while the node may live on in the
-caller's loss. Python cannot, so `SavedTensors` packs every saved tensor into a `Box` that can be
-emptied, those of the model's own hooks (activation checkpointing, `save_on_cpu`) too.
+The engine releases the saved tensors of a node after the node has run, even if the node lives on in
+the caller's loss. Python cannot, so `SavedTensors` packs every saved tensor into a `Box` that can
+be emptied, also those of the model's own hooks (activation checkpointing, `save_on_cpu`).
 """
 
 import contextlib
@@ -26,16 +26,16 @@ from tresnet.memory import patches
 Node = Any  # torch.autograd.graph.Node, or the Python node of a custom Function
 Gradients = list[torch.Tensor | None]
 
-# References to a tensor in a local variable that nobody else knows: the variable and the argument
-# of sys.getrefcount.
+# References to a tensor that only a local variable holds: the variable and the argument of
+# sys.getrefcount.
 _LOCAL = 2
-# Owners of the storage of such a tensor: the tensor and the Python storage made for the question.
+# Owners of the storage of such a tensor: the tensor and the Python storage made for the query.
 _LONE_STORAGE = 2
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class _Hooks:
-    """Pair of hooks, owned by their scope and by the full boxes alone, as autograd's are."""
+    """Pair of hooks, owned only by their scope and by the full boxes, as autograd's are."""
 
     pack: Callable[[torch.Tensor], Any]
     unpack: Callable[[Any], torch.Tensor]
@@ -43,13 +43,13 @@ class _Hooks:
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Box:
-    """What a pack hook returned, and its hooks, until `empty`."""
+    """The result of a pack hook, and its hooks, until `empty`."""
 
     content: object
     hooks: _Hooks | None
 
     def empty(self) -> None:
-        """Let go of the content and of the hooks."""
+        """Release the content and the hooks."""
         self.content = self.hooks = None
 
 
@@ -71,12 +71,12 @@ class SavedTensors:
                 yield
             finally:
                 _autograd._pop_saved_tensors_default_hooks()
-                # A box with the output of the node that owns it is a cycle nobody else can see.
+                # A box with the output of its own node is a cycle outside Python's collector.
                 self.empty_all()
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[list[Box]]:
-        """Yield the boxes opened inside, in order, except those opened while opening another."""
+        """Yield the boxes opened inside, in order, without those opened while opening another."""
         outer, self._read = self._read, []
         depth, self._depth = self._depth, 0
         try:
@@ -84,13 +84,13 @@ class SavedTensors:
         finally:
             self._read, self._depth = outer, depth
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Empty the boxes that the running node has opened."""
         for box in self._read:
             box.empty()
 
     def empty_all(self) -> None:
-        """Empty every box that is left, as a whole backward pass would."""
+        """Empty every box that is left, as a complete backward would."""
         for box in list(self._all):
             box.empty()
         self._all.clear()
@@ -109,7 +109,7 @@ class SavedTensors:
             self._all.add(box)
             return box
 
-        # torch.utils.checkpoint reads these: it must not take our boxing for a hook of the user.
+        # torch.utils.checkpoint reads these marks, to distinguish our hooks from a user's.
         if pack is _identity or getattr(pack, "_checkpoint_internal", False):
             pack_box._checkpoint_internal = True  # type: ignore[attr-defined]
             pack_box._user_hooks = getattr(pack, "_user_hooks", None)  # type: ignore[attr-defined]
@@ -135,8 +135,8 @@ def _identity(tensor: torch.Tensor) -> torch.Tensor:
 class BackwardWalk:
     """Runs backward from roots, over tensors saved in the boxes of `saved`.
 
-    `sum_in_place` adds gradients for one input in place where the engine would; it never does for
-    fake tensors of its own. `on_gradient` is called with each parameter whose `.grad` has changed.
+    `sum_in_place` adds gradients for one input in place where the engine would; the engine never
+    does so for fake tensors. `on_gradient` is called with each parameter whose `.grad` has changed.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class BackwardWalk:
     ) -> None:
         """Accumulate gradients into the leaves below `tensors`, like `torch.autograd.backward`.
 
-        The graph is used up: its other arguments have no effect. Nodes may call this in turn.
+        The graph is freed: the other arguments have no effect. Nodes may call this in turn.
         """
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         if grad_tensors is None or isinstance(grad_tensors, torch.Tensor):
@@ -183,7 +183,7 @@ class BackwardWalk:
                 del node, gradients
         self._depth -= 1
         if self._depth == 0:
-            self._saved.empty_all()  # what no node asked for
+            self._saved.empty_all()  # tensors that no node has read
 
     def _run(self, task: "_Task", node: Node, gradients: Gradients) -> None:
         if _is_leaf(node):
@@ -221,7 +221,7 @@ class BackwardWalk:
 
 
 class _Task:
-    """Nodes waiting for their gradients, and those that are ready."""
+    """Nodes that wait for their gradients, and those that are ready."""
 
     def __init__(self, sum_in_place: bool) -> None:
         self._sum_in_place = sum_in_place
@@ -284,8 +284,8 @@ def _call(node: Node, gradients: Gradients, edges: tuple) -> Gradients:
 def _call_custom(node: Node, gradients: Gradients, edges: tuple) -> Gradients:
     """Run the node of a `torch.autograd.Function` written in Python.
 
-    Its backward returns one gradient for each argument of forward; the edges cover the tensors
-    alone.
+    Its backward returns one gradient for each argument of forward; the edges are only those of the
+    tensors.
     """
     for index, meta in enumerate(node._input_metadata):
         if gradients[index] is None and patches.wants_zeros(node):
@@ -301,7 +301,7 @@ def _call_custom(node: Node, gradients: Gradients, edges: tuple) -> Gradients:
 
 
 def _fit(gradient: torch.Tensor, meta: Any) -> torch.Tensor:
-    """Bring a gradient to the shape and dtype its node expects, as the engine's checks do."""
+    """Bring a gradient to the shape and dtype that its node expects, as the engine does."""
     shape = tuple(meta.shape)
     if tuple(gradient.shape) != shape:
         gradient = gradient.sum_to_size(shape)
@@ -313,7 +313,7 @@ def _is_leaf(node: Node) -> bool:
 
 
 def _add(buffer: Gradients, index: int, gradient: torch.Tensor, *, in_place: bool) -> None:
-    """Sum two gradients for one input; in place where the first belongs to nobody else."""
+    """Sum two gradients for one input; in place if the first has no other owner."""
     held, buffer[index] = buffer[index], None
     assert held is not None
     if (
@@ -327,7 +327,7 @@ def _add(buffer: Gradients, index: int, gradient: torch.Tensor, *, in_place: boo
 
 
 def _layout_follows(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
-    """The engine copies unless strides agree in every dimension longer than one."""
+    """Whether strides agree in every dimension longer than one; else the engine copies."""
     return all(
         size == 1 or mine == theirs
         for size, mine, theirs in zip(leaf.shape, gradient.stride(), leaf.stride(), strict=True)

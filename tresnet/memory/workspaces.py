@@ -1,10 +1,11 @@
 """Workspaces that kernels allocate while they run.
 
-Known sizes are counted. cuDNN picks a convolution's algorithm, and so its workspace, at run time.
-So nothing is expected, and the range reaches up to `HIGH_FACTOR` times the bytes the convolution
-touches, 1 GiB at most. VGG16 at batch 128 in fp32 seems to take 714 MiB at conv5 (107 MiB touched).
-Of a recurrent layer its weights once more are expected, within the same range: cuDNN took 1.4 times
-their size for the layers of PyTorch's issue 2895. Sequences that lie batch first are copied too.
+Known sizes are counted. cuDNN chooses a convolution's algorithm, and so its workspace, at run time:
+the expected size is 0, and the upper bound is `HIGH_FACTOR` times the bytes of the convolution's
+tensors, at most 1 GiB. VGG16 at batch 128 in fp32 seems to take 714 MiB at conv5 (107 MiB of
+tensors). A recurrent layer's expected size is that of its weights, with the same upper bound: cuDNN
+took 1.4 times their size for the layers of PyTorch's issue 2895. Batch-first sequences are also
+copied.
 """
 
 from typing import Any
@@ -28,7 +29,7 @@ _FLASH_HEAD_TILE = 32
 
 
 def workspace_bytes(func: Any, args: tuple, outputs: list[torch.Tensor]) -> tuple[int, int]:
-    """Return the workspace bytes of `func` for these arguments: expected, and at most."""
+    """Return the workspace bytes of `func` for these arguments: expected, and upper bound."""
     if func is _FORWARD:
         return 0, _highest_bytes(args[0], args[1], outputs[0])
     if func is _BACKWARD:
@@ -58,7 +59,7 @@ def _recurrent_bytes(
 
 def _highest_bytes(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> int:
     if weight.shape[1] == 1 and x.shape[1] == weight.shape[0] > 1:
-        return 0  # depthwise: PyTorch's own kernels, which borrow nothing
+        return 0  # depthwise: PyTorch's own kernels, without a workspace
     return min(HIGH_FACTOR * (x.nbytes + weight.nbytes + y.nbytes), HIGH_LIMIT_BYTES)
 
 
