@@ -170,7 +170,9 @@ def test_the_process_with_the_least_memory_decides(tiny, small_gpu, monkeypatch)
 
 def test_too_little_memory_is_told(tiny, small_gpu, monkeypatch):
     answer(monkeypatch, 0)
-    with pytest.raises(ConfigError, match=r"not even one image is sure to fit into 29.0 MiB of sm"):
+    with pytest.raises(
+        ConfigError, match=r"not even one image is predicted to fit into 29.0 MiB of sm"
+    ):
         resolved(tiny(), 1000, pytest.fail)
 
 
@@ -189,7 +191,9 @@ def test_a_dry_run_predicts_the_batch_without_a_gpu(capsys, tmp_path, monkeypatc
     code, printed = dry_run(capsys, "--gpu-memory", "1550MiB")
     found = configs.from_json(printed.out)
     assert (code, found.data.batch_size) == (0, 88)
-    assert "--batch-size auto: 88, of 90 that are sure to fit into 1550.0 MiB of" in printed.err
+    assert (
+        "--batch-size auto: 88, of 90 that are predicted to fit into 1550.0 MiB of" in printed.err
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["data"]  # the digits
 
 
@@ -295,7 +299,7 @@ def test_full_memory_ends_the_run_with_what_would_fit(tiny, small_gpu, monkeypat
     assert lines == [
         "the GPU's memory is full with --batch-size 24: CUDA out of memory. Tried to allocate"
         " 2.00 GiB.",
-        f"  the last good checkpoint is of step 1: go on with --resume {run_dir}",
+        f"  the last good checkpoint is of step 1: continue with --resume {run_dir}",
         f"  predicted to fit on this small: {FITTING} images at most",
         "  try --batch-size 12 --accumulate 2, which keeps 24 images per step; or --amp bf16;"
         " or --grad-checkpointing; or a smaller --input-size or --model",

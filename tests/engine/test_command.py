@@ -82,7 +82,7 @@ GLOO = RuntimeError("[gloo/pair.cc:5] Connection closed")
         (0, 0, 0, "^$"),
         (KeyboardInterrupt(), 0, 130, "^error: interrupted\n$"),
         (DataError("it is missing"), 3, 2, "^error: process 3: it is missing\n$"),
-        (FULL, 0, 2, "^error: the memory is full: tried to allocate 2 GiB: ask for a smaller"),
+        (FULL, 0, 2, "^error: the memory is full: tried to allocate 2 GiB: choose a smaller"),
         (WORKER, 0, 1, r"^error: .*DataLoader worker \(pid 7\) is killed by signal: Killed\."),
         (OSError(errno.EMFILE, "Too many open files"), 0, 1, "^error: .*: raise it by ulimit -n"),
         (RuntimeError("Too many open files. Comm"), 0, 1, "^error: .*or try fewer --workers"),

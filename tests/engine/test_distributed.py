@@ -186,7 +186,7 @@ def test_an_image_that_one_process_misses_stops_all_of_them_after_saving(
     update = state.read(run_dir / "last.pt")[0].progress.global_step
     assert done.returncode != 0
     assert f"{victim.name} cannot be read" in done.stderr
-    assert f"of step {update}: go on with --resume {run_dir}" in done.stderr
+    assert f"of step {update}: continue with --resume {run_dir}" in done.stderr
     victim.write_bytes(content)
     done = forked(SCRIPT, config, "--resume", run_dir)
     assert done.returncode == 0, done.stderr

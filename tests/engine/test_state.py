@@ -118,7 +118,7 @@ def test_a_damaged_state_gives_way_to_the_one_before_and_says_so(step, record, t
     assert (found, before.progress.global_step) == (last, 2)
     assert not previous.exists()
     assert "last.pt" in said[0]
-    assert f"going on from {previous}, the one before" in said[0]
+    assert f"continuing from {previous}, the one before" in said[0]
     record.progress.global_step = 4
     state.save(tmp_path, step, record, ALONE)
     assert [state.read(path)[0].progress.global_step for path in (previous, last)] == [2, 4]

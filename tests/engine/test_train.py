@@ -281,7 +281,7 @@ def test_a_damaged_state_is_replaced_by_the_one_before(tiny, whole, stopped, cap
     dry_run(tiny(runs=str(stopped.parent)), resume=stopped)
     assert files == {path.name: path.read_bytes() for path in stopped.iterdir() if path.is_file()}
     go_on(tiny, stopped)
-    assert "going on from" in capsys.readouterr().out
+    assert "continuing from" in capsys.readouterr().out
     assert_same_run(stopped, whole)
 
 
@@ -331,7 +331,7 @@ def test_an_image_that_vanishes_stops_the_run_after_saving(
     run_dir = tmp_path / "runs" / "run"
     saved = steps_in(run_dir)
     assert f"{victim.name} cannot be read (FileNotFoundError" in str(error.value)
-    assert f"checkpoint is of step {saved}: go on with --resume {run_dir}" in str(error.value)
+    assert f"checkpoint is of step {saved}: continue with --resume {run_dir}" in str(error.value)
     assert saved >= 2
     victim.write_bytes(content)
     assert_same_run(train(tiny(**options), resume=run_dir).run_dir, uncut)
@@ -404,7 +404,7 @@ def spoil(monkeypatch, passes, loss=None):
     monkeypatch.setattr(TrainingStep, "backward", backward)
 
 
-GOOD = "the last good checkpoint is of step 6: go on with --resume {0}. Try a lower --lr"
+GOOD = "the last good checkpoint is of step 6: continue with --resume {0}. Try a lower --lr"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,9 @@
-"""The batch size: the largest that is sure to fit the GPU, and advice where one did not fit."""
+"""The batch size: the largest that is predicted to fit the GPU, and advice if one did not fit.
+
+`resolve` replaces `--batch-size auto` by a number, from the memory prediction of the run's own
+step. `divide` splits an optimizer step into micro-batches, also on another number of processes.
+`explain_full_memory` writes the message when a batch did not fit after all.
+"""
 
 import dataclasses
 import math
@@ -26,13 +31,13 @@ if TYPE_CHECKING:
     from tresnet.engine.plan import RunPlan
     from tresnet.memory import Device, MaxBatch
 
-# Kernels for 16-bit types are fastest where the batch is a multiple of this.
+# Kernels for 16-bit types are fastest if the batch is a multiple of this.
 _MULTIPLE = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatches:
-    """The micro-batches of each process: `size` images each, `accumulate` in an optimizer step."""
+    """Micro-batches of each process: `size` images each, `accumulate` in an optimizer step."""
 
     size: int
     accumulate: int
@@ -45,15 +50,16 @@ class MicroBatches:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps of an epoch, of which the last may have fewer micro-batches."""
+        """Optimizer steps of an epoch; the last may have fewer micro-batches."""
         return math.ceil(self.per_epoch / self.accumulate)
 
 
 def divide(config: TrainConfig, began: int, world_size: int, images: int) -> MicroBatches:
     """Divide the images of each optimizer step equally among `world_size`, or raise ConfigError.
 
-    A micro-batch has the configured size. On more processes than the run `began` with, it is
-    smaller where a step has too few micro-batches. `images` counts those of training.
+    A micro-batch has the configured size. It is smaller if there are now more processes than the
+    run `began` with, and a step has too few micro-batches. `images` is the number of training
+    images.
     """
     batch, accumulate = config.data.resolved_batch_size, config.optim.accumulate
     in_epoch = images // (batch * began) * (batch * began)
@@ -83,7 +89,7 @@ def resolve(
     """Replace `--batch-size auto` by a number, the same on every process, or raise ConfigError.
 
     The process with the least memory decides. `say` receives a line with the number and its reason.
-    `assumes_gpu` takes `--gpu-memory` in place of this process's GPU.
+    `assumes_gpu` uses `--gpu-memory` in place of this process's GPU.
     """
     if config.data.batch_size != AUTO:
         return config
@@ -118,7 +124,7 @@ def gpu_of(config: TrainConfig, device: torch.device) -> "Device":
             f"--batch-size auto: expected a GPU whose memory decides, got device {device}: give a"
             " number (or, to see what a GPU would take, --dry-run --gpu-memory 24GiB)"
         )
-    lacking(device)  # tried once on the GPU itself: what is predicted for fake tensors goes by it
+    lacking(device)  # checks the kernels on the GPU now; predictions on fakes use the result
     gpu = present_device(device.index or 0, free_only=True)
     allowed = config.compute.gpu_memory
     if allowed is None or gpu.capacity_bytes is None:
@@ -138,7 +144,7 @@ def largest(
 def step_of(config: TrainConfig, classes: Sequence[str], world_size: int) -> dict[str, Any]:
     """Return a configuration's training step as arguments of `tresnet.memory.predict`.
 
-    Synchronised batch norm is predicted as the plain one: what it saves differs by a few vectors.
+    Synchronised batch norm is predicted as the plain one, from which it differs by a few vectors.
     """
     size, mixes = max(config.data.resolved_input_size, *config.data.sizes), config.augment.mixes
     return {
@@ -183,7 +189,7 @@ def _find(
     memory = f"{mib(gpu.capacity_bytes or 0)} of {gpu.name}"
     if batch_size == 0:
         raise ConfigError(
-            f"--batch-size auto: not even one image is sure to fit into {memory}, of which"
+            f"--batch-size auto: not even one image is predicted to fit into {memory}, of which"
             f" {mib(gpu.context_high_bytes)} are kept for the CUDA context: free some memory or"
             f" give a number (it cannot fit from {answer.no_from} on)"
         )
@@ -191,11 +197,11 @@ def _find(
         batch_size = round_down(images // world_size, pairs=config.augment.mixes)
         return max(batch_size, 1), (
             f"as there are {images} images to train for {world_size} processes;"
-            f" {answer.batch_size} are sure to fit into {memory}"
+            f" {answer.batch_size} are predicted to fit into {memory}"
         )
     return batch_size, (
-        f"of {answer.batch_size} that are sure to fit into {memory} (from {answer.no_from} on they"
-        " cannot)"
+        f"of {answer.batch_size} that are predicted to fit into {memory} (from {answer.no_from} on"
+        " they cannot)"
     )
 
 
@@ -224,7 +230,7 @@ def explain_full_memory(
         except (
             TResNetError,
             RuntimeError,
-        ) as second:  # the driver's too: it must not hide the first
+        ) as second:  # an error of the driver must not hide the first error
             said = f"what would fit cannot be predicted: {second}"
     return (
         f"the GPU's memory is full with --batch-size {tried}: {error}\n  {last}\n  {said}\n"
@@ -233,11 +239,11 @@ def explain_full_memory(
 
 
 def ways_out(config: TrainConfig, batches: MicroBatches, fitting: int | None) -> Iterator[str]:
-    """Yield options that help where `fitting` images fit (None: unknown), a smaller batch first."""
+    """Yield options that help if `fitting` images fit (None: unknown), a smaller batch first."""
     tried, accumulate = batches.size, batches.accumulate
     pairs = config.augment.mixes
     limit = tried // 2 if fitting is None or fitting >= tried else fitting
-    for parts in range(2, tried + 1):  # equal ones, within the limit but not far below
+    for parts in range(2, tried + 1):  # equal parts, between half the limit and the limit
         size = tried // parts
         if limit / 2 <= size <= limit and tried % parts == 0 and not (pairs and size % 2):
             yield (

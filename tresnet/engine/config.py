@@ -1,8 +1,8 @@
 """Configuration of a training run: frozen dataclasses, one per concern.
 
-Every field is an option of `train.py`; names are unique over all groups, so
+Every field is an option of `train.py`. Names are unique over all groups, so
 `config.schedule.epochs` is `--epochs`. The text under a field is its help on the command line, and
-its type says which numbers it takes.
+its type holds its range.
 """
 
 import dataclasses
@@ -35,13 +35,13 @@ from tresnet.settings.fields import (
     Size,
 )
 
-# What `batch_size` says where the memory is to decide.
+# Value of `batch_size` for the largest batch that fits.
 AUTO = "auto"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NetworkConfig(TrainingBuild, ModelShape):
-    """Which model, and what it starts from."""
+    """The model and its initial weights."""
 
     model: str | None = None
     """Variant, such as tresnet_m. None: the one that the weights name."""
@@ -54,11 +54,11 @@ class NetworkConfig(TrainingBuild, ModelShape):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageConfig(EvalTransform):
-    """Which images, and how they are read and tested."""
+    """The images of a data set, their loading and their test crop."""
 
     data: str | None = None
-    """Directory with train/CLASS/ and val/CLASS/ image folders, or with train.csv and val.csv where
-    images have several labels, or `digits` or `digits_multilabel`."""
+    """Directory with train/CLASS/ and val/CLASS/ image folders, shards of `tresnet shard`, or
+    train.csv and val.csv for several labels per image; or `digits` or `digits_multilabel`."""
     data_root: str = "data"
     """Directory in which the digits are written."""
     workers: CountOrZero = 4
@@ -69,15 +69,15 @@ class ImageConfig(EvalTransform):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig(ImageConfig):
-    """Which images, and how they reach the model."""
+    """Images and batches of a training run."""
 
     batch_size: Size | Literal["auto"] = 128
-    """Images per process (per GPU) and forward pass. auto: as many as are sure to fit the GPU."""
+    """Images per process (per GPU) and forward pass. auto: the largest predicted to fit the GPU."""
     eval_batch_size: Size | None = None
     """Images per process and forward pass in evaluation. None: as in training."""
     progressive_sizes: tuple[Size, ...] | None = None
-    """Train at these sizes one after the other, each for an equal share of the epochs, and test at
-    --input-size. None: train at --input-size."""
+    """Train at these sizes one after the other, each for an equal fraction of the epochs, and test
+    at --input-size. None: train at --input-size."""
 
     @property
     def resolved_batch_size(self) -> int:
@@ -99,21 +99,21 @@ class DataConfig(ImageConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AugmentConfig(Augment):
-    """How training images and labels are varied, in this order."""
+    """Augmentation of training images and labels, in this order."""
 
     aug_repeats: Count = 1
-    """How often an image comes in an epoch, varied anew each time (arXiv 1902.05509); so many fewer
-    images come in it."""
+    """Augmented copies of each image per epoch (repeated augmentation, arXiv 1902.05509). An epoch
+    keeps its length, so it has fewer different images."""
     mixup: PositiveOrZero = 0.0
-    """Alpha of mixup. 0: none."""
+    """Alpha of mixup. 0: no mixup."""
     cutmix: PositiveOrZero = 0.0
-    """Alpha of cutmix. 0: none."""
+    """Alpha of cutmix. 0: no cutmix."""
     mix_prob: Fraction = 1.0
-    """Probability that a batch is mixed at all, where mixup or cutmix is on."""
+    """Probability that a batch is mixed, if mixup or cutmix is on."""
     mix_off_epochs: CountOrZero = 0
-    """Train the last so many epochs without mixup and cutmix."""
+    """Number of last epochs without mixup and cutmix."""
     label_smoothing: FractionBelow1 = 0.0
-    """Probability mass spread over all classes."""
+    """Probability distributed evenly over all classes."""
 
     @property
     def mixes(self) -> bool:
@@ -123,7 +123,7 @@ class AugmentConfig(Augment):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LabelConfig(Settings):
-    """One label an image, or any number of them, and the loss."""
+    """Labels, one or several per image, and the loss."""
 
     loss: Literal["cross-entropy", "one-vs-all", "semantic-softmax", "bce", "asymmetric"] = (
         "cross-entropy"
@@ -132,57 +132,57 @@ class LabelConfig(Settings):
     arXiv 2110.00476) or semantic-softmax (arXiv 2104.10972). For any number of them, listed in
     train.csv and val.csv or in COCO's JSON: bce or asymmetric (arXiv 2009.14119)."""
     bce_target_thresh: FractionBelow1 | None = None
-    """One-vs-all: shares of a mixed label above this count as 1, others as 0. None: as they are."""
+    """One-vs-all: targets of mixed labels above this become 1, others 0. None: unchanged."""
     hierarchy: str | None = None
     """Semantic softmax: a JSON file, {"class": "the class above it"}."""
     gamma_neg: PositiveOrZero = 4.0
-    """Asymmetric loss: how much easy negatives are discounted."""
+    """Asymmetric loss: focusing exponent of negatives; higher reduces easy ones more."""
     gamma_pos: PositiveOrZero = 1.0
-    """Asymmetric loss: how much easy positives are discounted."""
+    """Asymmetric loss: focusing exponent of positives; higher reduces easy ones more."""
     prob_margin: FractionBelow1 = 0.05
-    """Asymmetric loss: negatives below this probability count nothing."""
+    """Asymmetric loss: negatives below this probability have no loss."""
     threshold: Fraction = 0.5
     """Probability from which a label counts as predicted, for F1."""
 
     @property
     def multi(self) -> bool:
-        """Whether an image has any number of labels."""
+        """Whether an image may have any number of labels."""
         return self.loss in ("bce", "asymmetric")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistillConfig(Settings):
-    """A teacher, whose answers are learned beside the labels."""
+    """Knowledge distillation from a teacher, beside the labels."""
 
     teacher: str | None = None
     """Weights of the teacher: a tag of `tresnet list`, a file or hf-hub:USER/NAME, or timm:NAME for
     timm's model with its pretrained weights. None: no teacher."""
     kd_weight: PositiveOrZero = 5.0
-    """Weight of the teacher's answers beside the labels' 1."""
+    """Weight of the distillation loss; that of the labels is 1."""
     kd_temperature: Positive = 1.0
-    """Temperature at which both answers are compared."""
+    """Softmax temperature of teacher and model in the distillation loss."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComputeConfig(Compute):
-    """On what, and in which precision and layout."""
+    """Device, precision and memory format."""
 
     device: str = "auto"
     """cpu, cuda, cuda:N, or auto: a GPU if there is one."""
     sync_bn: bool = False
-    """Batch norm over the images of all GPUs."""
+    """Compute batch statistics over the images of all GPUs."""
     gpu_memory: str | None = None
-    """Memory that --batch-size auto may count on, such as 24GiB. None: what is free on the GPU."""
+    """Memory for --batch-size auto, such as 24GiB. None: the free memory of the GPU."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig(Settings):
-    """What the run is called, writes and shows."""
+    """Name, directory, logs and checkpoints of a run."""
 
     name: str | None = None
-    """Name of the run directory, which must not exist. None: model, data and date."""
+    """Name of the run directory. It must not exist, unless --resume. None: model, data and date."""
     runs: str = "runs"
-    """Directory of run directories."""
+    """Directory that holds the run directories."""
     seed: Annotated[int, Ge(0), Lt(2**63)] = 0
     """Seed of weights, data order and augmentation."""
     eval_interval: Count = 1
@@ -190,25 +190,25 @@ class RunConfig(Settings):
     checkpoint_interval_s: PositiveOrZero = 600.0
     """Seconds between checkpoints within an epoch; each epoch ends with one anyway."""
     log_interval: Count = 50
-    """Updates between looks at the loss, and between lines where no bar is shown."""
+    """Optimizer steps between readings of the loss, and between lines without a progress bar."""
     skip_bad_steps: CountOrZero = 0
-    """Leave out so many updates whose loss or gradient is not finite; then stop. More than 0 waits
-    for the device once an update."""
+    """Largest number of optimizer steps to skip as their loss or gradient is not finite; then the
+    run stops. More than 0 waits for the device in every step."""
     progress: bool = True
     """Show a progress bar, if the output is a terminal."""
     tensorboard: bool = True
     """Write TensorBoard events, if it is installed."""
     track: Literal["wandb", "trackio"] | None = None
-    """Send the numbers of the log to W&B or trackio too, which has to be installed."""
+    """Also send the log to W&B or trackio, which must be installed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig(Settings):
-    """Everything that decides a training run; saved with it as config.json."""
+    """The complete configuration of a training run; saved with it as config.json."""
 
     recipe: str = "paper"
-    """Where the defaults of all other options come from: paper, usi, rsb-a2, in21k, finetune,
-    digits or multilabel."""
+    """Source of the defaults of all other options: paper, usi, rsb-a2, in21k, finetune, digits or
+    multilabel."""
     model: NetworkConfig = dataclasses.field(default_factory=NetworkConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     augment: AugmentConfig = dataclasses.field(default_factory=AugmentConfig)
@@ -225,8 +225,8 @@ class TrainConfig(Settings):
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
 
-# What may change when a run is resumed: none of it alters what is computed. The images themselves
-# are compared by fingerprint, so a data set that moved is found again and another one is refused.
+# Options that may change when a run is resumed, as they do not change its results. The images are
+# compared by fingerprint, so a data set may move, but another one is refused.
 FREE_AT_RESUME = frozenset(
     [
         "data",
@@ -245,7 +245,7 @@ FREE_AT_RESUME = frozenset(
 )
 
 
-# What a run fills in that its options leave open.
+# Fields that a run fills in if they are None.
 RESOLVED = ("model", "input_size", "crop_pct", "crop_mode", "interpolation")
 
 
@@ -255,7 +255,7 @@ def to_json(config: TrainConfig) -> str:
 
 
 def from_json(text: str, source: str = "the configuration") -> TrainConfig:
-    """Read what `to_json` wrote, or raise `ConfigError`; `source` says where it came from."""
+    """Return the configuration of a text by `to_json`, or raise `ConfigError` with `source`."""
     return fields.read(TrainConfig, text, source)
 
 
@@ -297,7 +297,7 @@ def replace(config: TrainConfig, **changes: object) -> TrainConfig:
 
 
 def resumed(saved: TrainConfig, wanted: TrainConfig) -> TrainConfig:
-    """Return `wanted` with what it leaves open filled in by the run's first configuration."""
+    """Return `wanted` with its open fields filled in from the run's first configuration."""
     before, now = flatten(saved), flatten(wanted)
     left_open = [name for name in RESOLVED if now[name] is None]
     if wanted.data.batch_size == AUTO:
@@ -306,7 +306,7 @@ def resumed(saved: TrainConfig, wanted: TrainConfig) -> TrainConfig:
 
 
 def check_resumable(saved: TrainConfig, wanted: TrainConfig, best: Path) -> None:
-    """Raise `ConfigError`, naming the run's weights, where options would compute something else."""
+    """Raise `ConfigError`, naming the run's weights, if options would change its results."""
     before, now = flatten(saved), flatten(wanted)
     differing = [
         f"{fields.option(name)}: the run has {before[name]!r}, now {now[name]!r}"
@@ -317,6 +317,6 @@ def check_resumable(saved: TrainConfig, wanted: TrainConfig, best: Path) -> None
         raise ConfigError(
             "a run is resumed with the configuration it began with, but these options differ:\n  "
             + "\n  ".join(differing)
-            + "\nleave them out to go on with the run, or start a new one"
+            + "\nleave them out to continue the run, or start a new one"
             f" (--weights {best} starts it from this one's weights)"
         )

@@ -1,7 +1,7 @@
-"""Progress bars on a terminal, lines elsewhere; process 0 alone shows anything.
+"""Progress bars on a terminal, lines elsewhere; only process 0 shows anything.
 
-A run outlives its terminal: where a stream is closed or full, the rest of what is shown is lost,
-and nothing else.
+A run outlives its terminal: if a stream is closed or full, further output is dropped and the run
+continues.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ from tresnet.files import redirect
 class Console:
     """Lines on standard output and, if `shows_bars`, progress bars on standard error.
 
-    `broken` is the error of a stream that cannot be written; None so far.
+    `broken` is the error of a stream that cannot be written, or None.
     """
 
     def __init__(self, is_main: bool, progress: bool, stream: str = "stdout") -> None:
-        """Show on process 0 alone: bars if `progress`, lines on `stream` of sys."""
+        """Show output only on process 0: bars if `progress`, lines on `stream` of sys."""
         self._is_main, self._stream = is_main, stream
         self.shows_bars = is_main and progress and sys.stderr.isatty()
         self.broken: OSError | None = None
@@ -39,12 +39,12 @@ class Console:
             getattr(sys, self._stream).flush()
 
     def bar(self, title: str, total: int, done: int = 0) -> "Bar":
-        """Return a bar over `total` steps, some of them done; invisible off a terminal."""
+        """Return a bar over `total` steps of which `done` are done; hidden without a terminal."""
         return Bar(self, title, total, done)
 
     @contextlib.contextmanager
     def surviving(self) -> Iterator[None]:
-        """Write no more to standard output or error once either is closed or full."""
+        """Stop writing to standard output and error once either is closed or full."""
         try:
             yield
         except OSError as error:
@@ -62,7 +62,7 @@ def silence(stream: TextIO) -> None:
 
 
 class Bar:
-    """One loop's progress; enter it before the loop."""
+    """Progress bar of one loop; enter it before the loop."""
 
     def __init__(self, console: Console, title: str, total: int, done: int) -> None:
         self._console = console
@@ -84,12 +84,12 @@ class Bar:
             self._entered.close()
 
     def advance(self, steps: int = 1) -> None:
-        """Move on."""
+        """Count steps."""
         with self._console.surviving():
             self._tqdm.update(steps)
 
     def note(self, text: str, line: bool) -> None:
-        """Show figures behind the bar, or, off a terminal and if `line`, as a line."""
+        """Show figures after the bar or, without a terminal and if `line`, as a line."""
         if not self._tqdm.disable:
             with self._console.surviving():
                 self._tqdm.set_postfix_str(text)

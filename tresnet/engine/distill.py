@@ -1,4 +1,4 @@
-"""A teacher, from whose logits a run learns beside the labels (arXiv 1503.02531)."""
+"""Knowledge distillation: a run learns from a teacher's logits too (arXiv 1503.02531)."""
 
 from collections.abc import Callable, Sequence
 
@@ -24,10 +24,10 @@ class Teacher:
     def __init__(
         self, model: nn.Module, mapping: list[int] | None, config: TrainConfig, device: torch.device
     ) -> None:
-        """Move the model to the device, its norms folded where it is one of ours.
+        """Move the model to the device; a TResNet is folded.
 
-        Its `pretrained_cfg` has mean and standard deviation. `mapping` is its class of each label
-        of the data; None where they are the same.
+        Its `pretrained_cfg` has mean and standard deviation. `mapping` is the teacher's class of
+        each label of the data, or None if they are the same.
         """
         given = getattr(model, "pretrained_cfg", None) or {}
         mean, std = given.get("mean") or (0.0,), given.get("std") or (1.0,)
@@ -38,12 +38,12 @@ class Teacher:
             amp=config.compute.amp,
             channels_last=config.compute.channels_last,
             fold=isinstance(model, TResNet),
-            cuda_graph="off",  # it may run inside the student's
+            cuda_graph="off",  # it may run inside the model's graph
         )
         self._step = InferenceStep(model, compute, device)
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Compute logits (N, classes) in float32 of images (N, 3, H, W), floats in [0, 1]."""
+        """Return logits (N, classes) in float32 of images (N, 3, H, W), floats in [0, 1]."""
         if not self._plain:
             images = (images - self._mean) / self._std
         logits = self._step(images)
@@ -53,9 +53,9 @@ class Teacher:
 def create_teacher(
     config: TrainConfig, classes: Sequence[str], device: torch.device
 ) -> Teacher | None:
-    """Return the configured teacher, if any, tried on one image of each size.
+    """Return the configured teacher, if any, after a test on one image of each size.
 
-    Other classes or sizes raise ConfigError, absent weights CheckpointError or InputError.
+    Other classes or sizes raise ConfigError, missing weights CheckpointError or InputError.
     """
     name = config.distill.teacher
     if name is None:
@@ -92,7 +92,7 @@ def _from_timm(name: str) -> nn.Module:
     check_name(name)
     try:
         return timm.create_model(name.removeprefix(_TIMM), pretrained=True)
-    except Exception as error:  # of the network, the hub's library or timm
+    except Exception as error:  # the network, the hub's library or timm
         raise CheckpointError(
             f"--teacher {name}: timm cannot give its pretrained weights"
             f" ({type(error).__name__}: {error})"

@@ -1,4 +1,8 @@
-"""The processes of one run: torchrun's environment, and the few collectives the engine needs."""
+"""The processes of one run: torchrun's environment, and the collectives that the engine needs.
+
+`join` yields a `Processes`, whose methods are collectives and work for one process too. Small
+values travel over gloo on the CPU, tensors over nccl.
+"""
 
 import contextlib
 import dataclasses
@@ -18,14 +22,14 @@ from tresnet import files
 from tresnet.engine import signals
 from tresnet.errors import ConfigError
 
-# Longer than any process lets the others wait, as for compiling or for a checkpoint on a slow disk.
-# What is silent for longer is gone, and a restart goes on from the last checkpoint.
+# Timeout of collectives, longer than compilation or a checkpoint on a slow disk. After it torchrun
+# restarts the processes from the last checkpoint.
 TIMEOUT_MIN = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-    """This process among those of the run; every method is a collective."""
+    """This process among those of the run; its methods are collectives."""
 
     rank: int
     world_size: int
@@ -78,21 +82,21 @@ class Processes:
 def join(device: str) -> Iterator[Processes]:
     """Join the processes that torchrun started, or be the only one.
 
-    `device` is `cpu`, `cuda`, `cuda:N` or `auto`; an absent one raises ConfigError. Small values
-    travel over gloo on the CPU, so that reading them never waits for a GPU.
+    `device` is `cpu`, `cuda`, `cuda:N` or `auto`; one that does not exist raises ConfigError. Small
+    values travel over gloo on the CPU, so that reading them does not wait for a GPU.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     chosen = pick_device(device, int(os.environ.get("LOCAL_RANK", "0")), world_size)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-        torch.backends.cudnn.benchmark = True  # batches keep their size: search kernels once
-        torch.backends.cudnn.benchmark_limit = 0  # among all of them, as `tresnet bench` does
+        torch.backends.cudnn.benchmark = True  # batches keep their size, so the search runs once
+        torch.backends.cudnn.benchmark_limit = 0  # search all algorithms, as `tresnet bench`
     if world_size == 1:
         yield Processes(0, 1, chosen)
         return
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     timeout = datetime.timedelta(minutes=TIMEOUT_MIN)
-    # while C++ waits, Python's handlers do not run
+    # Python's signal handlers do not run while C++ waits
     with files.handled(signals.STOPPING, signal.SIG_DFL):
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
         store = dist.PrefixStore(meet(store, rank, world_size, timeout), store)
@@ -100,18 +104,18 @@ def join(device: str) -> Iterator[Processes]:
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout
         )
     yield Processes(rank, world_size, chosen)
-    # Only after success: when one process fails the others wait in a collective, and leaving the
-    # group would wait for them too. torchrun ends them.
+    # Only after success: if one process fails, the others wait in a collective until torchrun ends
+    # them, and destroying the group would wait for them.
     dist.destroy_process_group()
 
 
 def meet(store: dist.Store, rank: int, world_size: int, timeout: datetime.timedelta) -> str:
-    """Return a name that the live processes agree on and no earlier ones have used.
+    """Return a name for the store's keys that only the live processes use.
 
-    torchrun keeps one store over its restarts. Under the same names, a process that is quicker than
-    its neighbour reads the address of that neighbour's dead predecessor. The restart then fails
-    (two of three tries with torch 2.15). So each process asks under a name of its own, process 0
-    answers, and continues when all have heard.
+    torchrun keeps one store over its restarts. Under constant names, a quick process reads the
+    address of a neighbour's dead predecessor, and the restart fails (two of three tries with torch
+    2.15). So each process sends its own random name, process 0 answers, and all continue when all
+    have the answer.
     """
     own = uuid.uuid4().hex
     if rank:
@@ -124,7 +128,7 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout: datetime.timede
     deadline = time.monotonic() + timeout.total_seconds()
     while not store.check(heard):
         for key in asked:
-            if store.check([key]):  # an ended process may have asked: its answer is not read
+            if store.check([key]):  # also answers ended processes, which do not read it
                 store.set(f"answer/{store.get(key).decode()}", own)
         if time.monotonic() > deadline:
             came = sum(store.check([key]) for key in heard)

@@ -1,4 +1,8 @@
-"""Evaluation: a loop over images that counts each of them once, on any number of processes."""
+"""Evaluation: a loop over images that counts each image once, on any number of processes.
+
+`evaluate` runs the inference step over a loader. Sums of one-label metrics stay on the device;
+multi-label metrics keep all logits, as average precision sorts them.
+"""
 
 import dataclasses
 import math
@@ -19,11 +23,15 @@ from tresnet.steps import InferenceStep
 
 @dataclasses.dataclass(frozen=True)
 class Metrics:
-    """Metrics of images with one label each, over all processes; accuracies are in percent.
+    """Metrics of images with one label each, over all processes.
 
-    `loss` is the mean cross-entropy without label smoothing, and `top5` of all classes if there are
-    fewer. `images_per_s` includes loading; None if too fast to measure. `skipped` files were
-    unreadable.
+    Attributes:
+        images: Number of images.
+        loss: Mean cross-entropy without label smoothing.
+        top1: Top-1 accuracy in percent.
+        top5: Top-5 accuracy in percent, or of all classes if there are fewer.
+        images_per_s: Rate with loading; None if too fast to measure.
+        skipped: Number of unreadable files.
     """
 
     images: int
@@ -35,7 +43,7 @@ class Metrics:
 
     @property
     def score(self) -> float:
-        """Percentage that chooses the best checkpoint."""
+        """The percentage by which the best checkpoint is chosen."""
         return self.top1
 
     def figures(self) -> dict[str, float]:
@@ -56,11 +64,16 @@ class Metrics:
 class MultiLabelMetrics:
     """Metrics of images with any number of labels each, over all processes.
 
-    `loss` is the mean binary cross-entropy over images and classes. `map`, over the classes that
-    occur, `per_class_ap`, None where no image has the class, and F1 are in percent. `f1_micro` is
-    over all labels at once, at `threshold`; `f1_macro` is the classes' mean, 0 for one neither had
-    nor predicted. `images_per_s` includes loading; None if too fast to measure. `skipped` files
-    were unreadable.
+    Attributes:
+        images: Number of images.
+        loss: Mean binary cross-entropy over images and classes.
+        map: Mean average precision in percent, over the classes that occur.
+        per_class_ap: Average precision in percent; None for a class that no image has.
+        f1_micro: F1 in percent over all labels together, at `threshold`.
+        f1_macro: Mean of the classes' F1 in percent; 0 for a class neither labelled nor predicted.
+        threshold: Probability from which a label counts as predicted.
+        images_per_s: Rate with loading; None if too fast to measure.
+        skipped: Number of unreadable files.
     """
 
     images: int
@@ -75,7 +88,7 @@ class MultiLabelMetrics:
 
     @property
     def score(self) -> float:
-        """Percentage that chooses the best checkpoint."""
+        """The percentage by which the best checkpoint is chosen."""
         return self.map
 
     def figures(self) -> dict[str, float]:
@@ -107,13 +120,22 @@ def evaluate(
 ) -> Metrics | MultiLabelMetrics:
     """Evaluate a model on this process's part of a split (a collective).
 
-    `class_map` is the model's class of each label; None where they are the same. `levels`
-    (classes,) are those of a hierarchy: an image's classes are those of its label's level. None
-    tells all classes apart. If no image can be read, or none has a label, `DataError` is raised.
+    Args:
+        labels: Kind of labels, and the threshold of F1.
+        step: Inference step of the model.
+        loader: This process's images.
+        processes: The processes of the run.
+        class_map: The model's class of each label; None if they are the same.
+        console: Shows a progress bar; None for none.
+        levels: Levels of a hierarchy (classes,). An image is then classified among the classes of
+            its label's level; None compares all classes.
+
+    Raises:
+        DataError: no image can be read, or none has a label.
     """
     sums = _ManyLabels(labels.threshold) if labels.multi else _OneLabel(processes.device)
     meter = ThroughputMeter(processes.device)
-    if len(loader) == 1:  # otherwise the first batch, with start-up costs, is not timed
+    if len(loader) == 1:  # else the first batch, with its start-up cost, is not timed
         meter.start()
     seen = 0
     bar = (console or Console(False, False)).bar("evaluating", len(loader))
@@ -138,7 +160,7 @@ def evaluate(
 
 
 class _OneLabel:
-    """Sums of loss, top-1 hits and top-5 hits, left on the device until the end."""
+    """Sums of loss, top-1 hits and top-5 hits, kept on the device until the end."""
 
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)
@@ -192,9 +214,9 @@ class _ManyLabels:
 
 
 def average_precision(scores: Tensor, targets: Tensor) -> float | None:
-    """Return the sum over thresholds of precision times gained recall, a fraction from 0 to 1.
+    """Return the sum over thresholds of precision times gained recall, from 0 to 1.
 
-    Scores and targets (0 or 1) are (N,). Images of equal score share a threshold, as in
+    Scores and targets (0 or 1) are (N,). Images of equal score have one threshold, as in
     scikit-learn. None if no image has the label.
     """
     if not bool(targets.any()):

@@ -1,4 +1,8 @@
-"""Evaluation of weights on a folder of images, for eval.py."""
+"""Evaluation of weights on a folder of images, for eval.py.
+
+`EvalConfig` holds its options. `run` opens the weights once, prepares the images as the weights
+require, and compares the classes of both before it evaluates.
+"""
 
 import dataclasses
 import json
@@ -34,7 +38,7 @@ class EvalConfig(Build, ImageConfig):
     weights: str
     """A tag of `tresnet list`, a file, a directory in timm's layout or hf-hub:USER/NAME."""
     model: str | None = None
-    """Variant, where the weights do not say which they are."""
+    """Variant, if it does not follow from the weights."""
     labels: Literal["single", "multi"] | None = None
     """One label an image, in class folders, or any number, in SPLIT.csv or COCO's JSON. None: as
     the weights were trained."""
@@ -62,7 +66,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
         ConfigError: An option does not fit, the output exists, or the classes differ.
         CheckpointError: The weights cannot be read or do not fit the model.
         DataError: The data set is incomplete or holds files that are not images.
-        WriteError: The result cannot be written, neither to the output nor to the screen.
+        WriteError: The result can be written neither to the output nor to the screen.
     """
     _check(config)
     opened = open_weights(config.weights)

@@ -1,4 +1,4 @@
-"""The semantic softmax: a loss on each level of a hierarchy of classes (arXiv 2104.10972)."""
+"""Semantic softmax: a loss on each level of a hierarchy of classes (arXiv 2104.10972)."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from tresnet.errors import ConfigError
 
-# The authors' limit on a level's weight.
+# Largest weight of a level, from the authors' code.
 _MOST_WEIGHT = 20.0
 
 
@@ -18,7 +18,7 @@ def read_hierarchy(path: str, classes: Sequence[str]) -> list[list[int]]:
     """Return for each class the labels [itself, parent, grandparent, ...], or raise ConfigError.
 
     `path` is a JSON object from a class's name to that of its parent; roots are left out. `classes`
-    are in the order of the labels; other names are skipped, their parents are not.
+    are in the order of the labels. Names that are not classes are skipped, but not their parents.
     """
     try:
         parents = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -51,10 +51,10 @@ def _line(name: str, parents: Mapping[str, str], path: str) -> list[str]:
 class SemanticSoftmaxLoss(nn.Module):
     """Weighted sum over levels of a cross-entropy among the classes of that level.
 
-    A class of level l (with l ancestors) is an example of its ancestors on the levels above, and of
-    nothing below. A level's weight is the number of classes over that of classes at it or below, at
-    most 20: deep levels see fewer images. `levels` (C,) are those of the classes; logits of
-    different levels can't be compared.
+    A class of level l (with l ancestors) counts as its ancestors on the levels above, and not at
+    all on those below. The weight of a level is the number of classes over that of classes at or
+    below it, at most 20: deep levels get fewer images. `levels` (C,) are those of the classes.
+    Logits of different levels cannot be compared.
     """
 
     def __init__(self, ancestors: list[list[int]], smoothing: float) -> None:
@@ -65,7 +65,7 @@ class SemanticSoftmaxLoss(nn.Module):
         self._levels: list[tuple[Tensor, Tensor, float]] = []
         for level in range(int(depths.max()) + 1):
             members = torch.nonzero(depths == level).flatten()
-            if len(members) < 2:  # nothing to tell apart
+            if len(members) < 2:  # a single class has no loss
                 continue
             place = {label: i for i, label in enumerate(members.tolist())}
             targets = [place[line[-1 - level]] if len(line) > level else -1 for line in ancestors]

@@ -1,4 +1,8 @@
-"""The run's images: the data set by its name, its transforms, loaders and fingerprint."""
+"""The run's images: the data set by its name, its transforms, loaders and fingerprint.
+
+`open_splits` opens class folders, shards, multi-label lists or the written digits. The fingerprint
+is compared when a run resumes, so that it cannot continue on other images.
+"""
 
 import dataclasses
 import hashlib
@@ -32,7 +36,7 @@ _WRITTEN = {"digits": digits, digits_multi.NAME: digits_multi}
 class Splits:
     """Training and validation images.
 
-    `fingerprints`, by split, change with its files, their sizes, order or labels.
+    A split's entry in `fingerprints` changes with its files, their sizes, order or labels.
     """
 
     train: ImageDataset
@@ -46,7 +50,7 @@ class Splits:
 
 
 def locate(data: ImageConfig, processes: Processes) -> Path:
-    """Return the folder with the splits; one process writes the digits while the others wait."""
+    """Return the folder of the splits; process 0 writes the digits while the others wait."""
     assert data.data is not None, "checked by validate"
     if data.data not in _WRITTEN:
         return Path(data.data)
@@ -70,7 +74,7 @@ def open_splits(config: TrainConfig, processes: Processes) -> Splits:
     }
     check_same_classes(**splits)
     prints = None
-    if processes.is_main:  # each file is asked for its size: once is enough
+    if processes.is_main:  # reads the size of each file, so only once
         prints = {name: fingerprint(split, folder) for name, split in splits.items()}
     return Splits(**splits, fingerprints=processes.from_main(prints))
 
@@ -78,7 +82,7 @@ def open_splits(config: TrainConfig, processes: Processes) -> Splits:
 def open_split(
     folder: Path, split: str, transform: Any, multi: bool, skip_bad_images: bool = False
 ) -> ImageDataset:
-    """Open a split: shards, class folders, or a list of multi-label images; or raise DataError."""
+    """Open a split in shards, class folders, or a multi-label list, or raise DataError."""
     if not manifest_path(folder, split).is_file():
         opener = open_multilabel if multi else open_folder
         return opener(folder, split, transform, skip_bad_images)
@@ -93,7 +97,7 @@ def open_split(
 
 
 def set_training_size(config: TrainConfig, splits: Splits, epoch: int) -> bool:
-    """Set the image size of an epoch (from 0) for training; return whether it may have changed."""
+    """Set the training image size of an epoch (from 0); return whether it may have changed."""
     sizes = config.data.sizes
     if len(sizes) == 1:
         return False
@@ -113,7 +117,7 @@ def create_loaders(
 ) -> tuple[Loader, Loader]:
     """Create this process's loaders, or raise DataError for too few training images."""
     data = config.data
-    shared: dict[str, Any] = {
+    common: dict[str, Any] = {
         "workers": data.workers,
         "seed": config.run.seed,
         "distributed": (processes.rank, processes.world_size),
@@ -121,9 +125,9 @@ def create_loaders(
     }
     return (
         create_loader(
-            splits.train, batch_size, training=True, repeats=config.augment.aug_repeats, **shared
+            splits.train, batch_size, training=True, repeats=config.augment.aug_repeats, **common
         ),
-        create_loader(splits.val, data.eval_batch_size or batch_size, training=False, **shared),
+        create_loader(splits.val, data.eval_batch_size or batch_size, training=False, **common),
     )
 
 
@@ -134,7 +138,7 @@ def fingerprint(dataset: ImageDataset, folder: Path) -> str:
         digest.update(os.fsencode(os.path.relpath(path, folder)))
         try:
             digest.update(b"\n%d\n" % os.stat(path).st_size)
-        except OSError:  # it shows when it is read
+        except OSError:  # reading it raises the error
             digest.update(b"\n?\n")
     digest.update(dataset.targets.numpy().tobytes())
     return digest.hexdigest()[:16]

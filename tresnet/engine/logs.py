@@ -1,4 +1,8 @@
-"""The log of a run: one table as JSONL and CSV, TensorBoard events, and trackers."""
+"""The log of a run: one table as JSONL and CSV, TensorBoard events, and trackers.
+
+A row is appended and synced before the checkpoint that it belongs to. On resume, rows after the
+checkpoint are dropped, so that no row is lost or doubled.
+"""
 
 import contextlib
 import csv
@@ -18,8 +22,8 @@ from tresnet.errors import WriteError
 from tresnet.measure.memory import MemorySnapshot
 
 TABLE, CSV = "log.jsonl", "log.csv"
-EVENTS = "events.out.tfevents"  # how TensorBoard's names begin
-TRACKED = "tracked.txt"  # what a tracker knows the run by
+EVENTS = "events.out.tfevents"  # prefix of TensorBoard's files
+TRACKED = "tracked.txt"  # holds the tracker's id of the run
 COLUMNS = (
     "phase",
     "epoch",
@@ -45,13 +49,13 @@ COLUMNS = (
 
 
 class RunLog:
-    """The table of a run: a row each for the phases initial and model, for each epoch, and final.
+    """The table of a run: a row for each epoch, and for the phases initial, model and final.
 
-    `step` counts optimizer steps, `accuracy`, `val_top*`, `val_map` and `val_f1` are in percent,
-    and `images_per_s` is over all processes. `data_wait_pct` is the part of the time in which
+    `step` counts optimizer steps. `accuracy`, `val_top*`, `val_map` and `val_f1` are in percent,
+    and `images_per_s` is over all processes. `data_wait_pct` is the percentage of the time in which
     training waited for images, `bad_steps` the optimizer steps skipped so far. A cell that does not
-    apply, or is not a finite number, is null in `log.jsonl` and empty in `log.csv`. Rows are
-    appended to `log.jsonl`, and `log.csv` is derived from it. `rows` has all so far.
+    apply, or is not finite, is null in `log.jsonl` and empty in `log.csv`. Rows are appended to
+    `log.jsonl`, and `log.csv` is written from them. `rows` holds all rows.
     """
 
     def __init__(
@@ -65,8 +69,8 @@ class RunLog:
     ) -> None:
         """Begin a log, or continue one after the `rows` that belong to the resumed state.
 
-        `tensorboard` writes event files too, if the package is installed. `track`, wandb or
-        trackio, receives the same numbers and the configuration. Failures raise WriteError.
+        `tensorboard` also writes event files, if the package is installed. `track`, wandb or
+        trackio, receives the same figures and the configuration. Failures raise WriteError.
         """
         self.rows = rows
         self._jsonl, self._csv = directory / TABLE, directory / CSV
@@ -83,7 +87,7 @@ class RunLog:
         self.row(**place, elapsed_s=elapsed_s, **memory.to_dict(), **more)
 
     def row(self, **values: Any) -> None:
-        """Append a row, or raise WriteError; columns not named stay empty."""
+        """Append a row, or raise WriteError; columns that are not given stay empty."""
         row = {name: values.pop(name, None) for name in COLUMNS}
         if values:
             raise ValueError(f"no such columns: {sorted(values)}")
@@ -94,13 +98,13 @@ class RunLog:
         with files.explained(self._jsonl), self._jsonl.open("a", encoding="utf-8") as file:
             file.write(_json_line(row))
             file.flush()
-            os.fsync(file.fileno())  # before the state that the row belongs to
+            os.fsync(file.fileno())  # before the checkpoint of this row is written
         files.write_text(self._csv, _to_csv(self.rows))
         numbers = {k: v for k, v in row.items() if isinstance(v, float) and k != "elapsed_s"}
         self.scalars(row["step"], "epoch", numbers)
 
     def scalars(self, step: int, prefix: str, values: dict[str, float]) -> None:
-        """Send numbers to TensorBoard and to the tracker alone."""
+        """Send figures only to TensorBoard and to the tracker."""
         named = {f"{prefix}/{name}": value for name, value in values.items()}
         if self._events is not None:
             for name, value in named.items():
@@ -117,10 +121,10 @@ class RunLog:
 
 
 def read_rows(directory: Path, epochs: int) -> list[dict[str, Any]]:
-    """Read the rows of a run's log up to a state with so many whole epochs.
+    """Read the rows of a run's log up to a state after `epochs` complete epochs.
 
-    A kill between a row and its state leaves a row that will be written again, or a part of one:
-    reading ends at the first line that is not a row.
+    A kill between a row and its state leaves a row that will be written again, or a part of one.
+    Reading ends at the first line that is not a row.
     """
     rows = []
     with contextlib.suppress(OSError, ValueError):
@@ -155,9 +159,10 @@ def _event_writer(directory: Path, step: int | None) -> Any:
 
 
 def _tracker(name: str, directory: Path, config: dict[str, Any] | None) -> Any:
-    """Return a run of W&B or trackio, which copies its interface; a resumed one continues its own.
+    """Return a run of W&B, or of trackio, which has the same interface.
 
-    Files that W&B writes, all of them with WANDB_MODE=offline, are in the run's directory.
+    A resumed run continues its own. Files that W&B writes, all of them with WANDB_MODE=offline, are
+    in the run's directory.
     """
     known = directory / TRACKED
     if not known.exists():
@@ -169,7 +174,7 @@ def _tracker(name: str, directory: Path, config: dict[str, Any] | None) -> Any:
         return import_module(name).init(
             project="tresnet", name=label, config=config, resume="allow", **own
         )
-    except Exception as error:  # theirs have no common base
+    except Exception as error:  # the trackers' errors have no common base
         raise WriteError(
             f"{name} cannot begin to track the run: {error}: log in to it, or leave out --track"
         ) from error

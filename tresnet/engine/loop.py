@@ -1,4 +1,8 @@
-"""The third phase of a run trains its epochs, with evaluations and checkpoints."""
+"""The third phase of a run trains its epochs, with evaluations and checkpoints.
+
+Micro-batches of a step are fetched before anything is computed. Then all processes agree on stop
+signals, due checkpoints and unreadable images, so that each checkpoint is between two steps.
+"""
 
 import itertools
 from collections.abc import Iterator
@@ -31,7 +35,7 @@ class Loop:
         log: RunLog | None,
         stop: StopRequest,
     ) -> None:
-        """Keep the parts; `log` is None except on process 0."""
+        """Store the parts; `log` is None except on process 0."""
         self.plan, self.parts, self.checkpoints = plan, parts, checkpoints
         self.log, self.stop = log, stop
         self.config, self.progress = plan.config, plan.record.progress
@@ -54,7 +58,7 @@ class Loop:
         progress, loader = self.progress, self.parts.train_loader
         per_epoch = self.plan.batches.per_epoch
         if set_training_size(self.config, self.plan.splits, progress.epoch):
-            loader.close()  # its workers know the size before
+            loader.close()  # its workers have the former size
         loader.set_epoch(progress.epoch, progress.micro_batches)
         self.throughput.reset()
         self.throughput.start()
@@ -80,8 +84,8 @@ class Loop:
     def _fetch(self, batches: Iterator[Batch]) -> tuple[list[Batch], DataError | None]:
         """Return the next step's micro-batches, none at the epoch's end, or the error.
 
-        They are fetched before anything is computed, so that a failure finds all processes, their
-        weights and their random generators between two steps.
+        They are fetched before anything is computed. An error then finds the weights and the random
+        generators of all processes between two steps.
         """
         try:
             return list(itertools.islice(batches, self.plan.batches.accumulate)), None
@@ -89,7 +93,7 @@ class Loop:
             return [], error
 
     def _poll(self, failure: DataError | None) -> tuple[int, bool, bool]:
-        """Return any process's signal, whether a checkpoint is due, and whether any failed."""
+        """Return any process's signal, whether a checkpoint is due, and whether any has failed."""
         signum, due, failed = self.processes.max(
             self.stop.signum, self.checkpoints.are_due, failure is not None
         )
@@ -140,7 +144,7 @@ class Loop:
             return
         progress.images += sums.images
         progress.hits += sums.hits
-        for loss_sum in sums.loss_sums:  # one by one: the same bits, whenever the meter is read
+        for loss_sum in sums.loss_sums:  # one by one, so that the bits do not depend on readings
             progress.loss_sum += loss_sum
         figures = {"loss": sum(sums.loss_sums) / sums.images, "lr": self.step.lr}
         rate = self.throughput.images_per_s()
@@ -168,7 +172,7 @@ class Loop:
         figures["bad_steps"] = progress.bad_steps
         done = progress.epoch + 1
         if done == epochs or done % self.config.run.eval_interval == 0:
-            self.checkpoints.save()  # should evaluation fail, the epoch is not lost
+            self.checkpoints.save()  # so that a failed evaluation does not lose the epoch
             figures |= self._evaluate(done)
         progress.next_epoch()
         if self.log is not None:

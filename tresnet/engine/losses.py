@@ -1,4 +1,8 @@
-"""Losses, out of timm's parts, the mixing of batches, and the meter of the training loss."""
+"""Losses from timm's parts, the mixing of batches, and the meter of the training loss.
+
+`Losses.prepare` mixes a batch and returns its targets with the loss that accepts them. `LossMeter`
+collects losses on the device, and waits for it only when it is read.
+"""
 
 import dataclasses
 import math
@@ -17,13 +21,13 @@ from tresnet.engine.hierarchy import SemanticSoftmaxLoss, read_hierarchy
 class Losses:
     """The loss of each epoch, and the mixing of its batches.
 
-    `levels` (classes,) are those of a hierarchy, else None.
+    `levels` (classes,) are those of a hierarchy, or None.
     """
 
     def __init__(
         self, config: TrainConfig, classes: Sequence[str], rank: int, teacher: Teacher | None = None
     ) -> None:
-        """Build the losses, or raise ConfigError for the hierarchy; each rank mixes its own way."""
+        """Build the losses, or raise ConfigError for the hierarchy; ranks mix differently."""
         from timm.data.mixup import Mixup
 
         augment = config.augment
@@ -48,11 +52,11 @@ class Losses:
         self._seed = mix_seed(config.run.seed, rank)
 
     def mixes(self, epoch: int) -> bool:
-        """Whether the batches of an epoch are mixed, so that they have no accuracy."""
+        """Whether the batches of an epoch are mixed, and so have no accuracy."""
         return self._mixup is not None and epoch < self._mixing_epochs
 
     def has_accuracy(self, epoch: int) -> bool:
-        """Whether each training image has one right answer."""
+        """Whether each training image has one correct class."""
         return not self._multi and not self.mixes(epoch) and self.levels is None
 
     def prepare(
@@ -60,9 +64,10 @@ class Losses:
     ) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]:
         """Mix a batch if its epoch (from 0) does; return images, targets and their loss.
 
-        Images (N, 3, H, W) are overwritten by mixing, and floats if there is a teacher. Labels are
-        (N,), or (N, classes) of 0 and 1. Targets are labels (N,), label distributions (N, classes),
-        or (N, 2, classes) with the teacher's logits. `step` numbers the batches of the run.
+        Mixing overwrites the images (N, 3, H, W), which are floats if there is a teacher. Labels
+        are (N,), or (N, classes) of 0 and 1. Targets are labels (N,), label distributions (N,
+        classes), or (N, 2, classes) with the teacher's logits. `step` is the index of the batch in
+        the run.
         """
         images, targets, criterion = self._mixed(images, labels, epoch, step)
         if self._teacher is None:
@@ -79,7 +84,7 @@ class Losses:
     ) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]:
         if self._mixup is None or not self.mixes(epoch):
             return images, labels, self._plain
-        with preserved_generators():  # so that a resumed run mixes the same way
+        with preserved_generators():  # so that a resumed run mixes in the same way
             seed_cpu_generators(mix_seed(self._seed, step))
             images, soft = self._mixup(images, labels)
         return images, soft, self._soft
@@ -117,7 +122,7 @@ def loss_of(
 class LossSums:
     """Sums over the micro-batches since the last reading, of all processes.
 
-    `first_bad` is the first optimizer step whose loss is nan or infinite, or None.
+    `first_bad` is the first optimizer step whose loss is NaN or infinite, or None.
     """
 
     images: int
@@ -127,7 +132,7 @@ class LossSums:
 
 
 class LossMeter:
-    """Collects losses without waiting for the device; reading waits once."""
+    """Collects losses without waiting for the device; a reading waits once."""
 
     def __init__(self) -> None:
         self._batches: list[tuple[int, int, Tensor]] = []

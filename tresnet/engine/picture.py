@@ -7,7 +7,7 @@ from typing import Any
 from tresnet.files import atomic_write
 
 PICTURE = "run.svg"
-# Of each panel: the axis, and the columns of the log with their names.
+# Panels: the axis, and the columns of the log with their names.
 _PANELS: tuple[tuple[str, dict[str, str]], ...] = (
     ("loss", {"loss": "training", "val_loss": "validation"}),
     (
@@ -25,7 +25,7 @@ _COLORS = ("#0072b2", "#d55e00", "#009e73")
 
 
 def draw(directory: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
-    """Draw a run's whole epochs into `directory` as `run.svg`, where matplotlib is installed.
+    """Draw a run's complete epochs into `directory` as `run.svg`, if matplotlib is installed.
 
     `rows` are those of its log; unprintable characters of the title become `?`. WriteError is
     raised if the picture cannot be written.
@@ -40,7 +40,7 @@ def draw(directory: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
     panels = [(axis, columns) for axis, columns in _PANELS if known & columns.keys()]
     if not panels:
         return
-    # A figure of its own: pyplot would keep it and may look for a screen.
+    # Not by pyplot, which would keep the figure and may need a display.
     figure = Figure(figsize=(7.5, 1 + 1.7 * len(panels)), layout="constrained")
     FigureCanvasSVG(figure)
     grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]

@@ -1,4 +1,4 @@
-"""The first phase of a run resolves what its options, its data and its last state decide."""
+"""The first phase of a run resolves its configuration from options, data and last state."""
 
 import contextlib
 import dataclasses
@@ -21,9 +21,9 @@ from tresnet.settings import fields
 
 @dataclasses.dataclass(frozen=True)
 class RunPlan:
-    """Run of which nothing is left open, with the micro-batches of each process.
+    """A run with a complete configuration, and the micro-batches of each process.
 
-    `run_dir` exists already, None for a new one; `resumes` says that it has a state.
+    `run_dir` exists already, or is None for a new run; `resumes` says whether it has a state.
     """
 
     record: RunRecord
@@ -40,7 +40,7 @@ class RunPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Tensors that a run begins with: of `--weights`, of a checkpoint, or random for two None."""
+    """Tensors that a run begins with: `--weights`, a checkpoint, or random ones for None."""
 
     weights: WeightsInfo | None
     state: dict[str, Any] | None
@@ -54,11 +54,11 @@ def make_plan(
     held: contextlib.ExitStack,
     dry_run: bool = False,
 ) -> tuple[RunPlan, Start]:
-    """Resolve what a configuration leaves open, and read the state to resume (a collective).
+    """Resolve the open fields of a configuration, and read the state to resume (a collective).
 
     `held` keeps the lock of a resumed run's directory. A `dry_run` accepts `--gpu-memory` in place
-    of a GPU. What does not fit raises `ConfigError`, and another process at work on the run
-    `BusyError`.
+    of a GPU. A configuration that does not fit raises `ConfigError`, and another process in the
+    run's directory `BusyError`.
     """
     check_same_options(wanted, processes)
     run_dir, found = _claim(wanted, resume, processes, console, held, dry_run)

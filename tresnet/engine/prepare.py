@@ -1,4 +1,4 @@
-"""The second phase of a run builds loaders, model, training step and losses on this process."""
+"""The second phase of a run builds loaders, model, training step and losses of this process."""
 
 import dataclasses
 from collections.abc import Callable
@@ -36,7 +36,7 @@ class Parts:
     console: Console
 
     def evaluate(self, config: TrainConfig) -> Metrics | MultiLabelMetrics:
-        """Evaluate the EMA, or the model where there is none (a collective)."""
+        """Evaluate the EMA, or the model if there is none (a collective)."""
         self.processes.broadcast(self.step.eval_model.buffers())  # running statistics differ
         return evaluate(
             config.labels,
@@ -54,7 +54,7 @@ class Parts:
 
 
 def prepare(plan: RunPlan, start: Start, processes: Processes, console: Console) -> Parts:
-    """Build the parts of this process, and restore the state that is resumed."""
+    """Build the parts of this process, and restore the resumed state."""
     config, classes, seed = plan.config, plan.splits.classes, plan.config.run.seed
     train_loader, val_loader = create_loaders(config, plan.splits, plan.batches.size, processes)
     memory = MemoryMeter(processes.device)

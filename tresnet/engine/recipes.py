@@ -1,4 +1,8 @@
-"""Named starting points of a configuration. A recipe is a function that returns a `TrainConfig`."""
+"""Recipes: named starting points of a configuration, as functions that return a `TrainConfig`.
+
+A recipe's docstring names the source of every figure. `tests/golden/recipes.json` holds the
+complete configurations, so that a change of a default shows.
+"""
 
 from collections.abc import Callable
 
@@ -23,9 +27,9 @@ def paper() -> TrainConfig:
     """ImageNet from random weights, as arXiv 2003.13630 trains TResNet.
 
     From the paper's section on ImageNet results: input 224, 300 epochs, SGD, one cycle,
-    auto-augment, cutout, label smoothing, "true weight decay" (on weights alone), RGB in 0..1
-    without mean and standard deviation. The paper gives no figures for them; these are the usual
-    ones: 0.1 per 256 images and 1e-4 for SGD (arXiv 1706.02677), smoothing 0.1, mixup 0.2 (arXiv
+    auto-augment, cutout, label smoothing, "true weight decay" (of weights only), RGB in 0..1
+    without mean and standard deviation. The paper gives no values for them. The usual ones are
+    taken: 0.1 per 256 images and 1e-4 for SGD (arXiv 1706.02677), smoothing 0.1, mixup 0.2 (arXiv
     1710.09412). The warm-up of 0.2 and the EMA of 0.9997 are from the authors' later training code
     (ASL).
     """
@@ -44,13 +48,13 @@ def paper() -> TrainConfig:
 
 
 def usi() -> TrainConfig:
-    """ImageNet from a teacher's answers: one scheme for all models, arXiv 2204.03475.
+    """ImageNet with a teacher: one scheme for all models, arXiv 2204.03475.
 
-    The paper's: plain distillation, loss = cross-entropy + 5 KL at temperature 1, 300 epochs,
-    AdamW, mixup and cutmix, an average. The other figures are the defaults of train.py in the
-    authors' repository: rate 2e-3 for 8 x 128 images from 1e-4 over 5 epochs to 1e-6, decay 2e-2,
-    RandAugment 7, three repeats, mixup 0.8, cutmix 1, average 0.99996, test crop 0.95. Their
-    teacher is TResNet-L v2.
+    From the paper: plain distillation, loss = cross-entropy + 5 KL at temperature 1, 300 epochs,
+    AdamW, mixup and cutmix, an EMA. The other values are defaults of train.py in the authors'
+    repository: rate 2e-3 for 8 x 128 images, from 1e-4 over 5 epochs, to 1e-6; decay 2e-2,
+    RandAugment 7, three repeats, mixup 0.8, cutmix 1, EMA 0.99996, test crop 0.95. Their teacher is
+    TResNet-L v2.
     """
     return TrainConfig(
         recipe="usi",
@@ -76,11 +80,11 @@ def usi() -> TrainConfig:
 def rsb_a2() -> TrainConfig:
     """ImageNet without a teacher, "ResNet strikes back" (arXiv 2110.00476), procedure A2.
 
-    From its Table 2: test crop 0.95, 300 epochs, 2048 images an update, LAMB with 5e-3 and decay
-    0.02, cosine, 5 epochs of warm-up, no smoothing, no dropout, stochastic depth 0.05, three
-    repeats, RandAugment 7 / 0.5, mixup 0.1, cutmix 1, no erasing, no average, binary cross-entropy.
-    The first rate, 1e-4, and the threshold 0.2 of mixed labels are those of commands published for
-    timm's weights; the last rate, 1e-6, is this package's choice.
+    From its Table 2: test crop 0.95, 300 epochs, 2048 images per optimizer step, LAMB with 5e-3 and
+    decay 0.02, cosine, 5 epochs of warm-up, no smoothing, no dropout, stochastic depth 0.05, three
+    repeats, RandAugment 7 / 0.5, mixup 0.1, cutmix 1, no erasing, no EMA, binary cross-entropy. The
+    first rate, 1e-4, and the threshold 0.2 of mixed labels are from commands published for timm's
+    weights. The last rate, 1e-6, is this package's choice.
     """
     return TrainConfig(
         recipe="rsb-a2",
@@ -105,11 +109,11 @@ def rsb_a2() -> TrainConfig:
 def in21k() -> TrainConfig:
     """ImageNet-21K with the semantic softmax, arXiv 2104.10972.
 
-    The scheme is that of the paper's section 3; the figures are the defaults of
-    train_semantic_softmax.py in the authors' repository: 80 epochs, Adam with 3e-4 (for 64 images
-    a GPU, whatever their number) and decay 1e-4 on weights alone, one cycle that rises for a tenth
-    from a twentieth, smoothing 0.2, images squashed to 224 x 224 without crops or mirroring,
-    cutout and RandAugment. They start from ImageNet-1K: `--weights tresnet_m.miil_in1k --new-head`.
+    The scheme is that of the paper's section 3. The values are defaults of
+    train_semantic_softmax.py in the authors' repository: 80 epochs, Adam with 3e-4 (for 64 images a
+    GPU, on any number of GPUs), decay 1e-4 of weights only, one cycle that rises for a tenth from a
+    twentieth, smoothing 0.2, images squashed to 224 x 224 without crops or mirroring, cutout and
+    RandAugment. They start from ImageNet-1K: `--weights tresnet_m.miil_in1k --new-head`.
     """
     return TrainConfig(
         recipe="in21k",
@@ -178,7 +182,7 @@ def digits() -> TrainConfig:
 
 
 def multilabel() -> TrainConfig:
-    """Digits on a canvas of one to four: any number of labels, on a CPU in 5 minutes."""
+    """One to four digits on a canvas: any number of labels, on a CPU in 5 minutes."""
     return TrainConfig(
         recipe="multilabel",
         model=NetworkConfig(model="tresnet_t", block_size=2),

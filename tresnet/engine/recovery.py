@@ -1,4 +1,8 @@
-"""The checkpoints that a run saves, and the advice where it ends early."""
+"""The checkpoints that a run saves, and the advice when it ends early.
+
+`Checkpoints` writes states and the best weights. Its context `explaining` adds the command that
+resumes the run to each error. A run that failed before its first checkpoint frees its name.
+"""
 
 import contextlib
 import time
@@ -29,12 +33,12 @@ class Checkpoints:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds of training so far, those before the run was resumed included."""
+        """Seconds of training so far, including those before the run was resumed."""
         return time.monotonic() - self._started_s
 
     @property
     def are_due(self) -> bool:
-        """Whether the last state is too old, by process 0's clock."""
+        """Whether the last state is too old by process 0's clock."""
         age_s = time.monotonic() - self._saved_s
         return (
             self._parts.processes.is_main
@@ -43,7 +47,7 @@ class Checkpoints:
         )
 
     def save(self) -> None:
-        """Write all processes' state (a collective), or raise TrainingError for bad weights."""
+        """Write the state of all processes (a collective); bad weights raise TrainingError."""
         progress, processes = self._progress, self._parts.processes
         if not self._parts.step.is_finite():
             raise TrainingError(
@@ -57,7 +61,7 @@ class Checkpoints:
         self._saved_s, self._saved_step = time.monotonic(), progress.global_step
 
     def save_best(self, metrics: Metrics | MultiLabelMetrics, epoch: int) -> None:
-        """Keep the weights as the best so far, of an epoch counted from 1."""
+        """Save the weights as the best so far; `epoch` counts from 1."""
         progress, config = self._progress, self._plan.config
         progress.best_score, progress.best_loss = metrics.score, metrics.loss
         progress.best_epoch = epoch
@@ -79,13 +83,13 @@ class Checkpoints:
         if self._saved_step is None:
             return "there is no checkpoint yet"
         return (
-            f"the last good checkpoint is of step {self._saved_step}: go on with --resume"
+            f"the last good checkpoint is of step {self._saved_step}: continue with --resume"
             f" {self.run_dir}"
         )
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """Add the way to resume to a run's errors; a run without a checkpoint frees its name."""
+        """Add the resume command to a run's errors; free the name of a run without checkpoint."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -95,7 +99,7 @@ class Checkpoints:
             raise TrainingError(advice) from error
         except DataError as error:
             raise DataError(f"{error}; {self.last_good()}") from error
-        except InputError:  # of its first batch, such as one that is too small
+        except InputError:  # the first batch is too small, for example
             self._discard_if_new()
             raise
         except WriteError as error:

@@ -1,4 +1,4 @@
-"""Fill in what a configuration leaves to the model or the weights, and build the model."""
+"""Fill in the open fields of a configuration from the model or the weights, and build the model."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,8 @@ _CROP = ("crop_pct", "crop_mode", "interpolation")
 def resolve(config: TrainConfig, weights: WeightsInfo | None = None) -> TrainConfig:
     """Return the configuration with the model's name, input size and test crop filled in.
 
-    Options stay; else the weights' own hold, else the variant's. `InputError` for an unknown model.
+    Options have priority over the weights, and weights over the variant. An unknown model raises
+    `InputError`.
     """
     model = config.model.model
     if weights is not None:
@@ -34,7 +35,7 @@ def resolve(config: TrainConfig, weights: WeightsInfo | None = None) -> TrainCon
 
 
 def missing(data: EvalTransform, cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of image preparation that are left open, from a `pretrained_cfg`."""
+    """Return the open options of image preparation from a `pretrained_cfg`."""
     known = {name: cfg[name] for name in _CROP}
     if data.input_size is None:
         known["input_size"] = zoo.image_side(cfg)
@@ -44,7 +45,7 @@ def missing(data: EvalTransform, cfg: Mapping[str, Any]) -> dict[str, Any]:
 def create_model(
     config: TrainConfig, classes: Sequence[str], weights: WeightsInfo | None = None
 ) -> TResNet:
-    """Build the model of a resolved configuration for these classes, or raise what does not fit."""
+    """Build the model of a resolved configuration, or raise an error for what does not fit."""
     options, data = dataclasses.asdict(config.model), config.data
     for name in ("model", "grad_checkpointing", "weights"):
         del options[name]
@@ -55,14 +56,14 @@ def create_model(
     size = data.resolved_input_size
     for side in {size, *data.sizes}:
         model.check_input(torch.empty(1, 3, side, side, device="meta"))
-    # saved with the weights, so that whoever loads them prepares images the same way
+    # saved with the weights, so that predictions prepare images in the same way
     crop = {name: getattr(data, name) for name in _CROP}
     model.pretrained_cfg = {**model.pretrained_cfg, "input_size": (3, size, size), **crop}
     return model
 
 
 def rebuild_model(config: TrainConfig, metadata: dict[str, Any]) -> TResNet:
-    """Build a resumed run's model from its state; the weights it started from may be gone."""
+    """Build a resumed run's model from its state, without the weights that it started from."""
     options = check_metadata(metadata).to_dict()
     name = options.pop("variant")
     del options["bottlenecks"]  # the variant's
@@ -74,7 +75,7 @@ def rebuild_model(config: TrainConfig, metadata: dict[str, Any]) -> TResNet:
 def class_map(
     trained: Sequence[str] | None, outputs: int, found: Sequence[str]
 ) -> list[int] | None:
-    """Return the model's class of each label of a data set; None where the numbers are the same.
+    """Return the model's class of each label of a data set, or None if the indices are the same.
 
     `trained` are the model's classes in the order of its outputs, if known, and `found` the data
     set's in the order of its labels. Other classes, or another number of them, raise `ConfigError`.
@@ -88,7 +89,7 @@ def class_map(
         return None
     numbers = [int(name) if name.isdecimal() else -1 for name in found]
     named = not all(name.isdecimal() for name in trained)
-    if named and sorted(numbers) == list(range(outputs)):  # as ImageNet's folders may be
+    if named and sorted(numbers) == list(range(outputs)):  # numbered folders, as of ImageNet
         return None if numbers == sorted(numbers) else numbers
     if set(trained) != set(found):
         raise ConfigError(

@@ -1,4 +1,8 @@
-"""Run directories: a new one never touches another run's, and each belongs to one process."""
+"""Run directories: a new run never uses another's, and each belongs to one process.
+
+`claim` finds and locks the run to resume, and `create` makes a new directory. `discard` removes the
+directory of a run that could not begin, so that its name is free again.
+"""
 
 import contextlib
 import datetime
@@ -28,13 +32,22 @@ def claim(
     say: Say,
     repairs: bool = True,
 ) -> tuple[Path | None, tuple[Path, tuple[RunRecord, dict[str, Any]]] | None]:
-    """Find the run to resume and lock its directory; called by process 0 alone.
+    """Find the run to resume and lock its directory; only process 0 calls this.
 
-    `resume` is a run's directory; `auto` for that of `--name`, if there is one; None for no run.
-    `held` keeps the lock; `say` receives a line about damage. Returns the directory and its
-    `state.load`, both None for a new run; without a state the run begins in that directory. Raises
-    `ConfigError`, `CheckpointError` or `BusyError` where that is not possible. Files are replaced
-    or removed only where `repairs`.
+    Args:
+        config: Options of the run.
+        resume: A run's directory; `auto` for that of `--name`, if it exists; None for a new run.
+        held: Keeps the lock.
+        say: Receives a line about damage.
+        repairs: Whether files may be replaced or removed.
+
+    Returns:
+        The directory and its `state.load`, both None for a new run. Without a state the run begins
+        in
+        that directory.
+
+    Raises:
+        ConfigError, CheckpointError, BusyError: the run cannot be resumed.
     """
     if resume is None:
         if config.run.name and os.path.lexists(directory := _named(config)):
@@ -64,8 +77,8 @@ def claim(
 def create(config: TrainConfig, now: datetime.datetime, held: contextlib.ExitStack) -> Path:
     """Make a new run's directory, lock it until `held` closes, and write its configuration.
 
-    An automatic name contains `now`. A directory that exists raises ConfigError; after a WriteError
-    nothing is left behind.
+    An automatic name contains `now`. A directory that exists raises ConfigError; a WriteError
+    leaves nothing behind.
     """
     parent = Path(config.run.runs)
     with files.explained(parent):
@@ -88,7 +101,7 @@ def create(config: TrainConfig, now: datetime.datetime, held: contextlib.ExitSta
 def discard(directory: Path) -> None:
     """Remove the directory of a run that could not begin, so that its name is free again."""
     own = (CONFIG, ENVIRONMENT, files.LOCK, logs.TRACKED, logs.TABLE, logs.CSV)
-    with contextlib.suppress(OSError):  # it is gone already, or holds something that is not ours
+    with contextlib.suppress(OSError):  # it is gone, or holds other files
         for path in directory.iterdir():
             if path.name in own or path.name.startswith(logs.EVENTS):
                 path.unlink()
@@ -103,7 +116,7 @@ def write_config(directory: Path, config: TrainConfig) -> None:
 def add_environment(directory: Path, record: dict[str, Any]) -> None:
     """Append the environment of a process that starts or resumes the run, or raise WriteError."""
     path, records = directory / ENVIRONMENT, []
-    with contextlib.suppress(OSError, ValueError):  # there is none yet, or it is damaged
+    with contextlib.suppress(OSError, ValueError):  # the file is missing or damaged
         records = json.loads(path.read_text(encoding="utf-8"))
     files.write_text(path, json.dumps([*records, record], indent=2) + "\n")
 
@@ -111,7 +124,7 @@ def add_environment(directory: Path, record: dict[str, Any]) -> None:
 def _named(config: TrainConfig) -> Path:
     name = config.run.name
     if not name:
-        raise ConfigError("--resume auto: expected --name to say which run to begin or go on with")
+        raise ConfigError("--resume auto: expected --name to name the run to begin or continue")
     if os.path.basename(name) != name or name in (".", ".."):
         raise ConfigError(f"--name: expected a directory name without a path, got {name!r}")
     return Path(config.run.runs) / name
@@ -120,7 +133,7 @@ def _named(config: TrainConfig) -> Path:
 def _taken(directory: Path) -> str:
     return (
         f"--name: the run directory {directory} exists, and a run never overwrites another:"
-        f" choose another name, or go on with it by --resume {directory}"
+        f" choose another name, or continue it with --resume {directory}"
     )
 
 

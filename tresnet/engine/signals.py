@@ -1,4 +1,4 @@
-"""Turns Ctrl-C and SIGTERM into a request to stop after the step under way."""
+"""Requests to stop: Ctrl-C and SIGTERM end a run after the current step."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ import threading
 import time
 from typing import Self
 
-# torchrun passes a Ctrl-C on to processes that the terminal has already told: one request, twice.
+# The terminal and torchrun both send Ctrl-C to a process: within this time it is one request.
 ECHO_S = 2.0
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID"
 STOPPING = (signal.SIGINT, signal.SIGTERM)
@@ -14,11 +14,11 @@ HANGUP = getattr(signal, "SIGHUP", None)  # Windows has none
 
 
 class StopRequest:
-    """While entered, the first signal sets `signum`; a second one, later, stops at once.
+    """While entered, the first signal sets `signum`; a later second one stops at once.
 
-    A hangup is ignored, as a run outlives its terminal, except under torchrun: it passes a hangup
-    on to stop its processes. Outside the main thread Python allows no handlers, so nothing is
-    caught.
+    A hangup is ignored, as a run outlives its terminal, except under torchrun, which forwards a
+    hangup to stop its processes. Python allows handlers only in the main thread; elsewhere nothing
+    is caught.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class StopRequest:
             return self
         for signum in STOPPING:
             self._previous[signum] = signal.signal(signum, self._handle)
-        if HANGUP is not None and signal.getsignal(HANGUP) == signal.SIG_DFL:  # so not with nohup
+        if HANGUP is not None and signal.getsignal(HANGUP) == signal.SIG_DFL:  # nohup ignores it
             stops = UNDER_TORCHRUN in os.environ
             self._previous[HANGUP] = signal.signal(
                 HANGUP, self._handle if stops else signal.SIG_IGN

@@ -1,4 +1,8 @@
-"""The state of a run, from which it resumes exactly: `last.pt`, and `previous.pt` before it."""
+"""The state of a run, from which it resumes exactly: `last.pt`, and `previous.pt` before it.
+
+A state holds weights, optimizer, EMA, generators of all processes, progress and configuration. It
+is written by process 0 and read without running code. The older file replaces a damaged newer one.
+"""
 
 import dataclasses
 import math
@@ -29,11 +33,20 @@ LAST, PREVIOUS, BEST = "last.pt", "previous.pt", "best.safetensors"
 class Progress:
     """The progress of a run; images, losses and skipped files are those of all processes.
 
-    `epoch` counts from 0 and `best_epoch` from 1. `micro_batches` are those of the epoch so far on
-    each process, `images`, `loss_sum` and `hits` those of the epoch. `elapsed_s` includes
-    evaluation and pauses. Scores are accuracy or mAP in percent, -1 before the first evaluation;
-    `best_loss` decides between equal ones. `bad_steps` were skipped as their loss or gradient was
-    not finite.
+    Attributes:
+        epoch: Complete epochs.
+        micro_batches: Micro-batches of the current epoch so far, on each process.
+        global_step: Optimizer steps of the run.
+        images: Images of the current epoch so far.
+        loss_sum: Sum of their losses.
+        hits: Number of correctly classified ones.
+        elapsed_s: Seconds of the run, with evaluation and pauses.
+        best_score: Best accuracy or mAP in percent; -1 before the first evaluation.
+        best_loss: Loss of the best epoch, which decides between equal scores.
+        best_epoch: The best epoch, from 1.
+        last_score: Last accuracy or mAP in percent.
+        bad_steps: Optimizer steps skipped as their loss or gradient was not finite.
+        skipped: Unreadable files.
     """
 
     epoch: int = 0
@@ -51,7 +64,7 @@ class Progress:
     skipped: tuple[str, ...] = ()
 
     def next_epoch(self) -> None:
-        """Go to the beginning of the next epoch."""
+        """Reset the counts of the epoch for the next one."""
         self.epoch += 1
         self.micro_batches = self.images = self.hits = 0
         self.loss_sum = 0.0
@@ -74,7 +87,7 @@ class Identity:
 
 @dataclasses.dataclass
 class RunRecord:
-    """A state's resolved configuration, identity and progress, without weights and optimizer."""
+    """A state's resolved configuration, identity and progress."""
 
     config: TrainConfig
     identity: Identity
@@ -84,7 +97,8 @@ class RunRecord:
 def save(directory: Path, step: TrainingStep, record: RunRecord, processes: Processes) -> None:
     """Write the state of all processes to `last.pt` (a collective; process 0 writes).
 
-    The former `last.pt` becomes `previous.pt`. After a WriteError there is a whole state as before.
+    The former `last.pt` becomes `previous.pt`. After a WriteError the former state is still
+    complete.
     """
     generators = processes.gather(random_state(processes.device))
     if not processes.is_main:
@@ -100,7 +114,7 @@ def save(directory: Path, step: TrainingStep, record: RunRecord, processes: Proc
     }
     path, previous = directory / LAST, directory / PREVIOUS
     with atomic_write(path) as temporary:
-        with temporary.open("wb") as stream:  # of a path torch hides why it cannot be written
+        with temporary.open("wb") as stream:  # given a path, torch hides the system's error
             torch.save(content, stream)
         if path.exists():
             with explained(previous):
@@ -110,11 +124,11 @@ def save(directory: Path, step: TrainingStep, record: RunRecord, processes: Proc
 def load(
     directory: Path, say: Callable[[str], object], repairs: bool = True
 ) -> tuple[Path, tuple[RunRecord, dict[str, Any]]] | None:
-    """Read `last.pt` or, where that is damaged or missing, `previous.pt`.
+    """Read `last.pt` or, if that is damaged or missing, `previous.pt`.
 
-    `say` receives a line about damage. Where `repairs`, `previous.pt` takes the place of a damaged
-    `last.pt`. Returns the file and what it holds, None if the run has saved no state yet; raises
-    CheckpointError if neither can be read.
+    `say` receives a line about damage. If `repairs`, `previous.pt` replaces a damaged `last.pt`.
+    Returns the file and its contents, or None if the run has saved no state yet. CheckpointError is
+    raised if neither can be read.
     """
     last, previous = directory / LAST, directory / PREVIOUS
     if not (last.exists() or previous.exists()):
@@ -129,7 +143,7 @@ def load(
         raise CheckpointError(
             f"{problem}; {error}: start a new run, --weights {directory / BEST} from its best"
         ) from error
-    say(f"{problem}: going on from {previous}, the one before")
+    say(f"{problem}: continuing from {previous}, the one before")
     if not repairs:
         return previous, found
     with explained(last):
@@ -144,7 +158,7 @@ def read(path: Path) -> tuple[RunRecord, dict[str, Any]]:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            bad = archive.testzip()  # torch does not look at the checksums that it writes
+            bad = archive.testzip()  # torch writes checksums but does not check them
         if bad is not None:
             raise zipfile.BadZipFile(f"the checksum of {bad} is another")
         content = torch.load(path, map_location="cpu", weights_only=True)
@@ -157,7 +171,7 @@ def read(path: Path) -> tuple[RunRecord, dict[str, Any]]:
         )
     except (CheckpointError, ConfigError):
         raise
-    except Exception as error:  # damaged pickles raise nearly anything
+    except Exception as error:  # damaged pickles raise many types
         raise CheckpointError(
             f"cannot read {path}, which is damaged or was not written by this program"
             f" ({type(error).__name__})"
@@ -166,7 +180,7 @@ def read(path: Path) -> tuple[RunRecord, dict[str, Any]]:
 
 
 def check(saved: Identity, now: Identity) -> None:
-    """Raise ConfigError if the data are not the run's."""
+    """Raise ConfigError if the data are not those of the run."""
     if saved.classes != now.classes:
         raise ConfigError(
             f"the run was trained on {len(saved.classes)} classes ({some(saved.classes)}), the"

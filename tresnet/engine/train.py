@@ -1,4 +1,8 @@
-"""Train a model in four phases: plan, prepare, run the loop, finish."""
+"""Train a model in four phases: plan, prepare, run the loop, finish.
+
+`train` is the function behind train.py, and `dry_run` its first two phases. Each phase gets values
+that the former one made, and no phase reads an option that it may have to correct.
+"""
 
 import contextlib
 import dataclasses
@@ -27,10 +31,14 @@ from tresnet.errors import WriteError
 
 @dataclasses.dataclass(frozen=True)
 class TrainResult:
-    """The result of a run: metrics of the best file, None if stopped, and its epoch, from 1.
+    """The result of a run.
 
-    `last_score` is the last top-1 accuracy or mAP in percent, -1 if there was none; `stopped_by`
-    the signal that stopped the run early, or 0. `best_epoch` is 0 before the first evaluation.
+    Attributes:
+        run_dir: Its directory.
+        metrics: Metrics of the best weights; None if the run was stopped.
+        best_epoch: The best epoch, from 1; 0 before the first evaluation.
+        last_score: Last top-1 accuracy or mAP in percent; -1 if there was none.
+        stopped_by: The signal that stopped the run early, or 0.
     """
 
     run_dir: Path
@@ -75,7 +83,7 @@ def train(wanted: TrainConfig, resume: Path | None = None) -> TrainResult:
 
 
 def dry_run(wanted: TrainConfig, resume: Path | None = None) -> None:
-    """Do the work of `train` before its first batch, and print the complete configuration.
+    """Prepare a run as `train` does up to its first batch, and print the complete configuration.
 
     No run's directory is made or changed; errors are those of `train`.
     """
@@ -92,7 +100,7 @@ def dry_run(wanted: TrainConfig, resume: Path | None = None) -> None:
 def finish(
     plan: RunPlan, parts: Parts, checkpoints: Checkpoints, log: RunLog | None
 ) -> Metrics | MultiLabelMetrics:
-    """Read the best checkpoint back from its file, evaluate it, and show the result."""
+    """Load the best checkpoint from its file, evaluate it, and show the result."""
     run_dir, progress = checkpoints.run_dir, plan.record.progress
     evaluated = parts.step.eval_model
     if parts.processes.is_main:
@@ -114,7 +122,7 @@ def finish(
 
 
 def _open_directory(plan: RunPlan, parts: Parts, held: contextlib.ExitStack) -> Path:
-    """Make a new run's directory, or write a resumed run's configuration again."""
+    """Make a new run's directory, or update a resumed run's configuration."""
     run_dir = plan.run_dir
     if parts.processes.is_main:
         if run_dir is None:
@@ -127,7 +135,7 @@ def _open_directory(plan: RunPlan, parts: Parts, held: contextlib.ExitStack) -> 
 def _open_log(
     plan: RunPlan, parts: Parts, checkpoints: Checkpoints, held: contextlib.ExitStack
 ) -> RunLog | None:
-    """Show the introduction and open the log; None except on process 0, or after the run's end."""
+    """Show the introduction and open the log; None on other processes and after the run's end."""
     run_dir, config, progress = checkpoints.run_dir, plan.config, plan.record.progress
     for line in words.introduction(plan, parts.processes, run_dir):
         parts.console.say(line)

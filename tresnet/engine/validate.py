@@ -11,7 +11,7 @@ from tresnet.steps.training import check_compiled_accumulation
 
 
 def validate(config: TrainConfig) -> None:
-    """Check types, ranges and contradictions; one `ConfigError` lists all that do not fit."""
+    """Check types, ranges and contradictions; one `ConfigError` lists all problems."""
     problems = "\n  ".join(_problems(config))
     if problems:
         raise ConfigError(f"the configuration does not fit:\n  {problems}")
@@ -22,7 +22,7 @@ def _problems(config: TrainConfig) -> Iterator[str]:
         check(config)
     except ConfigError as error:
         yield str(error)
-        return  # what follows takes values that fit
+        return  # the other checks need values in range
     try:
         check_compiled_accumulation(config.compute.compile, config.optim.accumulate)
         if config.compute.gpu_memory is not None:
@@ -84,7 +84,7 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         )
     if (track := config.run.track) is not None and find_spec(track) is None:
         yield f"--track {track}: expected the package {track}, got none: pip install {track}"
-    for name in ("runs", "name"):  # safetensors opens its files by such names alone
+    for name in ("runs", "name"):  # safetensors opens only such names
         text = getattr(config.run, name) or ""
         if not text.isprintable() or text.encode(errors="replace").decode() != text:
             yield f"--{name}: expected printable UTF-8 text, got {text!a}"

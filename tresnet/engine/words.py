@@ -50,7 +50,7 @@ def introduction(plan: RunPlan, processes: Processes, run_dir: Path) -> Iterator
 
 
 def figures(values: dict[str, Any], memory: MemorySnapshot) -> str:
-    """Return a row's figures, such as `loss 1.2345  top-1 67.89 %`, and the peak of the memory."""
+    """Return a row's figures, such as `loss 1.2345  top-1 67.89 %`, and the peak memory."""
     texts = [
         text.format(values[name]) for name, text in _FIGURES.items() if values.get(name) is not None
     ]
@@ -59,10 +59,10 @@ def figures(values: dict[str, Any], memory: MemorySnapshot) -> str:
 
 
 def stall(waiting_pct: float, workers: int, processes: int) -> str:
-    """Return a warning about waiting for data, with the number of workers that would be enough.
+    """Return a warning about waiting for data, with the number of workers that would suffice.
 
-    With w workers a batch takes 1 / w of its loading time. The rest of the time, without the
-    waiting, is computing. Without workers loading and computing take turns.
+    With w workers a batch needs 1 / w of its loading time. The rest of the time is computation.
+    Without workers, loading and computing alternate.
     """
     waiting, cores = waiting_pct / 100, usable_cores()
     busy = min(workers, cores)
@@ -96,15 +96,15 @@ def too_many_bad_steps(progress: Progress, allowed: int, last_good: str) -> str:
 def stopped(signum: int, progress: Progress, run_dir: Path) -> str:
     """Return the line of a run that a signal stopped."""
     return (
-        f"stopped by {signal.Signals(signum).name} after step {progress.global_step}, saved; go on"
-        f" with: --resume {run_dir}"
+        f"stopped by {signal.Signals(signum).name} after step {progress.global_step}, saved;"
+        f" continue with: --resume {run_dir}"
     )
 
 
 def result(
     metrics: Metrics | MultiLabelMetrics, progress: Progress, run_dir: Path
 ) -> Iterator[str]:
-    """Yield the last lines of a whole run."""
+    """Yield the last lines of a complete run."""
     yield (
         f"result: {metrics.summary()} on {metrics.images} images with {run_dir / BEST} (epoch"
         f" {progress.best_epoch}; after the last epoch {progress.last_score:.2f} %),"
