@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a GPU has to tell, in three parts of at most nine minutes each from cold caches.
+"""Measurements on a GPU, in three parts of at most nine minutes each from cold caches.
 
     python3 benchmarks/gpu.py 1 2 3
     python3 benchmarks/gpu.py train_m               comparisons by name
@@ -7,8 +7,8 @@
 
 Each part is a list of comparisons, the most valuable first. A comparison is one process with a time
 limit: its cases take turns, and its record is written after each of them. Output goes to a log
-beside the records. What fails or hangs costs no other comparison. SIGTERM and Ctrl-C end the one
-that runs, which keeps what it has measured. Nothing that a rehearsal writes is a measurement.
+beside the records. A failure or hang costs no other comparison. SIGTERM and Ctrl-C end the current
+one, which keeps its results. The records of a rehearsal are not measurements.
 """
 
 import contextlib
@@ -26,18 +26,18 @@ import tyro
 from tyro.conf import Positional, arg
 
 ROOT = Path(__file__).resolve().parents[1]
-GRACE_S = 15  # between the end that a benchmark sets itself and its limit
+GRACE_S = 15  # between a benchmark's own time limit and the end of its process
 
 
 class Comparison(NamedTuple):
-    """Most seconds of a command, and its arguments for Python, with names in braces."""
+    """Time limit of a command, and its arguments for Python, with names in braces."""
 
     limit_s: int
     command: str
 
 
 def bench(kind: str, cases: str, limit_s: int, batches: str = "{batch}") -> Comparison:
-    """Cases of `tresnet bench train` or `infer`, which take turns."""
+    """Return cases of `tresnet bench train` or `infer`, which take turns."""
     return Comparison(
         limit_s,
         f"-m tresnet.cli.main bench {kind} {cases} --batch-size {batches} --input-size {{size}}"
@@ -131,18 +131,18 @@ NAMES = (*PARTS, *(name for part in PARTS.values() for name in part))
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is measured."""
+    """The comparisons to measure."""
 
     names: Annotated[Positional[tuple[str, ...]], arg(metavar="[1 2 3 | NAME ...]")] = tuple(PARTS)
     """Parts, or comparisons by name; by default all parts."""
     rehearse: bool = False
     """Run the same lines on the CPU, with tiny models, and without the compiler."""
     output_dir: Path = Path("benchmarks/records")
-    """Where records and logs go."""
+    """Directory of records and logs."""
 
 
 def run(command: list[str], limit_s: float, log: Path) -> int | None:
-    """Return a command's exit status, None if it took too long; it and its children have ended."""
+    """Return a command's exit status, None at the limit; it and its children have then ended."""
     with log.open("wb") as file:
         child = subprocess.Popen(
             command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
@@ -150,7 +150,7 @@ def run(command: list[str], limit_s: float, log: Path) -> int | None:
         try:
             return child.wait(limit_s)
         except (subprocess.TimeoutExpired, KeyboardInterrupt) as end:
-            os.killpg(child.pid, signal.SIGTERM)  # a benchmark writes its record then
+            os.killpg(child.pid, signal.SIGTERM)  # a benchmark then writes its record
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(GRACE_S)
             if isinstance(end, KeyboardInterrupt):
@@ -158,7 +158,7 @@ def run(command: list[str], limit_s: float, log: Path) -> int | None:
             return None
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)  # what it has started and left, too
+                os.killpg(child.pid, signal.SIGKILL)  # its remaining children, too
             child.wait()
 
 

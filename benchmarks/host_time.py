@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""What a training step costs the host: Python, PyTorch's dispatcher and Triton's launcher.
+"""Time of a training step on the host: Python, PyTorch's dispatcher and Triton's launcher.
 
     python3 benchmarks/host_time.py timm:tresnet_m tresnet_m
 
-Steps of `tresnet.steps` run on a CPU, one thread, with so few channels and pixels that operators
-compute next to nothing. Convolutions only make their outputs, behind PyTorch's own dispatcher and
-autograd (convolution_stand_in.cpp, which takes a C++ compiler). Our kernels go through Triton's own
-launcher up to the call of the driver, which is left out, as the driver's part of all other
-operators is: the results are garbage. Models take turns; the clock is this process's CPU time; the
-record goes to benchmarks/records. `--profile` prints where the last model's time goes instead.
+Steps of `tresnet.steps` run on one CPU thread, with so few channels and pixels that operators
+compute next to nothing. Convolutions only allocate outputs, after PyTorch's own dispatcher and
+autograd (convolution_stand_in.cpp, which needs a C++ compiler). Our kernels go through the launcher
+up to the call of the driver. Calls of the driver are left out for all operators, so the results are
+garbage. Models take turns, and the clock is this process's CPU time. The record goes to
+benchmarks/records. `--profile` prints the functions of the last model's steps instead.
 """
 
 import cProfile
@@ -53,7 +53,7 @@ launches = itertools.count()
 
 
 class NoDriver:
-    """In place of Triton's: an H100 that is not there."""
+    """Replaces Triton's driver by a description of an H100."""
 
     get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
     get_current_device = staticmethod(lambda: 0)
@@ -61,7 +61,7 @@ class NoDriver:
 
 
 def compiled(self: JITFunction, key: Any, signature: Any, device: int, *_: Any) -> CompiledKernel:
-    """In place of Triton's compiler: a kernel that is launched as others, up to the driver."""
+    """Replaces Triton's compiler: the kernel is launched up to the call of the driver."""
     kernel = object.__new__(CompiledKernel)
     kernel.module = kernel.function = kernel._module_pid = 0  # loaded, by no process
     kernel._run = lambda *args: next(launches)
@@ -71,24 +71,24 @@ def compiled(self: JITFunction, key: Any, signature: Any, device: int, *_: Any) 
 
 @dataclasses.dataclass(frozen=True)
 class Options(StepSettings):
-    """What is timed."""
+    """Models and precisions to time."""
 
     models: Annotated[Positional[tuple[str, ...]], arg(metavar="MODEL [MODEL ...]")] = (
         "timm:tresnet_m",
         "tresnet_m",
     )
-    """Ours, or timm:NAME."""
+    """Models: ours, or timm:NAME."""
     amp: tuple[str, ...] = ("bf16", "off")
-    """Precisions, each a comparison of its own."""
+    """Precisions, each with its own comparison."""
     profile: bool = False
     """Print the functions in which the last model's steps spend their time, and record nothing."""
 
 
 class Host(Contender):
-    """A model, whose steps are timed."""
+    """A model whose steps are timed."""
 
     def __init__(self, model: str, amp: str, settings: Options) -> None:
-        """Nothing is built yet."""
+        """Store the settings."""
         self.label, self.compared_with, self._settings = f"{model}, amp {amp}", amp, settings
         self.columns: dict[str, Any] = {"model": model, "amp": amp, "triton_launches": None}
         self._numbers = itertools.count(1)
@@ -109,12 +109,12 @@ class Host(Contender):
         self.columns["triton_launches"] = next(launches) - before - 1
 
     def step(self) -> None:
-        """Forward, backward and update."""
+        """Run forward, backward and the optimizer step."""
         self._step.backward(self._images, self._labels, cross_entropy)
         self._step.optimizer_step(next(self._numbers))
 
     def visit(self) -> Sequence[float]:
-        """Seconds of each step."""
+        """Return seconds of each step."""
         marks = [time.process_time()]
         for _ in range(self._settings.steps):
             self.step()
@@ -122,7 +122,7 @@ class Host(Contender):
         return [end - begin for begin, end in itertools.pairwise(marks)]
 
     def figures(self, rounds: Sequence[Sequence[float]]) -> dict[str, Any]:
-        """Percentiles of microseconds a step."""
+        """Return percentiles of microseconds per step."""
         times = [time_s for visit in rounds for time_s in visit]
         percentiles = [float(p) * 1e6 for p in np.percentile(times, PERCENTILES)] if times else []
         return dict(itertools.zip_longest(COLUMNS, percentiles))

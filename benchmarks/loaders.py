@@ -3,9 +3,9 @@
 
     python benchmarks/loaders.py --data path/to/imagenet --shards path/to/shards --workers 8
 
-Compared are ours, of the folder and of the shards, timm's, torchvision's and, where installed,
-DALI's. Nobody computes with the images meanwhile: what is timed is how fast workers decode, augment
-and hand over batches. A worker's batches come in bursts, so a whole visit is timed, not each batch.
+The loaders are ours, of the folder and of the shards, timm's, torchvision's and, if installed,
+DALI's. Nothing computes with the images: the time is that of workers which decode, augment and
+transfer batches. A worker's batches come in bursts, so a visit is timed as one, not each batch.
 """
 
 import contextlib
@@ -51,8 +51,8 @@ JPEGS = 64
 METHOD = {
     "order": "every round visits every loader, forwards and backwards in turn",
     "timed": "from the last warm-up batch to the last batch of an epoch",
-    "shares": "reading, decoding, resizing and augmenting timed in the main process after each "
-    "visit; transport is what is left of a worker's time",
+    "stages": "reading, decoding, resizing and augmenting timed in the main process after each "
+    "visit; transport is the rest of a worker's time",
     "timm": "create_dataset and create_loader: bytes are what its workers give its prefetcher, "
     "floats are without it, divided by a deviation of 1, which its API cannot leave out",
 }
@@ -60,7 +60,7 @@ METHOD = {
 
 @dataclasses.dataclass(frozen=True)
 class Settings(RunSettings):
-    """What all loaders share; every round is one epoch of each."""
+    """Options of the comparison; every round is one epoch of each loader."""
 
     device: Suppress[str] = "cpu"
     data: Path | None = None
@@ -77,14 +77,14 @@ class Settings(RunSettings):
     input_size: Count = 224
     """Side of the square image in pixels."""
     workers: CountOrZero = 2
-    """Processes that load, at most one a core; 0 loads in the main process."""
+    """Processes that load, at most one per core; 0 loads in the main process."""
     batches: Count = 8
     """Timed batches of each visit."""
     warmup_batches: Count = 4
     """Untimed batches before them."""
 
     def repeated(self, dataset: Any) -> torch.utils.data.Subset[Any]:
-        """Return the items of a data set, over and over, until they make an epoch."""
+        """Return the items of a data set, repeated until they make an epoch."""
         length = self.batch_size * (self.warmup_batches + self.batches)
         return torch.utils.data.Subset(dataset, [i % len(dataset) for i in range(length)])
 
@@ -104,9 +104,9 @@ class Peer:
 
 
 def timm_loader(root: Path, settings: Settings, dtype: torch.dtype) -> Peer:
-    """timm's, giving bytes, as its workers hand them to its prefetcher for a GPU, or floats.
+    """Return timm's loader, giving bytes, as its workers send them to its prefetcher, or floats.
 
-    For floats its API has no way to leave the normalisation out: it is by mean 0 and deviation 1.
+    Its API cannot leave the normalisation of floats out: it is by mean 0 and standard deviation 1.
     """
     from timm.data import create_dataset, create_loader
 
@@ -132,7 +132,7 @@ def timm_loader(root: Path, settings: Settings, dtype: torch.dtype) -> Peer:
 
 
 def torchvision_loader(root: Path, settings: Settings) -> Peer:
-    """As torchvision trains on ImageNet, giving bytes: its ImageFolder and transforms."""
+    """Return the ImageFolder and transforms by which torchvision trains on ImageNet, as bytes."""
     from torchvision import transforms
     from torchvision.datasets import ImageFolder
 
@@ -154,7 +154,7 @@ def torchvision_loader(root: Path, settings: Settings) -> Peer:
 
 
 class DaliLoader(Peer):
-    """DALI's on the CPU, with as many threads as others have processes, giving bytes."""
+    """DALI's loader on the CPU, with as many threads as others have processes, giving bytes."""
 
     def __init__(self, root: Path, settings: Settings) -> None:
         """Build its pipeline."""
@@ -189,7 +189,7 @@ class DaliLoader(Peer):
 
 
 class OurLoader(Peer):
-    """Ours with the transforms of `timm_loader`, giving bytes or floats, of a folder or of shards.
+    """Our loader with the transforms of `timm_loader`, as bytes or floats, of a folder or shards.
 
     Raises:
         DataError: there are no images.
@@ -222,9 +222,9 @@ class OurLoader(Peer):
         self._loader.close()
 
     def stages(self) -> dict[str, float]:
-        """Seconds that this process takes for an image, by what it does; of training bytes alone.
+        """Return seconds per image of each stage in this process; only for training bytes.
 
-        The transform is taken apart here, as `ImageDataset` and `train_transform` put it together.
+        The transform is split here into the parts that `ImageDataset` and `train_transform` join.
         """
         if not self._staged:
             return {}
@@ -254,18 +254,18 @@ class OurLoader(Peer):
 def loaders_in(
     root: Path, shards: Mapping[str, Path], settings: Settings
 ) -> dict[str, Callable[[], Any]]:
-    """Return what opens each of the loaders that are compared.
+    """Return functions that open the loaders to compare.
 
     Args:
-        root: folder that holds the splits.
-        shards: folders of shards of the same images, by name.
-        settings: of the comparison.
+        root: Folder that holds the splits.
+        shards: Folders of shards of the same images, by name.
+        settings: Options of the comparison.
 
     Raises:
         DataError: there are no images in the split of `root`, or no such shards.
     """
     for each in (root, *shards.values()):
-        OurLoader(each, settings, torch.uint8).close()  # complain before anything is measured
+        OurLoader(each, settings, torch.uint8).close()  # raises before anything is measured
     loaders: dict[str, Callable[[], Any]] = {
         "tresnet, uint8": lambda: OurLoader(root, settings, torch.uint8),
         "tresnet, float": lambda: OurLoader(root, settings, torch.float32),
@@ -287,7 +287,7 @@ def loaders_in(
 def write_jpegs(root: Path, split: str, count: int = JPEGS) -> None:
     """Write `root`/`split`/{a,b}/N.jpg: parts of scikit-learn's two photographs, of quality 90.
 
-    Each is `JPEG_SIZE`; half of them are mirrored. Made-up pictures would take longer or shorter to
+    Each is `JPEG_SIZE`; half of them are mirrored. Synthetic pictures would take another time to
     decode.
 
     Raises:
@@ -315,13 +315,13 @@ class LoaderContender(Contender):
     """A loader: an iterable of batches (images, labels) with a `close`."""
 
     def __init__(self, name: str, opened: Callable[[], Epoch], settings: Settings) -> None:
-        """Keep what opens it."""
+        """Store the function that opens the loader."""
         self._open, self._settings = opened, settings
         self._epoch: Any = None
         self._clock = HostClock()
         self._stages: list[dict[str, float]] = []
         self.label, self.units = name, settings.batch_size
-        # batch_bytes: what workers hand over and a GPU is sent
+        # batch_bytes: size of a batch that workers and the GPU receive
         self.columns: dict[str, Any] = {"case": name, "dtype": None, "batch_bytes": None}
 
     def set_up(self) -> None:
@@ -329,7 +329,7 @@ class LoaderContender(Contender):
         self._epoch = self._open()
 
     def visit(self) -> Sequence[float]:
-        """Mean seconds of a batch of one epoch."""
+        """Return the mean seconds of a batch over one epoch."""
         marks = [self._clock.mark()]
         images: Tensor | None = None
         for batch in self._epoch:
@@ -351,28 +351,28 @@ class LoaderContender(Contender):
         return [elapsed_s / self._settings.batches]
 
     def figures(self, rounds: Rounds) -> dict[str, Any]:
-        """Images/s of each round, their median and range; what a worker does with its time."""
+        """Return images/s of each round, median and range, and the stages of a worker's time."""
         rates = [self.units / time_s for visit in rounds for time_s in visit]
-        return self._shares(rates) | {
+        return self._fractions(rates) | {
             "p50_images_per_s": statistics.median(rates) if rates else None,
             "least_images_per_s": min(rates, default=None),
             "most_images_per_s": max(rates, default=None),
             "round_images_per_s": rates,
         }
 
-    def _shares(self, rates: list[float]) -> dict[str, Any]:
-        """Percent of a worker's time for each stage; what is left is transport."""
+    def _fractions(self, rates: list[float]) -> dict[str, Any]:
+        """Return per cent of a worker's time for each stage; the rest is transport."""
         if not (rates and self._stages and self._settings.workers):
             return {}
         workers = min(self._settings.workers, usable_cores())
-        whole_s = workers / statistics.median(rates)
-        shares = {
-            f"{name}_pct": 100 * statistics.median(each[name] for each in self._stages) / whole_s
+        worker_s = workers / statistics.median(rates)
+        fractions = {
+            f"{name}_pct": 100 * statistics.median(each[name] for each in self._stages) / worker_s
             for name in self._stages[0]
         }
-        shares["transport_pct"] = 100 - sum(shares.values())
-        words = (f"{name.removesuffix('_pct')} {share:.0f} %" for name, share in shares.items())
-        return shares | {"note": f"a worker's time: {', '.join(words)}"}
+        fractions["transport_pct"] = 100 - sum(fractions.values())
+        words = (f"{name.removesuffix('_pct')} {pct:.0f} %" for name, pct in fractions.items())
+        return fractions | {"note": f"a worker's time: {', '.join(words)}"}
 
     def close(self) -> None:
         """Stop the workers."""
@@ -388,7 +388,7 @@ def compare_loaders(
     argv: Sequence[str],
     log: Log,
 ) -> Outcome:
-    """Time what each of `loaders` opens; the first is the base of the ratios. `data` names it."""
+    """Time the `loaders`; ratios are to the first. `data` is the name of the images."""
     record = RecordFile(
         settings.output_dir,
         "bench_loader",
@@ -404,7 +404,7 @@ def compare_loaders(
 
 @contextlib.contextmanager
 def _images(settings: Settings) -> Iterator[tuple[Path, str, dict[str, Path]]]:
-    """The folder given or one for this run alone, what to call it, and shards of its images."""
+    """Yield the folder of images, given or temporary, its name, and shards of its images."""
     if settings.data is not None:
         shards = {} if settings.shards is None else {"shards": settings.shards}
         yield settings.data, settings.data.resolve().name, shards

@@ -29,7 +29,7 @@ PEERS = tuple(
     )
 )
 BATCH_SIZE = 64
-# What the predictor is held to, in percent of what was measured.
+# Allowed errors of the predictor, in percent of the measurement.
 ALLOCATED_MEAN_PERCENT = 2.0
 ALLOCATED_PERCENT = 5.0
 RESERVED_PERCENT = 10.0
@@ -38,7 +38,7 @@ Row = dict[str, Any]
 
 
 def matrix(models: Sequence[str] = ()) -> list[Row]:
-    """The steps to compare, as `predict` takes them; those of the models named."""
+    """Return the steps to compare, as arguments of `predict`; with `models` only theirs."""
     steps = [{"amp": amp, "opt": opt} for amp in ("off", "bf16") for opt in ("sgd", "adamw")]
     infer = [{"amp": amp, "train": False} for amp in ("off", "bf16")]
     rows = [{"model": name, "step": step} for name in list_models() for step in (*steps, *infer)]
@@ -47,7 +47,7 @@ def matrix(models: Sequence[str] = ()) -> list[Row]:
 
 
 def predicted(row: Row, device: Device | None = None) -> Row:
-    """A row with today's prediction, and its errors where it was measured."""
+    """Return a row with today's prediction, and its errors if the row was measured."""
     p = predict(row["model"], batch_size=BATCH_SIZE, device=device, **row["step"])
     said = {"allocated_mib": p.allocated.mib, "reserved_mib": p.reserved.mib}
     errors = {
@@ -60,7 +60,7 @@ def predicted(row: Row, device: Device | None = None) -> Row:
 
 
 def measured(row: Row, run: Callable[[BenchCase, bool], Row]) -> Row:
-    """A row with what a fresh process measured, or the reason why not."""
+    """Return a row with the measurement of a fresh process, or the reason of its failure."""
     step = {name: value for name, value in row["step"].items() if name != "train"}
     result = run(
         BenchCase(model=row["model"], batch_size=BATCH_SIZE, **step), row["step"].get("train", True)
@@ -73,7 +73,7 @@ def measured(row: Row, run: Callable[[BenchCase, bool], Row]) -> Row:
 
 
 def predict_again(record: Mapping[str, Any], models: Iterable[str] | None = None) -> list[Row]:
-    """The measured rows of a record with the predictions of today, for the record's GPU."""
+    """Return a record's measured rows with today's predictions for its GPU."""
     gpu = record["environment"]["device"]
     major, minor = map(int, gpu["compute_capability"].split("."))
     device = describe_device(gpu["name"], int(gpu["memory_mib"] * 2**20), (major, minor))
@@ -86,7 +86,7 @@ def predict_again(record: Mapping[str, Any], models: Iterable[str] | None = None
 
 
 def misses(rows: Sequence[Row]) -> list[str]:
-    """Where predictions miss measurements by more than they may, in words."""
+    """Describe predictions whose errors exceed the allowed ones."""
     errors = [abs(row["allocated_error_percent"]) for row in rows if row.get("measured")]
     mean = sum(errors) / len(errors) if errors else 0
     found = []
@@ -104,7 +104,7 @@ def misses(rows: Sequence[Row]) -> list[str]:
 
 
 def try_out(found: MaxBatch, run: Callable[[int], Row]) -> list[Row]:
-    """Run the largest batch and one 10 % larger: did what the prediction says?"""
+    """Run the predicted largest batch and one 10 % larger; return whether each fitted."""
     largest, rows = found.batch_size, []
     for batch_size in (largest, max(round(largest * 1.1), largest + 1)) if largest else (1,):
         result, answer = run(batch_size), found.answer(batch_size).value

@@ -104,7 +104,7 @@ SUBJECTS = {
 
 
 def cell(subject: Subject, model: nn.Module, device: torch.device, machine: FakeMachine) -> tuple:
-    """What a cell of the notebook runs; returns its variables, which live on at its end."""
+    """Run a cell of the notebook; return its variables, which live on after it."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     model.train()
     output = loss = x = y = None
@@ -130,7 +130,7 @@ def cell(subject: Subject, model: nn.Module, device: torch.device, machine: Fake
 
 @dataclass(frozen=True)
 class Cell:
-    """What one cell prints, predicted. `peak_high_mib` has workspaces at their highest."""
+    """Predicted output of one cell. `peak_high_mib` has workspaces at their highest."""
 
     name: str
     leftover_mib: float
@@ -141,7 +141,7 @@ class Cell:
 
 
 def replay_notebook(subjects: Iterable[Subject]) -> list[Cell]:
-    """The cells of these subjects, one after another in one process on a fake GPU."""
+    """Return the cells of these subjects, run one after another on one fake GPU."""
     machine = FakeMachine(GENERIC)
     names, ends, kept = [], [], []
     for subject in subjects:
@@ -179,13 +179,13 @@ def replay_notebook(subjects: Iterable[Subject]) -> list[Cell]:
 
 # -- what others say --------------------------------------------------------------------------
 
-# Layers the notebook takes to work in place; it counts nn.MultiheadAttention's output five times.
+# Layers that the notebook counts as in-place; it counts nn.MultiheadAttention's output five times.
 _MEMORYLESS = (nn.ReLU, nn.GELU, nn.LeakyReLU, nn.Dropout, nn.Softmax, nn.LayerNorm,
                nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # fmt: skip
 
 
 def formula_mib(subject: Subject) -> float:
-    """The notebook's formula for SGD in fp32: 2 (D + O) + 2 W, after Gao et al. (ESEC/FSE 2020)."""
+    """Return the notebook's formula for SGD in fp32: 2 (D + O) + 2 W (Gao et al., FSE 2020)."""
     outputs: list[int] = []
     weights: list[int] = []
     last: list[torch.Size] = []
@@ -208,7 +208,7 @@ def formula_mib(subject: Subject) -> float:
 
 
 def torchinfo_mib(subject: Subject) -> float:
-    """What torchinfo estimates: input, parameters, and all layer outputs twice."""
+    """Return torchinfo's estimate: input, parameters, and all layer outputs twice."""
     from torchinfo import summary
 
     x = torch.empty(subject.input_shape, device="meta")
@@ -219,7 +219,7 @@ def torchinfo_mib(subject: Subject) -> float:
 
 
 def mem_tracker_mib(subject: Subject) -> float:
-    """The peak of `torch.distributed._tools.mem_tracker` over two steps on fake CPU tensors."""
+    """Return the peak of PyTorch's MemTracker over two steps on fake CPU tensors."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -242,9 +242,9 @@ def mem_tracker_mib(subject: Subject) -> float:
 
 
 def measure_notebook(subjects: Iterable[Subject]) -> Iterator[tuple[str, float, float, float]]:
-    """Peak, end and reserved MiB of each cell on this machine's GPU."""
+    """Yield peak, end and reserved MiB of each cell on this machine's GPU."""
     device = torch.device("cuda", torch.cuda.current_device())
-    nobody = FakeMachine(GENERIC)  # not running, so it sees nothing
+    nobody = FakeMachine(GENERIC)  # not running, so it records nothing
     kept = []
     for subject in subjects:
         torch.cuda.empty_cache()

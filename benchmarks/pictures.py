@@ -21,7 +21,7 @@ RUN = RECORDS / "train_digits.csv"
 
 OURS, OTHERS, THIRD = "#d9480f", "#868e96", "#1971c2"
 THEMES = {"light": "#24292f", "dark": "#e6edf3"}
-# Where a label would cover another: its place in points from the dot.
+# Positions of labels that would cover others, in points from the dot.
 SHIFTED = {
     "tresnet_m.miil_in1k": (7, -12),
     "resnet50": (-20, 8),
@@ -158,7 +158,7 @@ def draw(name: str) -> None:
 
 
 def record_memory() -> None:
-    """Predict timm's model and ours; no GPU is used."""
+    """Predict timm's model and ours, without a GPU."""
     from tresnet import memory
 
     batch_sizes = [32, 64, 128, 192, 256, 384, 512]
@@ -187,7 +187,7 @@ def record_memory() -> None:
 
 
 def main() -> None:
-    """Record what is asked for, then draw every picture whose record is there."""
+    """Write the requested record, then draw every picture whose record exists."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--record", nargs="+", default=[], metavar="memory | run RUN_DIR")
     record = parser.parse_args().record

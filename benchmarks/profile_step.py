@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Where a training step goes, in about a minute: a table for each case, and a trace file.
+"""Profile of a training step, in about a minute: a table for each case, and a trace file.
 
     python3 benchmarks/profile_step.py timm:tresnet_m tresnet_m@impl=triton --batch-size 256 \
         --channels-last
@@ -40,27 +40,27 @@ PRODUCTS = re.compile(r"aten::(addmm|mm|bmm|linear|matmul|_addmm)")
 
 @dataclasses.dataclass(frozen=True)
 class Options(CaseSettings):
-    """What is profiled."""
+    """Cases to profile."""
 
     models: Annotated[Positional[tuple[str, ...]], arg(metavar="MODEL [MODEL ...]")]
-    """As `tresnet bench train` takes them."""
+    """Cases as for `tresnet bench train`."""
     batch_size: int = 64
     """Images of a step."""
     warmup_steps: int = 5
-    """Steps before, compilation included."""
+    """Steps before, including compilation."""
     steps: int = 3
     """Steps that are recorded."""
     most_lines: int = 25
-    """Lines of the table; the smallest are added up."""
+    """Lines of the table; the smallest are summed."""
     device: str | None = None
-    """By default a GPU if there is one."""
+    """Device; by default a GPU if there is one."""
     output_dir: Path = Path("benchmarks/traces")
-    """Where the traces go."""
+    """Directory of the traces."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Something the device did: its class, what exactly, and for how long."""
+    """Work of the device: its class, a detail and its time."""
 
     kind: str
     detail: str
@@ -68,7 +68,7 @@ class Work:
 
 
 def our_kernels() -> frozenset[str]:
-    """The names of this package's Triton kernels, from its sources: importing them takes Triton."""
+    """Return the names of this package's Triton kernels, from its sources, without Triton."""
     found: set[str] = set()
     for path in (ROOT / "tresnet" / "ops").rglob("*.py"):
         text = path.read_text(encoding="utf-8")
@@ -77,7 +77,7 @@ def our_kernels() -> frozenset[str]:
 
 
 def read_work(events: Sequence[Event], ours: frozenset[str]) -> list[Work]:
-    """What the device did, from the events of a trace: kernels of a GPU, or operators of a CPU."""
+    """Return the work of the device from the events of a trace: kernels, or a CPU's operators."""
     operators = [event for event in events if event.get("cat") == "cpu_op" and "dur" in event]
     kernels = [event for event in events if event.get("cat") in DEVICE_WORK]
     if not kernels:
@@ -122,7 +122,7 @@ def _convolution(operator: Event) -> str:
 
 
 def _own_times(operators: Iterable[Event]) -> list[tuple[Event, float]]:
-    """Operators with their time less that of those they call, on each thread."""
+    """Return operators with their time without that of the operators they call, per thread."""
     found: list[list[Any]] = []
     open_ones: dict[Any, list[list[Any]]] = collections.defaultdict(list)
     for op in sorted(operators, key=lambda event: (event["ts"], -event["dur"])):
@@ -137,7 +137,7 @@ def _own_times(operators: Iterable[Event]) -> list[tuple[Event, float]]:
 
 
 def gaps(events: Sequence[Event]) -> float:
-    """Microseconds between the first and the last work of the device in which it did nothing."""
+    """Return microseconds in which the device was idle, from its first work to its last."""
     kernels = [event for event in events if event.get("cat") in DEVICE_WORK]
     busy = kernels or [event for event in events if event.get("cat") == "cpu_op" and "dur" in event]
     idle, until = 0.0, None
@@ -149,10 +149,10 @@ def gaps(events: Sequence[Event]) -> float:
 
 
 def table(events: Sequence[Event], steps: int, most_lines: int, ours: frozenset[str]) -> str:
-    """Time by class and detail, in microseconds a step, the largest first."""
+    """Return time by class and detail, in microseconds per step, the largest first."""
     work = read_work(events, ours)
     idle = Work("gaps", "nothing runs", gaps(events))
-    whole = sum(one.microseconds for one in work) + idle.microseconds
+    total = sum(one.microseconds for one in work) + idle.microseconds
     kinds: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
     lines: dict[tuple[str, str], list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
     for one in (*work, idle):
@@ -162,7 +162,7 @@ def table(events: Sequence[Event], steps: int, most_lines: int, ours: frozenset[
 
     def cells(entry: Sequence[float]) -> list[str]:
         time, calls = entry
-        return [f"{time / steps:,.0f}", f"{calls / steps:,.0f}", f"{100 * time / whole:.1f}"]
+        return [f"{time / steps:,.0f}", f"{calls / steps:,.0f}", f"{100 * time / total:.1f}"]
 
     rows = [[kind, "all", *cells(entry)] for kind, entry in _largest_first(kinds)]
     details = [(key, entry) for key, entry in _largest_first(lines)]
@@ -204,7 +204,7 @@ def profiled(model: str, options: Options, device: torch.device) -> list[Event]:
 
 
 def main(options: Options) -> int:
-    """Profile every case; one that fails leaves the others."""
+    """Profile every case; a failure leaves the others."""
     device, failed, ours = env.timed_device(env.device_or_default(options.device)), 0, our_kernels()
     with searching_algorithms():
         for model in options.models:

@@ -36,7 +36,7 @@ class Runtime(Contender):
     """One runtime with one type of numbers."""
 
     def __init__(self, runtime: str, dtype: str, images: int, make: Callable[[], Call]) -> None:
-        """Keep what `make` makes at set-up: a call that computes the images."""
+        """Store `make`, which returns a call that computes the images."""
         self.label, self.columns = f"{runtime}, {dtype}", {"runtime": runtime, "dtype": dtype}
         self.units, self._make = images, make
 
@@ -47,7 +47,7 @@ class Runtime(Contender):
             self._call()
 
     def visit(self) -> list[float]:
-        """Seconds of each of a few calls."""
+        """Return seconds of each of a few calls."""
         times_s = []
         for _ in range(STEPS):
             began_s = time.perf_counter()
@@ -56,13 +56,13 @@ class Runtime(Contender):
         return times_s
 
     def figures(self, rounds: Rounds) -> dict[str, Any]:
-        """Percentiles over all calls."""
+        """Return percentiles over all calls."""
         times_s = list(itertools.chain(*rounds))
         return {"calls": len(times_s), **speed(times_s, self.units)}
 
 
 def contenders(name: str, size: int, batch: int, scratch: Path) -> list[Contender]:
-    """All runtimes, on the same images and weights."""
+    """Return all runtimes, with the same images and weights."""
     torch.manual_seed(0)
     model = tresnet.create(name).eval()
     images = Images(3, size, model.config.block_size)
@@ -70,7 +70,7 @@ def contenders(name: str, size: int, batch: int, scratch: Path) -> list[Contende
     program = trace(plain_model(model), images, x.device)
 
     def written(format: str, *calibration: Tensor) -> Path:
-        # 8-bit ranges taken from noise: the accuracy is of no use, the time is the same.
+        # 8-bit ranges from noise: the time is the same, the accuracy is not.
         file = scratch / f"{format}{len(calibration)}{FORMATS[format].suffixes[0]}"
         if not file.exists():
             FORMATS[format].write(Job(program, images, {}, calibration or None), file)

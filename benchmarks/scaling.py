@@ -1,14 +1,14 @@
 """Predicts images/s of data-parallel training on many GPUs from the step of one.
 
-`python benchmarks/scaling.py --step-ms 60 --batch-size 128`. Everything it takes is an input, its
-defaults are assumptions, and nothing is measured here. What it assumes:
+`python benchmarks/scaling.py --step-ms 60 --batch-size 128`. Nothing is measured here: all values
+are inputs, and their defaults are assumptions. The model of a step:
 
 * Forward is a third of the step, the optimizer nothing; backward takes its time in proportion to
   the multiply-accumulates of each layer, last layer first.
 * Gradients are 32-bit and travel in DistributedDataParallel's buckets (1 MiB, then 25), each as
   soon as its last gradient is there, one after another, while backward goes on.
 * An all-reduce of B bytes on N GPUs takes 2 (N - 1) / N * B / bandwidth + 2 log2(N) * latency:
-  NCCL's tree, whose slowest link is a GPU's share of the network of its node.
+  NCCL's tree, whose slowest link is a GPU's fraction of the network of its node.
 * Steps of one GPU vary normally; all wait for the slowest of N, which is sqrt(2 ln N) deviations
   late. Data arrive in time.
 """
@@ -26,9 +26,9 @@ MIB = 2**20
 
 
 def gradients(name: str, size: int) -> list[tuple[int, int]]:
-    """(bytes, multiply-accumulates of one image) of each layer's gradients, as backward makes them.
+    """Return (bytes, multiply-accumulates of an image) of each layer's gradients, last layer first.
 
-    Where a layer other than a convolution or a matrix product has parameters, it takes no time.
+    Layers with parameters other than convolutions and matrix products count as taking no time.
     """
     found: list[tuple[int, int]] = []
 
@@ -57,7 +57,7 @@ def exposed_ms(
     latency_us: float,
     bucket_mib: float = 25,
 ) -> float:
-    """How long after backward the last bucket arrives."""
+    """Return the time from the end of backward to the arrival of the last bucket."""
     total = sum(macs for _, macs in layers)
     now_ms = sent_ms = 0.0
     held, limit = 0, MIB
@@ -80,7 +80,7 @@ def main() -> None:
     add("--batch-size", type=int, required=True, help="images of one GPU")
     add("--model", default="tresnet_m")
     add("--input-size", type=int, default=224)
-    add("--gb-per-s", type=float, default=20.0, help="a GPU's share of its node's network")
+    add("--gb-per-s", type=float, default=20.0, help="a GPU's fraction of its node's network")
     add("--latency-us", type=float, default=15.0, help="of a hop between nodes")
     add("--jitter-pct", type=float, default=1.0, help="deviation of steps, of their mean")
     add("--gpus", type=int, nargs="+", default=[1, 8, 64, 256, 1024])

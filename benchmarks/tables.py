@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# Of each kind of record: title, and for each column its header, its key and how it is written.
+# For each kind of record: title, and for each column its header, its key and its format.
 _CASE = [("model", "model", ""), ("batch", "batch_size", ""), ("settings", "settings", "")]
 _STEPS = [
     *_CASE,
@@ -44,14 +44,14 @@ def title(record: dict[str, Any]) -> str:
 
 
 def table(record: dict[str, Any], name: str) -> str:
-    """Return a record's rows as a Markdown table with its source; what failed says why."""
+    """Return a record's rows as a Markdown table with its source, and the reasons of failures."""
     heading, columns = TABLES[record["what"]]
     lines = [[header for header, *_ in columns], ["---"] * len(columns)]
     for row in record["rows"]:
-        told = {**row, "settings": _settings(row)}
+        shown = {**row, "settings": _settings(row)}
         if row.get("max_allocated_mib") is None:
-            told["max_allocated_mib"] = row.get("rss_peak_mib")  # of the process, on a CPU
-        cells = ["-" if told.get(k) is None else format(told[k], how) for _, k, how in columns]
+            shown["max_allocated_mib"] = row.get("rss_peak_mib")  # of the process, on a CPU
+        cells = ["-" if shown.get(k) is None else format(shown[k], how) for _, k, how in columns]
         lines.append(cells if row["status"] == "ok" else [*cells[:-1], _failure(row)])
     about = f"Record: `{name}` ({record['environment']['date_utc']}), `{record['command']}`"
     rows = [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines]
@@ -72,7 +72,7 @@ def _failure(row: dict[str, Any]) -> str:
 
 
 def main(folder: str = "benchmarks/records") -> int:
-    """Print a section for each device and PyTorch version; 1 where there is no record to print."""
+    """Print a section for each device and PyTorch version; return 1 if there is no record."""
     sections: dict[tuple[bool, str], list[tuple[str, str]]] = {}
     for path in sorted(Path(folder).glob("*.json")):
         record = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What every test gets: a fixed seed, few threads, and the skips that a machine's lacks demand."""
+"""Fixtures of every test: a fixed seed, few threads, and skips for missing devices."""
 
 import gc
 import os

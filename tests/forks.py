@@ -21,7 +21,7 @@ SERVER.set_forkserver_preload(
 
 
 class Ended(NamedTuple):
-    """How a process ended, as `subprocess.run` says it."""
+    """End of a process, as `subprocess.run` reports it."""
 
     returncode: int | None
     stdout: str

@@ -72,7 +72,7 @@ def test_no_module_is_hidden_by_a_function_of_its_name():
 
 
 def unsafe_reading(call: ast.Call) -> str | None:
-    """What is wrong with a call that reads weights, None where nothing is."""
+    """Return the fault of a call that reads weights, or None."""
     name = ast.unparse(call.func)
     given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
     if name == "torch.load" and given.get("weights_only") != "True":

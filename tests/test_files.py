@@ -83,7 +83,7 @@ def test_failing_fsync_keeps_the_old_file(old, monkeypatch):
         files.write_text(old, "new")
 
 
-def test_an_error_of_what_is_read_meanwhile_passes(tmp_path):
+def test_an_error_of_reading_in_the_block_is_not_changed(tmp_path):
     with pytest.raises(TimeoutError), atomic_write(tmp_path / "a.bin"):
         raise TimeoutError(errno.ETIMEDOUT, "")
 

@@ -44,7 +44,7 @@ print(json.dumps(found))
 
 
 def imported() -> dict[str, Any]:
-    """What a process of its own finds, warnings being errors."""
+    """Import in a new process, with warnings as errors, and return the findings."""
     command = [sys.executable, "-W", "error", "-c", PROGRAM]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr

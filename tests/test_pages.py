@@ -1,4 +1,4 @@
-"""What README.md and docs/ say: Python runs, commands parse, links lead somewhere, figures hold."""
+"""README.md and docs/: Python runs, commands parse, links and figures hold."""
 
 import ast
 import dataclasses
@@ -72,7 +72,7 @@ def command_lines() -> list[tuple[Path, str]]:
     ids=["pages", "examples"],
 )
 def test_python_blocks_run(pages: list[Path], written: str, tmp_path: Path):
-    """In a process of its own: the plugin changes what timm builds."""
+    """Run in a new process, as the plugin changes the models that timm builds."""
     code = "\n".join(code for page in pages for code in blocks(page.read_text(), "python"))
     result = run_forked(exec, code, {"__name__": "__main__"}, folder=tmp_path)
     assert result.returncode == 0, result.stderr

@@ -29,7 +29,7 @@ def test_a_part_takes_nine_minutes_at_most():
 
 @pytest.mark.parametrize("values", [gpu.GPU, gpu.REHEARSAL], ids=["gpu", "rehearsal"])
 def test_every_line_is_sound(values):
-    """What can be checked without a GPU: options, cases, and that files exist."""
+    """Check all that needs no GPU: options, cases, and that files exist."""
     compared = set()
     for name in EVERY:
         words = arguments(name, values)

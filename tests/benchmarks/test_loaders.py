@@ -127,7 +127,7 @@ def test_all_crop_at_random_in_training(folder):
         assert len({int(image.float().sum() * 100) for batch in batches for image in batch}) == 6
 
 
-def test_the_time_of_a_training_image_is_told_by_stages(folder):
+def test_the_time_of_a_training_image_is_split_into_stages(folder):
     ours, floats, *_ = contending(folder, "train")
     torch.manual_seed(7)
     stages = ours.stages()

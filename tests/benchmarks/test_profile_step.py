@@ -39,7 +39,7 @@ def test_ours_are_what_is_launched():
     assert launched | {"excite", "excite_grads", "squeeze", "stem_input"} <= our_kernels()
 
 
-def test_kernels_are_told_apart():
+def test_kernels_are_distinguished():
     assert read_work(GPU, our_kernels()) == [
         Work("convolution", "forward 8x64x56x56 * 64x64x3x3, channels_last", 30),
         Work("convolution", "backward 8x64x56x56 * 64x64x3x3", 40),
@@ -71,8 +71,8 @@ def test_the_table_adds_up():
     lines = table(GPU, steps=2, most_lines=3, ours=our_kernels()).splitlines()
     assert lines[1].split() == ["convolution", "all", "40", "2", "61.5"]
     assert lines[-1].split()[:4] == ["the", "rest", "5", "more"]
-    whole = sum(float(line.split()[-1]) for line in lines[1:] if " all " in line)
-    assert whole == pytest.approx(100, abs=0.3)
+    total = sum(float(line.split()[-1]) for line in lines[1:] if " all " in line)
+    assert total == pytest.approx(100, abs=0.3)
 
 
 def test_a_case_that_fails_leaves_the_others(tmp_path, capsys):

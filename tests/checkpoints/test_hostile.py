@@ -100,7 +100,7 @@ def sound(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["a.safetensors", "a.pth", "timm.pth"])
 def test_mutated_files_change_no_model_and_are_named(tmp_path, sound, kind):
-    """What loads from a file of ours is what was saved; what does not leaves every bit alone."""
+    """A file of ours that loads has the saved weights; one that does not load changes no bit."""
     saved, model, refused = tiny(), trained(small(**TINY), seed=1), 0
     before, path = snapshot(model), tmp_path / kind
     for seed in SEEDS:

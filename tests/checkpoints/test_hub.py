@@ -67,7 +67,7 @@ def test_what_is_pushed_is_read_by_us_and_by_plain_timm(pushed, monkeypatch, cap
     assert "timm_plugin" not in card
 
 
-def test_a_directory_is_written_whole_or_not_at_all(mine, tmp_path, monkeypatch, capsys):
+def test_a_directory_is_written_atomically(mine, tmp_path, monkeypatch, capsys):
     model, path = mine
     target = tmp_path / "out"
     assert run(["push", str(path), str(target)]) == 2

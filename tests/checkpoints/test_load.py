@@ -182,7 +182,7 @@ def write_source(kind, path):
 
 @pytest.mark.parametrize("kind", ["ours", "timm", "public"])
 def test_one_channel_gives_what_gray_colours_give(path, kind):
-    """From three channels to one, and back."""
+    """Adapt three channels to one, and back."""
     source = write_source(kind, path)
     model = small(in_chans=1).eval()
     load_checkpoint(model, path)

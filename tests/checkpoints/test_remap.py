@@ -14,7 +14,7 @@ def read(tensors, tmp_path):
 
 @pytest.mark.parametrize("v2", [False, True])
 @pytest.mark.parametrize("filters", [False, True])
-def test_a_whole_public_file_has_our_names_and_gammas(tmp_path, v2, filters):
+def test_a_public_file_has_our_names_and_gammas(tmp_path, v2, filters):
     public = small_public(v2, filters=filters)
     weights = read(public.state_dict(), tmp_path)
     assert (weights.format, weights.slopes) == ("public", (1e-6, 1e-6) if v2 else (1e-2, 1e-3))

@@ -1,4 +1,4 @@
-"""What `torch.save(model.state_dict())` writes is read by every model of the same layers."""
+"""Files of `torch.save(model.state_dict())` are read by every model of the same layers."""
 
 import importlib.util
 
@@ -71,7 +71,7 @@ def test_any_options_of_speed_read_what_any_wrote(path, options):
 
 @pytest.mark.parametrize("name", ["tresnet_m", "tresnet_v2_l"])
 @pytest.mark.parametrize(("options", "repeated"), LAYOUTS, ids=str)
-def test_the_layers_are_told_from_the_parameters(path, name, options, repeated):
+def test_the_layers_follow_from_the_parameters(path, name, options, repeated):
     source = written(path, name, **options, **repeated).eval()
     model = create(weights=path, **repeated).eval()
     assert same(model.state_dict(), source.state_dict())

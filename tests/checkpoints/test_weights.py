@@ -46,8 +46,8 @@ def test_describe_a_tag_whose_file_is_here(room):
 
 @pytest.mark.parametrize("name", sorted(VARIANTS))
 def test_describe_files_of_others(tmp_path, name):
-    whole = build(name, num_classes=9, device="meta").state_dict()
-    torch.save(zeros(whole), tmp_path / "a.pth")
+    complete = build(name, num_classes=9, device="meta").state_dict()
+    torch.save(zeros(complete), tmp_path / "a.pth")
     found = describe(tmp_path / "a.pth")
     assert (found.model, found.num_classes, found.weights.format) == (name, 9, "timm")
     assert found.kwargs["in_chans"] == 3
@@ -63,7 +63,7 @@ def test_describe_a_public_file_of_no_variant(tmp_path):
 
 
 @pytest.mark.parametrize(("block_size", "in_chans"), [(1, 3), (2, 1), (2, 3), (4, 1)])
-def test_the_block_size_is_told_from_the_stem(tmp_path, block_size, in_chans):
+def test_the_block_size_follows_from_the_stem(tmp_path, block_size, in_chans):
     model = small(block_size=block_size, in_chans=in_chans)
     torch.save(model.state_dict(), tmp_path / "a.pth")
     known = describe(tmp_path / "a.pth").kwargs

@@ -154,7 +154,7 @@ def test_output_that_cannot_be_written(case, code, words, ended):
 
 @pytest.mark.parametrize("command", ["-m tresnet.cli.main info tresnet_xl", "train.py"])
 def test_ctrl_c_while_packages_are_imported(command):
-    """What is interrupted there can fail in many ways."""
+    """An interrupted import can raise many errors."""
     command = [sys.executable, *command.split()]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE) as process:
         maps = Path(f"/proc/{process.pid}/maps")

@@ -77,7 +77,7 @@ def drawn(tmp_path_factory):
 
 
 def read(text, format):
-    """What the command printed: a list of (image, classes, probabilities)."""
+    """Return the command's output: a list of (image, classes, probabilities)."""
     if format == "json":
         return [
             (
@@ -257,7 +257,7 @@ def test_predict_needs_a_classifier(image, tmp_path, capsys):
 
 
 def test_one_side_is_not_taken_for_both(image, tmp_path, capsys):
-    """Where nobody says the side, it is that of the weights, whose images may not be square."""
+    """Without an option the side is that of the weights, whose images may not be square."""
     model, path = build("tresnet_t", num_classes=3), tmp_path / "wide.safetensors"
     model.pretrained_cfg["input_size"] = (3, 32, 64)
     save_checkpoint(model, path)

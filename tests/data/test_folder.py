@@ -128,7 +128,7 @@ def flip_a_bit(data):
     [("png", flip_a_bit), *((kind, truncate) for kind in ("png", "jpg", "webp", "bmp", "tif"))],
 )
 @pytest.mark.parametrize("lenient", [False, True])
-def test_a_damaged_image_is_named_whatever_pillow_was_told(
+def test_a_damaged_image_is_named_with_any_setting_of_pillow(
     tmp_path, photo, suffix, damage, lenient, monkeypatch
 ):
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", lenient)

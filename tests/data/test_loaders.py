@@ -71,17 +71,17 @@ def test_batches_that_are_all_kept_come_whatever_the_temporary_directory(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_repeats_vary_an_image_anew_each_time(folder, ranks):
-    """As timm's RepeatAugSampler: copies in a row over all ranks, as many images as before."""
+def test_repeats_augment_an_image_each_time(folder, ranks):
+    """Repeats are those of timm's RepeatAugSampler: copies in a row over all ranks, same length."""
     plain, varied = (open_folder(folder, "train", transform) for transform in (EVAL, RANDOM))
     found = []
     for dataset in (plain, varied):
-        shares = [
+        per_rank = [
             create_loader(dataset, 8 // ranks, training=True, distributed=(rank, ranks), repeats=3)
             for rank in range(ranks)
         ]
-        assert [len(share) for share in shares] == [3] * ranks
-        batches = [torch.cat([images for images, _ in share]) for share in shares]
+        assert [len(own) for own in per_rank] == [3] * ranks
+        batches = [torch.cat([images for images, _ in own]) for own in per_rank]
         found.append(torch.stack(batches, 1).flatten(0, 1))
     images = ids(found[0])
     assert images == [image for image in images[::3] for _ in range(3)]
@@ -133,12 +133,12 @@ def test_the_epoch_goes_on_from_any_batch(folder, workers):
     dataset = open_folder(folder, "train", RANDOM)
     loader = create_loader(dataset, 4, training=True, workers=workers, seed=5)
     loader.set_epoch(2)
-    whole = [images for images, _ in loader]
+    every = [images for images, _ in loader]
     loader.set_epoch(2, start_batch=4)
-    assert len(loader) == 6  # of the whole epoch
+    assert len(loader) == 6  # of the epoch
     rest = [images for images, _ in loader]
     assert len(rest) == 2
-    assert all(torch.equal(a, b) for a, b in zip(whole[4:], rest, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(every[4:], rest, strict=True))
     loader.set_epoch(2, start_batch=6)
     assert list(loader) == []
     loader.set_epoch(3)
@@ -159,8 +159,8 @@ def test_memory_is_used_again_but_for_batches_that_somebody_looks_at(folder):
         view = images[0, 1] if view is None else view
     assert torch.equal(view, expected[0][0, 1])
     assert len(places) <= 6 < len(expected)
-    whole = [images for images, _ in loader]  # more than there is memory for
-    assert all(torch.equal(a, b) for a, b in zip(whole, expected, strict=True))
+    every = [images for images, _ in loader]  # more than there is memory for
+    assert all(torch.equal(a, b) for a, b in zip(every, expected, strict=True))
 
 
 @pytest.mark.gpu
@@ -204,25 +204,25 @@ def test_evaluation_gives_each_image_to_one_rank_which_counts_it(folder, world_s
         create_loader(dataset, 4, training=False, distributed=(rank, world_size))
         for rank in range(world_size)
     ]
-    shares = [[i for batch in epoch_ids(loader) for i in batch] for loader in loaders]
-    assert sorted(i for share in shares for i in share) == list(range(2, 25))
+    per_rank = [[i for batch in epoch_ids(loader) for i in batch] for loader in loaders]
+    assert sorted(i for own in per_rank for i in own) == list(range(2, 25))
     assert sorted(path for loader in loaders for path in loader.skipped) == sorted(bad)
-    read = [len(share) + len(loader.skipped) for share, loader in zip(shares, loaders, strict=True)]
+    read = [len(own) + len(loader.skipped) for own, loader in zip(per_rank, loaders, strict=True)]
     assert max(read) - min(read) <= 1
 
 
-def test_training_ranks_have_as_many_batches_and_share_the_images(folder):
+def test_training_ranks_have_as_many_batches_and_divide_the_images(folder):
     dataset = open_folder(folder, "train", EVAL)
     ranks = [
         create_loader(dataset, 2, training=True, distributed=(rank, 4), seed=1) for rank in range(4)
     ]
     assert len({len(loader) for loader in ranks}) == 1
-    shares = [epoch_ids(loader) for loader in ranks]
-    assert len({i for share in shares for batch in share for i in batch}) == 24
+    per_rank = [epoch_ids(loader) for loader in ranks]
+    assert len({i for own in per_rank for batch in own for i in batch}) == 24
     # Batch b of all ranks together is batch b of one process with the same global batch.
     single = epoch_ids(create_loader(dataset, 8, training=True, seed=1))
     for number, batch in enumerate(single):
-        assert sorted(i for share in shares for i in share[number]) == sorted(batch)
+        assert sorted(i for own in per_rank for i in own[number]) == sorted(batch)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -240,8 +240,8 @@ def test_a_bad_image_stops_the_epoch_and_is_named(folder, workers, training):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_evaluation_leaves_bad_images_out_and_counts_each_once(folder, workers, caplog):
-    whole = (folder / "train" / "a" / "009.png").read_bytes()
-    bad = [damage(folder, i) for i in (1, 4, 5, 6, 7)] + [damage(folder, 9, whole[:50])]
+    intact = (folder / "train" / "a" / "009.png").read_bytes()
+    bad = [damage(folder, i) for i in (1, 4, 5, 6, 7)] + [damage(folder, 9, intact[:50])]
     dataset = open_folder(folder, "train", EVAL, skip_bad_images=True)
     loader = create_loader(dataset, 4, training=False, workers=workers)
     for _ in range(2):
@@ -310,11 +310,11 @@ def workers_now():
 
 def test_workers_end_at_an_error_and_at_close_and_start_anew(folder, workers_now):
     loader = create_loader(open_folder(folder, "train", EVAL), 4, training=False, workers=2)
-    whole = epoch_ids(loader)
+    first = epoch_ids(loader)
     assert len(workers_now()) == 2
     loader.close()
     assert not workers_now()
-    assert epoch_ids(loader) == whole
+    assert epoch_ids(loader) == first
     damage(folder, 7)
     with pytest.raises(DataError) as held:
         list(loader)

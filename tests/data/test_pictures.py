@@ -29,7 +29,7 @@ def photos(tmp_path_factory):
 
 @pytest.fixture
 def decoded_in_part(monkeypatch):
-    """What nvImageCodec gave, True for a crop and False for nothing, in order."""
+    """Return the results of nvImageCodec in order: True for a crop, False for none."""
     calls = []
     decode = pictures._decode_region
 
@@ -67,10 +67,10 @@ def boxes(width, height, count):
 
 
 def assert_crops_are_pillows(data, count):
-    whole = pillow(data)
-    for top, left, height, width in boxes(whole.shape[1], whole.shape[0], count):
+    image = pillow(data)
+    for top, left, height, width in boxes(image.shape[1], image.shape[0], count):
         crop = Picture(data, "x").crop((top, left, height, width))
-        expected = whole[top : top + height, left : left + width]
+        expected = image[top : top + height, left : left + width]
         np.testing.assert_array_equal(crop.numpy(), expected)
 
 

@@ -109,7 +109,7 @@ def test_a_command_that_was_stopped_goes_on_and_writes_anew_what_changed(images,
         DataError, match=r"expected the manifest of shards in .*train\.shards\.json"
     ):
         ShardDataset(out, "train")
-    _, whole = sharded(images, out, images_per_shard=3, log=lines.append)
+    _, shards = sharded(images, out, images_per_shard=3, log=lines.append)
     assert [line.endswith(", kept") for line in lines[2:]] == [True, True, False, False]
     Image.new("RGB", (9, 9), (200, 0, 0)).save(images / "train/a/000.png")
     file = out / "train-00001.array_record"
@@ -118,7 +118,7 @@ def test_a_command_that_was_stopped_goes_on_and_writes_anew_what_changed(images,
     _, changed = sharded(images, out, images_per_shard=3, log=lines.append)
     assert [line.endswith(", kept") for line in lines] == [False, False, True, True]
     assert changed[0][0].size == (9, 9)
-    assert changed.digest != whole.digest
+    assert changed.digest != shards.digest
     assert not list(out.glob(".*.tmp"))
     for other in ("train-00009.txt", "train-x.array_record", "val-00009.array_record"):
         (out / other).touch()

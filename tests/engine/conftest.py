@@ -66,6 +66,6 @@ def tiny(data: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
 
 
 @pytest.fixture(scope="session")
-def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of one such run from its beginning to its end, to compare others with."""
-    return train(config_on(data, tmp_path_factory.mktemp("whole"))).run_dir
+    return train(config_on(data, tmp_path_factory.mktemp("finished"))).run_dir

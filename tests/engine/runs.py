@@ -30,9 +30,9 @@ def tensors_of(run_dir):
         for i, state in content["optimizer"]["state"].items()
         for name, tensor in state.items()
     }
-    average = {f"average {k}": v for k, v in (content["model_ema"] or {}).items()}
+    ema = {f"ema {k}": v for k, v in (content["model_ema"] or {}).items()}
     scaler = {name: torch.tensor(value) for name, value in content["scaler"].items()}
-    return content["model"] | average | momenta | scaler
+    return content["model"] | ema | momenta | scaler
 
 
 def assert_same_run(run_dir, other):

@@ -48,7 +48,7 @@ def answer(monkeypatch, images):
 
 
 def resolved(config, images, say, processes=ALONE):
-    """What becomes of `--batch-size auto` with so many images."""
+    """Return the resolved `--batch-size auto` for a number of images."""
     config = resolve(configs.replace(config, batch_size="auto"))
     splits = types.SimpleNamespace(classes=CLASSES, train=range(images))
     return batch_size.resolve(config, splits, None, processes, say)
@@ -168,7 +168,7 @@ def test_the_process_with_the_least_memory_decides(tiny, small_gpu, monkeypatch)
     assert said[1].startswith("--batch-size auto: 8, as the process with the least memory has room")
 
 
-def test_too_little_memory_is_told(tiny, small_gpu, monkeypatch):
+def test_too_little_memory_is_an_error(tiny, small_gpu, monkeypatch):
     answer(monkeypatch, 0)
     with pytest.raises(
         ConfigError, match=r"not even one image is predicted to fit into 29.0 MiB of sm"
@@ -231,8 +231,8 @@ def fake_gpu(monkeypatch):
 
 
 def test_what_is_taken_is_left_out(fake_gpu):
-    whole, free = present_device(1), present_device(1, free_only=True)
-    assert (whole.capacity_bytes, free.capacity_bytes) == (80 * GIB, 72 * GIB)
+    total, free = present_device(1), present_device(1, free_only=True)
+    assert (total.capacity_bytes, free.capacity_bytes) == (80 * GIB, 72 * GIB)
     assert free.cublas_workspace_bytes == 32 * MIB  # it is a Hopper
 
 
@@ -247,7 +247,7 @@ def test_memory_may_be_limited_but_not_invented(fake_gpu, tiny, allowed, expecte
 
 
 @pytest.mark.parametrize(
-    ("began", "batch", "accumulate", "world", "images", "expected"),
+    ("began", "batch", "accumulate", "world_size", "images", "expected"),
     [
         (8, 128, 1, 8, 1281167, (128, 1, 1251)),
         (8, 128, 1, 4, 1281167, (128, 2, 2502)),  # 2502 passes of 512; the loader has 2502
@@ -257,11 +257,13 @@ def test_memory_may_be_limited_but_not_invented(fake_gpu, tiny, allowed, expecte
         (4, 2, 1, 2, 31, (2, 2, 6)),  # 24 images of an epoch, though 28 would make 7 passes
     ],
 )
-def test_other_processes_divide_the_same_steps(began, batch, accumulate, world, images, expected):
+def test_other_processes_divide_the_same_steps(
+    began, batch, accumulate, world_size, images, expected
+):
     config = configs.replace(recipe("digits"), batch_size=batch, accumulate=accumulate)
-    made = batch_size.divide(config, began, world, images)
+    made = batch_size.divide(config, began, world_size, images)
     assert made == MicroBatches(*expected)
-    assert made.images_per_step * world == batch * accumulate * began
+    assert made.images_per_step * world_size == batch * accumulate * began
 
 
 def test_processes_that_cannot_divide_a_step_are_refused():

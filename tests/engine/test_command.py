@@ -115,7 +115,7 @@ def options_of(config):
 
 @pytest.mark.slow
 def test_a_run_needs_no_terminal_at_all(tiny, tmp_path):
-    """As a shell or a daemon's manager leaves it: neither descriptor is there."""
+    """A shell or service manager may leave neither descriptor open."""
     train = [sys.executable, str(ROOT / "train.py"), *options_of(tiny(epochs=1))]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(

@@ -30,9 +30,9 @@ def images(n=4):
     return torch.rand(n, 3, 12, 12, generator=torch.Generator().manual_seed(3))
 
 
-def test_a_teacher_of_our_own_answers_as_it_does_alone(tiny, whole):
+def test_a_teacher_of_our_own_answers_as_it_does_alone(tiny, finished):
     """The teacher is folded, and its classes are matched by name."""
-    path = str(whole / "best.safetensors")
+    path = str(finished / "best.safetensors")
     alone = create(weights=path).eval()
     turned = ("red", "blue", "green")
     with torch.no_grad():
@@ -77,25 +77,25 @@ def test_the_teachers_part_of_the_loss(tiny, temperature):
     torch.testing.assert_close(criterion(logits, targets), expected)
 
 
-def test_a_run_with_a_teacher_keeps_it_out_of_its_checkpoints(tiny, whole):
+def test_a_run_with_a_teacher_keeps_it_out_of_its_checkpoints(tiny, finished):
     """Its name is in the configuration; what it adds to the loss changes the weights."""
-    path = str(whole / "best.safetensors")
+    path = str(finished / "best.safetensors")
     run_dir = train(tiny(teacher=path, epochs=1)).run_dir
     saved, content = state.read(run_dir / "last.pt")
     assert saved.config.distill.teacher == path
-    assert content.keys() == state.read(whole / "last.pt")[1].keys()
-    assert content["model"].keys() == state.read(whole / "last.pt")[1]["model"].keys()
-    assert rows_of(run_dir)[0]["loss"] != rows_of(whole)[0]["loss"]
+    assert content.keys() == state.read(finished / "last.pt")[1].keys()
+    assert content["model"].keys() == state.read(finished / "last.pt")[1]["model"].keys()
+    assert rows_of(run_dir)[0]["loss"] != rows_of(finished)[0]["loss"]
 
 
 @pytest.mark.parametrize("option", ["teacher", "hierarchy"])
 def test_a_run_is_not_resumed_with_another_teacher_or_hierarchy_in_its_file(
-    tiny, tmp_path, whole, option
+    tiny, tmp_path, finished, option
 ):
     path = tmp_path / "file.safetensors"
     options = {option: str(path), "mixup": 0.0, "epochs": 1}
     if option == "teacher":
-        path.write_bytes((whole / "best.safetensors").read_bytes())
+        path.write_bytes((finished / "best.safetensors").read_bytes())
     else:
         path.write_text('{"blue": "red"}')
         options["loss"] = "semantic-softmax"
@@ -110,7 +110,7 @@ def test_a_run_is_not_resumed_with_another_teacher_or_hierarchy_in_its_file(
 
 
 @pytest.mark.parametrize("prefix", ["", "local-dir:"])
-def test_a_teacher_in_a_directory_is_told_from_another(tiny, tmp_path, prefix):
+def test_a_teacher_in_a_directory_is_distinguished_from_another(tiny, tmp_path, prefix):
     config = tiny(teacher=f"{prefix}{tmp_path / 'teacher'}")
     found = []
     for seed in (1, 2):

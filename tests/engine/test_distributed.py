@@ -41,7 +41,7 @@ def torchrun(*arguments):
 
 
 def forked(*arguments, processes=2):
-    """As `torchrun` does, by forks that find torch imported."""
+    """Start processes as `torchrun` does, but as forks with torch imported."""
     words = ["--standalone", f"--nproc-per-node={processes}", "--run-path", "--start-method=fork"]
     words += map(str, arguments)
     return run_forked(run.main, words, folder=ROOT, OMP_NUM_THREADS="1")
@@ -86,7 +86,7 @@ def test_two_processes_compute_what_one_does_with_the_double_batch(tiny, tmp_pat
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_other_numbers_of_processes(tiny, tmp_path, one):
-    """From 2 to 4 within the first epoch, from 4 to 1 within the second, on the same images."""
+    """Resume 2 processes as 4 in the first epoch and as 1 in the second, on the same images."""
     config, run_dir = tiny(name="moved", batch_size=2, **SHARED), tmp_path / "runs" / "moved"
     start = (SCRIPT, saved(config, tmp_path), "--without-norms", "--resume", "auto", "--kill", 1)
     done = forked(*start, 1, int(signal.SIGTERM))
@@ -100,16 +100,18 @@ def test_a_run_goes_on_with_other_numbers_of_processes(tiny, tmp_path, one):
 
 
 @pytest.fixture(scope="module")
-def whole(data, tmp_path_factory):
+def finished(data, tmp_path_factory):
     """The directory of a run of two processes from its beginning to its end."""
-    place = tmp_path_factory.mktemp("whole")
+    place = tmp_path_factory.mktemp("finished")
     done = forked(SCRIPT, saved(config_on(data, place), place))
     assert done.returncode == 0, done.stderr
     return place / "run"
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_process_stops_all_and_the_run_goes_on_bit_for_bit(tiny, tmp_path, whole):
+def test_a_signal_to_one_process_stops_all_and_the_run_goes_on_bit_for_bit(
+    tiny, tmp_path, finished
+):
     config, run_dir = saved(tiny(), tmp_path), tmp_path / "runs" / "run"
     done = torchrun(SCRIPT, config, "--kill", 1, 4, int(signal.SIGTERM))
     assert done.returncode != 0
@@ -118,7 +120,7 @@ def test_a_signal_to_one_process_stops_all_and_the_run_goes_on_bit_for_bit(tiny,
     assert state.read(run_dir / "last.pt")[0].progress.global_step == 4
     done = forked(SCRIPT, config, "--resume", run_dir)
     assert done.returncode == 0, done.stderr
-    assert_same_run(run_dir, whole)
+    assert_same_run(run_dir, finished)
 
 
 def test_processes_meet_under_a_name_of_their_own_whatever_ended_ones_left_in_the_store():
@@ -164,18 +166,18 @@ def test_a_process_that_waits_for_its_partners_ends_at_once(monkeypatch, rank, s
 
 
 @pytest.mark.slow
-def test_torchrun_restarts_a_killed_run_which_goes_on_bit_for_bit(tiny, tmp_path, whole):
+def test_torchrun_restarts_a_killed_run_which_goes_on_bit_for_bit(tiny, tmp_path, finished):
     config = saved(tiny(checkpoint_interval_s=0.0), tmp_path)
     kills = [value for kill in ((0, 4), (1, 9)) for value in ("--kill", *kill, int(signal.SIGKILL))]
     done = forked("--max-restarts=2", SCRIPT, config, "--resume", "auto", *kills)
     assert done.returncode == 0, done.stderr
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["run"]
-    assert_same_run(tmp_path / "runs" / "run", whole)
+    assert_same_run(tmp_path / "runs" / "run", finished)
 
 
 @pytest.mark.slow
 def test_an_image_that_one_process_misses_stops_all_of_them_after_saving(
-    tiny, tmp_path, data, whole
+    tiny, tmp_path, data, finished
 ):
     copy, run_dir = tmp_path / "images", tmp_path / "runs" / "run"
     shutil.copytree(data, copy)
@@ -190,7 +192,7 @@ def test_an_image_that_one_process_misses_stops_all_of_them_after_saving(
     victim.write_bytes(content)
     done = forked(SCRIPT, config, "--resume", run_dir)
     assert done.returncode == 0, done.stderr
-    assert_same_run(run_dir, whole)
+    assert_same_run(run_dir, finished)
 
 
 @pytest.mark.slow
@@ -225,7 +227,7 @@ def test_evaluation_on_two_processes_counts_each_image_once(tiny, tmp_path, data
 
 @pytest.mark.slow
 def test_torchrun_stopped_from_outside_saves_although_it_signals_the_loaders_too(tiny, tmp_path):
-    # torchrun sends its signal to the whole process group of each of its processes
+    # torchrun sends its signal to the complete process group of each of its processes
     config = tiny(name="stopped", workers=1, epochs=1000)
     run_dir = tmp_path / "runs" / "stopped"
     with subprocess.Popen(

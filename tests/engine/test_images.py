@@ -1,4 +1,4 @@
-"""What a run reads: shards in the place of folders."""
+"""Images of a run: shards in place of folders."""
 
 import pytest
 
@@ -11,12 +11,12 @@ pytest.importorskip("array_record")
 
 
 def test_a_run_on_shards_is_the_run_on_their_folder_and_notices_other_shards(
-    data, tiny, whole, tmp_path
+    data, tiny, finished, tmp_path
 ):
     shards = str(tmp_path / "shards")
     assert main(["shard", str(data), shards, "--images-per-shard", "7", "--workers", "1"]) == 0
     run_dir = train(tiny(data=shards)).run_dir
-    assert_same_run(run_dir, whole)
+    assert_same_run(run_dir, finished)
     assert main(["shard", str(data), shards, "--max-side", "9", "--workers", "1"]) == 0
     with pytest.raises(ConfigError, match="images"):
         train(tiny(data=shards), run_dir)

@@ -39,7 +39,7 @@ def start(name):
         os._exit(code)
 
 begin = time.monotonic()
-assert os.waitpid(start("whole"), 0)[1] == 0
+assert os.waitpid(start("finished"), 0)[1] == 0
 whole_s, killed, cut = time.monotonic() - begin, 0, 0
 while killed < kills:
     child = start("killed")
@@ -73,7 +73,7 @@ def test_kills_at_random_moments_change_nothing(tiny, tmp_path):
     counts = json.loads(done.stdout.splitlines()[-1])
     assert counts["killed"] == KILLS
     assert counts["within a write"] > 0
-    runs = [path for path in (tmp_path / "runs").iterdir() if path.name != "whole"]
+    runs = [path for path in (tmp_path / "runs").iterdir() if path.name != "finished"]
     for run_dir in runs:
-        assert_same_run(run_dir, tmp_path / "runs" / "whole")
+        assert_same_run(run_dir, tmp_path / "runs" / "finished")
     sys.stdout.write(f"{counts}, {len(runs)} runs\n")

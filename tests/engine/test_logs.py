@@ -95,19 +95,19 @@ def test_tensorboard_gets_the_numbers_if_it_is_installed(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_tracker_gets_the_numbers_and_knows_a_resumed_run_again(tmp_path, monkeypatch, name):
-    told = []
+    received = []
 
     def init(**options):
-        told.append(options)
-        log = lambda values, step: told.append((values, step))  # noqa: E731
-        return types.SimpleNamespace(log=log, finish=lambda: told.append("finished"))
+        received.append(options)
+        log = lambda values, step: received.append((values, step))  # noqa: E731
+        return types.SimpleNamespace(log=log, finish=lambda: received.append("finished"))
 
     monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(init=init))
     for _ in range(2):
         log_numbers(tmp_path, [], 0, tensorboard=False, track=name, config={"lr": 1})
-    options, *numbers = told[:4]
+    options, *numbers = received[:4]
     assert numbers == [({"epoch/loss": 0.5}, 6), ({"update/lr": 0.1}, 7), "finished"]
-    assert told[4:] == told[:4]
+    assert received[4:] == received[:4]
     assert (options["config"], options["resume"]) == ({"lr": 1}, "allow")
     assert options.get("dir") == (str(tmp_path) if name == "wandb" else None)
     monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(init=lambda **_: 1 / 0))

@@ -33,7 +33,9 @@ def draw():
 
 
 @pytest.mark.parametrize(("how", "smoothing"), [("mixup", 0.0), ("cutmix", 0.0), ("mixup", 0.2)])
-def test_mixed_batches_have_labels_of_the_same_shares_and_end_when_told_to(tiny, how, smoothing):
+def test_mixed_batches_have_labels_of_the_same_fractions_and_end_as_configured(
+    tiny, how, smoothing
+):
     alphas = {"mixup": 0.0, "cutmix": 0.0, how: 1.0}
     config = tiny(**alphas, mix_prob=1.0, label_smoothing=smoothing, epochs=3, mix_off_epochs=1)
     losses = Losses(config, "abcd", 0)
@@ -43,10 +45,10 @@ def test_mixed_batches_have_labels_of_the_same_shares_and_end_when_told_to(tiny,
     seed_everything(5, ALONE.device)
     x, targets, criterion = losses.prepare(plain.clone(), torch.arange(4), 1, 7)
     assert draw() == expected  # the global generators are left as found
-    share = x[0].mean().item() / 3  # of the last image, all 3, in the first one, all 0
-    assert 0 < share < 1
-    shares = torch.tensor([1 - share, 0, 0, share]) * (1 - smoothing) + smoothing / 4
-    torch.testing.assert_close(targets[0], shares)
+    fraction = x[0].mean().item() / 3  # of the last image, all 3, in the first one, all 0
+    assert 0 < fraction < 1
+    expected = torch.tensor([1 - fraction, 0, 0, fraction]) * (1 - smoothing) + smoothing / 4
+    torch.testing.assert_close(targets[0], expected)
     logits = torch.randn(4, 4)
     torch.testing.assert_close(
         criterion(logits, targets), functional.cross_entropy(logits, targets)

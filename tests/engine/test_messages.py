@@ -1,4 +1,4 @@
-"""What train.py and eval.py say of bad input: one message, and exit code 2."""
+"""Messages of train.py and eval.py about bad input: one each, with exit code 2."""
 
 import shutil
 from pathlib import Path
@@ -64,11 +64,11 @@ LINES = [
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory, data, whole):
+def place(tmp_path_factory, data, finished):
     """A directory with data, weights and a file where a directory is meant; the digits in it."""
     folder = tmp_path_factory.mktemp("messages")
     shutil.copytree(data, folder / "DATA")
-    shutil.copy(whole / "best.safetensors", folder / "WEIGHTS")
+    shutil.copy(finished / "best.safetensors", folder / "WEIGHTS")
     (folder / "file").touch()
     (folder / "empty").mkdir()
     return folder

@@ -102,7 +102,7 @@ FORMS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 def test_a_short_form_of_the_recipe_learns_the_digits(tmp_path, monkeypatch, name):
-    """In seconds: a small network, few epochs, higher rates for the smaller batch."""
+    """Train in seconds: a small network, few epochs, higher rates for the smaller batch."""
     monkeypatch.chdir(tmp_path)
     options, least_top1 = FORMS[name]
     parents = {"7": "1", "3": "8", "5": "3", "9": "4", "6": "0"}

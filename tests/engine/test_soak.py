@@ -31,7 +31,7 @@ def held():
 @pytest.mark.slow
 @pytest.mark.timeout(60 + UPDATES)
 def test_a_long_run_holds_no_more_than_a_short_one(tiny, monkeypatch):
-    """With evaluation and checkpoints: 6 optimizer steps an epoch, a loader process a split."""
+    """Include evaluation and checkpoints: 6 optimizer steps an epoch, a loader process a split."""
     before, samples, update = held(), [], TrainingStep.optimizer_step
 
     def updating(self, number):

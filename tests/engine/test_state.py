@@ -47,7 +47,7 @@ def test_seeding_reaches_every_generator():
     assert all(a != b for a, b in zip(*drawn[1:], strict=True))
 
 
-def test_a_state_comes_back_whole(step, record, tmp_path):
+def test_a_state_is_read_back_completely(step, record, tmp_path):
     record.progress = Progress(
         epoch=2, micro_batches=3, global_step=11, loss_sum=1.5, best_score=40.0
     )

@@ -64,11 +64,11 @@ def run_dir_of(config):
 
 
 def steps_in(run_dir):
-    """How far the last state of a run is."""
+    """Return the optimizer step of the run's last state."""
     return state.read(run_dir / "last.pt")[0].progress.global_step
 
 
-def test_a_run_leaves_what_its_user_needs(tiny, whole, capsys):
+def test_a_run_leaves_what_its_user_needs(tiny, finished, capsys):
     result = train(tiny(mix_off_epochs=1, seed=1))
     run_dir = result.run_dir
     files = """.lock best.safetensors config.json environment.json last.pt log.csv log.jsonl
@@ -94,7 +94,7 @@ def test_a_run_leaves_what_its_user_needs(tiny, whole, capsys):
     assert "epoch 2/2  loss" in output
     assert f"result: top-1 {result.metrics.top1:.2f} %" in output
     # of another seed; with the same one it would be the same, as all that follows shows
-    assert rows_of(run_dir)[0]["loss"] != rows_of(whole)[0]["loss"]
+    assert rows_of(run_dir)[0]["loss"] != rows_of(finished)[0]["loss"]
 
 
 def test_no_line_runs_into_the_bar_on_a_terminal(tiny, monkeypatch):
@@ -149,7 +149,7 @@ VARIED |= {"amp": "fp16", "ema_decay": 0.0, "opt": "adamw", "lr_schedule": "cosi
 
 @pytest.fixture(scope="module")
 def varied(data, tmp_path_factory):
-    """The directory of a whole run with updates over four batches and varied images."""
+    """The directory of a finished run, with accumulation over four batches and varied images."""
     return train(config_on(data, tmp_path_factory.mktemp("varied"), **VARIED)).run_dir
 
 
@@ -181,19 +181,19 @@ def test_checkpoints_come_within_an_epoch_too(tiny, monkeypatch):
     assert saved == [1, 2, 3, 3, 3]  # after each update, before and after the evaluation
 
 
-def test_a_finished_run_only_shows_its_result_again(tiny, whole, capsys):
+def test_a_finished_run_only_shows_its_result_again(tiny, finished, capsys):
     def content():
-        return {path: path.read_bytes() for path in whole.iterdir() if path.name != ".lock"}
+        return {path: path.read_bytes() for path in finished.iterdir() if path.name != ".lock"}
 
     before = content()
-    metrics = train(configs.load(whole / "config.json"), resume=whole).metrics
-    assert metrics.top1 == rows_of(whole, "final")[0]["val_top1"]
+    metrics = train(configs.load(finished / "config.json"), resume=finished).metrics
+    assert metrics.top1 == rows_of(finished, "final")[0]["val_top1"]
     assert content() == before
     assert "result: top-1" in capsys.readouterr().out
 
 
 class Killed(BaseException):
-    """As SIGKILL at a point of the run: nothing is tidied up but the lock."""
+    """Ends a run as SIGKILL does: nothing is cleaned up but the lock."""
 
 
 def die_at(patch, point):
@@ -230,12 +230,14 @@ def die_at(patch, point):
         "after row 5",
     ],
 )
-def test_a_run_killed_anywhere_goes_on_with_no_row_lost_or_doubled(tiny, whole, monkeypatch, point):
+def test_a_run_killed_anywhere_resumes_with_no_row_lost_or_doubled(
+    tiny, finished, monkeypatch, point
+):
     with monkeypatch.context() as patch:
         die_at(patch, point)
         with pytest.raises(Killed):
             train(tiny())
-    assert_same_run(train(tiny(), resume=Path("auto")).run_dir, whole)
+    assert_same_run(train(tiny(), resume=Path("auto")).run_dir, finished)
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +252,7 @@ def half(data, tmp_path_factory):
 
 @pytest.fixture
 def stopped(half):
-    """That directory, as it was when the run stopped."""
+    """The run's directory as it was when the run stopped."""
     run_dir, copy = half
     shutil.rmtree(run_dir)
     return shutil.copytree(copy, run_dir)
@@ -262,7 +264,7 @@ def go_on(tiny, run_dir):
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe", b'{"a":\n'])
 def test_damaged_files_beside_the_state_do_not_keep_a_run_from_going_on(
-    tiny, whole, stopped, content
+    tiny, finished, stopped, content
 ):
     names = ("environment.json", "log.csv", "config.json")
     for path in (stopped / name for name in names):
@@ -270,28 +272,28 @@ def test_damaged_files_beside_the_state_do_not_keep_a_run_from_going_on(
     for leftover in (".last.pt.0123456789abcdef.tmp", ".config.json.0123456789abcdef.tmp"):
         (stopped / leftover).touch()
     go_on(tiny, stopped)
-    assert_same_run(stopped, whole)
+    assert_same_run(stopped, finished)
     assert not list(stopped.glob("*.tmp"))
     assert configs.load(stopped / "config.json").schedule.epochs == 2
 
 
-def test_a_damaged_state_is_replaced_by_the_one_before(tiny, whole, stopped, capsys):
+def test_a_damaged_state_is_replaced_by_the_one_before(tiny, finished, stopped, capsys):
     (stopped / "last.pt").write_bytes(b"garbage")
     files = {path.name: path.read_bytes() for path in stopped.iterdir() if path.is_file()}
     dry_run(tiny(runs=str(stopped.parent)), resume=stopped)
     assert files == {path.name: path.read_bytes() for path in stopped.iterdir() if path.is_file()}
     go_on(tiny, stopped)
     assert "continuing from" in capsys.readouterr().out
-    assert_same_run(stopped, whole)
+    assert_same_run(stopped, finished)
 
 
-def test_a_finished_run_without_its_log_is_evaluated_again(tiny, whole, tmp_path):
-    again = shutil.copytree(whole, tmp_path / "again")
+def test_a_finished_run_without_its_log_is_evaluated_again(tiny, finished, tmp_path):
+    again = shutil.copytree(finished, tmp_path / "again")
     (again / "log.jsonl").write_bytes(b"\0" * 500)
-    assert train(tiny(runs=str(whole.parent)), resume=again).metrics is not None
+    assert train(tiny(runs=str(finished.parent)), resume=again).metrics is not None
 
 
-def test_the_logged_rate_is_that_of_the_last_update(tiny, whole):
+def test_the_logged_rate_is_that_of_the_last_update(tiny, finished):
     """One cycle over 12 updates, as PyTorch has it."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.02)
     made = create_schedule(optimizer, ScheduleConfig(epochs=2), 12)
@@ -300,10 +302,10 @@ def test_the_logged_rate_is_that_of_the_last_update(tiny, whole):
         used.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         made.step()
-    assert [row["lr"] for row in rows_of(whole)] == pytest.approx([used[5], used[11]])
+    assert [row["lr"] for row in rows_of(finished)] == pytest.approx([used[5], used[11]])
 
 
-def test_auto_begins_a_run_and_goes_on_with_it(tiny, whole, monkeypatch):
+def test_auto_begins_a_run_and_goes_on_with_it(tiny, finished, monkeypatch):
     auto = Path("auto")
     for update in (3, 8):
         with monkeypatch.context() as patch:
@@ -311,12 +313,12 @@ def test_auto_begins_a_run_and_goes_on_with_it(tiny, whole, monkeypatch):
             stopped = train(tiny(), resume=auto)
         assert stopped.stopped_by == signal.SIGTERM
         assert steps_in(stopped.run_dir) == update
-    assert_same_run(train(tiny(), resume=auto).run_dir, whole)
+    assert_same_run(train(tiny(), resume=auto).run_dir, finished)
     with pytest.raises(ConfigError, match="--lr: the run has"):
         train(tiny(lr=0.5), resume=auto)
 
 
-@pytest.mark.parametrize(("options", "uncut"), [({}, "whole"), (VARIED, "varied")])
+@pytest.mark.parametrize(("options", "uncut"), [({}, "finished"), (VARIED, "varied")])
 def test_an_image_that_vanishes_stops_the_run_after_saving(
     tiny, data, tmp_path, monkeypatch, options, uncut, request
 ):
@@ -343,7 +345,9 @@ def test_a_run_whose_batches_are_too_small_frees_its_name(tiny):
     assert not run_dir_of(tiny()).exists()
 
 
-def test_a_full_disk_says_so_and_a_run_that_had_no_state_frees_its_name(tiny, whole, monkeypatch):
+def test_a_full_disk_says_so_and_a_run_that_had_no_state_frees_its_name(
+    tiny, finished, monkeypatch
+):
     run_dir = run_dir_of(tiny())
     save = torch.save
     saves = itertools.count(1)
@@ -362,7 +366,7 @@ def test_a_full_disk_says_so_and_a_run_that_had_no_state_frees_its_name(tiny, wh
     fails_at, saves = 3, itertools.count(1)
     with pytest.raises(WriteError, match="free some space; the last good checkpoint is"):
         train(tiny())
-    assert_same_run(train(tiny(), resume=run_dir).run_dir, whole)
+    assert_same_run(train(tiny(), resume=run_dir).run_dir, finished)
 
 
 def test_a_run_is_not_resumed_on_other_images(tiny, tmp_path, monkeypatch):
@@ -389,12 +393,12 @@ def test_a_run_is_not_resumed_on_other_images(tiny, tmp_path, monkeypatch):
     assert (run_dir / "last.pt").read_bytes() == before
 
 
-def spoil(monkeypatch, passes, loss=None):
+def spoil(monkeypatch, micro_batches, loss=None):
     """Some micro-batches return this loss; without one their images, and so all, are NaN."""
     original, count = TrainingStep.backward, itertools.count(1)
 
     def backward(self, images, *args):
-        if next(count) not in passes:
+        if next(count) not in micro_batches:
             return original(self, images, *args)
         if loss is None:
             return original(self, images.float() * math.nan, *args)
@@ -427,7 +431,7 @@ SKIPPING = {"accumulate": 2, "skip_bad_steps": 2, "clip_grad": 1.0, "log_interva
 
 
 def test_bad_steps_change_nothing_are_counted_and_resume_bit_for_bit(tiny, monkeypatch, capsys):
-    # 3 updates of 2 passes an epoch: updates 1 and 4 are bad
+    # 3 optimizer steps of 2 micro-batches an epoch: steps 1 and 4 are bad
     states, skip, update = [], TrainingStep.skip, TrainingStep.optimizer_step
 
     def flat(step):
@@ -452,14 +456,14 @@ def test_bad_steps_change_nothing_are_counted_and_resume_bit_for_bit(tiny, monke
         patch.setattr(TrainingStep, "skip", skipping)
         patch.setattr(TrainingStep, "optimizer_step", updating)
         spoil(patch, {2, 7})
-        whole = train(tiny(**SKIPPING, name="whole")).run_dir
+        finished = train(tiny(**SKIPPING, name="finished")).run_dir
     assert [kind for kind, _ in states] == ["skip", "update", "update", "skip", "update", "update"]
     for name, tensors in states[3][1].items():
         assert tensors
         assert all(torch.equal(tensors[key], states[2][1][name][key]) for key in tensors), name
     assert states[0][1]["momenta"] == {}
-    assert [row["bad_steps"] for row in rows_of(whole)] == [1, 2]
-    assert all(math.isfinite(row["loss"]) for row in rows_of(whole))
+    assert [row["bad_steps"] for row in rows_of(finished)] == [1, 2]
+    assert all(math.isfinite(row["loss"]) for row in rows_of(finished))
     assert "step 4 skipped: its loss or gradient is not finite (2 of 2" in capsys.readouterr().out
 
     with monkeypatch.context() as patch:
@@ -470,7 +474,7 @@ def test_bad_steps_change_nothing_are_counted_and_resume_bit_for_bit(tiny, monke
         patch.undo()
         spoil(patch, {1})
         train(tiny(**SKIPPING), resume=stopped)
-    assert_same_run(stopped, whole)
+    assert_same_run(stopped, finished)
 
 
 def test_more_bad_steps_than_allowed_stop_the_run(tiny, monkeypatch):
@@ -499,7 +503,7 @@ def test_sizes_follow_one_another_and_resume_where_they_were(tiny, monkeypatch):
         return feed(self, images, *args)
 
     monkeypatch.setattr(TrainingStep, "backward", backward)
-    progressive = train(tiny(**options, name="whole")).run_dir
+    progressive = train(tiny(**options, name="finished")).run_dir
     assert seen == [12] * 12 + [16] * 6 + [20] * 6
     assert describe(progressive / "best.safetensors").pretrained_cfg["input_size"] == (3, 12, 12)
     for update in (12, 14):
@@ -526,8 +530,8 @@ def test_a_file_that_is_no_image_is_named_or_skipped(tiny, tmp_path, monkeypatch
     assert "unreadable images left out: 1 to train, 1 to validate" in capsys.readouterr().out
 
 
-def test_finetuning_takes_all_but_the_head(tiny, tmp_path, whole, capsys):
-    options = {"weights": str(whole / "best.safetensors"), "model": None, "epochs": 1}
+def test_finetuning_takes_all_but_the_head(tiny, tmp_path, finished, capsys):
+    options = {"weights": str(finished / "best.safetensors"), "model": None, "epochs": 1}
     options |= {"layers": None, "width_factor": None}
     for classes, message in (
         (("cat",), "the weights have 3 classes, the data 1 (cat): expected the same; --new-head"),
@@ -588,15 +592,15 @@ def test_a_run_that_waits_for_its_data_says_so_and_what_would_cure_it(tiny, monk
     monkeypatch.setattr(words, "usable_cores", lambda: 4)
     run_dir = train(tiny(epochs=1)).run_dir
     lines = (run_dir / "log.jsonl").read_text().splitlines()
-    shares = [json.loads(line)["data_wait_pct"] for line in lines]
-    assert shares[:2] == [None, None]
-    assert 20 < shares[2] < 70
+    waits_pct = [json.loads(line)["data_wait_pct"] for line in lines]
+    assert waits_pct[:2] == [None, None]
+    assert 20 < waits_pct[2] < 70
     out = capsys.readouterr().out
     assert out.count("data is the bottleneck") == 1
     assert "--workers 1 would be enough (now 0)" in out or "--workers 2 would be" in out
 
 
-def test_an_evaluation_that_fails_does_not_lose_its_epoch(tiny, whole, monkeypatch):
+def test_an_evaluation_that_fails_does_not_lose_its_epoch(tiny, finished, monkeypatch):
     def failing(*_, **__):
         raise DataError("none could be read")
 
@@ -604,4 +608,4 @@ def test_an_evaluation_that_fails_does_not_lose_its_epoch(tiny, whole, monkeypat
         patch.setattr(prepare, "evaluate", failing)
         with pytest.raises(DataError, match=r"none could be read; the last good .* of step 6: go"):
             train(tiny())
-    assert_same_run(train(tiny(), run_dir_of(tiny())).run_dir, whole)
+    assert_same_run(train(tiny(), run_dir_of(tiny())).run_dir, finished)

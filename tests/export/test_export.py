@@ -1,4 +1,4 @@
-"""What is exported computes what the model does, in its own runtime, or is not there."""
+"""Exported files compute the model's results in their own runtime, or do not exist."""
 
 import importlib.util
 import json

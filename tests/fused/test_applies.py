@@ -1,4 +1,4 @@
-"""Which parts of a model the fused program runs: those that are as they were built."""
+"""Parts of a model that the fused program runs: those unchanged since they were built."""
 
 import copy
 import functools

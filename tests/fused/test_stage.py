@@ -35,7 +35,7 @@ def images(dtype=torch.float32, batch=2, side=40):
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("model", MODELS)
 def test_definitions_equal_the_plain_modules(model, recompute):
-    """In float64, where nothing but a wrong formula is off: of every stage, with dropped paths."""
+    """Compare every stage, with dropped paths, in float64, where only a wrong formula differs."""
     ours = make("reference", **MODELS[model], drop_path_rate=0.3, recompute=recompute).double()
     exact = step(plain(ours), images(torch.float64, 3))
     assert_near(step(ours, images(torch.float64, 3)), exact, 1e-10)
@@ -97,7 +97,7 @@ def test_frozen_parameters_have_no_gradients_and_the_others_theirs(frozen):
     "trained", [["layer3.0.se"], ["layer4.0.conv3.bn"], ["layer1.0.se", "layer2"]]
 )
 @pytest.mark.parametrize("impl", ["reference", "triton"])
-def test_a_norm_or_an_se_behind_frozen_convolutions_trains(impl, trained):
+def test_a_norm_or_an_se_after_frozen_convolutions_trains(impl, trained):
     ours = make(impl)
     for name, parameter in ours.named_parameters():
         parameter.requires_grad_(name.removeprefix("body.").startswith(tuple(trained)))
@@ -137,7 +137,7 @@ def test_images_have_gradients():
     torch.testing.assert_close(grad, exact)
 
 
-def test_maps_that_a_user_reads_have_whole_gradients():
+def test_maps_that_a_user_reads_have_complete_gradients():
     found = []
     for which in (make("reference").double(), plain(make().double())):
         y, maps = which.forward_intermediates(images(torch.float64))

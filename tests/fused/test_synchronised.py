@@ -15,7 +15,7 @@ from tests.ops.test_abn_kernels import CHAINS, run, tensors
 from tresnet.layers.norm import ABN
 from tresnet.ops.abn import SEWeights
 
-WORLD = 2
+WORLD_SIZE = 2
 SIZES = ((4, 1), (5, 0))  # images of each process: not the same number, and none at all
 Case = tuple[str, tuple[int, int]]
 
@@ -25,7 +25,7 @@ def half(rank: int, folder: str, cases: list[Case]) -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD_SIZE
     )
     results = {}
     for name, sizes in cases:
@@ -81,8 +81,8 @@ def test_two_processes_equal_one(tmp_path: Path):
     images = torch.rand(2, 3, 32, 32)
     torch.save(images, tmp_path / "images.pt")
     cases = [(name, sizes) for name in inputs for sizes in SIZES]
-    mp.start_processes(half, (str(tmp_path), cases), nprocs=WORLD, start_method="forkserver")
-    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+    mp.start_processes(half, (str(tmp_path), cases), nprocs=WORLD_SIZE, start_method="forkserver")
+    ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(WORLD_SIZE)]
     for name, sizes in cases:
         chain, (parts, grad) = CHAINS[name], inputs[name]
         leaves = {k: v.double().requires_grad_() for k, v in parts.items()}

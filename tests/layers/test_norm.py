@@ -151,7 +151,7 @@ def test_groups_of_parameters_keep_norms_apart():
 
 
 def over_all_processes(self: nn.SyncBatchNorm, x: Tensor) -> Tensor:
-    """What `nn.SyncBatchNorm` does on GPUs alone: normalise by the statistics of all processes."""
+    """Return `nn.SyncBatchNorm`'s result on GPUs: normalised by the statistics of all processes."""
     sums = torch.stack((x.sum((0, 2, 3)), x.square().sum((0, 2, 3))))
     mean, square = all_reduce(sums) / (x.numel() // x.shape[1] * dist.get_world_size())
     scale = torch.rsqrt(square - mean.square() + self.eps) * self.weight

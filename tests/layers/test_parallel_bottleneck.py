@@ -10,12 +10,12 @@ from tresnet.layers.parallel_bottleneck import ParallelBottleneck
 G, C = 3, 8
 
 
-def branches_of(whole: ParallelBottleneck) -> nn.ModuleList:
-    """One-group modules with the slices of the whole's tensors."""
+def branches_of(merged: ParallelBottleneck) -> nn.ModuleList:
+    """One-group modules with the slices of the merged's tensors."""
     branches = nn.ModuleList(
         ParallelBottleneck(1, C, shared_input=True, dtype=torch.float64) for _ in range(G)
     )
-    for name, tensor in whole.state_dict().items():
+    for name, tensor in merged.state_dict().items():
         parts = tensor.chunk(G) if tensor.dim() else [tensor] * G
         for branch, part in zip(branches, parts, strict=True):
             branch.state_dict()[name].copy_(part)
@@ -25,13 +25,13 @@ def branches_of(whole: ParallelBottleneck) -> nn.ModuleList:
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("norm", ["abn", "batchnorm"])
-def test_the_whole_is_its_branches(shared: bool, training: bool, norm: str):
-    whole = ParallelBottleneck(G, C, shared_input=shared, norm=norm, dtype=torch.float64)
-    branches = branches_of(whole).train(training)
-    whole.train(training)
+def test_the_module_equals_its_branches(shared: bool, training: bool, norm: str):
+    merged = ParallelBottleneck(G, C, shared_input=shared, norm=norm, dtype=torch.float64)
+    branches = branches_of(merged).train(training)
+    merged.train(training)
     x = torch.randn(2, C if shared else G * C, 5, 7, dtype=torch.float64, requires_grad=True)
     inputs = [x] * G if shared else x.chunk(G, 1)
-    y = whole(x)
+    y = merged(x)
     expected = torch.cat([b(part) for b, part in zip(branches, inputs, strict=True)], 1)
     probe = torch.randn_like(y)
     torch.testing.assert_close(y, expected, rtol=0, atol=1e-10)
@@ -45,14 +45,14 @@ def test_the_whole_is_its_branches(shared: bool, training: bool, norm: str):
 
 def test_parameters_are_counted_as_the_document_builds_them():
     with torch.device("meta"):
-        whole = ParallelBottleneck(12, 512)
-    counts = {name: module.conv.weight.numel() for name, module in whole.named_children()}
+        merged = ParallelBottleneck(12, 512)
+    counts = {name: module.conv.weight.numel() for name, module in merged.named_children()}
     assert counts["conv1"] == 512 * 12 * 256
     assert counts["conv2"] == 12 * 256 * 256 * 9
     assert counts["conv3"] == 12 * 256 * 512
-    assert whole.conv2.conv.groups == whole.conv3.conv.groups == 12
-    assert [norm.slope for norm in (whole.conv1.bn, whole.conv2.bn)] == [1e-3, 1e-3]
-    assert whole.last_norm.slope is None
+    assert merged.conv2.conv.groups == merged.conv3.conv.groups == 12
+    assert [norm.slope for norm in (merged.conv1.bn, merged.conv2.bn)] == [1e-3, 1e-3]
+    assert merged.last_norm.slope is None
     assert ParallelBottleneck(1, 1, reduction=1)(torch.ones(2, 1, 1, 1)).shape == (2, 1, 1, 1)
 
 

@@ -183,7 +183,7 @@ def test_scripts(kernel: int, stride: int):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-def test_compiles_whole(mode: str):
+def test_compiles_as_one_graph(mode: str):
     conv = SubtractedConv(3, 4, 3, mode=mode)
     x = torch.randn(1, 3, 6, 6)
     compiled = torch.compile(conv, fullgraph=True, backend="aot_eager")

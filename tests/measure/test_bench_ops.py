@@ -76,7 +76,7 @@ def test_abn_on_the_cpu(measured):
     [pytest.param(n, marks=pytest.mark.slow) if n in ("abn_blur", "abn_se") else n for n in OPS],
 )
 def test_kernels_compute_what_plain_operators_do_through_all_buffers(monkeypatch, measured, name):
-    """As on a GPU: some forward passes, then as many backward ones, compared with float64."""
+    """Run as on a GPU, several forward passes, then as many backward, and compare with float64."""
     place = OPS[name].places[0]
     small = place._replace(channels=3, reduction=4 if name == "stem" else 8, se=place.se and 4)
     replace(monkeypatch, name, places=(small,))

@@ -152,10 +152,10 @@ def test_fold_and_pad_are_what_is_timed():
 def test_inductors_layout_optimisation_is_forced_while_a_case_is_compiled(monkeypatch):
     from torch._inductor import config
 
-    told = []
+    options = []
 
     def compiled(model, **how):
-        return lambda images: told.append(config.force_layout_optimization) or model(images)
+        return lambda images: options.append(config.force_layout_optimization) or model(images)
 
     monkeypatch.setattr(torch, "compile", compiled)
     settings = StepSettings(**QUICK)
@@ -164,7 +164,7 @@ def test_inductors_layout_optimisation_is_forced_while_a_case_is_compiled(monkey
         contender = ModelContender(chosen, True, settings, CPU, MemorySnapshot())
         contender.set_up()
     warm, steady = [True], [False] * models.SETTLE_STEPS
-    assert told == warm + steady + [False] + steady
+    assert options == warm + steady + [False] + steady
 
 
 def test_a_loss_that_is_not_finite_is_no_result(tmp_path, monkeypatch):

@@ -63,7 +63,7 @@ def test_writers_at_the_same_time_get_a_file_each(tmp_path):
     assert all(json.loads(file.read_text())["what"] == "bench_train" for file in files)
 
 
-def test_a_record_is_written_again_and_again_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_a_record_is_rewritten_atomically(tmp_path, monkeypatch):
     record = RecordFile(tmp_path / "new", "bench_ops", device="cpu", settings={}, argv=["tresnet"])
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(InputError, match="got nothing: allow more time"):

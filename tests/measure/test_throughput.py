@@ -57,7 +57,7 @@ def test_nothing_measured_is_none_not_zero():
     assert meter.images_per_s() == pytest.approx(4)
 
 
-def test_window_looks_back_and_average_looks_at_all():
+def test_the_window_is_recent_and_the_mean_is_over_all():
     meter, clock = make(window=3)
     meter.start()
     run_steps(meter, clock, 5, work_s=4)

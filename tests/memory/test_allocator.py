@@ -87,7 +87,7 @@ def test_free_neighbours_merge():
     assert block.n_bytes == 2 * MIB
 
 
-def test_pools_do_not_share():
+def test_pools_are_separate():
     allocator = CachingAllocator()
     allocator.free(allocator.malloc(20 * MIB))
     allocator.malloc(512)

@@ -53,7 +53,7 @@ def test_each_subject_alone_and_its_formula(name):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_whole_notebook_replayed():
+def test_the_notebook_is_replayed():
     subjects = [s for s in study.SUBJECTS.values() if s.name != "unetr" or HAS_MONAI]
     cells = study.replay_notebook(subjects)
     for subject, cell in zip(subjects, cells, strict=True):

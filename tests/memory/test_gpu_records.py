@@ -37,7 +37,7 @@ def predicted_rows():
 
 
 def record(rows, factor=1.0, capability="9.0"):
-    """What a GPU would measure if predictions were exact, the first row times a factor."""
+    """Return a record of a GPU with exact predictions, whose first row is scaled by a factor."""
     rows = copy.deepcopy(rows)
     for row in rows:
         row["measured"] = {n: mib * factor for n, mib in row["predicted"].items()}

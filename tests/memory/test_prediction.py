@@ -304,7 +304,7 @@ def test_several_outputs_are_predicted(step):
 
 
 @pytest.mark.parametrize(
-    ("amp", "masked", "size", "whole"),
+    ("amp", "masked", "size", "keeps_matrix"),
     [
         ("off", False, 8, False),
         ("off", False, 6, True),
@@ -313,7 +313,9 @@ def test_several_outputs_are_predicted(step):
         ("bf16", False, 6, False),
     ],
 )
-def test_attention_keeps_its_matrix_where_no_kernel_takes_the_heads(amp, masked, size, whole):
+def test_attention_keeps_its_matrix_where_no_kernel_takes_the_heads(
+    amp, masked, size, keeps_matrix
+):
     """The efficient kernel reads rows of 16 bytes; the flash kernel has them padded."""
     length, heads = 256, 4
 
@@ -329,7 +331,7 @@ def test_attention_keeps_its_matrix_where_no_kernel_takes_the_heads(amp, masked,
 
     p = predict(Attention(), batch_size=1, input_size=16, amp=amp, loss=mean)
     matrix = heads * length * length * (4 if amp == "off" else 2)
-    assert (at_most(p, Category.ACTIVATIONS) > matrix) is whole
+    assert (at_most(p, Category.ACTIVATIONS) > matrix) is keeps_matrix
 
 
 def test_folded_inference_holds_no_activation_of_a_norm():

@@ -76,16 +76,16 @@ def leaves():
 
 
 @pytest.mark.parametrize("graph", GRAPHS, ids=lambda g: g.__name__)
-@pytest.mark.parametrize("passes", [1, 2])
-def test_gradients_equal_autograd(graph, passes):
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_gradients_equal_autograd(graph, repeats):
     expected = leaves()
-    for _ in range(passes):
+    for _ in range(repeats):
         graph(*expected).backward()
     got = leaves()
     saved = SavedTensors()
     walk = BackwardWalk(saved)
     with saved.recording(), backward_replaced(walk.backward):
-        for _ in range(passes):
+        for _ in range(repeats):
             graph(*got).backward()
     for mine, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad)

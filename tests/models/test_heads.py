@@ -141,7 +141,7 @@ def test_group_attention_is_the_documents_loop_of_branches():
         (0, None, ()),
     ],
 )
-def test_classes_are_spread_over_groups(classes: int, groups: Any, expected: tuple[int, ...]):
+def test_classes_are_distributed_over_groups(classes: int, groups: Any, expected: tuple[int, ...]):
     assert class_groups("group_attention", classes, groups) == expected
 
 
@@ -189,7 +189,7 @@ def test_an_exported_head_takes_any_number_of_images(head: str):
 
 
 @pytest.mark.parametrize("head", ["group_attention", "ml_decoder"])
-def test_whole_models_script_and_are_saved(head: str):
+def test_models_script_and_are_saved(head: str):
     model = make(head).eval()
     file = io.BytesIO()
     torch.jit.save(torch.jit.script(model), file)

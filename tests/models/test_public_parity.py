@@ -18,7 +18,7 @@ from tresnet.checkpoints.remap import public_name
 from tresnet.models.zoo import build
 
 SMALL = ((1, 2, 1, 1), 16)
-WHOLE = ((3, 4, 6, 3), 32)  # half as wide as tresnet_m
+DEEP = ((3, 4, 6, 3), 32)  # half as wide as tresnet_m
 CLASSES = 10
 # The package keeps its slope in float32: a relative error of 6e-8 times the slope of 1e-2, and
 # the float64 differences of a few layers on top.
@@ -132,15 +132,15 @@ def test_same_function_in_float64(tmp_path, kind, v2, norm, training):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, request):
+def deep(tmp_path_factory, request):
     """A file of a deep network, and what that network gives for it, by dtype and mode."""
-    public = make_public(request.param, WHOLE, v2=False)
+    public = make_public(request.param, DEEP, v2=False)
     state = {k: v.clone() for k, v in public.state_dict().items()}
     paths, runs = {}, {}
     for dtype in (torch.float64, torch.float32):
         public.load_state_dict(state)
         public.to(dtype)
-        paths[dtype] = tmp_path_factory.mktemp("whole") / f"{dtype}.pth"
+        paths[dtype] = tmp_path_factory.mktemp("deep") / f"{dtype}.pth"
         torch.save({"model": public.state_dict()}, paths[dtype])
         for training in (False, True):
             public.load_state_dict(state)
@@ -150,10 +150,10 @@ def whole(tmp_path_factory, request):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("whole", ["formula", "package"], indirect=True)
-def test_a_deep_network_in_float64(whole, training):
-    paths, runs = whole
-    ours = load(paths[torch.float64], WHOLE, False, "abn", torch.float64)
+@pytest.mark.parametrize("deep", ["formula", "package"], indirect=True)
+def test_a_deep_network_in_float64(deep, training):
+    paths, runs = deep
+    ours = load(paths[torch.float64], DEEP, False, "abn", torch.float64)
     found = distances(run(ours, training, torch.float64), runs[torch.float64, training])
     assert max(found.values()) < EXACT, max(found, key=found.get)
 
@@ -161,22 +161,17 @@ def test_a_deep_network_in_float64(whole, training):
 @pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize(
-    ("whole", "norm"),
+    ("deep", "norm"),
     [
         *(("formula", norm) for norm in ("abn", "batchnorm")),
         *(("package", norm) for norm in ("abn", "batchnorm", "inplace_abn")),
     ],
-    indirect=["whole"],
+    indirect=["deep"],
 )
-def test_a_deep_network_in_float32(whole, norm, training):
-    """As far from the truth as the network's own float32 on this machine, give or take chance.
-
-    The gradients are compared as one vector. Of activations that err by e, about a fraction e has
-    the wrong sign, so a float32 gradient of this depth errs by about the root of e; the package,
-    which inverts its activations, errs by more (0.126 with AVX-512).
-    """
-    paths, runs = whole
-    ours = load(paths[torch.float32], WHOLE, False, norm, torch.float32)
+def test_a_deep_network_in_float32(deep, norm, training):
+    """The error is that of the public network's own float32 on this machine, within chance."""
+    paths, runs = deep
+    ours = load(paths[torch.float32], DEEP, False, norm, torch.float32)
     truth, eager = runs[torch.float64, training], runs[torch.float32, training]
     found = run(ours, training, torch.float32)
     lost = {part: distance(flat(eager, part), flat(truth, part)) for part in PARTS}

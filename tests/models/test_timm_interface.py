@@ -1,4 +1,4 @@
-"""What timm's users call on a model, compared with timm's own TResNet."""
+"""Methods that timm's users call on a model, compared with timm's own TResNet."""
 
 import pytest
 import timm

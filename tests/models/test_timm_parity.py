@@ -28,7 +28,7 @@ SHAPES = [pytest.param((1, 3, 224, 224), marks=pytest.mark.slow), (2, 3, 96, 160
 
 @dataclass
 class Reference:
-    """What timm's model gives for one input."""
+    """Results of timm's model for one input."""
 
     name: str
     state: dict[str, Tensor]

@@ -331,7 +331,7 @@ def test_bad_choices_of_what_to_rebuild():
         make("batchnorm").set_recompute("none")
 
 
-def test_drop_path_drops_whole_branches():
+def test_drop_path_drops_branches():
     torch.manual_seed(1)
     model = make(drop_path_rate=0.9).train()
     rates = [getattr(b.drop_path, "drop_prob", 0.0) for s in list(model.body)[2:] for b in s]

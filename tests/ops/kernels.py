@@ -1,4 +1,4 @@
-"""What the tests of the kernels share: the device they run on, and uninitialised memory as NaN."""
+"""Helpers of the kernels' tests: their device, and uninitialised memory filled with NaN."""
 
 import types
 import warnings

@@ -58,7 +58,7 @@ def abn(
     group: Any = None,
     impl: str = "triton",
 ) -> Tensor:
-    """By the kernels ('triton'), the functions that define them ('launches'), or 'reference'."""
+    """Run by the kernels ('triton'), by their definitions ('launches'), or by 'reference'."""
     if impl == "reference":
         y = reference.abn(x, weight, bias, mean, var, training, momentum, eps, slope)
         return reference.tail(y, blur, se, shortcut)

@@ -87,7 +87,7 @@ def test_loses_no_more_than_eager_pytorch(dtype, slope):
 
 
 @pytest.mark.parametrize("count", [3, 5])
-def test_processes_of_a_group_share_their_statistics(count, monkeypatch):
+def test_processes_of_a_group_synchronise_their_statistics(count, monkeypatch):
     """Two threads stand in for processes, which are their groups' names; one may have no images."""
     x, grad = torch.randn(2, 5, 4, 3, 3, dtype=torch.float64)
     vectors = parameters(4, torch.float64)
@@ -130,7 +130,7 @@ def test_one_value_per_channel_is_an_error():
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("shape", [(0, 4, 3, 3), (2, 4, 0, 3)])
 def test_no_values_give_none_and_change_nothing(shape, training, impl):
-    """As in PyTorch's batch norm, forward and backward."""
+    """Behave as PyTorch's batch norm, forward and backward."""
     x = torch.randn(shape, requires_grad=True)
     weight, bias, mean, var = parameters(4, torch.float32)
     weight.requires_grad_()

@@ -15,7 +15,7 @@ from tresnet.ops.excite import launch as excite
 
 @dataclass(frozen=True)
 class Chain:
-    """What follows the normalisation."""
+    """Operations after the normalisation."""
 
     slope: float | None = 1e-3
     blur: bool = False
@@ -247,8 +247,8 @@ def test_nan_stays_nan():
     assert not y[:, 0].isnan().any()
 
 
-def test_the_gradient_where_a_join_gave_nan_passes():
-    """As through PyTorch's ReLU: a zero there would hide from a GradScaler what went wrong."""
+def test_the_gradient_where_a_join_gave_nan_is_kept():
+    """As in PyTorch's ReLU, NaN gets a gradient: a zero would hide the fault from a GradScaler."""
     parts = tensors((2, 4, 3, 3), CHAINS["join"], "nhwc")
     parts["shortcut"][0, 1, 2, 2] = float("nan")
     ours = run(parts, CHAINS["join"], "triton", training=False)["grad of shortcut"]
@@ -268,7 +268,7 @@ def unpacked(bits, x):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("tile", [64, 1 << 16])
 def test_a_join_keeps_the_sign_of_each_value_in_a_bit(layout, tile, monkeypatch):
-    """Of widths and images that fill bytes, tiles and chunks or do not, and of rounded values."""
+    """Cover widths and images that fill bytes, tiles and chunks or do not, and rounded values."""
     monkeypatch.setattr(tiles, "TILE", tile)
     for shape in ((2, 5, 7, 4), (1, 83, 5, 3), (2, 16, 4, 6), (1, 3, 2, 2), (3, 72, 1, 1)):
         x = (torch.randn(shape) * 1e-7).half().to(DEVICE, memory_format=LAYOUTS[layout])
@@ -320,7 +320,7 @@ def test_operators_keep_their_promises():
     ("blur", "se", "layout"),
     [(False, False, "nchw"), (False, True, "nhwc"), (True, False, "nhwc"), (True, True, "nchw")],
 )
-def test_partial_sums_are_as_many_as_the_compiler_is_told(blur, se, layout, monkeypatch):
+def test_partial_sums_are_as_many_as_the_compiler_assumes(blur, se, layout, monkeypatch):
     """With many chunks: what is told is counted without x, and the compiler relies on it."""
     for name, value in (("TILE", 16), ("BLUR_TILE", 64), ("PROGRAMS", 1024)):
         monkeypatch.setattr(tiles, name, value)

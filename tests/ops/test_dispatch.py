@@ -1,4 +1,4 @@
-"""Which implementation runs where the machine lacks something."""
+"""Choice of the implementation on machines that lack something."""
 
 from contextlib import nullcontext
 

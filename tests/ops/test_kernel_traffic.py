@@ -1,4 +1,4 @@
-"""What the kernels cost: bytes moved, counted in the interpreter, and registers."""
+"""Cost of the kernels: bytes moved, counted in the interpreter, and registers."""
 
 import json
 import subprocess
@@ -203,10 +203,7 @@ INSTRUCTIONS_A_BYTE = 4 * 32 * 132 * 1.755e9 / 3.35e12
 
 
 def bytes_a_round(row: dict) -> float:
-    """What a thread moves between caches and memory in a round of its kernel's loop, in 16 bits.
-
-    Where a kernel works in squares of pixels, its tile counts squares.
-    """
+    """Return the bytes that a thread moves in one round of its kernel's loop, in 16 bits."""
     squares = row.get("BLUR") or row["kernel"] == "apply_blurred"
     join = bool(row.get("JOIN"))
     maps = {

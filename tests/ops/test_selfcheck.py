@@ -26,7 +26,7 @@ def cache(monkeypatch, tmp_path):
 
 
 def changed(module: Any, name: str, change: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """What makes a launch of a module return something else."""
+    """Return a function that patches the module so that its launch returns something else."""
     original = getattr(module, name)
     return lambda patch: patch.setattr(module, name, lambda *args: change(original(*args)))
 

@@ -1,4 +1,4 @@
-"""What a type refuses, in words; that each setting has the right type is tested with its room."""
+"""Values that a type refuses, with their messages; each room tests the types of its settings."""
 
 import dataclasses
 import json

@@ -574,7 +574,7 @@ def test_a_gpu_replays_inference(impl):
 
 
 @pytest.mark.gpu
-def test_data_parallel_passes_are_captured_with_their_reductions():
+def test_data_parallel_micro_batches_are_captured_with_reductions():
     weights = data_parallel_weights("cuda", "nccl", graphs=True)
     eager = data_parallel_weights("cuda", "nccl", graphs=False)
     assert all(map(torch.equal, weights, eager))

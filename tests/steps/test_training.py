@@ -55,7 +55,7 @@ def run(step, images, targets, micro_batches=1, number=1):
     return result
 
 
-def test_accumulated_passes_are_one_update_over_their_mean(tiny):
+def test_accumulated_micro_batches_are_one_step_over_their_mean(tiny):
     once = step_of(tiny(**PLAIN, batch_size=8), NormFree())
     parts = step_of(tiny(**PLAIN, batch_size=4, accumulate=2), NormFree())
     run(once, *batch())
@@ -77,7 +77,7 @@ def test_clipping_limits_the_gradient(tiny):
     assert moved.norm().item() == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_the_average_follows_timms_warm_up(tiny):
+def test_the_ema_follows_timms_warm_up(tiny):
     step = step_of(tiny(**PLAIN, ema_decay=0.9, lr=0.5))
     run(step, *batch(), number=1)
     first = step.model.head.fc.weight.detach().clone()
@@ -89,7 +89,7 @@ def test_the_average_follows_timms_warm_up(tiny):
     assert step.eval_model is step.model_ema.module
 
 
-def test_without_an_average_the_model_itself_is_tested(tiny):
+def test_without_an_ema_the_model_itself_is_tested(tiny):
     step = step_of(tiny(ema_decay=0.0))
     assert step.model_ema is None
     assert step.eval_model is step.model
@@ -108,7 +108,7 @@ def test_precisions_learn_alike_and_only_fp16_scales_the_loss(tiny, amp):
     assert not step.eval_model.training
 
 
-def test_channels_last_reaches_weights_average_and_images(tiny):
+def test_channels_last_reaches_weights_ema_and_images(tiny):
     step = step_of(tiny(**PLAIN, channels_last=True))
     images, _ = step.feed(*batch())
     convolutions = [m for m in step.model.modules() if isinstance(m, nn.Conv2d)]
@@ -159,7 +159,7 @@ def test_synchronised_norms_keep_names_values_and_function():
         torch.testing.assert_close(other.state_dict()[name], value, msg=name)
 
 
-def test_norms_of_the_program_share_their_statistics_themselves():
+def test_norms_of_the_program_synchronise_their_statistics_themselves():
     model = synchronise(build("tresnet_t", layers=(1, 1, 1, 1)), compiles=False)
     assert all(m.synchronised for m in model.modules() if isinstance(m, ABN))
     compiled = synchronise(build("tresnet_t", layers=(1, 1, 1, 1)), compiles=True)

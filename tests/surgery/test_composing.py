@@ -77,9 +77,9 @@ def test_chains_compose_exactly(parts: tuple[nn.Module, ...]):
 
 def test_a_smaller_common_grid_is_used():
     a, b = conv(4, 6, 1, (2, 1), bias=False), conv(6, 3, 3, padding=1)
-    whole = compose(a, b)
-    assert (whole.kernel_size, whole.dilation, whole.padding) == ((3, 3), (2, 1), (2, 1))
-    assert_same(whole, nn.Sequential(a, b))
+    composed = compose(a, b)
+    assert (composed.kernel_size, composed.dilation, composed.padding) == ((3, 3), (2, 1), (2, 1))
+    assert_same(composed, nn.Sequential(a, b))
     assert compose(NESTED, conv(3, 2, 1)).kernel_size == (5, 3)
 
 

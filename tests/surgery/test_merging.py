@@ -182,7 +182,7 @@ def test_bad_branches_are_refused(branches: list[nn.Module], words: str):
 
 
 def test_a_shared_input_is_not_copied_for_each_branch():
-    """As torch.cat of the document does; twelve groups, on narrower maps."""
+    """Merge twelve groups, as the document does by torch.cat, on narrower maps."""
     branches = nn.ModuleList(AttentionBranch(16, 8) for _ in range(12))
     merged, x = merge_parallel(branches), torch.randn(2, 16, 5, 5, requires_grad=True)
     sizes = [
