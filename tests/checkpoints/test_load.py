@@ -66,6 +66,7 @@ LARGE = (
     ("source", "options", "message"),
     [
         (without(COUNTER), {}, f"Keys, 1 missing: {COUNTER}$"),
+        (without("body.conv1.conv.weight"), {}, "0 base channels, 0 stem inputs, 5 classes"),
         (without("head.fc.weight", "head.fc.bias"), {}, "0 classes, expected 5: .* new_head=True"),
         (zeros(build("tresnet_l", device="meta").state_dict()), {}, LARGE),
         (small(), {"block_size": 2}, BLOCKS),
@@ -77,7 +78,7 @@ LARGE = (
             r"stem has 4 inputs, expected 48 \(block_size=4, in_chans=3\): build the",
         ),
     ],
-    ids=["counter", "classes", "variant", "block", "block, channels", "public", "stem"],
+    ids=["counter", "no stem", "classes", "variant", "block", "block, channels", "public", "stem"],
 )
 def test_what_does_not_fit_is_refused(path, source, options, message):
     if isinstance(source, nn.Module):

@@ -159,8 +159,9 @@ def test_gradients_are_reduced_on_the_captured_stream(monkeypatch):
     class Parallel(torch.nn.Module):
         no_sync = contextlib.nullcontext
 
-        def __init__(self, *_, **__):
+        def __init__(self, *_, gradient_as_bucket_view):
             super().__init__()
+            assert gradient_as_bucket_view, "else every gradient is kept twice"
             inside.append("made")
 
     monkeypatch.setattr(steps, "CudaCapturer", Watched)

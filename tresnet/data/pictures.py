@@ -227,7 +227,7 @@ def to_rgb(image: "Image") -> "Image":
         return Image.fromarray(((wide + 128) // 257).astype(np.uint8)).convert("RGB")
     if image.mode in ("I", "F"):
         raise ValueError(f"pixel type {image.mode!r} has no defined range; save it with 8 bits")
-    if image.mode == "P" and "transparency" in image.info:
+    if "transparency" in image.info:
         image = image.convert("RGBA")  # Pillow warns about a direct conversion to RGB
     return image.convert("RGB")
 
