@@ -5,8 +5,8 @@
 
 Steps of `tresnet.steps` run on one CPU thread, with so few channels and pixels that operators
 compute next to nothing. Convolutions only allocate outputs, after PyTorch's own dispatcher and
-autograd (convolution_stand_in.cpp, which needs a C++ compiler). Our kernels go through the launcher
-up to the call of the driver. Calls of the driver are left out for all operators, so the results are
+autograd (convolution_stand_in.cpp, which needs a C++ compiler). Our kernels go through the Python
+of Triton's launcher. Calls of the driver are left out for all operators, so the results are
 garbage. Models take turns, and the clock is this process's CPU time. The record goes to
 benchmarks/records. `--profile` prints the functions of the last model's steps instead.
 """
@@ -32,6 +32,7 @@ import tyro
 from torch.nn.functional import cross_entropy
 from torch.utils.cpp_extension import load
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaLauncher
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -48,6 +49,13 @@ from tresnet.steps import Compute, create_training_step
 WIDTH_FACTOR, BATCH_SIZE, SIDE = 0.125, 2, 32
 PERCENTILES = (20, 50, 80)
 COLUMNS = [f"p{percentile}_step_time_us" for percentile in PERCENTILES]
+# What Triton 3.6 to 3.9 know of a kernel's launch, for a kernel that borrows no memory.
+LAUNCHER: dict[str, Any] = {
+    **dict.fromkeys(("num_ctas", "global_scratch_align", "profile_scratch_align"), 1),
+    **dict.fromkeys(("global_scratch_size", "profile_scratch_size"), 0),
+    **dict.fromkeys(("launch_cooperative_grid", "launch_pdl", "gsan_enabled"), False),
+    **dict.fromkeys(("arg_annotations", "kernel_signature")),
+}
 CPU = torch.device("cpu")
 launches = itertools.count()
 
@@ -56,15 +64,17 @@ class NoDriver:
     """Replaces Triton's driver by a description of an H100."""
 
     get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
-    get_current_device = staticmethod(lambda: 0)
+    get_current_device = staticmethod(lambda: -1)  # that of a CPU's tensors
     get_current_stream = staticmethod(lambda device: 0)
 
 
 def compiled(self: JITFunction, key: Any, signature: Any, device: int, *_: Any) -> CompiledKernel:
     """Replaces Triton's compiler: the kernel is launched up to the call of the driver."""
+    launcher = object.__new__(CudaLauncher)
+    vars(launcher).update(LAUNCHER, launch=lambda *args: next(launches))
     kernel = object.__new__(CompiledKernel)
     kernel.module = kernel.function = kernel._module_pid = 0  # loaded, by no process
-    kernel._run = lambda *args: next(launches)
+    kernel._run = launcher
     kernel.name = kernel.src = kernel.packed_metadata = None
     return self.device_caches[device][0].setdefault(key, kernel)
 

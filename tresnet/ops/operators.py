@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter, or_
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -15,10 +16,10 @@ LaunchT = TypeVar("LaunchT", bound=Callable[..., Any])
 def operator(
     fake: Callable[..., Any], updates: tuple[str, ...] = ()
 ) -> Callable[[LaunchT], LaunchT]:
-    """Make `tresnet::NAME` of a launch, for `torch.compile`, fake tensors and dispatch modes.
+    """Make `tresnet::NAME` of a launch, for fake tensors and dispatch modes.
 
-    Where none of them is there, the launch is called as it is: the dispatcher takes longer than
-    everything else that the host does for a launch. The operator is the attribute `recorded`.
+    Without them the launch is called as it is: the dispatcher takes longer than everything else
+    that the host does for a launch. The operator is the attribute `recorded`.
 
     Args:
         fake: what the launch returns, without values; called with its arguments.
@@ -26,24 +27,16 @@ def operator(
     """
 
     def wrap(launch: LaunchT) -> LaunchT:
-        @functools.wraps(launch)
-        def on_device(*args: Any) -> Any:
-            x = args[0]  # Triton launches on the current device, whatever its arguments
-            if not x.is_cuda or x.get_device() == torch.cuda.current_device():
-                return launch(*args)
-            with torch.cuda.device(x.device):
-                return launch(*args)
-
         name = f"tresnet::{launch.__module__.split('.')[-2]}_{launch.__name__}"
-        recorded = torch.library.custom_op(name, on_device, mutates_args=updates)
+        recorded = torch.library.custom_op(name, launch, mutates_args=updates)
         recorded.register_fake(functools.partial(_faked, launch, fake))
         updated = [launch.__code__.co_varnames.index(name) for name in updates]
 
         @functools.wraps(launch)
         def run(*args: Any) -> Any:
-            if is_recorded(args[0]):
+            if type(args[0]) not in _PLAIN or torch._C._len_torch_dispatch_stack() > 0:
                 return recorded(*args)
-            found = on_device(*args)
+            found = launch(*args)
             if updated:
                 torch.autograd.graph.increment_version([args[index] for index in updated])
             return found
@@ -68,15 +61,6 @@ def _without_values(x: Tensor) -> Tensor:
     return storage.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
-def is_recorded(x: Tensor) -> bool:
-    """Whether what is done to `x` goes through PyTorch's dispatcher for someone's sake."""
-    return (
-        torch.compiler.is_compiling()
-        or type(x) not in (Tensor, nn.Parameter)
-        or torch._C._len_torch_dispatch_stack() > 0
-    )
-
-
 class Launch(NamedTuple):
     """A kernel, its programs, Triton's options, and its arguments: tensors, then numbers."""
 
@@ -87,7 +71,18 @@ class Launch(NamedTuple):
     numbers: tuple[Any, ...]
 
 
-_compiled: dict[Any, Any] = {}
+class _Compiled(NamedTuple):
+    """What Triton made of a kernel, with the two of its modules that a launch reads."""
+
+    kernel: Any
+    run: Callable[..., None]
+    driver: Any
+    settings: Any
+
+
+_PLAIN = (Tensor, nn.Parameter)
+_dtype = attrgetter("dtype")
+_compiled: dict[Any, _Compiled] = {}
 _noted: list[Launch] | None = None
 _MOST = 4096
 
@@ -99,10 +94,11 @@ def launch(
     tensors: tuple[Tensor, ...],
     numbers: tuple[Any, ...],
 ) -> None:
-    """Launch a Triton kernel.
+    """Launch a Triton kernel on the device of its tensors.
 
-    What Triton has compiled before for tensors of these types and alignments and the same numbers
-    is launched without its asking what to compile, which takes several times as long.
+    What Triton has compiled for tensors of these dtypes and alignments and for the same numbers is
+    launched again without Triton's function, which takes several times as long. It gets addresses:
+    for a tensor Triton would ask tensor and driver.
 
     Args:
         kernel: its function.
@@ -114,19 +110,43 @@ def launch(
     if _noted is not None:
         _noted.append(Launch(kernel, grid, _options(warps), tensors, numbers))
         return
-    key = (
-        id(kernel), tensors[0].get_device(), warps, numbers,
-        *[x.dtype for x in tensors], *[x.data_ptr() % 16 for x in tensors],
-    )  # fmt: skip
-    compiled = _compiled.get(key)
-    if compiled is not None:
-        compiled[grid](*tensors, *numbers)
+    device = tensors[0].get_device()
+    addresses = [x.data_ptr() for x in tensors]
+    misaligned = functools.reduce(or_, addresses) % 16 and tuple(a % 16 for a in addresses)
+    key = id(kernel), device, warps, misaligned, numbers, *map(_dtype, tensors)
+    found = _compiled.get(key)
+    if found is None:
+        with torch.cuda.device(device):  # Triton launches on the current one
+            compiled = kernel[grid](*tensors, *numbers, **_options(warps))
+        if compiled is not None:  # it is none in the interpreter
+            _remember(key, compiled)
         return
-    compiled = kernel[grid](*tensors, *numbers, **_options(warps))
-    if compiled is not None:  # it is none in the interpreter
-        if len(_compiled) >= _MOST:
-            _compiled.clear()
-        _compiled[key] = compiled
+    compiled, run, driver, settings = found
+    active = driver.active
+    if device != active.get_current_device() or _hooked(settings):
+        with torch.cuda.device(device):
+            compiled[grid](*tensors, *numbers)
+        return
+    stream = active.get_current_stream(device)
+    run(
+        *grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
+        *addresses, *numbers,
+    )  # fmt: skip
+
+
+def _remember(key: Any, compiled: Any) -> None:
+    from triton import knobs
+    from triton.runtime import driver
+
+    if len(_compiled) >= _MOST:
+        _compiled.clear()
+    _compiled[key] = _Compiled(compiled, compiled.run, driver, knobs.runtime)
+
+
+def _hooked(settings: Any) -> bool:
+    """Whether a profiler may have hooks around launches; Triton's empty chain has no calls."""
+    enter, leave = settings.launch_enter_hook, settings.launch_exit_hook
+    return getattr(enter, "calls", True) or getattr(leave, "calls", True)
 
 
 def _options(warps: int) -> dict[str, Any]:
