@@ -6,7 +6,7 @@ is not as it was built raises `_Plain`, whose message is the reason.
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,7 @@ _FORWARD: dict[type[nn.Module], Any] = {
         *(FoldedConv, GlobalPool2d, SpaceToDepth, SqueezeExcite),
     )
 }
-_TENSORS = (Tensor, nn.Parameter, FakeTensor)
+_TENSORS = {Tensor, nn.Parameter, FakeTensor}
 
 
 class How(NamedTuple):
@@ -151,18 +151,19 @@ def _dtype(x: Tensor, own: torch.dtype) -> torch.dtype:
 def _read_parts(
     parts: Iterable[nn.Module], x: Tensor, how: How, blocks: SpaceToDepth | None
 ) -> Part:
-    if blocks is not None:
-        _expect(blocks, SpaceToDepth)
     if any(_EVERY_MODULES):
         raise _Plain("hooks of every module")
-    reader, read = _Reader(x), list[Block]()
+    reader, read = _Reader(), list[Block]()
+    if blocks is not None:
+        reader.own(blocks, SpaceToDepth)
     for part in parts:
         row = type(part) is nn.Sequential
-        modules = _expect(part, nn.Sequential)["_modules"].values() if row else [part]
+        modules = reader.own(part, nn.Sequential)["_modules"].values() if row else [part]
         read += [reader.block(module) for module in modules]
     if not read:
         raise _Plain("it is empty")
-    if len({id(counter) for counter in reader.counters}) < len(reader.counters):
+    reader.check(x.device)
+    if len({*map(id, reader.counters)}) < len(reader.counters):
         raise _Plain("a norm that runs twice")
     trains = torch.is_grad_enabled() and (x.requires_grad or any(b.trains() for b in read))
     if reader.folded and trains:
@@ -187,33 +188,48 @@ _EVERY_MODULES = (
 )
 
 
-def _expect(module: nn.Module, kind: type[nn.Module]) -> dict[str, Any]:
-    """Check that a call of `module` runs what its class does and nothing else; return its dict."""
-    own = module.__dict__
-    if type(module) is not kind:
-        raise _Plain(f"expected {kind.__name__}, got {type(module).__name__}")
-    if kind.forward is not _FORWARD.get(kind, kind.forward):
-        raise _Plain(f"another forward of the class {kind.__name__}")
-    if (
-        own["_forward_hooks"]
-        or own["_forward_pre_hooks"]
-        or own["_backward_hooks"]
-        or own["_backward_pre_hooks"]
-    ):
-        raise _Plain(f"a hook of {kind.__name__}")
-    if "forward" in own or "_conv_forward" in own or module._compiled_call_impl is not None:
-        raise _Plain(f"a forward or a compiled call put in the place of {kind.__name__}'s")
-    return own
-
-
 class _Reader:
-    """Reads the blocks of a part, for maps on the device of `x`."""
+    """Reads the blocks of a part.
 
-    def __init__(self, x: Tensor) -> None:
-        self.device = x.device
+    It collects modules and tensors, which `check` reads in two loops: faster than a call for each.
+    """
+
+    def __init__(self) -> None:
         self.folded = False
+        self.modules: list[nn.Module] = []
         self.counters: list[Tensor] = []  # of batches, to be increased by one
-        self.weights: list[Tensor] = []
+        self.weights: list[Tensor] = []  # of the convolutions
+        self.tensors: list[tuple[str, Tensor, int]] = []  # names, and the lengths that fit
+
+    def own(self, module: nn.Module, kind: type[nn.Module]) -> dict[str, Any]:
+        if type(module) is not kind:
+            raise _Plain(f"expected {kind.__name__}, got {type(module).__name__}")
+        self.modules.append(module)
+        return module.__dict__
+
+    def check(self, device: torch.device) -> None:
+        """Check that a call of each module runs what its class does, and that tensors fit."""
+        for kind in {*map(type, self.modules)}:
+            if kind.forward is not _FORWARD.get(kind, kind.forward):
+                raise _Plain(f"another forward of the class {kind.__name__}")
+        for module in self.modules:
+            own = module.__dict__
+            if (
+                own["_forward_hooks"]
+                or own["_forward_pre_hooks"]
+                or own["_backward_hooks"]
+                or own["_backward_pre_hooks"]
+            ):
+                raise _Plain(f"a hook of {type(module).__name__}")
+            if "forward" in own or "_conv_forward" in own or own.get("_compiled_call_impl"):
+                name = type(module).__name__
+                raise _Plain(f"a forward or a compiled call put in the place of {name}'s")
+        for name, tensor, length in self.tensors:
+            if type(tensor) not in _TENSORS:
+                raise _Plain(f"{name} is {type(tensor).__name__}")
+            if tensor.device != device or tensor.numel() != length:
+                shape = tuple(tensor.shape)
+                raise _Plain(f"{name} {shape} on {tensor.device} does not fit")
 
     def block(self, module: nn.Module) -> Block:
         if type(module) in (ConvNormAct, FoldedConv):
@@ -221,124 +237,135 @@ class _Reader:
         names, forward = _residual.get(type(module), ((), None))
         if type(module).forward is not forward:
             raise _Plain(f"expected a block, got {type(module).__name__}")
-        own = _expect(module, type(module))
+        own = self.own(module, type(module))
         parts = own["_modules"]
-        layers = [self.layer(parts[name]) for name in names]
-        block = Block(tuple(layers), True)
+        se = parts.get("se")
+        first, second, *rest = names
+        layers = (
+            self.layer(parts[first]),
+            self.layer(parts[second], se),
+            *[self.layer(parts[name]) for name in rest],
+        )
         if type(module) is ParallelBottleneck:
-            block = block._replace(copies=own["groups"] if own["shared_input"] else 1)
+            block = Block(layers, True, copies=own["groups"] if own["shared_input"] else 1)
         else:
-            if type(parts["se"]) is not nn.Identity:
-                norm = layers[1].norm._replace(
-                    se=self.excitation(parts["se"], len(layers[1].conv.weight))
-                )
-                layers[1] = layers[1]._replace(norm=norm)
-            else:
-                _expect(parts["se"], nn.Identity)
             shortcut, halves = self.shortcut(parts["downsample"])
-            drop, scale = _drop_path(parts["drop_path"])
-            block = Block(tuple(layers), True, shortcut, halves, drop, scale)
+            drop, scale = self.drop_path(parts["drop_path"])
+            block = Block(layers, True, shortcut, halves, drop, scale)
         _check_shapes(block)
         return block
 
     def shortcut(self, module: nn.Module) -> tuple[Layer | None, bool]:
         if type(module) is nn.Identity:
-            _expect(module, nn.Identity)
+            self.modules.append(module)
             return None, False
-        parts = list(_expect(module, nn.Sequential)["_modules"].values())
+        parts = list(self.own(module, nn.Sequential)["_modules"].values())
         halves = len(parts) == 2
         if not parts or len(parts) > 2:
             raise _Plain("another shortcut")
         if halves:
-            pool = _expect(parts[0], nn.AvgPool2d)
+            pool = self.own(parts[0], nn.AvgPool2d)
             form = pool["kernel_size"], pool["stride"], pool["padding"], pool["ceil_mode"]
             if form != (2, 2, 0, True) or pool["count_include_pad"] or pool["divisor_override"]:
                 raise _Plain("another pool in the shortcut")
         return self.layer(parts[-1]), halves
 
-    def layer(self, module: nn.Module) -> Layer:
+    def layer(self, module: nn.Module, se: nn.Module | None = None) -> Layer:
         folded = type(module) is FoldedConv
-        own = _expect(module, FoldedConv if folded else ConvNormAct)
+        own = self.own(module, FoldedConv if folded else ConvNormAct)
         parts = own["_modules"]
-        conv = self.conv(parts["conv"], bias=folded)
         blur = type(parts["aa"]) is BlurPool2d
-        _expect(parts["aa"], BlurPool2d if blur else nn.Identity)
+        self.own(parts["aa"], BlurPool2d if blur else nn.Identity)
+        conv, bias = self.conv(parts["conv"])
+        channels = conv.weight.shape[0]
+        excitation = None if se is None else self.excitation(se, channels)
         if folded:
-            bias = parts["conv"]._parameters["bias"]
             self.folded = True
-            return Layer(conv, Norm(None, bias, slope=own["slope"], blur=blur))
-        return Layer(conv, self.norm(parts["bn"], len(conv.weight), blur))
-
-    def conv(self, module: nn.Module, bias: bool = False) -> Conv:
-        own = _expect(module, nn.Conv2d)
-        weight = self.tensor(own["_parameters"], "weight")
-        if bias:
-            self.tensor(own["_parameters"], "bias", len(weight))
-        elif own["_parameters"]["bias"] is not None:
+            self.tensors.append(("bias", bias, channels))
+            return Layer(conv, Norm(None, bias, slope=own["slope"], blur=blur, se=excitation))
+        if bias is not None:
             raise _Plain("a convolution with a bias in front of a norm")
-        padding = own["padding"]
+        return Layer(conv, self.norm(parts["bn"], channels, blur, excitation))
+
+    def conv(self, module: nn.Module) -> tuple[Conv, Any]:
+        own = self.own(module, nn.Conv2d)
+        tensors, padding = own["_parameters"], own["padding"]
         if own["padding_mode"] != "zeros" or own["dilation"] != (1, 1) or type(padding) is str:
             raise _Plain("a convolution that is dilated, or does not pad with zeros")
+        weight = self.weight(tensors)
         self.weights.append(weight)
-        return Conv(weight, own["stride"], padding, own["groups"])
+        return Conv(weight, own["stride"], padding, own["groups"]), tensors["bias"]
 
-    def norm(self, module: nn.Module, channels: int, blur: bool) -> Norm:
+    def weight(self, parameters: dict[str, Any]) -> Tensor:
+        weight = parameters.get("weight")
+        if type(weight) not in _TENSORS:
+            raise _Plain(f"weight is {type(weight).__name__}")
+        self.tensors.append(("weight", weight, weight.numel()))
+        return weight
+
+    def norm(self, module: nn.Module, channels: int, blur: bool, se: SEWeights | None) -> Norm:
         if type(module) in (BatchNormAct, InplaceABN):
             raise _OtherNorm
-        own = _expect(module, ABN)
-        assert isinstance(module, ABN)
+        own = self.own(module, ABN)
         values, buffers = own["_parameters"], own["_buffers"]
+        gamma, beta = values.get("weight"), values.get("bias")
+        mean, var = buffers.get("running_mean"), buffers.get("running_var")
         training, momentum = own["training"], own["momentum"]
         updates = training and own["track_running_stats"] and not running_stats_frozen()
         if updates:
             if momentum is None:
                 raise _Plain("a norm with momentum=None, the mean of all batches")
-            self.counters.append(self.tensor(buffers, "num_batches_tracked"))
-        return Norm(
-            self.tensor(values, "weight", channels),
-            self.tensor(values, "bias", channels),
-            self.tensor(buffers, "running_mean", channels),
-            self.tensor(buffers, "running_var", channels),
-            training,
-            momentum if updates else None,
-            own["eps"],
-            own["slope"],
-            blur,
-            None,
-            module.group() if training and own["synchronised"] else None,
+            counter = buffers.get("num_batches_tracked")
+            self.counters.append(counter)
+            self.tensors.append(("num_batches_tracked", counter, 1))
+        self.tensors += (
+            ("weight", gamma, channels),
+            ("bias", beta, channels),
+            ("running_mean", mean, channels),
+            ("running_var", var, channels),
         )
+        group = cast(ABN, module).group() if training and own["synchronised"] else None
+        return Norm(
+            gamma, beta, mean, var, training, momentum if updates else None, own["eps"],
+            own["slope"], blur, se, group,
+        )  # fmt: skip
 
-    def excitation(self, module: nn.Module, channels: int) -> SEWeights:
-        parts = _expect(module, SqueezeExcite)["_modules"]
-        if _expect(parts["pool"], GlobalPool2d)["pool_type"] not in ("avg", "fast"):
+    def excitation(self, module: nn.Module, channels: int) -> SEWeights | None:
+        if type(module) is nn.Identity:
+            self.modules.append(module)
+            return None
+        parts = self.own(module, SqueezeExcite)["_modules"]
+        if self.own(parts["pool"], GlobalPool2d)["pool_type"] not in ("avg", "fast"):
             raise _Plain("a squeeze by another pool")
         layers = []
         for name in ("fc1", "fc2"):
-            own = _expect(parts[name], nn.Conv2d)
-            weight = self.tensor(own["_parameters"], "weight")
+            own = self.own(parts[name], nn.Conv2d)
+            weight, bias = self.weight(own["_parameters"]), own["_parameters"].get("bias")
             if own["padding"] != (0, 0) or own["groups"] != 1 or weight.shape[2:] != (1, 1):
                 raise _Plain("an excitation by other convolutions than 1x1")
-            layers += [weight, self.tensor(own["_parameters"], "bias", len(weight))]
+            self.tensors.append(("bias", bias, weight.shape[0]))
+            layers += weight, bias
         if layers[0].shape[1] != channels or layers[2].shape[:2] != layers[0].shape[1::-1]:
             raise _Plain("an excitation of another width")
         return SEWeights(*layers)
 
-    def tensor(self, tensors: dict[str, Any], name: str, length: int | None = None) -> Tensor:
-        value: Any = tensors.get(name)
-        if type(value) not in _TENSORS:
-            raise _Plain(f"{name} is {type(value).__name__}")
-        if value.device != self.device or (length is not None and value.shape[:1] != (length,)):
-            raise _Plain(f"{name} {tuple(value.shape)} on {value.device} does not fit")
-        return value
+    def drop_path(self, module: nn.Module) -> tuple[float, bool]:
+        """Return the probability that a sample is dropped, and whether the others are scaled."""
+        kind = type(module)
+        if kind is nn.Identity:
+            self.modules.append(module)
+            return 0.0, False
+        if kind.__module__ != "timm.layers.drop" or kind.__name__ != "DropPath":
+            raise _Plain(f"expected DropPath, got {kind.__name__}")
+        own = self.own(module, kind)
+        return own["drop_prob"] if own["training"] else 0.0, own["scale_by_keep"]
 
 
 def _check_shapes(block: Block) -> None:
     """Check that the shortcut's shape is that of what it joins."""
     for conv, _ in block.all_layers():
-        sides = conv.weight.shape[2:]
-        if conv.stride != (1, 1) or any(
-            side != 2 * p + 1 for side, p in zip(sides, conv.padding, strict=True)
-        ):
+        above, beside = conv.padding
+        if conv.stride != (1, 1) or conv.weight.shape[2:] != (2 * above + 1, 2 * beside + 1):
             raise _Plain("a convolution in a block that changes height or width")
     first, last = block.layers[0].conv, block.layers[-1].conv
     channels = first.weight.shape[1] * first.groups * block.copies
@@ -347,14 +374,3 @@ def _check_shapes(block: Block) -> None:
     blurs = [layer.norm.blur for layer in block.layers]
     if len(last.weight) != channels or sum(blurs) != block.halves or blurs[-1]:
         raise _Plain("a shortcut of another shape than what it joins")
-
-
-def _drop_path(module: nn.Module) -> tuple[float, bool]:
-    """Return the probability that a sample is dropped, and whether the others are scaled."""
-    if type(module) is nn.Identity:
-        _expect(module, nn.Identity)
-        return 0.0, False
-    if type(module).__module__ != "timm.layers.drop" or type(module).__name__ != "DropPath":
-        raise _Plain(f"expected DropPath, got {type(module).__name__}")
-    own = _expect(module, type(module))
-    return own["drop_prob"] if own["training"] else 0.0, own["scale_by_keep"]

@@ -8,11 +8,12 @@ cannot be captured, or differs, goes on eagerly, and one line says so.
 
 import contextlib
 import logging
-import operator
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -136,54 +137,58 @@ def uses_graph(compute: Compute, device: torch.device, captures: bool = True) ->
     return compute.cuda_graph == "on"
 
 
-class _Reading(NamedTuple):
+_attributes = attrgetter("__dict__")
+_members = itemgetter("_modules", "_parameters", "_buffers")
+_hooks = itemgetter(
+    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+)
+_tensor_hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+_trains = attrgetter("requires_grad")
+
+
+class _Reading:
     """All that a captured pass has taken from its model and surroundings.
 
-    Attributes:
-        objects: what the modules hold, compared by identity.
-        values: addresses, flags and the modes in force.
-        hooked: whether Python functions would not be called by a replay.
+    A part of a model can be replaced by an equal one, so modules, parameters and buffers are
+    compared by identity; attributes, addresses and modes are compared by value.
     """
 
-    objects: list[Any]
-    values: list[Any]
-    hooked: bool
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [model]
+        for module in self._modules:  # which grows
+            children = module.__dict__["_modules"].values()
+            self._modules += (child for child in children if child is not None)
+        self._kinds_and_members = self._read_kinds_and_members()
+        self._tensors = [t for t in self._kinds_and_members if isinstance(t, Tensor)]
+        parameters = (m.__dict__["_parameters"].values() for m in self._modules)
+        self.parameters = [p for p in dict.fromkeys(chain(*parameters)) if p is not None]
+        self._copies = [dict(attributes) for attributes in map(_attributes, self._modules)]
+        self._values = self._read_values()
 
-    def fits(self, other: "_Reading") -> bool:
-        return (
-            self.values == other.values
-            and len(self.objects) == len(other.objects)
-            and all(map(operator.is_, self.objects, other.objects))
-        )
+    def _read_kinds_and_members(self) -> list[Any]:
+        members = filter(None, chain.from_iterable(map(_members, map(_attributes, self._modules))))
+        return [*map(type, self._modules), *chain.from_iterable(m.values() for m in members)]
 
+    def _read_values(self) -> list[Any]:
+        modes = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        return [*modes, *map(Tensor.data_ptr, self._tensors), *map(_trains, self.parameters)]
 
-def _read(model: nn.Module) -> _Reading:
-    """Read a model anew: about a millisecond of the CPU, while the GPU is at work."""
-    objects: list[Any] = []
-    tensors: list[Tensor | None] = []
-    values: list[Any] = [torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")]
-    hooked = bool(torch_module._has_any_global_hook())
-    modules: list[nn.Module | None] = [model]
-    for module in modules:  # which grows
-        if module is None:
-            continue
-        held = module.__dict__
-        objects.append(type(module))
-        objects.extend(held.values())
-        if held["_forward_pre_hooks"] or held["_forward_hooks"]:
-            hooked = True
-        if held["_backward_pre_hooks"] or held["_backward_hooks"]:
-            hooked = True
-        modules.extend(held["_modules"].values())
-        tensors.extend(held["_parameters"].values())
-        tensors.extend(held["_buffers"].values())
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        values += tensor.data_ptr(), tensor.requires_grad
-        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
-            hooked = True
-    return _Reading(objects + tensors, values, hooked)
+    def holds(self) -> bool:
+        """Whether the model is as it was read."""
+        now = self._read_kinds_and_members()
+        if not _same(now, self._kinds_and_members):
+            return False
+        try:
+            unchanged = [*map(_attributes, self._modules)] == self._copies
+        except (RuntimeError, ValueError):  # tensors or arrays, which are compared by element
+            return False
+        return unchanged and self._read_values() == self._values
+
+    def is_hooked(self) -> bool:
+        """Whether there are Python functions that a replay would not call."""
+        of_modules = chain.from_iterable(map(_hooks, map(_attributes, self._modules)))
+        of_tensors = chain.from_iterable(map(_tensor_hooks, self.parameters))
+        return bool(torch_module._has_any_global_hook()) or any(of_modules) or any(of_tensors)
 
 
 class _Graph(NamedTuple):
@@ -191,7 +196,6 @@ class _Graph(NamedTuple):
     outputs: Sequence[Tensor]
     gradients: list[Tensor | None]
     replay: Callable[[], None]
-    reading: _Reading
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         for own, given in zip(self.inputs, inputs, strict=True):
@@ -213,18 +217,21 @@ class _Graphs:
         self.replayed = False
         self._model, self._capturer = model, capturer
         self._say = logging.getLogger(__name__).info if say is None else say
+        self._reading = _Reading(model)
         self._graphs: dict[Any, _Graph] = {}
         self._checked: set[Any] = set()
         self._left = _MOST_GRAPHS  # to capture: memory, and an end where a model is never the same
 
-    def _fitting(self, key: Any, now: _Reading) -> _Graph | None:
-        """The graph for `key`, which goes if the model is not as it was captured."""
-        graph = self._graphs.get(key)
-        if graph is None or graph.reading.fits(now):
-            return graph
-        del self._graphs[key]
-        self._checked.discard(key)
-        return None
+    def _is_hooked(self) -> bool:
+        """Drop all graphs if the model is not as it was; return whether it has hooks."""
+        if not self._reading.holds():
+            self._reading = _Reading(self._model)
+            self._graphs.clear()
+            self._checked.clear()
+        return self._reading.is_hooked()
+
+    def _gradients(self) -> list[Tensor | None]:
+        return [parameter.grad for parameter in self._reading.parameters]
 
     def _capture(
         self, key: Any, run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]
@@ -238,8 +245,7 @@ class _Graphs:
                 raise
             self._give_up(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
             return
-        gradients = [p.grad for p in self._model.parameters()]
-        self._graphs[key] = _Graph(own, outputs, gradients, replay, _read(self._model))
+        self._graphs[key] = _Graph(own, outputs, self._gradients(), replay)
 
     def _accept(self, key: Any, difference: str | None, count: int) -> None:
         if difference is None:
@@ -284,11 +290,11 @@ class GraphedForward(_Graphs):
     def __call__(self, images: Tensor) -> Tensor:
         """The logits of images."""
         with self._lock, self._capturer.in_turn():
-            now, key = _read(self._model), _layout(images)
             self.replayed = False
-            if now.hooked:
+            if self._is_hooked():
                 return self._run(images)
-            graph = self._fitting(key, now)
+            key = _layout(images)
+            graph = self._graphs.get(key)
             if graph is None:
                 self._seen[key] += 1
                 if self._seen[key] < WARMUP_RUNS or not self._left:
@@ -381,19 +387,16 @@ class GraphedMicroBatches(_Graphs):
         def run(images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
             return self._run(images, targets, criterion, micro_batches, is_last)
 
-        now, shape = (
-            _read(self._model),
-            _Shape(_layout(images), _layout(targets), criterion, micro_batches),
-        )
-        held = self._gradients()
+        hooked, held = self._is_hooked(), self._gradients()
+        shape = _Shape(_layout(images), _layout(targets), criterion, micro_batches)
         is_first = all(gradient is None for gradient in held)
         key = shape, is_first, is_last
         self.replayed = False
-        graph = None if now.hooked else self._fitting(key, now)
+        graph = None if hooked else self._graphs.get(key)
         if graph is None:
             self._in_a_row = self._in_a_row + 1 if shape == self._recent else 1
             self._recent = shape
-            ready = self._in_a_row > self._warmup_passes and self._left > 0 and not now.hooked
+            ready = self._in_a_row > self._warmup_passes and self._left > 0 and not hooked
             with self._capturer.warming_up():
                 found = run(images, targets)
             # Later passes can only add to what a graph's first pass has left.
@@ -480,16 +483,13 @@ class GraphedMicroBatches(_Graphs):
         """Move the gradients of an eager pass to where later passes of graphs add to them."""
         if (graph := self._graphs.get(key)) is None:
             return
-        for own, parameter in zip(graph.gradients, self._model.parameters(), strict=True):
+        for own, parameter in zip(graph.gradients, self._reading.parameters, strict=True):
             if own is not None and parameter.grad is not None and own is not parameter.grad:
                 own.copy_(parameter.grad)
                 parameter.grad = own
 
-    def _gradients(self) -> list[Tensor | None]:
-        return [parameter.grad for parameter in self._model.parameters()]
-
     def _set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        for parameter, gradient in zip(self._model.parameters(), gradients, strict=True):
+        for parameter, gradient in zip(self._reading.parameters, gradients, strict=True):
             parameter.grad = gradient
 
     def _are_a_graphs(self, held: list[Tensor | None]) -> bool:
@@ -529,8 +529,8 @@ def _distance(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
     return torch.stack([part.double() for part in parts]).norm().item()
 
 
-def _same(some: list[Tensor | None], others: list[Tensor | None]) -> bool:
-    return all(map(operator.is_, some, others))
+def _same(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def _layout(x: Tensor) -> tuple[Any, ...]:

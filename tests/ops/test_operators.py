@@ -1,0 +1,90 @@
+"""A kernel is compiled by Triton, and launched again without it where it would be the same one."""
+
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from tresnet.ops import operators
+
+triton = pytest.importorskip("triton")
+GRID = (5, 1, 1)
+
+
+class Kernel:
+    """In place of Triton's functions; its compiled kernels are mocks."""
+
+    def __init__(self):
+        self.compiled = []
+
+    def __getitem__(self, grid):
+        def compile_and_launch(*args, num_warps):
+            assert (grid, num_warps) == (GRID, 4)
+            self.compiled.append((Mock(function=7, packed_metadata="packed"), args))
+            made = self.compiled[-1][0]
+            made.by_triton = []
+            made.__class__ = type(
+                "Made", (Mock,), {"__getitem__": lambda s, _: lambda *a: s.by_triton.append(a)}
+            )
+            return made
+
+        return compile_and_launch
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    device = SimpleNamespace(get_current_device=lambda: -1, get_current_stream=lambda _: 3)
+    monkeypatch.setattr(triton.runtime.driver, "_active", device)
+    monkeypatch.setattr(operators, "_compiled", {})
+    return Kernel()
+
+
+def launch(kernel, *tensors, numbers=(6, 0.5)):
+    operators.launch(kernel, GRID, 4, tensors, numbers)
+
+
+def test_a_kernel_is_launched_again_by_addresses(kernel):
+    for _ in range(3):
+        x, y = torch.zeros(8), torch.zeros(4)
+        launch(kernel, x, y)
+    ((made, args),) = kernel.compiled
+    assert args[2:] == (6, 0.5)
+    assert made.run.call_count == 2
+    made.run.assert_called_with(
+        *GRID, 3, 7, "packed", None, None, None, x.data_ptr(), y.data_ptr(), 6, 0.5
+    )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda kernel: launch(kernel, torch.zeros(8), torch.zeros(4, dtype=torch.float16)),
+        lambda kernel: launch(kernel, torch.zeros(9)[1:], torch.zeros(4)),
+        lambda kernel: launch(kernel, torch.zeros(8), torch.zeros(5)[1:]),
+        lambda kernel: launch(kernel, torch.zeros(8), torch.zeros(4), numbers=(7, 0.5)),
+    ],
+    ids=["dtype", "first alignment", "second alignment", "number"],
+)
+def test_what_triton_would_compile_anew_is_compiled_anew(kernel, other):
+    launch(kernel, torch.zeros(8), torch.zeros(4))
+    for _ in range(2):
+        other(kernel)
+    assert len(kernel.compiled) == 2
+    assert kernel.compiled[0][0].run.call_count == 0
+    assert kernel.compiled[1][0].run.call_count == 1
+
+
+@pytest.mark.parametrize("when", ["hooks", "another device"])
+def test_hooks_and_other_devices_are_left_to_triton(kernel, monkeypatch, when):
+    launch(kernel, x := torch.zeros(8))
+    if when == "hooks":
+        hooks = triton.knobs.HookChain()
+        hooks.add(print)
+        monkeypatch.setattr(triton.knobs.runtime, "launch_exit_hook", hooks)
+    else:
+        triton.runtime.driver.active.get_current_device = lambda: 1
+    launch(kernel, x)
+    ((made, _),) = kernel.compiled
+    assert made.run.call_count == 0
+    assert made.by_triton == [(x, 6, 0.5)]
