@@ -19,8 +19,8 @@ class Kernel:
         self.compiled = []
 
     def __getitem__(self, grid):
-        def compile_and_launch(*args, num_warps):
-            assert (grid, num_warps) == (GRID, 4)
+        def compile_and_launch(*args, num_warps, enable_fp_fusion):
+            assert (grid, num_warps, enable_fp_fusion) == (GRID, 4, True)
             self.compiled.append((Mock(function=7, packed_metadata="packed"), args))
             made = self.compiled[-1][0]
             made.by_triton = []

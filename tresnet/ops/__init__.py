@@ -6,7 +6,7 @@ An operation is a folder; with kernels it has four files:
 |---|---|
 | `__init__.py` | the function: checks what it gets and picks the implementation |
 | `reference.py` | the definition in plain PyTorch |
-| `kernels.py` | Triton kernels; no other file imports triton |
+| `kernels.py` | Triton kernels; only `operators.py` imports triton too |
 | `launch.py` | a function for each launch, of the name and arguments of its definition |
 
 None has a gradient of its own: autograd differentiates the definitions, and `tresnet.fused` calls
