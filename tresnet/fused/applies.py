@@ -199,7 +199,7 @@ class _Reader:
         self.modules: list[nn.Module] = []
         self.counters: list[Tensor] = []  # of batches, to be increased by one
         self.weights: list[Tensor] = []  # of the convolutions
-        self.tensors: list[tuple[str, Tensor, int]] = []  # names, and the lengths that fit
+        self.tensors: list[tuple[str, Any, int]] = []  # names, and the lengths that fit
 
     def own(self, module: nn.Module, kind: type[nn.Module]) -> dict[str, Any]:
         if type(module) is not kind:
@@ -297,7 +297,7 @@ class _Reader:
         return Conv(weight, own["stride"], padding, own["groups"]), tensors["bias"]
 
     def weight(self, parameters: dict[str, Any]) -> Tensor:
-        weight = parameters.get("weight")
+        weight: Any = parameters.get("weight")
         if type(weight) not in _TENSORS:
             raise _Plain(f"weight is {type(weight).__name__}")
         self.tensors.append(("weight", weight, weight.numel()))

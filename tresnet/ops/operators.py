@@ -111,7 +111,7 @@ def launch(
         _noted.append(Launch(kernel, grid, _options(warps), tensors, numbers))
         return
     device = tensors[0].get_device()
-    addresses = [x.data_ptr() for x in tensors]
+    addresses = [*map(Tensor.data_ptr, tensors)]
     misaligned = functools.reduce(or_, addresses) % 16 and tuple(a % 16 for a in addresses)
     key = id(kernel), device, warps, misaligned, numbers, *map(_dtype, tensors)
     found = _compiled.get(key)
