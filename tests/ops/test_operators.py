@@ -84,3 +84,35 @@ def test_hooks_and_other_devices_are_left_to_triton(kernel, monkeypatch, when):
     assert made.run.call_count == 0
     made.__getitem__.assert_called_once_with(GRID)
     made.__getitem__.return_value.assert_called_once_with(x, 6, 0.5)
+
+
+class Launcher:
+    """In place of Triton's for NVIDIA's GPUs, of two versions."""
+
+    def __init__(self, nested, scratch):
+        self.global_scratch_size, self.profile_scratch_size, self.nested = scratch, 0, nested
+        self.launch, self.calls = MagicMock(), 0
+
+    def __call__(self, x, y, z, stream, function, metadata, *rest):
+        *hooks, arg = rest
+        self.calls += 1
+        args = ((arg,),) if self.nested else (arg,)
+        self.launch(x, y, z, stream, function, False, metadata, *hooks, *args)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_python_of_tritons_launcher_runs_once(nested):
+    launcher = Launcher(nested, scratch=0)
+    run = operators._run_of(SimpleNamespace(run=launcher, function=7, packed_metadata="packed"))
+    launcher(5, 1, 1, 3, 7, "packed", None, None, None, 11)
+    run(GRID, 3, (11,))
+    assert launcher.calls == 1, "the last one was not its own"
+    assert launcher.launch.call_count == 2, "that shows the constants launches nothing"
+    assert launcher.launch.call_args_list[0] == launcher.launch.call_args_list[1]
+
+
+def test_a_kernel_that_borrows_memory_goes_through_tritons_launcher():
+    launcher = Launcher(True, scratch=16)
+    run = operators._run_of(SimpleNamespace(run=launcher, function=7, packed_metadata="packed"))
+    run(GRID, 3, (11,))
+    assert launcher.calls == 1

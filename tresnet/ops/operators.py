@@ -1,5 +1,6 @@
 """Launches of kernels, as operators of PyTorch where something records them."""
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -72,10 +73,17 @@ class Launch(NamedTuple):
 
 
 class _Compiled(NamedTuple):
-    """What Triton made of a kernel, with the two of its modules that a launch reads."""
+    """A kernel that Triton compiled.
+
+    Attributes:
+        kernel: Triton's object, which launches it through all its hooks.
+        run: launches it for a grid, a stream, and its arguments with addresses for tensors.
+        driver: Triton's.
+        settings: Triton's, which hold the hooks.
+    """
 
     kernel: Any
-    run: Callable[..., None]
+    run: Callable[[tuple[int, int, int], int, tuple[Any, ...]], object]
     driver: Any
     settings: Any
 
@@ -126,12 +134,8 @@ def launch(
     if device != active.get_current_device() or _hooked(settings):
         with torch.cuda.device(device):
             compiled[grid](*tensors, *numbers)
-        return
-    stream = active.get_current_stream(device)
-    run(
-        *grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
-        *addresses, *numbers,
-    )  # fmt: skip
+    else:
+        run(grid, active.get_current_stream(device), (*addresses, *numbers))
 
 
 def _remember(key: Any, compiled: Any) -> None:
@@ -140,7 +144,28 @@ def _remember(key: Any, compiled: Any) -> None:
 
     if len(_compiled) >= _MOST:
         _compiled.clear()
-    _compiled[key] = _Compiled(compiled, compiled.run, driver, knobs.runtime)
+    _compiled[key] = _Compiled(compiled, _run_of(compiled), driver, knobs.runtime)
+
+
+def _run_of(compiled: Any) -> Any:
+    """Return the `run` of a compiled kernel.
+
+    On NVIDIA's GPUs it leaves out the Python of Triton's launcher, which allocates memory for
+    kernels that need some, as ours do not, and passes on constants: a first call shows which.
+    """
+    launcher, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    passed, mark = list[Any](), object()
+    if getattr(launcher, "global_scratch_size", 1) == 0 == launcher.profile_scratch_size:
+        first = copy.copy(launcher)
+        first.launch = lambda *args: passed.extend(args)
+        first(1, 2, 3, 4, function, metadata, None, None, None, mark)
+    if passed[:5] == [1, 2, 3, 4, function] and passed[-1] in (mark, (mark,)):
+        launch, constants = launcher.launch, passed[5:-1]
+        if passed[-1] is mark:  # as in Triton 3.6
+            return lambda grid, stream, args: launch(*grid, stream, function, *constants, *args)
+        return lambda grid, stream, args: launch(*grid, stream, function, *constants, args)
+    constants = function, metadata, None, None, None
+    return lambda grid, stream, args: launcher(*grid, stream, *constants, *args)
 
 
 def _hooked(settings: Any) -> bool:
