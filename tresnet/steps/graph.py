@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple, Protocol
@@ -191,11 +192,13 @@ class _Reading:
         return bool(torch_module._has_any_global_hook()) or any(of_modules) or any(of_tensors)
 
 
-class _Graph(NamedTuple):
+@dataclass
+class _Graph:
     inputs: Sequence[Tensor]
     outputs: Sequence[Tensor]
     gradients: list[Tensor | None]
     replay: Callable[[], None]
+    checked: bool = False  # that a replay gave what an eager pass gave
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         for own, given in zip(self.inputs, inputs, strict=True):
@@ -205,7 +208,7 @@ class _Graph(NamedTuple):
 
 
 class _Graphs:
-    """Graphs of one model by what must be equal for them to fit, the checked ones apart.
+    """Graphs of one model by what must be equal for them to fit.
 
     Attributes:
         replayed: Whether the last pass was a replay.
@@ -219,7 +222,6 @@ class _Graphs:
         self._say = logging.getLogger(__name__).info if say is None else say
         self._reading = _Reading(model)
         self._graphs: dict[Any, _Graph] = {}
-        self._checked: set[Any] = set()
         self._left = _MOST_GRAPHS  # to capture: memory, and an end where a model is never the same
 
     def _is_hooked(self) -> bool:
@@ -227,7 +229,6 @@ class _Graphs:
         if not self._reading.holds():
             self._reading = _Reading(self._model)
             self._graphs.clear()
-            self._checked.clear()
         return self._reading.is_hooked()
 
     def _gradients(self) -> list[Tensor | None]:
@@ -247,16 +248,12 @@ class _Graphs:
             return
         self._graphs[key] = _Graph(own, outputs, self._gradients(), replay)
 
-    def _accept(self, key: Any, difference: str | None, count: int) -> None:
-        if difference is None:
-            self._checked.add(key)
-            self._say(f"replays batches of {count} as a CUDA graph, equal to an eager pass")
-        else:
-            self._give_up(difference)
+    def _accept(self, key: Any, count: int) -> None:
+        self._graphs[key].checked = True
+        self._say(f"replays batches of {count} as a CUDA graph, equal to an eager pass")
 
     def _give_up(self, reason: str) -> None:
         self._graphs.clear()
-        self._checked.clear()
         self._left = 0
         self._say(f"runs eagerly, without a CUDA graph: {reason}")
 
@@ -304,7 +301,7 @@ class GraphedForward(_Graphs):
                     logits = self._run(images)
                 self._capture(key, lambda own: [self._run(own)], [images])
                 return logits
-            if key in self._checked:
+            if graph.checked:
                 self.replayed = True
                 return graph.run([images])[0]
             try:
@@ -317,18 +314,11 @@ class GraphedForward(_Graphs):
                 return self._run(images)
             replayed, eager, again = runs
             difference = _difference("logits", [replayed], [eager], [again])
-            if difference != _UNKNOWN:
-                self._accept(key, difference, len(images))
+            if difference is None:
+                self._accept(key, len(images))
+            elif difference != _UNKNOWN:
+                self._give_up(difference)
             return eager
-
-
-class _Shape(NamedTuple):
-    """What must be equal for a graph of a training pass to fit."""
-
-    images: tuple[Any, ...]
-    targets: tuple[Any, ...]
-    criterion: Criterion
-    micro_batches: int
 
 
 class _After(NamedTuple):
@@ -371,7 +361,7 @@ class GraphedMicroBatches(_Graphs):
         self._run = run
         self._warmup_passes = warmup_runs
         self._agree = agree
-        self._recent: _Shape | None = None
+        self._recent: Any = None
         self._in_a_row = 0
 
     def __call__(
@@ -388,7 +378,7 @@ class GraphedMicroBatches(_Graphs):
             return self._run(images, targets, criterion, micro_batches, is_last)
 
         hooked, held = self._is_hooked(), self._gradients()
-        shape = _Shape(_layout(images), _layout(targets), criterion, micro_batches)
+        shape = _layout(images), _layout(targets), criterion, micro_batches
         is_first = all(gradient is None for gradient in held)
         key = shape, is_first, is_last
         self.replayed = False
@@ -409,7 +399,7 @@ class GraphedMicroBatches(_Graphs):
             return found
         if not is_first and not _same(held, graph.gradients):
             return run(images, targets)
-        if key not in self._checked:
+        if not graph.checked:
             del graph
             return self._compare(key, run, [images, targets], held)
         self.replayed = True
@@ -477,7 +467,7 @@ class GraphedMicroBatches(_Graphs):
         if not agree(wrong is None):
             self._give_up(wrong or "it differed in another process")
         elif agree(_UNKNOWN not in found):
-            self._accept(key, None, len(eager.outputs[1]))
+            self._accept(key, len(eager.outputs[1]))
 
     def _take_over(self, key: Any) -> None:
         """Move the gradients of an eager pass to where later passes of graphs add to them."""
