@@ -161,18 +161,19 @@ def replay_notebook(subjects: Iterable[Subject]) -> list[Cell]:
     cells, begin = [], 0
     for name, end in zip(names, ends, strict=True):
         allocator.empty_cache()
-        allocator.reset_peaks()
-        leftover = allocator.allocated_bytes
-        high = 0
+        leftover = peak = allocator.allocated_bytes
+        high, reserved = 0, allocator.reserved_bytes
         for event in trace.events[begin:end]:
             if event.alive:
                 blocks[event.buffer] = allocator.malloc(trace.buffers[event.buffer].n_bytes)
                 borrowed = trace.operations[event.op].workspace_high_bytes
+                peak = max(peak, allocator.allocated_bytes)
                 high = max(high, allocator.allocated_bytes + borrowed)
+                reserved = max(reserved, allocator.reserved_bytes)
             else:
                 allocator.free(blocks.pop(event.buffer))
-        sizes = (leftover, allocator.peak_allocated_bytes, high, allocator.allocated_bytes)
-        cells.append(Cell(name, *(n / MIB for n in (*sizes, allocator.peak_reserved_bytes))))
+        sizes = (leftover, peak, high, allocator.allocated_bytes, reserved)
+        cells.append(Cell(name, *(n / MIB for n in sizes)))
         begin = end
     return cells
 

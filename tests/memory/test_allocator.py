@@ -105,11 +105,12 @@ def test_freeing_twice_is_refused():
 
 
 def test_full_device_flushes_its_cache_and_retries():
-    allocator = CachingAllocator(capacity_bytes=100 * MIB)
+    actions = []
+    allocator = CachingAllocator(100 * MIB, on_segment=lambda *action: actions.append(action))
     allocator.free(allocator.malloc(60 * MIB))
-    assert allocator.flushes == 0
+    assert [action for action, *_ in actions] == ["segment_alloc"]
     allocator.malloc(70 * MIB)
-    assert allocator.flushes == 1
+    assert [action for action, *_ in actions[1:]] == ["segment_free", "segment_alloc"]
     assert allocator.reserved_bytes == 70 * MIB
     with pytest.raises(SimulatedOutOfMemoryError, match=r"50\.0 MiB requested, 30\.0 MiB free"):
         allocator.malloc(50 * MIB)

@@ -334,6 +334,18 @@ def test_attention_keeps_its_matrix_where_no_kernel_takes_the_heads(
     assert (at_most(p, Category.ACTIVATIONS) > matrix) is keeps_matrix
 
 
+def test_attention_runs_the_same_kernel_in_inference():
+    class Attention(nn.MultiheadAttention):
+        def forward(self, x):
+            return super().forward(x, x, x, need_weights=False)[0]
+
+    step = {"batch_size": 1, "inputs": ((16, 32), torch.float32)}
+    for more in ({"amp": "bf16"}, {"train": False, "dtype": "bf16"}):
+        prediction = predict(Attention(32, 4, batch_first=True), **step, **more)
+        names = {operation.name for operation in prediction.trace.operations}
+        assert "aten._scaled_dot_product_flash_attention" in names
+
+
 def test_folded_inference_holds_no_activation_of_a_norm():
     step = {"batch_size": 256, "amp": "bf16", "train": False}
     with noted() as launches:

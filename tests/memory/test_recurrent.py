@@ -168,7 +168,7 @@ def test_largest_batch_of_tokens():
                 3, [], [3], torch.tensor(1), [((0,), torch.int64)], {"tokens": (128, int)},
             )
         ),
-        ([((128,), torch.float32)], "fake batch of 2 of 128 float32 at .*: check inputs and the"),
+        ([TOKENS, ((5,), torch.bool)], "of 2 of 128 int64 and 5 bool at .*: check inputs and the"),
         ({"token": TOKENS}, "unexpected keyword argument 'token'.*: check inputs and the model"),
         (None, "of 3x224x224 at .*one that takes no images needs inputs$"),
     ],

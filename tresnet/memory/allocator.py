@@ -82,8 +82,6 @@ class CachingAllocator:
         self.capacity_bytes = capacity_bytes
         self._on_segment = on_segment
         self.allocated_bytes = self.reserved_bytes = 0
-        self.peak_allocated_bytes = self.peak_reserved_bytes = 0
-        self.flushes = 0
         self._segments: dict[int, int] = {}  # bytes by address
         self._next_address = 0
         self._starting: dict[int, MemoryBlock] = {}  # all blocks by address; no two segments touch
@@ -111,7 +109,6 @@ class CachingAllocator:
         block.free = False
         self._put(block)
         self.allocated_bytes += block.n_bytes
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         return block
 
     def free(self, block: MemoryBlock | None) -> None:
@@ -141,11 +138,6 @@ class CachingAllocator:
                 self.reserved_bytes -= n_bytes
                 self._on_segment("segment_free", address, n_bytes)
 
-    def reset_peaks(self) -> None:
-        """Reset both peaks to the present values."""
-        self.peak_allocated_bytes = self.allocated_bytes
-        self.peak_reserved_bytes = self.reserved_bytes
-
     def segments(self) -> Iterator[list[MemoryBlock]]:
         """Yield the blocks of each segment in address order."""
         blocks = sorted(self._starting.values(), key=lambda block: block.address)
@@ -166,7 +158,6 @@ class CachingAllocator:
     def _new_segment(self, wanted: int, small: bool) -> MemoryBlock:
         n_bytes = segment_bytes(wanted)
         if not self._has_room(n_bytes):
-            self.flushes += 1
             self.empty_cache()
             if not self._has_room(n_bytes):
                 assert self.capacity_bytes is not None
@@ -176,7 +167,6 @@ class CachingAllocator:
         self._next_address += n_bytes + _SEGMENT_GAP_BYTES
         self.reserved_bytes += n_bytes
         self._on_segment("segment_alloc", address, n_bytes)
-        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         return MemoryBlock(address, n_bytes, small, address)
 
     def _has_room(self, n_bytes: int) -> bool:

@@ -28,13 +28,7 @@ Patch = AbstractContextManager[Any]
 aten = torch.ops.aten
 
 # Operators of several kernels, among which PyTorch chooses by the properties of a device.
-GPU_KERNELS = {
-    aten.scaled_dot_product_attention.default: attend,
-    aten.lstm.input: recurrent.lstm,
-    aten.gru.input: recurrent.gru,
-    aten.rnn_tanh.input: recurrent.rnn_tanh,
-    aten.rnn_relu.input: recurrent.rnn_relu,
-}
+GPU_KERNELS = {aten.scaled_dot_product_attention.default: attend, **recurrent.KERNELS}
 
 _task_ids = itertools.count(1)
 _MATERIALIZE = "_tresnet_materialize_grads"

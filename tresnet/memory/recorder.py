@@ -67,7 +67,7 @@ class Recorder(TorchDispatchMode):
         """Attribute the operations inside to `phase`, and new buffers to `category`."""
         before = self.phase, self.category
         self.phase, self.category = phase, category
-        self.trace.begin(Operation(phase.value, phase, "", self.step))
+        self.trace.operations.append(Operation(phase.value, phase, "", self.step))
         try:
             yield
         finally:
@@ -145,7 +145,7 @@ class Recorder(TorchDispatchMode):
         operation = Operation(
             func._schema.name.replace("::", "."), self.phase, self.module, self.step
         )
-        self.trace.begin(operation)
+        self.trace.operations.append(operation)
         if func in _BLAS:
             self._blas_workspace()
         fake = FAKES.get(func)

@@ -7,6 +7,7 @@ GRU (736,000,000 and 864,000,000 bytes). That of a plain RNN is a guess.
 """
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
@@ -27,31 +28,10 @@ def reserve_bytes(mode: int, steps: int, hidden: int, layers: int, itemsize: int
     return steps * hidden * (layers * _KEPT[mode] + layers - 1) * itemsize
 
 
-def lstm(x: Tensor, hidden: list[Tensor], weights: list[Tensor], *rest: Any) -> tuple[Tensor, ...]:
-    """Run `aten.lstm.input` by cuDNN."""
-    return _run(_LSTM, x, hidden[0], hidden[1], weights, *rest)
-
-
-def gru(x: Tensor, hidden: Tensor, weights: list[Tensor], *rest: Any) -> tuple[Tensor, ...]:
-    """Run `aten.gru.input` by cuDNN."""
-    return _run(_GRU, x, hidden, None, weights, *rest)
-
-
-def rnn_tanh(x: Tensor, hidden: Tensor, weights: list[Tensor], *rest: Any) -> tuple[Tensor, ...]:
-    """Run `aten.rnn_tanh.input` by cuDNN."""
-    return _run(_TANH, x, hidden, None, weights, *rest)
-
-
-def rnn_relu(x: Tensor, hidden: Tensor, weights: list[Tensor], *rest: Any) -> tuple[Tensor, ...]:
-    """Run `aten.rnn_relu.input` by cuDNN."""
-    return _run(_RELU, x, hidden, None, weights, *rest)
-
-
-def _run(
+def run(
     mode: int,
     x: Tensor,
-    hx: Tensor,
-    cx: Tensor | None,
+    hidden: Any,
     weights: list[Tensor],
     has_biases: bool,
     layers: int,
@@ -60,8 +40,9 @@ def _run(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[Tensor, ...]:
-    state = hx if cx is None else cx
-    size = state.shape[2]
+    """Run `aten.lstm.input` and its like by cuDNN; `mode` is cuDNN's number of the kind."""
+    hx, cx = hidden if mode == _LSTM else (hidden, None)
+    size = (hx if cx is None else cx).shape[2]
     projected = hx.shape[2] if hx.shape[2] != size else 0
     autocast = torch.is_autocast_enabled("cuda")
     if autocast:  # to float16, also where autocast's dtype is another (AutocastRNN.cpp)
@@ -157,6 +138,12 @@ def flatten(layer: nn.RNNBase) -> None:
             weight.set_(part.view(weight.shape))
 
 
+KERNELS = {
+    aten.lstm.input: functools.partial(run, _LSTM),
+    aten.gru.input: functools.partial(run, _GRU),
+    aten.rnn_tanh.input: functools.partial(run, _TANH),
+    aten.rnn_relu.input: functools.partial(run, _RELU),
+}
 FAKES = {
     aten._cudnn_rnn.default: fake_forward,
     aten._cudnn_rnn_backward.default: fake_backward,

@@ -82,10 +82,6 @@ class Trace:
     events: list[Event] = field(default_factory=list)
     step_starts: list[int] = field(default_factory=list)
 
-    def begin(self, operation: Operation) -> None:
-        """Begin an operation, to which the following events belong."""
-        self.operations.append(operation)
-
     def birth(self, n_bytes: int, category: Category, module: str) -> int:
         """Record a new buffer and return its index."""
         op = len(self.operations) - 1
