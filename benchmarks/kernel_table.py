@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What a training step launches on an H100: programs, registers, waves and bytes of each kernel.
+"""Launches of a training step on an H100: programs, registers, waves and bytes of each kernel.
 
     python3 benchmarks/kernel_table.py tresnet_m --batch-size 256
 
-No GPU is needed, and nothing is computed: the model is on `meta`, its launches are noted, and
-Triton compiles their kernels. A wave is as many programs as run at once; `idle` is the part of the
-last wave's places that no program has, of all waves. Bytes are those of the tensors of a launch,
+No GPU is needed, and nothing is computed: the model is on `meta`, its launches are collected, and
+Triton compiles their kernels. A wave is the number of programs that run at once; `idle` is the
+fraction of all waves that the last wave leaves empty. Bytes are those of the tensors of a launch,
 each counted once. The table is printed, and recorded in benchmarks/records.
 """
 
@@ -43,7 +43,7 @@ TILE = ("BP", "BC", "AP", "AC", "BG", "BN", "BR")
 
 
 def compile_for(capability: int) -> None:
-    """Let Triton compile for a GPU, in place of the driver's, which wants one."""
+    """Let Triton compile for a GPU, without a driver."""
     target = GPUTarget("cuda", capability, 32)
     functions = {"target": lambda: target, "device": lambda: 0, "stream": lambda device: 0}
     stand_in = SimpleNamespace(**{f"get_current_{k}": v for k, v in functions.items()})
@@ -51,7 +51,7 @@ def compile_for(capability: int) -> None:
 
 
 def compiled(launch: operators.Launch) -> Any:
-    """What Triton compiles for a launch, for tensors where PyTorch's allocator puts them."""
+    """Return Triton's kernel for a launch, with the alignment of PyTorch's allocator."""
     pointers = [
         SimpleNamespace(dtype=t.dtype, data_ptr=lambda t=t: t.storage_offset() * t.element_size())
         for t in launch.tensors
@@ -60,7 +60,7 @@ def compiled(launch: operators.Launch) -> Any:
 
 
 def resources(kernel: Any) -> dict[str, int]:
-    """Registers, stack and local bytes of a thread, read off the machine code."""
+    """Return registers, stack and local bytes of a thread, from the machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -71,20 +71,20 @@ def resources(kernel: Any) -> dict[str, int]:
 
 
 def resident(registers: int, warps: int, shared: int) -> int:
-    """How many programs run at once on a multiprocessor."""
+    """Return the number of programs that run at once on a multiprocessor."""
     by_registers = REGISTERS // (-(-registers // 8) * 8 * 32 * warps)
     return min(by_registers, SHARED // (shared + 1024), WARPS // warps)
 
 
 def constants(launch: operators.Launch) -> dict[str, Any]:
-    """The kernel's constants by name."""
+    """Return the kernel's constants by name."""
     values = *launch.tensors, *launch.numbers
     names = launch.kernel.arg_names
     return {names[index]: values[index] for index in launch.kernel.constexprs}
 
 
 def noted_step(name: str, batch: int) -> list[operators.Launch]:
-    """The launches of a forward and a backward pass on bytes, in bfloat16 and channels_last."""
+    """Return the launches of forward and backward on bytes, in bfloat16 and channels_last."""
 
     def convolved(self: Conv, x: Tensor) -> Tensor:
         size = len(x), len(self.weight), *(-(-side // self.stride[0]) for side in x.shape[2:])
@@ -106,7 +106,7 @@ def noted_step(name: str, batch: int) -> list[operators.Launch]:
 
 
 def row(launch: operators.Launch) -> dict[str, Any]:
-    """What one launch takes of an H100."""
+    """Return the resources that one launch takes of an H100."""
     kernel, programs = compiled(launch), launch.grid[0] * launch.grid[1]
     used, shared = resources(kernel), kernel.metadata.shared
     blocks = resident(used["reg"], launch.options["num_warps"], shared)
@@ -123,14 +123,14 @@ def row(launch: operators.Launch) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is counted."""
+    """Step to analyse."""
 
     model: Annotated[Positional[str], arg(metavar="MODEL")] = "tresnet_m"
-    """Its name."""
+    """Name of the model."""
     batch_size: int = 256
     """Images of a step, of 224 x 224 pixels."""
     output_dir: Path = Path("benchmarks/records")
-    """Where the record goes."""
+    """Directory of the record."""
 
 
 def main(options: Options) -> None:

@@ -149,7 +149,7 @@ def test_gradients_are_reduced_on_the_captured_stream(monkeypatch):
     """What holds on to the nodes that add gradients up is made where they are captured."""
     model, inside = torch.nn.Linear(2, 2), []
 
-    class Watched(StandIn):
+    class Hooked(StandIn):
         @contextlib.contextmanager
         def warming_up(self):
             inside.append("begin")
@@ -164,7 +164,7 @@ def test_gradients_are_reduced_on_the_captured_stream(monkeypatch):
             assert gradient_as_bucket_view, "else every gradient is kept twice"
             inside.append("made")
 
-    monkeypatch.setattr(steps, "CudaCapturer", Watched)
+    monkeypatch.setattr(steps, "CudaCapturer", Hooked)
     monkeypatch.setattr(steps, "uses_graph", lambda compute, *_: compute.cuda_graph == "on")
     monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", Parallel)
     for graphs, expected in ((True, ["begin", "made", "end"]), (False, ["made"])):
@@ -299,7 +299,7 @@ class NoRoom(StandIn):
         (scaled(lambda one: one.model[1].running_var), "buffers are off by"),
         (scaled(lambda one: one.gradient), "gradients are off by"),
         (Failing, "RuntimeError: operation not permitted when stream is capturing"),
-        (NoRoom, "no memory for a graph beside an eager pass"),
+        (NoRoom, "no memory for a graph beside an eager run"),
     ],
 )
 def test_a_graph_that_differs_or_fails_is_left_and_changes_nothing(capturer, reason, accumulate):
@@ -351,7 +351,7 @@ def test_processes_decide_together():
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_right_graph_is_compared_once_and_then_replayed(accumulate):
     said, replayed = assert_eager(StandIn, accumulate=accumulate)
-    assert said == ["replays batches of 4 as a CUDA graph, equal to an eager pass"] * accumulate
+    assert said == ["replays batches of 4 as a CUDA graph, equal to an eager run"] * accumulate
     assert all(replayed[(WARMUP_RUNS + CHECKED_AFTER + 1) * accumulate :])
 
 
@@ -432,7 +432,7 @@ def test_numbers_that_are_not_finite_decide_nothing():
     assert graph._difference("x", inf, inf, inf) == graph._UNKNOWN
     assert "off by nan" in graph._difference("x", [torch.tensor(torch.nan)], one, one)
     assert graph._difference("x", [torch.tensor(1.3)], one, [torch.tensor(1.1)]) is None
-    assert "two eager passes by 0.1" in graph._difference(
+    assert "two eager runs by 0.1" in graph._difference(
         "x", [torch.tensor(1.5)], one, [torch.tensor(1.1)]
     )
     assert graph._difference("x", one * 2, one, one) == "x: 2 tensors in place of 1"
@@ -459,7 +459,7 @@ def test_inference_by_graphs_gives_the_eager_logits(compute):
         expected.append(eager(eager.feed.images(images)))
         replayed.append(graphed.replayed)
     assert all(map(torch.equal, outputs, expected))
-    assert said == ["replays batches of 4 as a CUDA graph, equal to an eager pass"] * len(said)
+    assert said == ["replays batches of 4 as a CUDA graph, equal to an eager run"] * len(said)
     assert len(said) == 1, "the feed gives all one layout"
     assert replayed == [False] * 4 + [True] * 5 + [False] + [True] * 4
 
@@ -533,7 +533,7 @@ def test_a_gpu_replays_what_it_runs_eagerly(tiny, changes):
 @pytest.mark.gpu
 @pytest.mark.parametrize("amp", ["off", "bf16"])
 def test_a_gpu_replays_triton_kernels_with_their_gradients(amp):
-    """The weights stay as they are: each replay's gradients are those of an eager pass."""
+    """The weights stay as they are: each replay's gradients are those of an eager run."""
     device, said = torch.device("cuda", 0), []
     torch.manual_seed(0)
     model = zoo.build("tresnet_t", width_factor=0.25, layers=(1, 1, 1, 1), impl="triton")

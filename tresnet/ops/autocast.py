@@ -1,4 +1,4 @@
-"""What autocast does to an operation, and keeping it out."""
+"""State of autocast, and a context without it."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -6,15 +6,15 @@ import torch
 
 
 def autocast_off(device_type: str) -> AbstractContextManager[object]:
-    """Return a context in which autocast leaves dtypes alone on `device_type` ('meta' has none)."""
+    """Return a context without autocast on `device_type` ('meta' has none)."""
     if autocast_dtype(device_type) is not None:
         return torch.autocast(device_type, enabled=False)
-    return nullcontext()  # entering one of autocast's takes as long as a launch
+    return nullcontext()  # entering an autocast context takes as long as a launch
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype that autocast computes in on `device_type`, None where it is off."""
-    # torch.amp.is_autocast_available would say it, but the compiler of torch 2.11 does not know it
+    """Return the dtype of autocast on `device_type`, or None if it is off."""
+    # not torch.amp.is_autocast_available, which the compiler of torch 2.11 cannot trace
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None

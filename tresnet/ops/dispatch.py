@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs."""
+"""Choice of the implementation that runs an operation."""
 
 import functools
 import importlib.util
@@ -11,12 +11,12 @@ import torch
 from tresnet.errors import InputError
 from tresnet.ops.tiles import interpreted
 
-Impl = Literal["auto", "triton", "reference"]  # whose kernels an operation runs
+Impl = Literal["auto", "triton", "reference"]
 IMPLS: tuple[Impl, ...] = get_args(Impl)
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_CAPABILITY = (8, 0)
 
-_found: dict[int, str | None] = {}  # what each GPU was seen to lack: every operation asks
+_found: dict[int, str | None] = {}  # by GPU; every operation reads it
 
 
 def check_impl(operation: str, impl: str) -> None:
@@ -27,7 +27,7 @@ def check_impl(operation: str, impl: str) -> None:
 
 
 def traced() -> bool:
-    """Whether operations are recorded or transformed: `torch.compile`, tracing, `torch.func`."""
+    """Return whether `torch.compile`, a tracer or `torch.func` records or transforms operations."""
     return (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()
@@ -36,16 +36,16 @@ def traced() -> bool:
 
 
 def runs_kernels(device: torch.device, dtype: torch.dtype, impl: Impl, fake: bool = False) -> bool:
-    """Whether a program runs its Triton kernels: "auto" where they run and are right.
+    """Return whether Triton kernels run; "auto" means where available and correct.
 
     Args:
-        device: of the maps.
-        dtype: of the maps.
+        device: Device of the maps.
+        dtype: Type of the maps.
         impl: "reference" never runs them.
-        fake: the maps are fake tensors.
+        fake: Whether the maps are fake tensors.
 
     Raises:
-        InputError: `impl` is "triton" and they cannot run; the message says why.
+        InputError: `impl` is "triton" and they cannot run; the message gives the reason.
     """
     if impl == "reference":
         return False
@@ -58,9 +58,9 @@ def runs_kernels(device: torch.device, dtype: torch.dtype, impl: Impl, fake: boo
 
 
 def lacking(device: torch.device, fake: bool = False) -> str | None:
-    """What is missing on a device for the kernels to run there, and be right.
+    """Return why the kernels cannot run on a device, or are wrong there; None if they can.
 
-    For fake tensors, which may stand for another GPU, nothing is tried on the one that is there.
+    For fake tensors, which may represent another GPU, nothing is tried on this machine's.
     """
     index = device.index or 0
     if device.type == "cuda" and index in _found:

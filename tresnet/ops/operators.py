@@ -1,4 +1,9 @@
-"""Launches of kernels, as operators of PyTorch where something records them."""
+"""Launches of kernels, and their operators for fake tensors and dispatch modes.
+
+`operator` registers a launch as a custom operator, which is used only if something records
+operations; otherwise the launch is called directly. `launch` runs a kernel. While `noted` is
+active, launches are collected instead of run.
+"""
 
 import copy
 import functools
@@ -19,12 +24,12 @@ def operator(
 ) -> Callable[[LaunchT], LaunchT]:
     """Make `tresnet::NAME` of a launch, for fake tensors and dispatch modes.
 
-    Without them the launch is called as it is: the dispatcher takes longer than everything else
-    that the host does for a launch. The operator is the attribute `recorded`.
+    Without these the launch is called directly, as the dispatcher takes longer than all other host
+    work of a launch. The operator is the attribute `recorded`.
 
     Args:
-        fake: what the launch returns, without values; called with its arguments.
-        updates: names of the arguments that are changed in place.
+        fake: Returns the launch's results without values; called with its arguments.
+        updates: Names of the arguments that are changed in place.
     """
 
     def wrap(launch: LaunchT) -> LaunchT:
@@ -49,7 +54,7 @@ def operator(
 
 
 def _faked(launch: Callable[..., Any], fake: Callable[..., Any], *args: Any) -> Any:
-    """What the launch returns, without values; while launches are noted, note its kernels'."""
+    """Return the launch's results without values; while launches are collected, collect them."""
     if _noted is not None:
         with _disable_current_modes():
             launch(*(_without_values(arg) if isinstance(arg, Tensor) else arg for arg in args))
@@ -63,7 +68,7 @@ def _without_values(x: Tensor) -> Tensor:
 
 
 class Launch(NamedTuple):
-    """A kernel, its programs, Triton's options, and its arguments: tensors, then numbers."""
+    """One launch of a kernel; its arguments are the tensors, then the numbers."""
 
     kernel: Any
     grid: tuple[int, int, int]
@@ -73,13 +78,13 @@ class Launch(NamedTuple):
 
 
 class _Compiled(NamedTuple):
-    """A kernel that Triton compiled.
+    """A compiled kernel.
 
     Attributes:
-        kernel: Triton's object, which launches it through all its hooks.
-        run: launches it for a grid, a stream, and its arguments with addresses for tensors.
-        driver: Triton's.
-        settings: Triton's, which hold the hooks.
+        kernel: Triton's object, whose launches call all hooks.
+        run: Launches it; called with the grid, the stream and the arguments, addresses for tensors.
+        driver: Triton's driver.
+        settings: Triton's settings, which contain the hooks.
     """
 
     kernel: Any
@@ -104,16 +109,16 @@ def launch(
 ) -> None:
     """Launch a Triton kernel on the device of its tensors.
 
-    What Triton has compiled for tensors of these dtypes and alignments and for the same numbers is
-    launched again without Triton's function, which takes several times as long. It gets addresses:
-    for a tensor Triton would ask tensor and driver.
+    Triton's own function takes several times as long as a launch of the compiled kernel. It
+    therefore runs only once for the same dtypes, alignments and numbers. Later launches pass
+    addresses, which is faster than passing tensors.
 
     Args:
-        kernel: its function.
-        grid: programs.
-        warps: of each program.
-        tensors: its first arguments.
-        numbers: the others, its constants included, in order.
+        kernel: Triton's function.
+        grid: Number of programs along each axis.
+        warps: Warps of each program.
+        tensors: First arguments.
+        numbers: The other arguments in order, constants included.
     """
     if _noted is not None:
         _noted.append(Launch(kernel, grid, _options(warps), tensors, numbers))
@@ -150,8 +155,8 @@ def _remember(key: Any, compiled: Any) -> None:
 def _run_of(compiled: Any) -> Any:
     """Return the `run` of a compiled kernel.
 
-    On NVIDIA's GPUs it leaves out the Python of Triton's launcher, which allocates memory for
-    kernels that need some, as ours do not, and passes on constants: a first call shows which.
+    On NVIDIA's GPUs it leaves out the Python of Triton's launcher. That allocates scratch memory,
+    of which these kernels need none, and passes constants on; a first call records which.
     """
     launcher, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     passed, mark = list[Any](), object()
@@ -169,7 +174,7 @@ def _run_of(compiled: Any) -> Any:
 
 
 def _hooked(settings: Any) -> bool:
-    """Whether a profiler may have hooks around launches; Triton's empty chain has no calls."""
+    """Return whether a profiler may have set hooks; Triton's empty chain has no calls."""
     enter, leave = settings.launch_enter_hook, settings.launch_exit_hook
     return getattr(enter, "calls", True) or getattr(leave, "calls", True)
 
@@ -181,7 +186,7 @@ def _options(warps: int) -> dict[str, Any]:
 
 @contextmanager
 def noted() -> Iterator[list[Launch]]:
-    """Note what is launched meanwhile, on fakes and on `meta` too, in place of launching it."""
+    """Collect launches in the block, also on fakes and on `meta`, instead of running them."""
     global _noted
     before, _noted = _noted, []
     try:

@@ -1,10 +1,10 @@
 """Comparison of the kernels with plain PyTorch on a GPU, before their first use there.
 
 Every kernel runs forward and backward on small maps, and some on one map beyond 32-bit offsets; the
-definitions in float64 say what is right. An illegal address would end the CUDA context for good, so
-the comparison runs in a process of its own: `python -m tresnet.ops.selfcheck cuda:0` shows it. A
-file remembers agreement for this GPU, driver and version of everything that compiles; a difference
-is looked for again by the next process, as its cause may be gone by then.
+reference is the definition in float64. An illegal address ends the CUDA context for good, so the
+comparison runs in a separate process: `python -m tresnet.ops.selfcheck cuda:0` shows it. A file
+stores agreement for this GPU, driver and version of everything that compiles. After a difference
+the next process compares again, as its cause may be gone.
 """
 
 import contextlib
@@ -29,15 +29,15 @@ from torch import Tensor
 from tresnet.files import fcntl
 from tresnet.ops import tiles
 
-LIMIT_S = 120.0  # of compiling and running them all; some seconds are usual, without a cache
-# Of the largest value: what float32 sums, and what one or two roundings to 16 bits, may be off.
+LIMIT_S = 120.0  # to compile and run all kernels; without a cache it takes some seconds
+# Allowed error over the largest value: of float32 sums, and of one or two roundings to 16 bits.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-_SAYS = "tresnet.ops.selfcheck: "  # before each line that the other process is to read
+_SAYS = "tresnet.ops.selfcheck: "  # prefix of the lines for the parent process
 _BEGINS, _RIGHT, _NO_MEMORY = "has the GPU", "right", "out of memory"
 
 
 class _Case(NamedTuple):
-    """A use of the kernels, that together with the others launches each of them."""
+    """A use of the kernels; together the cases launch every kernel."""
 
     dtype: torch.dtype
     layout: torch.memory_format
@@ -48,7 +48,7 @@ class _Case(NamedTuple):
     join: bool = False
     again: bool = False
     training: bool = True
-    copies: int = 1  # times the samples come, which changes no output
+    copies: int = 1  # repetitions of the samples, which change no output
 
 
 _CASES = (
@@ -61,9 +61,10 @@ _CASES = (
 
 
 def failure(device: torch.device) -> str | None:
-    """Return why the kernels are not to be used on `device`, None if they are right; warns once.
+    """Return why the kernels must not be used on `device`, or None if they are right; warns once.
 
-    Processes take turns for each type of GPU. One that waited uses what the one before it found.
+    Processes take turns for each type of GPU, and a process that waited uses the result of the
+    first.
     """
     known = _memory(device)
     if known.is_file():
@@ -90,7 +91,7 @@ def _turn(path: Path) -> Iterator[tuple[IO[str], bool]]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file: IO[str] = path.open("a+", encoding="utf-8")
-    except OSError:  # a home that cannot be written to: each process for itself
+    except OSError:  # a home that cannot be written to: every process compares
         file = io.StringIO()
     waited = False
     with file:
@@ -106,7 +107,7 @@ def _turn(path: Path) -> Iterator[tuple[IO[str], bool]]:
 
 
 def _found_by_child(device: torch.device, key: str) -> str | None:
-    """Return a new process's verdict; None if it had no GPU or no memory, which says nothing."""
+    """Return a new process's verdict, or None if it had no GPU or no memory."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
     try:
         child = subprocess.run(
@@ -130,7 +131,7 @@ def _found_by_child(device: torch.device, key: str) -> str | None:
 
 
 def _command(device: torch.device, key: str) -> list[str]:
-    # -P: the present folder is not searched; a warning is no error there
+    # -P: the current folder is not searched for modules
     return [sys.executable, "-P", "-W", "ignore", "-m", __name__, str(device), key]
 
 
@@ -191,7 +192,7 @@ def check(device: torch.device) -> None:
 
 
 def _large(device: torch.device) -> list[_Case]:
-    """A case of more than 2^31 values, or of as many as three quarters of the free memory hold."""
+    """Return a case of more than 2^31 values, or of as many as fit in 3/4 of the memory."""
     if device.type != "cuda":
         return []
     shape = 4, 64, 56, 56
@@ -219,14 +220,14 @@ def _check_norm(case: _Case, random: torch.Generator, device: torch.device) -> N
     # PyTorch may multiply the matrices of an SE in TF32, which rounds like float16
     dtype = torch.float16 if case.se and case.dtype == torch.float32 else case.dtype
     found = _launched(case, parts, running, exact["output"])
-    if device.type == "cuda":  # again: what was compiled is launched without asking Triton
+    if device.type == "cuda":  # again, now by the launch that bypasses Triton's
         found = _launched(case, parts, running, exact["output"])
     for name, expected in exact.items():
         _compare(f"{name}, {case}", found[name], expected, TOLERANCE[dtype])
 
 
 def _probes(case: _Case, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of the output of two readers, in the case's dtype; zero where one reads."""
+    """Return gradients of the output of two readers in the case's dtype, or one and zeros."""
     probe = torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape).to(case.dtype)
     second = probe / 4 if case.join else torch.zeros_like(probe)
     return probe - second, second
@@ -235,7 +236,7 @@ def _probes(case: _Case, y: Tensor) -> tuple[Tensor, Tensor]:
 def _defined(
     case: _Case, parts: dict[str, Tensor], running: tuple[Tensor, Tensor]
 ) -> dict[str, Tensor]:
-    """Results and gradients by the definition, in float64."""
+    """Return results and gradients by the definition, in float64."""
     from tresnet.ops.abn import reference
 
     leaves = {name: part.double().requires_grad_() for name, part in parts.items()}
@@ -255,7 +256,7 @@ def _defined(
 def _launched(
     case: _Case, parts: dict[str, Tensor], running: tuple[Tensor, Tensor], exact: Tensor
 ) -> dict[str, Tensor]:
-    """The same by the kernels; gradients of vectors as if the samples came once."""
+    """Return results and gradients by the kernels; those of vectors are divided by the copies."""
     from tresnet.ops import abn
 
     def repeated(part: Tensor) -> Tensor:
@@ -294,7 +295,7 @@ def _check_stem(device: torch.device) -> None:
 
 
 def _compare(name: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
-    parts = found.split(len(expected))  # of each copy of the samples
+    parts = found.split(len(expected))  # one for each copy of the samples
     errors = [(part.double() - expected).abs().max() for part in parts]
     error = torch.stack(errors).max().item()  # waits for the GPU
     allowed = tolerance * expected.abs().max().item()
@@ -303,7 +304,7 @@ def _compare(name: str, found: Tensor, expected: Tensor, tolerance: float) -> No
 
 
 def _memory(device: torch.device) -> Path:
-    """The file that is there if the kernels were right on this device, with these versions."""
+    """Return the file that exists if the kernels were right on this device with these versions."""
     parts = [torch.__version__, str(device.type), str(torch.version.cuda), str(torch.version.hip)]
     parts.append(_or_none(lambda: importlib.metadata.version("triton")))
     parts.append(_or_none(Path("/proc/driver/nvidia/version").read_text))
@@ -316,7 +317,7 @@ def _memory(device: torch.device) -> Path:
 
 @functools.cache
 def _sources() -> str:
-    """What tells this version of the kernels and their definitions from others."""
+    """Return a hash of the sources of the kernels and their definitions."""
     sources = sorted(Path(__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
@@ -324,7 +325,7 @@ def _sources() -> str:
 def _or_none(ask: Callable[[], str]) -> str:
     try:
         return ask()
-    except Exception:  # what cannot be asked does not tell machines apart
+    except Exception:  # an unknown value is equal on all machines
         return "none"
 
 

@@ -24,19 +24,19 @@ def subtracted_conv(
     *,
     mode: Mode = "composed",
 ) -> Tensor:
-    """Return concat(D P x - P x, L P x), whose three modes differ in what backward keeps.
+    """Return concat(D P x - P x, L P x); the three modes differ in what backward keeps.
 
-    Kept per call, with n pixels of output, N images and 2 h channels out: 'branches' keeps x and
-    P x (h N n values); 'composed' and 'recompute' keep x alone. 'composed' computes the weight of
-    one k x k convolution from the factors in forward and again in backward; 'recompute' runs the
-    three convolutions, and P and D once more in backward.
+    Kept per call, with n pixels of output, N images and 2 h channels out: 'branches' keeps x and P
+    x (h N n values); 'composed' and 'recompute' keep only x. 'composed' computes the weight of one
+    k x k convolution from the factors in forward and again in backward. 'recompute' runs the three
+    convolutions, and P and D again in backward.
 
     Args:
         x: (N, C, H, W), floating point.
         point: P, (h, C, 1, 1).
         depth: D, (h, 1, k, k), k odd.
         low: L, (h, h, k, k).
-        stride: of P, in both directions.
+        stride: Stride of P, in both directions.
         mode: 'branches', 'composed' or 'recompute'. Under `torch.compile`, export and tracing the
             compiler decides what is kept, and 'recompute' is 'branches'.
 
@@ -58,12 +58,12 @@ def subtracted_conv(
     run = composed if mode == "composed" else branches
     if mode == "branches" or traced() or not torch.is_grad_enabled():
         return run(x, point, depth, low, stride)
-    # Backward runs `run` as far as its last convolution, which keeps nothing but what goes in.
+    # Backward runs `run` up to its last convolution, which keeps only its inputs.
     return checkpoint(run, x, point, depth, low, stride, use_reentrant=False)  # pyright: ignore[reportReturnType]
 
 
 def branches(x: Tensor, point: Tensor, depth: Tensor, low: Tensor, stride: int) -> Tensor:
-    """The definition, by three convolutions; arguments as of `subtracted_conv`."""
+    """Return the definition, by three convolutions; arguments as of `subtracted_conv`."""
     half, border = depth.shape[0], depth.shape[-1] // 2
     p = F.conv2d(x, point, stride=stride)
     d = F.conv2d(p, depth, padding=border, groups=half)
@@ -72,17 +72,17 @@ def branches(x: Tensor, point: Tensor, depth: Tensor, low: Tensor, stride: int) 
 
 
 def composed(x: Tensor, point: Tensor, depth: Tensor, low: Tensor, stride: int) -> Tensor:
-    """What `branches` returns, by one convolution."""
+    """Return the result of `branches`, by one convolution."""
     weight = compose(point, depth, low)
     step, padding, dilation = geometry(depth.shape[-1], stride)
     return F.conv2d(x, weight, None, step, padding, dilation)
 
 
 def compose(point: Tensor, depth: Tensor, low: Tensor) -> Tensor:
-    """Return the weight (2 h, C, k, k) of the one convolution; differentiable.
+    """Return the weight (2 h, C, k, k) of the single convolution; differentiable.
 
-    (D - 1) P and L P, where 1 is the kernel that is one in its centre: P mixes channels alone, so
-    each tap of the product is the product of that tap with P.
+    It is (D - 1) P and L P, where 1 is the kernel that is one in its centre. P only mixes channels,
+    so each tap of the product is the product of that tap with P.
     """
     centre = depth.shape[-1] // 2
     impulse = torch.zeros_like(depth[:1])
@@ -92,10 +92,10 @@ def compose(point: Tensor, depth: Tensor, low: Tensor) -> Tensor:
 
 
 def geometry(kernel_size: int, stride: int) -> tuple[int, int, int]:
-    """Return stride, padding and dilation of the one convolution.
+    """Return stride, padding and dilation of the single convolution.
 
-    D and L read P x, whose neighbours lie `stride` pixels of x apart: the kernel is dilated. What
-    they read beyond the border of P x is zero, and P of the zeros around x is zero too: exact.
+    Neighbours in P x are `stride` pixels of x apart, so the kernel is dilated. D and L read zeros
+    beyond the border of P x. P of the zeros around x is zero too, so the result is exact.
     """
     dilation = stride if kernel_size > 1 else 1
     return stride, dilation * (kernel_size // 2), dilation

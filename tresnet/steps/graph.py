@@ -1,9 +1,9 @@
-"""CUDA graphs: one launch in place of a thousand, for a training pass or a forward pass.
+"""CUDA graphs: one launch in place of a thousand, for a micro-batch or an inference.
 
-Passes run eagerly until a shape has come a few times in a row. Then one is captured, which computes
-nothing, and the next one runs both ways and is compared; only a graph that gave what the eager pass
-gives is replayed from then on. Optimizer, schedule, EMA and scaler stay outside the graph. Whatever
-cannot be captured, or differs, goes on eagerly, and one line says so.
+The first runs of a shape are eager. Then one is captured, which computes nothing, and the next one
+runs as a graph and eagerly, and both are compared. Only a graph with the results of the eager run
+is replayed from then on. Optimizer, schedule, EMA and scaler stay outside the graph. If a capture
+fails or differs, the step continues eagerly, and one line says so.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ from tresnet.settings import Compute
 from tresnet.steps.compiled import CUDA_GRAPH_MODES
 
 WARMUP_RUNS = 3
-WARMUP_RUNS_DDP = 11  # its buckets are laid out anew after the first passes
-CHECKED_AFTER = 2  # passes after the warm-up: one is captured, one is compared
+WARMUP_RUNS_DDP = 11  # DistributedDataParallel lays its buckets out again after the first runs
+CHECKED_AFTER = 2  # runs after the warm-up: one is captured, one is compared
 _MOST_GRAPHS = 8
-# What a replay may differ from an eager pass by: four times what two eager passes differ by, and
-# this fraction of the eager value (by norm: single gradients differ wholly between right passes).
+# Allowed difference of a replay from an eager run: four times the difference of two eager runs,
+# plus this fraction of the eager value (by norm: single gradients differ between correct runs).
 _CLOSE = 1e-3
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
@@ -39,37 +39,37 @@ Say = Callable[[str], object]
 
 
 class Capturer(Protocol):
-    """What captures and replays: `CudaCapturer`, or a stand-in on a machine without a GPU."""
+    """Captures and replays: `CudaCapturer`, or a stand-in on a machine without a GPU."""
 
     def warming_up(self) -> AbstractContextManager[Any]:
-        """Where the eager passes before a capture run."""
+        """Return the context of the eager runs before a capture."""
         ...
 
     def in_turn(self) -> AbstractContextManager[Any]:
-        """Where a graph is used, after its use on any other stream."""
+        """Return the context of a graph's use, after its use on any other stream."""
         ...
 
     def capture(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """What `function` returned while it was captured, and a function that replays it."""
+        """Return the results of the captured `function`, and a function that replays it."""
         ...
 
     def same_random_numbers(self) -> AbstractContextManager[Any]:
-        """Inside, random numbers are drawn that are drawn again afterwards."""
+        """Return a context whose random numbers are drawn again after it."""
         ...
 
 
 class CudaCapturer:
-    """Captures on a stream of its own; all graphs share one pool of memory."""
+    """Captures on its own stream; all graphs use one pool of memory."""
 
     def __init__(self, device: torch.device) -> None:
-        """Make the stream and the pool."""
+        """Create the stream and the pool."""
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._used = torch.cuda.Event()
 
     @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:
-        """On the stream that is captured later, in order with the current one."""
+        """Run on the stream of later captures, in order with the current one."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -78,22 +78,22 @@ class CudaCapturer:
 
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:
-        """On the current stream, after what used a graph before."""
+        """Run on the current stream, after the last use of a graph."""
         current = torch.cuda.current_stream(self._stream.device)
         current.wait_event(self._used)
         yield
         self._used.record(current)
 
     def capture(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """Record what `function` launches, without running it.
+        """Record the launches of `function`, without running them.
 
-        PyTorch leaves the current stream, the generator and the allocator as in a capture where
-        ending it fails; they are put back here.
+        If ending a capture fails, PyTorch leaves the current stream, the generator and the
+        allocator as in a capture. They are restored here.
         """
         graph, device = torch.cuda.CUDAGraph(), self._stream.device
         generator = torch.cuda.default_generators[device.index]
         before = generator.clone_state()
-        # The thread that pins the loader's batches goes on calling CUDA meanwhile.
+        # The thread that pins the loader's batches calls CUDA during the capture.
         mode = "thread_local"
         try:
             with (
@@ -105,13 +105,13 @@ class CudaCapturer:
                 found = function()
         except Exception:
             generator.graphsafe_set_state(before)
-            with contextlib.suppress(RuntimeError):  # it has ended
+            with contextlib.suppress(RuntimeError):  # the allocation has ended
                 torch._C._cuda_endAllocateToPool(device.index, self._pool)
             raise
         return found, graph.replay
 
     def same_random_numbers(self) -> AbstractContextManager[Any]:
-        """On the CPU and on this GPU."""
+        """Restore the generators of the CPU and of this GPU after the context."""
         return torch.random.fork_rng([self._stream.device])
 
 
@@ -121,10 +121,10 @@ def uses_graph(compute: Compute, device: torch.device, captures: bool = True) ->
     Args:
         compute: `on`, `off`, or `auto`: for an eager model on a GPU.
         device: Where the step computes.
-        captures: Whether what else the step does lets `auto` choose graphs.
+        captures: Whether the rest of the step allows `auto` to choose graphs.
 
     Raises:
-        ConfigError: `on` without a GPU, or with a compiler mode that makes graphs of its own.
+        ConfigError: `on` without a GPU, or with a compiler mode that makes graphs itself.
     """
     if compute.cuda_graph == "auto":
         return captures and device.type == "cuda" and compute.compile == "none"
@@ -148,15 +148,18 @@ _trains = attrgetter("requires_grad")
 
 
 class _Reading:
-    """All that a captured pass has taken from its model and surroundings.
+    """State of a model and its surroundings that a captured run has read.
 
-    A part of a model can be replaced by an equal one, so modules, parameters and buffers are
-    compared by identity; attributes, addresses and modes are compared by value.
+    A replay reads the same addresses, so `holds` is checked before each one. It runs while the GPU
+    still computes, in two loops over all modules.
+
+    Attributes:
+        parameters: The model's parameters, each once.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [model]
-        for module in self._modules:  # which grows
+        for module in self._modules:  # the list grows in the loop
             children = module.__dict__["_modules"].values()
             self._modules += (child for child in children if child is not None)
         self._kinds_and_members = self._read_kinds_and_members()
@@ -175,18 +178,18 @@ class _Reading:
         return [*modes, *map(Tensor.data_ptr, self._tensors), *map(_trains, self.parameters)]
 
     def holds(self) -> bool:
-        """Whether the model is as it was read."""
+        """Return whether the model still has the state that was read."""
         now = self._read_kinds_and_members()
         if not _same(now, self._kinds_and_members):
             return False
         try:
             unchanged = [*map(_attributes, self._modules)] == self._copies
-        except (RuntimeError, ValueError):  # tensors or arrays, which are compared by element
+        except (RuntimeError, ValueError):  # tensors or arrays compare by element
             return False
         return unchanged and self._read_values() == self._values
 
     def is_hooked(self) -> bool:
-        """Whether there are Python functions that a replay would not call."""
+        """Return whether a replay would skip Python functions of hooks."""
         of_modules = chain.from_iterable(map(_hooks, map(_attributes, self._modules)))
         of_tensors = chain.from_iterable(map(_tensor_hooks, self.parameters))
         return bool(torch_module._has_any_global_hook()) or any(of_modules) or any(of_tensors)
@@ -198,7 +201,7 @@ class _Graph:
     outputs: Sequence[Tensor]
     gradients: list[Tensor | None]
     replay: Callable[[], None]
-    checked: bool = False  # that a replay gave what an eager pass gave
+    checked: bool = False  # a replay had the results of an eager run
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         for own, given in zip(self.inputs, inputs, strict=True):
@@ -208,10 +211,10 @@ class _Graph:
 
 
 class _Graphs:
-    """Graphs of one model by what must be equal for them to fit.
+    """Graphs of one model, by the values that must be equal for one to fit.
 
     Attributes:
-        replayed: Whether the last pass was a replay.
+        replayed: Whether the last run was a replay.
     """
 
     _agree: Callable[[bool], bool] | None = None
@@ -222,10 +225,10 @@ class _Graphs:
         self._say = logging.getLogger(__name__).info if say is None else say
         self._reading = _Reading(model)
         self._graphs: dict[Any, _Graph] = {}
-        self._left = _MOST_GRAPHS  # to capture: memory, and an end where a model is never the same
+        self._left = _MOST_GRAPHS  # captures left: limits memory, and a model that always changes
 
     def _is_hooked(self) -> bool:
-        """Drop all graphs if the model is not as it was; return whether it has hooks."""
+        """Drop all graphs if the model has changed; return whether it has hooks."""
         if not self._reading.holds():
             self._reading = _Reading(self._model)
             self._graphs.clear()
@@ -250,7 +253,7 @@ class _Graphs:
 
     def _accept(self, key: Any, count: int) -> None:
         self._graphs[key].checked = True
-        self._say(f"replays batches of {count} as a CUDA graph, equal to an eager pass")
+        self._say(f"replays batches of {count} as a CUDA graph, equal to an eager run")
 
     def _give_up(self, reason: str) -> None:
         self._graphs.clear()
@@ -259,9 +262,9 @@ class _Graphs:
 
 
 class GraphedForward(_Graphs):
-    """A model's forward pass in inference, eagerly at first and by a CUDA graph for usual shapes.
+    """A model's forward in inference, eagerly at first and by a CUDA graph for frequent shapes.
 
-    A graph has its own input; its output is copied. One thread at a time uses the model.
+    A graph has its own input, and its output is copied. One thread at a time uses the model.
     """
 
     def __init__(
@@ -271,13 +274,13 @@ class GraphedForward(_Graphs):
         capturer: Capturer,
         say: Say | None = None,
     ) -> None:
-        """Nothing is captured yet.
+        """Store the arguments; nothing is captured yet.
 
         Args:
-            run: From images to logits, eagerly.
-            model: What `run` runs.
+            run: Eager function from images to logits.
+            model: The model of `run`.
             capturer: Captures and replays.
-            say: Called with a line for each decision; None for the log.
+            say: Receives a line for each decision; None for the log.
         """
         super().__init__(model, capturer, say)
         self._run = run
@@ -285,7 +288,7 @@ class GraphedForward(_Graphs):
         self._seen: Counter[Any] = Counter()
 
     def __call__(self, images: Tensor) -> Tensor:
-        """The logits of images."""
+        """Return the logits of images."""
         with self._lock, self._capturer.in_turn():
             self.replayed = False
             if self._is_hooked():
@@ -308,7 +311,7 @@ class GraphedForward(_Graphs):
                 runs = [graph.run([images])[0], self._run(images), self._run(images)]
             except torch.OutOfMemoryError:
                 runs = []
-            if not runs:  # out of the handler, whose traceback would keep the graph
+            if not runs:  # outside the handler, whose traceback would keep the graph
                 del graph
                 self._give_up(_NO_ROOM)
                 return self._run(images)
@@ -322,7 +325,7 @@ class GraphedForward(_Graphs):
 
 
 class _After(NamedTuple):
-    """What a training pass has left."""
+    """Results of a micro-batch: outputs, buffers and gradients."""
 
     outputs: Sequence[Tensor]
     buffers: list[Tensor]
@@ -330,10 +333,10 @@ class _After(NamedTuple):
 
 
 class GraphedMicroBatches(_Graphs):
-    """Runs passes: eagerly at first and for shapes that come rarely, by a CUDA graph otherwise.
+    """Runs micro-batches: eagerly at first and for rare shapes, else by a CUDA graph.
 
     A graph has its own inputs, into which each batch is copied, and its own gradients. The first
-    pass of an optimizer step sets them, the later ones add to them; each is a graph of its own.
+    micro-batch of an optimizer step sets them, later ones add to them; each has its own graph.
     """
 
     def __init__(
@@ -346,20 +349,20 @@ class GraphedMicroBatches(_Graphs):
         agree: Callable[[bool], bool] | None = None,
         say: Say | None = None,
     ) -> None:
-        """Nothing is captured yet.
+        """Store the arguments; nothing is captured yet.
 
         Args:
-            run: An eager pass; arguments and results are those of a call.
+            run: Eager micro-batch; arguments and results are those of a call.
             model: The bare model, whose parameters get gradients.
             capturer: Captures and replays.
-            warmup_runs: Eager passes of one shape in a row before it is captured.
-            agree: Whether something holds in every process; None for one process. With several,
-                a capture that fails is an error: the others wait for its reductions.
-            say: Called with a line for each decision; None for the log.
+            warmup_runs: Eager runs of one shape in a row before it is captured.
+            agree: Whether something holds in every process; None for one process. With several
+                processes a failed capture is an error, as the others wait for its reductions.
+            say: Receives a line for each decision; None for the log.
         """
         super().__init__(model, capturer, say)
         self._run = run
-        self._warmup_passes = warmup_runs
+        self._warmup_runs = warmup_runs
         self._agree = agree
         self._recent: Any = None
         self._in_a_row = 0
@@ -372,7 +375,7 @@ class GraphedMicroBatches(_Graphs):
         micro_batches: int,
         is_last: bool,
     ) -> tuple[Tensor, Tensor]:
-        """One pass, its gradients in the parameters; see `TrainingStep.backward`."""
+        """Run one micro-batch, which adds to the gradients as `TrainingStep.backward` does."""
 
         def run(images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
             return self._run(images, targets, criterion, micro_batches, is_last)
@@ -386,10 +389,10 @@ class GraphedMicroBatches(_Graphs):
         if graph is None:
             self._in_a_row = self._in_a_row + 1 if shape == self._recent else 1
             self._recent = shape
-            ready = self._in_a_row > self._warmup_passes and self._left > 0 and not hooked
+            ready = self._in_a_row > self._warmup_runs and self._left > 0 and not hooked
             with self._capturer.warming_up():
                 found = run(images, targets)
-            # Later passes can only add to what a graph's first pass has left.
+            # A graph of a later micro-batch adds to the gradients of a graph's first one.
             if ready and (is_first or self._are_a_graphs(held)):
                 gradients = self._gradients()
                 self._set_gradients(held)
@@ -414,7 +417,7 @@ class GraphedMicroBatches(_Graphs):
         inputs: Sequence[Tensor],
         held: list[Tensor | None],
     ) -> tuple[Tensor, Tensor]:
-        """Replay a graph on a new batch, then run it eagerly twice; the last result is used."""
+        """Replay a graph on a new batch, then run it eagerly twice; return the last result."""
         buffers, sums = list(self._model.buffers()), [g for g in held if g is not None]
         start = [[t.clone() for t in tensors] for tensors in (buffers, sums)]
 
@@ -470,7 +473,7 @@ class GraphedMicroBatches(_Graphs):
             self._accept(key, len(eager.outputs[1]))
 
     def _take_over(self, key: Any) -> None:
-        """Move the gradients of an eager pass to where later passes of graphs add to them."""
+        """Move gradients of an eager run to the tensors that later graphs add to."""
         if (graph := self._graphs.get(key)) is None:
             return
         for own, parameter in zip(graph.gradients, self._reading.parameters, strict=True):
@@ -487,7 +490,7 @@ class GraphedMicroBatches(_Graphs):
 
 
 _UNKNOWN = "no finite numbers to compare"  # as in fp16, until the scale fits
-_NO_ROOM = "no memory for a graph beside an eager pass"
+_NO_ROOM = "no memory for a graph beside an eager run"
 
 
 def _difference(
@@ -497,9 +500,9 @@ def _difference(
     again: Sequence[Tensor],
     start: Sequence[Tensor] = (),
 ) -> str | None:
-    """Return by how much a replay is off, None if by no more than two eager passes are.
+    """Return the difference of a replay in words, or None if it is within that of two eager runs.
 
-    `start` is what the gradients of a later pass were added to.
+    `start` are the gradients that a later micro-batch was added to.
     """
     if not eager and not replayed:
         return None
@@ -511,7 +514,7 @@ def _difference(
         return _UNKNOWN
     if error <= 4 * noise + _CLOSE * size:
         return None
-    return f"{what} are off by {error:.3g} of {size:.3g}, two eager passes by {noise:.3g}"
+    return f"{what} are off by {error:.3g} of {size:.3g}, two eager runs by {noise:.3g}"
 
 
 def _distance(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:

@@ -8,9 +8,9 @@ from torch import Tensor
 def binomial_filter(x: Tensor) -> Tensor:
     """Return the filter [1, 2, 1] (x) [1, 2, 1] / 16 as (C, 1, 3, 3) for the channels of `x`.
 
-    It is computed on the device: nothing is copied from the host (CUDA graphs can capture it), and
-    no buffer is kept that a model built on the meta device would leave uninitialised. All nine
-    values are exact in float16 and bfloat16.
+    It is computed on the device. So nothing is copied from the host (CUDA graphs can capture it),
+    and no buffer stays uninitialised in a model built on the meta device. All nine values are exact
+    in float16 and bfloat16.
     """
     row = (2 - torch.arange(-1, 2, device=x.device).abs()).to(x.dtype) / 4
     return (row[:, None] * row[None, :]).expand(x.shape[1], 1, 3, 3)
@@ -45,7 +45,7 @@ def transposed_blur_pool(grad: Tensor, height: int, width: int) -> Tensor:
     padded = F.conv_transpose2d(
         grad, binomial_filter(grad), stride=2, output_padding=(rows, columns), groups=grad.shape[1]
     )
-    # The reflected border returns to the pixels it was copied from: rows first, then columns.
+    # The border's gradient is added to the pixels it was copied from: rows first, then columns.
     padded[:, :, 2] += padded[:, :, 0]
     padded[:, :, height - 1] += padded[:, :, height + 1]
     padded[:, :, :, 2] += padded[:, :, :, 0]
@@ -54,15 +54,16 @@ def transposed_blur_pool(grad: Tensor, height: int, width: int) -> Tensor:
 
 
 def memory_format_of(x: Tensor) -> torch.memory_format:
-    """Return channels_last for a (N, C, H, W) tensor laid out so, else contiguous."""
+    """Return channels_last for a (N, C, H, W) tensor in that format, else contiguous."""
     nhwc = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
     return torch.channels_last if nhwc else torch.contiguous_format
 
 
 def blur_pool_by_slices(x: Tensor) -> Tensor:
-    """Do what `blur_pool` does by sums of strided slices, which a compiler fuses with the rest.
+    """Compute `blur_pool` by sums of strided slices, which a compiler fuses with other operations.
 
-    A depthwise convolution is a kernel of its own to the compiler, its padded input a copy.
+    A compiler would run a depthwise convolution as a separate kernel, on a padded copy of its
+    input.
     """
     y = F.pad(x, [1, 1, 1, 1], mode="reflect")
     for dim in (2, 3):

@@ -8,7 +8,7 @@ def global_avg_pool(x: Tensor, flatten: bool) -> Tensor:
 
     Args:
         x: (N, C, H, W), floating point.
-        flatten: return (N, C) instead of (N, C, 1, 1).
+        flatten: Return (N, C) instead of (N, C, 1, 1).
 
     Returns:
         (N, C) or (N, C, 1, 1) in the dtype of `x`.

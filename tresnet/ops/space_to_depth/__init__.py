@@ -29,13 +29,13 @@ def space_to_depth(x: Tensor, block_size: int = 4, *, jit: bool = False) -> Tens
 
 
 def stem_input(x: Tensor, block_size: int, dtype: torch.dtype, *, kernels: bool) -> Tensor:
-    """Turn images of bytes into what the stem's convolution reads.
+    """Turn images of bytes into the input of the stem's convolution.
 
     Args:
         x: (N, C, H, W), uint8, any strides; H and W divisible by `block_size`.
-        block_size: side of the square block.
-        dtype: floating-point type of the result.
-        kernels: run one kernel that reads each byte once and writes each value once, else plain
+        block_size: Side of the square block.
+        dtype: Floating-point type of the result.
+        kernels: Run one kernel that reads each byte once and writes each value once, else plain
             PyTorch.
 
     Returns:

@@ -1,15 +1,15 @@
-"""Triton kernel of the stem's input: bytes to scaled values in space-to-depth order, at once."""
+"""Triton kernel of the stem's input: bytes to scaled values in space-to-depth order."""
 
 import triton
 import triton.language as tl
 
-# 1 / 255 in two parts, of which the first times a byte has no rounding: their sum times a byte is
-# rounded once, as a division would be, which takes a dozen instructions more.
+# 1 / 255 in two parts. The first part times a byte is exact, so the product with their sum is
+# rounded once, as a division is; a division needs a dozen instructions more.
 HIGH = tl.constexpr(257 / 65536)
 LOW = tl.constexpr(1 / 255 - 257 / 65536)
 
 
-# its channels are a constant, and RUN divides the strides that matter
+# no specialisation: the channels are a constant, and RUN divides the strides
 @triton.jit(do_not_specialize=("rows",), do_not_specialize_on_alignment=("xn", "xc", "xh", "xw"))
 def stem_input(
     x, out, xn, xc, xh, xw, rows,
@@ -17,9 +17,11 @@ def stem_input(
 ):  # fmt: skip
     """One stretch of one row of blocks: out[n, i, j, (r, q, c)] = x[n, c, i B + r, j B + q] / 255.
 
-    WIDTH: values in a row of blocks of out, W / B * B * B * C. RUN: 0 where x has any strides; else
-    its channels and columns lie side by side, so that each B * C values of out are neighbours in x
-    too, and RUN at once are read and written: it divides them and the strides of samples and rows.
+    A program covers BLOCK neighbouring values of one row of blocks of the output. WIDTH is the
+    number of values in such a row, W / B * B * B * C. RUN is 0 for any strides. Otherwise channels
+    and columns of x are neighbours in memory, so that each B * C values of out are neighbours in x
+    too. RUN of them are then read and written at once; RUN divides B * C and the strides of samples
+    and rows.
     """
     row = tl.program_id(0)
     n = (row // rows).to(tl.int64)

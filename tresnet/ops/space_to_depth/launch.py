@@ -21,7 +21,7 @@ def _kernels() -> Any:
 
 
 def _run(x: Tensor, block_size: int) -> int:
-    """How many values are neighbours in `x` and in the output, a power of two; 0 if not known."""
+    """Return how many values are neighbours in `x` and in the output, a power of two, or 0."""
     n_stride, c_stride, h_stride, w_stride = x.stride()
     channels = x.shape[1]
     if (c_stride != 1 and channels > 1) or w_stride != channels:
@@ -37,7 +37,7 @@ def _empty(x: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
 
 @operator(_empty)
 def stem_input(x: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
-    """Bytes (N, C, H, W) of any strides to (N, b*b*C, H/b, W/b) in [0, 1], channels_last."""
+    """Map bytes (N, C, H, W) of any strides to (N, b*b*C, H/b, W/b) in [0, 1], channels_last."""
     out = _empty(x, block_size, dtype)
     rows, width = out.shape[2], out.shape[1] * out.shape[3]
     numbers = *x.stride(), rows, width, x.shape[1], BLOCK, block_size, _run(x, block_size)

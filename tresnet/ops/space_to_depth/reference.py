@@ -30,16 +30,17 @@ def space_to_depth(x: Tensor, block_size: int) -> Tensor:
 
 
 def stem_input(x: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
-    """Turn images of bytes into what the stem's convolution reads.
+    """Turn images of bytes into the input of the stem's convolution.
 
     Args:
         x: (N, C, H, W), uint8; H and W divisible by `block_size`.
-        block_size: side of the square block.
-        dtype: floating-point type of the result.
+        block_size: Side of the square block.
+        dtype: Floating-point type of the result.
 
     Returns:
         (N, block_size**2 * C, H / block_size, W / block_size), the values over 255, in
-        channels_last memory.
+        channels_last
+        memory.
     """
     y = space_to_depth(x.contiguous(memory_format=torch.channels_last), block_size)
     return (y.float() / 255).to(dtype).contiguous(memory_format=torch.channels_last)
