@@ -295,7 +295,7 @@ def write_jpegs(root: Path, split: str, count: int = JPEGS) -> None:
     """
     from PIL import Image, ImageOps
 
-    with needed("loaders.py without --data", "demo"):
+    with needed("loaders.py without --data", "digits"):
         from sklearn.datasets import load_sample_images
     sources = [Image.fromarray(pixels) for pixels in load_sample_images().images]
     draw = np.random.default_rng(0)

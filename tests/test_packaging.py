@@ -109,7 +109,7 @@ def test_constraints_pin_everything_and_agree_with_the_project():
     pins = dict(line.split("==") for line in lines if not line.startswith("#"))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    del extras["page"]  # gradio wants an older pillow
+    del extras["demo"]  # gradio wants an older pillow
     wanted = itertools.chain(project["dependencies"], *extras.values())
     for entry in wanted:
         requirement = entry.partition(";")[0].strip()  # without the platform it is for

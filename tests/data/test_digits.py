@@ -142,6 +142,6 @@ def test_an_interrupt_and_other_data_leave_nothing(tmp_path, monkeypatch, place,
 
 
 def test_without_scikit_learn_the_error_says_how_to_install_it(tmp_path, without_sklearn):
-    with pytest.raises(MissingDependencyError, match=r"pip install 'tresnet\[demo\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install 'tresnet\[digits\]'"):
         digits.write(tmp_path)
     assert list(tmp_path.iterdir()) == []

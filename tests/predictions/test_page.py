@@ -22,7 +22,7 @@ BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
 def test_without_gradio_the_extra_is_named(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "gradio", None)
     assert run(["demo", "tresnet_t_digits"]) == 2
-    assert "pip install 'tresnet[page]'" in capsys.readouterr().err
+    assert "pip install 'tresnet[demo]'" in capsys.readouterr().err
 
 
 def _listens(port: int) -> bool:
@@ -32,7 +32,7 @@ def _listens(port: int) -> bool:
 
 @pytest.mark.slow
 def test_an_image_dropped_on_the_page_is_predicted_and_mapped(tmp_path):
-    pytest.importorskip("gradio", reason="pip install -e '.[page]'")
+    pytest.importorskip("gradio", reason="pip install -e '.[demo]'")
     pytest.importorskip("torchcam")
     playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)

@@ -1,4 +1,4 @@
-"""Data: images in class folders, transforms, loaders, and the digits of the demo."""
+"""Data: images in class folders, transforms, loaders, and the digits of scikit-learn."""
 
 from tresnet.data import digits
 from tresnet.data.folder import ImageDataset, check_same_classes, load_rgb, open_folder

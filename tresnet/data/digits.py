@@ -1,4 +1,4 @@
-"""The demo's data: 1797 real handwritten digits (8 x 8 grey) that ship with scikit-learn.
+"""The data set `digits`: 1797 real handwritten digits (8 x 8 grey) that ship with scikit-learn.
 
 They are the test half of the UCI set "Optical Recognition of Handwritten Digits". Written once as
 PNG class folders, they are read like any other images. The split is by image, not by writer: the
@@ -54,7 +54,7 @@ def place(target: Path, fill: Callable[[Path], None], expected: str) -> Path:
         if digest(workspace / target.name) != expected:
             raise DataError(
                 f"expected the {IMAGES} digits of scikit-learn 1.5 or later, but the installed "
-                "version ships other data: pip install 'tresnet[demo]'"
+                "version ships other data: pip install 'tresnet[digits]'"
             )
         try:
             (workspace / target.name).rename(target)
@@ -89,7 +89,7 @@ def to_uint8(images: np.ndarray) -> np.ndarray:
 
 def load() -> tuple[np.ndarray, np.ndarray]:
     """Return scikit-learn's digits: float images (1797, 8, 8) of 0..16 and labels (1797,)."""
-    with needed("the data set of digits", "demo"):
+    with needed("the data set of digits", "digits"):
         from sklearn.datasets import load_digits
     pixels, labels = load_digits(return_X_y=True)
     return np.asarray(pixels).reshape(-1, 8, 8), np.asarray(labels)

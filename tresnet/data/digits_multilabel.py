@@ -1,4 +1,4 @@
-"""A multi-label demo: one to four real handwritten digits on one canvas.
+"""A multi-label data set: one to four real handwritten digits on one canvas.
 
 The digits are those of `tresnet.data.digits`, each enlarged twice, in random cells of a 2 x 2 grid.
 Canvases of train show digits of its train split, those of val digits of val. Every draw comes from

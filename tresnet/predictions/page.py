@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 def make_page(predictor: Predictor, title: str) -> Any:
     """Return a `gradio.Interface` of a predictor with maps, or raise MissingDependencyError."""
-    with needed("the page", "page"):
+    with needed("the page", "demo"):
         import gradio  # pyright: ignore[reportMissingImports]
 
     def answer(image: "Image | None") -> tuple[dict[str, float] | None, "Image | None"]:
