@@ -12,25 +12,28 @@ from tresnet.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class ModelArguments:
-    """One batch as a model is called with it; a step takes it for a tensor of images."""
+    """One batch, by position or by name of the argument; a step takes it for images."""
 
-    args: tuple[Tensor, ...]
-    kwargs: dict[str, Tensor]
+    tensors: dict[int | str, Tensor]
     dtype: None = None
 
     def __len__(self) -> int:
-        return len((*self.args, *self.kwargs.values())[0])
+        return len(next(iter(self.tensors.values())))
 
     def to(self, device: torch.device, dtype: torch.dtype, **_: Any) -> "ModelArguments":
         """Move the tensors; those of floats get the dtype."""
-
-        def moved(tensor: Tensor) -> Tensor:
-            kind = dtype if tensor.is_floating_point() else tensor.dtype
-            return tensor.to(device, kind, non_blocking=True)
-
         return ModelArguments(
-            tuple(map(moved, self.args)), {k: moved(t) for k, t in self.kwargs.items()}
+            {
+                key: tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
+                for key, tensor in self.tensors.items()
+            }
         )
+
+    def unpacked(self) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        """Return the positional and the named arguments."""
+        tensors = self.tensors.items()
+        named = {key: tensor for key, tensor in tensors if isinstance(key, str)}
+        return tuple(tensor for key, tensor in tensors if isinstance(key, int)), named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +44,11 @@ class InputShapes:
 
     def batch(self, batch_size: int) -> ModelArguments:
         """Return a batch on the CPU."""
-        made = {
-            key: torch.empty((batch_size, *shape), dtype=dtype)
-            for key, (shape, dtype) in self.shapes.items()
-        }
         return ModelArguments(
-            tuple(tensor for key, tensor in made.items() if isinstance(key, int)),
-            {key: tensor for key, tensor in made.items() if isinstance(key, str)},
+            {
+                key: torch.empty((batch_size, *shape), dtype=dtype)
+                for key, (shape, dtype) in self.shapes.items()
+            }
         )
 
     def __str__(self) -> str:

@@ -308,7 +308,7 @@ def _adapt(model: nn.Module) -> None:
 
     def unpacked(model: nn.Module, args: tuple, kwargs: dict) -> Any:
         given = args[0]
-        return (given.args, given.kwargs) if isinstance(given, ModelArguments) else None
+        return given.unpacked() if isinstance(given, ModelArguments) else None
 
     def as_logits(model: nn.Module, inputs: object, output: Any) -> Any:
         return output if isinstance(output, torch.Tensor) else _Outputs(output)
