@@ -11,7 +11,7 @@ from tresnet.ops.blur_pool import reference
 class BlurPool2d(nn.Module):
     """3x3 binomial blur, reflected border, stride 2: to (N, C, ceil(H/2), ceil(W/2))."""
 
-    def __init__(self, jit: bool = False) -> None:
+    def __init__(self, jit: bool) -> None:
         super().__init__()
         self.jit = jit
 

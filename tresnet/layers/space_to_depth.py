@@ -11,7 +11,7 @@ from tresnet.ops.space_to_depth import reference
 class SpaceToDepth(nn.Module):
     """Turn b x b blocks of pixels into channels: (N, C, H, W) to (N, b*b*C, H/b, W/b)."""
 
-    def __init__(self, block_size: int = 4, jit: bool = False) -> None:
+    def __init__(self, block_size: int, jit: bool) -> None:
         super().__init__()
         self.block_size = block_size
         self.jit = jit
