@@ -136,7 +136,7 @@ def build(case: BenchCase, device: str = "cpu") -> Any:
 
 @functools.cache
 def _rehearse(case: BenchCase) -> None:
-    """Let one of our models fail before anything was measured, not after half an hour."""
+    """Create one of our models without data, so that its errors appear before the measurements."""
     import torch
 
     from tresnet.models.named import default_input_shape

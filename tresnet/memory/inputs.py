@@ -12,7 +12,7 @@ from tresnet.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class ModelArguments:
-    """One batch, by position or by name of the argument; a step takes it for images."""
+    """Arguments of one call of a model, by position or name; a step treats them as images."""
 
     tensors: dict[int | str, Tensor]
     dtype: None = None

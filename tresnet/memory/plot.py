@@ -1,4 +1,9 @@
-"""Draw memory over one step, with matplotlib."""
+"""Draw memory over one step, with matplotlib.
+
+The x axis has the operations of the last traced step, at the highest allocation within each.
+Allocated bytes are stacked by category, reserved bytes are a dashed line, and the peak names its
+operation. Phases are separated by vertical lines.
+"""
 
 from collections import defaultdict
 from dataclasses import dataclass

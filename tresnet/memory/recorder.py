@@ -134,9 +134,9 @@ class Recorder(TorchDispatchMode):
         if self.phase is Phase.OPTIMIZER and _changes_nothing(func):
             return None
         if torch.is_inference_mode_enabled():  # operations arrive undecomposed there
-            whole = GPU_KERNELS.get(func) if self._device_type == "cuda" else None
+            kernel = GPU_KERNELS.get(func) if self._device_type == "cuda" else None
             with self:
-                out = (whole or func.decompose)(*args, **kwargs)
+                out = (kernel or func.decompose)(*args, **kwargs)
             if out is not NotImplemented:
                 return out
         for arg in args:

@@ -1,6 +1,6 @@
 """Recurrent layers as cuDNN runs them: one kernel for all layers and steps of a sequence.
 
-cuDNN asks the device how much memory it wants, and PyTorch's fake kernel answers zero. So its
+cuDNN asks the device how much memory it needs, and PyTorch's fake kernel answers zero. So its
 reserve space, which is kept from forward to backward, is counted here. NVIDIA does not publish its
 size: the numbers below give exactly what cuDNN returned in PyTorch's issue 2895 for an LSTM and a
 GRU (736,000,000 and 864,000,000 bytes). That of a plain RNN is a guess.
