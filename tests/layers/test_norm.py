@@ -20,6 +20,7 @@ from torch.optim.swa_utils import update_bn
 import tresnet
 from tresnet.errors import InputError
 from tresnet.layers.norm import ABN, NORMS, FrozenRunningStats, NormAct
+from tresnet.measure.macs import without_computing
 
 CLASSES = pytest.mark.parametrize("name", NORMS)
 
@@ -44,6 +45,20 @@ def small(norm: str = "abn", **options) -> nn.Module:
                 module.running_mean.normal_()
                 module.running_var.uniform_(0.5, 2)
     return model.eval()
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "message"),
+    [
+        ("cuda", torch.bfloat16, "no bfloat16 kernels for CUDA: use float16, or norm='abn'"),
+        ("cpu", torch.bfloat16, "no kernels for 16 bits on a CPU: use float32, or norm='abn'"),
+        ("cpu", torch.float16, "no kernels for 16 bits on a CPU: use float32, or norm='abn'"),
+    ],
+)
+def test_in_place_abn_refuses_dtypes_without_kernels(device: str, dtype: torch.dtype, message: str):
+    norm = make_norm("inplace_abn", 2).eval()
+    with without_computing(), pytest.raises(InputError, match=message):
+        norm(torch.empty(1, 2, 3, 3, device=device, dtype=dtype))
 
 
 def test_a_weight_of_in_place_abn_below_eps_is_reflected():

@@ -20,7 +20,7 @@ TOLERANCE = {"rtol": 0, "atol": 1e-10}
 
 
 def block(kind: type, planes: int, stride: int, norm: str = "abn") -> nn.Module:
-    return kind(C, planes, stride, True, 0.0, BlockSettings(norm))
+    return kind(C, planes, stride, True, 0.0, BlockSettings(norm, 1e-3, False))
 
 
 def timm_block(name: str, *args: int, **options: object) -> nn.Module:

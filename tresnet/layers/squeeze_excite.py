@@ -13,7 +13,7 @@ class SqueezeExcite(nn.Module):
         self,
         channels: int,
         reduced: int,
-        jit: bool = False,
+        jit: bool,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:

@@ -16,9 +16,9 @@ from tresnet.layers.squeeze_excite import SqueezeExcite
 class BlockSettings:
     """Settings that all blocks of a model have in common."""
 
-    norm: str = "abn"
-    slope: float = 1e-3
-    jit: bool = False
+    norm: str
+    slope: float
+    jit: bool
     device: torch.device | str | None = None
     dtype: torch.dtype | None = None
 
