@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernel_table import CUOBJDUMP, compile_for, compiled, constants, resources
+from benchmarks.kernel_table import CUOBJDUMP, compile_for, compiled, constants, resident, resources
 from tresnet.ops import operators
 from tresnet.ops.abn import launch
 from tresnet.ops.excite import launch as excite_launch
@@ -122,7 +122,10 @@ def main(capabilities: list[int], dtypes: list[str]) -> None:
                 seen.add((capability, kernel.hash))
                 row = {"kernel": one.kernel.__name__, "dtype": name, "sm": capability}
                 row |= {**switches, **resources(kernel), "narrowest": narrowest(kernel)}
-                row["threads"] = 32 * one.options["num_warps"]
+                warps = one.options["num_warps"]
+                row["threads"] = 32 * warps
+                row["ahead"] = "cp.async" in kernel.asm["ptx"]
+                row["blocks"] = resident(row["reg"], warps, kernel.metadata.shared)
                 # disassembling takes longer than compiling
                 if capability == 90 and switches.get("AC") == 8:
                     row["loop"] = longest_loop(kernel)

@@ -113,7 +113,9 @@ def test_equals_plain_pytorch_in_fp64(shape, chain, layout):
 
 
 @pytest.mark.parametrize("chain", ["se", "se_join"])
-def test_an_excitation_of_several_tiles_each_way(chain):
+def test_an_excitation_of_several_tiles_each_way(chain, monkeypatch):
+    monkeypatch.setattr(excite, "TILE", (4, 16, 32))
+    monkeypatch.setattr(excite, "WEIGHTS_TILE", (16, 16))
     torch.manual_seed(1)  # of 0, a hidden unit is 3e-7 off its ReLU's kink
     parts = tensors((18, 40, 3, 2), CHAINS[chain], "nhwc", reduced=35)
     exact = run(parts, CHAINS[chain], "reference", dtype=torch.float64)
@@ -175,8 +177,9 @@ def test_reductions_in_many_chunks(chain, layout, monkeypatch):
     And several rounds where chunks are merged.
     """
     monkeypatch.setattr(launch, "MERGE_TILE", 16)
-    for name, value in (("TILE", 32), ("BLUR_TILE", 32), ("PROGRAMS", 12)):
-        monkeypatch.setattr(tiles, name, value)
+    monkeypatch.setattr(tiles, "multiprocessors", lambda device: 1)
+    for name in ("TILE", "BLUR_TILE"):
+        monkeypatch.setattr(tiles, name, 32)
     parts = tensors((2, 5, 6, 5), CHAINS[chain], layout)
     exact = run(parts, CHAINS[chain], "reference", dtype=torch.float64)
     assert_equal(run(parts, CHAINS[chain], "triton"), exact)
@@ -322,7 +325,7 @@ def test_operators_keep_their_promises():
 )
 def test_partial_sums_are_as_many_as_the_compiler_assumes(blur, se, layout, monkeypatch):
     """With many chunks: what is told is counted without x, and the compiler relies on it."""
-    for name, value in (("TILE", 16), ("BLUR_TILE", 64), ("PROGRAMS", 1024)):
+    for name, value in (("TILE", 16), ("BLUR_TILE", 64)):
         monkeypatch.setattr(tiles, name, value)
     x = torch.randn(2, 2, 16, 14, device=DEVICE).to(memory_format=LAYOUTS[layout])
     vector, stats = torch.randn(2, device=DEVICE), torch.rand(4, 2, device=DEVICE)

@@ -31,6 +31,10 @@ from tresnet.ops.tiles.kernels import (
     weights_of_pixel,
 )
 
+# Reductions ask for two tiles while they sum a third: through shared memory, without registers of a
+# thread. Where there is a blur, one tile's many loads are enough, and its neighbours share them.
+STAGES = tl.constexpr(3)
+
 
 @triton.jit
 def activate(z, slope, HAS_ACT: tl.constexpr):
@@ -73,7 +77,7 @@ def moments(
     rows = tl.arange(0, BP)
     total = tl.zeros((BP, BC), tl.float32)
     squares = tl.zeros((BP, BC), tl.float32)
-    for begin in range(0, count, BP):
+    for begin in tl.range(0, count, BP, num_stages=STAGES):
         p = begin + rows
         mask = (p < count)[:, None] & known[None, :]
         value = tl.load(x + p[:, None] * xp + c[None, :] * xc, mask=mask, other=0.0)
@@ -165,7 +169,7 @@ def squeeze(
     mu, k, beta = load_norm(stats, bias, C, c, known, NORM)
     rows = tl.arange(0, BP)
     total = tl.zeros((BP, BC), tl.float32)
-    for begin in range(0, count, BP):
+    for begin in tl.range(0, count, BP, num_stages=1 if BLUR else STAGES):
         p = begin + rows
         mask = (p < count)[:, None] & known[None, :]
         if BLUR:
@@ -186,7 +190,7 @@ def squeeze(
 def apply(
     x, stats, bias, gate, shortcut, out, bits, P, C, xn, xp, xc, splits, chunk, slope,
     HAS_ACT: tl.constexpr, HAS_GATE: tl.constexpr, JOIN: tl.constexpr, BITS: tl.constexpr,
-    NORM: tl.constexpr, ORDER: tl.constexpr,
+    NORM: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one sample of out, without blur, from one read of x.
@@ -195,7 +199,7 @@ def apply(
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
-    _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC, ORDER)
+    _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC, True)
     mu, k, beta = load_norm(stats, bias, C, c, known, NORM)
     if HAS_GATE:
         factor = tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
@@ -208,12 +212,12 @@ def apply(
         p = begin + rows
         mask = (p < count)[:, None] & known[None, :]
         offsets = p[:, None] * xp + c[None, :] * xc
-        value = load_once(x + offsets, mask, ORDER)
+        value = load_once(x + offsets, mask)
         y = activate((value - mu) * k + beta, slope, HAS_ACT)
         if HAS_GATE:
             y = y * factor
         if JOIN:
-            y += load_once(shortcut + offsets, mask, ORDER)
+            y += load_once(shortcut + offsets, mask)
             y = tl.where(y < 0, 0.0, y)  # NaN stays
         y = y.to(out.dtype.element_ty)
         tl.store(out + offsets, y, mask=mask)
@@ -251,7 +255,6 @@ def apply_blurred(
     x, stats, bias, gate, out, P, C, H, W, HO, WO,
     xn, xp, xc, on, op, oc, splits, chunk, slope,
     HAS_ACT: tl.constexpr, HAS_GATE: tl.constexpr, NORM: tl.constexpr,
-    ORDER: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one sample of out, with blur: in squares of two by two, which P counts.
@@ -261,7 +264,7 @@ def apply_blurred(
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
     on, op, oc = aligned_strides(on, op, oc, AP, AC)
-    _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC, ORDER)
+    _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC, True)
     mu, k, beta = load_norm(stats, bias, C, c, known, NORM)
     if HAS_GATE:
         factor = tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
@@ -328,7 +331,12 @@ def grad_sums(
     written += first
     grad += n * gn if BLUR else first
     twin_grad += first
-    for begin in range(0, count, BP):
+    if AGAIN and HAS_GATE:
+        factor = tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
+    if JOIN:
+        to, there = bytes_of_tile(n, start, 0, count, P, C, c, known, JOIN, BP, BC)
+        ahead = tl.load(bits + to, mask=there, other=0)
+    for begin in tl.range(0, count, BP, num_stages=1 if BLUR else STAGES):
         p = begin + rows
         mask = (p < count)[:, None] & known[None, :]
         if BLUR:
@@ -347,14 +355,14 @@ def grad_sums(
             if TWIN:
                 g += tl.load(twin_grad + offsets, mask=inside, other=0.0).to(tl.float32)
             if JOIN:
-                to, there = bytes_of_tile(n, start, begin, count, P, C, c, known, JOIN, BP, BC)
-                passes = unpacked(tl.load(bits + to, mask=there, other=0), JOIN, BP, BC)
-                g = tl.where(passes, g, 0.0)
+                g = tl.where(unpacked(ahead, JOIN, BP, BC), g, 0.0)
+                to, there = bytes_of_tile(n, start, begin + BP, count, P, C, c, known, JOIN, BP, BC)
+                ahead = tl.load(bits + to, mask=there, other=0)
                 tl.store(written + offsets, g.to(written.dtype.element_ty), mask=inside)
             if AGAIN:
                 s = activate(delta * k + beta, slope, HAS_ACT)
                 if HAS_GATE:
-                    s = s * tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
+                    s = s * factor
                 tl.store(written + offsets, s.to(written.dtype.element_ty), mask=inside)
             m = activation_slope(delta * k + beta, slope, HAS_ACT)
             s1 += m * g
@@ -421,7 +429,6 @@ def grad_apply(
     grad, x, stats, bias, gate, spread, merged, grad_x, P, C, H, W, HO, WO,
     xn, xp, xc, gn, gp, gc, splits, chunk, slope,
     HAS_ACT: tl.constexpr, BLUR: tl.constexpr, HAS_GATE: tl.constexpr, TRAINING: tl.constexpr,
-    ORDER: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one sample of the gradient of x: scale * g + k1 * (x - mean) + k0.
@@ -433,7 +440,7 @@ def grad_apply(
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
     gn, gp, gc = aligned_strides(gn, gp, gc, AP, AC)
-    _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC, ORDER)
+    _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC, True)
     mu, k, beta = load_norm(stats, bias, C, c, known)
     if TRAINING:
         k1 = tl.load(merged + 2 * C + c, mask=known, other=0.0)[None, :]
@@ -457,11 +464,11 @@ def grad_apply(
             if BLUR:
                 at, inside = pixel_of_square(i, j, mask, H, W, corner // 2, corner % 2)
             offsets = at[:, None] * xp + c[None, :] * xc
-            delta = load_once(x + offsets, inside, ORDER) - mu
+            delta = load_once(x + offsets, inside) - mu
             if BLUR:
                 g = transposed_blur_at(t00, t01, t10, t11, u0, u1, v0, v1, corner // 2, corner % 2)
             else:
-                g = load_once(grad + offsets, inside, ORDER)
+                g = load_once(grad + offsets, inside)
             if HAS_GATE:
                 part = term
                 if BLUR:

@@ -21,6 +21,9 @@ from tresnet.ops.tiles import (
     plan,
 )
 
+# Programs that run at once on a multiprocessor, as the registers of an H100 allow
+# (tests/ops/test_kernel_traffic.py compiles them): of backward's sums, with a gate, and of others.
+SUMS_RESIDENT, GATED_SUMS_RESIDENT, RESIDENT = 6, 4, 8
 RUNNING_CHANNELS, RUNNING_WARPS = 256, 4
 MERGE_TILE, MERGE_WARPS = 4096, 8
 
@@ -56,11 +59,15 @@ def _launched(cut: Plan, groups: int, *numbers: Any) -> _Cut:
     return _Cut((cut.programs, 1, 1), cut.warps, (*numbers, *cut.tile), groups)
 
 
-def grad_cut(x: Tensor, gated: bool, blur: bool, writes: bool) -> tuple[Geometry, Geometry, Plan]:
+def grad_cut(
+    x: Tensor, processors: int, gated: bool, blur: bool, sums: bool
+) -> tuple[Geometry, Geometry, Plan]:
     """A dense `x`, what backward's passes over it cut, with blur squares of its pixels, and how."""
     source = geometry(x, whole_batch=not (blur or gated))
     shape = halved(x) if blur else source
-    return source, shape, plan(shape, blur, writes, source)
+    resident = (GATED_SUMS_RESIDENT if gated else SUMS_RESIDENT) if sums else RESIDENT
+    cut = plan(shape, processors * resident, blur, not sums, source, maps=1 + sums)
+    return source, shape, cut
 
 
 def _image(x: Tensor, blur: bool) -> tuple[int, int, int, int]:
@@ -127,7 +134,7 @@ def statistics(
     launch(
         _kernels().merge_moments, grid, MERGE_WARPS,
         (partial, weight.contiguous(), mean, var, stats),
-        (groups, channels, pixels, splits, chunk, momentum, eps, update, *tile),
+        (groups, channels, pixels, splits, chunk, float(momentum), float(eps), update, *tile),
     )  # fmt: skip
     for part, updated in ((running_mean, mean), (running_var, var)):
         if update and part is not updated:  # has strides: the kernel updated a copy
@@ -136,9 +143,9 @@ def statistics(
 
 
 @by_form
-def _moments_cut(x: Tensor, per_sample: bool) -> _Cut:
+def _moments_cut(x: Tensor, processors: int, per_sample: bool) -> _Cut:
     shape = geometry(x, whole_batch=not per_sample)
-    cut = plan(shape)
+    cut = plan(shape, processors * RESIDENT)
     numbers = shape.p, shape.c, *shape.strides, cut.splits, cut.chunk
     return _launched(cut, shape.n * cut.splits, *numbers)
 
@@ -151,7 +158,7 @@ def running_statistics(weight: Tensor, mean: Tensor, var: Tensor, eps: float) ->
     launch(
         _kernels().running_moments, (-(-channels // RUNNING_CHANNELS), 1, 1), RUNNING_WARPS,
         (weight.contiguous(), mean.contiguous(), var.contiguous(), stats),
-        (channels, eps, RUNNING_CHANNELS),
+        (channels, float(eps), RUNNING_CHANNELS),
     )  # fmt: skip
     return stats
 
@@ -175,12 +182,12 @@ def squeeze(
 
 
 @by_form
-def _squeeze_cut(x: Tensor, slope: float | None, blur: bool, normed: bool) -> _Cut:
+def _squeeze_cut(x: Tensor, processors: int, slope: float | None, blur: bool, normed: bool) -> _Cut:
     source = geometry(x, whole_batch=False)
     shape = halved(x) if blur else source
-    cut = plan(shape, blur, source=source)
+    cut = plan(shape, processors * RESIDENT, blur, source=source)
     numbers = shape.p, shape.c, *_image(x, blur), *source.strides, cut.splits, cut.chunk
-    activated = slope or 0.0, slope is not None
+    activated = float(slope or 0), slope is not None
     return _launched(cut, shape.n * cut.splits, *numbers, *activated, blur, normed)
 
 
@@ -235,19 +242,19 @@ def apply(
 
 @by_form
 def _apply_cut(
-    x: Tensor, slope: float | None, blur: bool, normed: bool, gated: bool, joins: bool,
-    keep_bits: bool,
+    x: Tensor, processors: int, slope: float | None, blur: bool, normed: bool, gated: bool,
+    joins: bool, keep_bits: bool,
 ) -> _Cut:  # fmt: skip
     source = geometry(x, whole_batch=not (blur or gated))
     shape = halved(x, times=2) if blur else source
-    cut = plan(shape, blur, writes=True, source=source)
-    activated, ends = (slope or 0.0, slope is not None, gated), (cut.splits, cut.chunk)
+    cut = plan(shape, processors * RESIDENT, blur, writes=True, source=source)
+    activated, ends = (float(slope or 0), slope is not None, gated), (cut.splits, cut.chunk)
     if blur:
         strides = *source.strides, *geometry(_output(x, blur), whole_batch=False).strides
         numbers = *_image(x, blur), *strides, *ends, *activated
-        return _launched(cut, 0, shape.p, shape.c, *numbers, normed, cut.order)
+        return _launched(cut, 0, shape.p, shape.c, *numbers, normed)
     bits = _lines(x)[0] if keep_bits else 0
-    numbers = *source.strides, *ends, *activated, joins, bits, normed, cut.order
+    numbers = *source.strides, *ends, *activated, joins, bits, normed
     return _launched(cut, 0, shape.p, shape.c, *numbers)
 
 
@@ -255,10 +262,9 @@ def _grad_sums_outputs(
     grad: Tensor, twin_grad: Any, x: Tensor, bits: Any, gate: Any, stats: Any, bias: Any,
     slope: Any, blur: bool, again: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    _, shape, cut = grad_cut(x, gate is not None, blur, writes=False)
-    groups, kinds = shape.n * cut.splits, 2 if gate is None else 4
-    partial = x.new_empty(groups, kinds, shape.c, dtype=torch.float32)
-    writes = again or bits is not None
+    groups = _grad_sums_cut(x, slope, blur, gate is not None, False, False, False).groups
+    kinds, writes = 2 if gate is None else 4, again or bits is not None
+    partial = x.new_empty(groups, kinds, x.shape[1], dtype=torch.float32)
     return partial, torch.empty_like(x) if writes else _nothing(x)
 
 
@@ -299,9 +305,10 @@ def grad_sums(
 
 @by_form
 def _grad_sums_cut(
-    x: Tensor, slope: float | None, blur: bool, gated: bool, bits: bool, twin: bool, again: bool
-) -> _Cut:
-    source, shape, cut = grad_cut(x, gated, blur, writes=False)
+    x: Tensor, processors: int, slope: float | None, blur: bool, gated: bool, bits: bool,
+    twin: bool, again: bool,
+) -> _Cut:  # fmt: skip
+    source, shape, cut = grad_cut(x, processors, gated, blur, sums=True)
     numbers = _grad_numbers(x, source, shape, cut, slope, blur)
     join = _lines(x)[0] if bits else 0
     return _launched(cut, shape.n * cut.splits, *numbers, blur, gated, join, twin, again)
@@ -313,7 +320,7 @@ def _grad_numbers(
     """What both passes of backward have in common, from P to HAS_ACT; gradients lie as `x` does."""
     strides = *source.strides, *geometry(_output(x, blur), whole_batch=False).strides
     numbers = shape.p, shape.c, *_image(x, blur), *strides, cut.splits, cut.chunk
-    return *numbers, slope or 0.0, slope is not None
+    return *numbers, float(slope or 0), slope is not None
 
 
 @operator(lambda partial, gate, spread, stats, count: torch.empty_like(stats))
@@ -362,11 +369,11 @@ def grad_apply(
 
 @by_form
 def _grad_apply_cut(
-    x: Tensor, slope: float | None, blur: bool, gated: bool, training: bool
+    x: Tensor, processors: int, slope: float | None, blur: bool, gated: bool, training: bool
 ) -> _Cut:
-    source, shape, cut = grad_cut(x, gated, blur, writes=True)
+    source, shape, cut = grad_cut(x, processors, gated, blur, sums=False)
     numbers = _grad_numbers(x, source, shape, cut, slope, blur)
-    return _launched(cut, 0, *numbers, blur, gated, training, cut.order)
+    return _launched(cut, 0, *numbers, blur, gated, training)
 
 
 def _or(x: Tensor | None, other: Tensor) -> Tensor:

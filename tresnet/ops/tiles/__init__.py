@@ -2,10 +2,9 @@
 
 A batch is (n, p, c): sample, pixel, channel, with one stride each, so that one kernel reads
 channels_last and contiguous memory along its contiguous direction. Tiles give each of 128 threads
-16 values, 8 where there is a blur; reductions are cut into enough programs to fill the
-multiprocessors of a large GPU several times over. Programs are numbered with the channels first:
-those that share sectors of memory, because a row's bytes are no multiple of 32, run next to each
-other.
+16 values, or 8. Reductions are cut into as many programs as a GPU runs at once, or a few times as
+many. Programs are numbered with the channels first: those that share sectors of memory, because a
+row's bytes are no multiple of 32, run next to each other.
 """
 
 import functools
@@ -25,13 +24,9 @@ CutT = TypeVar("CutT")
 TILE, BLUR_TILE = 2048, 1024
 WARPS = 4
 CHANNELS = 64  # of a tile, and as many side by side are 128 bytes in 16 bits
-PROGRAMS = 1024
 MOST_TILES = 4  # of one program that writes: enough to share the loads of the channels' factors
 WIDEST_LOAD = 16  # bytes
-# Programs that write a map go from its end to its beginning, opposite to what ran before and after
-# them (a reduction, a convolution), and so begin with what is still in the GPU's second-level
-# cache. 2: what they read there once is let go first; 1: without that; 0: from the beginning.
-ORDER = 2
+MULTIPROCESSORS = 132  # of an H100, where there is no GPU
 
 
 class Geometry(NamedTuple):
@@ -51,7 +46,6 @@ class Plan(NamedTuple):
         splits: chunks of a sample.
         chunk: pixels of a chunk.
         programs: one for each chunk of each sample and each tile's width of channels.
-        order: in which the programs of a kernel that writes a map go through it, as `ORDER`.
         tile: the last arguments of every launch. BP and BC, pixels and channels of a tile; AP and
             AC, what the numbers of pixels and of channels are known to be divisible by, which lets
             a thread load as many values at once: Triton itself sees only whether an argument is
@@ -62,7 +56,6 @@ class Plan(NamedTuple):
     splits: int
     chunk: int
     programs: int
-    order: int
     tile: tuple[int, int, int, int]
     warps: int
 
@@ -80,23 +73,36 @@ def memory_format(x: Tensor) -> torch.memory_format:
 
 
 def dense(x: Tensor, like: Tensor | None = None) -> Tensor:
-    """`x` in the memory format of a dense `like` (its own if None), copied only if in another."""
+    """`x` in the memory format of a dense `like` (its own if None), copied only if in another.
+
+    A contiguous map of an odd number of pixels, as 7x7, goes on in channels_last: a thread would
+    load one of its values at a time, where its channels allow several.
+    """
     if not torch.compiler.is_compiling() and _is_dense(x, like):
         return x
+    if like is None and _is_odd(x):
+        return x.contiguous(memory_format=torch.channels_last)
     return x.contiguous(memory_format=memory_format(x if like is None else like))
+
+
+def _is_odd(x: Tensor) -> bool:
+    return x.dim() == 4 and x.shape[2] * x.shape[3] % 2 == 1 and x.shape[1] % 2 == 0
 
 
 def _is_dense(x: Tensor, like: Tensor | None) -> bool:
     """Whether `dense` has nothing to do: quicker than letting PyTorch find out."""
     if like is None:
-        return x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last)
+        if x.is_contiguous(memory_format=torch.channels_last):
+            return True
+        return x.is_contiguous() and not _is_odd(x)
     return x.stride() == like.stride() and x.shape == like.shape
 
 
 def by_form(cut: Callable[..., CutT]) -> Callable[..., CutT]:
     """Remember what `cut` returned, which takes longer than a launch.
 
-    Its first argument is a tensor of which it looks at shape, strides and dtype alone.
+    Its first argument is a tensor of which it looks at shape, strides and dtype alone, its second
+    the number of multiprocessors, which the function that is returned finds out.
     """
 
     @functools.lru_cache(maxsize=4096)
@@ -112,11 +118,19 @@ def by_form(cut: Callable[..., CutT]) -> Callable[..., CutT]:
     @functools.wraps(cut)
     def run(x: Tensor, *rest: Any) -> CutT:
         if type(x) is not Tensor and any(isinstance(size, torch.SymInt) for size in x.shape):
-            return cut(x, *rest)  # a fake, of sizes that the compiler leaves open
-        limits = (TILE, BLUR_TILE, WARPS, CHANNELS, PROGRAMS, MOST_TILES, ORDER)
-        return known(x.shape, x.stride(), x.dtype, limits, *rest)
+            return cut(x, multiprocessors(x.device), *rest)  # of sizes the compiler leaves open
+        limits = (TILE, BLUR_TILE, WARPS, CHANNELS, MOST_TILES)
+        return known(x.shape, x.stride(), x.dtype, limits, multiprocessors(x.device), *rest)
 
     return run
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many a device has; it never changes, so that sums are always taken in one order."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def geometry(x: Tensor, whole_batch: bool) -> Geometry:
@@ -153,12 +167,12 @@ def power(value: int, most: int) -> int:
     return min(1 << max(value - 1, 0).bit_length(), most)
 
 
-def tile(shape: Geometry, blur: bool = False) -> tuple[int, int]:
-    """Pixels and channels of a tile, longest along contiguous memory."""
-    values = TILE
+def tile(shape: Geometry, blur: bool = False, maps: int = 1) -> tuple[int, int]:
+    """Pixels and channels of a tile, longest along contiguous memory; fewer for several `maps`."""
+    values = TILE if maps == 1 else TILE // 2
     if blur:
         alone = shape.strides[2] > 1 or shape.c % 2 > 0
-        values = BLUR_TILE // 4 if alone else BLUR_TILE * 2 // shape.itemsize
+        values = BLUR_TILE // 4 if alone else BLUR_TILE * 2 // shape.itemsize // maps
     if shape.strides[2] == 1:
         # wider only where no thread is without a channel
         bc = power(shape.c, max(math.gcd(shape.c, CHANNELS), 64))
@@ -171,22 +185,28 @@ def tile(shape: Geometry, blur: bool = False) -> tuple[int, int]:
 
 
 def plan(
-    shape: Geometry, blur: bool = False, writes: bool = False, source: Geometry | None = None
+    shape: Geometry,
+    places: int,
+    blur: bool = False,
+    writes: bool = False,
+    source: Geometry | None = None,
+    maps: int = 1,
 ) -> Plan:
     """Cut the pixels of each sample into chunks, one a program.
 
     Args:
         shape: what is cut.
+        places: programs that run at once.
         blur: the kernel has the blur's index arithmetic.
         writes: the kernel writes a map: a chunk has `MOST_TILES` at most. One of a reduction leaves
-            partial sums, and is as long as `PROGRAMS` allows.
+            partial sums, and is as long as `places` allow.
         source: what is read, if not of this shape: its channels may be apart where those of a
             single pixel, written, are not.
+        maps: that a reduction reads.
     """
-    bp, bc = tile(shape, blur)
+    bp, bc = tile(shape, blur, maps)
     columns = -(-shape.c // bc)
-    wanted = max(-(-PROGRAMS // (shape.n * columns)), 1)
-    tiles = -(-shape.p // (wanted * bp))
+    tiles = _tiles_of_chunk(-(-shape.p // bp), shape.n * columns, places)
     # shorter, the partial sums would outweigh what is read
     tiles = min(tiles, MOST_TILES) if writes else max(tiles, TILE // (bp * bc))
     chunk = tiles * bp
@@ -196,7 +216,16 @@ def plan(
     # the blur's pixels are no neighbours in memory
     ap = 1 if along_c or blur else math.gcd(shape.p, widest)
     ac = math.gcd(shape.c, widest) if along_c else 1
-    return Plan(splits, chunk, shape.n * splits * columns, ORDER, (bp, bc, ap, ac), WARPS)
+    return Plan(splits, chunk, shape.n * splits * columns, (bp, bc, ap, ac), WARPS)
+
+
+def _tiles_of_chunk(tiles: int, rows: int, places: int) -> int:
+    """How many of each row's `tiles` a program takes, so that all are done soonest.
+
+    Programs run in waves of `places`; each takes about a tile's time to begin and end.
+    """
+    chunks = (-(-tiles // max(waves * places // rows, 1)) for waves in range(1, 5))
+    return min(chunks, key=lambda chunk: -(-rows * -(-tiles // chunk) // places) * (chunk + 1))
 
 
 def blurred(size: tuple[int, ...] | torch.Size) -> tuple[int, int]:

@@ -33,17 +33,18 @@ def aligned_strides(n, p, c, AP: tl.constexpr, AC: tl.constexpr):
 @triton.jit
 def chunk_of_program(
     P, C, splits, chunk, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
-    ORDER: tl.constexpr = 0,
+    BACKWARDS: tl.constexpr = False,
 ):  # fmt: skip
     """What this program covers: its group, the sample, first pixel and number of pixels of it.
 
-    Then its channels, and which of them exist. A chunk, too, is a multiple of AP. With ORDER
-    (`tresnet.ops.tiles.ORDER`) the first programs cover the last groups.
+    Then its channels, and which of them exist. A chunk, too, is a multiple of AP. BACKWARDS, as
+    kernels that write maps run, the first programs cover the last groups: a reduction or a
+    convolution has just gone through the map, and its end is still in the second-level cache.
     """
     chunk = aligned(chunk, AP)
     columns = tl.cdiv(C, BC)
     group = tl.program_id(0) // columns
-    if ORDER:
+    if BACKWARDS:
         group = tl.num_programs(0) // columns - 1 - group
     start = (group % splits) * chunk
     c = (tl.program_id(0) % columns) * BC + tl.arange(0, BC)
@@ -52,13 +53,9 @@ def chunk_of_program(
 
 
 @triton.jit
-def load_once(pointers, mask, ORDER: tl.constexpr):
-    """Load what nobody reads soon after; with ORDER 2 it leaves the cache before all else."""
-    if ORDER == 2:
-        value = tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first")
-    else:
-        value = tl.load(pointers, mask=mask, other=0.0)
-    return value.to(tl.float32)
+def load_once(pointers, mask):
+    """Load what nobody reads soon after: it leaves the cache before all else."""
+    return tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
 
 
 @triton.jit

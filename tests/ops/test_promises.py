@@ -1,0 +1,83 @@
+"""What launches promise the compiler, which a GPU does not check: divisors and types of numbers."""
+
+import itertools
+
+import pytest
+import torch
+
+from tests.ops.kernels import LAYOUTS
+from tests.ops.operation import abn
+from tresnet.ops.abn import SEWeights
+from tresnet.ops.operators import Launch, noted
+from tresnet.ops.space_to_depth import launch as stem
+
+SHAPES = [
+    *((3, 5, 7, 4), (2, 12, 7, 5), (2, 64, 7, 7), (1, 83, 9, 11), (4, 76, 14, 14), (2, 24, 8, 6)),
+    *((2, 3, 2, 2), (2, 48, 2, 3), (1, 8, 3, 5), (5, 1, 4, 4), (2, 2048, 7, 7), (256, 64, 56, 56)),
+]
+CHAINS = [
+    *({"slope": 1, "blur": blur, "se": se} for blur in (False, True) for se in (False, True)),
+    *({"slope": None, "se": se, "join": True} for se in (False, True)),
+]
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32, offset: int = 0) -> torch.Tensor:
+    """A tensor without values, `offset` elements behind the beginning of its storage."""
+    whole = torch.empty(offset + torch.Size(shape).numel(), dtype=dtype, device="meta")
+    return whole[offset:].view(shape)
+
+
+def launches_of(x, slope, blur=False, se=False, join=False) -> list[Launch]:
+    """Those of forward and backward, with vectors that begin anywhere and numbers that are ints."""
+    c = x.shape[1]
+    x = x.requires_grad_()
+    layers = SEWeights(meta(3, c), meta(3), meta(c, 3), meta(c, offset=3)) if se else None
+    vectors = (meta(c, offset=offset) for offset in range(4))
+    options = {"training": True, "momentum": 1, "eps": 1, "slope": slope, "blur": blur}
+    with noted() as launches:
+        y = abn(x, *vectors, **options, se=layers, shortcut=torch.empty_like(x) if join else None)
+        y.sum().backward()
+    return launches
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_numbers_are_multiples_of_what_the_compiler_is_told(shape, dtype, layout):
+    seen = set()
+    for chain, offset in itertools.product(CHAINS, (0, 1)):
+        n, c, h, w = shape
+        x = meta(*((n, h, w, c) if layout == "nhwc" else shape), dtype=dtype, offset=offset)
+        for one in launches_of(x.permute(0, 3, 1, 2) if layout == "nhwc" else x, **chain):
+            given = dict(zip(one.kernel.arg_names, (*one.tensors, *one.numbers), strict=True))
+            for name in {"momentum", "eps", "slope", "count"} & set(given):
+                assert type(given[name]) is float, (one.kernel.__name__, name)
+            if "AP" not in given:
+                continue
+            seen.add(one.kernel.__name__)
+            ap, ac = given["AP"], given["AC"]
+            divisors = {"P": ap, "C": ac, "chunk": ap}
+            for map_name in "xgo":
+                divisors |= dict(
+                    zip((f"{map_name}{axis}" for axis in "npc"), (ap * ac, ac, ap), strict=True)
+                )
+            for name in divisors.keys() & given.keys():
+                assert given[name] % divisors[name] == 0, (one.kernel.__name__, name, given)
+    assert seen == {"moments", "squeeze", "apply", "apply_blurred", "grad_sums", "grad_apply"}
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+@pytest.mark.parametrize("crop", [0, 1, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_stems_strides_are_multiples_of_its_run(channels, crop, layout):
+    images = torch.empty(4, channels, 16, 16 + crop, dtype=torch.uint8)
+    x = images.to(memory_format=LAYOUTS[layout])[1:, :, :, crop:]
+    with noted() as launches:
+        stem.stem_input(x, 4, torch.float32)
+    (one,) = launches
+    given = dict(zip(one.kernel.arg_names, (*one.tensors, *one.numbers), strict=True))
+    if run := given["RUN"]:
+        assert given["C"] == 1 or given["xc"] == 1
+        assert given["xw"] == given["C"]
+        assert all(number % run == 0 for number in (given["xn"], given["xh"], 4 * given["C"]))
+    assert bool(run) == (layout == "nhwc" or channels == 1)
