@@ -134,7 +134,7 @@ def _plain_tensors(model: TResNet) -> dict[str, Tensor]:
 
 
 def computed_by_timm(model: TResNet) -> bool:
-    """Whether timm itself, without our plugin, builds a model with the same function."""
+    """Return whether timm itself, without our plugin, builds a model with the same function."""
     from timm.models import tresnet
 
     return not _other_than_timms(model) and hasattr(tresnet, model.config.variant)

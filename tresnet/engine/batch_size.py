@@ -110,7 +110,7 @@ def resolve(
 
 
 def assumes_gpu(config: TrainConfig, device: torch.device) -> bool:
-    """Whether a dry run on this device must assume the GPU of `--gpu-memory`."""
+    """Return whether a dry run on this device must assume the GPU of `--gpu-memory`."""
     compute = config.compute
     return device.type != "cuda" and compute.gpu_memory is not None and compute.device != "cpu"
 

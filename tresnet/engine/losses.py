@@ -52,11 +52,11 @@ class Losses:
         self._seed = mix_seed(config.run.seed, rank)
 
     def mixes(self, epoch: int) -> bool:
-        """Whether the batches of an epoch are mixed, and so have no accuracy."""
+        """Return whether the batches of an epoch are mixed, and so have no accuracy."""
         return self._mixup is not None and epoch < self._mixing_epochs
 
     def has_accuracy(self, epoch: int) -> bool:
-        """Whether each training image has one correct class."""
+        """Return whether each training image has one correct class."""
         return not self._multi and not self.mixes(epoch) and self.levels is None
 
     def prepare(

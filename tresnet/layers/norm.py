@@ -40,7 +40,7 @@ class FrozenRunningStats:
 
 
 def running_stats_frozen() -> bool:
-    """Whether running statistics are kept unchanged now."""
+    """Return whether running statistics are kept unchanged now."""
     return _frozen.value
 
 

@@ -7,7 +7,7 @@ from torch.fx import Proxy
 
 
 def symbolic(x: Any) -> bool:
-    """Whether `x` stands for a tensor in a symbolic trace, and has neither shape nor dtype."""
+    """Return whether `x` stands for a tensor in a symbolic trace, without shape or dtype."""
     return isinstance(x, Proxy)
 
 

@@ -23,7 +23,7 @@ class HostClock:
         return time.perf_counter()
 
     def reached(self, mark: Mark) -> bool:
-        """Whether the device has reached `mark`; never waits."""
+        """Return whether the device has reached `mark`; never waits."""
         return True
 
     def wait(self, mark: Mark) -> None:
@@ -47,7 +47,7 @@ class CudaClock(HostClock):
         return event
 
     def reached(self, mark: Mark) -> bool:
-        """Whether the GPU has passed the event."""
+        """Return whether the GPU has passed the event."""
         return mark.query()
 
     def wait(self, mark: Mark) -> None:

@@ -116,7 +116,7 @@ class MemoryMeter:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of PyTorch, one of its libraries or Python means full memory."""
+    """Return whether an error of PyTorch, one of its libraries or Python means full memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return any(sign in str(error) for sign in _OUT_OF_MEMORY_SIGNS)

@@ -53,7 +53,7 @@ def _flash(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
 
 
 def _efficient(q: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether the efficient kernel accepts the heads: their rows are multiples of 16 bytes."""
+    """Return whether the efficient kernel accepts the heads: rows of 16, 32, ... bytes."""
     aligned = all(t.shape[-1] * t.itemsize % 16 == 0 for t in (q, v))
     return aligned and q.dtype != torch.float64
 

@@ -46,7 +46,7 @@ class MaxBatch:
     device: Device
 
     def answer(self, batch_size: int) -> Fits:
-        """Whether a batch of this size fits."""
+        """Return whether a batch of this size fits."""
         if batch_size <= self.batch_size:
             return Fits.YES
         return Fits.NO if batch_size >= self.no_from else Fits.UNCERTAIN
@@ -59,7 +59,7 @@ class MaxBatch:
 
 
 def fits(trace: Trace, device: Device) -> Fits:
-    """Whether the traced step fits into the device, whose capacity must be known.
+    """Return whether the traced step fits into the device, whose capacity must be known.
 
     YES if it fits with the largest context, both with the highest workspaces and without any. NO if
     the tensors at the peak exceed the capacity without any fragmentation.

@@ -238,7 +238,7 @@ def unset_gradients_remembered() -> Patch:
 
 
 def wants_zeros(node: Any) -> bool:
-    """Whether a custom Function gets zeros for outputs without a gradient."""
+    """Return whether a custom Function gets zeros for outputs without a gradient."""
     return getattr(node, _MATERIALIZE, True)
 
 

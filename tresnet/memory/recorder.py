@@ -184,7 +184,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _changes_nothing(func: Any) -> bool:
-    """Whether `func` works in place on many tensors: slow to fake, and without allocations."""
+    """Return whether `func` works in place on many tensors: slow to fake, no allocations."""
     name = func._schema.name
     return name.startswith("aten::_amp_") or (
         name.startswith(("aten::_foreach_", "aten::_fused_")) and name.endswith("_")

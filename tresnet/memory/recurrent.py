@@ -123,7 +123,7 @@ def fake_backward(
 
 
 def are_flat(weights: list[Tensor] | tuple[Tensor, ...]) -> bool:
-    """Whether weights are views into one buffer."""
+    """Return whether weights are views into one buffer."""
     return len({w.untyped_storage()._cdata for w in weights}) == 1
 
 

@@ -327,7 +327,7 @@ def _add(buffer: Gradients, index: int, gradient: torch.Tensor, *, in_place: boo
 
 
 def _layout_follows(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
-    """Whether strides agree in every dimension longer than one; else the engine copies."""
+    """Return whether strides agree in every dimension longer than one; else the engine copies."""
     return all(
         size == 1 or mine == theirs
         for size, mine, theirs in zip(leaf.shape, gradient.stride(), leaf.stride(), strict=True)

@@ -33,7 +33,7 @@ FractionBelow1 = Annotated[float, Ge(0), Lt(1)]
 
 
 def smallest_first(values: tuple[float, float]) -> bool:
-    """Whether the first value of a range is not larger than the second."""
+    """Return whether the first value of a range is not larger than the second."""
     return values[0] <= values[1]
 
 

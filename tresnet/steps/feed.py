@@ -56,5 +56,5 @@ class Feed:
 
 
 def reads_bytes(model: nn.Module, compute: Compute) -> bool:
-    """Whether a model's stem itself turns bytes into channels-last floats."""
+    """Return whether a model's stem itself turns bytes into channels-last floats."""
     return compute.channels_last and isinstance(model, TResNet)

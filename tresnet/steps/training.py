@@ -193,7 +193,7 @@ class TrainingStep:
 
     @torch.no_grad()
     def is_bad(self) -> bool:
-        """Whether a loss or gradient is not finite. In fp16 the scaler checks the gradients."""
+        """Return whether a loss or gradient is not finite; in fp16 the scaler checks gradients."""
         figures = list(self._losses)
         if not self.scaler.is_enabled():
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -214,7 +214,7 @@ class TrainingStep:
                 self.schedule.step()
 
     def is_finite(self) -> bool:
-        """Whether all weights and running statistics are finite numbers."""
+        """Return whether all weights and running statistics are finite numbers."""
         tensors = [
             tensor for tensor in self.model.state_dict().values() if tensor.is_floating_point()
         ]
