@@ -41,6 +41,8 @@ class Payload:
         lambda t: {"model": {f"module._orig_mod.{key}": value for key, value in t.items()}},
         lambda t: {f"model.{key}": value for key, value in t.items()},
         lambda t: {"state_dict": t, "args": argparse.Namespace(lr=0.1, model="tresnet_m")},
+        lambda t: {"optimizer": {"state": {key: {"momentum": t[key]} for key in t}}, "net": t},
+        lambda t: {key.replace("body.", "body._orig_mod."): value for key, value in t.items()},
     ],
 )
 @pytest.mark.parametrize("zipped", [True, False])
@@ -48,6 +50,59 @@ def test_wrappers_and_prefixes(tmp_path, wrap, zipped):
     path = tmp_path / "a.pth"
     torch.save(wrap(TENSORS), path, _use_new_zipfile_serialization=zipped)
     assert_reads(path)
+
+
+def named(prefix):
+    return {f"{prefix}{key}": value + 1 for key, value in TENSORS.items()}
+
+
+OTHERS = {key: value + 1 for key, value in TENSORS.items()}
+WEIGHT = {"criterion.weight": torch.ones(2)}
+
+
+@pytest.mark.parametrize(
+    ("contents", "expected", "said"),
+    [  # Lightning, its EMA, torchvision's references, transformers, a module with an EMA
+        (
+            {"state_dict": {**named("model."), **WEIGHT}},
+            OTHERS,
+            "state_dict: model.*; left out: cr",
+        ),
+        ({"state_dict": named("net._orig_mod.")}, OTHERS, "state_dict: net._orig_mod.*"),
+        (
+            {"state_dict": named("net."), "current_model_state": TENSORS, "averaging_state": {}},
+            OTHERS,
+            "state_dict: net.*",
+        ),
+        (
+            {"model": TENSORS, "model_ema": {"n_averaged": torch.ones(()), **named("module.")}},
+            OTHERS,
+            "model_ema: module.*; left out: model: *, n_averaged",
+        ),
+        (named("timm_model."), OTHERS, "are those named timm_model.*"),
+        ({**TENSORS, **named("ema.module.")}, OTHERS, "named ema.module.*; left out: *, body.co"),
+    ],
+    ids=["lightning", "compiled", "averaging", "torchvision", "transformers", "ema"],
+)
+def test_other_trainers(tmp_path, caplog, contents, expected, said):
+    torch.save(contents, tmp_path / "a.ckpt")
+    assert_reads(tmp_path / "a.ckpt", expected)
+    assert said in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("contents", "names"),
+    [
+        ({"state_dict": {**named("student."), **named("teacher.")}}, "student.*, state_dict: te"),
+        ({"a": {"b": TENSORS}, "c": TENSORS | WEIGHT}, "c: *, a: b: *"),
+        ({"ema": TENSORS, "x": {"ema": named("")}, "y": named("")}, "ema: *, y: *, x: ema: *"),
+    ],
+)
+def test_two_models_are_both_named(tmp_path, contents, names):
+    torch.save(contents, tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointError, match=r"a.ckpt holds \d TResNets") as info:
+        read_file(tmp_path / "a.ckpt")
+    assert names in str(info.value)
 
 
 def test_a_prefix_on_some_keys_stays(tmp_path):

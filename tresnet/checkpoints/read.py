@@ -7,10 +7,11 @@ Two kinds of file are read: safetensors, which cannot hold code, and torch files
 import argparse
 import hashlib
 import json
+import logging
 import os
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,18 @@ from torch import Tensor, nn
 
 from tresnet.errors import CheckpointError
 
+_log = logging.getLogger(__name__)
 METADATA_KEY, CHECKSUM_KEY = "tresnet", "tresnet_sha256"
 # Format 2 added a checksum.
 FORMAT_VERSION = 2
 
-# Where training scripts keep the weights, in the order of preference (the EMA first, as timm).
-_WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")
-# What DistributedDataParallel, torch.compile and a wrapping module put before every key.
-_PREFIXES = ("module.", "_orig_mod.", "model.")
+# The name of a tensor of a TResNet behind a prefix: a module's name, or that of a wrapper.
+_INSIDE = re.compile(
+    r"((?:.+\.)?)body\.(?:_orig_mod\.)?(?:conv1|layer[1-4]\.(?:_orig_mod\.)?\d+)\."
+)
+_EMA = re.compile(r"(?<![a-z])ema(?![a-z])", re.IGNORECASE)
+# Lightning's callback for an EMA stores the model under the first name, and the EMA as state_dict.
+_BESIDE_EMA, _MARK_OF_EMA = "current_model_state", "averaging_state"
 # PyTorch converts these into each other; float8 and smaller types it does not.
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
 
@@ -111,30 +116,74 @@ def _damaged(path: Path, kind: str, error: Exception) -> CheckpointError:
 
 
 def unwrap(contents: Any, path: Path) -> dict[str, Tensor]:
-    """Return a file's weights without wrapping keys and prefixes, or raise CheckpointError."""
+    """Return the weights in a trainer's checkpoint, by their names without any prefix.
+
+    They are found in any nested dict and behind any prefix (`module.`, `_orig_mod.`, Lightning's
+    names of attributes). As in timm, an EMA is preferred to its model. A line in the log names the
+    prefix and what is left out. No weights, or those of two models, raise CheckpointError.
+    """
     if isinstance(contents, dict) and {"progress", "generators"} <= contents.keys():
         raise CheckpointError(
             f"{path} is the state of a run, which train.py --resume goes on with: take the run's "
             "best.safetensors"
         )
-    for _ in range(8):  # a dict can contain itself
-        keys = _WRAPPERS if isinstance(contents, dict) else ()
-        inner = [contents[key] for key in keys if isinstance(contents.get(key), dict)]
-        contents = inner[0] if inner else contents
-    if not isinstance(contents, dict) or not any(isinstance(v, Tensor) for v in contents.values()):
+    holders = dict(_with_tensors(contents))
+    if not holders:
         keys = [str(key)[:40] for key in contents][:10] if isinstance(contents, dict) else None
         found = type(contents).__name__ if keys is None else f"a dict with the keys {keys}"
         raise CheckpointError(
-            f"{path} holds no weights: expected a dict of tensors, alone or under "
-            f"{', '.join(map(repr, _WRAPPERS))}, got {found}"
+            f"{path} holds no weights: expected a dict of tensors, alone or in other dicts, got "
+            f"{found}"
         )
-    wrong = [str(key) for key in contents if not isinstance(key, str)]
-    wrong += [f"{key} ({kind})" for key, v in contents.items() if (kind := unusual_kind(v))]
+    place, prefix = _choose(holders, path)
+    own = {key: v for key, v in holders[place].items() if str(key).startswith(prefix)}
+    wrong = [str(key) for key in own if not isinstance(key, str)]
+    wrong += [f"{key} ({kind})" for key, v in own.items() if (kind := unusual_kind(v))]
     if wrong:
         raise CheckpointError(f"{path} holds entries that are not plain tensors: {listed(wrong)}")
-    while prefix := next((p for p in _PREFIXES if all(k.startswith(p) for k in contents)), ""):
-        contents = {key.removeprefix(prefix): value for key, value in contents.items()}
-    return contents
+    return {key.removeprefix(prefix).replace("_orig_mod.", ""): v for key, v in own.items()}
+
+
+def _with_tensors(contents: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
+    """Yield each dict that holds tensors after the keys that lead to it, the outermost first."""
+    found, seen = [("", contents)], set()  # a dict can contain itself
+    for place, value in found:
+        if not isinstance(value, dict) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if any(isinstance(inner, Tensor) for inner in value.values()):
+            yield place, value
+        left_out = _BESIDE_EMA if _MARK_OF_EMA in value else None
+        found += [(f"{place}{key}: ", inner) for key, inner in value.items() if key != left_out]
+
+
+def _choose(holders: Mapping[str, dict[Any, Any]], path: Path) -> tuple[str, str]:
+    """Return the dict and the prefix of the only TResNet, or of the only EMA of one.
+
+    Without a TResNet it is the first dict, whose names are reported later.
+    """
+    models = {
+        (place, match[1]): f"{place}{match[1]}*"
+        for place, tensors in holders.items()
+        for key, value in tensors.items()
+        if isinstance(value, Tensor) and (match := _INSIDE.match(str(key)))
+    }
+    if not models:
+        return next(iter(holders)), ""
+    emas = [model for model, name in models.items() if _EMA.search(name)]
+    if len(models) > 1 and len(emas) != 1:
+        raise CheckpointError(
+            f"{path} holds {len(models)} TResNets, under the names {listed(models.values())}: save "
+            "the state dict of one of them to a file of its own"
+        )
+    chosen = emas[0] if emas else next(iter(models))
+    others = [name for model, name in models.items() if model != chosen]
+    place, prefix = chosen
+    others += [str(key) for key in holders[place] if not str(key).startswith(prefix)]
+    if prefix or others:
+        rest = f"; left out: {listed(others, 5)}" if others else ""
+        _log.warning("%s: the weights are those named %s%s", path, models[chosen], rest)
+    return chosen
 
 
 def unusual_kind(value: object) -> str:
