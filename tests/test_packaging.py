@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOT_FILES = ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "constraints.txt")
-COMMITTED_WEIGHTS = {"manifest.json", "tresnet_t_digits.safetensors"}
+COMMITTED_WEIGHTS = {"manifest.json", "tresnet_t.digits.safetensors"}
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_unpacked_wheel_works_away_from_the_sources(wheel: Path, tmp_path: Path)
     where = run("-c", "import tresnet; print(tresnet.__file__)")
     assert where.strip() == str(site / "tresnet" / "__init__.py")
     tresnet = ("-m", "tresnet.cli.main")
-    assert "tresnet_t_digits" in run(*tresnet, "list")
+    assert "tresnet_t.digits" in run(*tresnet, "list")
     data = ("--data", "digits", "--recipe", "digits")
     small = ("--layers", *"1111", "--width-factor", "0.25")
     run(*tresnet, "train", *data, *small, "--epochs", "1", "--name", "once")

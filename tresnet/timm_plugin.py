@@ -39,10 +39,6 @@ from tresnet.models.zoo import build, list_models
 _DEFAULT_TAGS = ("miil_in21k_ft_in1k", "miil_in1k")
 
 
-def _tag(entry: WeightsEntry) -> str:
-    return entry.tag.removeprefix(entry.model).strip("._")
-
-
 def _timm_cfg(entry: WeightsEntry) -> dict[str, Any]:
     """Return a row of the manifest in timm's terms; a file under weights/ has priority."""
     local = weights_dir() / entry.file
@@ -62,7 +58,7 @@ _COMMON = {
 
 def _default_cfgs() -> dict[str, Any]:
     rows = sorted(entries().values(), key=_rank)
-    cfgs: dict[str, Any] = {f"{entry.model}.{_tag(entry)}": _timm_cfg(entry) for entry in rows}
+    cfgs: dict[str, Any] = {entry.tag: _timm_cfg(entry) for entry in rows}
     for name in set(list_models()) - {entry.model for entry in rows}:
         own = build(name, device="meta").pretrained_cfg
         kept = ("input_size", "crop_pct", "crop_mode", "interpolation")
@@ -71,7 +67,7 @@ def _default_cfgs() -> dict[str, Any]:
 
 
 def _rank(entry: WeightsEntry) -> int:
-    tag = _tag(entry)
+    tag = entry.tag.partition(".")[2]
     return _DEFAULT_TAGS.index(tag) if tag in _DEFAULT_TAGS else len(_DEFAULT_TAGS)
 
 

@@ -119,6 +119,17 @@ def test_device_and_dtype(timms):
         ({}, InputError, "expected a name out of tresnet_l, .*, or weights"),
         ({"name": "tresnet_n"}, InputError, "unknown model 'tresnet_n'; did you mean 'tresnet_"),
         ({"name": "tresnet_n", "weights": "a.pth"}, InputError, "unknown model 'tresnet_n'"),
+        (
+            {"name": "tresnet_m", "pretrained": True},
+            InputError,
+            r"by weights=TAG.*tresnet_m.miil_in1",
+        ),
+        (
+            {"name": "tresnet_m.miil_in1k"},
+            InputError,
+            r"by weights=TAG, .*known are tresnet_m\.miil",
+        ),
+        ({"weights": "tresnet_t_digits"}, InputError, "did you mean 'tresnet_t.digits'"),
         ({"weights": "tresnet_m.mil_in1k"}, InputError, "did you mean 'tresnet_m.miil_in1k'"),
         ({"weights": "no.pth"}, CheckpointError, "no file of weights at no.pth"),
         ({"weights": "no/file"}, CheckpointError, "no file of weights at no/file"),

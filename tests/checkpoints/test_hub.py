@@ -107,12 +107,12 @@ def test_weights_of_a_run_say_how_they_were_trained(mine, tmp_path):
 
 def test_digits_need_the_plugin_and_bring_their_classes(tmp_path):
     target = tmp_path / "digits"
-    assert run(["push", "tresnet_t_digits", str(target)]) == 0
+    assert run(["push", "tresnet_t.digits", str(target)]) == 0
     card = (target / "README.md").read_text()
     assert "import tresnet.timm_plugin" in card
     assert "license: apache-2.0" in card
     ours = tresnet.create(weights=target).eval()
-    assert same(ours.state_dict(), tresnet.create(weights="tresnet_t_digits").state_dict())
+    assert same(ours.state_dict(), tresnet.create(weights="tresnet_t.digits").state_dict())
     assert describe(target).classes == tuple("0123456789")
 
 

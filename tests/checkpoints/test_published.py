@@ -1,4 +1,5 @@
 import pytest
+from timm.data import ImageNetInfo
 
 from tresnet.checkpoints import published
 from tresnet.checkpoints.published import find, list_weights
@@ -63,7 +64,7 @@ def test_rows_are_sound():
         assert not (row.hub_id and row.url)
     assert find("tresnet_xl.miil_in1k_448").top1 == 83.066
     assert find("tresnet_xl.miil_in1k_448").pretrained_cfg["tag"] == "miil_in1k_448"
-    assert find("tresnet_t_digits").pretrained_cfg["tag"] == "tresnet_t_digits"
+    assert find("tresnet_t.digits").pretrained_cfg["tag"] == "digits"
     assert find("tresnet_m.miil_in21k").num_classes == 11221
 
 
@@ -100,4 +101,8 @@ def test_imagenets_classes_are_those_of_its_folders():
     larger = describe("tresnet_m.miil_in21k")
     assert (len(set(larger.classes)), len(larger.descriptions)) == (11221, 11221)
     assert larger.classes[0] == "n00005787"
-    assert describe("tresnet_t_digits").classes == tuple("0123456789")
+    for ours, subset in ((known, "imagenet-1k"), (larger, "imagenet-21k-miil")):
+        timms = ImageNetInfo(subset)
+        assert list(ours.classes) == timms.label_names()
+        assert list(ours.descriptions) == timms.label_descriptions()
+    assert describe("tresnet_t.digits").classes == tuple("0123456789")

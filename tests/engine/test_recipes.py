@@ -93,7 +93,7 @@ SHORT = """--data digits --model tresnet_t --block-size 2 --width-factor 0.25 --
     --batch-size 64 --workers 0 --device cpu --no-progress --no-tensorboard --no-random-crop
     --hflip 0 --crop-pct 1 --cutout-prob 0"""
 FORMS = {
-    "usi": ("--epochs 3 --teacher tresnet_t_digits --input-size 32 --lr 0.04 --ema-decay 0.9", 60),
+    "usi": ("--epochs 3 --teacher tresnet_t.digits --input-size 32 --lr 0.04 --ema-decay 0.9", 60),
     "rsb-a2": ("--epochs 4 --input-size 16 --lr 0.02 --lr-batch 64", 70),
     "in21k": ("--epochs 4 --input-size 16 --lr 3e-3 --hierarchy hierarchy.json", 70),
 }

@@ -21,7 +21,7 @@ BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
 
 def test_without_gradio_the_extra_is_named(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "gradio", None)
-    assert run(["demo", "tresnet_t_digits"]) == 2
+    assert run(["demo", "tresnet_t.digits"]) == 2
     assert "pip install 'tresnet[demo]'" in capsys.readouterr().err
 
 
@@ -42,11 +42,11 @@ def test_an_image_dropped_on_the_page_is_predicted_and_mapped(tmp_path):
 
     picture = tmp_path / "digit.png"
     Image.fromarray((load_digits().images[0] * 15).astype("uint8")).save(picture)
-    (expected,) = tresnet.predict(picture, weights="tresnet_t_digits")
+    (expected,) = tresnet.predict(picture, weights="tresnet_t.digits")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "tresnet.cli.main", "demo", "tresnet_t_digits"]
+    command = [sys.executable, "-m", "tresnet.cli.main", "demo", "tresnet_t.digits"]
     served = subprocess.Popen(
         [*command, "--port", str(port)],
         cwd=tmp_path,

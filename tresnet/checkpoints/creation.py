@@ -8,6 +8,7 @@ import torch
 
 from tresnet.checkpoints.fit import fit
 from tresnet.checkpoints.load import install, model_tensors
+from tresnet.checkpoints.published import list_weights
 from tresnet.checkpoints.weights import WeightsInfo, open_weights
 from tresnet.errors import CheckpointError, InputError
 from tresnet.models.config import ModelOptions
@@ -63,6 +64,12 @@ def create(
     asked: dict[str, Any] = {key: value for key, value in options.items() if value is not None}
     asked["dtype"] = dtype
     run = {"impl": impl, "recompute": recompute, "device": device}
+    if "pretrained" in options or (isinstance(name, str) and "." in name):
+        variant = None if name is None else name.partition(".")[0]
+        raise InputError(
+            f"expected published weights by weights=TAG, got create({name!r}, ...) as in timm: "
+            f"leave pretrained out; known are {', '.join(list_weights(variant)) or 'none'}"
+        )
     if name is not None:
         find_variant(name)
     if weights is not None:

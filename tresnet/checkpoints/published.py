@@ -1,10 +1,12 @@
 """The table of published weights, weights/manifest.json."""
 
+import csv
 import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ class WeightsEntry:
     """One row of weights/manifest.json.
 
     Attributes:
-        tag: The name that users type.
+        tag: The name that users type, MODEL.TAG as in timm.
         model: The variant.
         format: 'tresnet', 'timm' or 'public'.
         file: Name of the file under weights/.
@@ -61,7 +63,7 @@ class WeightsEntry:
     def pretrained_cfg(self) -> dict[str, Any]:
         """Preparation of the images, in timm's terms."""
         return {
-            "tag": self.tag.partition(".")[2] or self.tag,
+            "tag": self.tag.partition(".")[2],
             "hf_hub_id": self.hub_id,
             "url": self.url or "",
             **{name: getattr(self, name) for name in _PRETRAINED_CFG},
@@ -70,13 +72,16 @@ class WeightsEntry:
 
 def class_names(entry: WeightsEntry) -> tuple[Sequence[str] | None, Sequence[str] | None]:
     """Return ImageNet's class ids (WordNet's) in the order of the weights, and descriptions."""
-    subset = {1000: "imagenet-1k", 11221: "imagenet-21k-miil"}.get(entry.num_classes)
-    if subset is None or "ImageNet" not in entry.trained_on:
+    subset = {1000: "imagenet", 11221: "imagenet21k_miil"}.get(entry.num_classes)
+    timm = find_spec("timm")
+    if subset is None or "ImageNet" not in entry.trained_on or timm is None:
         return None, None
-    from timm.data import ImageNetInfo
-
-    known = ImageNetInfo(subset)
-    return known.label_names(), [*known.label_descriptions()]
+    # the files of timm's ImageNetInfo, whose import takes three seconds
+    folder = Path(str(timm.origin)).parent / "data" / "_info"
+    names = (folder / f"{subset}_synsets.txt").read_text(encoding="utf-8").splitlines()
+    lines = (folder / "imagenet_synset_to_lemma.txt").read_text(encoding="utf-8").splitlines()
+    lemmas = dict(csv.reader(lines, delimiter="\t"))
+    return names, [lemmas[name] for name in names]
 
 
 def weights_dir() -> Path:
