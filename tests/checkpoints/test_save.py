@@ -6,7 +6,7 @@ import safetensors
 import timm
 import torch
 from torch import nn
-from torch.nn.utils import prune
+from torch.nn.utils import parametrizations, prune
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.checkpoints.small import CLASSES, LAYERS, PLANES, same, small, snapshot, trained
@@ -151,13 +151,21 @@ def bias(change):
         ),
         (
             lambda model: prune.l1_unstructured(model.body.layer2[0].conv1.conv, "weight", 0.3),
-            r"1 missing: body.layer2.0.conv1.conv.weight, 2 unknown: body.*_orig, body",
+            r"1 missing: body.layer2.0.conv1.conv.weight, 2 unknown: .* call torch.nn.utils.prune",
+        ),
+        (
+            lambda model: parametrizations.weight_norm(model.body.layer2[0].conv1.conv),
+            r"call torch.nn.utils.parametrize.remove_parametrizations\(layer, 'weight'\)",
+        ),
+        (
+            lambda model: torch.nn.utils.spectral_norm(model.body.layer2[0].conv1.conv),
+            r"call torch.nn.utils.remove_spectral_norm",
         ),
         (bias(torch.Tensor.to_sparse), r"head.fc.bias as torch.sparse_coo of torch.float32"),
         (bias(lambda tensor: TwoTensor(tensor, tensor)), r"head.fc.bias as TwoTensor"),
         (bias(torch.Tensor.char), "head.fc.bias as torch.strided of torch.int8"),
     ],
-    ids=["classifier", "pruned", "sparse", "wrapped", "int8"],
+    ids=["classifier", "pruned", "weight norm", "spectral norm", "sparse", "wrapped", "int8"],
 )
 def test_what_could_not_be_read_back_is_not_written(tmp_path, change, message):
     model = small()
@@ -177,9 +185,9 @@ def test_a_model_with_compiled_parts_has_the_names_of_others(tmp_path):
     assert create(weights=tmp_path / "a.safetensors").config == model.config
 
 
-@pytest.mark.parametrize("suffix", [".pth", ".pt"])  # safetensors orders its header by chance
+@pytest.mark.parametrize("suffix", [".pth", ".pt", ".safetensors"])
 def test_equal_contents_have_equal_bytes(tmp_path, suffix):
-    paths = [tmp_path / f"{i}{suffix}" for i in range(3)]
+    paths = [tmp_path / f"{i}{suffix}" for i in range(6)]  # safetensors orders its header by chance
     for path in paths:
         save_checkpoint(trained(small()), path, metadata={"classes": list("abcde"), "top1": 0.3})
     assert len({path.read_bytes() for path in paths}) == 1

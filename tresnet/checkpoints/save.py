@@ -35,6 +35,13 @@ from tresnet.models.tresnet import TResNet
 FORMATS = ("tresnet", "timm")
 SUFFIXES = (".safetensors", ".pth", ".pt")
 TIMM_BLOCK_SIZE = 4
+# What torch.nn.utils names its tensors, and what turns a layer's into plain weights again.
+_UNDO = (
+    (".parametrizations.", "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')"),
+    ("weight_mask", "torch.nn.utils.prune.remove(layer, 'weight')"),
+    ("weight_g", "torch.nn.utils.remove_weight_norm(layer)"),
+    ("weight_orig", "torch.nn.utils.remove_spectral_norm(layer)"),
+)
 
 
 def save_checkpoint(
@@ -122,9 +129,11 @@ def _plain_tensors(model: TResNet) -> dict[str, Tensor]:
     kinds = {name: unusual_kind(tensor) for name, tensor in tensors.items()}
     faults += [f"{name} as {kind}" for name, kind in kinds.items() if kind]
     if faults:
+        undone = next((how for part, how in _UNDO if any(part in name for name in tensors)), None)
+        advice = "change the classifier by reset_classifier" if undone is None else f"call {undone}"
         raise InputError(
             f"expected a model as its configuration says, got {listed(faults, 6)}: such a file "
-            "could not be read again; change the classifier by reset_classifier, and keep other "
+            f"could not be read again; {advice}, and keep other "
             "changed models by torch.save(model.state_dict())"
         )
     return {
@@ -167,9 +176,22 @@ def _write(
         if metadata is not None:
             header[METADATA_KEY] = json.dumps(metadata, sort_keys=True)
         save_file(tensors, path, metadata=header)
+        _sort_metadata(path)
         return
     contents: dict[str, Any] = dict(tensors)
     if metadata is not None:
         contents = {"state_dict": tensors, METADATA_KEY: metadata, CHECKSUM_KEY: total}
     with path.open("wb") as stream:  # a stream, so that no temporary name enters the file
         torch.save(contents, stream)
+
+
+def _sort_metadata(path: Path) -> None:
+    """Sort the header's metadata, which safetensors writes in a random order."""
+    with path.open("r+b") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
+        assert len(text) == size, "the same text in another order"
+        stream.seek(8)
+        stream.write(text)
