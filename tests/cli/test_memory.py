@@ -25,6 +25,13 @@ def test_predict_prints_the_three_numbers(capsys):
         assert name in out
 
 
+def test_images_need_not_be_square(capsys):
+    size = ["--batch-size", "4", "--input-size", "32", "64"]
+    code, out, _ = run(capsys, "predict", "tresnet_t", *size)
+    assert code == 0
+    assert out.startswith("tresnet_t: train, batch 4 of 3x32x64, fp32, sgd")
+
+
 def test_predict_takes_the_settings_of_train_py(capsys):
     settings = "--norm abn --impl reference --recompute outputs --amp bf16 --channels-last"
     settings += " --opt adamw --ema-decay 0.9 --clip-grad 1 --accumulate 2"

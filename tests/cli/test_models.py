@@ -31,16 +31,16 @@ def test_info_shows_config_cost_and_shapes(capsys):
 
 
 def test_info_at_another_size(capsys):
-    assert run(["info", "tresnet_t", "--input-size", "64", "--num-classes", "10"]) == 0
+    assert run(["info", "tresnet_t", "--input-size", "64", "96", "--num-classes", "10"]) == 0
     text = capsys.readouterr().out
-    assert "for one image of 64 x 64" in text
+    assert "for one image of 64 x 96" in text
     assert ["num_classes", "10"] in [line.split() for line in text.splitlines()]
 
 
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--input-size", "0", "--input-size: expected at least 1, got 0"),
+        ("--input-size", "0", "--input-size: expected at least 1 or a list, got 0"),
         ("--input-size", "225", "divisible by 4"),
         ("--num-classes", "-1", "num_classes as a whole number from 0 to 10000000, got -1"),
     ],

@@ -1,3 +1,4 @@
+import itertools
 import math
 import pickle
 from dataclasses import replace
@@ -11,7 +12,7 @@ from timm.data import create_transform
 from tresnet.data.seeding import seed_cpu_generators
 from tresnet.data.transforms import Augment, eval_transform, train_transform
 from tresnet.errors import ConfigError
-from tresnet.settings import EvalTransform
+from tresnet.settings import EvalTransform, sides
 
 NO_NORM = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
 PAPER = Augment(auto_augment="original", cutout_prob=0.5)
@@ -52,6 +53,18 @@ def test_evaluation_equals_timms(photo, cfg, timm_args):
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("size", [(48, 96), (96, 48), (64, 64), (50, 51), (300, 33)])
+@pytest.mark.parametrize("mode", ["center", "squash", "border"])
+@pytest.mark.parametrize("filter_", ["bilinear", "bicubic"])
+def test_other_sizes_and_modes_equal_timms(photo, size, mode, filter_):
+    for pct, image in itertools.product((1.0, 0.9, 0.57), (photo, photo.rotate(90, expand=True))):
+        options = {"crop_pct": pct, "crop_mode": mode, "interpolation": filter_}
+        ours = eval_transform(EvalTransform(input_size=size, **options), dtype=torch.uint8)(image)
+        theirs = create_transform(size, is_training=False, **NO_NORM, normalize=False, **options)
+        assert ours.shape == (3, *size)
+        assert torch.equal(ours, theirs(image))
+
+
 def test_center_is_resize_and_crop_and_squash_loses_nothing(photo):
     center = eval_transform(EvalTransform(input_size=56, crop_pct=0.875))(photo)
     # The shorter side, 180, becomes 56 / 0.875 = 64; the longer int(64 * 260 / 180) = 92.
@@ -74,6 +87,7 @@ def test_uint8_and_float32_are_the_same_picture(photo):
         assert torch.equal(as_bytes.float() / 255, as_float)
 
 
+@pytest.mark.parametrize("size", [40, (24, 40)])
 @pytest.mark.parametrize(
     ("cfg", "interpolation"),
     [
@@ -84,14 +98,14 @@ def test_uint8_and_float32_are_the_same_picture(photo):
         (DIGITS, "bilinear"),
     ],
 )
-def test_training_stays_in_zero_to_one(photo, cfg, interpolation):
-    transform = train_transform(cfg, 40, interpolation)
+def test_training_stays_in_zero_to_one(photo, cfg, interpolation, size):
+    transform = train_transform(cfg, size, interpolation)
     extreme = Image.fromarray((np.asarray(photo) > 127).astype(np.uint8) * 255)
     results = []
     for seed in range(25):
         seed_cpu_generators(seed)
         result = transform(extreme)
-        assert result.shape == (3, 40, 40)
+        assert result.shape == (3, *sides(size))
         assert result.dtype == torch.float32
         assert 0 <= result.min() <= result.max() <= 1
         results.append(result)
@@ -170,7 +184,7 @@ def test_wrong_augmentation_is_refused(changes, message):
     [
         (lambda: train_transform(Augment(), 0), "size of at least 1 pixel, got 0"),
         (lambda: eval_transform(EvalTransform(crop_pct=87.5)), "--crop-pct: expected at most 1"),
-        (lambda: eval_transform(EvalTransform(crop_mode="fit")), "'center' or 'squash', got 'fit'"),
+        (lambda: eval_transform(EvalTransform(crop_mode="fit")), "'squash' or 'border', got 'fit'"),
         (lambda: eval_transform(EvalTransform(input_size=0)), "--input-size: expected at least 1"),
         (lambda: eval_transform(EvalTransform(), dtype=torch.float16), "torch.uint8, got torch.f"),
     ],

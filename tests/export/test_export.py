@@ -23,7 +23,7 @@ from tresnet.export import FORMATS, ExportOptions, export_model, load_aoti
 from tresnet.export.plain import BlurByPools, plain_model
 from tresnet.ops.blur_pool import reference
 
-WEIGHTS = "tresnet_t_digits"
+WEIGHTS = "tresnet_t.digits"
 # The command exports a pt2 too, openvino begins with onnx; the fourth, aoti, compiles C++.
 
 
@@ -150,11 +150,14 @@ def test_the_other_heads_can_be_exported_and_a_fixed_size_is_kept(head, tmp_path
     needs("onnx")
     path = tmp_path / "head.onnx"
     model = small(head=head, head_channels=16)
-    assert export_model(model, path, ExportOptions("onnx", input_size=40)).difference <= 1e-5
+    options = ExportOptions("onnx", input_size=(40, 48))
+    assert export_model(model, path, options).difference <= 1e-5
     opened = FORMATS["onnx"].open(path)
-    assert opened(images(7, 40, 40) / 255).shape == (7, 5)
+    assert opened(images(7, 40, 48) / 255).shape == (7, 5)
     with pytest.raises(Exception, match=r"(?i)dimension"):
-        opened(images(7, 44, 40) / 255)
+        opened(images(7, 44, 48) / 255)
+    (found,) = tresnet.predict(images(1, 30, 36), weights=path, runtime="onnx")
+    assert found.image == "image 0"
 
 
 @pytest.mark.slow

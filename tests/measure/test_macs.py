@@ -1,26 +1,21 @@
+import pytest
 import torch
-from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from tresnet.measure.macs import count_macs, count_parameters, without_computing
-from tresnet.models.zoo import build
-
-
-def test_known_convolution_and_linear():
-    with without_computing():
-        model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.Flatten(), nn.Linear(8 * 4, 5))
-        assert count_macs(model, (2, 3, 4, 4)) == 2 * (8 * 3 * 9 * 4 + 32 * 5)
-    assert count_parameters(model) == 8 * 27 + 32 * 5 + 5
+from tresnet.measure.macs import count_macs, count_parameters, output_sizes
+from tresnet.models.zoo import build, list_models
 
 
-def test_training_mode_is_put_back():
-    with without_computing():
-        model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8))
-        count_macs(model, (1, 3, 1, 1))  # in training mode one value a channel is an error
-    assert model.training
+@pytest.mark.parametrize("name", list_models())
+def test_it_is_half_of_what_torch_counts(name):
+    model = build(name, num_classes=7, device="meta").eval()
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), counter:
+        model(torch.empty(1, 3, 64, 96, device="meta"))
+    assert 2 * count_macs(model, output_sizes(model, 64, 96)) == counter.get_total_flops()
 
 
-def test_nothing_is_allocated():
-    with without_computing():
-        weight = build("tresnet_t").get_parameter("head.fc.weight")
-    assert isinstance(weight, torch.Tensor)
-    assert weight.untyped_storage().device.type == "meta"
+def test_tied_parameters_count_once():
+    model = torch.nn.Sequential(torch.nn.Linear(32, 5), torch.nn.Linear(32, 5))
+    model[1].weight = model[0].weight
+    assert count_parameters(model) == 32 * 5 + 2 * 5

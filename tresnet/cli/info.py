@@ -1,15 +1,12 @@
 """`tresnet info`: configuration and cost of a model."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from tyro.conf import Positional, arg
 
 from tresnet.cli.output import format_table, say
-from tresnet.settings import ImageSize
-
-if TYPE_CHECKING:
-    from tresnet.models.tresnet import TResNet
+from tresnet.settings import ImageSize, sides
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,20 +19,26 @@ class Info(ImageSize):
     """Width of the classifier."""
 
     def run(self, argv: list[str]) -> int:
-        """Print the facts; nothing is computed or downloaded."""
+        """Print the facts; nothing is downloaded."""
         from tresnet.checkpoints.published import list_weights
-        from tresnet.measure.macs import count_macs, count_parameters, without_computing
-        from tresnet.models.zoo import build
+        from tresnet.measure.macs import count_macs, count_parameters, output_sizes
+        from tresnet.models.zoo import build, image_size
 
-        with without_computing():
-            model = build(self.model, num_classes=self.num_classes)
-            size = self.input_size or int(model.pretrained_cfg["input_size"][-1])
-            channels = model.config.in_chans
-            macs = count_macs(model, (1, channels, size, size))
-            stages = _stages(model, (1, channels, size, size))
+        model = build(self.model, num_classes=self.num_classes, device="meta")
+        height, width = sides(self.input_size or image_size(model.pretrained_cfg))
+        sizes = output_sizes(model, height, width)
+        stages = [
+            [
+                info["module"],
+                str(info["num_chs"]),
+                str(info["reduction"]),
+                " x ".join(map(str, (info["num_chs"], *sizes[info["module"]]))),
+            ]
+            for info in model.feature_info
+        ]
         say(self.model)
         say(f"parameters  {count_parameters(model):,}")
-        say(f"MACs        {macs:,} for one image of {size} x {size}")
+        say(f"MACs        {count_macs(model, sizes):,} for one image of {height} x {width}")
         say(f"features    {model.num_features:,}")
         say(f"weights     {', '.join(list_weights(self.model)) or 'none'}")
         say("")
@@ -44,21 +47,3 @@ class Info(ImageSize):
         say("")
         say(format_table(["stage", "channels", "stride", "shape for one image"], stages))
         return 0
-
-
-def _stages(model: "TResNet", shape: tuple[int, int, int, int]) -> list[list[str]]:
-    import torch
-
-    model.eval()
-    with torch.no_grad():
-        maps = model.forward_intermediates(torch.empty(shape), intermediates_only=True)
-    assert isinstance(maps, list), "intermediates_only returns only the maps"
-    return [
-        [
-            info["module"],
-            str(info["num_chs"]),
-            str(info["reduction"]),
-            " x ".join(map(str, feature_map.shape[1:])),
-        ]
-        for info, feature_map in zip(model.feature_info, maps, strict=True)
-    ]

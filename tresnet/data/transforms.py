@@ -5,6 +5,7 @@ generators that the loader seeds for each sample; `eval_transform` is timm's own
 if requested, which are a quarter of the size of floats.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import methodcaller
@@ -17,7 +18,7 @@ from torch.nn.functional import interpolate
 from tresnet.data.pictures import Box, Picture, crop_of
 from tresnet.errors import ConfigError
 from tresnet.models.zoo import DEFAULT_INPUT_SIZE, default_crop_pct
-from tresnet.settings import EvalTransform
+from tresnet.settings import EvalTransform, Sides, sides
 from tresnet.settings.fields import (
     Ascending,
     Fraction,
@@ -67,7 +68,7 @@ class Augment(Settings):
 
 def train_transform(
     cfg: Augment,
-    size: int = 224,
+    size: Sides = 224,
     interpolation: str = "bilinear",
     *,
     dtype: torch.dtype = torch.float32,
@@ -80,8 +81,8 @@ def train_transform(
     the other lets squares cross the border.
 
     Returns:
-        A picklable function from a `Picture`, or a PIL image in RGB, to a tensor (3, size, size):
-        torch.float32 in [0, 1], or torch.uint8.
+        A picklable function from a `Picture`, or a PIL image in RGB, to a tensor (3, height,
+        width): torch.float32 in [0, 1], or torch.uint8.
 
     Raises:
         ConfigError: a value is out of range, or the policy or the dtype unknown.
@@ -89,7 +90,7 @@ def train_transform(
     from timm.data.random_erasing import RandomErasing
     from torchvision import transforms
 
-    if size < 1:
+    if min(sides(size)) < 1:
         raise ConfigError(f"expected a size of at least 1 pixel, got {size}")
     check(cfg)
     steps: list[Any] = [_Crop(cfg, size, interpolation)]
@@ -120,10 +121,10 @@ class _Crop:
     six, so Pillow resizes bicubically.
     """
 
-    def __init__(self, cfg: Augment, size: int, interpolation: str) -> None:
+    def __init__(self, cfg: Augment, size: Sides, interpolation: str) -> None:
         from timm.data.transforms import RandomResizedCropAndInterpolation
 
-        self._size = [size, size]
+        self._size = sides(size)
         self._hflip = cfg.hflip
         self._drawn = cfg.random_crop
         self._timm = RandomResizedCropAndInterpolation(
@@ -144,11 +145,13 @@ class _Crop:
         return box, bool(self._hflip) and torch.rand(1).item() < self._hflip
 
     def resize(self, part: torch.Tensor) -> torch.Tensor:
-        """Resize (height, width, 3) to (size, size, 3), uint8."""
+        """Resize (height, width, 3) to the wanted height and width, uint8."""
         if getattr(self._timm.interpolation, "value", None) == "bicubic":
             from PIL.Image import Resampling
 
-            return torch.from_numpy(np.array(_to_pil(part).resize(self._size, Resampling.BICUBIC)))
+            height, width = self._size
+            resized = _to_pil(part).resize((width, height), Resampling.BICUBIC)
+            return torch.from_numpy(np.array(resized))
         planes = part.permute(2, 0, 1)[None]
         resized = interpolate(planes, self._size, mode="bilinear", antialias=True)
         return resized[0].permute(1, 2, 0)
@@ -179,33 +182,61 @@ def _affine(cfg: Augment) -> list[Any]:
 
 
 def eval_transform(cfg: EvalTransform, *, dtype: torch.dtype = torch.float32) -> Transform:
-    """Build the fixed transform of `cfg`: timm's own, without mean and standard deviation.
+    """Build the fixed transform of `cfg`: timm's, without mean and standard deviation.
 
     It maps images as `train_transform` does. None stands for 224 pixels, a centre crop, the zoo's
     `default_crop_pct` and bilinear interpolation. A value out of range, or an unknown dtype, raises
     `ConfigError`.
     """
-    from timm.data.transforms_factory import create_transform
-    from torchvision import transforms
-
     check(cfg)
     size, mode = cfg.input_size or DEFAULT_INPUT_SIZE, cfg.crop_mode or "center"
-    resize_and_crop = create_transform(
-        size,
-        is_training=False,
-        interpolation=cfg.interpolation or "bilinear",
-        crop_pct=cfg.crop_pct or default_crop_pct(size, mode),
-        crop_mode=mode,
-        normalize=False,
-    )
-    return transforms.Compose([_decoded, resize_and_crop, *_to_dtype(dtype)])
+    pct = cfg.crop_pct or default_crop_pct(size, mode)
+    filter_ = cfg.interpolation or "bilinear"
+    return _ResizeAndCrop(sides(size), mode, pct, filter_, _to_dtype(dtype))
 
 
-def _decoded(image: "Image | Picture") -> "Image":
-    return image.rgb() if isinstance(image, Picture) else image
+@dataclass(frozen=True)
+class _ResizeAndCrop:
+    """timm's transform of evaluation, without torchvision: importing that takes two seconds."""
+
+    size: tuple[int, int]
+    mode: str
+    crop_pct: float
+    interpolation: str
+    conversions: list[Callable[[torch.Tensor], torch.Tensor]]
+
+    def __call__(self, image: "Image | Picture") -> torch.Tensor:
+        from PIL.Image import Resampling
+
+        image = image.rgb() if isinstance(image, Picture) else image
+        image = image.resize(self.resized(*image.size), Resampling[self.interpolation.upper()])
+        (left, right), (top, bottom) = map(_middle, image.size, self.size[::-1])
+        image = image.crop((left, top, right, bottom))
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+        for convert in self.conversions:
+            pixels = convert(pixels)
+        return pixels
+
+    def resized(self, width: int, height: int) -> tuple[int, int]:
+        """Return the width and height to which an image is resized before the crop."""
+        rows, columns = (math.floor(side / self.crop_pct) for side in self.size)
+        if self.mode == "squash":
+            return columns, rows
+        if self.mode == "center" and rows == columns:
+            short = min(width, height)
+            return int(rows * width / short), int(rows * height / short)
+        choose = max if self.mode == "border" else min
+        ratio = choose(height / rows, width / columns)
+        return round(width / ratio), round(height / ratio)
 
 
-def _policy(cfg: Augment, size: int, interpolation: str) -> list[Any]:
+def _middle(length: int, wanted: int) -> tuple[int, int]:
+    """Return where the middle part of a length begins and ends, outside it for a longer one."""
+    begin = round((length - wanted) / 2) if length >= wanted else -((wanted - length) // 2)
+    return begin, begin + wanted
+
+
+def _policy(cfg: Augment, size: Sides, interpolation: str) -> list[Any]:
     from timm.data.transforms_factory import create_transform
 
     if cfg.auto_augment is None:
@@ -228,11 +259,13 @@ def _policy(cfg: Augment, size: int, interpolation: str) -> list[Any]:
     return [policy]
 
 
-def _to_dtype(dtype: torch.dtype) -> list[Any]:
-    from torchvision import transforms
-
+def _to_dtype(dtype: torch.dtype) -> list[Callable[[torch.Tensor], torch.Tensor]]:
     if dtype == torch.uint8:
         return []
     if dtype == torch.float32:
-        return [transforms.ConvertImageDtype(dtype)]
+        return [_to_unit]
     raise ConfigError(f"expected dtype torch.float32 or torch.uint8, got {dtype}")
+
+
+def _to_unit(pixels: torch.Tensor) -> torch.Tensor:
+    return pixels / 255

@@ -25,7 +25,7 @@ from tresnet.env import parse_size
 from tresnet.errors import ConfigError, InputError, TResNetError
 from tresnet.models.tresnet import TResNet
 from tresnet.ops.dispatch import lacking
-from tresnet.settings import Compute
+from tresnet.settings import Compute, sides
 
 if TYPE_CHECKING:
     from tresnet.engine.plan import RunPlan
@@ -146,12 +146,14 @@ def step_of(config: TrainConfig, classes: Sequence[str], world_size: int) -> dic
 
     Synchronised batch norm is predicted as the plain one, from which it differs by a few vectors.
     """
-    size, mixes = max(config.data.resolved_input_size, *config.data.sizes), config.augment.mixes
+    sizes = (config.data.resolved_input_size, *config.data.sizes)
+    height, width = max(map(sides, sizes), key=math.prod)
+    mixes = config.augment.mixes
     return {
         **config.compute.values(Compute),
         **vars(config.optim),
         **vars(config.ema),
-        "input_size": (3, size, size),
+        "input_size": (3, height, width),
         "input": "uint8",
         "mixes": mixes,
         "loss": loss_of(config, classes, mixes),

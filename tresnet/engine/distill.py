@@ -13,6 +13,7 @@ from tresnet.engine.resolve import class_map
 from tresnet.errors import CheckpointError, ConfigError, TResNetError
 from tresnet.models.named import check_name
 from tresnet.models.tresnet import TResNet
+from tresnet.settings import sides
 from tresnet.steps import InferenceCompute, InferenceStep
 
 _TIMM = "timm:"
@@ -70,13 +71,13 @@ def create_teacher(
         except ConfigError as error:
             raise ConfigError(f"--teacher {name}: {error}") from error
     teacher = Teacher(model, mapping, config, device)
-    for size in config.data.sizes:
+    for height, width in map(sides, config.data.sizes):
         try:
-            answer = teacher(torch.zeros(1, 3, size, size, device=device))
+            answer = teacher(torch.zeros(1, 3, height, width, device=device))
         except (AssertionError, RuntimeError, TResNetError) as error:
             raise ConfigError(
-                f"--teacher {name}: expected a model that takes images of {size} x {size}, as the"
-                f" run has them, got {error}: use another teacher or --input-size"
+                f"--teacher {name}: expected a model that takes images of {height} x {width}, as"
+                f" the run has them, got {error}: use another teacher or --input-size"
             ) from error
         if answer.shape != (1, len(classes)):
             raise ConfigError(

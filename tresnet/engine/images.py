@@ -25,11 +25,12 @@ from tresnet.data import (
 from tresnet.data import digits_multilabel as digits_multi
 from tresnet.data.multilabel import open_multilabel
 from tresnet.data.shards import ShardDataset, manifest_path
-from tresnet.engine.config import ImageConfig, TrainConfig
+from tresnet.engine.config import WRITTEN, ImageConfig, TrainConfig
 from tresnet.engine.distributed import Processes
 from tresnet.errors import DataError
+from tresnet.settings import Sides
 
-_WRITTEN = {"digits": digits, digits_multi.NAME: digits_multi}
+_WRITTEN = dict(zip(WRITTEN, (digits, digits_multi), strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +107,7 @@ def set_training_size(config: TrainConfig, splits: Splits, epoch: int) -> bool:
     return True
 
 
-def _train_transform(config: TrainConfig, size: int) -> Any:
+def _train_transform(config: TrainConfig, size: Sides) -> Any:
     filter_ = config.data.interpolation
     assert filter_ is not None, "filled in by resolve"
     return train_transform(config.augment, size, filter_, dtype=torch.uint8)

@@ -12,18 +12,18 @@ from tresnet.data import ImageDataset, eval_transform, open_folder
 from tresnet.errors import DataError, InputError
 from tresnet.models.tresnet import TResNet
 from tresnet.ops.unit_floats import unit_floats
-from tresnet.settings import EvalTransform, Input
+from tresnet.settings import EvalTransform, Input, Sides, sides
 
 BATCH = 32
 
 
 @dataclass(frozen=True)
 class Images:
-    """Images that an exported model accepts: (N, channels, size, size), any N.
+    """Images that an exported model accepts: (N, channels, height, width), any N.
 
     Attributes:
-        size: Height and width in pixels; with `dynamic_size`, those of the example it was traced
-            with.
+        size: Height and width in pixels, or one number for both; with `dynamic_size`, those of the
+            example it was traced with.
         multiple: Divisor of height and width.
         dynamic_size: Whether other heights and widths are accepted.
         input: 'float' in [0, 1], or 'uint8'.
@@ -31,7 +31,7 @@ class Images:
     """
 
     channels: int
-    size: int
+    size: Sides
     multiple: int
     dynamic_size: bool = False
     input: Input = "float"
@@ -60,10 +60,9 @@ class Images:
         if x.dtype != dtype:
             what = "bytes" if self.input == "uint8" else "floats in [0, 1]"
             raise InputError(f"expected {dtype} ({what}), got {x.dtype}: convert, or export anew")
-        if tuple(x.shape[2:]) != (self.size, self.size):  # a package is made for one size
+        if tuple(x.shape[2:]) != sides(self.size):  # a package is made for one size
             raise InputError(
-                f"expected height and width {(self.size, self.size)}, got {tuple(x.shape[2:])}: "
-                "resize"
+                f"expected height and width {sides(self.size)}, got {tuple(x.shape[2:])}: resize"
             )
         if len(x) == 0:
             raise InputError("expected at least one image, got none")
@@ -79,10 +78,10 @@ class Images:
             return images.contiguous(memory_format=self.memory_format)
         return unit_floats(images, memory_format=self.memory_format)
 
-    def random(self, count: int, height: int = 0, width: int = 0) -> Tensor:
+    def random(self, count: int, size: Sides | None = None) -> Tensor:
         """Return bytes of noise (count, channels, height, width), the same each time."""
         generator = torch.Generator().manual_seed(count)
-        shape = (count, self.channels, height or self.size, width or self.size)
+        shape = (count, self.channels, *sides(size or self.size))
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
 
     def samples(self) -> Iterator[Tensor]:
@@ -90,9 +89,9 @@ class Images:
         yield self.random(1)
         yield self.random(3)
         if self.dynamic_size:  # one with odd feature maps, neither square
-            side = self.multiple
-            yield self.random(2, self.size + side, self.size + 4 * side)
-            yield self.random(1, 11 * side, 9 * side)
+            side, (height, width) = self.multiple, sides(self.size)
+            yield self.random(2, (height + side, width + 4 * side))
+            yield self.random(1, (11 * side, 9 * side))
 
 
 def open_labelled(

@@ -24,8 +24,9 @@ from tresnet.export.options import ExportOptions
 from tresnet.export.plain import plain_model, trace
 from tresnet.files import atomic_write
 from tresnet.models.tresnet import TResNet
-from tresnet.models.zoo import image_side
+from tresnet.models.zoo import image_size
 from tresnet.ops.unit_floats import unit_floats
+from tresnet.settings import sides
 from tresnet.settings.fields import check
 
 CALIBRATION_IMAGES = 512
@@ -151,7 +152,7 @@ def _check_options(path: Path, options: ExportOptions, format: Format) -> None:
 
 
 def _images(model: TResNet, options: ExportOptions) -> Images:
-    size = options.input_size or image_side(model.pretrained_cfg)
+    size = options.input_size or image_size(model.pretrained_cfg)
     images = Images(
         model.config.in_chans,
         size,
@@ -160,7 +161,7 @@ def _images(model: TResNet, options: ExportOptions) -> Images:
         options.input,
         options.channels_last,
     )
-    if size % images.multiple or size < images.least:
+    if any(side % images.multiple or side < images.least for side in sides(size)):
         raise InputError(
             f"expected an input_size divisible by {images.multiple} and at least {images.least}, "
             f"got {size}"

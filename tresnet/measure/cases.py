@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from tyro.conf import Positional, arg
 
 from tresnet.errors import InputError, MissingDependencyError
-from tresnet.settings import Amp, Build, Dtype, ModelStep, Recompute
+from tresnet.settings import Amp, Build, Dtype, ModelStep, Recompute, sides
 from tresnet.settings.fields import Positive, Size, check, parse
 
 
@@ -146,7 +146,7 @@ def _rehearse(case: BenchCase) -> None:
     except MissingDependencyError:  # its row will say so
         return
     size = case.input_size or default_input_shape(model)[-1]
-    model.check_input(torch.empty(1, 3, size, size, device="meta"))
+    model.check_input(torch.empty(1, 3, *sides(size), device="meta"))
 
 
 def parse_case(text: str, defaults: CaseSettings, batch_size: int = 64) -> BenchCase:

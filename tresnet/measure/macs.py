@@ -1,40 +1,47 @@
-"""Multiply-accumulates and parameters of a model, counted without computing anything."""
-
-import contextlib
+"""Multiply-accumulates and parameters of a model."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from tresnet.layers.blur_pool import BlurPool2d
+from tresnet.models.tresnet import TResNet
+from tresnet.models.zoo import build
 
 
-def without_computing() -> contextlib.AbstractContextManager[object]:
-    """Return a context in which new tensors have shapes and devices but no data.
+def output_sizes(model: TResNet, height: int, width: int) -> dict[str, tuple[int, ...]]:
+    """Return the height and width of each module's output, by its name, for images of one size.
 
-    It uses fake tensors rather than the meta device, as code that reads a tensor's device
-    (autocast, for example) then works.
+    They do not depend on the widths, so a thin model of the same variant computes them. `model` may
+    be on the meta device, on which PyTorch would load its compiler: that takes a second.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    thin = build(model.config.variant, width_factor=1 / 8, num_classes=1).eval()
+    sizes: dict[str, tuple[int, ...]] = {}
+    for name, module in thin.named_modules():
 
-    return FakeTensorMode()
+        def note(_: nn.Module, __: object, output: Tensor, name: str = name) -> None:
+            sizes[name] = tuple(output.shape[2:])
+
+        module.register_forward_hook(note)
+    with torch.no_grad():
+        thin(torch.zeros(1, thin.in_chans, height, width))
+    return sizes
 
 
-def count_macs(model: nn.Module, input_shape: tuple[int, int, int, int]) -> int:
-    """Return multiply-accumulates of convolutions and matrix products in one forward pass.
+def count_macs(model: TResNet, sizes: dict[str, tuple[int, ...]]) -> int:
+    """Return multiply-accumulates of convolutions and linear layers for one image.
 
-    This is half of `torch.utils.flop_counter.FlopCounterMode`, for a batch of `input_shape` (N, C,
-    H, W) in eval mode; pointwise operations, pooling and normalisation are not counted. Call it,
-    and build the model, inside `without_computing`.
+    This is half of `torch.utils.flop_counter.FlopCounterMode`. `sizes` are those of `output_sizes`.
     """
-    from torch.utils.flop_counter import FlopCounterMode
-
-    was_training = model.training
-    counter = FlopCounterMode(display=False)
-    try:
-        model.eval()
-        with torch.no_grad(), counter:
-            model(torch.empty(input_shape))
-    finally:
-        model.train(was_training)
-    return counter.get_total_flops() // 2
+    macs, channels = 0, 0
+    for name, module in model.named_modules():
+        weights = 0
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            weights, channels = module.weight.numel(), len(module.weight)
+        elif isinstance(module, BlurPool2d):  # of the convolution before it
+            weights = 9 * channels
+        if weights:
+            macs += weights * torch.Size(sizes[name]).numel()
+    return macs
 
 
 def count_parameters(model: nn.Module) -> int:

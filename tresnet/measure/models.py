@@ -39,6 +39,7 @@ from tresnet.measure.runner import (
 )
 from tresnet.measure.settings import StepSettings
 from tresnet.models.named import default_input_shape
+from tresnet.settings import Sides, sides
 from tresnet.steps import InferenceStep, TrainingStep, create_training_step
 from tresnet.steps.graph import CHECKED_AFTER, WARMUP_RUNS
 
@@ -202,12 +203,12 @@ def speed(times_s: Sequence[float], images: float) -> dict[str, float | None]:
 class Prepared(NamedTuple):
     """A step with its batch: `run` returns the loss or the logits.
 
-    `input_size` is the side of the model's images in pixels.
+    `input_size` is the side of the model's images in pixels, or height and width if they differ.
     """
 
     run: Callable[[], Tensor]
     model: nn.Module
-    input_size: int
+    input_size: Sides
     step: TrainingStep | InferenceStep
 
 
@@ -216,12 +217,13 @@ def prepare(case: BenchCase, training: bool, device: torch.device, seed: int) ->
     torch.manual_seed(seed)
     model = build(case)
     size = case.input_size or default_input_shape(model)[-1]
+    shape = (case.batch_size, 3, *sides(size))
     classes = getattr(model, "num_classes", _CLASSES)
     labels = torch.randint(classes, (case.batch_size,), device=device)
     if case.input == "uint8":
-        raw = torch.randint(256, (case.batch_size, 3, size, size), dtype=torch.uint8)
+        raw = torch.randint(256, shape, dtype=torch.uint8)
     else:
-        raw = torch.rand(case.batch_size, 3, size, size)
+        raw = torch.rand(shape)
     layout = torch.channels_last if case.channels_last else torch.contiguous_format
     raw = raw.to(device).contiguous(memory_format=layout)
     if training:

@@ -19,6 +19,7 @@ from tresnet.errors import InputError
 from tresnet.models.config import ModelConfig, ModelOptions
 from tresnet.models.tresnet import TResNet
 from tresnet.ops.dispatch import Impl
+from tresnet.settings import sides
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 DEFAULT_INPUT_SIZE = 224  # of every variant but the one for small images, and of most peers
@@ -58,9 +59,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def default_crop_pct(input_size: int, crop_mode: str = "center") -> float:
+def default_crop_pct(input_size: int | tuple[int, int], crop_mode: str = "center") -> float:
     """Return the fraction of a side that a centre crop keeps: 0.875 from 224 pixels on."""
-    return 0.875 if crop_mode == "center" and input_size >= DEFAULT_INPUT_SIZE else 1.0
+    large = min(sides(input_size)) >= DEFAULT_INPUT_SIZE
+    return 0.875 if crop_mode == "center" and large else 1.0
 
 
 def find_variant(name: str) -> Variant:
@@ -147,12 +149,7 @@ def default_pretrained_cfg(name: str, config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def image_side(cfg: Mapping[str, Any]) -> int:
-    """Return the side of a `pretrained_cfg`'s square images; others raise `InputError`."""
+def image_size(cfg: Mapping[str, Any]) -> int | tuple[int, int]:
+    """Return the side of a `pretrained_cfg`'s images, or height and width if they differ."""
     _, height, width = cfg["input_size"]
-    if height != width:
-        raise InputError(
-            f"expected square images, got a model for images {height} high and {width} wide: set "
-            "the side with --input-size, or prepare the images yourself"
-        )
-    return int(width)
+    return int(width) if height == width else (int(height), int(width))

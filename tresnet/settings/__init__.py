@@ -34,7 +34,13 @@ CompileMode = Literal[
 ]
 Dtype = Literal["fp32", "bf16", "fp16"]
 Input = Literal["float", "uint8"]
+Sides = Size | tuple[Size, Size]  # of a square, or height and width, in pixels
 Recompute = Literal["none", "activations", "outputs"]
+
+
+def sides(size: int | tuple[int, int]) -> tuple[int, int]:
+    """Return height and width of an `input_size`."""
+    return (size, size) if isinstance(size, int) else size
 
 
 def torch_dtype(name: Dtype) -> "torch.dtype":
@@ -104,8 +110,8 @@ class ModelShape(Settings):
 class ImageSize(Settings):
     """The size of a model's images."""
 
-    input_size: Size | None = None
-    """Height and width of the input in pixels. None: the model's own."""
+    input_size: Sides | None = None
+    """Height and width of the input in pixels, or one number for both. None: the model's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +120,10 @@ class EvalTransform(ImageSize):
 
     crop_pct: FractionAbove0 | None = None
     """Fraction of the resized image that evaluation keeps. None: the model's own."""
-    crop_mode: Literal["center", "squash"] | None = None
+    crop_mode: Literal["center", "squash", "border"] | None = None
     """How evaluation crops: center keeps the aspect ratio and cuts the middle out, squash resizes
-    to a square. None: the model's own."""
+    to the input size, border keeps the aspect ratio and all of the image, between black borders.
+    None: the model's own."""
     interpolation: Literal["bilinear", "bicubic"] | None = None
     """Resampling filter. None: the model's own."""
 
