@@ -2,7 +2,9 @@ import csv
 import io
 import itertools
 import json
+import threading
 
+import numpy as np
 import pytest
 import safetensors
 import torch
@@ -17,8 +19,8 @@ from tresnet.cli.main import main as run
 from tresnet.engine.config import ImageConfig
 from tresnet.engine.resolve import missing
 from tresnet.errors import DataError, InputError
-from tresnet.export import ExportOptions, export_model
 from tresnet.models.zoo import build
+from tresnet.predictions import predictor
 from tresnet.predictions.sources import find_images
 
 CLASSES = ["zero", "one", "two"]
@@ -106,7 +108,7 @@ def test_predict_agrees_with_the_model(format, given, drawn, photographs, capsys
     model, path = drawn
     folder, paths = photographs
     words = {"folder": [str(folder)], "pattern": [f"{folder}/**/*.png"], "stdin": ["-"]}[given]
-    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(paths) + "\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n \n".join(paths) + "\n"))
     options = ["--weights", str(path), "--top-k", "2", "--format", format, "--batch-size", "2"]
     assert run(["predict", *words, *options]) == 0
     found = read(capsys.readouterr().out, format)
@@ -140,14 +142,45 @@ def test_predict_in_python_is_the_command(drawn, photographs, capsys):
     assert run(["predict", str(folder), "--weights", str(drawn[1]), "--format", "json"]) == 0
     printed = read(capsys.readouterr().out, "json")
     pixels = torch.stack([pil_to_tensor(Image.open(path)) for path in paths])
-    for images in (folder, paths, [Image.open(path) for path in paths], pixels):
+    arrays = [np.asarray(Image.open(path)) for path in paths]
+    mirrored = [array[..., ::-1] for array in arrays]  # as OpenCV's are
+    opened = [Image.open(path) for path in paths]
+    straight = [array[..., ::-1] for array in mirrored]
+    for images in (folder, paths, opened, pixels, list(pixels), arrays, np.stack(arrays), straight):
         found = tresnet.predict(images, weights=drawn[1])
         assert [(p.classes, p.probabilities) for p in found] == [row[1:] for row in printed]
     assert len(tresnet.predict(pixels[0], weights=drawn[1], top_k=9)[0].classes) == 4
-    with pytest.raises(InputError, match=r"bytes \(3, H, W\) in torch.uint8, got torch.float32"):
-        tresnet.predict(pixels / 255, weights=drawn[1])
+    assert len(tresnet.predict(arrays[0], weights=drawn[1])) == 1
+    for wrong, got in (
+        (pixels / 255, r"torch.float32 \(3,"),
+        (arrays[0] / 255.0, r"float64 \("),
+        (pixels[0].permute(1, 2, 0), r"torch.uint8 \("),
+        ([arrays[0][..., 0]], r"uint8 \(\d+, \d+\)"),
+    ):
+        with pytest.raises(InputError, match=rf"\(3, H, W\) in torch.uint8, got {got}"):
+            tresnet.predict(wrong, weights=drawn[1])
     with pytest.raises(InputError, match="expected images, or an iterable of them, got None"):
         tresnet.predict(None, weights=drawn[1])
+
+
+def test_many_images_are_read_at_once_and_predicted_in_order(drawn, monkeypatch):
+    """The first image is read only while another is, and is predicted first nevertheless."""
+    monkeypatch.setattr(predictor, "usable_cores", lambda: 2)
+    both = threading.Barrier(2, timeout=20)
+    images = [np.full((32, 32, 3), 40 * i, np.uint8) for i in range(6)]
+    alone = [tresnet.predict(image, weights=drawn[1])[0].probabilities for image in images]
+    many = predictor.Predictor(drawn[1], batch_size=2)
+    transform = many._runner.transform
+
+    def waiting(picture):
+        both.wait()
+        return transform(picture)
+
+    monkeypatch.setattr(many, "_runner", many._runner._replace(transform=waiting))
+    found = list(many(images))
+    assert [one.image for one in found] == [f"image {i}" for i in range(6)]
+    for one, expected in zip(found, alone, strict=True):
+        assert one.probabilities == pytest.approx(expected, rel=1e-5)
 
 
 def test_maps_are_grad_cam(drawn, photographs, tmp_path, monkeypatch, capsys):
@@ -256,18 +289,20 @@ def test_predict_needs_a_classifier(image, tmp_path, capsys):
     assert "expected weights of a classifier" in capsys.readouterr().err
 
 
-def test_one_side_is_not_taken_for_both(image, tmp_path, capsys):
-    """Without an option the side is that of the weights, whose images may not be square."""
-    model, path = build("tresnet_t", num_classes=3), tmp_path / "wide.safetensors"
-    model.pretrained_cfg["input_size"] = (3, 32, 64)
+@pytest.mark.parametrize("mode", ["center", "border"])
+def test_images_that_are_not_square_are_predicted_as_evaluated(image, mode, tmp_path, capsys):
+    torch.manual_seed(0)
+    model, path = build("tresnet_t", num_classes=3).eval(), tmp_path / "wide.safetensors"
+    model.pretrained_cfg |= {"input_size": (3, 32, 64), "crop_mode": mode, "crop_pct": 1.0}
     save_checkpoint(model, path)
-    assert run(["predict", str(image), "--weights", str(path)]) == 2
-    assert "expected square images, got a model for images 32 high" in capsys.readouterr().err
-    with pytest.raises(InputError, match=r"64 wide: say the side by --input-size"):
-        missing(ImageConfig(), describe(path).pretrained_cfg)
+    assert run(["predict", str(image), "--weights", str(path), "--format", "json"]) == 0
+    ((_, classes, chances),) = read(capsys.readouterr().out, "json")
+    x = torch.zeros(1, 3, 32, 64)
+    x[..., slice(None) if mode == "center" else slice(16, 48)] = 200 / 255  # the image is grey
+    expected, numbers = model(x)[0].softmax(0).max(0)
+    assert (classes, chances) == ((f"class {numbers}",), pytest.approx((expected.item(),), 1e-4))
+    assert missing(ImageConfig(), describe(path).pretrained_cfg)["input_size"] == (32, 64)
     assert "input_size" not in missing(ImageConfig(input_size=64), describe(path).pretrained_cfg)
-    with pytest.raises(InputError, match=r"64 wide: say the side by --input-size"):
-        export_model(model.eval(), tmp_path / "wide.onnx", ExportOptions("onnx"))
 
 
 @pytest.mark.parametrize(

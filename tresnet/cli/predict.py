@@ -79,7 +79,7 @@ class Predict(Settings):
 
 
 def _lines() -> list[str]:
-    return [name for line in sys.stdin if (name := line.rstrip("\r\n"))]
+    return [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
 
 
 def _make(folder: Path) -> None:

@@ -4,8 +4,10 @@
 read and transformed one by one and run in batches.
 """
 
+import collections
 import os
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -15,13 +17,13 @@ from torch import Tensor
 
 from tresnet.checkpoints import WeightsInfo, create, open_weights
 from tresnet.data import BadImageError, eval_transform
+from tresnet.data.loaders import usable_cores
 from tresnet.env import usable_device
 from tresnet.errors import InputError
-from tresnet.export.formats import read_onnx
 from tresnet.models.tresnet import TResNet
-from tresnet.models.zoo import image_side
+from tresnet.models.zoo import image_size
 from tresnet.predictions.sources import Source, pictures
-from tresnet.settings import Build, EvalTransform, InferenceCompute
+from tresnet.settings import Build, EvalTransform, InferenceCompute, Sides
 from tresnet.steps import InferenceStep
 
 if TYPE_CHECKING:
@@ -50,9 +52,9 @@ class Prediction:
 
 
 class _Runner(NamedTuple):
-    """A model in its runtime: `run` maps bytes (N, 3, size, size) to logits (N, classes).
+    """A model in its runtime: `run` maps bytes (N, 3, H, W) to logits (N, classes).
 
-    `transform` turns a PIL image into bytes (3, size, size). `model` is not folded; None outside
+    `transform` turns a PIL image into bytes (3, H, W). `model` is not folded; None outside
     PyTorch.
     """
 
@@ -129,13 +131,13 @@ class Predictor:
     ) -> Iterator[Prediction]:
         """Yield predictions of images (see `predict`), in order; other objects raise InputError.
 
-        `bad` receives the error of each image that cannot be read, which is then left out; None
-        raises the BadImageError.
+        Threads, one per core, read the images of the next batches. `bad` receives the error of each
+        image that cannot be read, which is then left out; None raises the BadImageError.
         """
         good: list[tuple[str, Tensor]] = []
-        for name, read in pictures(images):
+        for name, image in self._read(images):
             try:
-                good.append((name, self._runner.transform(read())))
+                good.append((name, image.result()))
             except BadImageError as error:
                 if bad is None:
                     raise
@@ -145,6 +147,16 @@ class Predictor:
                 good = []
         if good:
             yield from self._predict(good)
+
+    def _read(self, images: Source | Iterable[Source]) -> Iterator[tuple[str, Future[Tensor]]]:
+        waiting: collections.deque[tuple[str, Future[Tensor]]] = collections.deque()
+        with ThreadPoolExecutor(usable_cores()) as pool:
+            for name, read in pictures(images):
+                transformed = pool.submit(lambda read=read: self._runner.transform(read()))
+                waiting.append((name, transformed))
+                if len(waiting) > 2 * self._batch_size:
+                    yield waiting.popleft()
+            yield from waiting
 
     def _predict(self, images: list[tuple[str, Tensor]]) -> Iterator[Prediction]:
         names, batch = [name for name, _ in images], torch.stack([image for _, image in images])
@@ -172,8 +184,9 @@ def predict(
     """Predict the classes of images.
 
     Args:
-        images: Paths of files or folders, patterns, PIL images, or bytes (N, 3, H, W) in uint8; one
-            or many. They are resized and cropped as the weights require.
+        images: Paths of files or folders, patterns, PIL images, or RGB in uint8: NumPy arrays
+            ([N,] H, W, 3) or tensors ([N,] 3, H, W); one or many. They are resized and cropped as
+            the weights require.
         weights: Weights for `tresnet.create`, or with `runtime='onnx'` a file of `tresnet export`.
         top_k: Number of classes to name, the likeliest first.
         **options: Arguments of `Predictor`: batch_size, runtime, maps, device, build, compute.
@@ -208,12 +221,14 @@ def _torch(
         num_classes=known.num_classes,
         names=known.descriptions or known.classes,
         several=known.user.get("labels") == "multi",
-        transform=_transform(image_side(known.pretrained_cfg), known.pretrained_cfg),
+        transform=_transform(image_size(known.pretrained_cfg), known.pretrained_cfg),
         model=model.eval(),
     )
 
 
 def _onnx(path: Path) -> _Runner:
+    from tresnet.export.formats import read_onnx
+
     run, known = read_onnx(path)
     names = known["descriptions"] or known["classes"]
     return _Runner(
@@ -225,6 +240,7 @@ def _onnx(path: Path) -> _Runner:
     )
 
 
-def _transform(size: int, known: dict[str, Any]) -> Callable[["Image"], Tensor]:
+def _transform(size: Sides, known: dict[str, Any]) -> Callable[["Image"], Tensor]:
     wanted = {key: known[key] for key in ("crop_mode", "crop_pct", "interpolation")}
+    size = size if isinstance(size, int) else (size[0], size[1])  # of JSON a list
     return eval_transform(EvalTransform(input_size=size, **wanted), dtype=torch.uint8)

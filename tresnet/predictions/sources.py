@@ -1,11 +1,11 @@
-"""The images to predict: files, folders, patterns, pictures and bytes."""
+"""The images to predict: files, folders, patterns, PIL images, arrays and tensors."""
 
 import glob
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, TypeAlias, Union
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from tresnet.data.folder import image_files, load_rgb
@@ -15,7 +15,7 @@ from tresnet.errors import InputError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-Source: TypeAlias = Union[str, os.PathLike[str], "Image", Tensor]
+Source: TypeAlias = Union[str, os.PathLike[str], "Image", np.ndarray, Tensor]
 
 
 def find_images(names: Iterable[str | os.PathLike[str]]) -> list[str]:
@@ -47,7 +47,7 @@ def pictures(images: Source | Iterable[Source]) -> Iterator[tuple[str, Callable[
     from PIL.Image import Image
 
     if isinstance(images, str | os.PathLike | Image) or (
-        isinstance(images, Tensor) and images.dim() == 3
+        isinstance(images, np.ndarray | Tensor) and images.ndim == 3
     ):
         images = [images]
     if not isinstance(images, Iterable):
@@ -59,7 +59,7 @@ def pictures(images: Source | Iterable[Source]) -> Iterator[tuple[str, Callable[
         elif isinstance(one, Image):
             yield getattr(one, "filename", "") or f"image {number}", lambda one=one: _rgb(one)
         else:
-            yield f"image {number}", lambda one=one: _from_bytes(one)
+            yield f"image {number}", lambda one=one: _from_pixels(one)
 
 
 def _rgb(picture: "Image") -> "Image":
@@ -67,12 +67,17 @@ def _rgb(picture: "Image") -> "Image":
         return to_rgb(picture)
 
 
-def _from_bytes(pixels: object) -> "Image":
-    from torchvision.transforms.functional import to_pil_image
+def _from_pixels(pixels: object) -> "Image":
+    from PIL import Image
 
     got = repr(pixels)
-    if isinstance(pixels, Tensor):
-        if pixels.dtype == torch.uint8 and pixels.dim() == 3 and len(pixels) == 3:
-            return to_pil_image(pixels)
+    if isinstance(pixels, np.ndarray | Tensor):
         got = f"{pixels.dtype} {tuple(pixels.shape)}"
-    raise InputError(f"expected paths, PIL images or bytes (3, H, W) in torch.uint8, got {got:.80}")
+        if pixels.ndim == 3 and str(pixels.dtype) in ("uint8", "torch.uint8"):
+            rows = pixels if isinstance(pixels, np.ndarray) else pixels.permute(1, 2, 0).cpu()
+            if rows.shape[-1] == 3:
+                return Image.fromarray(np.ascontiguousarray(rows))
+    raise InputError(
+        "expected paths, PIL images, or RGB of 8 bits: arrays (H, W, 3) in numpy.uint8 or tensors"
+        f" (3, H, W) in torch.uint8, got {got:.80}"
+    )
