@@ -4,6 +4,7 @@ No value contains a path, a host name or a user name. NVML and git are queried o
 runs. CUDA is initialised only if the caller names a CUDA device.
 """
 
+import contextlib
 import functools
 import importlib.metadata
 import os
@@ -228,16 +229,16 @@ def _output_of(*command: str) -> str | None:
 
 
 def parse_size(size: str | int) -> int:
-    """Return bytes of `80GiB`, `24GB` (powers of ten) or a count, or raise InputError."""
+    """Return bytes of `80GiB` or `24GB` (powers of ten); an int is bytes; or raise InputError."""
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
-    try:
-        n_bytes = -1 if isinstance(size, bool) else TypeAdapter(ByteSize).validate_python(size)
-    except (ValidationError, OverflowError):
-        n_bytes = -1
+    n_bytes = -1
+    if not isinstance(size, bool) and not (isinstance(size, str) and size.strip()[-1:].isdigit()):
+        with contextlib.suppress(ValidationError, OverflowError):
+            n_bytes = TypeAdapter(ByteSize).validate_python(size)
     if not 0 <= n_bytes < 2**63:
         raise InputError(
-            f"expected a size such as '80GiB', '512MiB' or a number of bytes, got {size!r}"
+            f"expected a size such as '80GiB' or '512MiB', with its unit, got {size!r}"
         )
     if n_bytes == 0:
         raise InputError(f"expected a size above zero, got {size!r}")

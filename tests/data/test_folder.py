@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile
 from torchvision.datasets import ImageFolder
+from torchvision.datasets.folder import IMG_EXTENSIONS
 
+from tresnet.data import folder
 from tresnet.data.folder import check_same_classes, load_rgb, open_folder
 from tresnet.data.pictures import BadImageError
 from tresnet.errors import DataError
@@ -16,6 +18,7 @@ from tresnet.errors import DataError
 def test_a_good_folder_gives_images_labels_and_counts(tmp_path, make_images):
     make_images(tmp_path / "val", {"dog": 2, "cat": 3})
     (tmp_path / "val" / "cat" / "notes.txt").write_text("ignored")
+    (tmp_path / "val" / ".ipynb_checkpoints").mkdir()
     dataset = open_folder(tmp_path, "val")
     assert len(dataset) == 5
     assert dataset.classes == ["cat", "dog"]
@@ -34,6 +37,7 @@ def test_files_and_labels_are_in_torchvisions_order(tmp_path, make_images):
     dataset, theirs = open_folder(tmp_path, "val"), ImageFolder(tmp_path / "val")
     found = list(zip(dataset.paths, dataset.targets.tolist(), strict=True))
     assert (found, dataset.classes) == (theirs.samples, theirs.classes)
+    assert folder.EXTENSIONS == IMG_EXTENSIONS
 
 
 def test_a_folder_that_links_lead_to_again_is_refused(tmp_path, make_images):
@@ -91,7 +95,11 @@ def test_classes_that_differ_are_named(tmp_path, make_images):
         ("pipe.png", os.mkfifo, ".*not a regular file"),
         ("folder.png", lambda path: path.mkdir(), ".*not a regular file"),
         ("empty.png", lambda path: path.touch(), "UnidentifiedImageError"),
-        ("page.png", lambda path: path.write_text("<html>404</html>"), "UnidentifiedImageError"),
+        (
+            "page.png",
+            lambda path: path.write_text("<html>404</html>"),
+            r"UnidentifiedImageError: cannot identify image file\)",
+        ),
         ("head.png", lambda path: path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"\0" * 64), ".+"),
         (
             "float.tif",

@@ -232,6 +232,15 @@ def test_the_command_writes_both_splits_and_says_what_is_wrong(
         assert message in capsys.readouterr().err
 
 
+def test_shards_of_other_settings_are_left_alone(images, tmp_path):
+    sharded(images, tmp_path / "out")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    message = "holds shards that were written with other --pixels: write to another folder"
+    with pytest.raises(ConfigError, match=message):
+        sharded(images, tmp_path / "out", pixels=True)
+    assert before == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+
+
 def test_settings_locks_and_a_missing_library_are_checked_first(images, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="--images-per-shard: expected at least 1, got 0"):
         sharded(images, tmp_path / "out", images_per_shard=0)

@@ -497,3 +497,10 @@ def test_uncopyable_model_is_explained():
         InputError, match=r"Linear cannot be copied.*pass a function that builds it"
     ):
         predict(model, batch_size=2, input_size=(1, 2, 1))
+
+
+def test_missing_and_unknown_arguments_name_the_function():
+    with pytest.raises(TypeError, match=r"^predict\(\) missing a required .*'batch_size'$"):
+        predict("tresnet_t")
+    with pytest.raises(TypeError, match=r"^predict\(\) got an unexpected .*'batch'$"):
+        predict("tresnet_t", batch_size=1, batch=1)

@@ -5,7 +5,9 @@ import pickle
 
 import pytest
 import torch
+from timm.utils.model import freeze
 from torch import nn
+from torchvision.ops.misc import FrozenBatchNorm2d
 
 import tresnet
 from tests.surgery.networks import NORMS, features, images, network
@@ -41,6 +43,18 @@ def test_the_outputs_are_the_same(norm, name, options):
         final = folded.forward_features(x)
         torch.testing.assert_close(folded.forward_head(final), model(x), **close)
     assert final.shape[1] == folded.num_features == model.num_features
+
+
+@pytest.mark.parametrize("norm", ["abn", "batchnorm"])
+def test_norms_that_timm_has_frozen_are_folded(norm):
+    model, x = network(norm=norm).double(), images(torch.double)
+    expected = model(x)
+    freeze(model)
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+    for parts in (model, nn.Sequential(nn.Conv2d(3, 8, 3), FrozenBatchNorm2d(8)).double().eval()):
+        close = {"rtol": EXACT[norm], "atol": EXACT[norm]}
+        torch.testing.assert_close(fold(parts)(x), parts(x), **close)
+    torch.testing.assert_close(fold(model)(x), expected, **close)
 
 
 @pytest.mark.parametrize("norm", NORMS)

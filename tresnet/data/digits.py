@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from tresnet import files
+from tresnet.data.folder import EXTENSIONS
 from tresnet.errors import DataError, needed
 
 CLASSES = tuple(str(digit) for digit in range(10))
@@ -122,12 +123,11 @@ def digest(folder: Path) -> str | None:
     Pixels are hashed rather than bytes, as another zlib may compress the same picture differently.
     """
     from PIL import Image
-    from torchvision.datasets.folder import is_image_file  # what ImageFolder would read
 
     found = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         is_table = path.suffix == ".csv"
-        if not is_table and not is_image_file(path.name):
+        if not is_table and not path.name.lower().endswith(EXTENSIONS):
             continue
         place = os.fsencode(path.relative_to(folder).as_posix())
         try:

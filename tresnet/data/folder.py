@@ -20,6 +20,8 @@ from tresnet.errors import DataError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+# torchvision's list; importing torchvision takes two seconds.
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 # Names of the classes, in their order, of a multi-label data set.
 CLASSES_FILE = "classes.txt"
 _NAMES_SHOWN = 10
@@ -74,10 +76,11 @@ def open_folder(
 ) -> ImageDataset:
     """Open `<root>/<split>` ("train" or "val") with one sub-folder of images for each class.
 
-    Labels number the class folders in sorted order. Files are in torchvision's order, and files
-    without an image's suffix are ignored. No image is decoded here: a damaged one raises its error
-    when it is read. `transform` takes a `Picture`; the loader reads `skip_bad_images`. A folder
-    that is missing, without classes or images, or linked twice raises `DataError`.
+    Labels number the class folders in sorted order; hidden folders are ignored. Files are in
+    torchvision's order, and files without an image's suffix are ignored. No image is decoded here:
+    a damaged one raises its error when it is read. `transform` takes a `Picture`; the loader reads
+    `skip_bad_images`. A folder that is missing, without classes or images, or linked twice raises
+    `DataError`.
     """
     folder = Path(root) / split
     classes = class_folders(Path(root), folder)
@@ -105,7 +108,6 @@ def image_files(folder: str, reached: dict[tuple[int, int], str]) -> Iterator[st
     A loop of links raises DataError; torchvision would follow it forever. `reached` holds the
     folders listed before, by device and inode; those below are added.
     """
-    from torchvision.datasets.folder import IMG_EXTENSIONS
 
     def refuse(error: OSError) -> None:
         raise error
@@ -122,7 +124,7 @@ def image_files(folder: str, reached: dict[tuple[int, int], str]) -> Iterator[st
         found.append((place, names))
     for place, names in sorted(found):
         for name in sorted(names):
-            if name.lower().endswith(IMG_EXTENSIONS):
+            if name.lower().endswith(EXTENSIONS):
                 yield os.path.join(place, name)
 
 
@@ -177,7 +179,8 @@ def class_folders(root: Path, folder: Path) -> list[str]:
             raise DataError(
                 f"{layout}, but there is no folder {folder.name!r} in {root}, which holds: {found}"
             )
-        classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+        names = (entry.name for entry in folder.iterdir() if entry.is_dir())
+        classes = sorted(name for name in names if not name.startswith("."))
     except OSError as error:
         raise DataError(f"cannot list {error.filename}: {error.strerror}") from error
     if not classes:

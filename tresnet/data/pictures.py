@@ -65,7 +65,8 @@ def named(path: str) -> Iterator[None]:
     except BadImageError:
         raise
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        text = re.sub(r" <\S+ object at 0x\w+>", "", str(error))  # such as of the bytes
+        reason = " ".join(f"{type(error).__name__}: {text}".split())
         raise BadImageError(path, reason) from error
 
 

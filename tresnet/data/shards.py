@@ -31,7 +31,7 @@ from tresnet.data.pictures import BadImageError, Picture, Pixels, named
 from tresnet.errors import ConfigError, DataError, needed
 from tresnet.files import atomic_write, explained, lock, remove_leftovers, write_text
 from tresnet.settings import ShardSettings
-from tresnet.settings.fields import check
+from tresnet.settings.fields import check, option
 
 FORMAT = 2
 _HEAD = struct.Struct("<II")  # CRC-32 of the rest; length of the text in bytes
@@ -152,7 +152,7 @@ def write_shards(
 
     Raises:
         BadImageError: an image cannot be decoded, without `skip_bad_images`.
-        ConfigError: a setting is out of range.
+        ConfigError: a setting is out of range, or other than that of the shards in `out`.
         BusyError: another process is writing to `out`.
         DataError: every image was left out.
         WriteError: a file cannot be written, for example because the disk is full.
@@ -178,6 +178,7 @@ def write_shards(
     digest = hashlib.sha256()
     with lock(out):
         remove_leftovers(out)
+        _check_settings(manifest_path(out, dataset.split), asdict(settings))
         manifest_path(out, dataset.split).unlink(missing_ok=True)
         with _mapping(workers) as mapping:
             for done in mapping(_write, jobs):
@@ -211,6 +212,20 @@ def write_shards(
             if number.isdigit() and int(number) >= len(jobs):
                 file.unlink()  # of an earlier command, which made more shards
     return skipped
+
+
+def _check_settings(manifest: Path, settings: dict[str, Any]) -> None:
+    """Raise ConfigError where whole shards of other settings would be replaced."""
+    try:
+        before = json.loads(manifest.read_text(encoding="utf-8"))["settings"]
+    except (OSError, ValueError, KeyError, TypeError):  # there are none, or they cannot be read
+        return
+    names = settings.keys() - {"images_per_shard"}  # the images are the same
+    if differing := sorted(name for name in names if before.get(name) != settings[name]):
+        raise ConfigError(
+            f"{manifest.parent} holds shards that were written with other "
+            f"{', '.join(map(option, differing))}: write to another folder, or delete that one"
+        )
 
 
 @dataclass(frozen=True)

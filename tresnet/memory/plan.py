@@ -137,14 +137,20 @@ def by_keywords(
     """Let a function of a model and a plan accept the fields of the plan as typed keywords."""
 
     def decorate(function: Callable[[ModelLike, S], R]) -> Callable[Concatenate[ModelLike, P], R]:
-        @functools.wraps(function)
-        def call(model: ModelLike, *args: P.args, **settings: P.kwargs) -> R:
-            return function(model, plan(*args, **settings))
-
         parameters = [*inspect.signature(function).parameters.values()][:1]
         parameters += inspect.signature(plan).parameters.values()
         result = inspect.signature(function).return_annotation
-        call.__signature__ = inspect.Signature(parameters, return_annotation=result)  # pyright: ignore[reportAttributeAccessIssue]
+        signature = inspect.Signature(parameters, return_annotation=result)
+
+        @functools.wraps(function)
+        def call(model: ModelLike, *args: P.args, **settings: P.kwargs) -> R:
+            try:
+                signature.bind(model, *args, **settings)
+            except TypeError as error:  # the message of `plan` would name that class
+                raise TypeError(f"{function.__name__}() {error}") from None
+            return function(model, plan(*args, **settings))
+
+        call.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
         return call
 
     return decorate

@@ -7,7 +7,7 @@ cannot be folded exactly raises an error before anything is changed.
 
 import copy
 import itertools
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,8 @@ from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.models.tresnet import TResNet
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-AnyNorm = NormAct | nn.BatchNorm2d | nn.SyncBatchNorm
+# What timm's `freeze` puts in place of a batch norm; its module is slow to import.
+_FROZEN = ("torchvision.ops.misc", "FrozenBatchNorm2d")
 
 
 def fold(model: ModuleT, *, merge_stem: bool = False, inplace: bool = False) -> ModuleT:
@@ -29,10 +30,10 @@ def fold(model: ModuleT, *, merge_stem: bool = False, inplace: bool = False) -> 
 
     y = gamma (conv(x) - mean) / sqrt(var + eps) + beta becomes one convolution with bias, computed
     in float64 and rounded once. `fold` handles TResNets, also inside another module, and in any
-    `nn.Sequential` a `Conv2d` followed by a `BatchNorm2d` or one of our norms. The model must call
-    such an `nn.Sequential` as one module: if it calls the children one by one and computes
-    something between them, the result is wrong without an error. The result has no gradients and
-    refuses training mode and checkpoints. Load before folding, and export after.
+    `nn.Sequential` a `Conv2d` followed by a `BatchNorm2d`, one of our norms or one that timm has
+    frozen. The model must call such an `nn.Sequential` as one module: if it calls the children one
+    by one and computes something between them, the result is wrong without an error. The result has
+    no gradients and refuses training mode and checkpoints. Load before folding, and export after.
 
     Args:
         model: A model in eval mode; unchanged unless `inplace`.
@@ -76,8 +77,13 @@ def _pairs(parent: nn.Sequential) -> list[tuple[str, str]]:
     return [
         (name, next_name)
         for (name, conv), (next_name, norm) in itertools.pairwise(parent._modules.items())
-        if type(conv) is nn.Conv2d and type(norm) in PLAIN_NORMS
+        if type(conv) is nn.Conv2d and _is_plain(norm)
     ]
+
+
+def _is_plain(norm: nn.Module) -> bool:
+    kind = type(norm)
+    return kind in PLAIN_NORMS or (kind.__module__, kind.__name__) == _FROZEN
 
 
 def _check(model: nn.Module, merge_stem: bool) -> None:
@@ -103,7 +109,7 @@ def _check(model: nn.Module, merge_stem: bool) -> None:
         )
     refuse_hooked(replaced)
     for name, norm in norms.items():
-        if norm.training:
+        if norm.training and type(norm) in PLAIN_NORMS:
             raise InputError(
                 f"expected a model in eval mode, but {name} is in training mode, where a norm "
                 "depends on the batch: call model.eval() first"
@@ -125,7 +131,7 @@ def _check_parts(block: ConvNormAct, name: str) -> None:
         raise InputError(
             f"expected plain convolutions, but {name}.conv is {type(conv).__name__}: {todo} first"
         )
-    if type(norm) not in PLAIN_NORMS:
+    if not _is_plain(norm):
         raise InputError(
             f"expected batch norms, but {name}.bn is {type(norm).__name__}: fold before it is "
             "replaced"
@@ -136,7 +142,6 @@ def _fold_pairs(parent: nn.Sequential) -> None:
     for name, next_name in _pairs(parent):
         conv, norm = parent.get_submodule(name), parent.get_submodule(next_name)
         assert isinstance(conv, nn.Conv2d)
-        assert isinstance(norm, AnyNorm)
         folded = fold_norm(conv, norm)
         if isinstance(norm, NormAct):
             folded = FoldedConv(folded, norm.slope, nn.Identity())
@@ -145,11 +150,9 @@ def _fold_pairs(parent: nn.Sequential) -> None:
 
 
 @torch.no_grad()
-def fold_norm(conv: nn.Conv2d, norm: AnyNorm) -> nn.Conv2d:
+def fold_norm(conv: nn.Conv2d, norm: Any) -> nn.Conv2d:
     """Return a convolution that equals `conv` and `norm` in eval mode, without activation."""
     mean, var = norm.running_mean, norm.running_var
-    assert mean is not None
-    assert var is not None
     gamma = norm._gamma() if isinstance(norm, NormAct) else norm.weight
     scale = torch.rsqrt(var.double() + norm.eps) * (1.0 if gamma is None else gamma.double())
     bias = (0.0 if conv.bias is None else conv.bias.double()) - mean.double()
