@@ -52,6 +52,18 @@ def test_resuming_starts_from_the_runs_own_configuration(tiny, tmp_path):
     assert again.config == recipe("digits")
 
 
+def test_a_runs_configuration_starts_another(tiny, tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(configs.to_json(tiny(epochs=7)))
+    parsed = parse_train(["--config", str(path), "--lr", "0.5"])
+    assert parsed.config == tiny(epochs=7, lr=0.5, name=None)
+    for beside in (["--recipe", "digits"], ["--resume", "auto"]):
+        assert train_main(["--config", str(path), *beside]) == 2
+        assert "--config: expected no --recipe and no --resume" in capsys.readouterr().err
+    assert train_main(["--config", str(tmp_path)]) == 2
+    assert "no readable config.json of a run at" in capsys.readouterr().err
+
+
 def test_a_dry_run_prints_the_complete_configuration_and_makes_no_run(tiny, capsys):
     assert train_main([*options_of(tiny()), "--dry-run"]) == 0
     printed = configs.from_json(capsys.readouterr().out)
@@ -173,9 +185,9 @@ def test_names_may_be_of_any_bytes_and_the_screen_of_any_encoding(tiny, tmp_path
         ("cuda", 0, 1, 2, "cuda:0"),
         ("cpu", 1, 2, 2, "cpu"),
         ("auto", 1, 2, 0, "cpu"),
-        ("meta", 0, 1, 2, "expected cpu, cuda, cuda:N or auto, got 'meta'"),
+        ("meta", 0, 1, 2, "--device: expected a device that computes, such as cpu"),
         ("cuda:0", 0, 2, 2, "2 processes need a GPU each, got the one GPU 'cuda:0'"),
-        ("cuda:9", 0, 1, 2, "expected a GPU number below 2, the GPUs found, got 9"),
+        ("cuda:9", 0, 1, 2, "--device: expected a device of this machine, got 'cuda:9', but"),
     ],
 )
 def test_each_process_takes_the_gpu_of_its_rank(name, rank, world_size, gpus, found, monkeypatch):

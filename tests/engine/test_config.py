@@ -59,11 +59,12 @@ def test_replace_suggests_the_nearest_option():
 def test_resuming_with_other_options_lists_each_with_both_values():
     other = configs.replace(GOOD, epochs=7, lr=0.5, workers=1, log_interval=3, data="moved")
     with pytest.raises(ConfigError) as error:
-        configs.check_resumable(GOOD, other, Path("runs/a/best.safetensors"))
+        configs.resumed(GOOD, other, Path("runs/a/best.safetensors"))
     message = str(error.value)
     assert "--epochs: the run has 300, now 7" in message
     assert "--lr: the run has 0.1, now 0.5" in message
     assert "(--weights runs/a/best.safetensors starts it from this one's weights)" in message
+    assert "more --epochs are for a run of --lr-schedule constant without" in message
     assert "workers" not in message
     assert "log-interval" not in message
 
@@ -84,7 +85,35 @@ def test_resuming_may_change_what_does_not_alter_the_result():
         "data_root": "elsewhere",
     }
     assert set(other) == configs.FREE_AT_RESUME
-    configs.check_resumable(GOOD, configs.replace(GOOD, **other), Path())
+    changed = configs.replace(GOOD, **other)
+    assert configs.resumed(GOOD, changed, Path()) == changed
+
+
+def test_a_constant_rate_goes_on_for_more_epochs_after_a_warm_up_as_long():
+    constant = configs.replace(GOOD, lr_schedule="constant", epochs=10, warmup_fraction=0.25)
+    found = configs.resumed(constant, configs.replace(constant, epochs=40), Path())
+    assert found == configs.replace(constant, epochs=40, warmup_fraction=0.0625)
+    for changes in ({"epochs": 9}, {"epochs": 40, "lr": 0.5}):
+        with pytest.raises(ConfigError, match="these options differ"):
+            configs.resumed(constant, configs.replace(constant, **changes), Path())
+    for option in ({"mix_off_epochs": 2}, {"progressive_sizes": (64, 96)}):
+        ends = configs.replace(constant, **option)
+        with pytest.raises(ConfigError, match="--epochs: the run has 10, now 40"):
+            configs.resumed(ends, configs.replace(ends, epochs=40), Path())
+
+
+def test_paths_of_existing_files_are_stored_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("images", "digits"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "parents.json").touch()
+    given = {"hierarchy": "parents.json", "teacher": "tresnet_m.miil_in1k"}
+    found = configs.flatten(configs.absolute(configs.replace(GOOD, data="images", **given)))
+    paths = (str(tmp_path / "images"), str(tmp_path / "parents.json"), given["teacher"])
+    assert (found["data"], found["hierarchy"], found["teacher"]) == paths
+    for data in ("digits", "absent", None):
+        config = configs.replace(GOOD, data=data)
+        assert configs.absolute(config) == config
 
 
 @pytest.mark.parametrize(

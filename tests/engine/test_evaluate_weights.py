@@ -1,12 +1,15 @@
 import dataclasses
 import json
+import shutil
 
 import pytest
 import torch
+from torch.nn import functional
 
 from tests.engine.images import CLASSES, write_images
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.save import save_checkpoint
+from tresnet.data import eval_transform, open_folder
 from tresnet.engine.evaluate_weights import EvalConfig, run
 from tresnet.engine.resolve import class_map
 from tresnet.errors import ConfigError
@@ -50,8 +53,6 @@ def test_the_result_names_what_was_measured_and_on_what(config, tmp_path, capsys
 
 
 def test_labels_are_compared_by_name(config, plain, data):
-    from tresnet.data import eval_transform, open_folder
-
     model = create(weights=config.weights).eval()
     dataset = open_folder(
         data, "val", eval_transform(EvalTransform(input_size=12, crop_mode="center", crop_pct=1.0))
@@ -99,6 +100,30 @@ def test_an_existing_output_is_replaced_only_if_asked_to(config, tmp_path):
     assert output.read_text() == "precious"
     run(dataclasses.replace(config, overwrite=True))
     assert json.loads(output.read_text())["images"] == 11
+
+
+def test_some_of_the_classes_compete_by_their_names(config, data, tmp_path, capsys):
+    """As in ImageNet-R and -A, whose folders are 200 of ImageNet's."""
+    shutil.copytree(data, tmp_path / "some")
+    shutil.rmtree(tmp_path / "some" / "val" / CLASSES[0])
+    found = run(dataclasses.replace(config, data=str(tmp_path / "some")))
+    assert (
+        "the data have 2 of the weights' 3 classes: only these compete" in capsys.readouterr().out
+    )
+    cfg = EvalTransform(input_size=12, crop_mode="center", crop_pct=1.0)
+    dataset = open_folder(tmp_path / "some", "val", eval_transform(cfg))
+    names = ["red", *CLASSES[:2]]
+    columns = [names.index(name) for name in dataset.classes]
+    model = create(weights=config.weights).eval()
+    with torch.no_grad():
+        logits = torch.cat([model(image[None])[:, columns] for image, _ in dataset])
+    loss = functional.cross_entropy(logits, dataset.targets)
+    assert (found["images"], found["loss"]) == (len(dataset), pytest.approx(loss.item(), rel=1e-5))
+    assert found["top1"] == pytest.approx(
+        100 * (logits.argmax(1) == dataset.targets).float().mean().item()
+    )
+    with pytest.raises(ConfigError, match="the weights have 3 classes, the data 2"):
+        class_map(names, 3, dataset.classes)  # a teacher, and weights to start from
 
 
 def test_other_classes_are_refused(config, tmp_path):

@@ -8,6 +8,7 @@ import timm
 import torch
 
 from tests.engine.runs import eval_main, train_main
+from tresnet.ops import dispatch
 
 # Command lines, and words of their message. DATA has three classes, WEIGHTS are of a run on it.
 TRAIN = """
@@ -16,7 +17,7 @@ TRAIN = """
 --recipe digits --model tresnet_n | unknown model 'tresnet_n'
 --recipe digits --weights tresnet_m.mil | unknown weights 'tresnet_m.mil'
 --recipe digits --weights absent.pth | absent.pth
---recipe digits --device tpu | --device: expected cpu, cuda, cuda:N or auto
+--recipe digits --device tpu | --device: expected a device such as cpu or cuda:0, got 'tpu'
 --data absent --workers 0 --device cpu | absent is not a folder: check --data
 --data DATA/train --workers 0 --device cpu | there is no folder 'train'
 --recipe digits --input-size 33 | expected height and width divisible by 2, got (33, 33)
@@ -28,13 +29,18 @@ TRAIN = """
 --recipe digits --name a/b | --name: expected a directory name without a path
 --recipe digits --name .. | --name: expected a directory name without a path
 --recipe digits --name . | --name: expected a directory name without a path
+--recipe digits --dry-run --name ../evil | --name: expected a directory name without a path
+--recipe digits --dry-run --name LONG | --name: expected a directory name without a path, of at most
+--recipe digits --dry-run --impl triton --device cpu | impl='triton' needs a tensor on a GPU
+--recipe digits --lr 1e308 | --lr: expected at most 1000000000000000, got 1e+308
 --recipe digits --runs file/runs --name new --epochs 1 | file/runs: Not a directory
 --recipe digits --batch-size auto | expected a GPU whose memory decides, got device cpu
 --recipe digits --batch-size auto --dry-run | --dry-run --gpu-memory 24GiB
 --recipe digits --batch-size auto --compile default | predicted with --compile, expected a number
 --recipe digits --batch-size auto --jit | cannot be predicted with --jit, expected a number
 --recipe digits --batch-size auto --gpu-memory 8gigs | --gpu-memory: expected a size such as '80GiB'
---recipe digits --teacher WEIGHTS | --teacher WEIGHTS: the weights have 3 classes, the data 10
+--recipe digits --batch-size auto --gpu-memory 10 | --gpu-memory: expected a size such as '80GiB'
+--recipe digits --teacher WEIGHTS | /WEIGHTS: the weights have 3 classes, the data 10
 --recipe digits --teacher timm:resnet1 | expected a model of timm, got 'resnet1'
 --recipe digits --teacher timm:test_resnet | --teacher timm:test_resnet: timm cannot give
 --recipe multilabel --mixup 0.2 | --loss asymmetric takes labels as they are
@@ -81,8 +87,9 @@ def test_bad_input_is_one_message_and_exit_code_2(place, monkeypatch, capsys, ma
 
     monkeypatch.setattr(timm, "create_model", unreachable)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(dispatch, "interpreted", lambda: False)
     monkeypatch.chdir(place)
-    arguments = line.split()
+    arguments = line.replace("LONG", 300 * "n").split()
     if "--hierarchy" in arguments and arguments[-1][0] in "[{":
         Path("parents.json").write_text(arguments.pop())
         arguments.append("parents.json")

@@ -140,6 +140,19 @@ def test_a_state_of_another_model_is_refused(step, record, tmp_path):
             state.restore(content | odd, step, ALONE)
 
 
+@pytest.mark.parametrize("odd", [None, "x", [1], {"a": 1}], ids=repr)
+def test_values_of_wrong_types_are_refused(step, record, tmp_path, odd):
+    state.save(tmp_path, step, record, ALONE)
+    _, content = state.read(tmp_path / "last.pt")
+    progress = dataclasses.asdict(record.progress)
+    changes = [{key: odd} for key in content if key not in ("model_ema", "scaler", "schedule")]
+    changes += [{"progress": progress | {key: odd}} for key in progress]
+    for change in changes:
+        torch.save(content | change, tmp_path / "odd.pt")
+        with pytest.raises((CheckpointError, ConfigError)):  # nothing else
+            state.restore(state.read(tmp_path / "odd.pt")[1], step, ALONE)
+
+
 class Bomb:
     def __init__(self, mark):
         self.mark = mark

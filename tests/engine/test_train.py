@@ -18,7 +18,7 @@ import torch
 from tests.checkpoints.small import same
 from tests.engine.conftest import config_on
 from tests.engine.images import write_images
-from tests.engine.runs import assert_same_run, rows_of
+from tests.engine.runs import assert_same_run, rows_of, tensors_of
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.remap import read_weights
 from tresnet.checkpoints.save import save_checkpoint
@@ -287,6 +287,26 @@ def test_a_damaged_state_is_replaced_by_the_one_before(tiny, finished, stopped, 
     assert_same_run(stopped, finished)
 
 
+def test_a_finished_run_of_a_constant_rate_goes_on_for_longer_from_anywhere(
+    tiny, data, tmp_path, monkeypatch
+):
+    """It ends as one that was as long from the beginning, after a warm-up of as many steps."""
+    options = {"lr_schedule": "constant", "mixup": 0.0}
+    longer = train(tiny(epochs=4, warmup_fraction=0.125, name="longer", **options)).run_dir
+    monkeypatch.chdir(data.parent)
+    short = tiny(epochs=2, warmup_fraction=0.25, name="short", data=data.name, **options)
+    run_dir = train(short).run_dir
+    monkeypatch.chdir(tmp_path)
+    saved = configs.load(run_dir / "config.json")
+    train(configs.replace(saved, epochs=4), resume=run_dir)
+    expected = tensors_of(longer)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors_of(run_dir).items())
+    assert rows_of(run_dir) == rows_of(longer)
+    assert len(rows_of(run_dir, "final")) == 1
+    written = configs.load(run_dir / "config.json")
+    assert (written.schedule.epochs, written.schedule.warmup_fraction) == (4, 0.125)
+
+
 def test_a_finished_run_without_its_log_is_evaluated_again(tiny, finished, tmp_path):
     again = shutil.copytree(finished, tmp_path / "again")
     (again / "log.jsonl").write_bytes(b"\0" * 500)
@@ -511,6 +531,12 @@ def test_sizes_follow_one_another_and_resume_where_they_were(tiny, monkeypatch):
             stop_at(patch, update)
             assert train(tiny(**options), resume=Path("auto")).stopped_by == signal.SIGTERM
     assert_same_run(train(tiny(**options), resume=Path("auto")).run_dir, progressive)
+
+
+def test_images_need_not_be_square(tiny):
+    run_dir = train(tiny(epochs=1, input_size=(12, 20))).run_dir
+    assert configs.load(run_dir / "config.json").data.input_size == (12, 20)
+    assert describe(run_dir / "best.safetensors").pretrained_cfg["input_size"] == (3, 12, 20)
 
 
 def test_a_file_that_is_no_image_is_named_or_skipped(tiny, tmp_path, monkeypatch, capsys):

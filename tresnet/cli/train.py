@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -13,6 +14,7 @@ from tresnet.engine.config import AUTO, TrainConfig
 from tresnet.engine.evaluate_weights import EvalConfig
 from tresnet.engine.recipes import recipe
 from tresnet.engine.train import dry_run, train
+from tresnet.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +25,8 @@ class TrainCommand:
     resume: Path | None = None
     """Continue the run in this directory from its last checkpoint. auto: continue the run of that
     --name if it exists, else begin it; for jobs that a scheduler restarts."""
+    given: Annotated[Path | None, tyro.conf.arg(name="config")] = None
+    """Take the defaults from the config.json of another run instead of a recipe."""
     dry_run: bool = False
     """Prepare the run up to its first batch, without a run directory, and print the complete
     configuration."""
@@ -46,7 +50,7 @@ def eval_command(arguments: Sequence[str], prog: str = "eval.py") -> int:
 
 
 def parse_train(arguments: Sequence[str], prog: str = "train.py") -> TrainCommand:
-    """Parse options over the defaults of the recipe that they name, or of the run that they resume.
+    """Parse options over the defaults of the named recipe or config.json, or of the resumed run.
 
     A missing recipe or run raises ConfigError; SystemExit is raised after help (0) or bad options
     (2).
@@ -54,8 +58,13 @@ def parse_train(arguments: Sequence[str], prog: str = "train.py") -> TrainComman
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--recipe")
     early.add_argument("--resume", type=Path)
+    early.add_argument("--config", type=Path)
     named, _ = early.parse_known_args(arguments)
-    if named.recipe is None and named.resume is not None and str(named.resume) != AUTO:
+    if named.config is not None:
+        if named.recipe is not None or named.resume is not None:
+            raise ConfigError("--config: expected no --recipe and no --resume beside it")
+        defaults = configs.replace(configs.load(named.config), name=None)
+    elif named.recipe is None and named.resume is not None and str(named.resume) != AUTO:
         defaults = configs.load(named.resume / rundir.CONFIG)
     else:
         defaults = recipe(named.recipe or "paper")

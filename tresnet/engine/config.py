@@ -7,6 +7,7 @@ its type holds its range.
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,6 +22,7 @@ from tresnet.settings import (
     ModelShape,
     OptimConfig,
     ScheduleConfig,
+    Sides,
     TrainingBuild,
     fields,
 )
@@ -37,6 +39,7 @@ from tresnet.settings.fields import (
 
 # Value of `batch_size` for the largest batch that fits.
 AUTO = "auto"
+WRITTEN = ("digits", "digits_multilabel")  # data sets that are written where they are missing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,8 +79,8 @@ class DataConfig(ImageConfig):
     eval_batch_size: Size | None = None
     """Images per process and forward pass in evaluation. None: as in training."""
     progressive_sizes: tuple[Size, ...] | None = None
-    """Train at these sizes one after the other, each for an equal fraction of the epochs, and test
-    at --input-size. None: train at --input-size."""
+    """Train at these square sizes one after the other, each for an equal fraction of the epochs,
+    and test at --input-size. None: train at --input-size."""
 
     @property
     def resolved_batch_size(self) -> int:
@@ -86,13 +89,13 @@ class DataConfig(ImageConfig):
         return self.batch_size
 
     @property
-    def resolved_input_size(self) -> int:
+    def resolved_input_size(self) -> Sides:
         """`input_size` of a resolved configuration, which is filled in."""
         assert self.input_size is not None, "filled in by resolve"
         return self.input_size
 
     @property
-    def sizes(self) -> tuple[int, ...]:
+    def sizes(self) -> tuple[Sides, ...]:
         """Sizes of training images, in their order, of a resolved configuration."""
         return self.progressive_sizes or (self.resolved_input_size,)
 
@@ -296,27 +299,44 @@ def replace(config: TrainConfig, **changes: object) -> TrainConfig:
     return config
 
 
-def resumed(saved: TrainConfig, wanted: TrainConfig) -> TrainConfig:
-    """Return `wanted` with its open fields filled in from the run's first configuration."""
+def absolute(config: TrainConfig) -> TrainConfig:
+    """Return a copy with absolute paths of existing files, which resuming finds from anywhere."""
+    flat = flatten(config)
+    names = [name for name in ("data", "hierarchy", "teacher") if flat[name] not in WRITTEN]
+    found = [name for name in names if os.path.exists(flat[name] or "")]
+    return replace(config, **{name: os.path.abspath(flat[name]) for name in found})
+
+
+def resumed(saved: TrainConfig, wanted: TrainConfig, best: Path) -> TrainConfig:
+    """Return `wanted` with its open fields filled in from the run's first configuration.
+
+    More epochs are possible with a constant rate, if nothing else counts from the end; the warm-up
+    stays as long as it was. Other options that would change the run's results raise `ConfigError`,
+    which names the run's weights.
+    """
     before, now = flatten(saved), flatten(wanted)
-    left_open = [name for name in RESOLVED if now[name] is None]
+    filled = {name: before[name] for name in RESOLVED if now[name] is None}
     if wanted.data.batch_size == AUTO:
-        left_open.append("batch_size")
-    return replace(wanted, **{name: before[name] for name in left_open})
-
-
-def check_resumable(saved: TrainConfig, wanted: TrainConfig, best: Path) -> None:
-    """Raise `ConfigError`, naming the run's weights, if options would change its results."""
-    before, now = flatten(saved), flatten(wanted)
+        filled["batch_size"] = before["batch_size"]
+    now |= filled
+    from_the_end = before["mix_off_epochs"] or before["progressive_sizes"]
+    endless = before["lr_schedule"] == "constant" and not from_the_end
+    longer = endless and now["epochs"] > before["epochs"]
+    free = FREE_AT_RESUME | {"epochs"} if longer else FREE_AT_RESUME
     differing = [
         f"{fields.option(name)}: the run has {before[name]!r}, now {now[name]!r}"
         for name in before
-        if name not in FREE_AT_RESUME and before[name] != now[name]
+        if name not in free and before[name] != now[name]
     ]
     if differing:
         raise ConfigError(
             "a run is resumed with the configuration it began with, but these options differ:\n  "
             + "\n  ".join(differing)
             + "\nleave them out to continue the run, or start a new one"
-            f" (--weights {best} starts it from this one's weights)"
+            f" (--weights {best} starts it from this one's weights); more --epochs are for a run of"
+            " --lr-schedule constant without --mix-off-epochs and --progressive-sizes"
         )
+    if longer:
+        warmup_epochs = before["warmup_fraction"] * before["epochs"]
+        filled["warmup_fraction"] = warmup_epochs / now["epochs"]
+    return replace(wanted, **filled)

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from tresnet import files
 from tresnet.engine import signals
-from tresnet.errors import ConfigError
+from tresnet.env import device_or_default, timed_device
+from tresnet.errors import ConfigError, InputError
 
 # Timeout of collectives, longer than compilation or a checkpoint on a slow disk. After it torchrun
 # restarts the processes from the last checkpoint.
@@ -142,26 +143,12 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout: datetime.timede
 
 def pick_device(name: str, local_rank: int, world_size: int) -> torch.device:
     """Return a device (`auto`, `cuda`: this local rank's GPU), or raise ConfigError."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"--device: expected cpu, cuda, cuda:N or auto, got {name!r}") from error
-    if device.type == "cpu":
-        return device
-    if device.type != "cuda":
-        raise ConfigError(f"--device: expected cpu, cuda, cuda:N or auto, got {name!r}")
-    if device.index is not None and world_size > 1:
+    if name.startswith("cuda:") and world_size > 1:
         raise ConfigError(
             f"--device: {world_size} processes need a GPU each, got the one GPU {name!r}"
         )
-    index = local_rank if device.index is None else device.index
-    found = torch.cuda.device_count()
-    if index >= found:
-        raise ConfigError(
-            f"--device: expected a GPU number below {found}, the GPUs found, got {index}"
-            if found
-            else f"--device: PyTorch finds no GPU here, got {name!r}: use --device cpu"
-        )
-    return torch.device("cuda", index)
+    name = device_or_default(None if name == "auto" else name)
+    try:
+        return timed_device(f"cuda:{local_rank}" if name == "cuda" else name)
+    except InputError as error:
+        raise ConfigError(f"--device: {error}") from error

@@ -125,7 +125,8 @@ def evaluate(
         step: Inference step of the model.
         loader: This process's images.
         processes: The processes of the run.
-        class_map: The model's class of each label; None if they are the same.
+        class_map: The model's class of each label; None if they are the same. The model's other
+            classes are left out.
         console: Shows a progress bar; None for none.
         levels: Levels of a hierarchy (classes,). An image is then classified among the classes of
             its label's level; None compares all classes.
@@ -144,10 +145,12 @@ def evaluate(
             images, targets = step.feed(batch, labels_of_batch)
             meter.data_ready()
             logits = step(images)
+            if class_map is not None:
+                logits = logits[:, class_map]
             if levels is not None:
                 levels = levels.to(logits.device)
                 logits = logits.masked_fill(levels != levels[targets][:, None], -math.inf)
-            sums.add(logits, targets, class_map)
+            sums.add(logits, targets)
             meter.step(len(images))
             seen += len(images)
             bar.advance()
@@ -165,9 +168,7 @@ class _OneLabel:
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)
 
-    def add(self, logits: Tensor, targets: Tensor, class_map: list[int] | None) -> None:
-        if class_map is not None:
-            targets = torch.tensor(class_map, device=targets.device)[targets]
+    def add(self, logits: Tensor, targets: Tensor) -> None:
         loss = functional.cross_entropy(logits, targets, reduction="sum")
         best = logits.topk(min(5, logits.shape[1]), dim=1).indices == targets[:, None]
         self._sums += torch.stack([loss.double(), best[:, 0].sum().double(), best.sum().double()])
@@ -184,9 +185,8 @@ class _ManyLabels:
         self._threshold = threshold
         self._batches: list[tuple[Tensor, Tensor]] = []
 
-    def add(self, logits: Tensor, targets: Tensor, class_map: list[int] | None) -> None:
-        own = logits if class_map is None else logits[:, class_map]
-        self._batches.append((own.cpu(), targets.cpu()))
+    def add(self, logits: Tensor, targets: Tensor) -> None:
+        self._batches.append((logits.cpu(), targets.cpu()))
 
     def metrics(self, processes: Processes, images: int) -> MultiLabelMetrics:
         own = [torch.cat(part).numpy() for part in zip(*self._batches, strict=True)]

@@ -86,6 +86,11 @@ def run(config: EvalConfig) -> dict[str, Any]:
         model = create(config.model, weights=opened, **config.values(Build))
         mapping = _class_map(opened, dataset)
         console = Console(processes.is_main, config.progress)
+        if len(dataset.classes) < opened.num_classes:
+            console.say(
+                f"the data have {len(dataset.classes)} of the weights' {opened.num_classes}"
+                " classes: only these compete"
+            )
         step = InferenceStep(model, config.compute, processes.device, say=console.say)
         labels = LabelConfig(loss="bce" if multi else "cross-entropy", threshold=config.threshold)
         try:
@@ -149,7 +154,7 @@ def _open(config: EvalConfig, multi: bool, processes: Processes) -> tuple[ImageD
 
 def _class_map(known: WeightsInfo, dataset: ImageDataset) -> list[int] | None:
     try:
-        return class_map(known.classes, known.num_classes, dataset.classes)
+        return class_map(known.classes, known.num_classes, dataset.classes, not dataset.multi)
     except ConfigError as error:
         if not dataset.multi:
             raise

@@ -5,6 +5,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tresnet.checkpoints.weights import WeightsInfo, open_weights
 from tresnet.engine import batch_size, rundir, state
 from tresnet.engine import config as configs
@@ -16,6 +18,7 @@ from tresnet.engine.images import Splits, fingerprint_beside, open_splits
 from tresnet.engine.resolve import resolve
 from tresnet.engine.state import BEST, Identity, Progress, RunRecord
 from tresnet.errors import ConfigError
+from tresnet.ops.dispatch import runs_kernels
 from tresnet.settings import fields
 
 
@@ -64,11 +67,12 @@ def make_plan(
     run_dir, found = _claim(wanted, resume, processes, console, held, dry_run)
     saved, content = found or (None, None)
     assumes_gpu = dry_run and batch_size.assumes_gpu(wanted, processes.device)
+    if wanted.model.impl == "triton" and not assumes_gpu:
+        runs_kernels(processes.device, torch.float32, "triton")  # raises what is lacking
     if saved is not None:
         assert run_dir is not None, "a state is in a directory"
         weights = None  # the state has its own
-        filled = configs.resumed(saved.config, wanted)
-        configs.check_resumable(saved.config, filled, run_dir / BEST)
+        filled = configs.resumed(configs.absolute(saved.config), wanted, run_dir / BEST)
     else:
         name = wanted.model.weights
         weights = None if name is None else open_weights(name)

@@ -14,7 +14,7 @@ from tresnet.engine.config import TrainConfig
 from tresnet.errors import ConfigError
 from tresnet.models import zoo
 from tresnet.models.tresnet import TResNet
-from tresnet.settings import EvalTransform
+from tresnet.settings import EvalTransform, sides
 
 _CROP = ("crop_pct", "crop_mode", "interpolation")
 
@@ -38,7 +38,7 @@ def missing(data: EvalTransform, cfg: Mapping[str, Any]) -> dict[str, Any]:
     """Return the open options of image preparation from a `pretrained_cfg`."""
     known = {name: cfg[name] for name in _CROP}
     if data.input_size is None:
-        known["input_size"] = zoo.image_side(cfg)
+        known["input_size"] = zoo.image_size(cfg)
     return {name: value for name, value in known.items() if getattr(data, name) is None}
 
 
@@ -54,11 +54,11 @@ def create_model(
     model = create(config.model.model, weights=weights, num_classes=len(classes), **options)
     assert isinstance(model, TResNet), "features_only is not an option"
     size = data.resolved_input_size
-    for side in {size, *data.sizes}:
-        model.check_input(torch.empty(1, 3, side, side, device="meta"))
+    for each in {size, *data.sizes}:
+        model.check_input(torch.empty(1, 3, *sides(each), device="meta"))
     # saved with the weights, so that predictions prepare images in the same way
     crop = {name: getattr(data, name) for name in _CROP}
-    model.pretrained_cfg = {**model.pretrained_cfg, "input_size": (3, size, size), **crop}
+    model.pretrained_cfg = {**model.pretrained_cfg, "input_size": (3, *sides(size)), **crop}
     return model
 
 
@@ -73,13 +73,17 @@ def rebuild_model(config: TrainConfig, metadata: dict[str, Any]) -> TResNet:
 
 
 def class_map(
-    trained: Sequence[str] | None, outputs: int, found: Sequence[str]
+    trained: Sequence[str] | None, outputs: int, found: Sequence[str], subset: bool = False
 ) -> list[int] | None:
     """Return the model's class of each label of a data set, or None if the indices are the same.
 
     `trained` are the model's classes in the order of its outputs, if known, and `found` the data
-    set's in the order of its labels. Other classes, or another number of them, raise `ConfigError`.
+    set's in the order of its labels; with `subset` they may be some of them, as in ImageNet-R.
+    Other classes, or another number of them, raise `ConfigError`.
     """
+    places = {name: number for number, name in enumerate(trained or ())}
+    if subset and set(found) < places.keys():
+        return [places[name] for name in found]
     if len(found) != outputs:
         raise ConfigError(
             f"the weights have {outputs} classes, the data {len(found)} ({some(found)}): expected"
@@ -97,7 +101,7 @@ def class_map(
             f" {some(sorted(set(trained) - set(found)))}; only the data have"
             f" {some(sorted(set(found) - set(trained)))}"
         )
-    return [list(trained).index(name) for name in found]
+    return [places[name] for name in found]
 
 
 def _check_head(info: WeightsInfo, classes: Sequence[str]) -> None:

@@ -125,8 +125,6 @@ def _named(config: TrainConfig) -> Path:
     name = config.run.name
     if not name:
         raise ConfigError("--resume auto: expected --name to name the run to begin or continue")
-    if os.path.basename(name) != name or name in (".", ".."):
-        raise ConfigError(f"--name: expected a directory name without a path, got {name!r}")
     return Path(config.run.runs) / name
 
 

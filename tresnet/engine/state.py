@@ -11,11 +11,12 @@ import random
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
+from tresnet.checkpoints.metadata import check_metadata
 from tresnet.checkpoints.save import checkpoint_metadata
 from tresnet.engine import config as configs
 from tresnet.engine.config import TrainConfig
@@ -23,6 +24,7 @@ from tresnet.engine.distributed import Processes
 from tresnet.engine.resolve import some
 from tresnet.errors import CheckpointError, ConfigError
 from tresnet.files import atomic_write, explained
+from tresnet.settings import fields
 from tresnet.steps import TrainingStep
 
 FORMAT = 4
@@ -48,6 +50,8 @@ class Progress:
         bad_steps: Optimizer steps skipped as their loss or gradient was not finite.
         skipped: Unreadable files.
     """
+
+    __pydantic_config__: ClassVar = fields.REVALIDATED
 
     epoch: int = 0
     micro_batches: int = 0
@@ -77,6 +81,8 @@ class Identity:
     `world_size` is the one at the run's beginning; `train`, `val` and `beside` (hierarchy and
     teacher) are fingerprints.
     """
+
+    __pydantic_config__: ClassVar = fields.REVALIDATED
 
     world_size: int
     train: str
@@ -166,9 +172,12 @@ def read(path: Path) -> tuple[RunRecord, dict[str, Any]]:
             raise CheckpointError(f"expected a training state of format {FORMAT} in {path}")
         record = RunRecord(
             configs.from_json(content["config"], str(path)),
-            Identity(**content["identity"]),
-            Progress(**content["progress"]),
+            fields.checked(Identity, content["identity"]),
+            fields.checked(Progress, content["progress"]),
         )
+        check_metadata(content["metadata"])
+        if not isinstance(content["generators"], list):
+            raise TypeError("one for each process")
     except (CheckpointError, ConfigError):
         raise
     except Exception as error:  # damaged pickles raise many types

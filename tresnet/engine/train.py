@@ -65,6 +65,7 @@ def train(wanted: TrainConfig, resume: Path | None = None) -> TrainResult:
         TrainingError: The loss is no longer finite, or the GPU's memory is full.
     """
     validate(wanted)
+    wanted = configs.absolute(wanted)
     with StopRequest() as stop, contextlib.ExitStack() as held:
         processes = held.enter_context(distributed.join(wanted.compute.device))
         console = Console(processes.is_main, wanted.run.progress)
@@ -88,6 +89,7 @@ def dry_run(wanted: TrainConfig, resume: Path | None = None) -> None:
     No run's directory is made or changed; errors are those of `train`.
     """
     validate(wanted)
+    wanted = configs.absolute(wanted)
     with contextlib.ExitStack() as held:
         processes = held.enter_context(distributed.join(wanted.compute.device))
         console = Console(processes.is_main, progress=False, stream="stderr")
@@ -140,8 +142,10 @@ def _open_log(
     for line in words.introduction(plan, parts.processes, run_dir):
         parts.console.say(line)
     rows = logs.read_rows(run_dir, progress.epoch) if plan.resumes else []
-    if not parts.processes.is_main or any(row["phase"] == "final" for row in rows):
+    ended = progress.epoch == config.schedule.epochs
+    if not parts.processes.is_main or (ended and any(row["phase"] == "final" for row in rows)):
         return None
+    rows = [row for row in rows if row["phase"] != "final"]  # of a run that goes on for longer
     start = {"processes": parts.processes.world_size, "from_step": progress.global_step}
     rundir.add_environment(run_dir, env.describe(parts.processes.device) | start)
     log = RunLog(

@@ -1,5 +1,6 @@
 """Refuse configurations whose values are out of range or contradict each other."""
 
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -8,6 +9,8 @@ from tresnet.env import parse_size
 from tresnet.errors import ConfigError, InputError
 from tresnet.settings.fields import check
 from tresnet.steps.training import check_compiled_accumulation
+
+_LONGEST_NAME = 255  # of a file, on every usual file system
 
 
 def validate(config: TrainConfig) -> None:
@@ -84,6 +87,13 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         )
     if (track := config.run.track) is not None and find_spec(track) is None:
         yield f"--track {track}: expected the package {track}, got none: pip install {track}"
+    name = config.run.name or ""
+    path = os.path.basename(name) != name or name in (".", "..")
+    if path or len(name.encode(errors="replace")) > _LONGEST_NAME:
+        yield (
+            "--name: expected a directory name without a path, of at most"
+            f" {_LONGEST_NAME} bytes, got {name!r:.80}"
+        )
     for name in ("runs", "name"):  # safetensors opens only such names
         text = getattr(config.run, name) or ""
         if not text.isprintable() or text.encode(errors="replace").decode() != text:

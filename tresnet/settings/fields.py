@@ -25,8 +25,9 @@ T = TypeVar("T")
 Count = Annotated[int, Ge(1)]
 Size = Annotated[int, Ge(1), Le(2**31 - 1)]  # PyTorch counts images and pixels in 32 bits
 CountOrZero = Annotated[int, Ge(0)]
-Positive = Annotated[float, Gt(0)]
-PositiveOrZero = Annotated[float, Ge(0)]
+# Far below the largest of float32: kernels take such numbers, and products of them, as float32.
+Positive = Annotated[float, Gt(0), Le(1e15)]
+PositiveOrZero = Annotated[float, Ge(0), Le(1e15)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 FractionAbove0 = Annotated[float, Gt(0), Le(1)]
 FractionBelow1 = Annotated[float, Ge(0), Lt(1)]
@@ -40,6 +41,9 @@ def smallest_first(values: tuple[float, float]) -> bool:
 Ascending = Predicate(smallest_first)
 
 
+REVALIDATED: Any = {"revalidate_instances": "always"}  # for a class's `__pydantic_config__`
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
     """Base of the settings: NaN and infinity are in no range, and instances are checked."""
@@ -47,7 +51,7 @@ class Settings:
     __pydantic_config__: ClassVar = {
         "allow_inf_nan": False,
         "arbitrary_types_allowed": True,
-        "revalidate_instances": "always",
+        **REVALIDATED,
     }
 
     def values(self, of: "type[Settings]") -> dict[str, Any]:
@@ -81,6 +85,11 @@ def read(cls: type[T], text: str, source: str) -> T:
         raise ConfigError(f"{source} is not JSON: {error}") from error
     with _explained(cls, ConfigError, lambda path: f"{source}: {'.'.join(path)}"):
         return _adapter(cls).validate_python(_unchecked(cls, values, source, ""), strict=True)
+
+
+def checked(cls: type[T], values: Mapping[str, Any]) -> T:
+    """Return an instance of a dataclass with `REVALIDATED`, or raise TypeError or ValueError."""
+    return _adapter(cls).validate_python(cls(**values), strict=True)
 
 
 def parse(cls: type[T], texts: Mapping[str, str], source: str) -> T:

@@ -240,7 +240,7 @@ class TrainingStep:
         if self.schedule is not None:
             self.schedule.load_state_dict(state["schedule"])
         self.scaler.load_state_dict(state["scaler"])
-        self._lr = state["lr"]
+        self._lr = float(state["lr"])
 
 
 def create_training_step(
