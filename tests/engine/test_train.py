@@ -632,6 +632,6 @@ def test_an_evaluation_that_fails_does_not_lose_its_epoch(tiny, finished, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(prepare, "evaluate", failing)
-        with pytest.raises(DataError, match=r"none could be read; the last good .* of step 6: go"):
+        with pytest.raises(DataError, match=r"none could be read; .* of step 6: continue"):
             train(tiny())
     assert_same_run(train(tiny(), run_dir_of(tiny())).run_dir, finished)
