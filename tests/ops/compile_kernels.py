@@ -78,11 +78,11 @@ def launches(dtype: torch.dtype, layout: torch.memory_format, channels: int) -> 
         grad = half if blur else x
         launch.apply(x, stats, vector, gates, added, slope, blur)
         launch.apply(x, None, vector, gates, added, slope, blur)
-        twin = bits = None
+        second = bits = None
         if join:
-            twin = grad
+            second = grad
             bits = launch.apply(x, stats, vector, gates, added, slope, blur, True)[1]
-        sums = grad, twin, x, bits, gates, stats, vector, slope, blur
+        sums = grad, second, x, bits, gates, stats, vector, slope, blur
         partial, _ = launch.grad_sums(*sums)
         if not (blur or join):
             launch.grad_sums(*sums, True)

@@ -168,7 +168,7 @@ def bytes_a_round(row: dict) -> float:
         "apply_blurred": 5,
         "grad_sums": 1.25
         if squares
-        else 2 + join + sum(bool(row.get(k)) for k in ("TWIN", "AGAIN")),
+        else 2 + join + sum(bool(row.get(k)) for k in ("SECOND", "AGAIN")),
         "grad_apply": 2.25 if squares else 3,
     }[row["kernel"]]
     return 2 * maps * (4 if squares else 1) * row["BP"] * row["BC"] / row["threads"]

@@ -1,17 +1,17 @@
-"""Tensor operations: each defined in plain PyTorch, with faster forms beside.
+"""Tensor operations: each is defined in plain PyTorch, with faster forms beside the definition.
 
 An operation is a folder; with kernels it has four files:
 
 | file | holds |
 |---|---|
-| `__init__.py` | the function: checks what it gets and picks the implementation |
+| `__init__.py` | the function: checks its arguments and picks the implementation |
 | `reference.py` | the definition in plain PyTorch |
 | `kernels.py` | Triton kernels; only `operators.py` imports triton too |
 | `launch.py` | a function for each launch, of the name and arguments of its definition |
 
 None has a gradient of its own: autograd differentiates the definitions, and `tresnet.fused` calls
-forward and backward. What is alike in all of them, for a function `double` of a tensor (`tiles`
-cuts maps into programs):
+forward and backward. The common pattern, for a function `double` of a tensor (`tiles`
+divides maps into programs):
 
     # __init__.py
     def double(x: Tensor, *, kernels: bool) -> Tensor:

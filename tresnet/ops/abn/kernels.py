@@ -1,13 +1,20 @@
-"""Triton kernels of the activated batch norm and of what follows it: blur, SE scale, join.
+"""Triton kernels of the activated batch norm and of the operations after it: blur, SE scale, join.
 
-All of them see a batch as (n, p, c): sample, pixel, channel, with one stride each, so that the same
+All kernels view a batch as (n, p, c): sample, pixel, channel, with one stride each. So the same
 kernel reads channels_last (stride of c is 1) and contiguous (stride of p is 1) memory along its
-contiguous direction. A tile lies within one sample; channels_last batches whose samples need not be
-told apart are passed as one sample of N * P pixels. AP and AC divide the numbers of pixels and of
-channels (`tresnet.ops.tiles.Plan`). Everything is computed in float32.
+contiguous direction. A program covers one chunk of pixels of one sample and a tile's width of
+channels, and loops over tiles of BP pixels. If samples need not be distinguished, a channels_last
+batch is passed as one sample of N * P pixels. AP and AC divide the numbers of pixels and of
+channels (`tresnet.ops.tiles`). Everything is computed in float32.
 
-Notation: x the convolution's output, z = (x - mean) * scale + bias, a = act(z), b = blur(a),
-s = gate * b, out = relu(s + shortcut). Without blur b is a, and so on.
+Notation: x the convolution's output, z = (x - mean) * scale + bias, a = act(z), b = blur(a), s =
+gate * b, out = relu(s + shortcut). Without blur b is a, and so on. Forward is algorithm 1 of arXiv
+1502.03167, and backward the equations of its section 3:
+
+    m = act'(z), g = gradient of s times gate, through the transposed blur, plus the squeeze's
+    grad_bias = sum m g                  grad_weight = sum m g (x - mean) * invstd
+    grad_x = scale * (m g - grad_bias / count - (x - mean) * invstd * grad_weight / count)
+           = scale * m g + k1 * (x - mean) + k0
 """
 
 import triton
@@ -31,14 +38,14 @@ from tresnet.ops.tiles.kernels import (
     weights_of_pixel,
 )
 
-# Reductions ask for two tiles while they sum a third: through shared memory, without registers of a
-# thread. Where there is a blur, one tile's many loads are enough, and its neighbours share them.
+# Reductions load two tiles through shared memory while they sum a third, without registers of a
+# thread. With a blur, the many loads of one tile suffice, and neighbouring tiles share them.
 STAGES = tl.constexpr(3)
 
 
 @triton.jit
 def activate(z, slope, HAS_ACT: tl.constexpr):
-    """The leaky ReLU, where there is one."""
+    """Return the leaky ReLU, if there is an activation."""
     if HAS_ACT:
         z = tl.where(z > 0, z, z * slope)
     return z
@@ -46,7 +53,7 @@ def activate(z, slope, HAS_ACT: tl.constexpr):
 
 @triton.jit
 def activation_slope(z, slope, HAS_ACT: tl.constexpr):
-    """Derivative of the activation; act(z) is z times this."""
+    """Return the derivative of the activation; act(z) is z times this."""
     m = tl.full(z.shape, 1.0, tl.float32)
     if HAS_ACT:
         m = tl.where(z > 0, m, slope)
@@ -55,7 +62,7 @@ def activation_slope(z, slope, HAS_ACT: tl.constexpr):
 
 @triton.jit
 def group_sizes(g, G, P, splits, chunk):
-    """How many pixels each group g covers."""
+    """Return the number of pixels that each group g covers."""
     return tl.where(g < G, tl.minimum(chunk, P - (g % splits) * chunk), 0).to(tl.float32)
 
 
@@ -66,8 +73,8 @@ def moments(
 ):  # fmt: skip
     """Mean and sum of squared deviations of each channel over one chunk of one sample.
 
-    Sums are taken about the chunk's first pixel: squares of large means would cancel.
-    partial: (N * splits, 2, C).
+    Sums are taken about the chunk's first pixel, as squares of large means would cancel. A program
+    reads its chunk once and writes one row of partial: (N * splits, 2, C).
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -88,7 +95,7 @@ def moments(
     deviations = tl.sum(squares, 0) - delta * delta * count
     partial += group * 2 * C + c
     tl.store(partial, pivot + delta, mask=known)
-    # NaN stays, which a GPU's maximum would drop
+    # not tl.maximum, which would drop NaN on a GPU
     tl.store(partial + C, tl.where(deviations < 0, 0.0, deviations), mask=known)
 
 
@@ -97,7 +104,11 @@ def merge_moments(
     partial, weight, running_mean, running_var, out, G, C, P, splits, chunk, momentum, eps,
     UPDATE: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Merge the groups' moments (Chan et al.) into out: (4, C), mean, scale, invstd, var."""
+    """Merge the groups' moments into out: (4, C), mean, scale, invstd, var.
+
+    A program covers BC channels and goes through all groups twice: once for the mean, once for the
+    deviations about it (Chan, Golub and LeVeque 1983).
+    """
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     known = c < C
     groups = tl.arange(0, BG)
@@ -139,7 +150,7 @@ def merge_moments(
 
 @kernel
 def running_moments(weight, running_mean, running_var, out, C, eps, BC: tl.constexpr):
-    """What normalises by the running statistics, as `merge_moments` writes it: out (4, C)."""
+    """Write mean, scale, invstd and var of the running statistics to out (4, C)."""
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     known = c < C
     var = tl.load(running_var + c, mask=known, other=1.0).to(tl.float32)
@@ -193,9 +204,10 @@ def apply(
     NORM: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one sample of out, without blur, from one read of x.
+    """One chunk of one sample of out, without blur: x is read once and out is written once.
 
-    With BITS, a join's: where the ReLU lets gradients pass, as `packed` bits.
+    With BITS, the direction of a join's bits, the mask of the ReLU is written too, as `packed`
+    bits.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -222,16 +234,17 @@ def apply(
         y = y.to(out.dtype.element_ty)
         tl.store(out + offsets, y, mask=mask)
         if BITS:
-            # as a ReLU's: none passes where y was rounded to zero, NaN's does
+            # as in a ReLU: no gradient where y was rounded to zero, but for NaN
             at, inside = bytes_of_tile(n, start, begin, count, P, C, c, known, BITS, BP, BC)
             tl.store(bits + at, packed((y <= 0) == 0, BITS), mask=inside)
 
 
 @triton.jit
 def blurred_rows(x, line, j, c, mask, right, W, xp, xc, mu, k, beta, slope, HAS_ACT: tl.constexpr):
-    """Of a row of a's pixels from 4 j - 1: first + 2 second + third, third + 2 fourth + fifth.
+    """Return the row sums of two outputs: pixels of a from 4 j - 1 on, weighted by 1, 2, 1.
 
-    Only where `right`, too, the fourth and the fifth exist.
+    They are first + 2 second + third, and third + 2 fourth + fifth; the latter two exist if
+    `right`.
     """
     x += line[:, None] * xp + c[None, :] * xc
     first = load_activated(x, 4 * j - 1, mask, W, xp, mu, k, beta, slope, HAS_ACT)
@@ -245,7 +258,7 @@ def blurred_rows(x, line, j, c, mask, right, W, xp, xc, mu, k, beta, slope, HAS_
 
 @triton.jit
 def load_activated(x, w, mask, W, xp, mu, k, beta, slope, HAS_ACT: tl.constexpr):
-    """The activation of column w of a row of x, reflected at the border."""
+    """Return the activation of column w of a row of x, reflected at the border."""
     value = tl.load(x + reflect(w, W)[:, None] * xp, mask=mask, other=0.0).to(tl.float32)
     return activate((value - mu) * k + beta, slope, HAS_ACT)
 
@@ -257,9 +270,9 @@ def apply_blurred(
     HAS_ACT: tl.constexpr, HAS_GATE: tl.constexpr, NORM: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one sample of out, with blur: in squares of two by two, which P counts.
+    """One chunk of one sample of out, with blur, in squares of two by two outputs, which P counts.
 
-    A square needs 25 pixels of x, its outputs one by one 36: activating them is most of the work.
+    A square needs 25 pixels of x, four separate outputs 36. Their activation is most of the work.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -301,20 +314,21 @@ def apply_blurred(
 
 @kernel
 def grad_sums(
-    grad, twin_grad, x, bits, gate, stats, bias, written, partial, P, C, H, W, HO, WO,
+    grad, second_grad, x, bits, gate, stats, bias, written, partial, P, C, H, W, HO, WO,
     xn, xp, xc, gn, gp, gc, splits, chunk, slope,
     HAS_ACT: tl.constexpr, BLUR: tl.constexpr, HAS_GATE: tl.constexpr, JOIN: tl.constexpr,
-    TWIN: tl.constexpr, AGAIN: tl.constexpr,
+    SECOND: tl.constexpr, AGAIN: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
     """Sums over one chunk of one sample that BN's and SE's backward need, in one pass.
 
-    With m = act'(z), g the gradient of s brought back through the blur and w = 1 brought back
-    likewise: partial (N * splits, 2 or 4, C) holds the sums of m g, m g (x - mean), and with
-    HAS_GATE of m w, m w (x - mean). With JOIN, how the bits of `apply` lie, the gradient is first
-    masked by the ReLU and written to written, for the second pass and the shortcut. With TWIN it is
-    grad + twin_grad. With AGAIN, which has no JOIN and no BLUR, s is written to written, as `apply`
-    wrote it. With BLUR, P counts the pixels of grad, each of which stands for four of x.
+    With m = act'(z), g the gradient of s through the transposed blur, and w the transposed blur of
+    ones: partial (N * splits, 2 or 4, C) holds the sums of m g and m g (x - mean), and with
+    HAS_GATE those of m w and m w (x - mean). With JOIN, the direction of the bits of `apply`, the
+    gradient is first masked by the ReLU and stored in written, for the second pass and the
+    shortcut. With SECOND it is grad + second_grad. With AGAIN, which excludes JOIN and BLUR, s is
+    stored in written, as `apply` does. With BLUR, P counts the pixels of grad, each of which covers
+    four of x.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -330,7 +344,7 @@ def grad_sums(
     x += first
     written += first
     grad += n * gn if BLUR else first
-    twin_grad += first
+    second_grad += first
     if AGAIN and HAS_GATE:
         factor = tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
     if JOIN:
@@ -352,8 +366,8 @@ def grad_sums(
                 g = transposed_blur_at(t00, t01, t10, t11, u0, u1, v0, v1, corner // 2, corner % 2)
             else:
                 g = tl.load(grad + offsets, mask=inside, other=0.0).to(tl.float32)
-            if TWIN:
-                g += tl.load(twin_grad + offsets, mask=inside, other=0.0).to(tl.float32)
+            if SECOND:
+                g += tl.load(second_grad + offsets, mask=inside, other=0.0).to(tl.float32)
             if JOIN:
                 g = tl.where(unpacked(ahead, JOIN, BP, BC), g, 0.0)
                 to, there = bytes_of_tile(n, start, begin + BP, count, P, C, c, known, JOIN, BP, BC)
@@ -384,13 +398,14 @@ def grad_sums(
 
 @kernel
 def merge_grad_sums(
-    partial, gate, spread, stats, out, G, C, splits, count,
+    partial, gate, squeeze_grad, stats, out, G, C, splits, count,
     HAS_GATE: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Merge the sums of all groups into out (4, C): gradients of weight and bias, k1, k0.
 
-    k1 and k0 are what `grad_apply` reads. stats: (4, C) as `merge_moments` writes it; spread (N,
-    C): the gradient of the squeeze over the number of squeezed pixels.
+    A program covers BC channels and goes through all groups. `grad_apply` reads k1 and k0. stats
+    (4, C) is that of `merge_moments`; squeeze_grad (N, C) is the gradient of the squeeze over its
+    pixels.
     """
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     known = c < C
@@ -407,7 +422,7 @@ def merge_grad_sums(
         if HAS_GATE:
             sample = (g // splits)[:, None] * C + c[None, :]
             factor = tl.load(gate + sample, mask=mask, other=0.0)
-            term = tl.load(spread + sample, mask=mask, other=0.0)
+            term = tl.load(squeeze_grad + sample, mask=mask, other=0.0)
             a3 = tl.load(partial + offsets + 2 * C, mask=mask, other=0.0)
             a4 = tl.load(partial + offsets + 3 * C, mask=mask, other=0.0)
             a1 = a1 * factor + a3 * term
@@ -426,16 +441,16 @@ def merge_grad_sums(
 
 @kernel
 def grad_apply(
-    grad, x, stats, bias, gate, spread, merged, grad_x, P, C, H, W, HO, WO,
+    grad, x, stats, bias, gate, squeeze_grad, merged, grad_x, P, C, H, W, HO, WO,
     xn, xp, xc, gn, gp, gc, splits, chunk, slope,
     HAS_ACT: tl.constexpr, BLUR: tl.constexpr, HAS_GATE: tl.constexpr, TRAINING: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one sample of the gradient of x: scale * g + k1 * (x - mean) + k0.
 
-    merged: (4, C), of `merge_grad_sums`; its k1 and k0 are left out unless TRAINING, not multiplied
-    by zero: where x is infinite, running statistics still give a finite gradient. With BLUR, P
-    counts the pixels of grad.
+    merged (4, C) is that of `merge_grad_sums`. Without TRAINING its k1 and k0 are left out, rather
+    than multiplied by zero: with running statistics the gradient is then finite even where x is
+    infinite. With BLUR, P counts the pixels of grad, each of which covers four of x.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -447,7 +462,7 @@ def grad_apply(
         k0 = tl.load(merged + 3 * C + c, mask=known, other=0.0)[None, :]
     if HAS_GATE:
         factor = tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
-        term = tl.load(spread + n * C + c, mask=known, other=0.0)[None, :]
+        term = tl.load(squeeze_grad + n * C + c, mask=known, other=0.0)[None, :]
     rows = tl.arange(0, BP)
     first = n * xn if BLUR else n * xn + start.to(tl.int64) * xp
     x += first

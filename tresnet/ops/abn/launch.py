@@ -1,6 +1,8 @@
-"""Launches of the kernels: tensors in, tensors out.
+"""Launches of the kernels of the activated batch norm: tensors in, tensors out.
 
-They return a tensor for everything; one that was not asked for has no elements.
+Each function allocates its results and launches one kernel, or two. Shapes and strides become a
+grid and a list of constants, which are cached by form (`by_form`). A result that was not requested
+is a tensor without elements.
 """
 
 import functools
@@ -36,10 +38,10 @@ def _kernels() -> Any:
 
 
 def _merging(groups: int, channels: int, tile: int) -> tuple[tuple[int, int, int], tuple[int, int]]:
-    """Programs and the last numbers, BG and BC, of a kernel that merges groups.
+    """Return the grid, BG and BC of a kernel that merges groups.
 
-    It waits for memory, not for bandwidth: as many groups at once as there are, from few channels.
-    Of two widths, so that not every batch size has kernels of its own.
+    It is limited by latency, not by bandwidth, so a program covers few channels and reads many
+    groups at once. There are two widths, so that not every batch size compiles its own kernel.
     """
     bg = tile // (4 if groups > tile // 16 else 16)
     bc = min(tile // bg, 16)
@@ -47,7 +49,7 @@ def _merging(groups: int, channels: int, tile: int) -> tuple[tuple[int, int, int
 
 
 class _Cut(NamedTuple):
-    """How a pass over maps is launched: programs, warps, the kernel's numbers; groups, of sums."""
+    """Launch of a pass over maps: grid, warps, the kernel's constants, and groups of sums."""
 
     grid: tuple[int, int, int]
     warps: int
@@ -62,8 +64,8 @@ def _launched(cut: Plan, groups: int, *numbers: Any) -> _Cut:
 def grad_cut(
     x: Tensor, processors: int, gated: bool, blur: bool, sums: bool
 ) -> tuple[Geometry, Geometry, Plan]:
-    """A dense `x`, what backward's passes over it cut, with blur squares of its pixels, and how."""
-    source = geometry(x, whole_batch=not (blur or gated))
+    """Return the view of a dense `x`, that of the pixels or squares to divide, and the division."""
+    source = geometry(x, as_one_sample=not (blur or gated))
     shape = halved(x) if blur else source
     resident = (GATED_SUMS_RESIDENT if gated else SUMS_RESIDENT) if sums else RESIDENT
     cut = plan(shape, processors * resident, blur, not sums, source, maps=1 + sums)
@@ -71,7 +73,7 @@ def grad_cut(
 
 
 def _image(x: Tensor, blur: bool) -> tuple[int, int, int, int]:
-    """H, W, H_out, W_out of the blur; ones where there is none."""
+    """Return H, W, H_out, W_out of the blur; ones if there is none."""
     return (x.shape[-2], x.shape[-1], *blurred(x.shape)) if blur else (1, 1, 1, 1)
 
 
@@ -81,7 +83,7 @@ def _nothing(x: Tensor) -> Tensor:
 
 @functools.cache
 def _no_values(device: torch.device) -> Tensor:
-    """What a launch returns for `_nothing`: one for all."""
+    """Return the tensor without elements that stands for `_nothing`."""
     return torch.empty(0, device=device)
 
 
@@ -108,17 +110,17 @@ def statistics(
     per_sample: bool,
     update: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Statistics of a batch, and an update of the running ones.
+    """Return the statistics of a batch, and update the running ones.
 
     Args:
         x: (N, C, ...), dense.
         weight: (C,), gamma.
         running_mean: (C,), updated in place if `update`.
-        running_var: (C,), likewise, by the unbiased variance.
-        momentum: weight of the batch in the running statistics.
-        eps: added to the variance.
-        per_sample: return what was merged too.
-        update: whether the running statistics are updated.
+        running_var: (C,), as the mean, by the unbiased variance.
+        momentum: Weight of the batch in the running statistics.
+        eps: Added to the variance.
+        per_sample: Also return the values that were merged.
+        update: Whether the running statistics are updated.
 
     Returns:
         (4, C) float32: mean, gamma * invstd, invstd, biased variance; and (chunks, 2, C) or
@@ -144,7 +146,7 @@ def statistics(
 
 @by_form
 def _moments_cut(x: Tensor, processors: int, per_sample: bool) -> _Cut:
-    shape = geometry(x, whole_batch=not per_sample)
+    shape = geometry(x, as_one_sample=not per_sample)
     cut = plan(shape, processors * RESIDENT)
     numbers = shape.p, shape.c, *shape.strides, cut.splits, cut.chunk
     return _launched(cut, shape.n * cut.splits, *numbers)
@@ -152,7 +154,7 @@ def _moments_cut(x: Tensor, processors: int, per_sample: bool) -> _Cut:
 
 @operator(lambda weight, *_: _stats(weight, weight.shape[0]))
 def running_statistics(weight: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
-    """What normalises by the running statistics: (4, C) as `statistics` returns it."""
+    """Return (4, C) of the running statistics, as `statistics` returns it."""
     channels = weight.shape[0]
     stats = _stats(weight, channels)
     launch(
@@ -171,9 +173,9 @@ def _squeeze_sums(x: Tensor, stats: Any, bias: Any, slope: float | None, blur: b
 def squeeze(
     x: Tensor, stats: Tensor | None, bias: Tensor, slope: float | None, blur: bool
 ) -> Tensor:
-    """Sums over the pixels of each sample's chunks, after activation and blur: (chunks, C).
+    """Return sums over the pixels of each sample's chunks, after activation and blur: (chunks, C).
 
-    Without `stats`, `x` is normalised already, but for its shift.
+    Without `stats`, `x` is already normalised, but not shifted.
     """
     grid, warps, numbers, _ = _squeeze_cut(x, slope, blur, stats is not None)
     partial, bias = _squeeze_sums(x, stats, bias, slope, blur), bias.contiguous()
@@ -183,7 +185,7 @@ def squeeze(
 
 @by_form
 def _squeeze_cut(x: Tensor, processors: int, slope: float | None, blur: bool, normed: bool) -> _Cut:
-    source = geometry(x, whole_batch=False)
+    source = geometry(x, as_one_sample=False)
     shape = halved(x) if blur else source
     cut = plan(shape, processors * RESIDENT, blur, source=source)
     numbers = shape.p, shape.c, *_image(x, blur), *source.strides, cut.splits, cut.chunk
@@ -197,8 +199,8 @@ def _output(x: Tensor, blur: bool) -> Tensor:
 
 
 def _lines(x: Tensor) -> tuple[int, int, int, int]:
-    """How the bits of a dense `x` lie: 1 along channels or 2 along pixels; lines, their length."""
-    n, p, c, strides, _ = geometry(x, whole_batch=False)
+    """Return the direction of the bits of a dense `x`, the lines and their length."""
+    n, p, c, strides, _ = geometry(x, as_one_sample=False)
     return (1, n, p, c) if strides[2] == 1 else (2, n, c, p)
 
 
@@ -223,10 +225,10 @@ def apply(
     blur: bool,
     keep_bits: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """relu(gate * blur(act((x - mean) * scale + bias)) + shortcut), each part where asked for.
+    """Return relu(gate * blur(act((x - mean) * scale + bias)) + shortcut), each part if requested.
 
-    Without `stats`, mean is 0 and scale 1. With `keep_bits`, also where the ReLU lets gradients
-    pass, a bit each: (N, lines, ceil(length / 8)) bytes, see `_lines`.
+    Without `stats`, mean is 0 and scale 1. With `keep_bits`, the mask of the ReLU is returned too,
+    a bit for each value: (N, lines, ceil(length / 8)) bytes, see `_lines`.
     """
     parts = stats is not None, gate is not None, shortcut is not None, keep_bits
     grid, warps, numbers, _ = _apply_cut(x, slope, blur, *parts)
@@ -245,12 +247,12 @@ def _apply_cut(
     x: Tensor, processors: int, slope: float | None, blur: bool, normed: bool, gated: bool,
     joins: bool, keep_bits: bool,
 ) -> _Cut:  # fmt: skip
-    source = geometry(x, whole_batch=not (blur or gated))
+    source = geometry(x, as_one_sample=not (blur or gated))
     shape = halved(x, times=2) if blur else source
     cut = plan(shape, processors * RESIDENT, blur, writes=True, source=source)
     activated, ends = (float(slope or 0), slope is not None, gated), (cut.splits, cut.chunk)
     if blur:
-        strides = *source.strides, *geometry(_output(x, blur), whole_batch=False).strides
+        strides = *source.strides, *geometry(_output(x, blur), as_one_sample=False).strides
         numbers = *_image(x, blur), *strides, *ends, *activated
         return _launched(cut, 0, shape.p, shape.c, *numbers, normed)
     bits = _lines(x)[0] if keep_bits else 0
@@ -259,7 +261,7 @@ def _apply_cut(
 
 
 def _grad_sums_outputs(
-    grad: Tensor, twin_grad: Any, x: Tensor, bits: Any, gate: Any, stats: Any, bias: Any,
+    grad: Tensor, second_grad: Any, x: Tensor, bits: Any, gate: Any, stats: Any, bias: Any,
     slope: Any, blur: bool, again: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     groups = _grad_sums_cut(x, slope, blur, gate is not None, False, False, False).groups
@@ -271,7 +273,7 @@ def _grad_sums_outputs(
 @operator(_grad_sums_outputs)
 def grad_sums(
     grad: Tensor,
-    twin_grad: Tensor | None,
+    second_grad: Tensor | None,
     x: Tensor,
     bits: Tensor | None,
     gate: Tensor | None,
@@ -281,21 +283,21 @@ def grad_sums(
     blur: bool,
     again: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The sums of backward's first pass, (groups, 2 or 4, C), and of a join the masked gradient.
+    """Run backward's first pass: sums (groups, 2 or 4, C), and for a join the masked gradient.
 
-    A join gives the `bits` of `apply`. The gradient is that of two readers where there is a
-    `twin_grad`: `grad + twin_grad`, added in float32, never written. Without join and blur, `again`
-    writes the output of `apply` in place of that gradient.
+    A join gives the `bits` of `apply`. If the output has two readers, the gradient is `grad +
+    second_grad`, added in float32 and never written. Without join and blur, `again` writes the
+    output of `apply` in place of that gradient.
     """
     gated = gate is not None
-    switches = bits is not None, twin_grad is not None, again
+    switches = bits is not None, second_grad is not None, again
     grid, warps, numbers, groups = _grad_sums_cut(x, slope, blur, gated, *switches)
     partial = x.new_empty(groups, 4 if gated else 2, x.shape[1], dtype=torch.float32)
     written = torch.empty_like(x) if again or bits is not None else _no_values(x.device)
     launch(
         _kernels().grad_sums, grid, warps,
         (
-            grad, _or(twin_grad, grad), x, _or(bits, x), _or(gate, stats), stats,
+            grad, _or(second_grad, grad), x, _or(bits, x), _or(gate, stats), stats,
             bias.contiguous(), written, partial,
         ),
         numbers,
@@ -306,28 +308,28 @@ def grad_sums(
 @by_form
 def _grad_sums_cut(
     x: Tensor, processors: int, slope: float | None, blur: bool, gated: bool, bits: bool,
-    twin: bool, again: bool,
+    second: bool, again: bool,
 ) -> _Cut:  # fmt: skip
     source, shape, cut = grad_cut(x, processors, gated, blur, sums=True)
     numbers = _grad_numbers(x, source, shape, cut, slope, blur)
     join = _lines(x)[0] if bits else 0
-    return _launched(cut, shape.n * cut.splits, *numbers, blur, gated, join, twin, again)
+    return _launched(cut, shape.n * cut.splits, *numbers, blur, gated, join, second, again)
 
 
 def _grad_numbers(
     x: Tensor, source: Geometry, shape: Geometry, cut: Plan, slope: float | None, blur: bool
 ) -> tuple[Any, ...]:
-    """What both passes of backward have in common, from P to HAS_ACT; gradients lie as `x` does."""
-    strides = *source.strides, *geometry(_output(x, blur), whole_batch=False).strides
+    """Return the constants that both passes of backward have, from P to HAS_ACT."""
+    strides = *source.strides, *geometry(_output(x, blur), as_one_sample=False).strides
     numbers = shape.p, shape.c, *_image(x, blur), *strides, cut.splits, cut.chunk
     return *numbers, float(slope or 0), slope is not None
 
 
-@operator(lambda partial, gate, spread, stats, count: torch.empty_like(stats))
+@operator(lambda partial, gate, squeeze_grad, stats, count: torch.empty_like(stats))
 def merge_grad_sums(
-    partial: Tensor, gate: Tensor | None, spread: Tensor | None, stats: Tensor, count: int
+    partial: Tensor, gate: Tensor | None, squeeze_grad: Tensor | None, stats: Tensor, count: int
 ) -> Tensor:
-    """Gradients of weight and bias, k1 and k0, as (4, C): see the kernel."""
+    """Return gradients of weight and bias, k1 and k0, as (4, C): see the kernel."""
     (groups, _, channels), gated = partial.shape, gate is not None
     out = torch.empty_like(stats)
     splits = 1 if gate is None else groups // gate.shape[0]
@@ -335,7 +337,7 @@ def merge_grad_sums(
     grid, tile = _merging(groups, channels, MERGE_TILE // (4 if gated else 1))
     launch(
         _kernels().merge_grad_sums, grid, MERGE_WARPS,
-        (partial, _or(gate, stats), _or(spread, stats), stats, out),
+        (partial, _or(gate, stats), _or(squeeze_grad, stats), stats, out),
         (groups, channels, splits, float(count), gated, *tile),
     )  # fmt: skip
     return out
@@ -348,19 +350,19 @@ def grad_apply(
     stats: Tensor,
     bias: Tensor,
     gate: Tensor | None,
-    spread: Tensor | None,
+    squeeze_grad: Tensor | None,
     merged: Tensor,
     slope: float | None,
     blur: bool,
     training: bool,
 ) -> Tensor:
-    """Second pass of backward: the gradient of `x`; merged is what `merge_grad_sums` returned."""
+    """Run backward's second pass: return the gradient of `x`; merged is of `merge_grad_sums`."""
     grad_x = torch.empty_like(x)
     grid, warps, numbers, _ = _grad_apply_cut(x, slope, blur, gate is not None, training)
     launch(
         _kernels().grad_apply, grid, warps,
         (
-            grad, x, stats, bias.contiguous(), _or(gate, x), _or(spread, x), merged, grad_x,
+            grad, x, stats, bias.contiguous(), _or(gate, x), _or(squeeze_grad, x), merged, grad_x,
         ),
         numbers,
     )  # fmt: skip
@@ -377,5 +379,5 @@ def _grad_apply_cut(
 
 
 def _or(x: Tensor | None, other: Tensor) -> Tensor:
-    """`x`, or a tensor to fill a kernel's argument that it does not read."""
+    """Return `x`, or a tensor for an argument that the kernel does not read."""
     return other if x is None else x

@@ -1,9 +1,8 @@
-"""Batch normalisation, leaky ReLU and what follows them in a block, in plain PyTorch.
+"""Batch normalisation, leaky ReLU and the operations after them in a block, in plain PyTorch.
 
-`abn` and `tail` define the operation; autograd differentiates them. The other functions are what
-`tresnet.ops.abn` calls in forward and backward, each with the name and the arguments of the launch
-in `launch` that it defines. They compute in float64 and return statistics, means and sums in
-float32, of float64 in float64.
+`abn` and `tail` define the operation; autograd differentiates them. The other functions are the
+definitions of the launches of the same names and arguments in `launch`. They compute in float64,
+and return statistics, means and sums in float32, or for float64 inputs in float64.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,38 +27,38 @@ def abn(
 ) -> Tensor:
     """Normalise each channel, scale by `weight`, shift by `bias`, apply the activation.
 
-    y = act(weight * (x - mean) / sqrt(var + eps) + bias), with the statistics of the batch while
-    training (the running ones are then updated, the variance unbiased) and the running statistics
-    otherwise.
+    y = act(weight * (x - mean) / sqrt(var + eps) + bias) (arXiv 1502.03167, algorithm 1). In
+    training the statistics are those of the batch, and the running ones are updated, by the
+    unbiased variance. Otherwise the running statistics are used.
 
     Args:
         x: (N, C, ...), floating point.
         weight: (C,), gamma, of any sign.
         bias: (C,), beta.
-        running_mean: (C,), updated in place while training; None for none to update.
-        running_var: likewise.
-        training: use the statistics of the batch.
-        momentum: weight of the batch in the running statistics.
-        eps: added to the variance.
-        slope: negative slope of the leaky ReLU; None leaves the activation out.
+        running_mean: (C,), updated in place while training; None for no update.
+        running_var: (C,), as the mean.
+        training: Use the statistics of the batch.
+        momentum: Weight of the batch in the running statistics.
+        eps: Added to the variance.
+        slope: Negative slope of the leaky ReLU; None for no activation.
 
     Returns:
         (N, C, ...) in the dtype of `x`.
     """
     y = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
-    # in place, PyTorch cannot tell a negative slope's inputs from its outputs
+    # with a negative slope, an in-place output does not determine the sign of its input
     return y if slope is None else F.leaky_relu(y, slope, inplace=slope >= 0)
 
 
 def tail(y: Tensor, blur: bool, se: Sequence[Tensor] | None, shortcut: Tensor | None) -> Tensor:
-    """Blur, squeeze and excite, and join, each where asked for (paper sections 2.1, 2.4, 2.5).
+    """Blur, squeeze and excite, and join, each if requested (paper sections 2.1, 2.4, 2.5).
 
     Args:
         y: (N, C, H, W), floating point.
-        blur: blur and keep every second pixel.
-        se: weight (R, C) and bias of the layer that reduces, weight (C, R) and bias of the one that
+        blur: Blur and keep every second pixel.
+        se: Weight (R, C) and bias of the layer that reduces, weight (C, R) and bias of the one that
             expands.
-        shortcut: added before a ReLU.
+        shortcut: Added before a ReLU.
 
     Returns:
         (N, C, H, W) or (N, C, ceil(H / 2), ceil(W / 2)).
@@ -96,7 +95,7 @@ def statistics(
 
 
 def running_statistics(weight: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
-    """Return what normalises by the running statistics, (4, C) as `statistics` does."""
+    """Return mean, scale, invstd and variance (4, C) of the running statistics."""
     return _kept(_normaliser(mean.double(), var.double(), weight, eps), var)
 
 
@@ -117,7 +116,7 @@ def apply(
     blur: bool,
     keep_bits: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output, and where the join's ReLU lets gradients pass."""
+    """Return the output, and the mask of the join's ReLU."""
     y = _activated(x, stats, bias, slope, blur)
     y = y if gate is None else y * _per_sample(gate, y)
     y = y if shortcut is None else torch.relu(y + shortcut)
@@ -127,7 +126,7 @@ def apply(
 
 def grad_sums(
     grad: Tensor,
-    twin_grad: Tensor | None,
+    second_grad: Tensor | None,
     x: Tensor,
     bits: Tensor | None,
     gate: Tensor | None,
@@ -139,7 +138,7 @@ def grad_sums(
 ) -> tuple[Tensor, Tensor]:
     """Return the sums over each sample, (N, 2 or 4, C), and the map that `launch` writes."""
     g, written = grad.double(), x
-    g = g if twin_grad is None else g + twin_grad
+    g = g if second_grad is None else g + second_grad
     if bits is not None:
         g = g.masked_fill(~bits, 0.0)
         written = g.to(x.dtype)
@@ -155,12 +154,12 @@ def grad_sums(
 
 
 def merge_grad_sums(
-    partial: Tensor, gate: Tensor | None, spread: Tensor | None, stats: Tensor, count: int
+    partial: Tensor, gate: Tensor | None, squeeze_grad: Tensor | None, stats: Tensor, count: int
 ) -> Tensor:
     """Return the gradients of weight and bias, and the factors k1 and k0 of `grad_apply`."""
     sums = partial[:, :2].double()
-    if gate is not None and spread is not None:
-        sums = sums * gate[:, None] + partial[:, 2:].double() * spread[:, None]
+    if gate is not None and squeeze_grad is not None:
+        sums = sums * gate[:, None] + partial[:, 2:].double() * squeeze_grad[:, None]
     grad_bias, centred = sums.sum(0)
     _, scale, invstd, _ = stats.double()
     grad_weight = centred * invstd
@@ -174,16 +173,16 @@ def grad_apply(
     stats: Tensor,
     bias: Tensor,
     gate: Tensor | None,
-    spread: Tensor | None,
+    squeeze_grad: Tensor | None,
     merged: Tensor,
     slope: float | None,
     blur: bool,
     training: bool,
 ) -> Tensor:
-    """Return the gradient of `x`; the factors k1 and k0 count in training only."""
+    """Return the gradient of `x`; the factors k1 and k0 only apply in training."""
     g = grad.double()
-    if gate is not None and spread is not None:
-        g = g * _per_sample(gate, g) + _per_sample(spread, g)
+    if gate is not None and squeeze_grad is not None:
+        g = g * _per_sample(gate, g) + _per_sample(squeeze_grad, g)
     g = _back(g, x, blur) * _slope(x, stats, bias, slope) * _channels(stats[1], x)
     if training:
         g = g + (x.double() - _channels(stats[0], x)) * _channels(merged[2], x)

@@ -1,8 +1,8 @@
-"""Triton kernels of squeeze and excitation between two passes over the maps: small matrices.
+"""Triton kernels of squeeze and excitation (arXiv 1709.01507) between two passes over the maps.
 
-N samples, C channels, R hidden units. A program takes BN samples and goes through the weights in
-tiles of BI rows and BJ columns, or takes a tile of the weights and goes through the samples: one
-kernel serves all widths. Everything is float32.
+N samples, C channels, R hidden units. A program covers BN samples and goes through the weights in
+tiles of BI rows and BJ columns, or covers a tile of the weights and goes through the samples, so
+that one kernel serves all widths. Everything is float32.
 """
 
 import triton
@@ -13,27 +13,27 @@ from tresnet.ops.tiles.kernels import kernel, load_norm
 
 @triton.jit
 def load_matrix(x, rows, columns, ROWS, COLUMNS):
-    """A tile of a dense matrix in float32, zero beyond its ends."""
+    """Load a tile of a dense matrix in float32, zero beyond its ends."""
     mask = (rows < ROWS)[:, None] & (columns < COLUMNS)[None, :]
     return tl.load(x + rows[:, None] * COLUMNS + columns, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def store_matrix(x, value, rows, columns, ROWS, COLUMNS):
-    """Write a tile of a dense matrix, as far as it lies inside."""
+    """Store the part of a tile that lies inside a dense matrix."""
     mask = (rows < ROWS)[:, None] & (columns < COLUMNS)[None, :]
     tl.store(x + rows[:, None] * COLUMNS + columns, value.to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def by_rows(total, x, weight):
-    """`total + x weight^T`: x (BN, BJ), weight (BI, BJ). Too few samples for tensor cores."""
+    """Return `total + x weight^T` for x (BN, BJ), weight (BI, BJ): too small for tensor cores."""
     return total + tl.sum(x[:, None, :] * weight[None, :, :], 2)
 
 
 @triton.jit
 def by_columns(total, x, weight):
-    """`total + x weight`: x (BN, BI), weight (BI, BJ)."""
+    """Return `total + x weight` for x (BN, BI), weight (BI, BJ)."""
     return total + tl.sum(x[:, :, None] * weight[None, :, :], 1)
 
 
@@ -42,11 +42,12 @@ def excite(
     partial, stats, bias, fc1, fc1_bias, fc2, fc2_bias, squeezed, hidden, gate, N, C, R, P, splits,
     chunk, LINEAR: tl.constexpr, BN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
-    """The gate of some samples: sigmoid(fc2 relu(fc1 squeezed)), with both biases.
+    """Compute the gate of BN samples: sigmoid(fc2 relu(fc1 squeezed)), with both biases.
 
-    partial (N * splits, C) holds the sums of the squeezed maps over chunks of their P pixels; with
-    LINEAR (N * splits, 2, C), of `moments`, the means of x, from which those of z follow. fc1 (R,
-    C), fc2 (C, R); written are squeezed and gate (N, C) and hidden (N, R).
+    partial (N * splits, C) holds the sums of the squeezed maps over chunks of their P pixels
+    (equation 2). With LINEAR it is (N * splits, 2, C) of `moments`: the means of x, from which
+    those of z follow. fc1 (R, C) and fc2 (C, R) are the weights; squeezed and gate (N, C) and
+    hidden (N, R) are written.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     kinds: tl.constexpr = 2 if LINEAR else 1
@@ -65,7 +66,7 @@ def excite(
             mu, k, beta = load_norm(stats, bias, C, c, c < C)
             value = (value - mu) * k + beta
         store_matrix(squeezed, value, n, c, N, C)
-    tl.debug_barrier()  # this program's threads read what others of them have written
+    tl.debug_barrier()  # threads read values that other threads of this program have written
     for row in range(0, R, BI):
         r = row + tl.arange(0, BI)
         total = tl.zeros((BN, BI), tl.float32)
@@ -87,13 +88,14 @@ def excite(
 
 @kernel
 def excite_grads(
-    partial, stats, bias, gate, hidden, fc1, fc2, grad_logit, grad_hidden, spread, N, C, R, splits,
-    count, BN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr,
+    partial, stats, bias, gate, hidden, fc1, fc2, grad_logit, grad_hidden, squeeze_grad,
+    N, C, R, splits, count, BN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the two layers' outputs, and spread: of the squeeze over the count of pixels.
+    """Compute the gradients of both layers' outputs, and squeeze_grad (N, C).
 
-    The gate's gradient is the sum of g * act(z), and act(z) = m * ((x - mean) * scale + bias): the
-    sums of `grad_sums` in partial give it without another pass.
+    squeeze_grad is the gradient of the squeeze divided by `count`, the pixels of a mean. The
+    gate's gradient is the sum of g * act(z), where act(z) = m * ((x - mean) * scale + bias).
+    The sums of `grad_sums` in partial give it without another pass over the maps.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     for begin in range(0, C, BJ):
@@ -127,12 +129,12 @@ def excite_grads(
             r = row + tl.arange(0, BI)
             grad = load_matrix(grad_hidden, n, r, N, R)
             total = by_columns(total, grad, load_matrix(fc1, r, c, R, C))
-        store_matrix(spread, total / count, n, c, N, C)
+        store_matrix(squeeze_grad, total / count, n, c, N, C)
 
 
 @triton.jit
 def weight_grad(grad, x, weight, bias, N, ROWS, COLUMNS, BN: tl.constexpr, BW: tl.constexpr):
-    """A square of grad^T x, written to weight (ROWS, COLUMNS), and of the bias the sums of grad."""
+    """Write a square of grad^T x to weight (ROWS, COLUMNS), and sums of grad to the bias."""
     columns = tl.cdiv(COLUMNS, BW)
     i = (tl.program_id(0) // columns) * BW + tl.arange(0, BW)
     j = (tl.program_id(0) % columns) * BW + tl.arange(0, BW)
@@ -141,7 +143,7 @@ def weight_grad(grad, x, weight, bias, N, ROWS, COLUMNS, BN: tl.constexpr, BW: t
     for begin in range(0, N, BN):
         n = begin + tl.arange(0, BN)
         outer = load_matrix(grad, n, i, N, ROWS)
-        # on tensor cores, float32 split into three products of TF32
+        # tensor cores multiply float32 as three products of TF32
         inner = load_matrix(x, n, j, N, COLUMNS)
         total = tl.dot(tl.trans(outer), inner, acc=total, input_precision="tf32x3")
         sums += tl.sum(outer, 0)
@@ -155,7 +157,7 @@ def excite_weight_grads(
     squeezed, hidden, grad_logit, grad_hidden, fc1, fc1_bias, fc2, fc2_bias, N, C, R,
     BN: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the two layers' weights and biases, written to fc1, fc1_bias and so on."""
+    """Write the gradients of both layers' weights and biases to fc1, fc1_bias and so on."""
     if tl.program_id(1) == 0:
         weight_grad(grad_hidden, squeezed, fc1, fc1_bias, N, R, C, BN, BW)
     else:

@@ -10,10 +10,10 @@ from tresnet.ops.abn.launch import RESIDENT
 from tresnet.ops.operators import launch, operator
 from tresnet.ops.tiles import by_form, geometry, halved, plan
 
-# Samples of a program, and rows and columns of the weights it reads at once. At batch 256 these are
-# 64 programs, each on a multiprocessor of its own. In stage 3 of tresnet_m each reads 256 KiB of
-# weights from the second-level cache, 16 MB in all or 3 microseconds, in 18 rounds. Tensor cores
-# want 16 samples: 16 programs of 72 rounds. cuBLAS moves no fewer bytes in ten launches more.
+# Samples of a program, and rows and columns of the weights that it reads at once. Batch 256 has 64
+# programs, each on its own multiprocessor. In stage 3 of tresnet_m each reads 256 KiB of weights
+# from the second-level cache in 18 rounds: 16 MB in all, or 3 microseconds. Tensor cores need 16
+# samples: 16 programs of 72 rounds. cuBLAS moves as many bytes with ten more launches.
 TILE = 4, 32, 128
 WEIGHTS_TILE = 64, 16  # samples at once; side of the squares that the weights' gradients are cut in
 WARPS = 16
@@ -36,8 +36,8 @@ def _written(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, Tensor
 
 @by_form
 def _pixels_and_chunk(x: Tensor, processors: int, blur: bool) -> tuple[int, int]:
-    """Pixels of what is squeezed of a sample, and those of the chunks that `moments` cuts it in."""
-    shape = halved(x) if blur else geometry(x, whole_batch=False)
+    """Return the squeezed pixels of a sample, and the pixels of a chunk of `moments`."""
+    shape = halved(x) if blur else geometry(x, as_one_sample=False)
     return shape.p, plan(shape, processors * RESIDENT).chunk
 
 
@@ -60,19 +60,19 @@ def forward(
     fc2: Tensor,
     fc2_bias: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What is squeezed (N, C), the hidden layer (N, R) and the gate (N, C), all float32.
+    """Return the squeezed maps (N, C), the hidden layer (N, R) and the gate (N, C), all float32.
 
     Args:
-        partial: what `tresnet.ops.abn.launch.squeeze` returned; if `linear`, the second that
-            `statistics` did.
-        x: what they were of, (N, C, ...).
-        stats: (4, C), as `tresnet.ops.abn.launch.statistics` returns it; read if `linear`.
+        partial: The result of `tresnet.ops.abn.launch.squeeze`, or if `linear` the second result of
+            `statistics`.
+        x: The map (N, C, ...) that was squeezed.
+        stats: (4, C), of `tresnet.ops.abn.launch.statistics`; read if `linear`.
         bias: (C,), beta.
-        linear: the maps are z, so that their means follow from those of x.
-        blur: the maps are blurred.
-        fc1: (R, C), of the first layer.
+        linear: Whether the maps are z, so that their means follow from those of x.
+        blur: Whether the maps are blurred.
+        fc1: (R, C), weight of the first layer.
         fc1_bias: (R,).
-        fc2: (C, R), of the second layer.
+        fc2: (C, R), weight of the second layer.
         fc2_bias: (C,).
     """
     (samples, channels), reduced = x.shape[:2], len(fc1)
@@ -108,21 +108,21 @@ def backward(
     fc2_bias: Tensor,
     pixels: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradient of the squeeze over `pixels` (N, C), and of the four parameters of the layers.
+    """Return the gradient of the squeeze over `pixels` (N, C), and of the layers' four parameters.
 
-    `partial` is what `tresnet.ops.abn.launch.grad_sums` returned; squeezed, hidden and gate are
-    `forward`'s. The gradients have the dtypes of their parameters.
+    `partial` is the result of `tresnet.ops.abn.launch.grad_sums`; squeezed, hidden and gate are
+    those of `forward`. The gradients have the dtypes of their parameters.
     """
     (samples, channels), reduced = gate.shape, len(fc1)
     grad_logit, grad_hidden = torch.empty_like(gate), torch.empty_like(hidden)
-    spread = torch.empty_like(gate)
+    squeeze_grad = torch.empty_like(gate)
     grads = _written(fc1, fc1_bias, fc2, fc2_bias)
     sizes = samples, channels, reduced
     launch(
         _kernels().excite_grads, (-(-samples // TILE[0]), 1, 1), WARPS,
         (
             partial, stats, bias.contiguous(), gate, hidden, fc1.contiguous(), fc2.contiguous(),
-            grad_logit, grad_hidden, spread,
+            grad_logit, grad_hidden, squeeze_grad,
         ),
         (*sizes, len(partial) // samples, float(pixels), *TILE),
     )  # fmt: skip
@@ -131,4 +131,4 @@ def backward(
         _kernels().excite_weight_grads, (squares, 2, 1), 4,
         (squeezed, hidden, grad_logit, grad_hidden, *grads), (*sizes, *WEIGHTS_TILE),
     )  # fmt: skip
-    return spread, *grads
+    return squeeze_grad, *grads

@@ -1,10 +1,11 @@
-"""How the Triton kernels see a batch of feature maps, and how their work is cut.
+"""The kernels' view of a batch of feature maps, and its division into programs and tiles.
 
 A batch is (n, p, c): sample, pixel, channel, with one stride each, so that one kernel reads
-channels_last and contiguous memory along its contiguous direction. Tiles give each of 128 threads
-16 values, or 8. Reductions are cut into as many programs as a GPU runs at once, or a few times as
-many. Programs are numbered with the channels first: those that share sectors of memory, because a
-row's bytes are no multiple of 32, run next to each other.
+channels_last and contiguous memory along its contiguous direction. A program covers a chunk of
+pixels of one sample, and a tile's width of channels; it goes through the chunk in tiles. A tile
+gives each of 128 threads 16 values, or 8. Reductions have as many programs as a GPU runs at once,
+or a few times as many. Programs are ordered with the channels first, as neighbours share sectors of
+memory if a row's bytes are no multiple of 32.
 """
 
 import functools
@@ -30,7 +31,7 @@ MULTIPROCESSORS = 132  # of an H100, where there is no GPU
 
 
 class Geometry(NamedTuple):
-    """A tensor as (samples, pixels, channels), a stride each, in elements of `itemsize` bytes."""
+    """A tensor as (samples, pixels, channels) with strides in elements of `itemsize` bytes."""
 
     n: int
     p: int
@@ -40,17 +41,16 @@ class Geometry(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How a tensor is cut, and what the kernels are launched with.
+    """Division of a tensor into programs, and the last arguments of a launch.
 
     Attributes:
-        splits: chunks of a sample.
-        chunk: pixels of a chunk.
-        programs: one for each chunk of each sample and each tile's width of channels.
-        tile: the last arguments of every launch. BP and BC, pixels and channels of a tile; AP and
-            AC, what the numbers of pixels and of channels are known to be divisible by, which lets
-            a thread load as many values at once: Triton itself sees only whether an argument is
-            divisible by 16.
-        warps: of a program.
+        splits: Chunks of a sample.
+        chunk: Pixels of a chunk.
+        programs: One for each chunk of each sample and each tile's width of channels.
+        tile: The last arguments of every launch. BP and BC are pixels and channels of a tile. AP
+            and AC divide the numbers of pixels and of channels, so that a thread may load as many
+            values at once; Triton itself only finds divisibility by 16.
+        warps: Warps of a program.
     """
 
     splits: int
@@ -61,23 +61,19 @@ class Plan(NamedTuple):
 
 
 def interpreted() -> bool:
-    """Whether Triton was told to interpret its kernels, so that they run on a CPU."""
+    """Whether Triton interprets its kernels, so that they run on a CPU."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def memory_format(x: Tensor) -> torch.memory_format:
-    """The dense format `x` is in, or is nearest to."""
+    """Return the dense format that `x` is in, or the nearest."""
     if x.dim() == 4 and not x.is_contiguous() and x.stride(1) == 1:
         return torch.channels_last
     return torch.contiguous_format
 
 
 def dense(x: Tensor, like: Tensor | None = None) -> Tensor:
-    """`x` in the memory format of a dense `like` (its own if None), copied only if in another.
-
-    A contiguous map of an odd number of pixels, as 7x7, goes on in channels_last: a thread would
-    load one of its values at a time, where its channels allow several.
-    """
+    """Return `x` in the memory format of a dense `like` (None: its own), copied only if needed."""
     if not torch.compiler.is_compiling() and _is_dense(x, like):
         return x
     if like is None and _is_odd(x):
@@ -90,7 +86,7 @@ def _is_odd(x: Tensor) -> bool:
 
 
 def _is_dense(x: Tensor, like: Tensor | None) -> bool:
-    """Whether `dense` has nothing to do: quicker than letting PyTorch find out."""
+    """Whether `dense` can return `x`; faster than PyTorch's own check."""
     if like is None:
         if x.is_contiguous(memory_format=torch.channels_last):
             return True
@@ -99,10 +95,10 @@ def _is_dense(x: Tensor, like: Tensor | None) -> bool:
 
 
 def by_form(cut: Callable[..., CutT]) -> Callable[..., CutT]:
-    """Remember what `cut` returned, which takes longer than a launch.
+    """Cache the results of `cut`, which takes longer than a launch.
 
-    Its first argument is a tensor of which it looks at shape, strides and dtype alone, its second
-    the number of multiprocessors, which the function that is returned finds out.
+    The first argument of `cut` is a tensor of which it may read only shape, strides and dtype. The
+    second is the number of multiprocessors, which the returned function finds itself.
     """
 
     @functools.lru_cache(maxsize=4096)
@@ -127,31 +123,31 @@ def by_form(cut: Callable[..., CutT]) -> Callable[..., CutT]:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """How many a device has; it never changes, so that sums are always taken in one order."""
+    """Return the number of a device's multiprocessors, constant, so that sums keep their order."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def geometry(x: Tensor, whole_batch: bool) -> Geometry:
-    """How the kernels see a dense tensor (N, C, ...).
+def geometry(x: Tensor, as_one_sample: bool) -> Geometry:
+    """Return the kernels' view of a dense tensor (N, C, ...).
 
     Args:
-        x: as `dense` returns it.
-        whole_batch: the samples need not be told apart.
+        x: A result of `dense`.
+        as_one_sample: Whether the pixels of all samples may be treated as those of one.
     """
     n, c = x.shape[:2]
     p = x.numel() // (n * c)
     if p > 1 and memory_format(x) is torch.contiguous_format:
         return Geometry(n, p, c, (c * p, 1, p), x.itemsize)
-    if whole_batch:
+    if as_one_sample:
         return Geometry(1, n * p, c, (0, c, 1), x.itemsize)
     return Geometry(n, p, c, (p * c, c, 1), x.itemsize)
 
 
 def halved(x: Tensor, times: int = 1) -> Geometry:
-    """A dense `x`, samples told apart, with the pixels it has after as many blurs."""
-    shape = geometry(x, whole_batch=False)
+    """Return the view of a dense `x`, by samples, with its pixels after `times` blurs."""
+    shape = geometry(x, as_one_sample=False)
     size = x.shape
     for _ in range(times):
         size = blurred(size)
@@ -163,12 +159,12 @@ def halved(x: Tensor, times: int = 1) -> Geometry:
 
 
 def power(value: int, most: int) -> int:
-    """The least power of two that is at least `value`, but at most `most`."""
+    """Return the least power of two that is at least `value`, but at most `most`."""
     return min(1 << max(value - 1, 0).bit_length(), most)
 
 
 def tile(shape: Geometry, blur: bool = False, maps: int = 1) -> tuple[int, int]:
-    """Pixels and channels of a tile, longest along contiguous memory; fewer for several `maps`."""
+    """Return pixels and channels of a tile, which is longest along contiguous memory."""
     values = TILE if maps == 1 else TILE // 2
     if blur:
         alone = shape.strides[2] > 1 or shape.c % 2 > 0
@@ -192,17 +188,17 @@ def plan(
     source: Geometry | None = None,
     maps: int = 1,
 ) -> Plan:
-    """Cut the pixels of each sample into chunks, one a program.
+    """Divide the pixels of each sample into chunks, one for each program.
 
     Args:
-        shape: what is cut.
-        places: programs that run at once.
-        blur: the kernel has the blur's index arithmetic.
-        writes: the kernel writes a map: a chunk has `MOST_TILES` at most. One of a reduction leaves
-            partial sums, and is as long as `places` allow.
-        source: what is read, if not of this shape: its channels may be apart where those of a
-            single pixel, written, are not.
-        maps: that a reduction reads.
+        shape: The tensor to divide.
+        places: Programs that run at once.
+        blur: Whether the kernel has the blur's index arithmetic.
+        writes: Whether the kernel writes a map, so that a chunk has at most `MOST_TILES`. A
+            reduction leaves partial sums, and its chunks are as long as `places` allow.
+        source: The tensor that is read, if another: its channels may be apart in memory where those
+            of a single pixel, written, are not.
+        maps: Number of maps that a reduction reads.
     """
     bp, bc = tile(shape, blur, maps)
     columns = -(-shape.c // bc)
@@ -220,14 +216,14 @@ def plan(
 
 
 def _tiles_of_chunk(tiles: int, rows: int, places: int) -> int:
-    """How many of each row's `tiles` a program takes, so that all are done soonest.
+    """Return the number of a row's `tiles` that each program covers, for the shortest total time.
 
-    Programs run in waves of `places`; each takes about a tile's time to begin and end.
+    Programs run in waves of `places`; each needs about a tile's time to begin and end.
     """
     chunks = (-(-tiles // max(waves * places // rows, 1)) for waves in range(1, 5))
     return min(chunks, key=lambda chunk: -(-rows * -(-tiles // chunk) // places) * (chunk + 1))
 
 
 def blurred(size: tuple[int, ...] | torch.Size) -> tuple[int, int]:
-    """Height and width after the blur, from (..., H, W)."""
+    """Return height and width after the blur, from (..., H, W)."""
     return (size[-2] + 1) // 2, (size[-1] + 1) // 2

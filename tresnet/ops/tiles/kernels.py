@@ -1,15 +1,15 @@
-"""What the kernels share: the chunk a program covers, and the blur's arithmetic.
+"""Common parts of the kernels: the chunk of a program, and the arithmetic of the blur.
 
-A row of `size` pixels gives `size_out` blurred ones, each the weighted mean, by 1, 2, 1, of the
-pixel at twice its place and its two neighbours; beyond the border the row is reflected. The
-transposed blur goes by squares of two by two pixels (see `square_of`).
+A row of `size` pixels has `size_out` blurred ones. Each is the mean, weighted by 1, 2, 1, of the
+pixel at twice its position and its two neighbours; beyond the border the row is reflected. The
+transposed blur works on squares of two by two pixels (see `square_of`).
 """
 
 import triton
 import triton.language as tl
 
-# A kernel is compiled once for all sizes. What Triton would find out about each of them, AP and AC
-# say exactly; of strides it matters only which is 1.
+# A kernel is compiled once for all sizes: AP and AC give the divisibility that Triton would find
+# for each size. Of the strides only a value of 1 is specialised.
 kernel = triton.jit(
     do_not_specialize=(
         *("N", "P", "C", "R", "G", "H", "W", "HO", "WO", "splits", "chunk", "count"),
@@ -20,13 +20,13 @@ kernel = triton.jit(
 
 @triton.jit
 def aligned(value, BY: tl.constexpr):
-    """`value`, a multiple of BY, such that the compiler sees it and loads BY values at once."""
+    """Return `value`, a multiple of BY, so that the compiler can load BY values at once."""
     return value // BY * BY
 
 
 @triton.jit
 def aligned_strides(n, p, c, AP: tl.constexpr, AC: tl.constexpr):
-    """The strides of samples, pixels and channels; the multiples they are, as `aligned`."""
+    """Return the strides of samples, pixels and channels as multiples, like `aligned`."""
     return aligned(n, AP * AC), aligned(p, AC), aligned(c, AP)
 
 
@@ -35,11 +35,12 @@ def chunk_of_program(
     P, C, splits, chunk, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
     BACKWARDS: tl.constexpr = False,
 ):  # fmt: skip
-    """What this program covers: its group, the sample, first pixel and number of pixels of it.
+    """Return the part of the batch that this program covers.
 
-    Then its channels, and which of them exist. A chunk, too, is a multiple of AP. BACKWARDS, as
-    kernels that write maps run, the first programs cover the last groups: a reduction or a
-    convolution has just gone through the map, and its end is still in the second-level cache.
+    These are its group (chunk of a sample), the sample, the first pixel and the number of pixels,
+    then its channels, and a mask of those that exist. A chunk is a multiple of AP. With BACKWARDS,
+    as in kernels that write maps, the first programs cover the last groups: the reduction or
+    convolution before has just read the end of the map, which is still in the second-level cache.
     """
     chunk = aligned(chunk, AP)
     columns = tl.cdiv(C, BC)
@@ -54,7 +55,7 @@ def chunk_of_program(
 
 @triton.jit
 def load_once(pointers, mask):
-    """Load what nobody reads soon after: it leaves the cache before all else."""
+    """Load values that are not read again soon, so that they leave the cache first."""
     return tl.load(pointers, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
 
 
@@ -62,10 +63,10 @@ def load_once(pointers, mask):
 def bytes_of_tile(
     n, start, begin, count, P, C, c, known, ALONG: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr
 ):  # fmt: skip
-    """Offsets of the bytes that hold a tile's bits, eight neighbours in memory each; which exist.
+    """Return offsets and a mask of the bytes with a tile's bits, eight neighbours each.
 
-    With ALONG 1 these are channels, and the map of bits is (N, P, ceil(C / 8)) bytes; with 2 they
-    are pixels, and it is (N, C, ceil(P / 8)).
+    With ALONG 1 neighbours are channels, and the map of bits is (N, P, ceil(C / 8)) bytes. With 2
+    they are pixels, and it is (N, C, ceil(P / 8)).
     """
     if ALONG == 1:
         line = n * P + start + begin + tl.arange(0, BP)
@@ -83,7 +84,7 @@ def bytes_of_tile(
 
 @triton.jit
 def packed(flags, ALONG: tl.constexpr):
-    """A tile (BP, BC) of truth values as bytes, the first value in the lowest bit."""
+    """Return a tile (BP, BC) of booleans as bytes, the first value in the lowest bit."""
     if ALONG == 2:
         flags = tl.trans(flags)
     W: tl.constexpr = min(flags.shape[1], 8)
@@ -93,7 +94,7 @@ def packed(flags, ALONG: tl.constexpr):
 
 @triton.jit
 def unpacked(bits, ALONG: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
-    """The tile that `packed` packed."""
+    """Return the tile of booleans from its bytes of `packed`."""
     W: tl.constexpr = min(BC if ALONG == 1 else BP, 8)
     flags = (bits.to(tl.int32)[:, :, None] >> tl.arange(0, W)[None, None, :]) & 1
     if ALONG == 2:
@@ -103,9 +104,9 @@ def unpacked(bits, ALONG: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
 
 @triton.jit
 def load_norm(stats, bias, C, c, known, NORM: tl.constexpr = True):
-    """What z is computed with at channels c, as rows of a tile; stats (4, C): mean, scale, ...
+    """Return mean, scale and bias at channels c, as rows of a tile; stats (4, C): mean, scale, ...
 
-    Without NORM nothing is read of stats: mean 0 and scale 1.
+    Without NORM stats is not read: the mean is 0 and the scale 1.
     """
     beta = tl.load(bias + c, mask=known, other=0.0).to(tl.float32)
     mu = tl.zeros_like(beta)
@@ -125,10 +126,10 @@ def reflect(i, size):
 
 @triton.jit
 def odd_pixel_weights(i, size, size_out):
-    """How much of pixel 2 i + 1 outputs i and i + 1 of a row take; nothing if there is none.
+    """Return the weights of pixel 2 i + 1 in outputs i and i + 1 of a row; zero if there is none.
 
-    The outermost outputs read it twice: its reflection is their border. Of pixel 2 i output i takes
-    half, the others nothing.
+    The outermost outputs read it twice, as its reflection is their border. Pixel 2 i has the weight
+    one half in output i and none in others.
     """
     near = tl.where(2 * i + 1 < size, tl.where(i == 0, 0.5, 0.25), 0.0)
     far = tl.where(i + 1 < size_out, tl.where(2 * i + 3 == size, 0.5, 0.25), 0.0)
@@ -137,10 +138,11 @@ def odd_pixel_weights(i, size, size_out):
 
 @triton.jit
 def square_of(p, H, W, HO, WO):
-    """Row i and column j of output p, and what `odd_pixel_weights` says of them.
+    """Return row i and column j of output p, and their `odd_pixel_weights`.
 
-    The pixels (2 i, 2 j) and (2 i + 1, 2 j + 1) span four that outputs p, its right and its lower
-    neighbours read, and no others: the transposed blur brings four values back to four pixels.
+    The pixels (2 i, 2 j) to (2 i + 1, 2 j + 1) are a square of four. Only output p and its right,
+    lower and lower right neighbours read them, so the transposed blur maps four values to four
+    pixels.
     """
     u0, u1 = odd_pixel_weights(p // WO, H, HO)
     v0, v1 = odd_pixel_weights(p % WO, W, WO)
@@ -149,14 +151,14 @@ def square_of(p, H, W, HO, WO):
 
 @triton.jit
 def pixel_of_square(i, j, mask, H, W, DI: tl.constexpr, DJ: tl.constexpr):
-    """Number of the pixel (2 i + DI, 2 j + DJ), and which of the masked ones exist."""
+    """Return the index of pixel (2 i + DI, 2 j + DJ), and a mask of those existing."""
     h, w = 2 * i + DI, 2 * j + DJ
     return h * W + w, mask & ((h < H) & (w < W))[:, None]
 
 
 @triton.jit
 def load_square_gradients(grad, p, c, mask, u1, v1, WO, gp, gc):
-    """The gradients of output p and its right, lower and lower right neighbours; 0 beyond."""
+    """Load the gradients of output p and its right, lower and lower right neighbours, or 0."""
     grad += p[:, None] * gp + c[None, :] * gc
     right, lower = mask & (v1 > 0)[:, None], mask & (u1 > 0)[:, None]
     t00 = tl.load(grad, mask=mask, other=0.0).to(tl.float32)
@@ -167,8 +169,8 @@ def load_square_gradients(grad, p, c, mask, u1, v1, WO, gp, gc):
 
 
 @triton.jit
-def spread_along_row(near, far, u0, u1, ODD: tl.constexpr):
-    """Of two outputs' gradients what the even pixel at the first, or the odd one between, gets."""
+def transposed_row(near, far, u0, u1, ODD: tl.constexpr):
+    """Return the gradient of the even pixel at the first of two outputs, or the odd one between."""
     if ODD:
         return u0[:, None] * near + u1[:, None] * far
     return 0.5 * near
@@ -176,15 +178,15 @@ def spread_along_row(near, far, u0, u1, ODD: tl.constexpr):
 
 @triton.jit
 def transposed_blur_at(t00, t01, t10, t11, u0, u1, v0, v1, DI: tl.constexpr, DJ: tl.constexpr):
-    """The transposed blur at `pixel_of_square`, from `load_square_gradients` and `square_of`."""
-    upper = spread_along_row(t00, t01, v0, v1, DJ)
-    lower = spread_along_row(t10, t11, v0, v1, DJ)
-    return spread_along_row(upper, lower, u0, u1, DI)
+    """Return the transposed blur at `pixel_of_square`, from the gradients and `square_of`."""
+    upper = transposed_row(t00, t01, v0, v1, DJ)
+    lower = transposed_row(t10, t11, v0, v1, DJ)
+    return transposed_row(upper, lower, u0, u1, DI)
 
 
 @triton.jit
 def weights_of_pixel(u0, u1, v0, v1, DI: tl.constexpr, DJ: tl.constexpr):
-    """How much of `pixel_of_square` all outputs take together: the transposed blur of ones."""
+    """Return the sum of a pixel's weights in all outputs: the transposed blur of ones."""
     rows = (u0 + u1)[:, None] if DI else 0.5
     columns = (v0 + v1)[:, None] if DJ else 0.5
     return rows * columns
