@@ -323,12 +323,12 @@ def grad_sums(
     """Sums over one chunk of one sample that BN's and SE's backward need, in one pass.
 
     With m = act'(z), g the gradient of s through the transposed blur, and w the transposed blur of
-    ones: partial (N * splits, 2 or 4, C) holds the sums of m g and m g (x - mean), and with
-    HAS_GATE those of m w and m w (x - mean). With JOIN, the direction of the bits of `apply`, the
-    gradient is first masked by the ReLU and stored in written, for the second pass and the
-    shortcut. With SECOND it is grad + second_grad. With AGAIN, which excludes JOIN and BLUR, s is
-    stored in written, as `apply` does. With BLUR, P counts the pixels of grad, each of which covers
-    four of x.
+    ones, partial (N * splits, 2 or 4, C) gets the sums of m g and m g (x - mean). With HAS_GATE it
+    also gets those of m w and m w (x - mean). JOIN is the direction of the bits of `apply`; with
+    it, the gradient is first masked by the ReLU and stored in written. The second pass and the
+    shortcut read it there. With SECOND it is grad + second_grad. With AGAIN, which excludes JOIN
+    and BLUR, s is stored in written, as `apply` does. With BLUR, P counts the pixels of grad, each
+    of which covers four of x.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)

@@ -1,8 +1,9 @@
 """Triton kernels of squeeze and excitation (arXiv 1709.01507) between two passes over the maps.
 
-N samples, C channels, R hidden units. A program covers BN samples and goes through the weights in
-tiles of BI rows and BJ columns, or covers a tile of the weights and goes through the samples, so
-that one kernel serves all widths. Everything is float32.
+N samples, C channels, R hidden units. In `excite` and `excite_grads` a program covers BN samples
+and goes through the weights in tiles of BI rows and BJ columns. In `excite_weight_grads` it covers
+a tile of the weights and goes through the samples. One kernel serves all widths. Everything is
+float32.
 """
 
 import triton

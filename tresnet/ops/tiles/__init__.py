@@ -61,7 +61,7 @@ class Plan(NamedTuple):
 
 
 def interpreted() -> bool:
-    """Whether Triton interprets its kernels, so that they run on a CPU."""
+    """Return whether Triton interprets its kernels, so that they run on a CPU."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
@@ -86,7 +86,7 @@ def _is_odd(x: Tensor) -> bool:
 
 
 def _is_dense(x: Tensor, like: Tensor | None) -> bool:
-    """Whether `dense` can return `x`; faster than PyTorch's own check."""
+    """Return whether `dense` can return `x`; faster than PyTorch's own check."""
     if like is None:
         if x.is_contiguous(memory_format=torch.channels_last):
             return True

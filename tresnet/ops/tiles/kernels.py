@@ -37,9 +37,9 @@ def chunk_of_program(
 ):  # fmt: skip
     """Return the part of the batch that this program covers.
 
-    These are its group (chunk of a sample), the sample, the first pixel and the number of pixels,
-    then its channels, and a mask of those that exist. A chunk is a multiple of AP. With BACKWARDS,
-    as in kernels that write maps, the first programs cover the last groups: the reduction or
+    It is the group (a chunk of a sample), the sample, the first pixel and the number of pixels. The
+    channels and a mask of those that exist follow. A chunk is a multiple of AP. With BACKWARDS, as
+    in kernels that write maps, the first programs cover the last groups. The reduction or
     convolution before has just read the end of the map, which is still in the second-level cache.
     """
     chunk = aligned(chunk, AP)
