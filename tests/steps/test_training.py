@@ -65,6 +65,21 @@ def test_accumulated_micro_batches_are_one_step_over_their_mean(tiny):
         torch.testing.assert_close(parts.model.state_dict()[name], weight, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("bad", [1, 2])
+def test_a_loss_without_a_number_is_bad_and_a_skipped_step_changes_nothing(tiny, bad):
+    """Even where its gradients are finite, and from whichever micro-batch it comes."""
+    step = step_of(tiny(**PLAIN, batch_size=4, accumulate=2, skip_bad_steps=1))
+    before = copy.deepcopy(step.model.state_dict())
+    for part in (1, 2):
+        spoilt = torch.inf if part == bad else 0.0
+        step.backward(*batch(4), lambda x, y, add=spoilt: x.square().mean() + add, 2, part == 2)
+    assert step.is_bad()
+    step.skip()
+    assert all(torch.equal(value, before[name]) for name, value in step.model.state_dict().items())
+    run(step, *batch())
+    assert not step.is_bad()
+
+
 def test_clipping_limits_the_gradient(tiny):
     step = step_of(tiny(**PLAIN, clip_grad=1e-3, lr_schedule="constant", opt="momentum"))
     for group in step.optimizer.param_groups:

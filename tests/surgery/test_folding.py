@@ -203,6 +203,11 @@ def test_other_modules_fold_their_sequential_pairs(affine):
         model(x)
     folded = fold(model.eval())
     assert [type(child) for child in folded[::4]] == [nn.Conv2d, nn.Identity]
+    assert [repr(child) for child in folded[:4:3]] == [
+        "Conv2d(3, 6, kernel_size=(3, 3), stride=(2, 2), padding=(1, 1), groups=3, "
+        "padding_mode=reflect)",
+        "Conv2d(6, 4, kernel_size=(1, 1), stride=(1, 1))",
+    ]
     torch.testing.assert_close(folded(x), model(x), rtol=1e-10, atol=1e-10)
 
 
