@@ -40,7 +40,7 @@ def operator(
 
         @functools.wraps(launch)
         def run(*args: Any) -> Any:
-            if type(args[0]) not in _PLAIN or torch._C._len_torch_dispatch_stack() > 0:
+            if type(args[0]) not in _PLAIN or _len_dispatch_stack():
                 return recorded(*args)
             found = launch(*args)
             if updated:
@@ -95,6 +95,7 @@ class _Compiled(NamedTuple):
 
 _PLAIN = (Tensor, nn.Parameter)
 _dtype = attrgetter("dtype")
+_len_dispatch_stack = torch._C._len_torch_dispatch_stack
 _compiled: dict[Any, _Compiled] = {}
 _noted: list[Launch] | None = None
 _MOST = 4096

@@ -202,7 +202,7 @@ def gradient_sums(
         se = SEWeights(*found)
     elif gate is not None:
         spread = torch.zeros_like(gate)
-    merged = ops.merge_grad_sums(partial, gate, spread, stats, kept.y.numel() // len(norm.beta))
+    merged = ops.merge_grad_sums(partial, gate, spread, stats, kept.y.numel() // kept.y.shape[1])
     if kept.total is not None:
         merged = _synchronised_factors(merged, stats, kept.total, norm.group)
     return Sums(merged, spread, written if joined or rebuilds else None, se)

@@ -75,7 +75,7 @@ def forward(
         fc2: (C, R), weight of the second layer.
         fc2_bias: (C,).
     """
-    (samples, channels), reduced = x.shape[:2], len(fc1)
+    (samples, channels), reduced = x.shape[:2], fc1.shape[0]
     squeezed, gate = partial.new_empty(samples, channels), partial.new_empty(samples, channels)
     hidden = partial.new_empty(samples, reduced)
     pixels, chunk = _pixels_and_chunk(x, blur)
@@ -85,7 +85,7 @@ def forward(
             partial, partial if stats is None else stats, bias.contiguous(), fc1.contiguous(),
             fc1_bias.contiguous(), fc2.contiguous(), fc2_bias.contiguous(), squeezed, hidden, gate,
         ),
-        (samples, channels, reduced, pixels, len(partial) // samples, chunk, linear, *TILE),
+        (samples, channels, reduced, pixels, partial.shape[0] // samples, chunk, linear, *TILE),
     )  # fmt: skip
     return squeezed, hidden, gate
 
@@ -113,7 +113,7 @@ def backward(
     `partial` is the result of `tresnet.ops.abn.launch.grad_sums`; squeezed, hidden and gate are
     those of `forward`. The gradients have the dtypes of their parameters.
     """
-    (samples, channels), reduced = gate.shape, len(fc1)
+    (samples, channels), reduced = gate.shape, fc1.shape[0]
     grad_logit, grad_hidden = torch.empty_like(gate), torch.empty_like(hidden)
     squeeze_grad = torch.empty_like(gate)
     grads = _written(fc1, fc1_bias, fc2, fc2_bias)
@@ -124,7 +124,7 @@ def backward(
             partial, stats, bias.contiguous(), gate, hidden, fc1.contiguous(), fc2.contiguous(),
             grad_logit, grad_hidden, squeeze_grad,
         ),
-        (*sizes, len(partial) // samples, float(pixels), *TILE),
+        (*sizes, partial.shape[0] // samples, float(pixels), *TILE),
     )  # fmt: skip
     squares = -(-channels // WEIGHTS_TILE[1]) * -(-reduced // WEIGHTS_TILE[1])
     launch(

@@ -74,24 +74,17 @@ def memory_format(x: Tensor) -> torch.memory_format:
 
 def dense(x: Tensor, like: Tensor | None = None) -> Tensor:
     """Return `x` in the memory format of a dense `like` (None: its own), copied only if needed."""
-    if not torch.compiler.is_compiling() and _is_dense(x, like):
+    if like is not None:
+        if x.stride() == like.stride() and x.shape == like.shape:
+            return x
+        return x.contiguous(memory_format=memory_format(like))
+    if x.is_contiguous(memory_format=torch.channels_last):
         return x
-    if like is None and _is_odd(x):
-        return x.contiguous(memory_format=torch.channels_last)
-    return x.contiguous(memory_format=memory_format(x if like is None else like))
+    return x.contiguous(memory_format=torch.channels_last if _is_odd(x) else memory_format(x))
 
 
 def _is_odd(x: Tensor) -> bool:
     return x.dim() == 4 and x.shape[2] * x.shape[3] % 2 == 1 and x.shape[1] % 2 == 0
-
-
-def _is_dense(x: Tensor, like: Tensor | None) -> bool:
-    """Return whether `dense` can return `x`; faster than PyTorch's own check."""
-    if like is None:
-        if x.is_contiguous(memory_format=torch.channels_last):
-            return True
-        return x.is_contiguous() and not _is_odd(x)
-    return x.stride() == like.stride() and x.shape == like.shape
 
 
 def by_form(cut: Callable[..., CutT]) -> Callable[..., CutT]:
