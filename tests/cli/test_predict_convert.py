@@ -330,6 +330,19 @@ def test_convert_keeps_weights_and_classes(weights, tmp_path, capsys):
         assert torch.equal(value, after.state_dict()[name]), name
 
 
+def test_checkpoints_of_other_trainers_are_converted_and_predict(weights, image, tmp_path, capsys):
+    source, target = tmp_path / "last.ckpt", tmp_path / "three.safetensors"
+    tensors = {
+        f"net.{name}": tensor for name, tensor in create(weights=weights).state_dict().items()
+    }
+    torch.save({"state_dict": tensors | {"loss.weight": torch.ones(3)}, "epoch": 3}, source)
+    assert run(["convert", str(source), str(target)]) == 0
+    capsys.readouterr()
+    for path in (source, target):
+        assert run(["predict", str(image), "--weights", str(path)]) == 0
+        assert capsys.readouterr().out == f"{image}: class 2 (93.6 %)\n"
+
+
 def test_convert_to_timm(tmp_path, capsys):
     source, target = tmp_path / "ours.safetensors", tmp_path / "timms.safetensors"
     model = build("tresnet_s", num_classes=3, layers=(1, 1, 1, 1))
