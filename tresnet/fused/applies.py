@@ -5,7 +5,7 @@ is not as it was built raises `_Plain`, whose message is the reason.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as every_module
 
 from tresnet.errors import InputError
-from tresnet.fused import stage
+from tresnet.fused import padding, stage
 from tresnet.fused.stage import Block, Conv, Layer, Part
 from tresnet.layers.blur_pool import BlurPool2d
 from tresnet.layers.conv_norm_act import ConvNormAct
@@ -102,20 +102,58 @@ def run(
     Raises:
         InputError: `how.impl` is 'triton', and kernels cannot run here.
     """
+    return run_row({0: parts}, x, how, blocks, (0,))[0]
+
+
+def run_row(
+    row: Mapping[int, Mapping[str, nn.Module]],
+    x: Tensor,
+    how: How,
+    blocks: SpaceToDepth | None,
+    wanted: Container[int],
+) -> dict[int, Tensor]:
+    """Run groups of parts as `run` does, and return the outputs of the wanted ones.
+
+    Padded maps go from one group to the next; what is returned has the model's channels.
+    """
+    outputs, channels = {}, None
+    for key, parts in row.items():
+        x, channels = _run(parts, x, channels, how, blocks)
+        blocks = None
+        if key in wanted:
+            outputs[key] = _cropped(x, channels)
+    return outputs
+
+
+def _run(
+    parts: Mapping[str, nn.Module],
+    x: Tensor,
+    channels: int | None,
+    how: How,
+    blocks: SpaceToDepth | None,
+) -> tuple[Tensor, int | None]:
+    """Return the parts' output; and its channels where it is padded, as `channels` are of `x`."""
     wanted = _wanted(parts.values(), x, how.impl)
     try:
         if wanted:
-            return stage.run(_read_parts(parts.values(), x, how, blocks), x)
+            part = _read_parts(parts.values(), x, channels, how, blocks)
+            if not part.pads:
+                return stage.run(part, _cropped(x, channels)), None
+            return stage.run(part, x), len(part.blocks[-1].layers[-1].conv.weight)
     except _Plain as reason:
         if len(parts) == 1 and not isinstance(reason, _OtherNorm):
             _refuse(next(iter(parts)), reason, how.impl)
     for name, part in parts.items():
         if wanted and len(parts) > 1:
-            x = run({name: part}, x, how, blocks)
+            x, channels = _run({name: part}, x, channels, how, blocks)
         else:
-            x = _call(part, x, blocks)
+            x, channels = _call(part, _cropped(x, channels), blocks), None
         blocks = None
-    return x
+    return x, channels
+
+
+def _cropped(x: Tensor, channels: int | None) -> Tensor:
+    return x if channels is None else padding.crop_map(x, channels)
 
 
 def _refuse(name: str, reason: _Plain, impl: Impl) -> None:
@@ -149,7 +187,11 @@ def _dtype(x: Tensor, own: torch.dtype) -> torch.dtype:
 
 
 def _read_parts(
-    parts: Iterable[nn.Module], x: Tensor, how: How, blocks: SpaceToDepth | None
+    parts: Iterable[nn.Module],
+    x: Tensor,
+    channels: int | None,
+    how: How,
+    blocks: SpaceToDepth | None,
 ) -> Part:
     if any(_EVERY_MODULES):
         raise _Plain("hooks of every module")
@@ -173,10 +215,25 @@ def _read_parts(
     if mixed and not autocast_dtype(x.device.type):
         raise _Plain(f"maps in {x.dtype}, not all weights of which are {dtype}")
     kernels = runs_kernels(x.device, dtype, how.impl, isinstance(x, FakeTensor))
+    pads = _pads(read, reader.weights, x, channels)
+    if pads and blocks is None:
+        found, expected = channels or x.shape[1], reader.weights[0].shape[1]
+        if found != expected:  # padding must not make up for what is missing
+            raise _Plain(f"expected {expected} channels, got {found}")
     return Part(
-        tuple(read), dtype, kernels, how.recompute,
+        tuple(read), dtype, kernels, pads, how.recompute,
         None if blocks is None else blocks.block_size, reader.counters,
     )  # fmt: skip
+
+
+def _pads(blocks: list[Block], weights: list[Tensor], x: Tensor, channels: int | None) -> bool:
+    """Whether a part that reads `x` pads its channels; it goes on with a padded map."""
+    stored = blocks[0].layers[0].norm.gamma is None and padding.is_stored(weights[0])
+    return (
+        (channels is not None or stored or x.numel() >= padding.FROM)
+        and (channels is not None or any(len(weight) % padding.MULTIPLE for weight in weights))
+        and all(map(padding.may_pad, blocks))
+    )
 
 
 # of every module; PyTorch changes these, it does not replace them

@@ -9,13 +9,14 @@ All tensors go through `save_for_backward`, so that version checks, saved-tensor
 backward are PyTorch's own. `maybe_clear_saved_tensors` lets each map go where it is read last.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tresnet.errors import InputError
+from tresnet.fused.padding import Padding, crop_gradient, pad_map
 from tresnet.ops import abn, tiles
 from tresnet.ops.abn import Kept, Norm, SEWeights, reference
 from tresnet.ops.autocast import autocast_off
@@ -39,10 +40,15 @@ class Conv(NamedTuple):
         self, grad: Tensor, x: Tensor, of_x: bool, of_weight: bool
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of `x`, whose values that needs not, and of the weight."""
+        if of_x or self.weight.dtype == grad.dtype:
+            weight = self.weight.to(grad.dtype)
+        else:  # its values are not read
+            weight = torch.empty_like(self.weight, dtype=grad.dtype)
         grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
-            grad, x, self.weight.to(grad.dtype), None, self.stride, self.padding, (1, 1), False,
-            (0, 0), self.groups, (of_x, of_weight, False),
+            grad, x, weight, None, self.stride, self.padding, (1, 1), False, (0, 0), self.groups,
+            (of_x, of_weight, False),
         )  # fmt: skip
+        del weight
         return grad_x, grad_weight if grad_weight is None else grad_weight.to(self.weight.dtype)
 
 
@@ -101,6 +107,13 @@ class Block(NamedTuple):
         """Those of the row, then that of the shortcut."""
         return self.layers if self.shortcut is None else (*self.layers, self.shortcut)
 
+    def with_layers(self, layers: list[Layer]) -> "Block":
+        """The block with others in the place of `all_layers`."""
+        count = len(self.layers)
+        return self._replace(
+            layers=tuple(layers[:count]), shortcut=layers[count] if self.shortcut else None
+        )
+
     def parameters(self) -> list[Tensor]:
         """What may be trained."""
         return [p for layer in self.all_layers() for p in layer.parameters()]
@@ -117,6 +130,7 @@ class Part(NamedTuple):
         blocks: in a row.
         dtype: of the maps.
         kernels: run the kernels, else plain operators.
+        pads: the channels, as `padding` does; maps that enter may be padded, the output is.
         recompute: 'none', 'activations' or 'outputs': what backward rebuilds.
         block_size: side of the blocks that bytes are rearranged by; None where maps come.
         counters: of batches, to be increased by one.
@@ -125,6 +139,7 @@ class Part(NamedTuple):
     blocks: tuple[Block, ...]
     dtype: torch.dtype
     kernels: bool
+    pads: bool
     recompute: str
     block_size: int | None
     counters: list[Tensor]
@@ -134,17 +149,27 @@ def run(part: Part, x: Tensor) -> Tensor:
     """Return the output of the last block: (N, C, H, W) in the part's dtype."""
     if x.dtype != torch.uint8:
         x = tiles.dense(x.to(part.dtype))
-    blocks, recorded = list(part.blocks), torch.is_grad_enabled()
+    blocks, recorded, padding = list(part.blocks), torch.is_grad_enabled(), None
     with autocast_off(x.device.type):
+        if part.pads:
+            x = pad_map(x) if blocks[0].joins else x
+            with torch.no_grad():
+                padding = Padding(_layers(blocks), part.dtype)
         while blocks and not (recorded and (x.requires_grad or blocks[0].trains())):
-            x = _forward_block(part, blocks.pop(0), x).out
+            x = _forward_block(part, padding, blocks.pop(0), x).out
         if blocks:
             parameters = [p for block in blocks for p in block.parameters()]
             part = part._replace(blocks=tuple(blocks))
-            x = _Blocks.apply(part, x, *parameters)  # pyright: ignore[reportAssignmentType]
+            x = _Blocks.apply(part, padding, x, *parameters)  # pyright: ignore[reportAssignmentType]
+    if padding is not None:
+        padding.write_back()
     if part.counters:
         torch._foreach_add_(part.counters, 1)
     return x
+
+
+def _layers(blocks: list[Block]) -> list[Layer]:
+    return [layer for block in blocks for layer in block.all_layers()]
 
 
 class _Run(NamedTuple):
@@ -175,21 +200,25 @@ class _Record(NamedTuple):
     of_shortcut: Any
 
 
-def _forward_block(part: Part, block: Block, x: Tensor, live: bool | None = None) -> _Run:
+def _forward_block(
+    part: Part, padding: Padding | None, block: Block, x: Tensor, live: bool | None = None
+) -> _Run:
     """Run a block.
 
     Args:
         part: how.
+        padding: of the part, where it pads.
         block: what.
         x: its input.
         live: whether `x` wants a gradient; None where no backward comes.
     """
     keeps = live is not None
     source = _maps(part, x)
+    wide = block if padding is None else padding.block(block, source)
     shortcut, of_shortcut = source, None
-    if block.shortcut is not None:
-        z = block.shortcut.conv.forward(_halve(source) if block.halves else source)
-        shortcut, needed = _follow(part, block.shortcut, z, keeps=keeps)
+    if block.shortcut is not None and wide.shortcut is not None:
+        z = wide.shortcut.conv.forward(_halve(source) if block.halves else source)
+        shortcut, needed = _follow(part, wide.shortcut.norm, z, keeps=keeps)
         wanted = live or _trains(block.shortcut)
         # outputs that are rebuilt, and plain operators' second derivatives, go through it anyway
         wanted = wanted or part.recompute == "outputs" or not part.kernels
@@ -201,18 +230,18 @@ def _forward_block(part: Part, block: Block, x: Tensor, live: bool | None = None
     y, live = source, bool(live)
     lives, kept, inputs = list[bool](), list[Kept | None](), list[Tensor | None]()
     del source
-    for layer in block.layers:
+    for layer, (conv, norm) in zip(block.layers, wide.layers, strict=True):
         joins = block.joins and layer is block.layers[-1]
         reads = layer.conv.weight.requires_grad and (not live or part.recompute == "none")
         inputs.append(y if keeps and reads else None)
         live = live or _trains(layer)
         lives.append(live)
-        z = layer.conv.forward(y)
+        z = conv.forward(y)
         del y
         y, needed = (
-            _follow(part, layer, z, shortcut, passed, keeps)
+            _follow(part, norm, z, shortcut, passed, keeps)
             if joins
-            else _follow(part, layer, z, keeps=keeps)
+            else _follow(part, norm, z, keeps=keeps)
         )
         # plain operators' second derivatives go through all layers
         kept.append(needed if keeps and (live or joins or not part.kernels) else None)
@@ -223,7 +252,7 @@ def _forward_block(part: Part, block: Block, x: Tensor, live: bool | None = None
 
 def _follow(
     part: Part,
-    layer: Layer,
+    norm: Norm,
     y: Tensor,
     shortcut: Tensor | None = None,
     passed: Tensor | None = None,
@@ -232,9 +261,7 @@ def _follow(
     """Do what follows a convolution, whose output `y` is."""
     y = tiles.dense(y)
     shortcut = None if shortcut is None else tiles.dense(shortcut, y)
-    return abn.forward(
-        y, layer.norm, kernels=part.kernels, shortcut=shortcut, passed=passed, keeps=keeps
-    )
+    return abn.forward(y, norm, kernels=part.kernels, shortcut=shortcut, passed=passed, keeps=keeps)
 
 
 def _passed(block: Block, x: Tensor) -> Tensor:
@@ -280,7 +307,9 @@ class _Blocks(torch.autograd.Function):
     """Blocks in a row. DistributedDataParallel gets their gradients when the node ends."""
 
     @staticmethod
-    def forward(ctx: Any, part: Part, x: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, part: Part, padding: Padding | None, x: Tensor, *parameters: Tensor
+    ) -> Tensor:
         """Return the output of the last block."""
         saved: list[Tensor] = list(parameters)
         records, dropped, first, live = [], _dropped(part), 0, x.requires_grad
@@ -295,19 +324,15 @@ class _Blocks(torch.autograd.Function):
             return None if kept is None else Kept._make(map(save, kept))  # pyright: ignore[reportArgumentType]
 
         for index, block in enumerate(part.blocks):
-            x, lives, kept, inputs, of_shortcut = _forward_block(part, block, x, live)
+            x, lives, kept, inputs, of_shortcut = _forward_block(part, padding, block, x, live)
             if index - 1 in dropped:
                 inputs = None, *inputs[1:]
             numbered = []
             for layer in block.all_layers():
                 numbered.append(layer.numbered(first))
                 first += len(layer.parameters())
-            count = len(block.layers)
-            block = block._replace(
-                layers=tuple(numbered[:count]), shortcut=numbered[-1] if block.shortcut else None
-            )
             numbers = tuple(map(save_all, kept)), list(map(save, inputs)), save_all(of_shortcut)
-            records.append(_Record(block, lives, *numbers))
+            records.append(_Record(block.with_layers(numbered), lives, *numbers))
             live = True
         ctx.save_for_backward(*saved)
         ctx.part, ctx.records, ctx.count = part._replace(blocks=(), counters=[]), records, first
@@ -319,10 +344,10 @@ class _Blocks(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         """Return the gradients of x and of the parameters."""
         saved = list(ctx.saved_tensors)
-        live = ctx.needs_input_grad[1]
+        live = ctx.needs_input_grad[2]
         with autocast_off(grad.device.type):
             if torch.is_grad_enabled():
-                return None, *_differentiable(ctx, saved, grad)
+                return None, None, *_differentiable(ctx, saved, grad)
             ctx.maybe_clear_saved_tensors()  # which it does not where the graph is retained
             walk = _Backward(ctx.part, ctx.records, saved, ctx.count)
             grads: list[Tensor | None] = [grad, None]
@@ -331,8 +356,8 @@ class _Blocks(torch.autograd.Function):
                 grads = walk.block(index, grads, live or index > 0)
             first, second = grads
         if first is None or second is None:
-            return None, second if first is None else first, *walk.found
-        return None, first.add_(second), *walk.found
+            return None, None, second if first is None else first, *walk.found
+        return None, None, first.add_(second), *walk.found
 
 
 class _Backward:
@@ -349,6 +374,15 @@ class _Backward:
         self.part, self.records, self.saved = part, records, saved
         self.found: list[Tensor | None] = [None] * parameters
         self.grad: Tensor | None = None
+        self.padding: Padding | None = None
+        if part.pads:
+            blocks = [self.filled(record.block) for record in records]
+            self.padding = Padding(_layers(blocks), part.dtype)
+
+    def filled(self, block: Block, x: Tensor | None = None) -> Block:
+        """The block with its parameters; padded where it reads `x`."""
+        block = block.with_layers([layer.filled(self.saved) for layer in block.all_layers()])
+        return block if x is None or self.padding is None else self.padding.block(block, x)
 
     def block(self, index: int, grads: list[Tensor | None], live: bool) -> list[Tensor | None]:
         """Return the gradients of a block's input: of its first convolution and its shortcut.
@@ -360,7 +394,8 @@ class _Backward:
         """
         record = self.records[index]
         x = _maps(self.part, self.input(index))
-        layers = [layer.filled(self.saved) for layer in record.block.layers]
+        block = self.filled(record.block, x)
+        layers = block.layers
         first, at = None, len(layers) - 1
         masked = self.last_layer(record, layers[-1].norm, grads)
         if self.grad is not None:
@@ -368,14 +403,14 @@ class _Backward:
                 self.through_convolution(record, layers, at)
                 at -= 1
             given = x if at == 0 else self.take(record.inputs, at)
-            number = record.block.layers[at].conv.weight
+            number = cast(Any, record.block.layers[at].conv.weight)
             first = self.convolution(layers[at].conv, number, given, of_x=at == 0 and live)
             del given
         if masked is not None and record.block.copies > 1:
             masked = masked.unflatten(1, (record.block.copies, -1)).sum(1)
-        if masked is None or record.block.shortcut is None:
+        if masked is None or block.shortcut is None:
             return [first, masked if live else None]
-        return [first, self.shortcut(record, masked, x, live)]
+        return [first, self.shortcut(record, block.shortcut, masked, x, live)]
 
     def last_layer(self, record: _Record, norm: Norm, grads: list[Tensor | None]) -> Tensor | None:
         """Go back through the join and the last norm; return the shortcut's gradient."""
@@ -393,14 +428,14 @@ class _Backward:
             self.grad = abn.gradient(first, norm, kept, sums, kernels=self.part.kernels)
         return masked
 
-    def through_convolution(self, record: _Record, layers: list[Layer], at: int) -> None:
+    def through_convolution(self, record: _Record, layers: tuple[Layer, ...], at: int) -> None:
         """Go back through a convolution, and through the norm in front of it.
 
         Where the convolution's input was not kept, the pass that sums writes it, but for a blur.
         """
-        conv, number = layers[at].conv, record.block.layers[at].conv.weight
+        conv, number = layers[at].conv, cast(Any, record.block.layers[at].conv.weight)
         norm, kept = layers[at - 1].norm, self.take_all(record.kept[at - 1])
-        given, trains = self.take(record.inputs, at), conv.weight.requires_grad
+        given, trains = self.take(record.inputs, at), self.saved[number].requires_grad
         if given is None and norm.blur:
             given = abn.rebuild(norm, kept, kernels=self.part.kernels)
         if given is None and trains:
@@ -418,26 +453,37 @@ class _Backward:
     def convolution(self, conv: Conv, number: Any, x: Any, *, of_x: bool, last: bool = True) -> Any:
         """Return the gradient of `x` if asked for, and note the weight's if it is the last call."""
         assert self.grad is not None
-        of_weight = last and conv.weight.requires_grad
+        of_weight = last and self.saved[number].requires_grad
         grad_x = grad_weight = None
         if of_x or of_weight:  # else `x` was not kept
             grad_x, grad_weight = conv.backward(self.grad, x, of_x, of_weight)
         if last:
-            self.found[number], self.grad = grad_weight, None
+            self.grad = None
+        if grad_weight is not None:
+            self.find(number, grad_weight)
         return grad_x
 
-    def shortcut(self, record: _Record, masked: Tensor, x: Tensor, live: bool) -> Tensor | None:
+    def find(self, number: int, grad: Tensor) -> None:
+        """Keep the gradient of a parameter."""
+        parameter = self.saved[number]
+        if self.padding is not None:
+            grad = crop_gradient(grad, parameter)
+        self.found[number] = grad.to(parameter.dtype)
+
+    def shortcut(
+        self, record: _Record, layer: Layer, masked: Tensor, x: Tensor, live: bool
+    ) -> Tensor | None:
         """Go back through the convolution on the shortcut and the pool in front of it."""
         numbered = record.block.shortcut
         if numbered is None or record.of_shortcut is None:
             return None
-        (conv, norm), kept = numbered.filled(self.saved), self.take_all(record.of_shortcut)
+        (conv, norm), kept = layer, self.take_all(record.of_shortcut)
         sums = self.sums(masked, None, norm, kept)
         self.note(numbered.norm, sums)
         self.grad = abn.gradient(masked, norm, kept, sums, kernels=self.part.kernels)
         del masked, kept, sums
         source = _halve(x) if record.block.halves else x
-        grad = self.convolution(conv, numbered.conv.weight, source, of_x=live)
+        grad = self.convolution(conv, cast(Any, numbered.conv.weight), source, of_x=live)
         del source
         if grad is None or not record.block.halves:
             return grad
@@ -458,7 +504,7 @@ class _Backward:
             (numbered.beta, sums.merged[1]),
             *zip(numbered.se or (), sums.se or (), strict=True),
         ):
-            self.found[number] = grad.to(self.saved[number].dtype)
+            self.find(number, grad)
 
     def input(self, index: int) -> Tensor:
         """The input of a block, rebuilt from the block before where it was not kept."""
@@ -477,6 +523,7 @@ class _Backward:
     def rebuilt(self, numbered: Layer, kept: Any, shortcut: Tensor | None = None) -> Tensor:
         """The output of a layer, which leaves in place what is saved of it."""
         norm = numbered.filled(self.saved).norm
+        norm = norm if self.padding is None else self.padding.norm(norm)
         kept = Kept._make(None if at is None else self.saved[at] for at in kept)
         shortcut = None if shortcut is None else tiles.dense(shortcut, kept.y)
         return abn.rebuild(norm, kept, kernels=self.part.kernels, shortcut=shortcut)
@@ -502,6 +549,8 @@ def _differentiable(ctx: Any, saved: list[Any], grad: Tensor) -> list[Tensor | N
     parameters = saved[: ctx.count]
     first = saved[ctx.records[0].inputs[0]]
     y = _maps(ctx.part, first)
+    if ctx.part.pads:
+        y = y[:, : ctx.records[0].block.layers[0].filled(saved).conv.weight.shape[1]]
     for record in ctx.records:
         block, x = record.block, y
         shortcut = x
@@ -515,6 +564,7 @@ def _differentiable(ctx: Any, saved: list[Any], grad: Tensor) -> list[Tensor | N
             y = y if passed is None else y * saved[passed][:, :, None, None].to(y.dtype)
             y = torch.relu(y + shortcut.repeat(1, block.copies, 1, 1))
     inputs = [first, *parameters]
+    grad = grad[:, : y.shape[1]]  # which may be padded
     # A tensor that several layers share is asked for once: its gradient is the sum of theirs.
     wanting = {id(t): t for t in inputs if t.requires_grad}
     grads = torch.autograd.grad(
@@ -531,9 +581,10 @@ def _plain_layer(saved: list[Any], numbered: Layer, kept: Any, x: Tensor) -> Ten
         raise InputError(
             "second derivatives need the statistics of one process, got synchronised ones"
         )
-    running = (None, None)
+    running = None, None
     if not norm.training:
-        running = saved[kept.stats][0], saved[kept.stats][3]
+        mean, _, _, var = saved[kept.stats][:, : len(norm.beta)]
+        running = mean, var
     y = reference.abn(
         conv.forward(x), norm.gamma, norm.beta, *running, norm.training, 0.0, norm.eps, norm.slope
     )  # fmt: skip

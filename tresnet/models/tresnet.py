@@ -156,22 +156,25 @@ class TResNet(nn.Module):
         of_bytes = not symbolic(x) and x.dtype == torch.uint8
         if of_bytes and not isinstance(s2d, SpaceToDepth):  # surgery.fold may have merged the stem
             x, of_bytes = unit_floats(x, dtype=next(self.body.parameters()).dtype), False
-        x = x if of_bytes else s2d(x)
-        outputs, waiting = {}, {}
+        row, waiting = {}, {}
         for index, (name, part) in enumerate(parts, start=1):
             waiting[f"body.{name}"] = part
             if index == 1 and index not in wanted and len(parts) > 1:
                 continue  # only the first stage reads the stem's output, so both run together
-            x = self._run(waiting, x, s2d if of_bytes else None)
-            waiting, of_bytes = {}, False
+            row[index], waiting = waiting, {}
+        blocks: Any = s2d if of_bytes else None
+        if not (self.grad_checkpointing and torch.is_grad_enabled()):
+            # no name here keeps what space-to-depth returns
+            return fused.run_row(row, x if of_bytes else s2d(x), self.how, blocks, wanted)
+        outputs, x = {}, x if of_bytes else s2d(x)
+        for index, parts in row.items():
+            x, blocks = self._run_checkpointed(parts, x, blocks), None
             if index in wanted:
                 outputs[index] = x
         return outputs
 
-    def _run(self, parts: dict[str, nn.Module], x: Tensor, s2d: Any) -> Tensor:
-        """Run parts of the body; under `grad_checkpointing` each block is checkpointed."""
-        if not (self.grad_checkpointing and torch.is_grad_enabled()):
-            return fused.run(parts, x, self.how, s2d)
+    def _run_checkpointed(self, parts: dict[str, nn.Module], x: Tensor, s2d: Any) -> Tensor:
+        """Run parts of the body, each block checkpointed."""
         from torch.utils.checkpoint import checkpoint
 
         # The compiler updates the running statistics once, without these contexts.

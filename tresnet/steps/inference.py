@@ -62,10 +62,12 @@ class InferenceStep:
                         f"{name}: run the model without tresnet's inference step"
                     )
             model = model.to(device, dtype).eval()
-            if compute.fold:
-                model = fold(model)
         self.model = move_model(model, compute, device)
-        keep_bytes = reads_bytes(model, compute)
+        if isinstance(compute, InferenceCompute) and compute.fold:
+            self.model = fold(self.model)
+            if compute.compile != "none":  # which would copy padded weights at each call
+                self.model = move_model(self.model, compute, device)
+        keep_bytes = reads_bytes(self.model, compute)
         self.feed = Feed(compute, device, keep_bytes=keep_bytes, dtype=dtype)
         self._forward: Callable[[Tensor], Tensor] = self.model
         if compute.compile != "none":

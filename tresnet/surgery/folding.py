@@ -13,12 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from tresnet.errors import InputError
+from tresnet.fused import padding
 from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.layers.hooks import check_model, find_hooks, refuse_hooked
 from tresnet.layers.norm import PLAIN_NORMS, NormAct
 from tresnet.layers.space_to_depth import SpaceToDepth
+from tresnet.layers.squeeze_excite import SqueezeExcite
 from tresnet.models.tresnet import TResNet
+from tresnet.ops.tiles import interpreted
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 # What timm's `freeze` puts in place of a batch norm; its module is slow to import.
@@ -34,6 +37,8 @@ def fold(model: ModuleT, *, merge_stem: bool = False, inplace: bool = False) -> 
     frozen. The model must call such an `nn.Sequential` as one module: if it calls the children one
     by one and computes something between them, the result is wrong without an error. The result has
     no gradients and refuses training mode and checkpoints. Load before folding, and export after.
+    Fold a model on the GPU and in the dtype and layout in which it will run: weights whose widths
+    are no multiple of 8 then lie in padded memory, and no call pads them.
 
     Args:
         model: A model in eval mode; unchanged unless `inplace`.
@@ -64,6 +69,8 @@ def fold(model: ModuleT, *, merge_stem: bool = False, inplace: bool = False) -> 
     if merge_stem:
         for network in networks:
             _merge_stem(network)
+    for network in networks:
+        _store_padded(network)
     folded.requires_grad_(False).eval()
     if not inplace:
         return folded
@@ -184,6 +191,27 @@ def _convolution(conv: nn.Conv2d, weight: Tensor, bias: Tensor, **changes: objec
                 "float32, then convert it"
             )
     return new.eval()
+
+
+def _store_padded(model: TResNet) -> None:
+    """Put the weights in padded memory where the fused program will read them, with kernels."""
+    stem = model.body._modules.get("conv1")
+    for module in model.body.modules():
+        if isinstance(module, FoldedConv) and module.conv.groups == 1:
+            _store(module.conv, "weight", 0, *(() if module is stem else (1,)))
+            _store(module.conv, "bias", 0)
+        elif type(module) is SqueezeExcite:
+            _store(module.fc1, "weight", 1)
+            _store(module.fc2, "weight", 0)
+            _store(module.fc2, "bias", 0)
+
+
+def _store(module: nn.Module, name: str, *dims: int) -> None:
+    values = module._parameters.get(name)
+    if type(values) is not nn.Parameter or not (values.is_cuda or interpreted()):
+        return
+    if padding.padded_shape(values, *dims) != values.shape:
+        padding.store(module, name, *dims)
 
 
 @torch.no_grad()

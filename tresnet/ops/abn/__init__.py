@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from tresnet.errors import InputError
@@ -56,6 +57,7 @@ class Norm(NamedTuple):
         se: of the squeeze and excitation behind, None for none.
         group: process group over which the statistics are synchronised, of which a process may have
             a single value per channel, or an empty batch; None for this process alone.
+        channels: of the C, those that processes share; the others are padding. None for all.
     """
 
     gamma: Tensor | None
@@ -69,6 +71,7 @@ class Norm(NamedTuple):
     blur: bool = False
     se: SEWeights | None = None
     group: Any = None
+    channels: int | None = None
 
 
 class Kept(NamedTuple):
@@ -204,7 +207,7 @@ def gradient_sums(
         spread = torch.zeros_like(gate)
     merged = ops.merge_grad_sums(partial, gate, spread, stats, kept.y.numel() // kept.y.shape[1])
     if kept.total is not None:
-        merged = _synchronised_factors(merged, stats, kept.total, norm.group)
+        merged = _synchronised_factors(merged, stats, kept.total, norm)
     return Sums(merged, spread, written if joined or rebuilds else None, se)
 
 
@@ -260,7 +263,8 @@ def _synchronised(stats: Tensor, count: int, norm: Norm) -> tuple[Tensor, Tensor
     where its `count` of values per channel is zero.
     """
     assert norm.gamma is not None
-    own = torch.cat((stats[0], stats[3], stats.new_full((1,), count)))
+    mean, _, _, var = stats[:, : norm.channels]
+    own = torch.cat((mean, var, stats.new_full((1,), count)))
     gathered = own.new_empty(dist.get_world_size(norm.group), own.numel())
     dist.all_gather_into_tensor(gathered.view(-1), own, group=norm.group)
     means, variances = gathered[:, :-1].unflatten(1, (2, -1)).unbind(1)
@@ -272,18 +276,26 @@ def _synchronised(stats: Tensor, count: int, norm: Norm) -> tuple[Tensor, Tensor
     if norm.momentum is not None:
         for old, new in ((norm.mean, mean), (norm.var, var * (total / (total - 1)))):
             assert old is not None
-            old.lerp_(new.to(old.dtype), norm.momentum)
-    return torch.stack((mean, norm.gamma.to(var.dtype) * invstd, invstd, var)), total
+            old[: norm.channels].lerp_(new.to(old.dtype), norm.momentum)
+    gamma = norm.gamma[: norm.channels].to(var.dtype)
+    return _widened(torch.stack((mean, gamma * invstd, invstd, var)), norm), total
 
 
-def _synchronised_factors(merged: Tensor, stats: Tensor, total: Tensor, group: Any) -> Tensor:
+def _widened(values: Tensor, norm: Norm) -> Tensor:
+    """`values` (K, channels) with zeros for the padding behind them."""
+    if norm.channels is None:
+        return values
+    return F.pad(values, (0, len(norm.beta) - norm.channels))
+
+
+def _synchronised_factors(merged: Tensor, stats: Tensor, total: Tensor, norm: Norm) -> Tensor:
     """`merged` with the factors of the gradient of y from the sums over all processes.
 
     The gradients of weight and bias stay this process's: data-parallel training averages them.
     """
-    sums = merged[:2].clone()
-    dist.all_reduce(sums, group=group)
-    scale, invstd = stats[1], stats[2]
+    sums = merged[:2, : norm.channels].clone()
+    dist.all_reduce(sums, group=norm.group)
+    sums, scale, invstd = _widened(sums, norm), stats[1], stats[2]
     factors = -sums / total * torch.stack((scale * invstd, scale))
     return torch.cat((merged[:2], factors))
 
@@ -306,7 +318,7 @@ def _absent_sums(grad: Tensor, norm: Norm, kept: Kept) -> Sums:
     dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
     merged = norm.beta.new_zeros(4, len(norm.beta), dtype=dtype)
     if kept.total is not None:
-        dist.all_reduce(merged[:2].clone(), group=norm.group)
+        dist.all_reduce(merged[:2, : norm.channels].clone(), group=norm.group)
     se = None if norm.se is None else SEWeights(*map(torch.zeros_like, norm.se))
     return Sums(merged, None, grad, se)
 

@@ -1,0 +1,204 @@
+"""Channels padded to multiples of 8, which tensor cores want, in the program alone.
+
+tresnet_l and tresnet_xl have other widths. Parameters, gradients, running statistics and maps that
+leave the program keep those; what lives for a call, or a block of it, has zeros behind its
+channels. Where weights, gamma and beta are zero, norm, activation, blur, gate and join leave maps
+and gradients zero: a padded channel has mean and variance 0, and the inverse deviation of eps.
+
+Each padded block adds about three short launches to forward and three to backward, so that parts
+with small inputs run in their own widths.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tresnet.ops import tiles
+from tresnet.ops.abn import Norm
+
+if TYPE_CHECKING:
+    from tresnet.fused.stage import Block, Layer
+
+MULTIPLE = 8
+# Values of a part's input. tresnet_l's convolutions do about 700 multiply-adds for a value that
+# they read: below, what padding saves of them is no more than its launches take, by estimate.
+FROM = 1 << 21  # 14 images of 224 pixels
+
+
+def padded(channels: int) -> int:
+    """Return the next multiple of 8."""
+    return -(-channels // MULTIPLE) * MULTIPLE
+
+
+def may_pad(block: "Block") -> bool:
+    """Whether zeros stay zero in a block: no groups, no division by a deviation of 0."""
+    return all(
+        conv.groups == 1 and (norm.gamma is None or norm.eps > 1e-30)
+        for conv, norm in block.all_layers()
+    )
+
+
+def padded_shape(tensor: Tensor, *dims: int) -> tuple[int, ...]:
+    """Return the shape of a tensor whose `dims` are padded."""
+    return tuple(padded(n) if dim in dims else n for dim, n in enumerate(tensor.shape))
+
+
+def pad_map(x: Tensor) -> Tensor:
+    """Return a map (N, C, H, W) with zeros behind its channels."""
+    missing = -x.shape[1] % MULTIPLE
+    return F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x  # keeps the memory format
+
+
+def crop_map(x: Tensor, channels: int) -> Tensor:
+    """Return a dense map of the first `channels`."""
+    if x.shape[1] == channels:
+        return x
+    return x[:, :channels].contiguous(memory_format=tiles.memory_format(x))
+
+
+def crop_gradient(grad: Tensor, parameter: Tensor) -> Tensor:
+    """Return the parameter's part of a gradient; a matrix is dense in the parameter's strides."""
+    if grad.shape == parameter.shape:
+        return grad
+    corner = grad[tuple(map(slice, parameter.shape))]
+    return corner if corner.dim() == 1 else torch.empty_like(parameter).copy_(corner)
+
+
+def pad(
+    tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], dtype: torch.dtype
+) -> list[Tensor]:
+    """Return copies in `dtype` and in these shapes, zero behind the values, in one buffer."""
+    sizes = [math.prod(shape) for shape in shapes]
+    found = []
+    pieces = tensors[0].new_zeros(sum(sizes), dtype=dtype).split(sizes)
+    for tensor, shape, piece in zip(tensors, shapes, pieces, strict=True):
+        if tensor.dim() == 4 and tensor.stride(3) != 1:  # channels_last
+            wide = piece.view(shape[0], *shape[2:], shape[1]).movedim(3, 1)
+        else:
+            wide = piece.view(shape)
+        wide[tuple(map(slice, tensor.shape))].copy_(tensor)
+        found.append(wide)
+    return found
+
+
+def store(module: nn.Module, name: str, *dims: int) -> None:
+    """Make a parameter the corner of a tensor that is padded in `dims`, which `stored` returns."""
+    own = module.get_parameter(name).detach()
+    wide = pad([own], [padded_shape(own, *dims)], own.dtype)[0]
+    setattr(module, name, nn.Parameter(wide[tuple(map(slice, own.shape))]))
+
+
+def is_stored(weight: Tensor) -> bool:
+    """Whether `store` may have put a weight in a padded one."""
+    return weight.untyped_storage().nbytes() > weight.numel() * weight.itemsize
+
+
+def stored(tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
+    """Return the padded tensor of this shape that `store` put `tensor` in; None for others."""
+    size = math.prod(shape)
+    if tensor.untyped_storage().nbytes() != size * tensor.itemsize or (
+        tensor.stride(0) * shape[0] != size
+    ):
+        return None
+    return tensor.as_strided(tuple(shape), tensor.stride())
+
+
+class Padding:
+    """Padded copies of what the norms and excitations of a part read, for one call."""
+
+    def __init__(self, layers: Iterable["Layer"], dtype: torch.dtype) -> None:
+        """Pad vectors by two launches, and each matrix whose columns are channels by one more.
+
+        Args:
+            layers: of the part.
+            dtype: of its maps.
+        """
+        self._dtype = dtype
+        self._wide: dict[int, Tensor] = {}
+        self._running: list[Tensor] = []
+        missing = list[Tensor](), list[Tensor]()  # along their rows, along their columns
+        for conv, norm in layers:
+            if len(conv.weight) % MULTIPLE == 0:
+                continue
+            rows = [norm.gamma, norm.beta, norm.mean, norm.var, *(norm.se or ())[2:]]
+            columns = [] if norm.se is None else [norm.se.fc1_weight]
+            for dim, tensors in enumerate((rows, columns)):
+                for tensor in tensors:
+                    if tensor is not None and not (norm.gamma is None and self._find(tensor, dim)):
+                        missing[dim].append(tensor)
+            if norm.momentum is not None:
+                self._running += [t for t in (norm.mean, norm.var) if t is not None]
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        rows, columns = missing
+        if rows:
+            self._pad_rows(rows, wide)
+        if columns:
+            shapes = [padded_shape(tensor, 1) for tensor in columns]
+            self._wide |= zip(map(id, columns), pad(columns, shapes, wide), strict=True)
+
+    def _find(self, tensor: Tensor, dim: int) -> bool:
+        """Whether `surgery.fold` stored a tensor in a padded one, which is taken then."""
+        wide = stored(tensor, padded_shape(tensor, dim))
+        if wide is not None:
+            self._wide[id(tensor)] = wide
+        return wide is not None
+
+    def _pad_rows(self, tensors: list[Tensor], dtype: torch.dtype) -> None:
+        shapes = [padded_shape(tensor, 0) for tensor in tensors]
+        sizes = [math.prod(shape) for shape in shapes]
+        flat = tensors[0].new_zeros(sum(sizes), dtype=dtype)
+        ends = [
+            n
+            for tensor, size in zip(tensors, sizes, strict=True)
+            for n in (tensor.numel(), size - tensor.numel())
+        ]
+        torch._foreach_copy_(flat.split(ends)[::2], [t.reshape(-1) for t in tensors])
+        for tensor, shape, piece in zip(tensors, shapes, flat.split(sizes), strict=True):
+            self._wide[id(tensor)] = piece.view(shape)
+
+    def block(self, block: "Block", x: Tensor) -> "Block":
+        """Return a block that reads `x`, with padded weights in the dtype of the maps."""
+        layers = block.all_layers()
+        widths = [padded(len(conv.weight)) for conv, _ in layers]
+        inputs = [x.shape[1], *widths[:-1]]
+        if block.shortcut is not None:
+            inputs[-1] = x.shape[1]
+        weights = [conv.weight for conv, _ in layers]
+        shapes = [
+            (out, given, *weight.shape[2:])
+            for out, given, weight in zip(widths, inputs, weights, strict=True)
+        ]
+        if all(weight.shape == shape for weight, shape in zip(weights, shapes, strict=True)):
+            return block
+        wide = None
+        if layers[0].norm.gamma is None and weights[0].dtype == self._dtype:
+            wide = [stored(weight, shape) for weight, shape in zip(weights, shapes, strict=True)]
+        if wide is None or None in wide:
+            wide = pad(weights, shapes, self._dtype)
+        new = [
+            layer._replace(conv=layer.conv._replace(weight=weight), norm=self.norm(layer.norm))
+            for layer, weight in zip(layers, wide, strict=True)
+        ]
+        return block.with_layers(new)
+
+    def norm(self, norm: Norm) -> Norm:
+        """Return a norm whose tensors are padded."""
+        if id(norm.beta) not in self._wide:
+            return norm
+        gamma, beta, mean, var, *se = (
+            self._wide.get(id(tensor), tensor) for tensor in (*norm[:4], *(norm.se or ()))
+        )
+        return norm._replace(
+            gamma=gamma, beta=beta, mean=mean, var=var, channels=len(norm.beta),
+            se=None if norm.se is None else norm.se._make(se),
+        )  # fmt: skip
+
+    def write_back(self) -> None:
+        """Copy the running statistics that were updated to where they belong."""
+        if self._running:
+            wide = [self._wide[id(tensor)][: len(tensor)] for tensor in self._running]
+            torch._foreach_copy_(self._running, wide)
