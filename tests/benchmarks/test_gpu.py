@@ -5,6 +5,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -97,29 +98,21 @@ def test_children_of_what_hangs_end_with_it(parts, tmp_path):
     assert not beside.exists()
 
 
-def test_sigterm_lets_the_running_one_end_and_names_the_others(tmp_path):
+def test_sigterm_lets_the_running_one_end_and_names_the_others(parts, tmp_path, capsys):
     begun = tmp_path / "gpu_first.log"
-    code = f"""
-import sys
-sys.path.insert(0, {str(SCRIPT.parents[1])!r})
-from pathlib import Path
-from benchmarks import gpu
-child = "import signal, time\\nsignal.signal(15, lambda *_: (print('record'), exit()))\\n"
-child += "print('begun', flush=True)\\ntime.sleep(60)"
-import shlex
-one = gpu.Comparison(60, shlex.join(["-c", child]))
-gpu.PARTS = {{"1": {{"first": one, "second": one}}}}
-gpu.NAMES = ("1",)
-sys.exit(gpu.main(gpu.Options(("1",), output_dir=Path({str(tmp_path)!r}))))
-"""
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    deadline_s = time.monotonic() + 30
-    while not (begun.exists() and begun.read_text()) and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=30)
-    assert process.returncode == 1
-    assert out.splitlines()[-2:] == ["first: interrupted", "second: left out"]
+    code = "import signal, time; signal.signal(15, lambda *_: (print('record'), exit()));"
+    code += "print('begun', flush=True); time.sleep(60)"
+    parts(first=code, second=code)
+
+    def stop():
+        while not (begun.exists() and begun.read_text()):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop, daemon=True).start()
+    assert gpu.main(gpu.Options(("1",), output_dir=tmp_path)) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2:] == ["first: interrupted", "second: left out"]
     assert begun.read_text() == "begun\nrecord\n"
 
 

@@ -1,7 +1,5 @@
 """A run's order, and what it keeps when a contender raises, hangs, or the process is killed."""
 
-import json
-import multiprocessing
 import os
 import signal
 import time
@@ -11,7 +9,6 @@ import torch
 
 from tresnet.errors import InputError, MissingDependencyError
 from tresnet.measure import runner
-from tresnet.measure.records import RecordFile
 from tresnet.measure.runner import Contender, NoResultError, run
 from tresnet.measure.settings import RunSettings
 
@@ -159,41 +156,6 @@ def test_without_anything_measured_an_interrupt_leaves_no_record():
     with pytest.raises(KeyboardInterrupt):
         measured([[Fake("a", [], 1, raising(KeyboardInterrupt()))]], saved)
     assert saved == []
-
-
-def killed_at(moment, folder):
-    """Run three contenders in this process, which kills itself at its so manieth event."""
-
-    class Events(list):
-        def append(self, event):
-            super().append(event)
-            if len(self) == moment:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    events = Events()
-
-    class Noted(RecordFile):
-        def write(self, rows):
-            super().write(rows)
-            events.append("saved")
-
-    record = Noted(folder, "bench_test", device="cpu", settings={}, argv=["tresnet"])
-    run([[Fake(name, events) for name in "abc"]], RunSettings(rounds=2), log=str, record=record)
-
-
-@pytest.mark.parametrize("moment", range(1, 15))
-def test_a_process_that_is_killed_leaves_what_was_measured_before(moment, tmp_path):
-    events = ["a0", "a1", *"ss", "b0", "b1", *"ss", "c0", "c1", "s", "c2", "b2", "a2", "s"][:moment]
-    child = multiprocessing.get_context("fork").Process(target=killed_at, args=(moment, tmp_path))
-    child.start()
-    child.join(60)
-    assert child.exitcode == -signal.SIGKILL
-    found = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
-    assert len(found) == ("s" in events)
-    for record in found:
-        timed = [row["case"] for row in record["rows"] if row["rounds"]]
-        saved = events[: len(events) - events[::-1].index("s")]
-        assert timed == [name for name in "abc" if f"{name}1" in saved]
 
 
 @pytest.mark.parametrize(
