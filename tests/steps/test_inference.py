@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tresnet.errors import InputError
-from tresnet.steps import InferenceCompute, InferenceStep
+from tresnet.steps import InferenceCompute, InferenceStep, inference
 
 
 def test_complex_numbers_are_not_made_real():
@@ -19,10 +19,11 @@ def test_complex_numbers_are_not_made_real():
 def test_a_smaller_last_batch_is_no_other_size_to_a_compiled_model(monkeypatch, channels_last):
     shapes, model = [], nn.Conv2d(3, 1, 1)
 
-    def compiled(module, **_):
+    def compiled(module, mode, *, training, **_):
+        assert (mode, training) == ("default", False)
         return lambda x: shapes.append((x.shape, x.stride())) or module(x)
 
-    monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.setattr(inference, "compile_model", compiled)
     compute = InferenceCompute(compile="default", channels_last=channels_last, fold=False)
     step = InferenceStep(model, compute, torch.device("cpu"))
     for count in (3, 2, 1):

@@ -149,6 +149,12 @@ class Two(nn.Module):
         self.__dict__ |= settings
 
 
+def tied_norms() -> nn.Module:
+    pair = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+    pair[1].running_mean = pair[0].running_mean
+    return pair
+
+
 SHARED = nn.Conv2d(8, 4, 1)
 
 
@@ -167,6 +173,7 @@ SHARED = nn.Conv2d(8, 4, 1)
             "0.weight of branch 0 and 0.weight of branch 1 are",
         ),
         ([Two(tied=True), Two(tied=True)], "a.weight of branch 0 and b.weight of branch 0 are"),
+        ([tied_norms(), tied_norms()], "0.running_mean of branch 0 and 1.running_mean of branch 0"),
         ([Two("ab"), Two("ba")], "the order in the branch differs"),
         ([Two("ab"), Two("a")], "the order in the branch differs"),
         ([Two(act=torch.relu), Two(act=torch.tanh)], "act differs"),
