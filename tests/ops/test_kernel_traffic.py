@@ -211,8 +211,9 @@ def test_no_kernel_spills_registers_or_computes_longer_than_it_moves(capability,
     sums = [row for row in rows if row["kernel"] in ("moments", "squeeze", "grad_sums")]
     for row in (row for row in sums if row["AC"] * size == 16):
         assert row["ahead"] == (not row.get("BLUR")), row
-        gated = launch.GATED_SUMS_RESIDENT if row.get("HAS_GATE") else launch.SUMS_RESIDENT
-        fitting = gated if row["kernel"] == "grad_sums" else launch.RESIDENT
+        fitting = launch.RESIDENT
+        if row["kernel"] == "grad_sums":
+            fitting = launch.SUMS_RESIDENT[row["HAS_GATE"], row["BLUR"]]
         assert capability != 90 or row["blocks"] >= fitting, row
     loops = [row for row in rows if "loop" in row]
     assert len({row["kernel"] for row in loops}) == (6 if capability == 90 else 0)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tresnet.ops.operators import launch, operator
 from tresnet.ops.tiles import (
+    WARPS,
     Geometry,
     Plan,
     blurred,
@@ -24,8 +25,9 @@ from tresnet.ops.tiles import (
 )
 
 # Programs that run at once on a multiprocessor, as the registers of an H100 allow
-# (tests/ops/test_kernel_traffic.py compiles them): of backward's sums, with a gate, and of others.
-SUMS_RESIDENT, GATED_SUMS_RESIDENT, RESIDENT = 6, 4, 8
+# (tests/ops/test_kernel_traffic.py compiles them); those of backward's sums by (gated, blur).
+RESIDENT = 8
+SUMS_RESIDENT = {(False, False): 6, (True, False): 4, (False, True): 4, (True, True): 3}
 RUNNING_CHANNELS, RUNNING_WARPS = 256, 4
 MERGE_TILE, MERGE_WARPS = 4096, 8
 
@@ -49,16 +51,15 @@ def _merging(groups: int, channels: int, tile: int) -> tuple[tuple[int, int, int
 
 
 class _Cut(NamedTuple):
-    """Launch of a pass over maps: grid, warps, the kernel's constants, and groups of sums."""
+    """Launch of a pass over maps: grid, the kernel's constants, and groups of sums."""
 
     grid: tuple[int, int, int]
-    warps: int
     numbers: tuple[Any, ...]
     groups: int
 
 
 def _launched(cut: Plan, groups: int, *numbers: Any) -> _Cut:
-    return _Cut((cut.programs, 1, 1), cut.warps, (*numbers, *cut.tile), groups)
+    return _Cut((cut.programs, 1, 1), (*numbers, *cut.tile), groups)
 
 
 def grad_cut(
@@ -67,7 +68,7 @@ def grad_cut(
     """Return the view of a dense `x`, that of the pixels or squares to divide, and the division."""
     source = geometry(x, as_one_sample=not (blur or gated))
     shape = halved(x) if blur else source
-    resident = (GATED_SUMS_RESIDENT if gated else SUMS_RESIDENT) if sums else RESIDENT
+    resident = SUMS_RESIDENT[gated, blur] if sums else RESIDENT
     cut = plan(shape, processors * resident, blur, not sums, source, maps=1 + sums)
     return source, shape, cut
 
@@ -126,11 +127,11 @@ def statistics(
         (4, C) float32: mean, gamma * invstd, invstd, biased variance; and (chunks, 2, C) or
         nothing, mean and sum of squared deviations of each chunk of each sample.
     """
-    grid, warps, numbers, groups = _moments_cut(x, per_sample)
+    grid, numbers, groups = _moments_cut(x, per_sample)
     pixels, channels, *_, splits, chunk = numbers[:-4]
     partial = x.new_empty(groups, 2, channels, dtype=torch.float32)
     stats = _stats(x, channels)
-    launch(_kernels().moments, grid, warps, (x, partial), numbers)
+    launch(_kernels().moments, grid, WARPS, (x, partial), numbers)
     mean, var = running_mean.contiguous(), running_var.contiguous()
     grid, tile = _merging(groups, channels, MERGE_TILE)
     launch(
@@ -177,9 +178,9 @@ def squeeze(
 
     Without `stats`, `x` is already normalised, but not shifted.
     """
-    grid, warps, numbers, _ = _squeeze_cut(x, slope, blur, stats is not None)
+    grid, numbers, _ = _squeeze_cut(x, slope, blur, stats is not None)
     partial, bias = _squeeze_sums(x, stats, bias, slope, blur), bias.contiguous()
-    launch(_kernels().squeeze, grid, warps, (x, _or(stats, bias), bias, partial), numbers)
+    launch(_kernels().squeeze, grid, WARPS, (x, _or(stats, bias), bias, partial), numbers)
     return partial
 
 
@@ -231,14 +232,14 @@ def apply(
     a bit for each value: (N, lines, ceil(length / 8)) bytes, see `_lines`.
     """
     parts = stats is not None, gate is not None, shortcut is not None, keep_bits
-    grid, warps, numbers, _ = _apply_cut(x, slope, blur, *parts)
+    grid, numbers, _ = _apply_cut(x, slope, blur, *parts)
     out, bits = _output(x, blur), _bits(x) if keep_bits else _no_values(x.device)
     bias = bias.contiguous()
     norm = x, _or(stats, bias), bias, _or(gate, x)
     if blur:
-        launch(_kernels().apply_blurred, grid, warps, (*norm, out), numbers)
+        launch(_kernels().apply_blurred, grid, WARPS, (*norm, out), numbers)
     else:
-        launch(_kernels().apply, grid, warps, (*norm, _or(shortcut, x), out, bits), numbers)
+        launch(_kernels().apply, grid, WARPS, (*norm, _or(shortcut, x), out, bits), numbers)
     return out, bits
 
 
@@ -291,11 +292,11 @@ def grad_sums(
     """
     gated = gate is not None
     switches = bits is not None, second_grad is not None, again
-    grid, warps, numbers, groups = _grad_sums_cut(x, slope, blur, gated, *switches)
+    grid, numbers, groups = _grad_sums_cut(x, slope, blur, gated, *switches)
     partial = x.new_empty(groups, 4 if gated else 2, x.shape[1], dtype=torch.float32)
     written = torch.empty_like(x) if again or bits is not None else _no_values(x.device)
     launch(
-        _kernels().grad_sums, grid, warps,
+        _kernels().grad_sums, grid, WARPS,
         (
             grad, _or(second_grad, grad), x, _or(bits, x), _or(gate, stats), stats,
             bias.contiguous(), written, partial,
@@ -358,9 +359,9 @@ def grad_apply(
 ) -> Tensor:
     """Run backward's second pass: return the gradient of `x`; merged is of `merge_grad_sums`."""
     grad_x = torch.empty_like(x)
-    grid, warps, numbers, _ = _grad_apply_cut(x, slope, blur, gate is not None, training)
+    grid, numbers, _ = _grad_apply_cut(x, slope, blur, gate is not None, training)
     launch(
-        _kernels().grad_apply, grid, warps,
+        _kernels().grad_apply, grid, WARPS,
         (
             grad, x, stats, bias.contiguous(), _or(gate, x), _or(squeeze_grad, x), merged, grad_x,
         ),

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tresnet.ops.tiles import memory_format
+
 
 def binomial_filter(x: Tensor) -> Tensor:
     """Return the filter [1, 2, 1] (x) [1, 2, 1] / 16 as (C, 1, 3, 3) for the channels of `x`.
@@ -50,13 +52,7 @@ def transposed_blur_pool(grad: Tensor, height: int, width: int) -> Tensor:
     padded[:, :, height - 1] += padded[:, :, height + 1]
     padded[:, :, :, 2] += padded[:, :, :, 0]
     padded[:, :, :, width - 1] += padded[:, :, :, width + 1]
-    return padded[:, :, 1:-1, 1:-1].contiguous(memory_format=memory_format_of(grad))
-
-
-def memory_format_of(x: Tensor) -> torch.memory_format:
-    """Return channels_last for a (N, C, H, W) tensor in that format, else contiguous."""
-    nhwc = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-    return torch.channels_last if nhwc else torch.contiguous_format
+    return padded[:, :, 1:-1, 1:-1].contiguous(memory_format=memory_format(grad))
 
 
 def blur_pool_by_slices(x: Tensor) -> Tensor:

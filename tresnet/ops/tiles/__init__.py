@@ -50,14 +50,12 @@ class Plan(NamedTuple):
         tile: The last arguments of every launch. BP and BC are pixels and channels of a tile. AP
             and AC divide the numbers of pixels and of channels, so that a thread may load as many
             values at once; Triton itself only finds divisibility by 16.
-        warps: Warps of a program.
     """
 
     splits: int
     chunk: int
     programs: int
     tile: tuple[int, int, int, int]
-    warps: int
 
 
 def interpreted() -> bool:
@@ -108,7 +106,7 @@ def by_form(cut: Callable[..., CutT]) -> Callable[..., CutT]:
     def run(x: Tensor, *rest: Any) -> CutT:
         if type(x) is not Tensor and any(isinstance(size, torch.SymInt) for size in x.shape):
             return cut(x, multiprocessors(x.device), *rest)  # of sizes the compiler leaves open
-        limits = (TILE, BLUR_TILE, WARPS, CHANNELS, MOST_TILES)
+        limits = (TILE, BLUR_TILE, CHANNELS, MOST_TILES)
         return known(x.shape, x.stride(), x.dtype, limits, multiprocessors(x.device), *rest)
 
     return run
@@ -161,7 +159,7 @@ def tile(shape: Geometry, blur: bool = False, maps: int = 1) -> tuple[int, int]:
     values = TILE if maps == 1 else TILE // 2
     if blur:
         alone = shape.strides[2] > 1 or shape.c % 2 > 0
-        values = BLUR_TILE // 4 if alone else BLUR_TILE * 2 // shape.itemsize // maps
+        values = BLUR_TILE // 4 if alone else BLUR_TILE * 2 // shape.itemsize
     if shape.strides[2] == 1:
         # wider only where no thread is without a channel
         bc = power(shape.c, max(math.gcd(shape.c, CHANNELS), 64))
@@ -205,7 +203,7 @@ def plan(
     # the blur's pixels are no neighbours in memory
     ap = 1 if along_c or blur else math.gcd(shape.p, widest)
     ac = math.gcd(shape.c, widest) if along_c else 1
-    return Plan(splits, chunk, shape.n * splits * columns, (bp, bc, ap, ac), WARPS)
+    return Plan(splits, chunk, shape.n * splits * columns, (bp, bc, ap, ac))
 
 
 def _tiles_of_chunk(tiles: int, rows: int, places: int) -> int:
