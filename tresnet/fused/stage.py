@@ -9,6 +9,7 @@ All tensors go through `save_for_backward`, so that version checks, saved-tensor
 backward are PyTorch's own. `maybe_clear_saved_tensors` lets each map go where it is read last.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -33,7 +34,7 @@ class Conv(NamedTuple):
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve `x` in its dtype."""
-        weight = self.weight.to(x.dtype)
+        weight = _in_dtype(self.weight, x.dtype)
         return torch.conv2d(x, weight, None, self.stride, self.padding, 1, self.groups)
 
     def backward(
@@ -41,7 +42,7 @@ class Conv(NamedTuple):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of `x`, whose values that needs not, and of the weight."""
         if of_x or self.weight.dtype == grad.dtype:
-            weight = self.weight.to(grad.dtype)
+            weight = _in_dtype(self.weight, grad.dtype)
         else:  # its values are not read
             weight = torch.empty_like(self.weight, dtype=grad.dtype)
         grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
@@ -49,7 +50,11 @@ class Conv(NamedTuple):
             (of_x, of_weight, False),
         )  # fmt: skip
         del weight
-        return grad_x, grad_weight if grad_weight is None else grad_weight.to(self.weight.dtype)
+        return grad_x, None if grad_weight is None else _in_dtype(grad_weight, self.weight.dtype)
+
+
+def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype is dtype else x.to(dtype)  # which takes ten times as long to see it
 
 
 class Layer(NamedTuple):
@@ -61,25 +66,28 @@ class Layer(NamedTuple):
     def parameters(self) -> tuple[Tensor, ...]:
         """What may be trained, in the order of `numbered`."""
         conv, norm = self
-        return tuple(
-            p for p in (conv.weight, norm.gamma, norm.beta, *(norm.se or ())) if p is not None
-        )
+        gammas = () if norm.gamma is None else (norm.gamma,)
+        return conv.weight, *gammas, norm.beta, *(norm.se or ())
 
     def numbered(self, first: int) -> "Layer":
         """The layer with numbers from `first` on in the place of its parameters, no buffers."""
-        conv: Any = self.conv
-        norm: Any = self.norm
-        se = None if norm.se is None else SEWeights._make(range(first + 3, first + 7))
-        norm = norm._replace(gamma=first + 1, beta=first + 2, mean=None, var=None, se=se)
-        return Layer(conv._replace(weight=first), norm)
+        return self._with(range(first, first + len(self.parameters())))
 
     def filled(self, tensors: list[Tensor]) -> "Layer":
         """The layer that `numbered` gave numbers, with its parameters."""
-        conv: Any = self.conv
-        norm: Any = self.norm
-        se = None if norm.se is None else SEWeights._make(tensors[at] for at in norm.se)
-        norm = norm._replace(gamma=tensors[norm.gamma], beta=tensors[norm.beta], se=se)
-        return Layer(conv._replace(weight=tensors[conv.weight]), norm)
+        first: Any = self.conv.weight
+        return self._with(tensors[first : first + len(self.parameters())])
+
+    def _with(self, parameters: Any) -> "Layer":  # `_replace` takes four times as long
+        conv, norm = self
+        weight, gamma, beta, *se = parameters
+        return Layer(
+            Conv(weight, conv.stride, conv.padding, conv.groups),
+            Norm(
+                gamma, beta, None, None, norm.training, norm.momentum, norm.eps, norm.slope,
+                norm.blur, SEWeights(*se) if se else None, norm.group, norm.channels,
+            ),
+        )  # fmt: skip
 
 
 class Block(NamedTuple):
@@ -191,12 +199,12 @@ class _Run(NamedTuple):
 
 
 class _Record(NamedTuple):
-    """What backward knows of a block: its saved tensors, by their numbers."""
+    """What backward knows of a block: of its saved tensors, the numbers of the first ones."""
 
     block: Block
     lives: tuple[bool, ...]
     kept: tuple[Any, ...]
-    inputs: list[int | None]
+    inputs: Any
     of_shortcut: Any
 
 
@@ -311,17 +319,14 @@ class _Blocks(torch.autograd.Function):
         ctx: Any, part: Part, padding: Padding | None, x: Tensor, *parameters: Tensor
     ) -> Tensor:
         """Return the output of the last block."""
-        saved: list[Tensor] = list(parameters)
+        saved: list[Tensor | None] = list(parameters)
         records, dropped, first, live = [], _dropped(part), 0, x.requires_grad
 
-        def save(tensor: Tensor | None) -> int | None:
-            if tensor is None:
+        def save(tensors: Sequence[Tensor | None] | None) -> int | None:
+            if tensors is None:
                 return None
-            saved.append(tensor)
-            return len(saved) - 1
-
-        def save_all(kept: Kept | None) -> Any:
-            return None if kept is None else Kept._make(map(save, kept))  # pyright: ignore[reportArgumentType]
+            saved.extend(tensors)
+            return len(saved) - len(tensors)
 
         for index, block in enumerate(part.blocks):
             x, lives, kept, inputs, of_shortcut = _forward_block(part, padding, block, x, live)
@@ -331,8 +336,8 @@ class _Blocks(torch.autograd.Function):
             for layer in block.all_layers():
                 numbered.append(layer.numbered(first))
                 first += len(layer.parameters())
-            numbers = tuple(map(save_all, kept)), list(map(save, inputs)), save_all(of_shortcut)
-            records.append(_Record(block.with_layers(numbered), lives, *numbers))
+            places = tuple(map(save, kept)), save(inputs), save(of_shortcut)
+            records.append(_Record(block.with_layers(numbered), lives, *places))
             live = True
         ctx.save_for_backward(*saved)
         ctx.part, ctx.records, ctx.count = part._replace(blocks=(), counters=[]), records, first
@@ -402,7 +407,7 @@ class _Backward:
             while at and record.lives[at - 1]:
                 self.through_convolution(record, layers, at)
                 at -= 1
-            given = x if at == 0 else self.take(record.inputs, at)
+            given = x if at == 0 else self.take(record.inputs + at)
             number = cast(Any, record.block.layers[at].conv.weight)
             first = self.convolution(layers[at].conv, number, given, of_x=at == 0 and live)
             del given
@@ -415,7 +420,9 @@ class _Backward:
     def last_layer(self, record: _Record, norm: Norm, grads: list[Tensor | None]) -> Tensor | None:
         """Go back through the join and the last norm; return the shortcut's gradient."""
         kept = self.take_all(record.kept[-1])
-        first, second = (g if g is None else tiles.dense(g.to(kept.y.dtype), kept.y) for g in grads)
+        first, second = (
+            g if g is None else tiles.dense(_in_dtype(g, kept.y.dtype), kept.y) for g in grads
+        )
         grads.clear()
         assert first is not None
         if second is not None and not record.block.joins:
@@ -435,7 +442,7 @@ class _Backward:
         """
         conv, number = layers[at].conv, cast(Any, record.block.layers[at].conv.weight)
         norm, kept = layers[at - 1].norm, self.take_all(record.kept[at - 1])
-        given, trains = self.take(record.inputs, at), self.saved[number].requires_grad
+        given, trains = self.take(record.inputs + at), self.saved[number].requires_grad
         if given is None and norm.blur:
             given = abn.rebuild(norm, kept, kernels=self.part.kernels)
         if given is None and trains:
@@ -468,7 +475,7 @@ class _Backward:
         parameter = self.saved[number]
         if self.padding is not None:
             grad = crop_gradient(grad, parameter)
-        self.found[number] = grad.to(parameter.dtype)
+        self.found[number] = _in_dtype(grad, parameter.dtype)
 
     def shortcut(
         self, record: _Record, layer: Layer, masked: Tensor, x: Tensor, live: bool
@@ -499,44 +506,47 @@ class _Backward:
 
     def note(self, numbered: Any, sums: abn.Sums) -> None:
         """Keep the gradients of a norm's parameters, and of the SE behind it."""
-        for number, grad in (
-            (numbered.gamma, sums.merged[0]),
-            (numbered.beta, sums.merged[1]),
-            *zip(numbered.se or (), sums.se or (), strict=True),
-        ):
+        gamma, beta, *_ = sums.merged.unbind()
+        self.find(numbered.gamma, gamma)
+        self.find(numbered.beta, beta)
+        for number, grad in zip(numbered.se or (), sums.se or (), strict=True):
             self.find(number, grad)
 
     def input(self, index: int) -> Tensor:
         """The input of a block, rebuilt from the block before where it was not kept."""
         record = self.records[index]
-        if record.inputs[0] is not None:
-            return self.take(record.inputs, 0)
+        kept = self.take(record.inputs)
+        if kept is not None:
+            return kept
         before: Any = self.records[index - 1]
         if not before.block.joins:
             shortcut = None
         elif before.block.shortcut is None:
-            shortcut = self.saved[before.inputs[0]]
+            shortcut = self.saved[before.inputs]
         else:
             shortcut = self.rebuilt(before.block.shortcut, before.of_shortcut)
         return self.rebuilt(before.block.layers[-1], before.kept[-1], shortcut)
 
-    def rebuilt(self, numbered: Layer, kept: Any, shortcut: Tensor | None = None) -> Tensor:
+    def rebuilt(self, numbered: Layer, place: int, shortcut: Tensor | None = None) -> Tensor:
         """The output of a layer, which leaves in place what is saved of it."""
         norm = numbered.filled(self.saved).norm
         norm = norm if self.padding is None else self.padding.norm(norm)
-        kept = Kept._make(None if at is None else self.saved[at] for at in kept)
+        kept = _kept(self.saved, place)
         shortcut = None if shortcut is None else tiles.dense(shortcut, kept.y)
         return abn.rebuild(norm, kept, kernels=self.part.kernels, shortcut=shortcut)
 
-    def take(self, numbers: Any, at: int) -> Any:
-        number = numbers[at]
-        if number is None:
-            return None
+    def take(self, number: int) -> Any:
         tensor, self.saved[number] = self.saved[number], None
         return tensor
 
-    def take_all(self, kept: Kept) -> Kept:
-        return Kept._make(self.take(kept, at) for at in range(len(kept)))
+    def take_all(self, place: int) -> Kept:
+        kept = _kept(self.saved, place)
+        self.saved[place : place + len(kept)] = [None] * len(kept)
+        return kept
+
+
+def _kept(saved: list[Any], place: int) -> Kept:
+    return Kept(*saved[place : place + len(Kept._fields)])
 
 
 def _differentiable(ctx: Any, saved: list[Any], grad: Tensor) -> list[Tensor | None]:
@@ -547,7 +557,7 @@ def _differentiable(ctx: Any, saved: list[Any], grad: Tensor) -> list[Tensor | N
             "forward, or leave create_graph=True out of backward"
         )
     parameters = saved[: ctx.count]
-    first = saved[ctx.records[0].inputs[0]]
+    first = saved[ctx.records[0].inputs]
     y = _maps(ctx.part, first)
     if ctx.part.pads:
         y = y[:, : ctx.records[0].block.layers[0].filled(saved).conv.weight.shape[1]]
@@ -560,8 +570,8 @@ def _differentiable(ctx: Any, saved: list[Any], grad: Tensor) -> list[Tensor | N
         for layer, kept in zip(block.layers, record.kept, strict=True):
             y = _plain_layer(saved, layer, kept, y)
         if block.joins:
-            passed = record.kept[-1].passed
-            y = y if passed is None else y * saved[passed][:, :, None, None].to(y.dtype)
+            passed = _kept(saved, record.kept[-1]).passed
+            y = y if passed is None else y * passed[:, :, None, None].to(y.dtype)
             y = torch.relu(y + shortcut.repeat(1, block.copies, 1, 1))
     inputs = [first, *parameters]
     grad = grad[:, : y.shape[1]]  # which may be padded
@@ -574,7 +584,7 @@ def _differentiable(ctx: Any, saved: list[Any], grad: Tensor) -> list[Tensor | N
     return [found.pop(id(t), None) for t in inputs]
 
 
-def _plain_layer(saved: list[Any], numbered: Layer, kept: Any, x: Tensor) -> Tensor:
+def _plain_layer(saved: list[Any], numbered: Layer, place: int, x: Tensor) -> Tensor:
     conv, norm = numbered.filled(saved)
     assert norm.gamma is not None
     if norm.group is not None:
@@ -583,7 +593,9 @@ def _plain_layer(saved: list[Any], numbered: Layer, kept: Any, x: Tensor) -> Ten
         )
     running = None, None
     if not norm.training:
-        mean, _, _, var = saved[kept.stats][:, : len(norm.beta)]
+        stats = _kept(saved, place).stats
+        assert stats is not None
+        mean, _, _, var = stats[:, : len(norm.beta)]
         running = mean, var
     y = reference.abn(
         conv.forward(x), norm.gamma, norm.beta, *running, norm.training, 0.0, norm.eps, norm.slope
