@@ -1,7 +1,8 @@
-"""Which way a part of a model goes: its modules, or the program of `stage`.
+"""Choice between the modules of a part and the program of `stage`.
 
-A call reads all modules, parameters, buffers, hooks and flags of the part once, into a `Part`; what
-is not as it was built raises `_Plain`, whose message is the reason.
+A call reads all modules, parameters, buffers, hooks and flags of the part once, into a `Part`.
+Anything that was changed since the model was built raises `_Plain`, whose message is the reason;
+the part then runs as plain modules.
 """
 
 import warnings
@@ -33,13 +34,13 @@ from tresnet.ops.unit_floats import unit_floats
 
 BlockT = TypeVar("BlockT", bound=type[nn.Module])
 
-# What backward rebuilds instead of keeping, from the least work to the least memory.
+# Choices of what backward recomputes, from the least work to the least memory.
 RECOMPUTE = ("none", "activations", "outputs")
 
 _residual: dict[type, tuple[tuple[str, ...], Any]] = {
     ParallelBottleneck: (("conv1", "conv2", "conv3"), ParallelBottleneck.forward)
 }
-# As they were at import: somebody may put another function in their place.
+# The forwards as they were at import, to detect replaced ones.
 _FORWARD: dict[type[nn.Module], Any] = {
     kind: kind.forward
     for kind in (
@@ -51,13 +52,13 @@ _TENSORS = {Tensor, nn.Parameter, FakeTensor}
 
 
 class How(NamedTuple):
-    """How a model wants its parts to be run.
+    """Settings of a model for the runs of its parts.
 
     Attributes:
-        impl: 'triton' runs the program by kernels, or raises `InputError`; 'reference' by plain
-            operators; 'auto' by kernels on a GPU where they were found right, else by plain
-            operators on a GPU, and as plain modules on a CPU.
-        recompute: what backward rebuilds instead of keeping, one of `RECOMPUTE`.
+        impl: 'triton' runs the program by kernels, or raises `InputError`. 'reference' runs it by
+            plain operators. 'auto' runs it on a GPU, by kernels if they were found right, else by
+            plain operators; on a CPU it runs plain modules.
+        recompute: What backward recomputes, one of `RECOMPUTE`.
     """
 
     impl: Impl = "auto"
@@ -73,7 +74,7 @@ class _OtherNorm(_Plain):
 
 
 def residual_block(*layers: str) -> Callable[[BlockT], BlockT]:
-    """Decorate a block that is these layers in a row, an SE behind the second, and the join.
+    """Decorate a block of these consecutive layers, with an SE after the second, and a join.
 
     Its other modules are `se`, `drop_path` and `downsample`.
     """
@@ -88,16 +89,16 @@ def residual_block(*layers: str) -> Callable[[BlockT], BlockT]:
 def run(
     parts: Mapping[str, nn.Module], x: Tensor, how: How, blocks: SpaceToDepth | None = None
 ) -> Tensor:
-    """Run parts of a model one after another, by the program where it applies.
+    """Run parts of a model one after another, by the program if it applies.
 
-    They are one node of the graph where all are as they were built; else each part for itself runs
-    by the program, or is called.
+    If all are unchanged, they are one node of the graph. Otherwise each part runs separately, by
+    the program or as a module.
 
     Args:
-        parts: by name, each a `ConvNormAct`, a residual block, or an `nn.Sequential` of such.
-        x: (N, C, H, W); bytes where there are `blocks`.
-        how: what the model wants.
-        blocks: turns bytes into what the first part reads.
+        parts: By name, each a `ConvNormAct`, a residual block, or an `nn.Sequential` of such.
+        x: (N, C, H, W); bytes if there are `blocks`.
+        how: Settings of the model.
+        blocks: Turns bytes into the input of the first part.
 
     Raises:
         InputError: `how.impl` is 'triton', and kernels cannot run here.
@@ -163,7 +164,7 @@ def _refuse(name: str, reason: _Plain, impl: Impl) -> None:
 
 
 def _wanted(parts: Iterable[nn.Module], x: Any, impl: Impl) -> bool:
-    """Whether the program is asked for, and nobody records or transforms operations."""
+    """Return whether the settings choose the program and nothing records or transforms."""
     if type(x) not in _TENSORS or traced() or forward_ad._current_level >= 0:
         return False
     if impl != "auto" or x.is_cuda:
@@ -182,7 +183,7 @@ def _call(part: nn.Module, x: Tensor, blocks: SpaceToDepth | None) -> Tensor:
 
 
 def _dtype(x: Tensor, own: torch.dtype) -> torch.dtype:
-    """Return what a convolution with weights of `own` computes in; autocast leaves float64."""
+    """Return the dtype in which a convolution with weights of `own` computes under autocast."""
     return own if own == torch.float64 else autocast_dtype(x.device.type) or own
 
 
@@ -227,7 +228,7 @@ def _read_parts(
 
 
 def _pads(blocks: list[Block], weights: list[Tensor], x: Tensor, channels: int | None) -> bool:
-    """Whether a part that reads `x` pads its channels; it goes on with a padded map."""
+    """Return whether a part that reads `x` pads its channels; it goes on with a padded map."""
     stored = blocks[0].layers[0].norm.gamma is None and padding.is_stored(weights[0])
     return (
         (channels is not None or stored or x.numel() >= padding.FROM)
@@ -236,7 +237,7 @@ def _pads(blocks: list[Block], weights: list[Tensor], x: Tensor, channels: int |
     )
 
 
-# of every module; PyTorch changes these, it does not replace them
+# hooks of all modules; PyTorch changes these dictionaries but does not replace them
 _EVERY_MODULES = (
     every_module._global_forward_pre_hooks,
     every_module._global_forward_hooks,
@@ -248,7 +249,7 @@ _EVERY_MODULES = (
 class _Reader:
     """Reads the blocks of a part.
 
-    It collects modules and tensors, which `check` reads in two loops: faster than a call for each.
+    It collects modules and tensors, which `check` tests in two loops; that is faster than calls.
     """
 
     def __init__(self) -> None:
@@ -265,7 +266,7 @@ class _Reader:
         return module.__dict__
 
     def check(self, device: torch.device) -> None:
-        """Check that a call of each module runs what its class does, and that tensors fit."""
+        """Check that each module runs its class's forward, and that its tensors fit."""
         for kind in {*map(type, self.modules)}:
             if kind.forward is not _FORWARD.get(kind, kind.forward):
                 raise _Plain(f"another forward of the class {kind.__name__}")
@@ -419,7 +420,7 @@ class _Reader:
 
 
 def _check_shapes(block: Block) -> None:
-    """Check that the shortcut's shape is that of what it joins."""
+    """Check that the shortcut has the shape of the map that it joins."""
     for conv, _ in block.all_layers():
         above, beside = conv.padding
         if conv.stride != (1, 1) or conv.weight.shape[2:] != (2 * above + 1, 2 * beside + 1):

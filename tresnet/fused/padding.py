@@ -1,12 +1,13 @@
-"""Channels padded to multiples of 8, which tensor cores want, in the program alone.
+"""Channels padded to multiples of 8, which tensor cores need, only within the program.
 
-tresnet_l and tresnet_xl have other widths. Parameters, gradients, running statistics and maps that
-leave the program keep those; what lives for a call, or a block of it, has zeros behind its
-channels. Where weights, gamma and beta are zero, norm, activation, blur, gate and join leave maps
-and gradients zero: a padded channel has mean and variance 0, and the inverse deviation of eps.
+tresnet_l and tresnet_xl have other widths. Parameters, gradients, running statistics and output
+maps keep these widths. Tensors of one call, or of one block of it, have zeros after their channels.
+Where weights, gamma and beta are zero, norm, activation, blur, gate and join keep maps and
+gradients zero: a padded channel has mean and variance 0, and an inverse standard deviation of 1 /
+sqrt(eps).
 
-Each padded block adds about three short launches to forward and three to backward, so that parts
-with small inputs run in their own widths.
+Each padded block adds about three short launches to forward and three to backward, so parts with
+small inputs run unpadded.
 """
 
 import math
@@ -35,7 +36,7 @@ def padded(channels: int) -> int:
 
 
 def may_pad(block: "Block") -> bool:
-    """Whether zeros stay zero in a block: no groups, no division by a deviation of 0."""
+    """Return whether zeros stay zero in a block: no groups, no division by a deviation of 0."""
     return all(
         conv.groups == 1 and (norm.gamma is None or norm.eps > 1e-30)
         for conv, norm in block.all_layers()
@@ -48,7 +49,7 @@ def padded_shape(tensor: Tensor, *dims: int) -> tuple[int, ...]:
 
 
 def pad_map(x: Tensor) -> Tensor:
-    """Return a map (N, C, H, W) with zeros behind its channels."""
+    """Return a map (N, C, H, W) with zeros after its channels."""
     missing = -x.shape[1] % MULTIPLE
     return F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x  # keeps the memory format
 
@@ -71,7 +72,7 @@ def crop_gradient(grad: Tensor, parameter: Tensor) -> Tensor:
 def pad(
     tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], dtype: torch.dtype
 ) -> list[Tensor]:
-    """Return copies in `dtype` and in these shapes, zero behind the values, in one buffer."""
+    """Return copies in `dtype` and these shapes, zero after the values, in one buffer."""
     sizes = [math.prod(shape) for shape in shapes]
     found = []
     pieces = tensors[0].new_zeros(sum(sizes), dtype=dtype).split(sizes)
@@ -86,19 +87,19 @@ def pad(
 
 
 def store(module: nn.Module, name: str, *dims: int) -> None:
-    """Make a parameter the corner of a tensor that is padded in `dims`, which `stored` returns."""
+    """Replace a parameter by the corner of a tensor padded in `dims`, which `stored` returns."""
     own = module.get_parameter(name).detach()
     wide = pad([own], [padded_shape(own, *dims)], own.dtype)[0]
     setattr(module, name, nn.Parameter(wide[tuple(map(slice, own.shape))]))
 
 
 def is_stored(weight: Tensor) -> bool:
-    """Whether `store` may have put a weight in a padded one."""
+    """Return whether `store` may have put a weight into a padded tensor."""
     return weight.untyped_storage().nbytes() > weight.numel() * weight.itemsize
 
 
 def stored(tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
-    """Return the padded tensor of this shape that `store` put `tensor` in; None for others."""
+    """Return the padded tensor of this shape that holds `tensor` by `store`, or None."""
     size = math.prod(shape)
     if tensor.untyped_storage().nbytes() != size * tensor.itemsize or (
         tensor.stride(0) * shape[0] != size
@@ -108,7 +109,7 @@ def stored(tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
 
 
 class Padding:
-    """Padded copies of what the norms and excitations of a part read, for one call."""
+    """Padded copies of a part's norms and excitations, for one call."""
 
     def __init__(self, layers: Iterable["Layer"], dtype: torch.dtype) -> None:
         """Pad vectors by two launches, and each matrix whose columns are channels by one more.
@@ -141,7 +142,7 @@ class Padding:
             self._wide |= zip(map(id, columns), pad(columns, shapes, wide), strict=True)
 
     def _find(self, tensor: Tensor, dim: int) -> bool:
-        """Whether `surgery.fold` stored a tensor in a padded one, which is taken then."""
+        """Return whether `surgery.fold` stored a tensor in a padded one, which is then used."""
         wide = stored(tensor, padded_shape(tensor, dim))
         if wide is not None:
             self._wide[id(tensor)] = wide
@@ -198,7 +199,7 @@ class Padding:
         )  # fmt: skip
 
     def write_back(self) -> None:
-        """Copy the running statistics that were updated to where they belong."""
+        """Copy updated running statistics back to their buffers."""
         if self._running:
             wide = [self._wide[id(tensor)][: len(tensor)] for tensor in self._running]
             torch._foreach_copy_(self._running, wide)

@@ -1,12 +1,12 @@
 """Blocks of a model as one node of the graph, with forward and backward written out.
 
-A block is convolutions in a row with what follows each (`tresnet.ops.abn`), and the shortcut that
-joins the last. Backward keeps a map for each convolution, its output, and one for each block, its
-input. What lies between is rebuilt: the pass that sums what a norm's backward needs writes the
-norm's output as it goes, and the gradient of the next convolution's weight reads it there.
+A block is consecutive convolutions with the operations after each (`tresnet.ops.abn`), and the
+shortcut that joins the last. Backward keeps one map for each convolution, its output, and one for
+each block, its input. Other maps are recomputed: the pass that takes the sums of a norm's backward
+also writes the norm's output, which the gradient of the next convolution's weight reads.
 
 All tensors go through `save_for_backward`, so that version checks, saved-tensor hooks and a second
-backward are PyTorch's own. `maybe_clear_saved_tensors` lets each map go where it is read last.
+backward are PyTorch's own. `maybe_clear_saved_tensors` frees each map after its last use.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from tresnet.ops.space_to_depth import stem_input
 
 
 class Conv(NamedTuple):
-    """A convolution without bias or dilation; zeros around the map."""
+    """A convolution without bias or dilation, with zero padding."""
 
     weight: Tensor
     stride: tuple[int, int]
@@ -40,7 +40,7 @@ class Conv(NamedTuple):
     def backward(
         self, grad: Tensor, x: Tensor, of_x: bool, of_weight: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of `x`, whose values that needs not, and of the weight."""
+        """Return the gradients of `x` and of the weight; that of `x` does not read its values."""
         if of_x or self.weight.dtype == grad.dtype:
             weight = _in_dtype(self.weight, grad.dtype)
         else:  # its values are not read
@@ -58,23 +58,23 @@ def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Layer(NamedTuple):
-    """A convolution and everything up to the next one."""
+    """A convolution and the operations up to the next one."""
 
     conv: Conv
     norm: Norm
 
     def parameters(self) -> tuple[Tensor, ...]:
-        """What may be trained, in the order of `numbered`."""
+        """Return the parameters, in the order of `numbered`."""
         conv, norm = self
         gammas = () if norm.gamma is None else (norm.gamma,)
         return conv.weight, *gammas, norm.beta, *(norm.se or ())
 
     def numbered(self, first: int) -> "Layer":
-        """The layer with numbers from `first` on in the place of its parameters, no buffers."""
+        """Return the layer with indices from `first` on in place of parameters, without buffers."""
         return self._with(range(first, first + len(self.parameters())))
 
     def filled(self, tensors: list[Tensor]) -> "Layer":
-        """The layer that `numbered` gave numbers, with its parameters."""
+        """Return the layer of `numbered` with parameters in place of indices."""
         first: Any = self.conv.weight
         return self._with(tensors[first : first + len(self.parameters())])
 
@@ -91,16 +91,16 @@ class Layer(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Layers in a row, and what joins the last.
+    """Consecutive layers, and the shortcut that joins the last.
 
     Attributes:
-        layers: the convolutions.
-        joins: add a shortcut in front of a ReLU.
-        shortcut: the convolution on the shortcut; None for none.
-        halves: average 2x2 pixels in front of it.
-        drop: probability that a sample's layers are dropped (arXiv 1603.09382).
-        scale: divide the others by the probability that they are not.
-        copies: of the input that the shortcut puts side by side.
+        layers: The convolutions.
+        joins: Add a shortcut before a ReLU.
+        shortcut: The convolution on the shortcut; None for none.
+        halves: Average 2x2 pixels before it.
+        drop: Probability that a sample's layers are dropped (arXiv 1603.09382).
+        scale: Divide the others by the probability that they are kept.
+        copies: Copies of the input that the shortcut concatenates.
     """
 
     layers: tuple[Layer, ...]
@@ -112,36 +112,36 @@ class Block(NamedTuple):
     copies: int = 1
 
     def all_layers(self) -> tuple[Layer, ...]:
-        """Those of the row, then that of the shortcut."""
+        """Return the consecutive layers, then that of the shortcut."""
         return self.layers if self.shortcut is None else (*self.layers, self.shortcut)
 
     def with_layers(self, layers: list[Layer]) -> "Block":
-        """The block with others in the place of `all_layers`."""
+        """Return the block with other layers in place of `all_layers`."""
         count = len(self.layers)
         return self._replace(
             layers=tuple(layers[:count]), shortcut=layers[count] if self.shortcut else None
         )
 
     def parameters(self) -> list[Tensor]:
-        """What may be trained."""
+        """Return the parameters of all layers."""
         return [p for layer in self.all_layers() for p in layer.parameters()]
 
     def trains(self) -> bool:
-        """Whether a parameter wants a gradient."""
+        """Return whether a parameter requires a gradient."""
         return any(p.requires_grad for p in self.parameters())
 
 
 class Part(NamedTuple):
-    """What a call runs.
+    """Blocks to run, and the settings of a call.
 
     Attributes:
-        blocks: in a row.
-        dtype: of the maps.
-        kernels: run the kernels, else plain operators.
-        pads: the channels, as `padding` does; maps that enter may be padded, the output is.
-        recompute: 'none', 'activations' or 'outputs': what backward rebuilds.
-        block_size: side of the blocks that bytes are rearranged by; None where maps come.
-        counters: of batches, to be increased by one.
+        blocks: Consecutive blocks.
+        dtype: Type of the maps.
+        kernels: Run the kernels, else plain operators.
+        pads: Pad the channels, as `padding` does; input maps may be padded, and the output is.
+        recompute: 'none', 'activations' or 'outputs': what backward recomputes.
+        block_size: Side of the blocks by which bytes are rearranged; None for maps.
+        counters: Counters of batches, to be increased by one.
     """
 
     blocks: tuple[Block, ...]
@@ -181,14 +181,15 @@ def _layers(blocks: list[Block]) -> list[Layer]:
 
 
 class _Run(NamedTuple):
-    """What forward of a block leaves.
+    """Results of a block's forward.
 
     Attributes:
-        out: the output.
-        lives: of each layer, whether something up to it wants a gradient.
-        kept: of each layer, None where its backward will not come.
-        inputs: of each layer's convolution, as far as they are kept; the first is the block's.
-        of_shortcut: as `kept`.
+        out: The output.
+        lives: For each layer, whether it or something before it requires a gradient.
+        kept: For each layer its tensors for backward, or None if it has no backward.
+        inputs: Inputs of the layers' convolutions, as far as they are kept; the first is the
+            block's.
+        of_shortcut: Tensors for backward of the shortcut's layer.
     """
 
     out: Tensor
@@ -199,7 +200,7 @@ class _Run(NamedTuple):
 
 
 class _Record(NamedTuple):
-    """What backward knows of a block: of its saved tensors, the numbers of the first ones."""
+    """A block's saved tensors, as indices, for its backward."""
 
     block: Block
     lives: tuple[bool, ...]
@@ -214,11 +215,11 @@ def _forward_block(
     """Run a block.
 
     Args:
-        part: how.
-        padding: of the part, where it pads.
-        block: what.
-        x: its input.
-        live: whether `x` wants a gradient; None where no backward comes.
+        part: Settings of the call.
+        padding: Padded tensors of the part; None without padding.
+        block: The block.
+        x: Its input.
+        live: Whether `x` requires a gradient; None if there is no backward.
     """
     keeps = live is not None
     source = _maps(part, x)
@@ -228,7 +229,7 @@ def _forward_block(
         z = wide.shortcut.conv.forward(_halve(source) if block.halves else source)
         shortcut, needed = _follow(part, wide.shortcut.norm, z, keeps=keeps)
         wanted = live or _trains(block.shortcut)
-        # outputs that are rebuilt, and plain operators' second derivatives, go through it anyway
+        # recomputed outputs and second derivatives by plain operators need it in any case
         wanted = wanted or part.recompute == "outputs" or not part.kernels
         of_shortcut = needed if keeps and wanted else None
         del z, needed
@@ -251,7 +252,7 @@ def _forward_block(
             if joins
             else _follow(part, norm, z, keeps=keeps)
         )
-        # plain operators' second derivatives go through all layers
+        # second derivatives by plain operators need all layers
         kept.append(needed if keeps and (live or joins or not part.kernels) else None)
         del z, needed
     inputs[0] = x
@@ -266,18 +267,18 @@ def _follow(
     passed: Tensor | None = None,
     keeps: bool = False,
 ) -> tuple[Tensor, Kept]:
-    """Do what follows a convolution, whose output `y` is."""
+    """Run the operations after a convolution with output `y`."""
     y = tiles.dense(y)
     shortcut = None if shortcut is None else tiles.dense(shortcut, y)
     return abn.forward(y, norm, kernels=part.kernels, shortcut=shortcut, passed=passed, keeps=keeps)
 
 
 def _passed(block: Block, x: Tensor) -> Tensor:
-    """Factors of the samples, (N, 1) float32 or float64, drawn as timm's `DropPath` draws them."""
-    passes = 1 - block.drop
-    factors = x.new_empty(len(x), 1).bernoulli_(passes)
+    """Return factors of the samples, (N, 1) float32 or float64, drawn as timm's `DropPath` does."""
+    keep_prob = 1 - block.drop
+    factors = x.new_empty(len(x), 1).bernoulli_(keep_prob)
     factors = factors if x.dtype == torch.float64 else factors.float()
-    return factors / passes if block.scale and passes > 0 else factors
+    return factors / keep_prob if block.scale and keep_prob > 0 else factors
 
 
 def _trains(layer: Layer) -> bool:
@@ -285,7 +286,7 @@ def _trains(layer: Layer) -> bool:
 
 
 def _maps(part: Part, x: Tensor) -> Tensor:
-    """What the first convolution reads: bytes become maps."""
+    """Return the input of the first convolution: bytes become maps."""
     if x.dtype != torch.uint8:
         return x
     assert part.block_size is not None
@@ -297,10 +298,10 @@ def _halve(x: Tensor) -> Tensor:
 
 
 def _dropped(part: Part) -> set[int]:
-    """The blocks whose output is not kept for the next one, but rebuilt.
+    """Return the blocks whose output is not kept as the next one's input, but recomputed.
 
-    No two in a row, which would be a chain to rebuild; not the last, whose output others keep. What
-    a layer without a join puts out is no more than an activation.
+    No two are consecutive, which would need a chain of recomputations, and the last is kept by its
+    readers. The output of a layer without a join is an activation.
     """
     if part.recompute == "none":
         return set()
@@ -312,7 +313,7 @@ def _dropped(part: Part) -> set[int]:
 
 
 class _Blocks(torch.autograd.Function):
-    """Blocks in a row. DistributedDataParallel gets their gradients when the node ends."""
+    """Autograd function of consecutive blocks; DDP gets all their gradients at its end."""
 
     @staticmethod
     def forward(
@@ -366,11 +367,11 @@ class _Blocks(torch.autograd.Function):
 
 
 class _Backward:
-    """Backward of a row of blocks; what is saved is let go as it is read for the last time.
+    """Backward of consecutive blocks; saved tensors are freed after their last use.
 
     Attributes:
-        found: gradients of the parameters.
-        grad: gradient of the output of the convolution whose turn it is.
+        found: Gradients of the parameters.
+        grad: Gradient of the output of the current convolution.
     """
 
     def __init__(
@@ -385,17 +386,17 @@ class _Backward:
             self.padding = Padding(_layers(blocks), part.dtype)
 
     def filled(self, block: Block, x: Tensor | None = None) -> Block:
-        """The block with its parameters; padded where it reads `x`."""
+        """Return the block with its parameters, padded if it reads `x`."""
         block = block.with_layers([layer.filled(self.saved) for layer in block.all_layers()])
         return block if x is None or self.padding is None else self.padding.block(block, x)
 
     def block(self, index: int, grads: list[Tensor | None], live: bool) -> list[Tensor | None]:
-        """Return the gradients of a block's input: of its first convolution and its shortcut.
+        """Return a block's input gradients: from its first convolution and from its shortcut.
 
         Args:
-            index: of the block.
-            grads: of its output, of one or two readers; the list is emptied.
-            live: whether they are wanted.
+            index: Index of the block.
+            grads: Gradients of its output from one or two readers; the list is emptied.
+            live: Whether they are required.
         """
         record = self.records[index]
         x = _maps(self.part, self.input(index))
@@ -418,7 +419,7 @@ class _Backward:
         return [first, self.shortcut(record, block.shortcut, masked, x, live)]
 
     def last_layer(self, record: _Record, norm: Norm, grads: list[Tensor | None]) -> Tensor | None:
-        """Go back through the join and the last norm; return the shortcut's gradient."""
+        """Run backward of the join and the last norm; return the shortcut's gradient."""
         kept = self.take_all(record.kept[-1])
         first, second = (
             g if g is None else tiles.dense(_in_dtype(g, kept.y.dtype), kept.y) for g in grads
@@ -436,9 +437,10 @@ class _Backward:
         return masked
 
     def through_convolution(self, record: _Record, layers: tuple[Layer, ...], at: int) -> None:
-        """Go back through a convolution, and through the norm in front of it.
+        """Run backward of a convolution, and of the norm before it.
 
-        Where the convolution's input was not kept, the pass that sums writes it, but for a blur.
+        If the convolution's input was not kept, the pass that takes the sums writes it, except for
+        a blur.
         """
         conv, number = layers[at].conv, cast(Any, record.block.layers[at].conv.weight)
         norm, kept = layers[at - 1].norm, self.take_all(record.kept[at - 1])
@@ -458,7 +460,7 @@ class _Backward:
         self.grad = abn.gradient(grad, norm, kept, sums, kernels=self.part.kernels)
 
     def convolution(self, conv: Conv, number: Any, x: Any, *, of_x: bool, last: bool = True) -> Any:
-        """Return the gradient of `x` if asked for, and note the weight's if it is the last call."""
+        """Return the gradient of `x` if requested; the `last` call also finds the weight's."""
         assert self.grad is not None
         of_weight = last and self.saved[number].requires_grad
         grad_x = grad_weight = None
@@ -471,7 +473,7 @@ class _Backward:
         return grad_x
 
     def find(self, number: int, grad: Tensor) -> None:
-        """Keep the gradient of a parameter."""
+        """Store the gradient of a parameter."""
         parameter = self.saved[number]
         if self.padding is not None:
             grad = crop_gradient(grad, parameter)
@@ -480,7 +482,7 @@ class _Backward:
     def shortcut(
         self, record: _Record, layer: Layer, masked: Tensor, x: Tensor, live: bool
     ) -> Tensor | None:
-        """Go back through the convolution on the shortcut and the pool in front of it."""
+        """Run backward of the convolution on the shortcut and of the pool before it."""
         numbered = record.block.shortcut
         if numbered is None or record.of_shortcut is None:
             return None
@@ -505,7 +507,7 @@ class _Backward:
         )
 
     def note(self, numbered: Any, sums: abn.Sums) -> None:
-        """Keep the gradients of a norm's parameters, and of the SE behind it."""
+        """Store the gradients of a norm's parameters, and of the SE after it."""
         gamma, beta, *_ = sums.merged.unbind()
         self.find(numbered.gamma, gamma)
         self.find(numbered.beta, beta)
@@ -513,7 +515,7 @@ class _Backward:
             self.find(number, grad)
 
     def input(self, index: int) -> Tensor:
-        """The input of a block, rebuilt from the block before where it was not kept."""
+        """Return the input of a block, recomputed from the block before if it was not kept."""
         record = self.records[index]
         kept = self.take(record.inputs)
         if kept is not None:
@@ -528,7 +530,7 @@ class _Backward:
         return self.rebuilt(before.block.layers[-1], before.kept[-1], shortcut)
 
     def rebuilt(self, numbered: Layer, place: int, shortcut: Tensor | None = None) -> Tensor:
-        """The output of a layer, which leaves in place what is saved of it."""
+        """Recompute the output of a layer, without freeing its saved tensors."""
         norm = numbered.filled(self.saved).norm
         norm = norm if self.padding is None else self.padding.norm(norm)
         kept = _kept(self.saved, place)
@@ -550,7 +552,7 @@ def _kept(saved: list[Any], place: int) -> Kept:
 
 
 def _differentiable(ctx: Any, saved: list[Any], grad: Tensor) -> list[Tensor | None]:
-    """Gradients that can be differentiated again: forward runs anew, by operators."""
+    """Return gradients that can be differentiated again: forward runs again, by operators."""
     if ctx.part.kernels:
         raise InputError(
             "the kernels have no second derivatives: call model.set_impl('reference') before "
@@ -575,7 +577,7 @@ def _differentiable(ctx: Any, saved: list[Any], grad: Tensor) -> list[Tensor | N
             y = torch.relu(y + shortcut.repeat(1, block.copies, 1, 1))
     inputs = [first, *parameters]
     grad = grad[:, : y.shape[1]]  # which may be padded
-    # A tensor that several layers share is asked for once: its gradient is the sum of theirs.
+    # A tensor of several layers occurs once: its gradient is the sum of theirs.
     wanting = {id(t): t for t in inputs if t.requires_grad}
     grads = torch.autograd.grad(
         y, tuple(wanting.values()), grad, create_graph=True, allow_unused=True

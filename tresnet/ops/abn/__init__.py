@@ -1,12 +1,12 @@
-"""What follows a convolution up to the next one, forward and backward, by kernels or plainly.
+"""The operations between two convolutions, forward and backward, by kernels or plain PyTorch.
 
-relu(gate * blur(act(gamma * (y - mean) / sqrt(var + eps) + beta)) + shortcut), each part where
-asked for, is a few passes over the convolution's output y. Forward reads y twice (statistics,
-apply), three times with an SE after an activation. Backward reads y twice: one pass sums what BN,
-SE and the ReLU of the join need, one writes the gradient. Kept for backward are y, vectors, and for
-each value of a join whether it is positive, in one bit.
+relu(gate * blur(act(gamma * (y - mean) / sqrt(var + eps) + beta)) + shortcut), each part if
+requested, takes a few passes over the convolution's output y. Forward reads y twice (statistics,
+apply), or three times with an SE after an activation. Backward reads y twice: one pass takes the
+sums that BN, SE and the ReLU of the join need, one writes the gradient. Kept for backward are y,
+vectors, and the sign of each value of a join, in one bit.
 
-`tresnet.fused` puts these functions between its convolutions. Each runs the launches of `launch`,
+`tresnet.fused` runs these functions between its convolutions. Each uses the launches of `launch`,
 or with `kernels=False` the functions of the same names in `reference`.
 """
 
@@ -42,22 +42,22 @@ class SEWeights(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """Tensors and numbers of a batch norm and of what follows it.
+    """Tensors and settings of a batch norm and of the operations after it.
 
     Attributes:
-        gamma: (C,); None where the norm is folded into the convolution, whose bias `beta` is then.
+        gamma: (C,); None if the norm is folded into the convolution, whose bias is then `beta`.
         beta: (C,).
-        mean: running mean (C,), updated in place while training.
-        var: running variance (C,), likewise, unbiased.
-        training: use the statistics of the batch.
-        momentum: weight of the batch in the running statistics; None leaves them alone.
-        eps: added to the variance.
-        slope: negative slope of the leaky ReLU; None leaves the activation out.
-        blur: blur and keep every second pixel, as `blur_pool`.
-        se: of the squeeze and excitation behind, None for none.
-        group: process group over which the statistics are synchronised, of which a process may have
-            a single value per channel, or an empty batch; None for this process alone.
-        channels: of the C, those that processes share; the others are padding. None for all.
+        mean: Running mean (C,), updated in place while training.
+        var: Running variance (C,), as the mean, unbiased.
+        training: Use the statistics of the batch.
+        momentum: Weight of the batch in the running statistics; None for no update.
+        eps: Added to the variance.
+        slope: Negative slope of the leaky ReLU; None for no activation.
+        blur: Blur and keep every second pixel, as `blur_pool`.
+        se: Layers of the squeeze and excitation that follows; None for none.
+        group: Process group over which the statistics are synchronised; one of its processes may
+            have a single value per channel, or an empty batch. None for this process only.
+        channels: Number of channels to synchronise; further ones are padding. None for all.
     """
 
     gamma: Tensor | None
@@ -75,18 +75,18 @@ class Norm(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What backward reads of forward.
+    """Tensors of forward that backward reads.
 
     Attributes:
         y: (N, C, H, W), the convolution's output.
-        stats: (4, C): mean, gamma * invstd, invstd, biased variance; None where the norm is folded.
-        total: values per channel of all processes; None for this process alone.
-        gate: (N, C), what the map is multiplied by.
-        excited: (N, C), the gate of the SE, where there is a `passed` too.
+        stats: (4, C): mean, gamma * invstd, invstd, biased variance; None if the norm is folded.
+        total: Values per channel over all processes; None for this process only.
+        gate: (N, C), factors of the map.
+        excited: (N, C), the gate of the SE, if `passed` changed it.
         passed: (N, 1), factors of the samples.
         squeezed: (N, C), input of the SE's layers.
         hidden: (N, R), their hidden layer.
-        bits: where the join's ReLU lets gradients pass.
+        bits: Mask of the join's ReLU.
     """
 
     y: Tensor
@@ -101,17 +101,17 @@ class Kept(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What the first pass of backward finds.
+    """Results of the first pass of backward.
 
     Attributes:
         merged: (4, C): gradients of gamma and beta, and the factors of the second pass.
-        spread: (N, C), gradient of the squeeze over its pixels; None without a gate.
-        written: of a join the masked gradient, else the layer's output where it was asked for.
-        se: gradients of the SE's layers.
+        squeeze_grad: (N, C), gradient of the squeeze over its pixels; None without a gate.
+        written: The masked gradient of a join, else the layer's output, if requested.
+        se: Gradients of the SE's layers.
     """
 
     merged: Tensor
-    spread: Tensor | None
+    squeeze_grad: Tensor | None
     written: Tensor | None
     se: SEWeights | None
 
@@ -125,18 +125,18 @@ def forward(
     passed: Tensor | None = None,
     keeps: bool = False,
 ) -> tuple[Tensor, Kept]:
-    """Return the output, and what backward reads.
+    """Return the output, and the tensors that backward reads.
 
     Args:
         y: (N, C, H, W), dense: the output of a convolution.
-        norm: what to do with it.
-        kernels: run the kernels, else plain PyTorch.
-        shortcut: of the output's shape, in the memory format of `y`; added before a ReLU.
+        norm: The operations to run.
+        kernels: Run the kernels, else plain PyTorch.
+        shortcut: Of the output's shape, in the memory format of `y`; added before a ReLU.
         passed: (N, 1) float32, factors of the samples: 0 where stochastic depth drops one.
-        keeps: backward will come.
+        keeps: Whether backward will run.
 
     Raises:
-        InputError: a batch of this process alone has one value per channel.
+        InputError: a batch of this process only has one value per channel.
     """
     if y.numel() == 0:
         return _absent(y, norm)
@@ -160,7 +160,7 @@ def forward(
 
 
 def rebuild(norm: Norm, kept: Kept, *, kernels: bool, shortcut: Tensor | None = None) -> Tensor:
-    """Return the output of `forward` again."""
+    """Recompute and return the output of `forward`."""
     if kept.y.numel() == 0:
         return _empty_output(kept.y, norm)
     ops = launch if kernels else reference
@@ -172,15 +172,15 @@ def rebuild(norm: Norm, kept: Kept, *, kernels: bool, shortcut: Tensor | None = 
 def gradient_sums(
     grad: Tensor, second: Tensor | None, norm: Norm, kept: Kept, *, kernels: bool, rebuilds: bool
 ) -> Sums:
-    """Return the first pass of backward; arXiv 1502.03167, section 3, with SE's in the same sums.
+    """Run the first pass of backward: the sums of arXiv 1502.03167, section 3, and those of the SE.
 
     Args:
-        grad: of the output, in the memory format of `kept.y`.
-        second: gradient of another reader of the output, which is added to `grad`; None for none.
-        norm: as in forward; running statistics are not read.
-        kept: of forward.
-        kernels: as in forward.
-        rebuilds: write the output of a layer without blur and join again.
+        grad: Gradient of the output, in the memory format of `kept.y`.
+        second: Gradient from another reader of the output, added to `grad`; None for none.
+        norm: As in forward; running statistics are not read.
+        kept: The tensors of forward.
+        kernels: As in forward.
+        rebuilds: Write the output of a layer without blur and join again.
     """
     assert norm.gamma is not None
     if kept.y.numel() == 0:
@@ -191,37 +191,39 @@ def gradient_sums(
     partial, written = ops.grad_sums(
         grad, second, kept.y, kept.bits, gate, stats, norm.beta, norm.slope, norm.blur, rebuilds
     )
-    spread = se = None
+    squeeze_grad = se = None
     if norm.se is not None:
         assert gate is not None
         through = partial
-        if kept.passed is not None:  # what is dropped has no gradient
+        if kept.passed is not None:  # dropped samples have no gradient
             samples = partial.view(len(gate), -1, *partial.shape[1:])
             through = (samples * kept.passed[:, None, None]).view(partial.shape)
-        spread, *found = _excite(kernels).backward(
+        squeeze_grad, *found = _excite(kernels).backward(
             through, stats, norm.beta, gate if kept.excited is None else kept.excited,
             kept.squeezed, kept.hidden, *norm.se, grad[0, 0].numel(),
         )  # fmt: skip
         se = SEWeights(*found)
     elif gate is not None:
-        spread = torch.zeros_like(gate)
-    merged = ops.merge_grad_sums(partial, gate, spread, stats, kept.y.numel() // kept.y.shape[1])
+        squeeze_grad = torch.zeros_like(gate)
+    merged = ops.merge_grad_sums(
+        partial, gate, squeeze_grad, stats, kept.y.numel() // kept.y.shape[1]
+    )
     if kept.total is not None:
         merged = _synchronised_factors(merged, stats, kept.total, norm)
-    return Sums(merged, spread, written if joined or rebuilds else None, se)
+    return Sums(merged, squeeze_grad, written if joined or rebuilds else None, se)
 
 
 def gradient(grad: Tensor, norm: Norm, kept: Kept, sums: Sums, *, kernels: bool) -> Tensor:
-    """Return the second pass of backward: the gradient of `kept.y`.
+    """Run the second pass of backward: return the gradient of `kept.y`.
 
-    `grad` is that of the output; of a join it is what `gradient_sums` wrote.
+    `grad` is the gradient of the output, or for a join the map that `gradient_sums` wrote.
     """
     if kept.y.numel() == 0:
         return torch.zeros_like(kept.y)
     assert kept.stats is not None
     ops = launch if kernels else reference
     return ops.grad_apply(
-        grad, kept.y, kept.stats, norm.beta, kept.gate, sums.spread, sums.merged, norm.slope,
+        grad, kept.y, kept.stats, norm.beta, kept.gate, sums.squeeze_grad, sums.merged, norm.slope,
         norm.blur, norm.training,
     )  # fmt: skip
 
@@ -233,7 +235,7 @@ def _excite(kernels: bool) -> ModuleType:
 def _statistics(
     y: Tensor, norm: Norm, ops: ModuleType, per_sample: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Statistics to normalise by (4, C), the samples' own, and the count where it is not ours."""
+    """Return statistics (4, C), the samples' moments, and the count over all processes, if any."""
     if norm.gamma is None:
         return None, None, None
     if not norm.training:
@@ -257,10 +259,10 @@ def _statistics(
 
 
 def _synchronised(stats: Tensor, count: int, norm: Norm) -> tuple[Tensor, Tensor]:
-    """The statistics over all processes, (4, C), and the number of values per channel, on device.
+    """Return the statistics over all processes, (4, C), and the values per channel on the device.
 
-    The running statistics are updated by them. `stats` are those of this process, (4, C), finite
-    where its `count` of values per channel is zero.
+    They also update the running statistics. `stats` (4, C) are those of this process, finite if its
+    `count` of values per channel is zero.
     """
     assert norm.gamma is not None
     mean, _, _, var = stats[:, : norm.channels]
@@ -289,9 +291,9 @@ def _widened(values: Tensor, norm: Norm) -> Tensor:
 
 
 def _synchronised_factors(merged: Tensor, stats: Tensor, total: Tensor, norm: Norm) -> Tensor:
-    """`merged` with the factors of the gradient of y from the sums over all processes.
+    """Return `merged` with the factors of the gradient of y from the sums over all processes.
 
-    The gradients of weight and bias stay this process's: data-parallel training averages them.
+    The gradients of weight and bias stay this process's, as data-parallel training averages them.
     """
     sums = merged[:2, : norm.channels].clone()
     dist.all_reduce(sums, group=norm.group)
@@ -305,7 +307,7 @@ def _empty_output(y: Tensor, norm: Norm) -> Tensor:
 
 
 def _absent(y: Tensor, norm: Norm) -> tuple[Tensor, Kept]:
-    """`forward` of a process without values, which the others' statistics may wait for."""
+    """Run `forward` of a process without values, for whose statistics the others may wait."""
     stats = total = None
     if norm.training and norm.group is not None:
         dtype = torch.float64 if y.dtype == torch.float64 else torch.float32
@@ -314,7 +316,7 @@ def _absent(y: Tensor, norm: Norm) -> tuple[Tensor, Kept]:
 
 
 def _absent_sums(grad: Tensor, norm: Norm, kept: Kept) -> Sums:
-    """`gradient_sums` of such a process: nothing is added to the others' sums."""
+    """Run `gradient_sums` of such a process, which adds nothing to the others' sums."""
     dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
     merged = norm.beta.new_zeros(4, len(norm.beta), dtype=dtype)
     if kept.total is not None:
