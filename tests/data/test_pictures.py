@@ -89,6 +89,15 @@ def test_a_crop_one_pixel_wide_is_pillows(photos):
         np.testing.assert_array_equal(crop.numpy(), pillow(data)[7:47, :1])
 
 
+def test_a_column_is_decoded_with_a_neighbour_inside_the_picture(monkeypatch, photos):
+    asked = []
+    monkeypatch.setattr(pictures, "_decode_region", lambda data, box: asked.append(box))
+    for width in (1, 2, 3):
+        data = encode(Image.open(io.BytesIO(photos[0])).resize((width, 9)))
+        Picture(data, "x").crop((0, width - 1, 9, 1))
+    assert asked == [(0, 0, 9, 1), (0, 0, 9, 2), (0, 1, 9, 2)]
+
+
 def exif_turned():
     exif = Image.Exif()
     exif[0x0112] = 6

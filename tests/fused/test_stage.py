@@ -72,6 +72,8 @@ def test_kernels_in_16_bits_lose_what_the_definitions_lose(dtype):
         with torch.autocast(DEVICE, dtype):  # backward computes as forward did
             y.float().square().sum().backward()
         results.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    with torch.autocast(DEVICE, dtype):
+        assert model.forward_features(images()).dtype == dtype
     exact = plain(make())
     exact(images().double()).square().sum().backward()
     exact = torch.cat([p.grad.flatten() for p in exact.parameters()])
