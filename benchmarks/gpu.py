@@ -46,8 +46,6 @@ def bench(kind: str, cases: str, limit_s: int, batches: str = "{batch}") -> Comp
     )
 
 
-# Estimates in seconds, caches cold: 10 to start, 35 for a step's Triton kernels and launchers, 10 a
-# model for cuDNN's search, 40 to 90 a model and direction for Inductor, 1 for a case's 23 steps.
 # Ours with impl=triton, so that a fallback is an error. torch 2.12 and later may lose channels_last
 # in a compiled backward without layout_opt.
 PARTS: dict[str, dict[str, Comparison]] = {

@@ -39,7 +39,6 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 # Of an H100: multiprocessors, and of each registers, warps and bytes of shared memory, of which
 # every program takes one KiB more than it asks for.
 MULTIPROCESSORS, REGISTERS, WARPS, SHARED = 132, 65536, 64, 228 * 1024
-TILE = ("BP", "BC", "AP", "AC", "BG", "BN", "BR")
 
 
 def compile_for(capability: int) -> None:
@@ -78,9 +77,8 @@ def resident(registers: int, warps: int, shared: int) -> int:
 
 def constants(launch: operators.Launch) -> dict[str, Any]:
     """Return the kernel's constants by name."""
-    values = *launch.tensors, *launch.numbers
-    names = launch.kernel.arg_names
-    return {names[index]: values[index] for index in launch.kernel.constexprs}
+    given = list(zip(launch.kernel.arg_names, (*launch.tensors, *launch.numbers), strict=True))
+    return dict(given[index] for index in launch.kernel.constexprs)
 
 
 def noted_step(name: str, batch: int) -> list[operators.Launch]:
@@ -88,8 +86,7 @@ def noted_step(name: str, batch: int) -> list[operators.Launch]:
 
     def convolved(self: Conv, x: Tensor) -> Tensor:
         size = len(x), len(self.weight), *(-(-side // self.stride[0]) for side in x.shape[2:])
-        form = torch.channels_last
-        return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=form)
+        return x.new_empty(size).to(memory_format=torch.channels_last)
 
     def gradients(self: Conv, grad: Tensor, x: Tensor, of_x: bool, of_weight: bool) -> Any:
         return torch.empty_like(x) if of_x else None, self.weight if of_weight else None
@@ -111,7 +108,7 @@ def row(launch: operators.Launch) -> dict[str, Any]:
     used, shared = resources(kernel), kernel.metadata.shared
     blocks = resident(used["reg"], launch.options["num_warps"], shared)
     waves = programs / blocks / MULTIPROCESSORS
-    switches = [name for name, on in constants(launch).items() if on and name not in TILE]
+    switches = [name for name, on in constants(launch).items() if on and len(name) > 2]
     return {
         "kernel": launch.kernel.__name__, "switches": " ".join(switches), "launches": 0,
         "mbytes": sum(t.nbytes for t in {id(t): t for t in launch.tensors}.values()) / 1e6,
