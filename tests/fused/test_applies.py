@@ -148,8 +148,7 @@ def test_a_part_that_is_not_as_it_was_built_runs_as_it_is_and_the_others_by_the_
         if value is not None and value.float().norm() > 1e-6:  # of a bias in front of a norm
             difference = (ours[key] - value).float().norm()
             assert difference <= 2e-4 * value.float().norm(), key
-    blurs = r.names().count("avg_pool2d_backward")
-    assert blurs == 3  # of the other stages, by the program
+    assert "avg_pool2d_backward" not in r.names()  # the program adds it to another gradient
 
 
 def test_hooks_see_what_they_always_saw():

@@ -242,7 +242,7 @@ def test_joins_add_no_two_gradients_and_no_map_is_added_forward():
         if call[0].overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_)
         and all(isinstance(x, torch.Tensor) and x.dim() == 4 for x in call[1][:2])
     ]
-    assert len(added) == 4  # of each stage's input
+    assert len(added) == 2  # of the first stage's input, and behind the last pool, of odd height
 
 
 def test_a_norm_is_one_pass_of_statistics_and_one_of_apply():

@@ -416,7 +416,7 @@ class _Backward:
             masked = masked.unflatten(1, (record.block.copies, -1)).sum(1)
         if masked is None or block.shortcut is None:
             return [first, masked if live else None]
-        return [first, self.shortcut(record, block.shortcut, masked, x, live)]
+        return [first, self.shortcut(record, block.shortcut, masked, x, first, live)]
 
     def last_layer(self, record: _Record, norm: Norm, grads: list[Tensor | None]) -> Tensor | None:
         """Run backward of the join and the last norm; return the shortcut's gradient."""
@@ -480,9 +480,18 @@ class _Backward:
         self.found[number] = _in_dtype(grad, parameter.dtype)
 
     def shortcut(
-        self, record: _Record, layer: Layer, masked: Tensor, x: Tensor, live: bool
+        self,
+        record: _Record,
+        layer: Layer,
+        masked: Tensor,
+        x: Tensor,
+        first: Tensor | None,
+        live: bool,
     ) -> Tensor | None:
-        """Run backward of the convolution on the shortcut and of the pool before it."""
+        """Run backward of the convolution on the shortcut and of the pool before it.
+
+        Where the pool averages whole squares, its gradient is added to `first` in one pass.
+        """
         numbered = record.block.shortcut
         if numbered is None or record.of_shortcut is None:
             return None
@@ -496,6 +505,10 @@ class _Backward:
         del source
         if grad is None or not record.block.halves:
             return grad
+        if first is not None and x.shape[2] % 2 == x.shape[3] % 2 == 0:
+            squares = first.unflatten(3, (-1, 2)).unflatten(2, (-1, 2))
+            squares.add_(grad[:, :, :, None, :, None], alpha=0.25)
+            return None
         form = [2, 2], [2, 2], [0, 0], True, False, None
         return torch.ops.aten.avg_pool2d_backward(grad, x, *form)
 
