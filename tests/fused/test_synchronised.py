@@ -1,6 +1,7 @@
 """Statistics shared by processes: two halves of a batch give what the whole batch gives."""
 
 import os
+import warnings
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.fused.models import make
 from tests.ops.operation import abn
@@ -48,6 +50,7 @@ def half(rank: int, folder: str, cases: list[Case]) -> None:
         results[name, sizes] = {"y": y.detach(), "mean": mean, "var": var}
         results[name, sizes] |= {f"grad of {k}": v.grad for k, v in leaves.items()}
     results["model"] = step(rank, network(), torch.load(f"{folder}/images.pt"))
+    results["mixed"] = mixed_step(rank, torch.load(f"{folder}/images.pt"))
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -59,6 +62,21 @@ def network() -> nn.Module:
         if isinstance(module, ABN):
             module.synchronised = True
     return model
+
+
+def mixed_step(rank: int, images: Tensor) -> dict[str, Tensor]:
+    """A step of one image a process, of which each runs other parts as plain modules.
+
+    Buckets of a few gradients are reduced among the norms' collectives.
+    """
+    warnings.simplefilter("ignore")
+    model = network().double()
+    model.set_impl("reference")
+    for name in (("layer2", "layer4"), ("conv1", "layer2.0.downsample.1.bn", "layer3"))[rank]:
+        model.body.get_submodule(name).register_forward_hook(lambda *_: None)
+    parallel = DistributedDataParallel(model, bucket_cap_mb=0.01)
+    parallel(images[rank : rank + 1].double()).square().sum().backward()
+    return {f"grad of {k}": WORLD_SIZE * p.grad for k, p in model.named_parameters()}
 
 
 def step(rank: int, model: nn.Module, images: Tensor) -> dict[str, Tensor]:
@@ -110,6 +128,10 @@ def test_two_processes_equal_one(tmp_path: Path):
                 rank[name, sizes]["mean"].double(), mean, rtol=1e-5, atol=1e-6
             )
             torch.testing.assert_close(rank[name, sizes]["var"].double(), var, rtol=1e-5, atol=1e-6)
+    exact = step(0, make("reference", width_factor=WIDTH_FACTOR).double(), images.double())
+    for rank in ranks:
+        for key, value in rank["mixed"].items():
+            torch.testing.assert_close(value, exact[key], rtol=1e-8, atol=1e-8)
     # In another order of its norms the empty process would answer the wrong one of the other.
     expected = step(0, make("reference", width_factor=WIDTH_FACTOR), images)
     for key, value in expected.items():

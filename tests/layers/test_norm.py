@@ -203,9 +203,9 @@ def test_a_synchronised_model_on_two_processes_is_the_model_on_one(tmp_path: Pat
         torch.testing.assert_close(ours, parameter.grad, rtol=1e-6, atol=1e-6, msg=name)
 
 
-def test_a_synchronised_norm_outside_the_fused_program_is_an_error(monkeypatch):
-    """Its own statistics would be silently others, and the other processes would wait."""
+def test_a_synchronised_norm_is_not_traced(monkeypatch):
+    """A graph would hold the statistics of this process alone."""
     norm, x = ABN(3), torch.randn(2, 3, 4, 4)
     monkeypatch.setattr(ABN, "group", lambda self: object())
-    with pytest.raises(InputError, match="synchronised statistics need the fused program"):
-        norm(x)
+    with pytest.raises(InputError, match="synchronised statistics cannot be compiled or traced"):
+        torch.jit.trace(norm, x)

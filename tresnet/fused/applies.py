@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
 from torch.nn.modules import module as every_module
 
 from tresnet.errors import InputError
@@ -144,13 +145,49 @@ def _run(
     except _Plain as reason:
         if len(parts) == 1 and not isinstance(reason, _OtherNorm):
             _refuse(next(iter(parts)), reason, how.impl)
-    for name, part in parts.items():
-        if wanted and len(parts) > 1:
-            x, channels = _run({name: part}, x, channels, how, blocks)
-        else:
-            x, channels = _call(part, _cropped(x, channels), blocks), None
-        blocks = None
-    return x, channels
+
+    def each(x: Tensor, channels: int | None, blocks: SpaceToDepth | None) -> tuple[Any, Any]:
+        for name, part in parts.items():
+            if wanted and len(parts) > 1:
+                x, channels = _run({name: part}, x, channels, how, blocks)
+            else:
+                x, channels = _call(part, _cropped(x, channels), blocks), None
+            blocks = None
+        return x, channels
+
+    if not (wanted and torch.is_grad_enabled() and _shares_statistics(parts.values())):
+        return each(x, channels, blocks)
+    parameters = [p for part in parts.values() for p in part.parameters()]
+    return _OneNode.apply(lambda x: _cropped(*each(x, channels, blocks)), x, *parameters), None  # pyright: ignore[reportReturnType]
+
+
+class _OneNode(torch.autograd.Function):
+    """Parts that run as plain modules here, while other processes may run them by the program.
+
+    Their parameters' gradients come when the node ends, as the program's do: so
+    DistributedDataParallel takes the same turn among the collectives of the norms everywhere.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor, *parameters: Tensor
+    ) -> Tensor:
+        """Return what `run` does, whose graph is kept apart."""
+        ctx.inputs = x.detach().requires_grad_(x.requires_grad), *parameters
+        with torch.enable_grad():
+            ctx.output = run(ctx.inputs[0])
+        return ctx.output.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x and of the parameters."""
+        wanted = {id(t): t for t in ctx.inputs if t.requires_grad}
+        grads = torch.autograd.grad(ctx.output, [*wanted.values()], grad, allow_unused=True)
+        found = dict(zip(wanted, grads, strict=True))
+        return None, *(found.pop(id(t), None) for t in ctx.inputs)
 
 
 def _cropped(x: Tensor, channels: int | None) -> Tensor:
@@ -169,11 +206,13 @@ def _wanted(parts: Iterable[nn.Module], x: Any, impl: Impl) -> bool:
         return False
     if impl != "auto" or x.is_cuda:
         return True
-    return dist.is_initialized() and any(map(_is_synchronised, parts))
+    return _shares_statistics(parts)
 
 
-def _is_synchronised(part: nn.Module) -> bool:
-    return any(isinstance(m, ABN) and m.group() is not None for m in part.modules())
+def _shares_statistics(parts: Iterable[nn.Module]) -> bool:
+    return dist.is_initialized() and any(
+        isinstance(m, ABN) and m.group() is not None for part in parts for m in part.modules()
+    )
 
 
 def _call(part: nn.Module, x: Tensor, blocks: SpaceToDepth | None) -> Tensor:

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from tresnet.errors import InputError, MissingDependencyError
 from tresnet.layers.symbolic import record_call, symbolic
-from tresnet.ops.abn import reference
+from tresnet.ops import abn, tiles
+from tresnet.ops.abn import Kept, Norm, reference
 from tresnet.ops.dispatch import traced
 
 
@@ -135,6 +137,29 @@ class BatchNormAct(NormAct):
     """BN and leaky ReLU as PyTorch runs them: two tensors saved for backward."""
 
 
+class _Synchronised(torch.autograd.Function):
+    """What `tresnet.fused` does for a norm, by the same collectives: other ranks may run it."""
+
+    @staticmethod
+    def forward(ctx: Any, norm: Norm, x: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
+        y, kept = abn.forward(tiles.dense(x), norm, kernels=False, keeps=True)
+        ctx.norm = norm._replace(mean=None, var=None)
+        ctx.save_for_backward(gamma, beta, *kept)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: Tensor
+    ) -> tuple[Any, ...]:
+        gamma, beta, *kept = ctx.saved_tensors
+        norm, kept = ctx.norm._replace(gamma=gamma, beta=beta), Kept(*kept)
+        grad = tiles.dense(grad, kept.y)
+        sums = abn.gradient_sums(grad, None, norm, kept, kernels=False, rebuilds=False)
+        of_x = abn.gradient(grad, norm, kept, sums, kernels=False)
+        return None, of_x, sums.merged[0].to(gamma.dtype), sums.merged[1].to(beta.dtype)
+
+
 class ABN(NormAct):
     """BN and leaky ReLU that saves one tensor in `tresnet.fused`; may be `synchronised`."""
 
@@ -150,12 +175,20 @@ class ABN(NormAct):
 
     @torch.jit.unused
     def _run(self, x: Tensor) -> Tensor:
-        if self.group() is not None:
+        group = self.group()
+        if group is None:
+            return super()._run(x)
+        if traced():
             raise InputError(
-                "synchronised statistics need the fused program, but this norm runs as a plain "
-                "module: remove hooks and torch.compile, or leave sync_bn out"
+                "this norm's synchronised statistics cannot be compiled or traced: leave out "
+                "torch.compile or sync_bn, or convert the model by "
+                "torch.nn.SyncBatchNorm.convert_sync_batchnorm"
             )
-        return super()._run(x)
+        mean, var, momentum = self._statistics()
+        norm = Norm(
+            self.weight, self.bias, mean, var, True, momentum, self.eps, self.slope, group=group
+        )
+        return _Synchronised.apply(norm, x, self.weight, self.bias)  # pyright: ignore[reportReturnType]
 
 
 class InplaceABN(NormAct):

@@ -87,8 +87,9 @@ class BasicBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, H, W) to (N, planes, H / stride, W / stride)."""
+        shortcut = self.downsample(x)  # first, as in `fused.stage`: ranks share its statistics
         y = self.se(self.conv2(self.conv1(x)))
-        return torch.relu_(self.drop_path(y) + self.downsample(x))
+        return torch.relu_(self.drop_path(y) + shortcut)
 
 
 @residual_block("conv1", "conv2", "conv3")
@@ -123,5 +124,6 @@ class Bottleneck(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, H, W) to (N, 4 planes, H / stride, W / stride)."""
+        shortcut = self.downsample(x)  # first, as in `fused.stage`: ranks share its statistics
         y = self.conv3(self.se(self.conv2(self.conv1(x))))
-        return torch.relu_(self.drop_path(y) + self.downsample(x))
+        return torch.relu_(self.drop_path(y) + shortcut)

@@ -369,8 +369,8 @@ def check_compiled_accumulation(mode: str, accumulate: int) -> None:
 def synchronise(model: nn.Module, compiles: bool) -> nn.Module:
     """Make every batch norm of `model` share its statistics between processes, in place.
 
-    Returns the model. The fused program shares statistics itself; its norms refuse to run behind a
-    hook. A model without such norms, or one to be compiled, gets PyTorch's `SyncBatchNorm`.
+    Returns the model. An `ABN` shares statistics itself, in the fused program and as a module. A
+    model without such norms, or one to be compiled, gets PyTorch's `SyncBatchNorm`.
     """
     norms = [module for module in model.modules() if isinstance(module, ABN)]
     if compiles or not norms:
