@@ -387,6 +387,12 @@ class ReadsValues(nn.Conv2d):
         return super().forward(x) if x.max() > 0 else x
 
 
+class AsksTheGpu(nn.Conv2d):
+    def forward(self, x):
+        torch.cuda.synchronize()
+        return super().forward(x)
+
+
 class Unfakeable(nn.Conv2d):
     def forward(self, x):
         return super().forward(x)[torch.nonzero(x.flatten())[:, 0] * 0]
@@ -441,6 +447,10 @@ def test_wrong_input_shape_is_explained():
         (nn.DataParallel(nn.Linear(2, 2)), "wrapped in DataParallel: pass model.module"),
         (ReadsValues(3, 3, 1), "depends on the values of a tensor.*x.max"),
         (Unfakeable(3, 3, 1), "aten.nonzero.*depends on the values of a tensor"),
+        pytest.param(
+            *(AsksTheGpu(3, 3, 1), "needs a tensor's data or the GPU itself.*: replace it"),
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
     ],
     ids=lambda v: type(v).__name__ if isinstance(v, nn.Module) else str(v)[:24],
 )

@@ -51,8 +51,8 @@ def _is(operation, name, step):
 @pytest.mark.parametrize(
     ("layer", "n_bytes"), [(nn.LSTM, 736_000_000), (nn.GRU, 864_000_000)], ids=["lstm", "gru"]
 )
-def test_reserve_space_is_that_which_cudnn_returned(layer, n_bytes):
-    """PyTorch's issue 2895: four layers of 320 units in fp32, 25,000 steps in all."""
+def test_reserve_space_is_what_the_formula_was_derived_from(layer, n_bytes):
+    """PyTorch's issue 2895: four layers of 320 units in fp32, and 25,000 steps as we take it."""
     mode = torch.backends.cudnn.rnn.get_cudnn_mode(layer.__name__)
     assert reserve_bytes(mode, 25_000, 320, 4, itemsize=4) == n_bytes
 
@@ -70,6 +70,7 @@ def test_a_layer_keeps_its_output_and_its_reserve_space(layer, kept):
     assert [n for n in born(prediction, "aten._cudnn_rnn") if n] == forward
     backward = born(prediction, "aten._cudnn_rnn_backward")
     assert backward == sorted([weights, workspace + state, copy, *states], reverse=True)
+    assert "derived from two readings" in str(prediction)
     names = {operation.name for operation in prediction.trace.operations}
     assert "aten.mm" not in names
     assert "aten.addmm" not in names

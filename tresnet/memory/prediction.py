@@ -171,10 +171,12 @@ def predict(model: ModelLike, plan: MemoryPlan) -> MemoryPrediction:
     )
     failed = replayed.out_of_memory_event
     at_peak = trace.events[replayed.peak_event].op if replayed.allocated_bytes else None
-    note = (
-        "this torch was built without CUDA: predicted on fakes of CPU tensors, "
-        f"allocated within {doubt:.0%}"
-    )
+    notes = {
+        f"this torch was built without CUDA: predicted on fakes of CPU tensors, allocated within "
+        f"{doubt:.0%}": not torch.backends.cuda.is_built(),
+        "what cuDNN keeps of recurrent layers is derived from two readings, not measured; the "
+        "ranges leave that out": any(o.name == "aten._cudnn_rnn" for o in trace.operations),
+    }
     return MemoryPrediction(
         model=name,
         plan=resolved,
@@ -190,7 +192,7 @@ def predict(model: ModelLike, plan: MemoryPlan) -> MemoryPrediction:
         by_category=breakdown(trace, replayed),
         peak_operation=None if at_peak is None else trace.operations[at_peak],
         out_of_memory=None if failed is None else trace.operations[trace.events[failed].op],
-        notes=() if torch.backends.cuda.is_built() else (note,),
+        notes=tuple(note for note, holds in notes.items() if holds),
         seconds=time.perf_counter() - began,
         trace=trace,
         replay=replayed,
@@ -335,47 +337,58 @@ def _doubt(plan: MemoryPlan) -> float:
     return _DOUBT_CPU_FAKE_FP32 if plan.amp == "off" else _DOUBT_CPU_FAKE_AMP
 
 
+# In the messages of errors about a GPU, or a tensor's data, that is not there.
+_NOT_THERE = (
+    "data is not allocated",
+    "CUDA support was not enabled",
+    "compiled with CUDA enabled",
+    "CUDA driver",
+    "NVIDIA driver",
+)
+
+
 def _explained(error: Exception, trace: Trace, plan: MemoryPlan) -> InputError:
     operation = trace.operations[-1] if trace.operations else Operation("", Phase.SETUP, "", 0)
-    where = f" in {operation.module}" if operation.module else ""
-    first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    at = f"{operation.name} in {operation.module}" if operation.module else operation.name
+    text = str(error).strip() or type(error).__name__
+    first_line = text.splitlines()[0]
+    said = f"({type(error).__name__}: {first_line})"
+    unfakeable = fakes.UnsupportedFakeTensorException, fakes.UnsupportedOperatorException
     if isinstance(error, fakes.DataDependentOutputException | fakes.DynamicOutputShapeException):
-        return InputError(
-            f"{operation.name}{where} depends on the values of a tensor, which a prediction does "
-            f"not have ({_innermost(error) or first_line}): replace it, or pass the part of the "
-            "model without it"
+        message = (
+            f"{at} depends on the values of a tensor, which a prediction does not have "
+            f"({_innermost(error) or first_line}): replace it, or pass the part of the model "
+            "without it"
         )
-    if isinstance(error, fakes.UnsupportedFakeTensorException | NotImplementedError) or (
-        isinstance(error, fakes.UnsupportedOperatorException)
-        or "fake impl" in str(error)
-        or "Meta" in str(error)
+    elif any(sign in text for sign in _NOT_THERE):
+        message = (
+            f"something after {at} needs a tensor's data or the GPU itself, outside of PyTorch's "
+            f"operators ({first_line}): replace it for the prediction, such as norm='inplace_abn' "
+            "by norm='abn'"
+        )
+    elif (
+        isinstance(error, (NotImplementedError, *unfakeable))
+        or "fake impl" in text
+        or "Meta" in text
     ):
-        return InputError(
-            f"{operation.name}{where} cannot be faked ({first_line}): give it a fake "
-            "kernel with torch.library.register_fake, or replace it for the prediction"
+        message = (
+            f"{at} cannot be faked ({first_line}): give it a fake kernel with "
+            "torch.library.register_fake, or replace it for the prediction"
         )
-    if "data is not allocated" in str(error) or "CUDA support was not enabled" in str(error):
-        return InputError(
-            f"something after {operation.name}{where} reads a tensor's data outside of PyTorch's "
-            f"operators ({first_line}): replace it for the prediction, such as "
-            "norm='inplace_abn' by norm='abn'"
+    elif operation.phase is Phase.SETUP:
+        message = f"the step could not be set up on fakes {said}: check the model and the optimizer"
+    elif operation.phase is Phase.OPTIMIZER:
+        message = (
+            f"the optimizer {plan.optimizer_name} failed on fakes after {operation.name} {said}: "
+            "predict with another one"
         )
-    if operation.phase is Phase.SETUP:
-        return InputError(
-            f"the step could not be set up on fakes ({type(error).__name__}: {first_line}): check "
-            "the model and the optimizer"
+    else:
+        todo = "input_size and the model; one that takes no images needs inputs"
+        message = (
+            f"the model failed on a fake batch of {plan.batch_size} of {plan.describe_sample()} "
+            f"at {at} {said}: check {'inputs and the model' if plan.inputs else todo}"
         )
-    if operation.phase is Phase.OPTIMIZER:
-        return InputError(
-            f"the optimizer {plan.optimizer_name} failed on fakes after {operation.name} "
-            f"({type(error).__name__}: {first_line}): predict with another one"
-        )
-    todo = "input_size and the model; one that takes no images needs inputs"
-    return InputError(
-        f"the model failed on a fake batch of {plan.batch_size} of {plan.describe_sample()} at "
-        f"{operation.name}{where} ({type(error).__name__}: {first_line}): check "
-        + ("inputs and the model" if plan.inputs else todo)
-    )
+    return InputError(message)
 
 
 def _innermost(error: Exception) -> str | None:
