@@ -322,8 +322,8 @@ def grad_sums(
 ):  # fmt: skip
     """Sums over one chunk of one sample that BN's and SE's backward need, in one pass.
 
-    With m = act'(z), g the gradient of s through the transposed blur, and w the transposed blur of
-    ones, partial (N * splits, 2 or 4, C) gets the sums of m g and m g (x - mean). With HAS_GATE it
+    Let m = act'(z), g the gradient of s through the transposed blur, and w the transposed blur of
+    ones. partial (N * splits, 2 or 4, C) gets the sums of m g and m g (x - mean). With HAS_GATE it
     also gets those of m w and m w (x - mean). JOIN is the direction of the bits of `apply`; with
     it, the gradient is first masked by the ReLU and stored in written. The second pass and the
     shortcut read it there. With SECOND it is grad + second_grad. With AGAIN, which excludes JOIN
