@@ -138,7 +138,7 @@ class BatchNormAct(NormAct):
 
 
 class _Synchronised(torch.autograd.Function):
-    """What `tresnet.fused` does for a norm, by the same collectives: other ranks may run it."""
+    """Norm with the collectives of `tresnet.fused`, which other ranks may run instead."""
 
     @staticmethod
     def forward(ctx: Any, norm: Norm, x: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ _DOUBT = 0.01
 
 
 class Fits(StrEnum):
-    """Whether a batch fits: certainly, perhaps, certainly not."""
+    """Answer to whether a batch fits."""
 
     YES = "yes"
     UNCERTAIN = "uncertain"
