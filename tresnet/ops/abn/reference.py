@@ -1,8 +1,8 @@
 """Batch normalisation, leaky ReLU and the operations after them in a block, in plain PyTorch.
 
 `abn` and `tail` define the operation; autograd differentiates them. The other functions are the
-definitions of the launches of the same names and arguments in `launch`. They compute in float64,
-and return statistics, means and sums in float32, or for float64 inputs in float64.
+definitions of the launches of the same names and arguments in `launch`. They compute in float32, or
+for float64 inputs in float64.
 """
 
 from collections.abc import Callable, Sequence
@@ -84,26 +84,27 @@ def statistics(
     update: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the batch's statistics (4, C), and the mean of each sample (N, C) if `per_sample`."""
-    values = x.double()
+    values = _wide(x)
     var, mean = torch.var_mean(values.transpose(0, 1).flatten(1), 1, correction=0)
     if update:
         count = x.numel() // x.shape[1]
         running_mean.lerp_(mean.to(running_mean.dtype), momentum)
         running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)
     means = _over_pixels(values, torch.mean) if per_sample else mean
-    return _kept(_normaliser(mean, var, weight, eps), x), _kept(means, x)
+    return _normaliser(mean, var, weight, eps), means
 
 
 def running_statistics(weight: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
     """Return mean, scale, invstd and variance (4, C) of the running statistics."""
-    return _kept(_normaliser(mean.double(), var.double(), weight, eps), var)
+    wide = torch.float64 if var.dtype == torch.float64 else torch.float32
+    return _normaliser(mean.to(wide), var.to(wide), weight, eps)
 
 
 def squeeze(
     x: Tensor, stats: Tensor | None, bias: Tensor, slope: float | None, blur: bool
 ) -> Tensor:
     """Return the mean of each sample's activated, blurred map: (N, C)."""
-    return _kept(_over_pixels(_activated(x, stats, bias, slope, blur), torch.mean), x)
+    return _over_pixels(_activated(x, stats, bias, slope, blur), torch.mean)
 
 
 def apply(
@@ -137,34 +138,35 @@ def grad_sums(
     again: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return the sums over each sample, (N, 2 or 4, C), and the map that `launch` writes."""
-    g, written = grad.double(), x
+    g, written = _wide(grad), x
     g = g if second_grad is None else g + second_grad
     if bits is not None:
         g = g.masked_fill(~bits, 0.0)
         written = g.to(x.dtype)
     elif again:
         written = apply(x, stats, bias, gate, None, slope, blur)[0]
-    m, delta = _slope(x, stats, bias, slope), x.double() - _channels(stats[0], x)
+    m, delta = _slope(x, stats, bias, slope), _wide(x) - _channels(stats[0], x)
     g = m * _back(g, x, blur)
     sums = [g, g * delta]
     if gate is not None:
         w = m * _back(torch.ones_like(grad, dtype=g.dtype), x, blur)
         sums += [w, w * delta]
-    return _kept(torch.stack([_over_pixels(part, torch.sum) for part in sums], 1), x), written
+    return torch.stack([_over_pixels(part, torch.sum) for part in sums], 1), written
 
 
 def merge_grad_sums(
     partial: Tensor, gate: Tensor | None, squeeze_grad: Tensor | None, stats: Tensor, count: int
 ) -> Tensor:
     """Return the gradients of weight and bias, and the factors k1 and k0 of `grad_apply`."""
-    sums = partial[:, :2].double()
+    sums = partial[:, :2]
     if gate is not None and squeeze_grad is not None:
-        sums = sums * gate[:, None] + partial[:, 2:].double() * squeeze_grad[:, None]
+        sums = sums * gate[:, None] + partial[:, 2:] * squeeze_grad[:, None]
     grad_bias, centred = sums.sum(0)
-    _, scale, invstd, _ = stats.double()
+    _, scale, invstd, _ = stats
     grad_weight = centred * invstd
-    factors = -scale * invstd * grad_weight / count, -scale * grad_bias / count
-    return _kept(torch.stack((grad_weight, grad_bias, *factors)), partial)
+    return torch.stack(
+        (grad_weight, grad_bias, -scale * invstd * grad_weight / count, -scale * grad_bias / count)
+    )
 
 
 def grad_apply(
@@ -180,23 +182,23 @@ def grad_apply(
     training: bool,
 ) -> Tensor:
     """Return the gradient of `x`; the factors k1 and k0 only apply in training."""
-    g = grad.double()
+    g = _wide(grad)
     if gate is not None and squeeze_grad is not None:
         g = g * _per_sample(gate, g) + _per_sample(squeeze_grad, g)
     g = _back(g, x, blur) * _slope(x, stats, bias, slope) * _channels(stats[1], x)
     if training:
-        g = g + (x.double() - _channels(stats[0], x)) * _channels(merged[2], x)
+        g = g + (_wide(x) - _channels(stats[0], x)) * _channels(merged[2], x)
         g = g + _channels(merged[3], x)
     return g.to(x.dtype)
 
 
-def _kept(values: Tensor, like: Tensor) -> Tensor:
-    return values if like.dtype == torch.float64 else values.float()
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def _normaliser(mean: Tensor, var: Tensor, weight: Tensor, eps: float) -> Tensor:
     invstd = torch.rsqrt(var + eps)
-    return torch.stack((mean, weight * invstd, invstd, var))
+    return torch.stack((mean, weight.to(var.dtype) * invstd, invstd, var))
 
 
 def _over_pixels(x: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
@@ -212,10 +214,10 @@ def _per_sample(values: Tensor, like: Tensor) -> Tensor:
 
 
 def _normalised(x: Tensor, stats: Tensor | None, bias: Tensor) -> Tensor:
-    z = x.double()
+    z = _wide(x)
     if stats is not None:
         z = (z - _channels(stats[0], x)) * _channels(stats[1], x)
-    return z + _channels(bias, x)
+    return z + _channels(bias.to(z.dtype), x)
 
 
 def _activated(
