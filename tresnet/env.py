@@ -217,7 +217,8 @@ def _git_state(root: Path) -> dict[str, Any] | None:
     new_code = _output_of(
         "git", "-C", str(root), "ls-files", "--others", "--exclude-standard", "tresnet"
     )
-    return {"commit": commit, "dirty": bool(changed or new_code)}
+    unknown = changed is None or new_code is None  # git took too long
+    return {"commit": commit, "dirty": None if unknown else bool(changed or new_code)}
 
 
 def _output_of(*command: str) -> str | None:

@@ -311,6 +311,15 @@ def test_full_memory_ends_the_run_with_what_would_fit(tiny, small_gpu, monkeypat
     assert (result.run_dir, result.stopped_by) == (Path(run_dir), 0)
 
 
+def test_full_memory_at_the_first_step_frees_the_name(tiny, small_gpu, monkeypatch):
+    full_at(monkeypatch, 1)
+    answer(monkeypatch, FITTING)
+    config = tiny(batch_size=24)
+    with pytest.raises(TrainingError, match="there is no checkpoint yet"):
+        train.train(config)
+    assert not Path(config.run.runs, "run").exists()
+
+
 def explained(config, **plan):
     model = create_model(resolve(config), CLASSES)
     plan = {"config": config, "splits": types.SimpleNamespace(classes=CLASSES), **plan}

@@ -96,6 +96,7 @@ class Checkpoints:
             advice = batch_size.explain_full_memory(
                 error, self._plan, self._parts.step.model, self._parts.processes, self.last_good()
             )
+            self._discard_if_new()
             raise TrainingError(advice) from error
         except DataError as error:
             raise DataError(f"{error}; {self.last_good()}") from error
