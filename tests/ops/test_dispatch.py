@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 
+import pytest
 import torch
 
 from tresnet.ops import dispatch, selfcheck
@@ -36,5 +37,18 @@ def test_fake_tensors_leave_the_gpu_alone_and_go_by_what_was_found(monkeypatch):
     monkeypatch.setattr(selfcheck, "failure", lambda device: "tried")
     monkeypatch.setattr(dispatch, "_found", {})
     assert dispatch.runs_kernels(gpu, torch.float16, "auto", fake=True)
-    assert dispatch.lacking(gpu) is not None
+    with pytest.warns(UserWarning, match="cuda:0 runs plain PyTorch: .* needs a GPU of compute"):
+        assert dispatch.lacking(gpu) is not None
     assert not dispatch.runs_kernels(gpu, torch.float16, "auto", fake=True)
+
+
+@pytest.mark.parametrize("lacks", ["_has_triton", "_has_compiler"])
+def test_a_gpu_without_kernels_is_said_to_run_plain_pytorch_once(lacks, monkeypatch):
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(dispatch, "_capability", lambda index: (9, 0))
+    monkeypatch.setattr(dispatch, lacks, lambda: False)
+    monkeypatch.setattr(dispatch, "_found", {})
+    with pytest.warns(UserWarning, match="cuda:0 runs plain PyTorch: .* needs (a C|the triton)"):
+        assert not dispatch.runs_kernels(gpu, torch.float16, "auto")
+    assert not dispatch.runs_kernels(gpu, torch.float16, "auto")

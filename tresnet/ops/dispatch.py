@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import os
 import shutil
+import warnings
 from typing import Literal, get_args
 
 import torch
@@ -65,16 +66,17 @@ def lacking(device: torch.device, fake: bool = False) -> str | None:
     index = device.index or 0
     if device.type == "cuda" and index in _found:
         return _found[index]
-    if not _has_triton():
-        return "needs the triton package, which is not installed"
-    if device.type != "cuda":
-        return None if interpreted() else f"needs a tensor on a GPU, got one on {device}"
-    if fake or not torch.cuda.is_available():
-        return None
-    if not _has_compiler():
+    reason = None if _has_triton() else "needs the triton package, which is not installed"
+    if device.type != "cuda" and reason is None and not interpreted():
+        reason = f"needs a tensor on a GPU, got one on {device}"
+    if device.type != "cuda" or fake or not torch.cuda.is_available():
+        return reason
+    if reason is None and not _has_compiler():
         reason = "needs a C compiler for Triton's launcher (gcc or clang, or the variable CC)"
-    elif torch.version.hip is None and _capability(index) < LEAST_CAPABILITY:
+    elif reason is None and torch.version.hip is None and _capability(index) < LEAST_CAPABILITY:
         reason = "needs a GPU of compute capability 8.0 or later"
+    if reason is not None:
+        warnings.warn(f"{device} runs plain PyTorch: impl='triton' {reason}", stacklevel=4)
     elif torch.cuda.is_current_stream_capturing():
         return None
     else:
