@@ -58,7 +58,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name from the module it lives in, or a room of public functions."""
     if name in _ROOMS:
         return importlib.import_module(f"tresnet.{name}")
     if name not in _HOMES:
@@ -69,5 +68,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the public names, loaded or not."""
     return sorted({*globals(), *_HOMES, *_ROOMS})

@@ -29,8 +29,7 @@ _CHECKOUT = Path(__file__).resolve().parent.parent
 def describe(device: torch.device | str | int | None = None) -> dict[str, Any]:
     """Describe the device, the machine, the versions and the commit, as plain values for JSON.
 
-    None as device is the CPU; CUDA is initialised only for a CUDA device. Unknown values (an absent
-    package, no NVML, no checkout) are None.
+    None as device is the CPU. Unknown values (an absent package, no NVML, no checkout) are None.
     """
     chosen = torch.device("cpu" if device is None else device)
     return {
@@ -205,12 +204,9 @@ def _installed_version(package: str) -> str | None:
 
 
 def _git_state(root: Path) -> dict[str, Any] | None:
-    """Return commit and dirty flag of the checkout at `root`; None if `root` is not its top.
-
-    An installed package must not report the repository it was installed inside.
-    """
     top = _output_of("git", "-C", str(root), "rev-parse", "--show-toplevel")
     commit = _output_of("git", "-C", str(root), "rev-parse", "HEAD")
+    # An installed package must not report the repository that its environment lies in.
     if not top or not commit or Path(top).resolve() != root.resolve():
         return None
     changed = _output_of("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
@@ -230,7 +226,7 @@ def _output_of(*command: str) -> str | None:
 
 
 def parse_size(size: str | int) -> int:
-    """Return bytes of `80GiB` or `24GB` (powers of ten); an int is bytes; or raise InputError."""
+    """Return the bytes of an int, `80GiB` or `24GB` (24 * 10^9), or raise InputError."""
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
     n_bytes = -1

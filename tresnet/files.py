@@ -28,7 +28,7 @@ except ImportError:  # Windows
     fcntl = None
 
 LOCK = ".lock"
-PATIENCE_S = 1.0
+PATIENCE_S = 1.0  # for the end of a process that is being killed
 _TEMPORARY = re.compile(r"\..{1,48}\.[0-9a-f]{16}\.tmp")
 # Advice for the system's errors of writing; other errors may come from reading in the block.
 _ADVICE = {
@@ -45,10 +45,10 @@ _log = logging.getLogger(__name__)
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path beside `path`, which replaces `path` when the block succeeds.
 
-    Any failure in the block (a full disk, an exception, Ctrl-C) removes the temporary file and
-    leaves the old `path` as it was. Data are synced before the rename, so a crash leaves the old
-    file or the new one. The block creates the temporary file; its permissions follow the umask,
-    though safetensors keeps its files to their owner. A symbolic link is written through.
+    A failure in the block (a full disk, an exception, Ctrl-C) removes the temporary file and leaves
+    the old `path`. Data are synced before the rename, so a crash leaves the old file or the new
+    one. Permissions follow the umask, though safetensors creates files for their owner alone. A
+    symbolic link is written through.
 
     Raises:
         WriteError: the directory is missing or cannot be written, `path` is a directory, or there
@@ -110,8 +110,7 @@ def remove_leftovers(directory: Path) -> None:
 def lock(directory: Path) -> Iterator[None]:
     """Lock a directory for this process, or raise BusyError; the lock ends with the process.
 
-    A file system without locks is used without one, and a warning says so. A directory that cannot
-    be written raises WriteError.
+    A file system without locks causes only a warning, a read-only directory a WriteError.
     """
     path = directory / LOCK
     with explained(path):
@@ -141,7 +140,6 @@ def lock(directory: Path) -> Iterator[None]:
 
 
 def _flock(file: IO[str]) -> None:
-    """Take the lock; wait up to a second for a process that is being killed."""
     deadline_s = time.monotonic() + PATIENCE_S
     while fcntl is not None:
         try:
@@ -155,7 +153,7 @@ def _flock(file: IO[str]) -> None:
 
 
 def _let_go() -> None:
-    """Close the lock in a forked process, such as a data loader's: only the parent holds it."""
+    """Close the lock in a forked process (a data loader's), so that it ends with the parent."""
     for file in _held:
         with contextlib.suppress(OSError):
             file.close()
@@ -167,23 +165,20 @@ if hasattr(os, "register_at_fork"):
 
 
 def _reason(error: BaseException | None) -> str | None:
-    """Return why nothing could be written; None if the error has another cause.
-
-    torch.save to a stream keeps the system's error in the context of its own, and safetensors only
-    prints the number.
-    """
+    """Return the system's reason for a failed write; None if the error has another cause."""
     while error is not None:
         code = error.errno if isinstance(error, OSError) else None
+        # safetensors gives the number in its message alone
         if spelled := re.search(r"\(os error (\d+)\)", str(error)):
             code = int(spelled[1])
         if code in _ADVICE:
             return f"{os.strerror(code)}: {_ADVICE[code]}"
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ or error.__context__  # of torch.save: the system's error
     return None
 
 
 def _usual_mode(path: Path) -> int:
-    """Return the permissions of a new file at `path`; there is no call to read the umask."""
+    """Return the permissions of a new file; reading the umask would set it, in all threads."""
     path.touch(exist_ok=False)
     mode = stat.S_IMODE(path.stat().st_mode)
     path.unlink()
@@ -211,7 +206,7 @@ def prepare_streams() -> None:
 
 @contextlib.contextmanager
 def handled(numbers: Iterable[int], handler: Any) -> Iterator[None]:
-    """Handle signals by `handler` in the block; only the main thread may set handlers."""
+    """Handle signals by `handler` in the block; without effect outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         numbers = ()
     before = [(number, signal.signal(number, handler)) for number in numbers]

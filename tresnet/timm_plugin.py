@@ -40,7 +40,6 @@ _DEFAULT_TAGS = ("miil_in21k_ft_in1k", "miil_in1k")
 
 
 def _timm_cfg(entry: WeightsEntry) -> dict[str, Any]:
-    """Return a row of the manifest in timm's terms; a file under weights/ has priority."""
     local = weights_dir() / entry.file
     file = str(local) if local.is_file() else None
     source = find(entry.copy) if entry.copy else entry  # links to the originals are dead
@@ -98,7 +97,7 @@ def _create(
 
 
 def _load(model: TResNet, cfg: dict[str, Any], cache_dir: str | Path | None) -> None:
-    """Load a configuration's weights; files without timm, for the metadata in them."""
+    # Not by timm, which would drop the metadata in the file.
     if cfg.get("file") and not cfg.get("state_dict"):
         path = Path(cfg["file"])
         weights = read_weights(from_layout(path)[0] if path.is_dir() else path)
@@ -119,12 +118,10 @@ def _needs_new_head(weights: Weights, model: TResNet) -> bool:
 
 
 def _convert(state_dict: dict[str, Any], model: TResNet) -> dict[str, Tensor]:
-    """Convert a state dict that timm has read, in any format, for `model`; set its slopes.
-
-    Every key is checked here, because timm loads non-strictly as soon as the classes differ.
-    """
+    """Convert a state dict of any format for `model`, and set the slopes of `model`."""
     cfg = model.pretrained_cfg
     name = Path(cfg.get("hf_hub_id") or cfg.get("url") or "the state dict")
+    # These check every key, because timm loads non-strictly as soon as the classes differ.
     weights = to_ours(name, unwrap(state_dict, name), {})
     tensors = fit(weights, model, model_tensors(model), _needs_new_head(weights, model))
     model.set_slopes(*weights.slopes)

@@ -1,5 +1,4 @@
-"""The `tresnet` command.
+"""The `tresnet` command: each subcommand is a dataclass of its options.
 
-Each subcommand is a dataclass of its options with `run(argv)`, which gets the complete command line
-for its record and returns the exit code.
+Its `run(argv)` gets the complete command line for its record, and returns the exit code.
 """

@@ -11,7 +11,7 @@ from tresnet.cli.output import say
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line (None: this process's) and return its exit code.
 
-    0; 1 if a part of the work failed (the rest is done); else as `shell.run`.
+    The code is 0, or 1 if a part of the work failed; for others see `shell.run`.
     """
     return shell.run(lambda: _command(list(sys.argv[1:] if argv is None else argv)))
 

@@ -90,7 +90,7 @@ def _make(folder: Path) -> None:
 
 
 def _kept(found: "Iterator[Prediction]", folder: Path | None) -> "Iterator[Prediction]":
-    """Write the pictures of predictions with numbers, as two files may have one name."""
+    """Write a picture for each prediction, with a number, as two files may have one name."""
     for number, prediction in enumerate(found):
         picture: Image | None = prediction.map
         if folder is not None and picture is not None:

@@ -1,8 +1,6 @@
 """The shell around a command: its streams, interrupts, errors and exit code.
 
-`run` turns an error that a user can cause into one line on standard error, and its exit code.
-Ctrl-C and closed pipes end a command without a traceback. Faults of the package keep their
-traceback.
+`run` prints an error that a user can cause as one line; faults of the package keep a traceback.
 """
 
 import contextlib
@@ -56,11 +54,8 @@ def run(command: Callable[[], int]) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """Exit with a code; under torchrun, without the interpreter's own shutdown.
-
-    There gloo's threads may abort a finished process with SIGABRT, which torchrun counts as a
-    failure of the run.
-    """
+    """Exit with a code; under torchrun, without the interpreter's own shutdown."""
+    # gloo's threads may abort a finished process with SIGABRT, for torchrun a failed run
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -52,8 +52,7 @@ def eval_command(arguments: Sequence[str], prog: str = "eval.py") -> int:
 def parse_train(arguments: Sequence[str], prog: str = "train.py") -> TrainCommand:
     """Parse options over the defaults of the named recipe or config.json, or of the resumed run.
 
-    A missing recipe or run raises ConfigError; SystemExit is raised after help (0) or bad options
-    (2).
+    A missing recipe or run raises ConfigError, help SystemExit(0), and bad options SystemExit(2).
     """
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--recipe")

@@ -55,17 +55,17 @@ class MicroBatches:
 
 
 def divide(config: TrainConfig, began: int, world_size: int, images: int) -> MicroBatches:
-    """Divide the images of each optimizer step equally among `world_size`, or raise ConfigError.
+    """Divide the images of an optimizer step among `world_size` processes, or raise ConfigError.
 
-    A micro-batch has the configured size. It is smaller if there are now more processes than the
-    run `began` with, and a step has too few micro-batches. `images` is the number of training
-    images.
+    A step keeps the number of images that it had on the `began` processes at the run's beginning,
+    so micro-batches may become smaller. `images` is the number of training images.
     """
     batch, accumulate = config.data.resolved_batch_size, config.optim.accumulate
     in_epoch = images // (batch * began) * (batch * began)
     if world_size == began:
         return MicroBatches(batch, accumulate, in_epoch // (batch * began))
     per_process, rest = divmod(batch * accumulate * began, world_size)
+    # from the fewest micro-batches, so the largest, within the configured size
     for parts in range(-(-per_process // batch), per_process + 1) if not rest else ():
         size = per_process // parts
         pairs = not (config.augment.mixes and size % 2)
@@ -142,13 +142,11 @@ def largest(
 
 
 def step_of(config: TrainConfig, classes: Sequence[str], world_size: int) -> dict[str, Any]:
-    """Return a configuration's training step as arguments of `tresnet.memory.predict`.
-
-    Synchronised batch norm is predicted as the plain one, from which it differs by a few vectors.
-    """
+    """Return a configuration's training step as arguments of `tresnet.memory.predict`."""
     sizes = (config.data.resolved_input_size, *config.data.sizes)
     height, width = max(map(sides, sizes), key=math.prod)
     mixes = config.augment.mixes
+    # Not sync_bn, whose memory differs from that of plain batch norm by a few vectors.
     return {
         **config.compute.values(Compute),
         **vars(config.optim),
@@ -229,10 +227,7 @@ def explain_full_memory(
             said = f"predicted to fit on this {gpu.name}: {fitting} images at most"
             if fitting >= tried:
                 said += ", yet these did not: look for other processes on the GPU"
-        except (
-            TResNetError,
-            RuntimeError,
-        ) as second:  # an error of the driver must not hide the first error
+        except (TResNetError, RuntimeError) as second:  # must not hide the first error
             said = f"what would fit cannot be predicted: {second}"
     return (
         f"the GPU's memory is full with --batch-size {tried}: {error}\n  {last}\n  {said}\n"

@@ -300,7 +300,7 @@ def replace(config: TrainConfig, **changes: object) -> TrainConfig:
 
 
 def absolute(config: TrainConfig) -> TrainConfig:
-    """Return a copy with absolute paths of existing files, which resuming finds from anywhere."""
+    """Return a copy whose existing files have absolute paths, to resume it from anywhere."""
     flat = flatten(config)
     names = [name for name in ("data", "hierarchy", "teacher") if flat[name] not in WRITTEN]
     found = [name for name in names if os.path.exists(flat[name] or "")]
@@ -310,9 +310,9 @@ def absolute(config: TrainConfig) -> TrainConfig:
 def resumed(saved: TrainConfig, wanted: TrainConfig, best: Path) -> TrainConfig:
     """Return `wanted` with its open fields filled in from the run's first configuration.
 
-    More epochs are possible with a constant rate, if nothing else counts from the end; the warm-up
-    stays as long as it was. Other options that would change the run's results raise `ConfigError`,
-    which names the run's weights.
+    More epochs are possible with a constant rate, if no option counts epochs from the end; the
+    warm-up keeps its length. Other options that change the results raise a `ConfigError` with
+    `best`, the path of the run's weights.
     """
     before, now = flatten(saved), flatten(wanted)
     filled = {name: before[name] for name in RESOLVED if now[name] is None}

@@ -1,8 +1,4 @@
-"""Progress bars on a terminal, lines elsewhere; only process 0 shows anything.
-
-A run outlives its terminal: if a stream is closed or full, further output is dropped and the run
-continues.
-"""
+"""Progress bars on a terminal, lines elsewhere; a run continues when its terminal closes."""
 
 import contextlib
 import sys
@@ -16,16 +12,12 @@ from tresnet.files import redirect
 
 
 class Console:
-    """Lines on standard output and, if `shows_bars`, progress bars on standard error.
-
-    `broken` is the error of a stream that cannot be written, or None.
-    """
+    """Lines on standard output and progress bars on standard error; only process 0 shows them."""
 
     def __init__(self, is_main: bool, progress: bool, stream: str = "stdout") -> None:
-        """Show output only on process 0: bars if `progress`, lines on `stream` of sys."""
         self._is_main, self._stream = is_main, stream
         self.shows_bars = is_main and progress and sys.stderr.isatty()
-        self.broken: OSError | None = None
+        self.broken: OSError | None = None  # of a stream that cannot be written
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -89,7 +81,7 @@ class Bar:
             self._tqdm.update(steps)
 
     def note(self, text: str, line: bool) -> None:
-        """Show figures after the bar or, without a terminal and if `line`, as a line."""
+        """Show figures after the bar; without a terminal, print them if `line`."""
         if not self._tqdm.disable:
             with self._console.surviving():
                 self._tqdm.set_postfix_str(text)

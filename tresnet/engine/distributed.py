@@ -1,7 +1,7 @@
 """The processes of one run: torchrun's environment, and the collectives that the engine needs.
 
 `join` yields a `Processes`, whose methods are collectives and work for one process too. Small
-values travel over gloo on the CPU, tensors over nccl.
+values travel over gloo, so that reading them does not wait for a GPU; tensors travel over nccl.
 """
 
 import contextlib
@@ -83,8 +83,7 @@ class Processes:
 def join(device: str) -> Iterator[Processes]:
     """Join the processes that torchrun started, or be the only one.
 
-    `device` is `cpu`, `cuda`, `cuda:N` or `auto`; one that does not exist raises ConfigError. Small
-    values travel over gloo on the CPU, so that reading them does not wait for a GPU.
+    `device` is `cpu`, `cuda`, `cuda:N` or `auto`; one that does not exist raises ConfigError.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     chosen = pick_device(device, int(os.environ.get("LOCAL_RANK", "0")), world_size)

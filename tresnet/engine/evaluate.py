@@ -23,23 +23,14 @@ from tresnet.steps import InferenceStep
 
 @dataclasses.dataclass(frozen=True)
 class Metrics:
-    """Metrics of images with one label each, over all processes.
-
-    Attributes:
-        images: Number of images.
-        loss: Mean cross-entropy without label smoothing.
-        top1: Top-1 accuracy in percent.
-        top5: Top-5 accuracy in percent, or of all classes if there are fewer.
-        images_per_s: Rate with loading; None if too fast to measure.
-        skipped: Number of unreadable files.
-    """
+    """Metrics of images with one label each, over all processes."""
 
     images: int
-    loss: float
-    top1: float
-    top5: float
-    images_per_s: float | None
-    skipped: int
+    loss: float  # mean cross-entropy without label smoothing
+    top1: float  # percent
+    top5: float  # percent; among all classes if there are fewer than 5
+    images_per_s: float | None  # with loading; None if too fast to measure
+    skipped: int  # unreadable files
 
     @property
     def score(self) -> float:
@@ -62,29 +53,17 @@ class Metrics:
 
 @dataclasses.dataclass(frozen=True)
 class MultiLabelMetrics:
-    """Metrics of images with any number of labels each, over all processes.
-
-    Attributes:
-        images: Number of images.
-        loss: Mean binary cross-entropy over images and classes.
-        map: Mean average precision in percent, over the classes that occur.
-        per_class_ap: Average precision in percent; None for a class that no image has.
-        f1_micro: F1 in percent over all labels together, at `threshold`.
-        f1_macro: Mean of the classes' F1 in percent; 0 for a class neither labelled nor predicted.
-        threshold: Probability from which a label counts as predicted.
-        images_per_s: Rate with loading; None if too fast to measure.
-        skipped: Number of unreadable files.
-    """
+    """Metrics of images with any number of labels each, over all processes."""
 
     images: int
-    loss: float
-    map: float
-    per_class_ap: tuple[float | None, ...]
-    f1_micro: float
-    f1_macro: float
-    threshold: float
-    images_per_s: float | None
-    skipped: int
+    loss: float  # mean binary cross-entropy over images and classes
+    map: float  # mean average precision in percent, over the classes that occur
+    per_class_ap: tuple[float | None, ...]  # percent; None for a class that no image has
+    f1_micro: float  # percent, over all labels together
+    f1_macro: float  # percent, mean over classes; 0 for a class neither labelled nor predicted
+    threshold: float  # probability from which a label counts as predicted
+    images_per_s: float | None  # with loading; None if too fast to measure
+    skipped: int  # unreadable files
 
     @property
     def score(self) -> float:
@@ -120,19 +99,9 @@ def evaluate(
 ) -> Metrics | MultiLabelMetrics:
     """Evaluate a model on this process's part of a split (a collective).
 
-    Args:
-        labels: Kind of labels, and the threshold of F1.
-        step: Inference step of the model.
-        loader: This process's images.
-        processes: The processes of the run.
-        class_map: The model's class of each label; None if they are the same. The model's other
-            classes are left out.
-        console: Shows a progress bar; None for none.
-        levels: Levels of a hierarchy (classes,). An image is then classified among the classes of
-            its label's level; None compares all classes.
-
-    Raises:
-        DataError: no image can be read, or none has a label.
+    `class_map` has the model's class of each label, if they differ; other classes of the model are
+    left out. With the `levels` (classes,) of a hierarchy, only the classes of a label's level
+    compete. DataError is raised if no image can be read, or none has a label.
     """
     sums = _ManyLabels(labels.threshold) if labels.multi else _OneLabel(processes.device)
     meter = ThroughputMeter(processes.device)
@@ -163,8 +132,6 @@ def evaluate(
 
 
 class _OneLabel:
-    """Sums of loss, top-1 hits and top-5 hits, kept on the device until the end."""
-
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)
 
@@ -179,8 +146,6 @@ class _OneLabel:
 
 
 class _ManyLabels:
-    """All logits and labels, as average precision needs the order of all scores."""
-
     def __init__(self, threshold: float) -> None:
         self._threshold = threshold
         self._batches: list[tuple[Tensor, Tensor]] = []

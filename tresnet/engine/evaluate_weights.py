@@ -60,12 +60,11 @@ class EvalConfig(Build, ImageConfig):
 
 
 def run(config: EvalConfig) -> dict[str, Any]:
-    """Evaluate, show the result, write and return it; under torchrun, with its other processes.
+    """Evaluate weights on all processes; show, write and return the result.
 
     Raises:
         ConfigError: An option does not fit, the output exists, or the classes differ.
-        CheckpointError: The weights cannot be read or do not fit the model.
-        DataError: The data set is incomplete or holds files that are not images.
+        CheckpointError, DataError: The weights or the images cannot be read or do not fit.
         WriteError: The result can be written neither to the output nor to the screen.
     """
     _check(config)
@@ -109,7 +108,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
         result = {
             **dataclasses.asdict(metrics),
             "processes": processes.world_size,
-            "options": options | options.pop("compute"),
+            "options": options | options.pop("compute"),  # flat, without the group
             **used.to_dict(),
             "environment": env.describe(processes.device),
         }

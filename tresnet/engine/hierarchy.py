@@ -17,8 +17,8 @@ _MOST_WEIGHT = 20.0
 def read_hierarchy(path: str, classes: Sequence[str]) -> list[list[int]]:
     """Return for each class the labels [itself, parent, grandparent, ...], or raise ConfigError.
 
-    `path` is a JSON object from a class's name to that of its parent; roots are left out. `classes`
-    are in the order of the labels. Names that are not classes are skipped, but not their parents.
+    The file is a JSON object from names to their parents' names. `classes` are in the order of the
+    labels. Names that are not classes are skipped, but not their parents.
     """
     try:
         parents = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -51,14 +51,14 @@ def _line(name: str, parents: Mapping[str, str], path: str) -> list[str]:
 class SemanticSoftmaxLoss(nn.Module):
     """Weighted sum over levels of a cross-entropy among the classes of that level.
 
-    A class of level l (with l ancestors) counts as its ancestors on the levels above, and not at
-    all on those below. The weight of a level is the number of classes over that of classes at or
-    below it, at most 20: deep levels get fewer images. `levels` (C,) are those of the classes.
+    A class's level is its number of ancestors. An image counts on its class's level and, with the
+    ancestor as label, on each level above. Deep levels get fewer images, so a level weighs C / (the
+    number of classes at or below it), at most 20. `levels` (C,) has the level of each class.
     Logits of different levels cannot be compared.
     """
 
     def __init__(self, ancestors: list[list[int]], smoothing: float) -> None:
-        """Sort the classes, with `ancestors` of `read_hierarchy`, by level."""
+        """Group the classes by level; `ancestors` are those of `read_hierarchy`."""
         super().__init__()
         self._smoothing = smoothing
         self.levels = depths = torch.tensor([len(line) - 1 for line in ancestors])

@@ -35,14 +35,11 @@ _WRITTEN = dict(zip(WRITTEN, (digits, digits_multi), strict=True))
 
 @dataclasses.dataclass(frozen=True)
 class Splits:
-    """Training and validation images.
-
-    A split's entry in `fingerprints` changes with its files, their sizes, order or labels.
-    """
+    """Training and validation images."""
 
     train: ImageDataset
     val: ImageDataset
-    fingerprints: dict[str, str]
+    fingerprints: dict[str, str]  # of a split's files, their sizes, order and labels
 
     @property
     def classes(self) -> list[str]:

@@ -54,8 +54,7 @@ class RunLog:
     `step` counts optimizer steps. `accuracy`, `val_top*`, `val_map` and `val_f1` are in percent,
     and `images_per_s` is over all processes. `data_wait_pct` is the percentage of the time in which
     training waited for images, `bad_steps` the optimizer steps skipped so far. A cell that does not
-    apply, or is not finite, is null in `log.jsonl` and empty in `log.csv`. Rows are appended to
-    `log.jsonl`, and `log.csv` is written from them. `rows` holds all rows.
+    apply, or is not finite, is null in `log.jsonl` and empty in `log.csv`.
     """
 
     def __init__(
@@ -67,11 +66,7 @@ class RunLog:
         track: str | None = None,
         config: dict[str, Any] | None = None,
     ) -> None:
-        """Begin a log, or continue one after the `rows` that belong to the resumed state.
-
-        `tensorboard` also writes event files, if the package is installed. `track`, wandb or
-        trackio, receives the same figures and the configuration. Failures raise WriteError.
-        """
+        """Begin a log, or continue the one of a resumed state after its `rows`."""
         self.rows = rows
         self._jsonl, self._csv = directory / TABLE, directory / CSV
         files.write_text(self._jsonl, "".join(map(_json_line, rows)))
@@ -121,11 +116,7 @@ class RunLog:
 
 
 def read_rows(directory: Path, epochs: int) -> list[dict[str, Any]]:
-    """Read the rows of a run's log up to a state after `epochs` complete epochs.
-
-    A kill between a row and its state leaves a row that will be written again, or a part of one.
-    Reading ends at the first line that is not a row.
-    """
+    """Return a run's rows up to `epochs` complete epochs; a kill may have left more, or a part."""
     rows = []
     with contextlib.suppress(OSError, ValueError):
         for line in (directory / TABLE).read_text(encoding="utf-8").splitlines():
@@ -159,11 +150,7 @@ def _event_writer(directory: Path, step: int | None) -> Any:
 
 
 def _tracker(name: str, directory: Path, config: dict[str, Any] | None) -> Any:
-    """Return a run of W&B, or of trackio, which has the same interface.
-
-    A resumed run continues its own. Files that W&B writes, all of them with WANDB_MODE=offline, are
-    in the run's directory.
-    """
+    """Begin or continue the run in W&B, or in trackio, which has the same interface."""
     known = directory / TRACKED
     if not known.exists():
         files.write_text(known, secrets.token_hex(4))

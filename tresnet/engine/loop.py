@@ -32,10 +32,9 @@ class Loop:
         plan: RunPlan,
         parts: Parts,
         checkpoints: Checkpoints,
-        log: RunLog | None,
+        log: RunLog | None,  # None except on process 0
         stop: StopRequest,
     ) -> None:
-        """Store the parts; `log` is None except on process 0."""
         self.plan, self.parts, self.checkpoints = plan, parts, checkpoints
         self.log, self.stop = log, stop
         self.config, self.progress = plan.config, plan.record.progress
@@ -82,11 +81,7 @@ class Loop:
         return stopped_by
 
     def _fetch(self, batches: Iterator[Batch]) -> tuple[list[Batch], DataError | None]:
-        """Return the next step's micro-batches, none at the epoch's end, or the error.
-
-        They are fetched before anything is computed. An error then finds the weights and the random
-        generators of all processes between two steps.
-        """
+        """Return the next step's micro-batches, none at the epoch's end, or the error."""
         try:
             return list(itertools.islice(batches, self.plan.batches.accumulate)), None
         except DataError as error:
@@ -144,7 +139,7 @@ class Loop:
             return
         progress.images += sums.images
         progress.hits += sums.hits
-        for loss_sum in sums.loss_sums:  # one by one, so that the bits do not depend on readings
+        for loss_sum in sums.loss_sums:  # one by one: rounding must not depend on the readings
             progress.loss_sum += loss_sum
         figures = {"loss": sum(sums.loss_sums) / sums.images, "lr": self.step.lr}
         rate = self.throughput.images_per_s()

@@ -19,22 +19,18 @@ from tresnet.engine.hierarchy import SemanticSoftmaxLoss, read_hierarchy
 
 
 class Losses:
-    """The loss of each epoch, and the mixing of its batches.
-
-    `levels` (classes,) are those of a hierarchy, or None.
-    """
+    """The loss of each epoch, and the mixing of its batches."""
 
     def __init__(
         self, config: TrainConfig, classes: Sequence[str], rank: int, teacher: Teacher | None = None
     ) -> None:
-        """Build the losses, or raise ConfigError for the hierarchy; ranks mix differently."""
         from timm.data.mixup import Mixup
 
         augment = config.augment
         self._mixing_epochs = config.schedule.epochs - augment.mix_off_epochs
         self._multi = config.labels.multi
         self._plain, self._soft = (loss_of(config, classes, mixed) for mixed in (False, True))
-        self.levels: Tensor | None = getattr(self._plain, "levels", None)
+        self.levels: Tensor | None = getattr(self._plain, "levels", None)  # (C,), of a hierarchy
         self._teacher = teacher
         self._distilled = DistillationLoss(
             self._soft, config.distill.kd_weight, config.distill.kd_temperature
@@ -49,7 +45,7 @@ class Losses:
                 label_smoothing=augment.label_smoothing,
                 num_classes=len(classes),
             )
-        self._seed = mix_seed(config.run.seed, rank)
+        self._seed = mix_seed(config.run.seed, rank)  # each rank mixes differently
 
     def mixes(self, epoch: int) -> bool:
         """Return whether the batches of an epoch are mixed, and so have no accuracy."""
@@ -62,7 +58,7 @@ class Losses:
     def prepare(
         self, images: Tensor, labels: Tensor, epoch: int, step: int
     ) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]:
-        """Mix a batch if its epoch (from 0) does; return images, targets and their loss.
+        """Mix a batch if `mixes(epoch)`, from 0; return images, targets and their loss.
 
         Mixing overwrites the images (N, 3, H, W), which are floats if there is a teacher. Labels
         are (N,), or (N, classes) of 0 and 1. Targets are labels (N,), label distributions (N,
@@ -120,15 +116,12 @@ def loss_of(
 
 @dataclasses.dataclass(frozen=True)
 class LossSums:
-    """Sums over the micro-batches since the last reading, of all processes.
-
-    `first_bad` is the first optimizer step whose loss is NaN or infinite, or None.
-    """
+    """Sums over the micro-batches since the last reading, of all processes."""
 
     images: int
-    loss_sums: list[float]
+    loss_sums: list[float]  # of each micro-batch
     hits: int
-    first_bad: int | None
+    first_bad: int | None  # the first optimizer step whose loss is NaN or infinite
 
 
 class LossMeter:
@@ -156,6 +149,7 @@ class LossMeter:
         bad = [n for n, loss in zip(steps, losses, strict=True) if not math.isfinite(loss)]
         sums = [n * loss for n, loss in zip(images, losses, strict=True)]
         count, all_hits, *loss_sums = processes.sum(sum(images), sum(hits), *sums)
+        # the first bad step of all processes: a minimum by the maximum of negatives
         (negative,) = processes.max(-min(bad) if bad else -math.inf)
         first_bad = None if negative == -math.inf else int(-negative)
         return LossSums(int(count), loss_sums, int(all_hits), first_bad)

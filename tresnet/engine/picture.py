@@ -25,11 +25,7 @@ _COLORS = ("#0072b2", "#d55e00", "#009e73")
 
 
 def draw(directory: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
-    """Draw a run's complete epochs into `directory` as `run.svg`, if matplotlib is installed.
-
-    `rows` are those of its log; unprintable characters of the title become `?`. WriteError is
-    raised if the picture cannot be written.
-    """
+    """Draw the log's `rows` as `run.svg` if matplotlib is installed, or raise WriteError."""
     try:
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure

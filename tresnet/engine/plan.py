@@ -24,16 +24,13 @@ from tresnet.settings import fields
 
 @dataclasses.dataclass(frozen=True)
 class RunPlan:
-    """A run with a complete configuration, and the micro-batches of each process.
-
-    `run_dir` exists already, or is None for a new run; `resumes` says whether it has a state.
-    """
+    """A run with a complete configuration, and the micro-batches of each process."""
 
     record: RunRecord
     splits: Splits
     batches: MicroBatches
-    run_dir: Path | None
-    resumes: bool
+    run_dir: Path | None  # None for a new run, whose directory is made later
+    resumes: bool  # whether the directory has a state
 
     @property
     def config(self) -> TrainConfig:
@@ -91,6 +88,7 @@ def make_plan(
     batches = batch_size.divide(config, identity.world_size, processes.world_size, images)
     if content is not None:
         before = batch_size.divide(config, identity.world_size, len(content["generators"]), images)
+        # continue at the same fraction of the epoch on the present number of processes
         progress.micro_batches = progress.micro_batches * batches.per_epoch // before.per_epoch
     plan = RunPlan(
         RunRecord(config, identity, progress), splits, batches, run_dir, saved is not None

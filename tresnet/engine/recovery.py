@@ -1,8 +1,4 @@
-"""The checkpoints that a run saves, and the advice when it ends early.
-
-`Checkpoints` writes states and the best weights. Its context `explaining` adds the command that
-resumes the run to each error. A run that failed before its first checkpoint frees its name.
-"""
+"""The checkpoints that a run saves, and the advice when it ends early."""
 
 import contextlib
 import time
@@ -89,7 +85,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """Add the resume command to a run's errors; free the name of a run without checkpoint."""
+        """Add the resume command to errors; bad input or a failed write frees a new run's name."""
         try:
             yield
         except torch.OutOfMemoryError as error:

@@ -77,9 +77,9 @@ def class_map(
 ) -> list[int] | None:
     """Return the model's class of each label of a data set, or None if the indices are the same.
 
-    `trained` are the model's classes in the order of its outputs, if known, and `found` the data
-    set's in the order of its labels; with `subset` they may be some of them, as in ImageNet-R.
-    Other classes, or another number of them, raise `ConfigError`.
+    `trained` are the model's classes in the order of its outputs, if known, and `found` those of
+    the labels. With `subset`, the data may have only some of the classes, as ImageNet-R has.
+    Other differences raise `ConfigError`.
     """
     places = {name: number for number, name in enumerate(trained or ())}
     if subset and set(found) < places.keys():

@@ -1,8 +1,4 @@
-"""Run directories: a new run never uses another's, and each belongs to one process.
-
-`claim` finds and locks the run to resume, and `create` makes a new directory. `discard` removes the
-directory of a run that could not begin, so that its name is free again.
-"""
+"""Run directories: a new run never uses another's, and each belongs to one process."""
 
 import contextlib
 import datetime
@@ -34,20 +30,11 @@ def claim(
 ) -> tuple[Path | None, tuple[Path, tuple[RunRecord, dict[str, Any]]] | None]:
     """Find the run to resume and lock its directory; only process 0 calls this.
 
-    Args:
-        config: Options of the run.
-        resume: A run's directory; `auto` for that of `--name`, if it exists; None for a new run.
-        held: Keeps the lock.
-        say: Receives a line about damage.
-        repairs: Whether files may be replaced or removed.
-
-    Returns:
-        The directory and its `state.load`, both None for a new run. Without a state the run begins
-        in
-        that directory.
-
-    Raises:
-        ConfigError, CheckpointError, BusyError: the run cannot be resumed.
+    `resume` is a run's directory, `auto` for that of `--name` if it exists, or None for a new run.
+    `held` keeps the lock, `say` receives a line about damage, and `repairs` allows replacing or
+    removing files. Returns the directory and its `state.load`, both None for a new run. Without a
+    state the run begins in that directory. ConfigError, CheckpointError or BusyError is raised if
+    the run cannot be resumed.
     """
     if resume is None:
         if config.run.name and os.path.lexists(directory := _named(config)):
@@ -77,8 +64,7 @@ def claim(
 def create(config: TrainConfig, now: datetime.datetime, held: contextlib.ExitStack) -> Path:
     """Make a new run's directory, lock it until `held` closes, and write its configuration.
 
-    An automatic name contains `now`. A directory that exists raises ConfigError; a WriteError
-    leaves nothing behind.
+    A directory that exists raises ConfigError; a WriteError leaves nothing behind.
     """
     parent = Path(config.run.runs)
     with files.explained(parent):

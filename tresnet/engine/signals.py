@@ -16,11 +16,10 @@ HANGUP = getattr(signal, "SIGHUP", None)  # Windows has none
 
 
 class StopRequest(contextlib.ExitStack[bool | None]):
-    """While entered, the first signal sets `signum`; a later second one stops at once.
+    """While entered, the first signal sets `signum`; a second one after `ECHO_S` stops at once.
 
-    A hangup is ignored, as a run outlives its terminal, except under torchrun, which forwards a
-    hangup to stop its processes. Python allows handlers only in the main thread; elsewhere nothing
-    is caught.
+    A hangup is ignored, as a run outlives its terminal. Under torchrun it is a request to stop, as
+    torchrun forwards hangups for that.
     """
 
     def __init__(self) -> None:

@@ -33,39 +33,23 @@ LAST, PREVIOUS, BEST = "last.pt", "previous.pt", "best.safetensors"
 
 @dataclasses.dataclass
 class Progress:
-    """The progress of a run; images, losses and skipped files are those of all processes.
-
-    Attributes:
-        epoch: Complete epochs.
-        micro_batches: Micro-batches of the current epoch so far, on each process.
-        global_step: Optimizer steps of the run.
-        images: Images of the current epoch so far.
-        loss_sum: Sum of their losses.
-        hits: Number of correctly classified ones.
-        elapsed_s: Seconds of the run, with evaluation and pauses.
-        best_score: Best accuracy or mAP in percent; -1 before the first evaluation.
-        best_loss: Loss of the best epoch, which decides between equal scores.
-        best_epoch: The best epoch, from 1.
-        last_score: Last accuracy or mAP in percent.
-        bad_steps: Optimizer steps skipped as their loss or gradient was not finite.
-        skipped: Unreadable files.
-    """
+    """The progress of a run; images, losses and skipped files are those of all processes."""
 
     __pydantic_config__: ClassVar = fields.REVALIDATED
 
-    epoch: int = 0
-    micro_batches: int = 0
-    global_step: int = 0
-    images: int = 0
-    loss_sum: float = 0.0
-    hits: int = 0
-    elapsed_s: float = 0.0
-    best_score: float = -1.0
-    best_loss: float = math.inf
-    best_epoch: int = 0
-    last_score: float = -1.0
-    bad_steps: int = 0
-    skipped: tuple[str, ...] = ()
+    epoch: int = 0  # complete epochs
+    micro_batches: int = 0  # of the current epoch so far, on each process
+    global_step: int = 0  # optimizer steps of the run
+    images: int = 0  # of the current epoch so far
+    loss_sum: float = 0.0  # over these images
+    hits: int = 0  # correctly classified images among these
+    elapsed_s: float = 0.0  # with evaluation, without the time between stop and resume
+    best_score: float = -1.0  # accuracy or mAP in percent; -1 before the first evaluation
+    best_loss: float = math.inf  # of the best epoch; decides between equal scores
+    best_epoch: int = 0  # from 1
+    last_score: float = -1.0  # as best_score
+    bad_steps: int = 0  # optimizer steps skipped as their loss or gradient was not finite
+    skipped: tuple[str, ...] = ()  # unreadable files
 
     def next_epoch(self) -> None:
         """Reset the counts of the epoch for the next one."""
@@ -76,18 +60,14 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """Facts that must not change between saving and resuming a state.
-
-    `world_size` is the one at the run's beginning; `train`, `val` and `beside` (hierarchy and
-    teacher) are fingerprints.
-    """
+    """Facts that must not change between saving and resuming a state."""
 
     __pydantic_config__: ClassVar = fields.REVALIDATED
 
-    world_size: int
-    train: str
+    world_size: int  # at the run's beginning
+    train: str  # fingerprint of the images, as `val`
     val: str
-    beside: str
+    beside: str  # fingerprint of hierarchy and teacher
     classes: tuple[str, ...]
 
 
@@ -103,8 +83,7 @@ class RunRecord:
 def save(directory: Path, step: TrainingStep, record: RunRecord, processes: Processes) -> None:
     """Write the state of all processes to `last.pt` (a collective; process 0 writes).
 
-    The former `last.pt` becomes `previous.pt`. After a WriteError the former state is still
-    complete.
+    The former `last.pt` becomes `previous.pt`. A WriteError leaves the former state complete.
     """
     generators = processes.gather(random_state(processes.device))
     if not processes.is_main:
@@ -212,12 +191,10 @@ def check(saved: Identity, now: Identity) -> None:
 
 
 def restore(content: dict[str, Any], step: TrainingStep, processes: Processes) -> None:
-    """Restore the step and this process's generators, or raise CheckpointError.
-
-    An additional process keeps its own generators.
-    """
+    """Restore the step and this process's generators, or raise CheckpointError."""
     try:
         step.load_state_dict(content)
+        # an additional process keeps its own generators
         if processes.is_main or processes.rank < len(content["generators"]):
             set_random_state(content["generators"][processes.rank], processes.device)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:

@@ -1,7 +1,7 @@
 """Train a model in four phases: plan, prepare, run the loop, finish.
 
 `train` is the function behind train.py, and `dry_run` its first two phases. Each phase gets values
-that the former one made, and no phase reads an option that it may have to correct.
+that the former one made. The first completes the options, and no later one corrects them.
 """
 
 import contextlib
@@ -31,35 +31,24 @@ from tresnet.errors import WriteError
 
 @dataclasses.dataclass(frozen=True)
 class TrainResult:
-    """The result of a run.
-
-    Attributes:
-        run_dir: Its directory.
-        metrics: Metrics of the best weights; None if the run was stopped.
-        best_epoch: The best epoch, from 1; 0 before the first evaluation.
-        last_score: Last top-1 accuracy or mAP in percent; -1 if there was none.
-        stopped_by: The signal that stopped the run early, or 0.
-    """
+    """The result of a run."""
 
     run_dir: Path
-    metrics: Metrics | MultiLabelMetrics | None
-    best_epoch: int
-    last_score: float
-    stopped_by: int = 0
+    metrics: Metrics | MultiLabelMetrics | None  # of the best weights; None if stopped
+    best_epoch: int  # from 1; 0 before the first evaluation
+    last_score: float  # top-1 accuracy or mAP in percent; -1 before the first evaluation
+    stopped_by: int = 0  # number of the signal that stopped the run early, or 0
 
 
 def train(wanted: TrainConfig, resume: Path | None = None) -> TrainResult:
-    """Train to the end, or until a signal; under torchrun, with its other processes.
+    """Train to the end or until a signal; under torchrun, on all its processes.
 
-    Args:
-        wanted: The configuration; for a resumed run, the one it began with.
-        resume: The directory of a run to resume; `auto` for that of the run's name, if it has
-            begun; None for a new run.
+    A resumed run gets the configuration that it began with. `resume` is a run's directory, `auto`
+    for that of the configured name if it exists, or None for a new run.
 
     Raises:
         ConfigError: The configuration does not fit, or differs from the resumed run's.
-        DataError: The data set is incomplete or holds files that are not images.
-        CheckpointError: Weights or a state cannot be read.
+        DataError, CheckpointError: Images, weights or a state cannot be read.
         WriteError: A state or the log cannot be written.
         BusyError: Another process is at work on the run.
         TrainingError: The loss is no longer finite, or the GPU's memory is full.
@@ -124,7 +113,6 @@ def finish(
 
 
 def _open_directory(plan: RunPlan, parts: Parts, held: contextlib.ExitStack) -> Path:
-    """Make a new run's directory, or update a resumed run's configuration."""
     run_dir = plan.run_dir
     if parts.processes.is_main:
         if run_dir is None:

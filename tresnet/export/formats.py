@@ -1,6 +1,6 @@
 """Formats of exported models: how each is written, opened and run.
 
-`FORMATS` is the table. A writer gets an `ExportJob` and a path with the format's suffix; the caller
+`FORMATS` is the table. A writer gets a `Job` and a path with the format's suffix; the caller
 compares the file's logits with the model's. `read_onnx` and `load_aoti` open files for users.
 """
 
@@ -35,15 +35,12 @@ RunFunction = Callable[[Tensor], Tensor]
 
 
 class Job(NamedTuple):
-    """A traced program and its images, with `metadata` (plain values) to store in the file.
-
-    `calibration` holds prepared batches for the ranges of 8-bit values, or is None.
-    """
+    """A traced program with its images."""
 
     program: ExportedProgram
     images: Images
-    metadata: dict[str, Any]
-    calibration: Sequence[Tensor] | None
+    metadata: dict[str, Any]  # plain values, stored in the file
+    calibration: Sequence[Tensor] | None  # prepared batches for the ranges of 8-bit values
 
     def texts(self) -> dict[str, str]:
         """Return the metadata as JSON."""
@@ -65,7 +62,6 @@ def _write_onnx(job: Job, path: Path) -> None:
 
 
 def _quantise_onnx(job: Job, floats: Path, path: Path) -> None:
-    """Quantise weights and activations to 8 bits, with the ranges of the calibration images."""
     import onnx
     from onnxruntime import quantization
     from onnxruntime.quantization.shape_inference import quant_pre_process
@@ -164,7 +160,7 @@ def _quantise_pt2(job: Job) -> ExportedProgram:
 
 
 def open_pt2(path: Path) -> RunFunction:
-    """Open an exported program, run operator by operator."""
+    """Open an exported program, which runs eagerly."""
     with contextlib.suppress(ImportError):  # the import registers the operators of 8-bit programs
         import torchao.quantization.pt2e.quantize_pt2e  # noqa: F401
     return torch.export.load(path).module()
@@ -215,7 +211,7 @@ def load_aoti(path: str | os.PathLike[str]) -> CompiledPackage:
         raise CheckpointError(f"no package at {os.fspath(path)}: check the path")
     try:
         package = torch._inductor.aoti_load_package(os.fspath(path))
-        stored = package.get_metadata().items()
+        stored = package.get_metadata().items()  # AOTInductor's own keys are in capitals
         return CompiledPackage(package, {k: json.loads(v) for k, v in stored if k[0].islower()})
     except (RuntimeError, OSError, KeyError, ValueError, TypeError) as error:
         raise CheckpointError(
@@ -248,21 +244,14 @@ def open_openvino(path: Path, precision: str = "f32") -> RunFunction:
 
 
 class Format(NamedTuple):
-    """A format of exported models.
+    """A format of exported models."""
 
-    Attributes:
-        suffixes: Suffixes of the files; the first is that of the path that users name.
-        takes: Names of the options that only some formats accept.
-        packages: Packages that writing and checking need besides torch.
-        limit: Largest difference of logits, as a fraction of max(1, largest logit).
-    """
-
-    suffixes: tuple[str, ...]
+    suffixes: tuple[str, ...]  # of its files; the first is that of the path that users name
     write: Callable[[Job, Path], None]
     open: Callable[[Path], RunFunction]
-    takes: tuple[str, ...]
-    packages: tuple[str, ...] = ()
-    limit: float = 1e-5
+    takes: tuple[str, ...]  # options that only some formats accept
+    packages: tuple[str, ...] = ()  # that writing and checking need besides torch
+    limit: float = 1e-5  # largest difference of logits, as a fraction of max(1, largest logit)
 
 
 _ONNX = ("onnx", "onnxscript")
@@ -285,10 +274,7 @@ FORMATS = {
 
 
 def find_format(options: ExportOptions) -> Format:
-    """Return the requested format.
-
-    An option that it does not accept raises InputError, a missing package MissingDependencyError.
-    """
+    """Return the format, or raise InputError (an option) or MissingDependencyError (a package)."""
     name = options.format
     for option in ("dynamic_size", "channels_last", "int8"):
         able = [key for key, value in FORMATS.items() if option in value.takes]

@@ -19,31 +19,20 @@ BATCH = 32
 
 @dataclass(frozen=True)
 class Images:
-    """Images that an exported model accepts: (N, channels, height, width), any N.
-
-    Attributes:
-        size: Height and width in pixels, or one number for both; with `dynamic_size`, those of the
-            example it was traced with.
-        multiple: Divisor of height and width.
-        dynamic_size: Whether other heights and widths are accepted.
-        input: 'float' in [0, 1], or 'uint8'.
-        channels_last: Memory format, fixed in compiled packages.
-    """
+    """Images that an exported model accepts: (N, channels, height, width), any N."""
 
     channels: int
-    size: Sides
-    multiple: int
-    dynamic_size: bool = False
-    input: Input = "float"
-    channels_last: bool = False
+    size: Sides  # in pixels; with `dynamic_size`, of the example that was traced
+    multiple: int  # divisor of height and width
+    dynamic_size: bool = False  # whether other heights and widths are accepted
+    input: Input = "float"  # floats in [0, 1], or bytes
+    channels_last: bool = False  # fixed in compiled packages
 
     @property
     def least(self) -> int:
-        """Smallest height and width: torch.export requires dynamic dimensions of 2 or more.
-
-        The last feature map is an eighth of the input in blocks, rounded up, and must have 2
-        pixels.
-        """
+        """Smallest height and width in pixels."""
+        # The last stage has ceil(blocks / 8) pixels a side. torch.export needs 2 there for dynamic
+        # sizes. The reflected border of the blur before it needs 2 as input.
         return (9 if self.dynamic_size else 5) * self.multiple
 
     @property

@@ -18,9 +18,8 @@ from tresnet.surgery.folding import fold
 class BlurByPools(nn.Module):
     """`BlurPool2d`, reflected border included, as two average pools: no padded copy, no filter.
 
-    [1, 2, 1] / 4 at stride 2 is a mean of two neighbours, then a mean of two such means at stride
-    2. A pixel reflected at the border repeats the first mean, so a pool that counts no padding
-    gives it.
+    [1, 2, 1] / 4 is the mean of two neighbouring means; the second pool takes it at stride 2. At
+    the border, reflection makes both means equal, so this pool counts no padding.
     """
 
     def forward(self, x: Tensor) -> Tensor:

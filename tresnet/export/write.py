@@ -31,7 +31,7 @@ from tresnet.settings.fields import check
 
 CALIBRATION_IMAGES = 512
 TOP1_IMAGES = 5000
-# Allowed fall of top-1 in percentage points: 8 bits change the predicted class of some images,
+# Allowed fall of top-1 in percentage points. 8 bits change the predicted class of some images,
 # rounding in float32 that of one image in ten thousand.
 INT8_TOP1_FALL = 0.3
 TOP1_FALL = 0.01
@@ -39,20 +39,13 @@ TOP1_FALL = 0.01
 
 @dataclass(frozen=True)
 class Exported:
-    """Result of an export, compared with the model.
-
-    Attributes:
-        difference: Largest difference of logits, as a fraction of max(1, largest logit).
-        images: Number of real images on which top-1 was compared.
-        model_top1: The model's top-1 in per cent; None without data.
-        top1: The file's top-1 in per cent.
-    """
+    """Result of an export, compared with the model: top-1 in percent, None without data."""
 
     path: Path
-    difference: float
-    images: int = 0
+    difference: float  # largest of the logits, as a fraction of max(1, largest logit)
+    images: int = 0  # real ones, on which top-1 was compared
     model_top1: float | None = None
-    top1: float | None = None
+    top1: float | None = None  # of the file
 
 
 def export_model(
@@ -87,7 +80,7 @@ def export_model(
     plain = plain_model(model)
     assert isinstance(model, TResNet), "checked by plain_model"
     kept = {"classes": classes, "descriptions": descriptions, "labels": labels}
-    checkpoint_metadata(model, kept)  # as many names as outputs
+    checkpoint_metadata(model, kept)  # raises unless there is a name for each output
     images = _images(model, options)
     splits: dict[str, ImageDataset] = {}
     if options.data is not None:

@@ -20,8 +20,7 @@ with needed("Grad-CAM", "cam"):
 def class_maps(model: TResNet, images: Tensor, classes: list[int]) -> list["Image"]:
     """Colour each image by its Grad-CAM map for a class; red supports the class most.
 
-    `model` is in evaluation mode, with its norms; `images` are bytes (N, 3, H, W), with N
-    `classes`.
+    `model` is in evaluation mode and not folded; `images` are bytes (N, 3, H, W), one class each.
     """
     from torchvision.transforms.functional import to_pil_image
 

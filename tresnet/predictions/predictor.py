@@ -52,18 +52,12 @@ class Prediction:
 
 
 class _Runner(NamedTuple):
-    """A model in its runtime: `run` maps bytes (N, 3, H, W) to logits (N, classes).
-
-    `transform` turns a PIL image into bytes (3, H, W). `model` is not folded; None outside
-    PyTorch.
-    """
-
-    run: Callable[[Tensor], Tensor]
+    run: Callable[[Tensor], Tensor]  # bytes (N, 3, H, W) to logits (N, classes)
     num_classes: int
     names: tuple[str, ...] | None
-    several: bool
-    transform: Callable[["Image"], Tensor]
-    model: TResNet | None = None
+    several: bool  # labels of an image
+    transform: Callable[["Image"], Tensor]  # to bytes (3, H, W)
+    model: TResNet | None = None  # not folded; None outside PyTorch
 
 
 class Predictor:

@@ -21,8 +21,8 @@ Source: TypeAlias = Union[str, os.PathLike[str], "Image", np.ndarray, Tensor]
 def find_images(names: Iterable[str | os.PathLike[str]]) -> list[str]:
     """Return image files in order, from files, folders, or patterns such as '*/7/*.png'.
 
-    Files need not exist: reading them raises the error. A folder without images or reached
-    twice by a link, or a pattern without files, raises InputError or DataError.
+    A missing file raises its error when it is read. A folder or pattern without images raises
+    InputError, and a folder with a loop of links DataError.
     """
     found: list[str] = []
     for name in (os.fspath(name) for name in names):

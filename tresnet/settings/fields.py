@@ -64,7 +64,7 @@ def check(
     error: type[TResNetError] = ConfigError,
     spell: Callable[[str], str] | None = None,
 ) -> None:
-    """Raise `error` unless all values fit; a line each, as `--lr: expected more than 0, got -1.0`.
+    """Raise `error` with a line (`--lr: expected more than 0, got -1.0`) for each bad value.
 
     Dataclasses in fields are checked too. `spell` names a field in the message; None for `option`.
     """
@@ -76,8 +76,7 @@ def check(
 def read(cls: type[T], text: str, source: str) -> T:
     """Return an instance of `cls` from JSON, or raise ConfigError with `source`.
 
-    Absent fields keep their defaults. Lists become tuples, and whole numbers become floats in float
-    fields.
+    Absent fields keep their defaults, lists become tuples, and floats may be whole numbers.
     """
     try:
         values = json.loads(text)
