@@ -50,7 +50,6 @@ def fit(
 def _without_absent_parts(
     tensors: dict[str, Tensor], model: TResNet, expected: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Drop weights of the classifier or of stages that the model lacks."""
     absent = tuple(f"body.{stage}." for stage in STAGES if not hasattr(model.body, stage))
     if model.num_classes == 0 and not any(name.startswith(HEAD) for name in expected):
         absent += (HEAD,)
@@ -155,7 +154,7 @@ def _fit_inplace_gammas(tensors: dict[str, Tensor], weights: Weights) -> dict[st
 def _check_values(
     tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], weights: Weights
 ) -> None:
-    """Raise for negative variances, and for values beyond the range of the model's dtype."""
+    """Raise for negative variances, and for values outside the range of the model's dtype."""
     variances = [name for name in tensors if name.endswith(".running_var")]
     if below := [name for name in variances if bool((tensors[name] < 0).any())]:
         raise CheckpointError(

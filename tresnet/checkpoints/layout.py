@@ -39,11 +39,8 @@ _KINDS = {"top1": "top-1 %", "top5": "top-5 %", "map": "mAP %", "f1": "F1 %"}
 def push(known: WeightsInfo, target: str, license: str | None = None, private: bool = False) -> str:
     """Write weights in timm's layout to a new directory or the hub; return its path or address.
 
-    Args:
-        known: The weights, from `open_weights`.
-        target: A new directory, or `hf-hub:USER/NAME`, which is created if needed.
-        license: SPDX identifier; None for that of published weights.
-        private: Whether a new repository is private.
+    `target` is a new directory or `hf-hub:USER/NAME`, which is created if needed. `license` is an
+    SPDX identifier; None stands for that of published weights.
 
     Raises:
         InputError: the directory exists, or no licence is known.
@@ -134,7 +131,7 @@ def _write(known: WeightsInfo, folder: Path, name: str, license: str) -> None:
 
 
 def _history(known: WeightsInfo) -> tuple[str, str]:
-    """Return accuracies and origin of the weights, if they are recorded."""
+    """Return the model card's texts on accuracy and training."""
     found, entry = known.user, known.entry
     on, how = found.get("data") or "unknown data", "the run that trained them, by this package"
     training = [f"On {on}, recipe {found['recipe']}."] if "recipe" in found else []

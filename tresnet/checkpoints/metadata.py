@@ -32,8 +32,7 @@ def check_metadata(metadata: Mapping[str, Any]) -> ModelConfig:
 def read_config(path: Path, config: ModelConfig) -> tuple[ModelConfig, dict[str, Any]]:
     """Return the model's configuration and metadata (images, class names) from timm's config.json.
 
-    `config` is the configuration that follows from the tensors. A file that does not fit it raises
-    CheckpointError.
+    A file that does not fit `config`, which follows from the tensors, raises CheckpointError.
     """
     try:
         known = json.loads(path.read_text(encoding="utf-8"))

@@ -22,14 +22,11 @@ class WeightsEntry:
 
     Attributes:
         tag: The name that users type, MODEL.TAG as in timm.
-        model: The variant.
         format: 'tresnet', 'timm' or 'public'.
         file: Name of the file under weights/.
         hub_id: Repository on the Hugging Face hub with the file as model.safetensors.
         url: The authors' address of the file, which no longer works.
-        sha256: Hash of the file; None if unknown.
         license: SPDX identifier.
-        num_classes: Width of the classifier.
         input_size: (channels, height, width) of the images.
         crop_pct: Fraction of the resized image's side that is kept.
         crop_mode: 'center' keeps the aspect ratio and crops; 'squash' resizes to the exact size.
@@ -71,7 +68,7 @@ class WeightsEntry:
 
 
 def class_names(entry: WeightsEntry) -> tuple[Sequence[str] | None, Sequence[str] | None]:
-    """Return ImageNet's class ids (WordNet's) in the order of the weights, and descriptions."""
+    """Return ImageNet's class ids (WordNet's) and descriptions, in the order of the weights."""
     subset = {1000: "imagenet", 11221: "imagenet21k_miil"}.get(entry.num_classes)
     timm = find_spec("timm")
     if subset is None or "ImageNet" not in entry.trained_on or timm is None:
@@ -112,8 +109,7 @@ def entries() -> dict[str, WeightsEntry]:
 def list_weights(name: str | None = None) -> list[str]:
     """Return the tags of published weights, sorted; of one variant if `name` is given.
 
-    Raises:
-        InputError: there is no such variant.
+    An unknown variant raises InputError.
     """
     if name is not None:
         find_variant(name)

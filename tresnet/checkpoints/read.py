@@ -25,7 +25,7 @@ METADATA_KEY, CHECKSUM_KEY = "tresnet", "tresnet_sha256"
 # Format 2 added a checksum.
 FORMAT_VERSION = 2
 
-# The name of a tensor of a TResNet behind a prefix: a module's name, or that of a wrapper.
+# A tensor's name in a TResNet, after the prefix of an outer module or a wrapper.
 _INSIDE = re.compile(
     r"((?:.+\.)?)body\.(?:_orig_mod\.)?(?:conv1|layer[1-4]\.(?:_orig_mod\.)?\d+)\."
 )
@@ -62,7 +62,7 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str
 
 
 def _is_safetensors(path: Path) -> bool:
-    """Return whether the file starts as safetensors do: 8 bytes of length, then a JSON object."""
+    """Return whether the file is safetensors: 8 bytes of length, then a JSON object."""
     try:
         if not path.is_file():  # reading a pipe would block
             raise CheckpointError(f"no file of weights at {path}: check the path")
@@ -92,8 +92,8 @@ def _read_torch(path: Path) -> Any:
             warnings.simplefilter("ignore")  # about old layouts and pickle protocols
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged pickles raise nearly anything
-        # get_unsafe_globals_in_checkpoint reads zip files alone; this message names the first of
-        # any file that has some.
+        # torch's get_unsafe_globals_in_checkpoint reads only zip files. The message names the
+        # first foreign global of any file.
         foreign = re.search(r"Unsupported global: GLOBAL (\S+) was not", str(error))
         if foreign is None or re.fullmatch(r"torch\.\w+", foreign[1]):  # a damaged name of torch's
             raise _damaged(path, "torch", error) from error
@@ -145,7 +145,7 @@ def unwrap(contents: Any, path: Path) -> dict[str, Tensor]:
 
 
 def _with_tensors(contents: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """Yield each dict that holds tensors after the keys that lead to it, the outermost first."""
+    """Yield each dict that holds tensors, the outermost first, with the path of keys to it."""
     found, seen = [("", contents)], set()  # a dict can contain itself
     for place, value in found:
         if not isinstance(value, dict) or id(value) in seen:
@@ -158,10 +158,7 @@ def _with_tensors(contents: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
 
 
 def _choose(holders: Mapping[str, dict[Any, Any]], path: Path) -> tuple[str, str]:
-    """Return the dict and the prefix of the only TResNet, or of the only EMA of one.
-
-    Without a TResNet it is the first dict, whose names are reported later.
-    """
+    """Return place and prefix of the only TResNet or its EMA; without any, the first dict."""
     models = {
         (place, match[1]): f"{place}{match[1]}*"
         for place, tensors in holders.items()

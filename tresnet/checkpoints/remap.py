@@ -196,7 +196,7 @@ def identify(tensors: Mapping[str, Tensor]) -> Architecture:
             blocks[int(match[1]) - 1].add(match[2])
     stem = tensors.get("body.conv1.conv.weight")
     shape = stem.shape if stem is not None and stem.dim() == 4 else (0, 0)
-    # ML-Decoder has the second
+    # the second name is ML-Decoder's
     rows = [tensors.get(f"head.fc.{name}") for name in ("weight", "duplicate_pooling_bias")]
     classes = [len(tensor) for tensor in rows if tensor is not None and tensor.dim()]
     return Architecture(

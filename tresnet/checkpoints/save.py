@@ -35,7 +35,7 @@ from tresnet.models.tresnet import TResNet
 FORMATS = ("tresnet", "timm")
 SUFFIXES = (".safetensors", ".pth", ".pt")
 TIMM_BLOCK_SIZE = 4
-# What torch.nn.utils names its tensors, and what turns a layer's into plain weights again.
+# Parts of tensors' names from torch.nn.utils, and the calls that restore plain weights.
 _UNDO = (
     (".parametrizations.", "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')"),
     ("weight_mask", "torch.nn.utils.prune.remove(layer, 'weight')"),
@@ -150,7 +150,7 @@ def computed_by_timm(model: TResNet) -> bool:
 
 
 def _other_than_timms(model: TResNet) -> list[str]:
-    """Return settings that timm's class, with one head, slope pair and stem, would ignore."""
+    """Return settings that timm's class ignores: it has one head, slope pair and stem."""
     config = model.config
     wanted = {
         "stem_slope": STEM_SLOPE,

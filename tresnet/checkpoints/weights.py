@@ -1,8 +1,8 @@
 """Weights, published or in a file, with the facts known about them.
 
-`open_weights` is the one place that finds and reads weights, and every command opens a file once by
-it. `describe` returns the same facts without a download. Facts come from the file's metadata, then
-from config.json, then from the table of published weights.
+`open_weights` is the one place that finds and reads weights; every command opens a file through it,
+and once. `describe` returns the same facts without a download. Facts come from the file's metadata,
+then from config.json, then from the table of published weights.
 """
 
 import os
@@ -35,15 +35,13 @@ class WeightsInfo:
 
     Attributes:
         name: The requested tag or path.
-        model: The variant.
+        model: The variant; with `guessed` the nearest one, as none has these stages and this width.
         kwargs: Further arguments of `create` that build the weights' model.
         num_classes: Width of the classifier; 0 for none.
         classes: Names of the classes, if known. For ImageNet these are the ids that name its class
-            folders.
-        descriptions: Descriptions of the classes, if their names are ids.
+            folders, and `descriptions` their meaning.
         pretrained_cfg: Preparation of the images, in timm's terms.
         user: Metadata that the caller of `save_checkpoint` stored.
-        guessed: Whether no variant has these stages and this width, so that `model` is the nearest.
         entry: Row of the table, for a tag.
         weights: The tensors; None for a tag whose file `describe` did not find here.
     """
@@ -111,7 +109,7 @@ def _info(
     weights: Weights | None = None,
     beside: Path | None = None,
 ) -> WeightsInfo:
-    """Return a file's facts, completed by the table or a config.json, or the table's facts."""
+    """Return the facts of a file, completed by the table or a config.json, or only the table's."""
     metadata, guessed, kept = {}, False, (*_ARCHITECTURE, *_HEAD)
     if weights is not None:
         metadata, config = weights.metadata, weights.config
@@ -183,7 +181,7 @@ def _guess(found: Architecture, weights: Weights) -> ModelConfig:
 
 
 def _head(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the kind of head and its sizes; groups of classes are taken to be even."""
+    """Return the kind and sizes of the head; groups of classes are assumed to be even."""
     queries = tensors.get("head.fc.embed_standart.weight")
     if queries is not None:
         return {"head": "ml_decoder", "head_channels": len(queries)}

@@ -30,10 +30,9 @@ DIGEST = "70c36a9ad3fa6dae1b2b6abb55ace8d81db22aafc329cc19600b6c89ab097fa1"
 def write(root: str | Path) -> Path:
     """Write the digits to `<root>/digits/{train,val}/<0..9>/<index>.png` unless they are there.
 
-    The folder appears complete or not at all: it is written beside its target and renamed. Several
-    processes may call this at once. Each image is 8 x 8 and grey, 0..16 scaled to 0..255. Returns
-    the folder, which `open_folder` takes as its root. Other contents at that path raise
-    `DataError`.
+    The folder appears complete or not at all, also if several processes call this at once. Each
+    image is 8 x 8 and grey, 0..16 scaled to 0..255. Returns the folder, the root for `open_folder`.
+    Other contents at that path raise `DataError`.
     """
     return place(Path(root) / "digits", _write_pngs, DIGEST)
 
@@ -69,10 +68,7 @@ def place(target: Path, fill: Callable[[Path], None], expected: str) -> Path:
 
 
 def split_of(labels: np.ndarray) -> np.ndarray:
-    """Choose the held-out images: True (N,) for the same fifth of each class, on any machine.
-
-    Each image is ranked by the hash of its index, without a library's random generator.
-    """
+    """Return a mask (N,), True for the held-out fifth of each class, by hashes of the indices."""
     ranks = [
         hashlib.sha256(f"{SPLIT_SEED}:{index}".encode()).digest() for index in range(len(labels))
     ]

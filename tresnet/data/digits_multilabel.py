@@ -25,8 +25,7 @@ def write(root: str | Path) -> Path:
     """Write `<root>/digits_multilabel/{train,val}.csv` and their images unless they are there.
 
     The folder appears complete or not at all. Each image is a grey PNG of 40 x 40 pixels. Returns
-    the folder, which `open_multilabel` takes as its root. Other contents at that path raise
-    `DataError`.
+    the folder, the root for `open_multilabel`. Other contents at that path raise `DataError`.
     """
     return digits.place(Path(root) / NAME, _write_splits, DIGEST)
 

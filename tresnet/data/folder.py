@@ -32,13 +32,9 @@ class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
     """One split of a data set: item i is (transformed image, its label or labels).
 
     Without a transform the image is a PIL image in RGB. The label is an int, or (classes,) float32
-    of 0 and 1. A file that cannot be decoded raises BadImageError.
-
-    Attributes:
-        paths: The image files in index order, as text.
-        targets: One label each, (N,) int64, or multi-label targets (N, classes), uint8 of 0 and 1.
-        skip_bad_images: Whether a loader leaves unreadable files out instead of stopping.
-        digest: Hash of the images, if the format stores it; else None.
+    of 0 and 1. A file that cannot be decoded raises BadImageError; with `skip_bad_images` a loader
+    leaves it out. `targets` are (N,) int64, or (N, classes), uint8 of 0 and 1, if multi-label.
+    `digest` is a hash of the images, if the format stores it.
     """
 
     split: str
@@ -76,11 +72,10 @@ def open_folder(
 ) -> ImageDataset:
     """Open `<root>/<split>` ("train" or "val") with one sub-folder of images for each class.
 
-    Labels number the class folders in sorted order; hidden folders are ignored. Files are in
-    torchvision's order, and files without an image's suffix are ignored. No image is decoded here:
-    a damaged one raises its error when it is read. `transform` takes a `Picture`; the loader reads
-    `skip_bad_images`. A folder that is missing, without classes or images, or linked twice raises
-    `DataError`.
+    Labels number the class folders in sorted order. Hidden folders, and files without an image's
+    suffix, are ignored; files are in torchvision's order. `transform` takes a `Picture`. A damaged
+    image raises its error only when it is read, or the loader skips it (`skip_bad_images`). A
+    folder that is missing, without classes or images, or linked twice raises `DataError`.
     """
     folder = Path(root) / split
     classes = class_folders(Path(root), folder)
@@ -105,8 +100,8 @@ def open_folder(
 def image_files(folder: str, reached: dict[tuple[int, int], str]) -> Iterator[str]:
     """Yield the images below a folder, also through links, in torchvision's order.
 
-    A loop of links raises DataError; torchvision would follow it forever. `reached` holds the
-    folders listed before, by device and inode; those below are added.
+    A loop of links raises DataError; torchvision would follow it forever. `reached` maps device and
+    inode to the folders already listed; new ones are added.
     """
 
     def refuse(error: OSError) -> None:
@@ -161,9 +156,7 @@ def open_picture(path: str | Path) -> Picture:
 def load_rgb(path: str | Path) -> "Image":
     """Decode an image file as 8-bit RGB, as `Picture.rgb` does.
 
-    Raises:
-        BadImageError: the file is missing, truncated, not an image, or of a pixel type that has no
-            defined range.
+    A file that is missing, truncated or no image, or has 32-bit pixels, raises BadImageError.
     """
     return open_picture(path).rgb()
 

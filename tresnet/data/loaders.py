@@ -53,8 +53,8 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
     """Lists of keys for one rank, a pure function of (seed, epoch).
 
     Training shuffles and distributes as torch's DistributedSampler: global batch b has the same
-    images for any number of ranks. With repeats each image comes several times in a row, over all
-    ranks, and an epoch has the same length. Evaluation goes in order, each image on one rank only,
+    images for any number of ranks. With repeats the copies of an image follow each other, over all
+    ranks, and an epoch keeps its length. Evaluation goes in order, each image on one rank only,
     without padding.
     """
 
@@ -128,9 +128,9 @@ class Loader:
     """Iterates over (images (N, C, H, W), labels (N,) int64) of one epoch.
 
     Multi-label targets are (N, classes), float32. An unreadable image raises DataError. With the
-    data set's `skip_bad_images` it is left out and counted in `skipped`, from path to reason on
-    this rank. In training another image replaces it, so that batches keep their size; in evaluation
-    the batch is smaller. The workers live from the first iteration to `close`, across epochs.
+    data set's `skip_bad_images`, `skipped` gets its path and the reason, on this rank. In training
+    another image replaces it, so that batches keep their size; in evaluation the batch is smaller.
+    The workers live from the first iteration to `close`, across epochs.
     """
 
     def __init__(
@@ -165,10 +165,7 @@ class Loader:
                 yield found.tensors()
 
     def close(self) -> None:
-        """Stop the workers; another iteration would start new ones.
-
-        The garbage collector may run late, and then torch waits 5 s for each worker.
-        """
+        """Stop the workers; the garbage collector would be late, and wait 5 s for each."""
         self._loader = None
 
     def _account(self, failures: list[BadImageError], unfilled: bool) -> None:
@@ -193,7 +190,6 @@ class _Slots:
     """
 
     def __init__(self, count: int, batch_size: int, image: torch.Tensor) -> None:
-        """Allocate `count` batches of images like `image`, in its memory order."""
         like = _in_memory_order(image).numpy()
         self._count, self._shape, self._dtype = count, like.shape, like.dtype
         self._bytes = batch_size * like.nbytes
@@ -203,7 +199,7 @@ class _Slots:
         _made_here[id(self)] = self
 
     def __reduce__(self) -> Any:
-        """Pickle the number of the worker's copy, not the memory."""
+        """Pickle only a number, by which a forked worker finds its copy."""
         return _slots_of, (id(self),)
 
     def begin(self) -> None:
@@ -252,8 +248,8 @@ class _Found:
     """A batch from a worker; `unfilled` if an unreadable image has no replacement.
 
     `images` is an array, or (memory, slot), or None if none is readable. A worker sends no tensors:
-    torch would open a socket below TMPDIR, whose path may be too long. With `innermost` channels
-    are innermost in memory.
+    torch would open a socket below TMPDIR, whose path may be too long. With `innermost` the images
+    are (H, W, C).
     """
 
     count: int
@@ -282,10 +278,7 @@ class _Found:
 
 
 class _Batches(Dataset[Any]):
-    """The data set in a worker: seeded by key, failures returned instead of raised.
-
-    Users would see an exception in a worker as a text with a traceback in it.
-    """
+    """The data set in a worker; returns failures, as torch turns exceptions into texts."""
 
     def __init__(self, dataset: SizedDataset, replace: bool) -> None:
         self._dataset = dataset
@@ -344,7 +337,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _in_memory_order(image: Any) -> Any:
-    """Return a (C, H, W) image with innermost channels as (H, W, C), others unchanged."""
+    """Return a (C, H, W) image that is not contiguous as (H, W, C), others unchanged."""
     if not isinstance(image, torch.Tensor) or image.dim() != 3 or image.is_contiguous():
         return image
     return image.permute(1, 2, 0)
@@ -361,18 +354,13 @@ def create_loader(
     pin_memory: bool = False,
     repeats: int = 1,
 ) -> Loader:
-    """Make the loader of one rank.
+    """Make the loader of one rank, `distributed` being this rank and the world size.
 
-    Args:
-        dataset: Images and labels, for instance from `open_folder`.
-        batch_size: Samples in a batch on this rank.
-        training: Shuffle by epoch, seed the augmentation and drop a last batch that is not full.
-        workers: Processes that decode, at most one per core; 0 for this process. Batches are the
-            same.
-        seed: Seed of the order and the augmentation; the same on all ranks.
-        distributed: This rank and the world size.
-        pin_memory: Copy batches to page-locked memory, for a GPU.
-        repeats: Augmented copies of each image per epoch (repeated augmentation, arXiv 1902.05509).
+    `batch_size` is per rank; `seed`, of the order and the augmentation, is the same on all ranks.
+    `training` shuffles by epoch, seeds the augmentation and drops a last batch that is not full.
+    `workers` are the processes that decode, at most one per core, or 0 for this process; batches do
+    not depend on them. `pin_memory` copies batches to page-locked memory, for a GPU. `repeats` is
+    the number of augmented copies of each image per epoch (arXiv 1902.05509).
 
     Raises:
         ConfigError: a value is out of range.
@@ -419,7 +407,7 @@ def _start(
 
 
 def _start_worker(worker: int) -> None:
-    """Leave Ctrl-C to the main process, and drop its handlers, which a fork copies."""
+    """Leave Ctrl-C to the main process, and drop the handlers that the fork copied from it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # drops one that came while starting
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

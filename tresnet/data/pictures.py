@@ -56,10 +56,7 @@ class BadImageError(DataError):
 
 @contextmanager
 def named(path: str) -> Iterator[None]:
-    """Turn any failure into a `BadImageError` of `path`.
-
-    Decoders raise many types for damaged data, such as SyntaxError and struct.error.
-    """
+    """Turn any failure into a `BadImageError` of `path`, as decoders raise many types."""
     try:
         yield
     except BadImageError:
@@ -71,12 +68,7 @@ def named(path: str) -> Iterator[None]:
 
 
 class Picture:
-    """An encoded image from which a random crop is taken.
-
-    Pillow reads the header and is the reference: it decodes everything but plain, complete,
-    baseline JPEGs. Of those nvImageCodec decodes only the crop, to the same values. `size` is
-    (width, height).
-    """
+    """An encoded image of `size` (width, height), from which a random crop is taken."""
 
     def __init__(self, data: bytes, path: str, plain_size: tuple[int, int] | None = None) -> None:
         """Read the header, or raise BadImageError; a known `plain_size` saves that."""
@@ -95,10 +87,7 @@ class Picture:
 
         Alpha is dropped and EXIF orientation is not applied, as in torchvision and timm, so that
         accuracies compare with theirs. Grey of 16 bits is scaled to 8 bits (Pillow would clip it).
-
-        Raises:
-            BadImageError: truncated, damaged, or of a pixel type that has no defined range (32-bit
-                integers, floats).
+        A damaged file, 32-bit integers and floats raise BadImageError.
         """
         with named(self._path), _strict_decoding(), self._image as image:
             image.load()
@@ -120,8 +109,8 @@ class Picture:
     def plain_size(self) -> tuple[int, int] | None:
         """Return width and height of a plain, complete, baseline JPEG in RGB; None for other files.
 
-        In such a file the first marker after the start of the scan ends the file. So nothing is
-        missing, nothing is between scans, and there is no marker that Pillow would refuse.
+        In such a file the first marker in the scan is the end of the file. So nothing is missing,
+        there is one scan, and Pillow would refuse no marker.
         """
         if self._plain_size is None and self._image.format == "JPEG" and self._image.mode == "RGB":
             marker = _MARKER.search(self.data, cast(io.BytesIO, self._image.fp).tell())
@@ -175,7 +164,7 @@ def _decode_region(data: bytes, box: Box) -> torch.Tensor | None:
 
 @cache
 def _codec(process: int) -> tuple[Any, Any, Any] | None:
-    """Return nvImageCodec, its decoder on the CPU and its parameters, made once per process."""
+    """Return nvImageCodec, a decoder on the CPU and its parameters, made once per process."""
     try:
         if find_spec("nvidia") is None or (found := find_spec("nvidia.nvimgcodec")) is None:
             raise ImportError("it is not installed, and has wheels for Linux alone")
@@ -235,10 +224,7 @@ def to_rgb(image: "Image") -> "Image":
 
 @contextmanager
 def _strict_decoding() -> Iterator[None]:
-    """Switch off Pillow's process-wide leniency, which pads a truncated image with grey.
-
-    Several threads may decode at once; the last one restores the former setting.
-    """
+    """Switch off Pillow's process-wide leniency, which pads a truncated image with grey."""
     from PIL import ImageFile
 
     with _leniency:

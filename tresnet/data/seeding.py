@@ -18,8 +18,7 @@ def mix_seed(*parts: int) -> int:
 def seed_cpu_generators(seed: int) -> None:
     """Seed Python's, NumPy's and PyTorch's global CPU generators, but not CUDA's.
 
-    timm draws from the first two and torchvision from the third. `torch.manual_seed` would also
-    reseed the GPU, whose dropout belongs to the training loop.
+    timm draws from the first two, torchvision from the third. CUDA's is for dropout in training.
     """
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002  timm's mixup draws from the global generator

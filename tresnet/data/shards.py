@@ -1,9 +1,9 @@
 """Images in a few large files with random access: ArrayRecord, and a manifest for each split.
 
-The first record of a shard describes its source, and each other record is an image. A record has a
-checksum, a JSON text (name, label, original size, and the size if no header has it) and the image,
-encoded or as pixels. Item i of the shards is item i of the folder they were written from, so order,
-resume and distribution over ranks are the same.
+The first record of a shard describes its source, the last lists its labels, and each other record
+is an image. A record has a checksum, a JSON text (name, label, original size, and the size if no
+header has it) and the image, encoded or as pixels. Item i of the shards is item i of the folder
+they were written from, so order, resume and distribution over ranks are the same.
 """
 
 import bisect
@@ -38,10 +38,7 @@ _HEAD = struct.Struct("<II")  # CRC-32 of the rest; length of the text in bytes
 
 
 class ShardDataset(ImageDataset):
-    """One split in shards; a record's checksum and label are checked when it is read.
-
-    `digest` changes with any of the records, or with their order.
-    """
+    """One split in shards; records are checked when read, and `digest` covers them in order."""
 
     def __init__(
         self,
@@ -137,24 +134,14 @@ def write_shards(
     """Write one split into `out`, then its manifest, after all shards were read back.
 
     Complete shards of the same files and settings are kept, so that a stopped command continues.
-    Superfluous shards of an earlier command are removed.
-
-    Args:
-        dataset: The images. With `skip_bad_images`, unreadable ones are left out.
-        root: Folder to which names in messages are relative.
-        out: Folder of the shards.
-        settings: Size, format and number of the images in a shard.
-        workers: Number of processes.
-        log: Receives a line for each shard.
-
-    Returns:
-        The images that were left out, from name to reason.
+    Superfluous shards of an earlier command are removed. `root` is the folder to which stored names
+    are relative; `log` receives a line for each shard. Returns the images that `skip_bad_images`
+    left out, from name to reason.
 
     Raises:
-        BadImageError: an image cannot be decoded, without `skip_bad_images`.
         ConfigError: a setting is out of range, or other than that of the shards in `out`.
         BusyError: another process is writing to `out`.
-        DataError: every image was left out.
+        DataError: an image cannot be decoded, or all were left out.
         WriteError: a file cannot be written, for example because the disk is full.
     """
     check(settings)
@@ -215,7 +202,7 @@ def write_shards(
 
 
 def _check_settings(manifest: Path, settings: dict[str, Any]) -> None:
-    """Raise ConfigError where whole shards of other settings would be replaced."""
+    """Raise ConfigError before complete shards of other settings would be replaced."""
     try:
         before = json.loads(manifest.read_text(encoding="utf-8"))["settings"]
     except (OSError, ValueError, KeyError, TypeError):  # there are none, or they cannot be read
@@ -237,7 +224,7 @@ class _ShardJob:
     skip_bad_images: bool
 
     def source(self) -> str:
-        """Return the first record of a complete shard: a changed image is written again."""
+        """Return the shard's first record; sizes and times of files reveal a changed image."""
         rows = []
         for name, label in self.rows:
             try:
@@ -292,7 +279,7 @@ def _write(job: _ShardJob) -> _Done:
 
 
 def _read_back(file: Path, source: str) -> _Done | None:
-    """Read a shard; None unless it is complete and made of `source`."""
+    """Return what a shard holds; None unless it is complete and made of `source`."""
     if not file.is_file():
         return None
     digest = hashlib.sha256()
@@ -327,7 +314,7 @@ def _mapping(workers: int) -> Iterator[Callable[..., Any]]:
 
 
 def _shrunk(picture: Picture, settings: ShardSettings) -> tuple[dict[str, Any], bytes]:
-    """Return the image's metadata and bytes: the file's bytes if it is small enough."""
+    """Return the image's metadata and bytes; a small enough file keeps its bytes."""
     from PIL import Image
 
     width, height = picture.size

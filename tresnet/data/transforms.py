@@ -75,17 +75,12 @@ def train_transform(
 ) -> Transform:
     """Build the random transform of `cfg` from timm's and torchvision's parts.
 
-    It draws from Python's, NumPy's and PyTorch's global CPU generators, which the loader seeds for
-    each sample. Affine changes fill with black, policies with ImageNet's mean colour. Cutout keeps
-    its squares inside and cuts with a probability, one of two equally good choices of its paper;
-    the other lets squares cross the border.
-
-    Returns:
-        A picklable function from a `Picture`, or a PIL image in RGB, to a tensor (3, height,
-        width): torch.float32 in [0, 1], or torch.uint8.
-
-    Raises:
-        ConfigError: a value is out of range, or the policy or the dtype unknown.
+    It maps a `Picture`, or a PIL image in RGB, to a tensor (3, height, width): torch.float32 in [0,
+    1], or torch.uint8. It can be pickled. It draws from Python's, NumPy's and PyTorch's global CPU
+    generators, which the loader seeds for each sample. Affine changes fill with black, policies
+    with ImageNet's mean colour. Cutout is applied with a probability and keeps its squares inside,
+    as in one of its paper's two variants. The other, equally good, lets them cross the border. A
+    value out of range, or an unknown policy or dtype, raises ConfigError.
     """
     from timm.data.random_erasing import RandomErasing
     from torchvision import transforms
@@ -145,7 +140,6 @@ class _Crop:
         return box, bool(self._hflip) and torch.rand(1).item() < self._hflip
 
     def resize(self, part: torch.Tensor) -> torch.Tensor:
-        """Resize (height, width, 3) to the wanted height and width, uint8."""
         if getattr(self._timm.interpolation, "value", None) == "bicubic":
             from PIL.Image import Resampling
 
@@ -231,7 +225,7 @@ class _ResizeAndCrop:
 
 
 def _middle(length: int, wanted: int) -> tuple[int, int]:
-    """Return where the middle part of a length begins and ends, outside it for a longer one."""
+    """Return where a centred part of `wanted` pixels begins and ends; it may exceed `length`."""
     begin = round((length - wanted) / 2) if length >= wanted else -((wanted - length) // 2)
     return begin, begin + wanted
 

@@ -40,8 +40,8 @@ _LEAST_SIZE = 8 * BLOCK_SIZE
 _TIMES_CACHE = 3
 _MOST_BUFFERS = 16  # a GPU's queue holds about a thousand kernels; then the host waits
 _CPU_BUFFERS = 2
-# A contender's error may be this factor times eager PyTorch's, plus a floor: a value near the kink
-# of the activation may, by rounding, get the gradient of the other slope.
+# A contender's error may be this factor times eager PyTorch's, plus a floor. Near the kink of the
+# activation, rounding may select the gradient of the other slope.
 _ERROR_FACTOR, _ERROR_FLOOR = 3.0, 1e-3
 # Method of the measurement, for the record.
 METHOD = {
@@ -91,8 +91,6 @@ def bench_ops(settings: OpsSettings, argv: Sequence[str], log: Log) -> Outcome:
 
 
 class _Data(NamedTuple):
-    """Inputs that all contenders of a site use, with the true results and the allowed error."""
-
     inputs: Inputs
     grad: Tensor
     truth: list[Tensor]
@@ -101,8 +99,6 @@ class _Data(NamedTuple):
 
 
 class _Site:
-    """An operation at one place of the model, in one dtype."""
-
     def __init__(
         self, name: str, place: Place, dtype: Dtype, device: torch.device, settings: OpsSettings
     ) -> None:
@@ -143,8 +139,6 @@ class _Site:
 
 
 class _OpContender(Contender):
-    """One contender in one direction."""
-
     ratio_column = "ratio_to_copy"
 
     def __init__(self, site: _Site, contender: str, direction: str) -> None:
@@ -165,7 +159,6 @@ class _OpContender(Contender):
         self.label = f"{site.name}, {site.place.name}, {site.dtype}, {direction}, {contender}"
 
     def set_up(self) -> None:
-        """Make the inputs, compare the results with float64, and warm up."""
         data = self._site.data
         sizes = self._site.op.ideal_bytes(data.inputs.maps[0].nbytes, data.grad.nbytes)
         self.columns["ideal_bytes"] = self.units = sizes[self.compared_with]
@@ -188,7 +181,6 @@ class _OpContender(Contender):
             )
 
     def visit(self) -> Sequence[float]:
-        """Return the mean time over the buffers."""
         clock = self._site.clock
         late = clock.late_blocks
         time_s = clock.seconds_per_call(self._calls)
@@ -208,7 +200,7 @@ class _OpContender(Contender):
         self._site.free()
 
     def _calls_of(self, function: Function) -> Calls:
-        """Return calls for all buffers: forward, or backward after a forward that runs here."""
+        """Return one call for each buffer; for backward the forward runs here."""
         calls, inputs = [], self._site.data.inputs
         for maps, grad in self._site.data.buffers:
             call = functools.partial(function, *maps, *inputs.vectors)
@@ -224,7 +216,6 @@ def _times_kernels(device: torch.device) -> bool:
 
 
 def _buffers_of(device: torch.device, touched_bytes: int) -> int:
-    """Return a number of buffers that together exceed the cache."""
     if device.type != "cuda":
         return _CPU_BUFFERS
     cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
@@ -238,7 +229,6 @@ def _computed(function: Function, inputs: Inputs, grad: Tensor) -> list[Tensor]:
 
 
 def _copied(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
-    """Copy tensors and their `requires_grad`; integers keep their type."""
     return tuple(
         one.detach()
         .to(dtype if dtype and one.is_floating_point() else one.dtype, copy=True)
@@ -248,7 +238,7 @@ def _copied(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> tupl
 
 
 def _relative_error(found: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
-    """Return the largest relative error, in the Euclidean norm; NaN if one is."""
+    """Return the largest relative error in the Euclidean norm; NaN if any is NaN."""
     errors = [
         float((a.to(b.dtype) - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True)
     ]

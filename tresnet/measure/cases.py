@@ -49,7 +49,7 @@ class BenchCase(CaseSettings):
         return split_name(self.model)[0] == "tresnet"
 
     def checked(self, training: bool, on_gpu: bool = False) -> "BenchCase":
-        """Return the case with every default filled in, or raise an error for what does not fit."""
+        """Return the case with defaults filled in, or raise an error if a setting does not fit."""
         from tresnet.models.named import check_name
         from tresnet.steps.training import check_compiled_accumulation
 

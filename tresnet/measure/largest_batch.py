@@ -46,8 +46,7 @@ def largest_batches(
 
     During the search cuDNN does not try its algorithms, which would cost seconds for each new
     batch. The result is then run with that trial, and reduced if it does not fit. The cases' own
-    batch sizes are not used. `log` receives each try. A case that cannot run raises InputError
-    before anything has run.
+    batch sizes are not used. A case that cannot run raises InputError before anything has run.
     """
     settings.check()
     device = env.timed_device(env.device_or_default(settings.device))
@@ -74,9 +73,8 @@ def largest_batches(
 class LargestContender(Contender):
     """The search for one case.
 
-    Columns: `largest_batch`, the largest that ran; `limited_by`: `memory`, the given bound or the
-    time limit; `memory_limit_mib`; `max_allocated_mib` at the largest batch; `tries`: each batch
-    tried, and whether it ran.
+    `limited_by` is `memory`, the given bound or the time limit; `tries` has each batch and whether
+    it ran; `max_allocated_mib` is that of the largest batch.
     """
 
     def __init__(
@@ -179,8 +177,9 @@ def find_edge(
 ) -> int:
     """Return the largest multiple of `grain` that fits; 0 if none does.
 
-    `fits` tries each batch once, `first` first and none above `bound`; both are multiples of
-    `grain`. `predicted` estimates the result after two batches have fitted, or returns None.
+    `fits` is called once for each batch tried, `first` to begin with and none above `bound`.
+    `first` and `bound` must be multiples of `grain`. `predicted` estimates the result after two
+    batches have fitted, or returns None.
     """
     fitting, failing = 0, bound + grain
     target, stride, seen = first, first, [False, False]

@@ -11,8 +11,8 @@ from tresnet.models.zoo import build
 def output_sizes(model: TResNet, height: int, width: int) -> dict[str, tuple[int, ...]]:
     """Return the height and width of each module's output, by its name, for images of one size.
 
-    They do not depend on the widths, so a thin model of the same variant computes them. `model` may
-    be on the meta device, on which PyTorch would load its compiler: that takes a second.
+    A thin model of the same variant computes them, as they do not depend on the widths. `model` may
+    be on the meta device. To run it there, PyTorch would load its compiler for a second.
     """
     thin = build(model.config.variant, width_factor=1 / 8, num_classes=1).eval()
     sizes: dict[str, tuple[int, ...]] = {}

@@ -29,12 +29,8 @@ _OUT_OF_MEMORY_SIGNS = (
 class MemorySnapshot:
     """Memory at one moment, in bytes. None means "does not apply", never "nothing used".
 
-    Attributes:
-        allocated: Held by live CUDA tensors.
-        reserved: Held by PyTorch's caching allocator.
-        max_allocated: Peak of `allocated` since `MemoryMeter.reset_peak()`.
-        device_used: In use on the GPU by all processes (NVML).
-        rss_peak: Peak resident memory of this process; None on a CUDA device.
+    `max_allocated` is the peak since `MemoryMeter.reset_peak()`. `device_used` is that of all
+    processes (NVML). `rss_peak` is this process's; None on a CUDA device.
     """
 
     allocated: int | None = None
@@ -103,10 +99,7 @@ class MemoryMeter:
         )
 
     def phase(self, name: Phase) -> MemorySnapshot:
-        """Take the snapshot of a phase, store it in `phases` and log it; a repetition replaces it.
-
-        Phase `initial` also resets the peaks, as the study does.
-        """
+        """Store and log the snapshot of a phase; `initial` also resets the peaks."""
         if name == "initial":
             self.reset_peak()
         snapshot = self.snapshot()
@@ -123,11 +116,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def failure_in_short(error: Exception) -> str:
-    """Return the first line of an exception, with its type unless it is a library's.
-
-    Messages of PyTorch, of Triton (such as a kernel that does not compile) and of the libraries
-    below them are clear without their type.
-    """
+    """Return an exception's first line, with its type unless it is PyTorch's or Triton's."""
     lines, kind = str(error).strip().splitlines(), type(error)
     if not lines:
         return kind.__name__

@@ -3,8 +3,7 @@
 The timed step is that of `train.py` and `eval.py` (`tresnet.steps`), on a synthetic batch that is
 already on the device. Peak memory is that of steady steps, after warm-up. Memory of other cases on
 the GPU (weights, optimizer state) is subtracted from `max_allocated` and `reserved`. `device_used`
-is the device's and a CPU's `rss_peak` the process's, which cannot be split by case: they are right
-for the first case of a run, or without interleaving.
+and `rss_peak` cannot be split by case: they are right for a run's first case, or with `sequential`.
 """
 
 import contextlib
@@ -71,8 +70,7 @@ def bench_models(
 ) -> Outcome:
     """Time training steps, or forward passes in inference, of each case, and record it.
 
-    Ratios are relative to the first case; `log` receives lines of progress. A case that cannot run
-    raises InputError before anything has run.
+    Ratios are relative to the first case. A case that cannot run raises InputError at once.
     """
     settings.check()
     device = env.timed_device(env.device_or_default(settings.device))
@@ -201,10 +199,7 @@ def speed(times_s: Sequence[float], images: float) -> dict[str, float | None]:
 
 
 class Prepared(NamedTuple):
-    """A step with its batch: `run` returns the loss or the logits.
-
-    `input_size` is the side of the model's images in pixels, or height and width if they differ.
-    """
+    """A step with its batch: `run` returns the loss or the logits; `input_size` is in pixels."""
 
     run: Callable[[], Tensor]
     model: nn.Module
@@ -265,7 +260,7 @@ def _training_step(
 
 
 def _fed(feed: Any, raw: Tensor, case: BenchCase) -> Callable[[], Tensor]:
-    """Return a function that gives a step's images; only the conversion of bytes is timed."""
+    """Return a function that gives a step's images; only bytes are converted inside the timing."""
     if case.input == "uint8":
         return functools.partial(feed.images, raw)
     images = feed.images(raw)
@@ -282,10 +277,7 @@ def inductor_options(case: BenchCase) -> contextlib.AbstractContextManager[Any]:
 
 
 def _prime(device: torch.device) -> MemorySnapshot:
-    """Allocate the matrix library's workspaces, which are kept; return the memory after that.
-
-    All cases use them, but they would be counted as memory of the first one.
-    """
+    """Allocate workspaces of matrix products, which the first case would otherwise include."""
     if device.type == "cuda":
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             block = torch.ones(256, 256, device=device, dtype=dtype, requires_grad=True)

@@ -48,13 +48,9 @@ Function = Callable[..., Tensor]
 class Op(NamedTuple):
     """One operation: its places, its inputs, its plain PyTorch and its kernels.
 
-    Attributes:
-        places: Places in the model where it is measured.
-        make: Makes inputs from a shape (N, C, H, W), a place, a dtype and a device.
-        plain: Plain PyTorch, called with the maps, then the vectors.
-        fused: The kernels, called in the same way.
-        forward: Number of reads or writes of the input, and of the output.
-        backward: The same numbers for backward; zeros if there is no gradient.
+    `make` takes a shape (N, C, H, W), a place, a dtype and a device. `plain` and `fused` take the
+    maps, then the vectors. `forward` and `backward` count reads and writes of the input, and of the
+    output; zeros mean no gradient.
     """
 
     places: tuple[Place, ...]
@@ -76,7 +72,7 @@ class Op(NamedTuple):
 def _abn(
     follows: str, places: tuple[Place, ...], forward: tuple[int, int], backward: tuple[int, int]
 ) -> Op:
-    """Return BN and leaky ReLU, then `follows`: "", "blur", "se", or "join" (no activation)."""
+    """Return BN and leaky ReLU, then `follows`: "", "blur", "se", or "join" (no leaky ReLU)."""
     blurs, joins = follows == "blur", follows == "join"
     numbers: dict[str, Any] = {"training": True, "momentum": 0.1, "eps": 1e-5}
     numbers["slope"] = None if joins else SLOPE
@@ -117,8 +113,6 @@ def _abn(
 
 
 class _Launches(torch.autograd.Function):
-    """The kernels of a norm and of the operations after it, forward and backward."""
-
     @staticmethod
     def forward(
         ctx: Any, what: dict[str, Any], x: Tensor, shortcut: Tensor | None, *vectors: Tensor
@@ -140,7 +134,7 @@ class _Launches(torch.autograd.Function):
 
 
 def _stem() -> Op:
-    """Return the rearrangement of images of bytes to scaled, channels-last blocks."""
+    """Return the operation that turns images of bytes into scaled, channels-last blocks."""
 
     def make(
         shape: tuple[int, ...], place: Place, dtype: torch.dtype, device: torch.device

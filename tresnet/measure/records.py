@@ -25,7 +25,9 @@ FORMAT = 2
 class RecordFile:
     """One record, `<what>_<device>_torch<version>_<date>.json`, rewritten with each new result.
 
-    The first `write` creates a new file: a taken name gets a counter, `..._2.json`.
+    The first `write` creates a new file: a taken name gets a counter, `..._2.json`. `settings` are
+    plain values that apply to all rows; `runs` are the timed steps, over which percentiles are
+    taken. `argv` is by default this process's; its absolute paths lose their directories.
     """
 
     def __init__(
@@ -39,18 +41,7 @@ class RecordFile:
         runs: int = 1,
         argv: Sequence[str] | None = None,
     ) -> None:
-        """Store the settings of all rows, or raise InputError for the directory.
-
-        Args:
-            directory: Where the record is written; it need not exist.
-            what: Kind of measurement, for example `bench_train`.
-            device: Device to describe; None for the CPU.
-            settings: Plain values that apply to all rows.
-            warmup_steps: Steps before the timed ones.
-            runs: Timed steps, over which percentiles are taken.
-            argv: Command line; None for this process's. Absolute paths lose their directories.
-        """
-        check_directory(directory)
+        check_directory(directory)  # now, not at the end of a long measurement
         self.path: Path | None = None
         self._directory, self._device = Path(directory), device
         self._head: dict[str, Any] = {
@@ -106,10 +97,7 @@ class RecordFile:
 
 
 def check_directory(directory: str | os.PathLike[str]) -> None:
-    """Raise InputError unless records can be written to `directory`, which need not exist.
-
-    A long measurement shall not fail at its end. Nothing is left in the directory.
-    """
+    """Raise InputError unless records can be written to `directory`, which need not exist."""
     try:
         with tempfile.TemporaryFile(dir=_nearest(Path(directory))):  # permissions do not suffice
             pass
@@ -121,7 +109,7 @@ def check_directory(directory: str | os.PathLike[str]) -> None:
 
 
 def _nearest(folder: Path) -> Path:
-    """Return the folder if it exists (a broken link does), else its nearest existing parent."""
+    """Return the folder or its nearest existing parent; a broken link counts as existing."""
     try:
         folder.lstat()
     except (FileNotFoundError, NotADirectoryError):

@@ -102,22 +102,17 @@ class _Row:
         }
 
     def rates(self) -> list[float]:
-        """Return units per second in each round, by its median step."""
         return [self.contender.units / statistics.median(times) for times in self.rounds if times]
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Result of a run.
+    """Result of a run, with one row per contender, in order.
 
-    Attributes:
-        rows: One per contender, in order. A row has the contender's columns; `status` (`ok`,
-            `failed`, `out_of_memory`, `out_of_time`, `left_out`, `not_begun`, `interrupted`, or one
-            of the contender's own); `error`, a line on why it is not `ok`; `trace`, the last lines
-            of an exception; and its figures, None if nothing was timed.
-        labels: Labels of the contenders.
-        interrupted: Whether the user or a signal ended the run.
-        path: Path of the record, if one was written.
+    A row has the contender's columns; `status` (`ok`, `failed`, `out_of_memory`, `out_of_time`,
+    `left_out`, `not_begun`, `interrupted`, or one of the contender's own); `error`, a line on why
+    it is not `ok`; `trace`, the last lines of an exception; and its figures, None if nothing was
+    timed. `interrupted` means that the user or a signal ended the run.
     """
 
     rows: list[dict[str, Any]]
@@ -143,10 +138,9 @@ def run(
 ) -> Outcome:
     """Measure all contenders; an error in one of them ends only that one.
 
-    Contenders of a group take turns, and a group is closed before the next one starts. `log`
-    receives lines of progress; `record` is written with each result. `compiles` raises
-    torch.compile's limit for the number of cases. KeyboardInterrupt is raised on only if no
-    contender has finished.
+    Contenders of a group take turns, and a group is closed before the next one starts. `compiles`
+    raises torch.compile's limit for the number of cases. KeyboardInterrupt is raised again only if
+    no contender has finished.
     """
     rows = [[_Row(contender) for contender in group] for group in groups]
     return _Measurement(rows, settings, log, record, compiles).measure()
@@ -251,14 +245,13 @@ class _Measurement:
             tidy()
 
     def _left_s(self, fraction: float = 1.0) -> float:
-        """Return seconds until this fraction of the time limit has passed."""
         limit_s = self.settings.time_limit_s
         if limit_s is None:
             return math.inf
         return fraction * limit_s - (time.perf_counter() - self.began_s)
 
     def _save(self) -> bool:
-        """Write the record, as soon as there is anything to write."""
+        """Write the record once there are results; return whether there are."""
         if all(row.status in ("not_begun", "begun", "interrupted") for row in self.rows):
             return False
         for group in self.groups:
@@ -319,7 +312,6 @@ def _alarm(limit_s: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _room_to_compile(compiles: bool) -> Iterator[None]:
-    """Let torch.compile compile each case for its own shapes."""
     if not compiles:
         yield
         return

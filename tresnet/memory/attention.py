@@ -53,7 +53,7 @@ def _flash(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
 
 
 def _efficient(q: torch.Tensor, v: torch.Tensor) -> bool:
-    """Return whether the efficient kernel accepts the heads: rows of 16, 32, ... bytes."""
+    """Return whether rows of heads are multiples of 16 bytes, as the efficient kernel requires."""
     aligned = all(t.shape[-1] * t.itemsize % 16 == 0 for t in (q, v))
     return aligned and q.dtype != torch.float64
 
@@ -68,7 +68,7 @@ def _run_flash(
 ) -> torch.Tensor:
     size = q.shape[-1]
     scale = size**-0.5 if scale is None else scale
-    padding = -size % 8
+    padding = -size % 8  # the flash kernel takes head sizes divisible by 8
     if padding:
         q, k, v = (torch.nn.functional.pad(t, (0, padding)) for t in (q, k, v))
     out = aten._scaled_dot_product_flash_attention(
@@ -78,7 +78,7 @@ def _run_flash(
 
 
 def _as_bias(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Return the mask as a bias of q's dtype, expanded, its rows padded to 16 elements."""
+    """Return the mask as an expanded bias of q's dtype, its rows aligned to 16 elements."""
     if mask.dtype == torch.bool:
         bias = torch.zeros_like(mask, dtype=q.dtype)
         mask = bias.masked_fill_(mask.logical_not(), float("-inf"))

@@ -18,9 +18,8 @@ _CUBLAS_WORKSPACE_HOPPER_BYTES = 32 * MIB
 class Device:
     """Description of a GPU for predictions.
 
-    `context_*_bytes` is the range of the process's memory outside the caching allocator: the CUDA
-    context, loaded kernels, the cuBLAS and cuDNN handles. It depends on driver, versions and
-    kernels. `capacity_bytes` is None for a device without limit.
+    `context_*_bytes` is the range of the process's memory outside the caching allocator: CUDA
+    context, loaded kernels, cuBLAS and cuDNN handles. `capacity_bytes` is None for no limit.
     """
 
     name: str
@@ -51,7 +50,7 @@ def find_device(name: str | Device | None = None, gpu_memory: str | int | None =
     """Return a GPU by its name in `list_devices()`, with `gpu_memory` (`80GiB` or bytes) if given.
 
     None is the GPU of this machine if it has one, else a device without limit and with the
-    workspaces of an A100. An unknown name, or a size that is none, raises `InputError`.
+    workspaces of an A100. An unknown name or a malformed size raises `InputError`.
     """
     if isinstance(name, Device):
         device = name
@@ -73,7 +72,7 @@ def present_device(index: int = 0, *, free_only: bool = False) -> Device:
     """Return a GPU of this machine; with `free_only` without the memory in use.
 
     Memory of this process's allocator counts as free. An existing context is subtracted twice, as
-    `Device` includes one, so the result is rather too small than too large.
+    `Device` includes one, so the result errs on the small side.
     """
     properties = torch.cuda.get_device_properties(index)
     capacity_bytes = properties.total_memory
@@ -90,5 +89,5 @@ def describe_device(name: str, capacity_bytes: int, capability: tuple[int, int])
 
 
 def mib(n_bytes: float) -> str:
-    """Return `1234.5 MiB`."""
+    """Return bytes as text, such as `1234.5 MiB`."""
     return f"{n_bytes / MIB:.1f} MiB"

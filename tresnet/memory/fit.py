@@ -21,7 +21,7 @@ from tresnet.memory.workspaces import HIGH_LIMIT_BYTES
 # Two small batches from which all others are predicted. One image is too few, as batch norm refuses
 # it if the last features are 1x1.
 _SMALL_BATCHES = (2, 4)
-_LIMIT = 2**20
+_LIMIT = 2**20  # no larger batch is tried
 # Relative error of the trace itself.
 _DOUBT = 0.01
 
@@ -80,8 +80,7 @@ def fits(trace: Trace, device: Device) -> Fits:
 def max_batch(model: ModelLike, plan: StepPlan) -> MaxBatch:
     """Find the largest batch that fits; arguments are those of `predict` without the batch size.
 
-    Two small batches are traced. Every buffer grows linearly with the batch, so all other batches
-    follow from them and are bisected. The edges found are then traced themselves.
+    Other batches are extrapolated from traces of two small ones; the result is traced itself.
 
     Raises:
         InputError: neither a memory nor a device with one is given, or as for `predict`.
@@ -115,7 +114,7 @@ def max_batch(model: ModelLike, plan: StepPlan) -> MaxBatch:
 
 
 def _edge(predicted: Callable[[int], bool], holds: Callable[[int], bool]) -> int:
-    """Return the largest batch for which `holds`: predicted, then corrected in growing strides."""
+    """Return the largest batch for which `holds`, in growing strides from the predicted one."""
     edge, stride = _bisect(predicted, 0, _LIMIT), 1
     while edge > 0 and not holds(edge):
         edge, stride = max(edge - stride, 0), stride * 2

@@ -21,7 +21,7 @@ from tresnet.memory.trace import Category, Phase, Trace
 from tresnet.memory.walk import BackwardWalk, SavedTensors
 from tresnet.steps import StepHooks
 
-# Of DistributedDataParallel; the first bucket is small, so that communication starts early.
+# Sizes of DDP's buckets; the first is small, so that communication starts early.
 _BUCKET_BYTES = 25 * MIB
 _FIRST_BUCKET_BYTES = MIB
 
@@ -98,7 +98,7 @@ class FakeMachine(StepHooks):
         self._recorder.relabel(tensors, category)
 
     def start_step(self) -> None:
-        """Mark the begin of a step; DDP lays its buckets out again before the second."""
+        """Mark the beginning of a step; DDP lays its buckets out again before the second."""
         self._recorder.start_step()
         if self._buckets is not None and self._recorder.step == 2:
             with self.during(Phase.SETUP, Category.BUCKETS):
@@ -114,8 +114,7 @@ class FakeMachine(StepHooks):
 class _Buckets:
     """Gradient buckets of DistributedDataParallel with `gradient_as_bucket_view`.
 
-    They are laid out over the reversed parameters, and after the first backward in the order in
-    which gradients, which are views into them, arrived.
+    They follow the reversed parameters; from the second step, the order in which gradients arrived.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -27,7 +27,7 @@ from tresnet.memory.attention import attend
 Patch = AbstractContextManager[Any]
 aten = torch.ops.aten
 
-# Operators of several kernels, among which PyTorch chooses by the properties of a device.
+# Operators with several kernels, of which PyTorch chooses one by the device's properties.
 GPU_KERNELS = {aten.scaled_dot_product_attention.default: attend, **recurrent.KERNELS}
 
 _task_ids = itertools.count(1)

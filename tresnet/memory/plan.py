@@ -42,15 +42,13 @@ class StepPlan(ModelStep, ModelShape):
     Attributes:
         device: One of `tresnet.memory.list_devices()` or a `Device`; None for the GPU of this
             machine, or for no particular one.
-        gpu_memory: Its memory, such as `80GiB`, in place of the described one.
+        gpu_memory: Replaces the device's memory, such as `80GiB`.
         train: Forward, backward and optimizer step; else inference.
-        num_classes: Classes of a model given by name; None for its own.
-        in_chans: Channels of a model given by name; None for its own.
+        num_classes: Classes of a model given by name; None for its own. `in_chans` likewise.
         input_size: Side of the square, (H, W), or a complete shape without the batch; None for the
-            model's own. `make_plan` turns it into a complete shape.
-        inputs: Arguments of a model that takes no images: for each an example tensor, whose first
-            dimension becomes the batch size, or (shape, dtype) with the shape of one sample. A list
-            by position, a dict by name. `make_plan` turns them into `InputShapes`.
+            model's own.
+        inputs: Arguments of a model that takes no images, as a list by position or a dict by name.
+            Each is an example tensor, the batch first, or (shape of one sample, dtype).
         opt: timm's name of an optimizer, a class, or a function from parameters to an optimizer.
         grad_checkpointing: True for the model's own choice, or the names of the submodules whose
             forward runs again in backward.
@@ -90,7 +88,7 @@ class MemoryPlan(StepPlan):
         return getattr(self.opt, "__name__", "custom").lower()
 
     def batch(self) -> tuple[Any, torch.Tensor]:
-        """Return images, or what else the model takes, and targets on the CPU, as of a loader."""
+        """Return the model's input and the targets on the CPU, as a loader would."""
         if isinstance(self.inputs, InputShapes):
             images = self.inputs.batch(self.batch_size)
         else:
@@ -103,7 +101,7 @@ class MemoryPlan(StepPlan):
         return images, torch.empty((self.batch_size, *self.target_size))
 
     def describe_sample(self) -> str:
-        """Return `3x224x224`, or `128 int64` for a model that takes no images."""
+        """Return the shape of a sample, such as `3x224x224` or `128 int64`."""
         if isinstance(self.inputs, InputShapes):
             return str(self.inputs)
         assert isinstance(self.input_size, tuple), "filled in by make_plan"
@@ -203,7 +201,7 @@ def make_plan(model: ModelLike, plan: MemoryPlan) -> tuple[str, nn.Module, Memor
 
 
 def default_loss(output: object, target: torch.Tensor) -> torch.Tensor:
-    """Return cross entropy for outputs that fit the target, else their mean, summed over all."""
+    """Sum the cross entropy of outputs that fit the target and the mean of all others."""
     losses = [
         F.cross_entropy(y, target)
         if y.shape == target.shape or (target.dim() == 1 and y.dim() == 2)

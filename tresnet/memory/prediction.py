@@ -46,7 +46,7 @@ STEPS = 2
 # workspaces fragment the cache.
 _RESERVED_ABOVE = 1.10
 
-# The largest error on the notebook's models, without workspaces, is 0.5 % (ViT-B/16).
+# Without workspaces, the largest error on a published notebook's models is 0.5 % (ViT-B/16).
 _DOUBT = 0.01
 # Fakes of CPU tensors differ from CUDA in what mixed precision keeps.
 _DOUBT_CPU_FAKE_FP32 = 0.02
@@ -225,7 +225,7 @@ def record(model: nn.Module, plan: MemoryPlan, device: Device, **machine_options
 
 
 def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Callable[[int], None]:
-    """Return the training step of train.py, as a function of the number of the optimizer step."""
+    """Return a function that runs optimizer step `number` of train.py."""
     if not any(p.requires_grad for p in model.parameters()):
         raise InputError(
             "expected a model with parameters to train, got none that requires a gradient: "
@@ -271,7 +271,6 @@ def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Calla
 
 
 def _inference(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Callable[[int], None]:
-    """Return the inference step of eval.py."""
     with machine.during(Phase.SETUP):
         step = InferenceStep(model, plan, machine.device, hooks=machine)
     machine.adopt(step.model)
@@ -287,7 +286,7 @@ def _inference(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Call
 
 
 class _Outputs:
-    """Outputs of a model, perhaps several tensors, for a step that expects logits."""
+    """Outputs that are not one tensor, with the methods that a step calls on logits."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -306,7 +305,7 @@ class _Outputs:
 
 
 def _adapt(model: nn.Module) -> None:
-    """Let a model take the arguments of a batch, and give outputs that a step takes for logits."""
+    """Unpack batches into the model's arguments, and wrap outputs that are not one tensor."""
 
     def unpacked(model: nn.Module, args: tuple, kwargs: dict) -> Any:
         given = args[0]

@@ -121,7 +121,6 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Run the operation below this mode and record its results."""
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             # half of all dispatches; this is the mode's own result, but faster
@@ -184,7 +183,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _changes_nothing(func: Any) -> bool:
-    """Return whether `func` works in place on many tensors: slow to fake, no allocations."""
+    """Return whether `func` changes many tensors in place: no allocations, and slow to fake."""
     name = func._schema.name
     return name.startswith("aten::_amp_") or (
         name.startswith(("aten::_foreach_", "aten::_fused_")) and name.endswith("_")

@@ -58,8 +58,7 @@ def run(
 class _Sequence(torch.autograd.Function):
     """cuDNN's forward and backward; PyTorch's own node copies the reserve space if Python runs it.
 
-    Its arguments are those of `aten._cudnn_rnn` from `mode` to `bidirectional`, x, hx, cx and the
-    weights.
+    `settings` are the arguments of `aten._cudnn_rnn` from `mode` to `bidirectional`.
     """
 
     @staticmethod
@@ -113,7 +112,7 @@ def fake_backward(
     x: Tensor, weights: list[Tensor], per_layer: int, flat: Tensor, hx: Tensor, cx: Tensor | None,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:  # fmt: skip
-    """Return what `aten._cudnn_rnn_backward` allocates: those of the weights in one buffer."""
+    """Return the gradients of `aten._cudnn_rnn_backward`; those of the weights share a buffer."""
     made = x.new_empty(sum(w.numel() for w in weights))
     parts = made.split([w.numel() for w in weights])
     return (

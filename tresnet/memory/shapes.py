@@ -2,8 +2,8 @@
 
 FakeTensorMode needs a third of a millisecond or more for one operation, even from its own cache.
 Models repeat operations on the same shapes, and two steps are traced. So results that are new
-tensors or arguments are made from a smaller key. All other results, and all that come for the first
-time, are FakeTensorMode's.
+tensors or arguments are cached by a smaller key. FakeTensorMode computes all others, and the first
+result of each form.
 """
 
 from collections.abc import Callable, Iterator
@@ -69,7 +69,7 @@ class ShapeMemory:
 
 
 def _key(value: Any) -> Any:
-    """Return a hashable form of arguments; raise `_Unremembered` for real tensors or constants."""
+    """Return a hashable form of arguments, or raise `_Unremembered` for tensors with values."""
     kind = type(value)
     if kind is FakeTensor and value.constant is None:
         form = value.shape, value.stride(), value.dtype, value.fake_device

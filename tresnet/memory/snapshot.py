@@ -42,8 +42,6 @@ def snapshot(prediction: MemoryPrediction) -> dict[str, Any]:
 
 
 class _Recording:
-    """Replays a trace and keeps each action of the allocator."""
-
     def __init__(self, trace: Trace, capacity_bytes: int | None) -> None:
         self.entries: list[dict[str, Any]] = []
         self._trace = trace

@@ -96,8 +96,8 @@ class Trace:
     def settled(self) -> "Trace":
         """Return a copy of the trace so far, with consecutive deaths sorted.
 
-        Some deaths are in the order of a hash table, such as those in autocast's cache. An
-        allocator's result does not depend on the order of consecutive deaths.
+        Some come in a hash table's order (autocast's cache), on which no allocator's result
+        depends.
         """
         events: list[Event] = []
         for _, run in groupby(self.events, key=lambda e: (e.alive, e.op)):

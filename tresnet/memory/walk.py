@@ -4,9 +4,9 @@ The C++ engine refuses tensors of an absent device. `BackwardWalk` calls the nod
 itself: highest sequence number first, gradients into leaves at once. Tests compare it with the real
 engine on fakes of CPU tensors.
 
-The engine releases the saved tensors of a node after the node has run, even if the node lives on in
-the caller's loss. Python cannot, so `SavedTensors` packs every saved tensor into a `Box` that can
-be emptied, also those of the model's own hooks (activation checkpointing, `save_on_cpu`).
+The engine releases a node's saved tensors after the node has run, even if the caller's loss keeps
+the node alive. Python cannot. So `SavedTensors` packs every saved tensor into a `Box` that can be
+emptied, also those of the model's own hooks (activation checkpointing, `save_on_cpu`).
 """
 
 import contextlib
@@ -35,7 +35,7 @@ _LONE_STORAGE = 2
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class _Hooks:
-    """Pair of hooks, owned only by their scope and by the full boxes, as autograd's are."""
+    """Pair of hooks, owned only by their scope and by boxes with content, as in autograd."""
 
     pack: Callable[[torch.Tensor], Any]
     unpack: Callable[[Any], torch.Tensor]
@@ -76,7 +76,7 @@ class SavedTensors:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[list[Box]]:
-        """Yield the boxes opened inside, in order, without those opened while opening another."""
+        """Yield the list of boxes opened inside, in order; nested openings are left out."""
         outer, self._read = self._read, []
         depth, self._depth = self._depth, 0
         try:
@@ -160,7 +160,7 @@ class BackwardWalk:
     ) -> None:
         """Accumulate gradients into the leaves below `tensors`, like `torch.autograd.backward`.
 
-        The graph is freed: the other arguments have no effect. Nodes may call this in turn.
+        The graph is freed, whatever the other arguments are. Nodes may call this recursively.
         """
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         if grad_tensors is None or isinstance(grad_tensors, torch.Tensor):
@@ -221,8 +221,6 @@ class BackwardWalk:
 
 
 class _Task:
-    """Nodes that wait for their gradients, and those that are ready."""
-
     def __init__(self, sum_in_place: bool) -> None:
         self._sum_in_place = sum_in_place
         self._buffers: dict[Node, Gradients] = {}
@@ -272,7 +270,7 @@ class _Task:
 
 
 def _call(node: Node, gradients: Gradients, edges: tuple) -> Gradients:
-    """Run one node. `gradients` is emptied, so that the node is their last owner."""
+    """Run one node. `gradients` is emptied, so that only the node owns them."""
     if hasattr(node, "_forward_cls"):
         return _call_custom(node, gradients, edges)
     arguments = tuple(gradients)
@@ -282,11 +280,7 @@ def _call(node: Node, gradients: Gradients, edges: tuple) -> Gradients:
 
 
 def _call_custom(node: Node, gradients: Gradients, edges: tuple) -> Gradients:
-    """Run the node of a `torch.autograd.Function` written in Python.
-
-    Its backward returns one gradient for each argument of forward; the edges are only those of the
-    tensors.
-    """
+    """Run a custom Function, whose backward also returns values for arguments without an edge."""
     for index, meta in enumerate(node._input_metadata):
         if gradients[index] is None and patches.wants_zeros(node):
             gradients[index] = torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
@@ -301,7 +295,6 @@ def _call_custom(node: Node, gradients: Gradients, edges: tuple) -> Gradients:
 
 
 def _fit(gradient: torch.Tensor, meta: Any) -> torch.Tensor:
-    """Bring a gradient to the shape and dtype that its node expects, as the engine does."""
     shape = tuple(meta.shape)
     if tuple(gradient.shape) != shape:
         gradient = gradient.sum_to_size(shape)
@@ -327,7 +320,7 @@ def _add(buffer: Gradients, index: int, gradient: torch.Tensor, *, in_place: boo
 
 
 def _layout_follows(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
-    """Return whether strides agree in every dimension longer than one; else the engine copies."""
+    """Return whether strides agree, except in dimensions of size one; else the engine copies."""
     return all(
         size == 1 or mine == theirs
         for size, mine, theirs in zip(leaf.shape, gradient.stride(), leaf.stride(), strict=True)
