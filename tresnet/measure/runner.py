@@ -191,7 +191,8 @@ class _Measurement:
             self._guarded(row, self._begin)
             self._save()
         for number in range(1, self.settings.rounds):
-            alive = [row for row in group if row.status == "ok"]
+            # a stopped one's later rounds would be paired with earlier ones of others
+            alive = [row for row in group if row.status == "ok" and row.error is None]
             if not alive:
                 break
             for row in alive if number % 2 == 0 else reversed(alive):

@@ -90,7 +90,7 @@ class OpsSettings(RunSettings):
     """Options of `bench ops`."""
 
     ops: Annotated[Positional[tuple[str, ...]], arg(metavar="[OP ...]")] = ()
-    """abn_join, abn, abn_blur, abn_se, blur, stem; by default all."""
+    """abn_join, abn, abn_blur, abn_se, stem; by default all."""
     batch_size: Annotated[Size, Ge(2)] = 128
     """Images in a batch."""
     input_size: Size = 224
