@@ -56,11 +56,9 @@ _TENSORS = {Tensor, nn.Parameter, FakeTensor}
 class How(NamedTuple):
     """Settings of a model for the runs of its parts.
 
-    Attributes:
-        impl: 'triton' runs the program by kernels, or raises `InputError`. 'reference' runs it by
-            plain operators. 'auto' runs it on a GPU, by kernels if they were found right, else by
-            plain operators; on a CPU it runs plain modules.
-        recompute: What backward recomputes, one of `RECOMPUTE`.
+    `impl` 'triton' runs the program by kernels, or raises `InputError`; 'reference' runs it by
+    plain operators. 'auto' runs it on a GPU, by kernels if they passed their check, else by plain
+    operators; on a CPU 'auto' runs plain modules. `recompute` is one of `RECOMPUTE`.
     """
 
     impl: Impl = "auto"
@@ -76,9 +74,9 @@ class _OtherNorm(_Plain):
 
 
 def residual_block(*layers: str) -> Callable[[BlockT], BlockT]:
-    """Decorate a block of these consecutive layers, with an SE after the second, and a join.
+    """Register a block class by its consecutive layers, for the program to run.
 
-    Its other modules are `se`, `drop_path` and `downsample`.
+    Its other modules are `se` after the second layer, `drop_path`, and `downsample`, the shortcut.
     """
 
     def register(kind: BlockT) -> BlockT:
@@ -94,16 +92,9 @@ def run(
     """Run parts of a model one after another, by the program if it applies.
 
     If all are unchanged, they are one node of the graph. Otherwise each part runs separately, by
-    the program or as a module.
-
-    Args:
-        parts: By name, each a `ConvNormAct`, a residual block, or an `nn.Sequential` of such.
-        x: (N, C, H, W); bytes if there are `blocks`.
-        how: Settings of the model.
-        blocks: Turns bytes into the input of the first part.
-
-    Raises:
-        InputError: `how.impl` is 'triton', and kernels cannot run here.
+    the program or as a module. A part is a `ConvNormAct`, a residual block, or an `nn.Sequential`
+    of such. `x` is (N, C, H, W), bytes if `blocks` turns them into the first part's input. Raises
+    `InputError` if `how.impl` is 'triton' and kernels cannot run.
     """
     return run_row({0: parts}, x, how, blocks, (0,))[0]
 
@@ -135,7 +126,7 @@ def _run(
     how: How,
     blocks: SpaceToDepth | None,
 ) -> tuple[Tensor, int | None]:
-    """Return the parts' output; and its channels where it is padded, as `channels` are of `x`."""
+    """Return the output, and its number of channels if it is padded; `channels` is that of `x`."""
     wanted = _wanted(parts.values(), x, how.impl)
     try:
         if wanted:
@@ -163,17 +154,16 @@ def _run(
 
 
 class _OneNode(torch.autograd.Function):
-    """Parts that run as plain modules here, while other processes may run them by the program.
+    """Plain modules as one node of the graph, where other ranks may run the program instead.
 
-    Their parameters' gradients come when the node ends, as the program's do: so
-    DistributedDataParallel takes the same turn among the collectives of the norms everywhere.
+    As in the program, all gradients of parameters arrive when the node ends. So the all-reduces of
+    DistributedDataParallel have the same order among the norms' collectives on every rank.
     """
 
     @staticmethod
     def forward(
         ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor, *parameters: Tensor
     ) -> Tensor:
-        """Return what `run` does, whose graph is kept apart."""
         ctx.inputs = x.detach().requires_grad_(x.requires_grad), *parameters
         with torch.enable_grad():
             ctx.output = run(ctx.inputs[0])
@@ -184,7 +174,6 @@ class _OneNode(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x and of the parameters."""
         wanted = {id(t): t for t in ctx.inputs if t.requires_grad}
         grads = torch.autograd.grad(ctx.output, [*wanted.values()], grad, allow_unused=True)
         found = dict(zip(wanted, grads, strict=True))
@@ -202,7 +191,7 @@ def _refuse(name: str, reason: _Plain, impl: Impl) -> None:
 
 
 def _wanted(parts: Iterable[nn.Module], x: Any, impl: Impl) -> bool:
-    """Return whether the settings choose the program and nothing records or transforms."""
+    """Return whether `impl` chooses the program, and no tracer or transform is active."""
     if type(x) not in _TENSORS or traced() or forward_ad._current_level >= 0:
         return False
     if impl != "auto" or x.is_cuda:
@@ -259,7 +248,7 @@ def _read_parts(
     pads = _pads(read, reader.weights, x, channels)
     if pads and blocks is None:
         found, expected = channels or x.shape[1], reader.weights[0].shape[1]
-        if found != expected:  # padding must not make up for what is missing
+        if found != expected:  # zeros would fill missing channels without an error
             raise _Plain(f"expected {expected} channels, got {found}")
     return Part(
         tuple(read), dtype, kernels, pads, how.recompute,
@@ -268,7 +257,7 @@ def _read_parts(
 
 
 def _pads(blocks: list[Block], weights: list[Tensor], x: Tensor, channels: int | None) -> bool:
-    """Return whether a part that reads `x` pads its channels; it goes on with a padded map."""
+    """Return whether a part that reads `x` pads its channels, as it does if `x` is padded."""
     stored = blocks[0].layers[0].norm.gamma is None and padding.is_stored(weights[0])
     return (
         (channels is not None or stored or x.numel() >= padding.FROM)
@@ -288,15 +277,15 @@ _device = attrgetter("device")
 
 
 class _Reader:
-    """Reads the blocks of a part.
+    """Reads the blocks of a part, and collects modules and tensors for `check`.
 
-    It collects modules and tensors, which `check` tests in two loops; that is faster than calls.
+    Checks in two loops are faster than a call for each module.
     """
 
     def __init__(self) -> None:
         self.folded = False
         self.modules: list[nn.Module] = []
-        self.counters: list[Tensor] = []  # of batches, to be increased by one
+        self.counters: list[Tensor] = []  # num_batches_tracked of the norms that update
         self.weights: list[Tensor] = []  # of the convolutions
         self.tensors: list[tuple[str, Any, int]] = []  # names, and the lengths that fit
 
@@ -468,7 +457,7 @@ class _Reader:
 
 
 def _check_shapes(block: Block) -> None:
-    """Check that the shortcut has the shape of the map that it joins."""
+    """Raise `_Plain` unless the shortcut has the shape of the map that it joins."""
     for conv, _ in block.all_layers():
         above, beside = conv.padding
         if conv.stride != (1, 1) or conv.weight.shape[2:] != (2 * above + 1, 2 * beside + 1):

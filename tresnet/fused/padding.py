@@ -1,10 +1,9 @@
 """Channels padded to multiples of 8, which tensor cores need, only within the program.
 
 tresnet_l and tresnet_xl have other widths. Parameters, gradients, running statistics and output
-maps keep these widths. Tensors of one call, or of one block of it, have zeros after their channels.
-Where weights, gamma and beta are zero, norm, activation, blur, gate and join keep maps and
-gradients zero: a padded channel has mean and variance 0, and an inverse standard deviation of 1 /
-sqrt(eps).
+maps keep these widths. Only the tensors of a call have zeros after their channels. A padded channel
+has zeros for weights, gamma and beta, so its mean, variance, output and gradient are zero too. Its
+inverse standard deviation is 1 / sqrt(eps).
 
 Each padded block adds about three short launches to forward and three to backward, so parts with
 small inputs run unpadded.
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
     from tresnet.fused.stage import Block, Layer
 
 MULTIPLE = 8
-# Values of a part's input. tresnet_l's convolutions do about 700 multiply-adds for a value that
-# they read: below, what padding saves of them is no more than its launches take, by estimate.
+# Values of a part's input. Below, by estimate, padding's launches take longer than it saves:
+# tresnet_l's convolutions do about 700 multiply-adds for a value that they read.
 FROM = 1 << 21  # 14 images of 224 pixels
 
 
@@ -36,7 +35,7 @@ def padded(channels: int) -> int:
 
 
 def may_pad(block: "Block") -> bool:
-    """Return whether zeros stay zero in a block: no groups, no division by a deviation of 0."""
+    """Return whether padded channels stay zero: no groups, and an eps that avoids 1 / 0."""
     return all(
         conv.groups == 1 and (norm.gamma is None or norm.eps > 1e-30)
         for conv, norm in block.all_layers()
@@ -87,7 +86,7 @@ def pad(
 
 
 def store(module: nn.Module, name: str, *dims: int) -> None:
-    """Replace a parameter by the corner of a tensor padded in `dims`, which `stored` returns."""
+    """Replace a parameter by a view of a tensor padded in `dims`; `stored` returns that tensor."""
     own = module.get_parameter(name).detach()
     wide = pad([own], [padded_shape(own, *dims)], own.dtype)[0]
     setattr(module, name, nn.Parameter(wide[tuple(map(slice, own.shape))]))
@@ -112,12 +111,7 @@ class Padding:
     """Padded copies of a part's norms and excitations, for one call."""
 
     def __init__(self, layers: Iterable["Layer"], dtype: torch.dtype) -> None:
-        """Pad vectors by two launches, and each matrix whose columns are channels by one more.
-
-        Args:
-            layers: of the part.
-            dtype: of its maps.
-        """
+        """Pad vectors by two launches, and each matrix whose columns are channels by one more."""
         self._dtype = dtype
         self._wide: dict[int, Tensor] = {}
         self._running: list[Tensor] = []
@@ -142,7 +136,7 @@ class Padding:
             self._wide |= zip(map(id, columns), pad(columns, shapes, wide), strict=True)
 
     def _find(self, tensor: Tensor, dim: int) -> bool:
-        """Return whether `surgery.fold` stored a tensor in a padded one, which is then used."""
+        """Return whether `store` put the tensor into a padded one; it is then used."""
         wide = stored(tensor, padded_shape(tensor, dim))
         if wide is not None:
             self._wide[id(tensor)] = wide

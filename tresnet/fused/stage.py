@@ -2,8 +2,8 @@
 
 A block is consecutive convolutions with the operations after each (`tresnet.ops.abn`), and the
 shortcut that joins the last. Backward keeps one map for each convolution, its output, and one for
-each block, its input. Other maps are recomputed: the pass that takes the sums of a norm's backward
-also writes the norm's output, which the gradient of the next convolution's weight reads.
+each block, its input. Other maps are recomputed. The first pass of a norm's backward, which takes
+sums, also writes the norm's output. The gradient of the next convolution's weight reads it.
 
 All tensors go through `save_for_backward`, so that version checks, saved-tensor hooks and a second
 backward are PyTorch's own. `maybe_clear_saved_tensors` frees each map after its last use.
@@ -43,7 +43,7 @@ class Conv(NamedTuple):
         """Return the gradients of `x` and of the weight; that of `x` does not read its values."""
         if of_x or self.weight.dtype == grad.dtype:
             weight = _in_dtype(self.weight, grad.dtype)
-        else:  # its values are not read
+        else:  # only its shape is read
             weight = torch.empty_like(self.weight, dtype=grad.dtype)
         grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
             grad, x, weight, None, self.stride, self.padding, (1, 1), False, (0, 0), self.groups,
@@ -54,7 +54,7 @@ class Conv(NamedTuple):
 
 
 def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x if x.dtype is dtype else x.to(dtype)  # which takes ten times as long to see it
+    return x if x.dtype is dtype else x.to(dtype)  # a no-op of `to` takes ten times as long
 
 
 class Layer(NamedTuple):
@@ -93,14 +93,9 @@ class Layer(NamedTuple):
 class Block(NamedTuple):
     """Consecutive layers, and the shortcut that joins the last.
 
-    Attributes:
-        layers: The convolutions.
-        joins: Add a shortcut before a ReLU.
-        shortcut: The convolution on the shortcut; None for none.
-        halves: Average 2x2 pixels before it.
-        drop: Probability that a sample's layers are dropped (arXiv 1603.09382).
-        scale: Divide the others by the probability that they are kept.
-        copies: Copies of the input that the shortcut concatenates.
+    `joins` adds the shortcut before a ReLU. A shortcut without layer concatenates `copies` of the
+    input. `halves` averages 2x2 pixels before the shortcut's layer. `drop` is the probability that
+    a sample's layers are dropped (arXiv 1603.09382); `scale` divides the others by 1 - `drop`.
     """
 
     layers: tuple[Layer, ...]
@@ -132,16 +127,10 @@ class Block(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Blocks to run, and the settings of a call.
+    """Consecutive blocks, and the settings of a call.
 
-    Attributes:
-        blocks: Consecutive blocks.
-        dtype: Type of the maps.
-        kernels: Run the kernels, else plain operators.
-        pads: Pad the channels, as `padding` does; input maps may be padded, and the output is.
-        recompute: 'none', 'activations' or 'outputs': what backward recomputes.
-        block_size: Side of the blocks by which bytes are rearranged; None for maps.
-        counters: Counters of batches, to be increased by one.
+    Maps have `dtype`. With `pads` an input map may be padded, and the output is. `block_size` is
+    that of space-to-depth if the input is bytes. `counters` count batches.
     """
 
     blocks: tuple[Block, ...]
@@ -163,6 +152,7 @@ def run(part: Part, x: Tensor) -> Tensor:
             x = pad_map(x) if blocks[0].joins else x
             with torch.no_grad():
                 padding = Padding(_layers(blocks), part.dtype)
+        # frozen blocks at the front keep nothing for backward
         while blocks and not (recorded and (x.requires_grad or blocks[0].trains())):
             x = _forward_block(part, padding, blocks.pop(0), x).out
         if blocks:
@@ -181,15 +171,11 @@ def _layers(blocks: list[Block]) -> list[Layer]:
 
 
 class _Run(NamedTuple):
-    """Results of a block's forward.
+    """Results of a block's forward, the tuples with one item for each layer.
 
-    Attributes:
-        out: The output.
-        lives: For each layer, whether it or something before it requires a gradient.
-        kept: For each layer its tensors for backward, or None if it has no backward.
-        inputs: Inputs of the layers' convolutions, as far as they are kept; the first is the
-            block's.
-        of_shortcut: Tensors for backward of the shortcut's layer.
+    `lives` is whether the layer, or something before it, requires a gradient. `kept` are the
+    layer's tensors for backward, or None without backward. `inputs` are those of the convolutions,
+    as far as they are kept; the first is the block's.
     """
 
     out: Tensor
@@ -212,15 +198,7 @@ class _Record(NamedTuple):
 def _forward_block(
     part: Part, padding: Padding | None, block: Block, x: Tensor, live: bool | None = None
 ) -> _Run:
-    """Run a block.
-
-    Args:
-        part: Settings of the call.
-        padding: Padded tensors of the part; None without padding.
-        block: The block.
-        x: Its input.
-        live: Whether `x` requires a gradient; None if there is no backward.
-    """
+    """Run a block; `live` is whether `x` requires a gradient, or None if there is no backward."""
     keeps = live is not None
     source = _maps(part, x)
     wide = block if padding is None else padding.block(block, source)
@@ -246,7 +224,7 @@ def _forward_block(
         live = live or _trains(layer)
         lives.append(live)
         z = conv.forward(y)
-        del y
+        del y  # its memory is free before the norm allocates
         y, needed = (
             _follow(part, norm, z, shortcut, passed, keeps)
             if joins
@@ -274,7 +252,7 @@ def _follow(
 
 
 def _passed(block: Block, x: Tensor) -> Tensor:
-    """Return factors of the samples, (N, 1) float32 or float64, drawn as timm's `DropPath` does."""
+    """Return a factor for each sample, (N, 1), drawn as timm's `DropPath` does."""
     keep_prob = 1 - block.drop
     factors = x.new_empty(len(x), 1).bernoulli_(keep_prob)
     factors = factors if x.dtype == torch.float64 else factors.float()
@@ -293,15 +271,15 @@ def _maps(part: Part, x: Tensor) -> Tensor:
     return stem_input(x, part.block_size, part.dtype, kernels=part.kernels)
 
 
-def _halve(x: Tensor) -> Tensor:
+def _halve(x: Tensor) -> Tensor:  # as the model's shortcut: an odd border averages its own pixels
     return F.avg_pool2d(x, 2, 2, ceil_mode=True, count_include_pad=False)
 
 
 def _dropped(part: Part) -> set[int]:
-    """Return the blocks whose output is not kept as the next one's input, but recomputed.
+    """Return the blocks whose output is recomputed rather than kept as the next one's input.
 
-    No two are consecutive, which would need a chain of recomputations, and the last is kept by its
-    readers. The output of a layer without a join is an activation.
+    No two joins are consecutive, which would need a chain of recomputations. The last output is
+    kept by its readers. The output of a layer without a join is an activation.
     """
     if part.recompute == "none":
         return set()
@@ -319,7 +297,6 @@ class _Blocks(torch.autograd.Function):
     def forward(
         ctx: Any, part: Part, padding: Padding | None, x: Tensor, *parameters: Tensor
     ) -> Tensor:
-        """Return the output of the last block."""
         saved: list[Tensor | None] = list(parameters)
         records, dropped, first, live = [], _dropped(part), 0, x.requires_grad
 
@@ -348,13 +325,12 @@ class _Blocks(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad: Tensor
     ) -> tuple[Any, ...]:
-        """Return the gradients of x and of the parameters."""
         saved = list(ctx.saved_tensors)
         live = ctx.needs_input_grad[2]
         with autocast_off(grad.device.type):
             if torch.is_grad_enabled():
                 return None, None, *_differentiable(ctx, saved, grad)
-            ctx.maybe_clear_saved_tensors()  # which it does not where the graph is retained
+            ctx.maybe_clear_saved_tensors()  # a no-op if the graph is retained
             walk = _Backward(ctx.part, ctx.records, saved, ctx.count)
             grads: list[Tensor | None] = [grad, None]
             del grad, saved
@@ -367,36 +343,28 @@ class _Blocks(torch.autograd.Function):
 
 
 class _Backward:
-    """Backward of consecutive blocks; saved tensors are freed after their last use.
-
-    Attributes:
-        found: Gradients of the parameters.
-        grad: Gradient of the output of the current convolution.
-    """
+    """Backward of consecutive blocks; saved tensors are freed after their last use."""
 
     def __init__(
         self, part: Part, records: list[_Record], saved: list[Any], parameters: int
     ) -> None:
         self.part, self.records, self.saved = part, records, saved
         self.found: list[Tensor | None] = [None] * parameters
-        self.grad: Tensor | None = None
+        self.grad: Tensor | None = None  # of the current convolution's output
         self.padding: Padding | None = None
         if part.pads:
             blocks = [self.filled(record.block) for record in records]
             self.padding = Padding(_layers(blocks), part.dtype)
 
     def filled(self, block: Block, x: Tensor | None = None) -> Block:
-        """Return the block with its parameters, padded if it reads `x`."""
+        """Return the block with its parameters, padded for an input `x` if there is one."""
         block = block.with_layers([layer.filled(self.saved) for layer in block.all_layers()])
         return block if x is None or self.padding is None else self.padding.block(block, x)
 
     def block(self, index: int, grads: list[Tensor | None], live: bool) -> list[Tensor | None]:
-        """Return a block's input gradients: from its first convolution and from its shortcut.
+        """Return the gradients of a block's input, if `live`: from its first layer and shortcut.
 
-        Args:
-            index: Index of the block.
-            grads: Gradients of its output from one or two readers; the list is emptied.
-            live: Whether they are required.
+        `grads` are those of its output, from one or two readers; emptying the list frees them.
         """
         record = self.records[index]
         x = _maps(self.part, self.input(index))
@@ -439,8 +407,7 @@ class _Backward:
     def through_convolution(self, record: _Record, layers: tuple[Layer, ...], at: int) -> None:
         """Run backward of a convolution, and of the norm before it.
 
-        If the convolution's input was not kept, the pass that takes the sums writes it, except for
-        a blur.
+        If the convolution's input was not kept, `gradient_sums` writes it, or `rebuild` for a blur.
         """
         conv, number = layers[at].conv, cast(Any, record.block.layers[at].conv.weight)
         norm, kept = layers[at - 1].norm, self.take_all(record.kept[at - 1])
@@ -460,7 +427,7 @@ class _Backward:
         self.grad = abn.gradient(grad, norm, kept, sums, kernels=self.part.kernels)
 
     def convolution(self, conv: Conv, number: Any, x: Any, *, of_x: bool, last: bool = True) -> Any:
-        """Return the gradient of `x` if requested; the `last` call also finds the weight's."""
+        """Return the gradient of `x` if requested; the `last` call also stores the weight's."""
         assert self.grad is not None
         of_weight = last and self.saved[number].requires_grad
         grad_x = grad_weight = None
@@ -473,7 +440,6 @@ class _Backward:
         return grad_x
 
     def find(self, number: int, grad: Tensor) -> None:
-        """Store the gradient of a parameter."""
         parameter = self.saved[number]
         if self.padding is not None:
             grad = crop_gradient(grad, parameter)
@@ -488,7 +454,7 @@ class _Backward:
         first: Tensor | None,
         live: bool,
     ) -> Tensor | None:
-        """Run backward of the convolution on the shortcut and of the pool before it.
+        """Run backward of the shortcut's layer and pool; return what is not yet added to `first`.
 
         Where the pool averages whole squares, its gradient is added to `first` in one pass.
         """

@@ -13,8 +13,8 @@ from tresnet.layers.norm import norm_class
 class ConvNormAct(nn.Module):
     """k x k convolution without bias, zero padding of k // 2, norm, leaky ReLU, blur.
 
-    A `slope` of None means no activation. `blur` halves height and width; `jit` runs its
-    TorchScript form. Norms of this package apply the activation themselves. After another norm
+    A `slope` of None means no activation. `blur` halves height and width; `jit` runs the blur in
+    TorchScript. Norms of this package apply the activation themselves. After another norm
     (synchronised, frozen, folded) this module applies it.
     """
 

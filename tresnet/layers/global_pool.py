@@ -15,12 +15,11 @@ class GlobalPool2d(nn.Module):
     """Pool each channel over all pixels: (N, C, H, W) to (N, C).
 
     'avg' (or 'fast', its name in timm) is the fast global average pool of the paper. 'avgmax' is
-    the mean of average and maximum, and '' returns the input. `jit` runs the TorchScript form of
-    the average.
+    the mean of average and maximum, and '' returns the input. Another `pool_type` raises
+    `InputError`. `jit` runs the TorchScript form of the average.
     """
 
     def __init__(self, pool_type: str = "avg", jit: bool = False) -> None:
-        """Store the settings, or raise `InputError` for an unknown `pool_type`."""
         super().__init__()
         if pool_type not in POOL_TYPES:
             raise InputError(f"expected a global pool out of {POOL_TYPES}, got {pool_type!r}")

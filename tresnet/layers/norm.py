@@ -29,9 +29,9 @@ _frozen = _Frozen()
 
 
 class FrozenRunningStats:
-    """Keep running statistics unchanged, as the second forward of activation checkpointing must.
+    """Context that keeps running statistics unchanged, for the second forward of checkpointing.
 
-    The context may be entered again: after `retain_graph` that forward runs once for each backward.
+    It may be entered again: after `retain_graph` that forward runs once for each backward.
     """
 
     def __enter__(self) -> None:
@@ -85,7 +85,7 @@ class NormAct(nn.BatchNorm2d):
         return self.momentum
 
     def _statistics(self) -> tuple[Tensor, Tensor, float]:
-        """Return the running statistics, or copies that stay unused, and the batch's weight."""
+        """Return running mean and variance, or copies if they must not change, and the momentum."""
         if not self.training:
             return self.running_mean, self.running_var, 0.0
         if _frozen.value or not self.track_running_stats:
@@ -138,7 +138,7 @@ class BatchNormAct(NormAct):
 
 
 class _Synchronised(torch.autograd.Function):
-    """Norm with the collectives of `tresnet.fused`, which other ranks may run instead."""
+    """Norm with the same collectives as `tresnet.fused`, which other ranks may run instead."""
 
     @staticmethod
     def forward(ctx: Any, norm: Norm, x: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ class ABN(NormAct):
         self.synchronised = False
 
     def group(self) -> Any:
-        """Return the process group of the statistics; not stored, as it cannot be copied."""
+        """Return the process group of the statistics, or None; a stored one could not be copied."""
         if not (self.synchronised and self.training and dist.is_initialized()):
             return None
         return dist.group.WORLD if dist.get_world_size() > 1 else None
@@ -194,9 +194,9 @@ class ABN(NormAct):
 class InplaceABN(NormAct):
     """BN and leaky ReLU by the inplace-abn package, which overwrites its input.
 
-    The package computes gamma = |w| + eps; here `weight` is gamma, so w = weight - eps. An
-    optimizer step may make w negative. `weight` is then replaced by the gamma that it stands for,
-    which leaves the function unchanged. A gamma below eps cannot be represented.
+    The package computes gamma = |w| + eps. Here `weight` is gamma, so w = weight - eps. If an
+    optimizer step makes w negative, `weight` becomes |w| + eps, which is the same function. A gamma
+    below eps cannot be represented.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -257,7 +257,7 @@ def inplace_abn_function() -> Any:
 
 @torch.no_grad()
 def _reflect(module: InplaceABN, *_: Any) -> None:
-    """Replace each weight g < eps by 2 eps - g: both stand for gamma = |g - eps| + eps."""
+    """Replace each weight g < eps by 2 eps - g, as gamma is |g - eps| + eps for both."""
     module.weight.copy_(module._gamma())
 
 

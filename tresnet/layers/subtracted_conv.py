@@ -1,8 +1,8 @@
 """A convolution replaced by three smaller linear ones, or by the single one that they equal.
 
-`SubtractedConv` is the module and `tresnet.ops.subtracted_conv` its arithmetic. It has fewer
-parameters than the convolution that it replaces, and is another network, to be trained. After
-training, `to_conv` and `tresnet.surgery.compose` return plain convolutions.
+`SubtractedConv` has fewer parameters than the convolution that it replaces, and must be trained
+anew. After training, `to_conv` and `tresnet.surgery.compose` return plain convolutions. The
+arithmetic is in `tresnet.ops.subtracted_conv`.
 """
 
 from typing import Any
@@ -17,10 +17,10 @@ from tresnet.ops.subtracted_conv import MODES, Mode
 
 
 class SubtractedConv(nn.Module):
-    """1x1 P; depthwise D minus identity, and dense L, on its output; concatenated. No bias.
+    """Concatenate D P x - P x and L P x: 1x1 P, depthwise D, dense L, without bias.
 
-    It replaces a k x k convolution with padding k // 2. With C channels in and 2 h out it has C h +
-    h k^2 + h^2 k^2 parameters. The modes have the same parameters and function, and differ in
+    It replaces a k x k convolution with padding k // 2. With C channels in and 2 h out it has
+    C h + h k^2 + h^2 k^2 parameters. The modes have the same parameters and function, and differ in
     memory and time:
 
     'branches' runs three convolutions and keeps P x for backward. 'composed' runs one convolution
@@ -89,9 +89,8 @@ class SubtractedConv(nn.Module):
         dilation, groups, bias or hooks. The result is another network: train it.
 
         In torchvision's and timm's ResNet50 (25.56 M parameters) it replaces the sixteen 3x3
-        convolutions and sixteen 1x1, which leaves 15.87 M. A 1x1 with more channels out than in
-        would grow: the L of 2 C channels in a block's last convolution has as many weights (4 C^2)
-        as the original.
+        convolutions and sixteen 1x1, which leaves 15.87 M. The last 1x1 of a block, from C to 4 C
+        channels, would grow: its L of 2 C channels alone has 4 C^2 weights, as many.
 
         Raises:
             InputError: an unknown mode, or no convolution inside the model to replace.

@@ -1,4 +1,4 @@
-"""Calls that symbolic tracing records without tracing inside, as shapes and dtypes decide there."""
+"""Calls that symbolic tracing records as one node, as their code reads shapes and dtypes."""
 
 from typing import Any
 

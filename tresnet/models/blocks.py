@@ -14,7 +14,7 @@ from tresnet.layers.squeeze_excite import SqueezeExcite
 
 @dataclass(frozen=True)
 class BlockSettings:
-    """Settings that all blocks of a model have in common."""
+    """Settings common to all blocks of a model."""
 
     norm: str
     slope: float
@@ -47,7 +47,7 @@ def drop_path(rate: float) -> nn.Module:
 def shortcut(
     in_channels: int, out_channels: int, stride: int, settings: BlockSettings
 ) -> nn.Module:
-    """Average pool at stride 2, 1x1, norm; the identity where input and output shapes agree."""
+    """Average pool (stride 2 only), 1x1, norm; the identity where the shape does not change."""
     if stride == 1 and in_channels == out_channels:
         return nn.Identity()
     layers: list[nn.Module] = []

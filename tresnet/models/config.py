@@ -29,7 +29,7 @@ _MOST_BLOCKS, _MOST_PLANES = 1000, 4096
 
 
 class ModelOptions(TypedDict, total=False):
-    """Fields of `ModelConfig`, as `create` and `build` take them; None means not given."""
+    """Fields of `ModelConfig` as options of `create` and `build`; None means not given."""
 
     layers: Sequence[int] | None
     width_factor: float | None
@@ -56,15 +56,15 @@ class ModelConfig:
         variant: name in the table of variants.
         layers: blocks in each of the four stages.
         width_factor: channels of the first stage over 64.
-        bottlenecks: bottleneck blocks in the first two stages too (version 2).
+        bottlenecks: bottleneck blocks also in the first two stages (version 2).
         block_size: side of the stem's space-to-depth block; 2 suits images of about 32 pixels.
         in_chans: channels of the image.
-        num_classes: width of the classifier; 0 for none, that is pooled features.
-        norm: 'abn' (one saved buffer), 'batchnorm' or 'inplace_abn' (the package).
+        num_classes: width of the classifier; 0 returns pooled features.
+        norm: 'abn' (saves one map for backward), 'batchnorm' or 'inplace_abn' (the package).
         jit: run the helper functions as TorchScript.
         head: 'linear', 'group_attention' or 'ml_decoder'.
-        head_groups: classes of each group of 'group_attention', given as such or as the number of
-            even groups; 12 if not given.
+        head_groups: classes of each group of 'group_attention', or the number of even groups
+            (default 12).
         head_channels: channels of each group of 'group_attention' (None: 512), or width of the
             decoder of 'ml_decoder' (None: 768).
         global_pool: pooling in front of the linear head: 'avg', 'max', 'avgmax' or '' for none.
@@ -195,8 +195,8 @@ def class_groups(
 ) -> tuple[int, ...]:
     """Return the number of classes of each group, or raise `InputError` where `groups` do not fit.
 
-    `groups` are those numbers, or the number of groups, which then get equal numbers of classes;
-    where the division leaves a rest, the first groups get one class more. None: 12 groups, or one
+    `groups` are those numbers, or the number of groups, which then get equal numbers of classes.
+    If the division leaves a rest, the first groups get one class more. None: 12 groups, or one
     for each class if there are fewer.
     """
     if kind != "group_attention":

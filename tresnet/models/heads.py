@@ -46,7 +46,7 @@ class GroupAttentionHead(nn.Module):
     """
 
     def __init__(self, in_features: int, config: ModelConfig, **factory_kwargs: Any) -> None:
-        """Create and initialise the layers; odd channels raise `InputError`."""
+        """Create and initialise the layers; an odd `head_channels` raises `InputError`."""
         super().__init__()
         channels = config.head_channels or DEFAULT_CHANNELS["group_attention"]
         kind: Any = {"norm": config.norm, "slope": config.block_slope, **factory_kwargs}
@@ -100,7 +100,7 @@ class MLDecoderHead(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create timm's layer; channels that its 8 heads do not divide raise `InputError`."""
+        """Create timm's layer; `InputError` for `head_channels` that 8 heads do not divide."""
         super().__init__()
         from timm.layers.ml_decoder import MLDecoder
 

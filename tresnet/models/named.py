@@ -62,8 +62,7 @@ def build_named(
     """Build a randomly initialised model by its name, without a download, or raise `InputError`.
 
     `options` are those of `zoo.build` or of the peer's constructor; None means not given. On the
-    device `meta` nothing is allocated, unless a peer's constructor reads values that it has just
-    made.
+    device `meta` nothing is allocated, unless a peer's constructor reads its new tensors.
     """
     check_name(name)
     source, model = split_name(name)
@@ -87,7 +86,7 @@ def build_named(
 
 
 def build_without_data(construct: Callable[[], nn.Module]) -> nn.Module:
-    """Construct on the meta device, or with data where a constructor reads its new values."""
+    """Construct on the meta device, or with data if the constructor reads its new tensors."""
     try:
         with torch.device("meta"):
             return construct()

@@ -149,7 +149,7 @@ class TResNet(nn.Module):
 
     @torch.jit.unused
     def _run_parts(self, x: Tensor, wanted: Sequence[int]) -> dict[int, Tensor]:
-        """Return the outputs of the `wanted` parts of the body; no part after the last one runs."""
+        """Return the outputs of the `wanted` parts of the body; no part after them runs."""
         if not (symbolic(x) or torch.compiler.is_exporting() or torch.jit.is_tracing()):
             self.check_input(x)
         (_, s2d), *parts = list(self.body.named_children())[: max(wanted) + 1]
@@ -164,7 +164,7 @@ class TResNet(nn.Module):
             row[index], waiting = waiting, {}
         blocks: Any = s2d if of_bytes else None
         if not (self.grad_checkpointing and torch.is_grad_enabled()):
-            # no name here keeps what space-to-depth returns
+            # without a name here, the map of space-to-depth is freed after its last use
             return fused.run_row(row, x if of_bytes else s2d(x), self.how, blocks, wanted)
         outputs, x = {}, x if of_bytes else s2d(x)
         for index, parts in row.items():
@@ -217,8 +217,8 @@ class TResNet(nn.Module):
 
         Args:
             x: Images (N, in_chans, H, W).
-            indices: Indices of the maps, or the number of last maps: 0 is the stem, 1 to 4 the
-                stages, negative ones count from the end; None for all five.
+            indices: Indices of the maps, or the number of last maps; None for all five. 0 is the
+                stem, 1 to 4 the stages, and negative ones count from the end.
             norm: Accepted because timm's callers pass it; there is no final norm.
             stop_early: Run no stage after the last of the `indices`.
             output_fmt: 'NCHW'.
@@ -264,8 +264,7 @@ class TResNet(nn.Module):
             num_classes: Width of the new classifier; 0 for none.
             global_pool: Pooling before a linear classifier; None keeps the present one.
             head_groups: Classes of each group of 'group_attention', or the number of groups. None
-                keeps their number, if there are as many classes, and distributes the classes
-                evenly.
+                keeps the number of groups, or takes one for each class if classes are fewer.
 
         Raises:
             InputError: the class counts do not add up, or the head has no groups or pool to set.
@@ -314,10 +313,10 @@ class TResNet(nn.Module):
     def set_recompute(self, what: str) -> None:
         """Choose which tensors backward of the fused program recomputes; results stay exact.
 
-        'activations' (the default) recomputes the outputs of norms, blurs and SE scales. Most of
-        them cost one additional write. 'outputs' also recomputes the output of every second block,
-        and saves about a sixth more memory. 'none' keeps everything. In a model compiled by
-        `compile_model` the compiler recomputes, except with 'none'.
+        'activations' (the default) recomputes the outputs of norms, blurs and SE scales; most cost
+        one additional write. 'outputs' also recomputes the output of every second block, and saves
+        about a sixth more memory. 'none' keeps everything. In a model compiled by `compile_model`
+        the compiler recomputes, except with 'none'.
 
         Raises:
             InputError: there is no such choice, or the model has another norm.
@@ -379,10 +378,10 @@ class TResNet(nn.Module):
 
 
 def take_indices(indices: int | Sequence[int] | None, count: int) -> list[int]:
-    """Return the indices of `count` feature maps that `indices` stand for, all non-negative.
+    """Return non-negative indices of `count` feature maps.
 
-    `indices` are a number of last maps, a list of indices (negative ones count from the end), or
-    None for all. An index out of range raises `InputError`.
+    `indices` are the number of last maps, a list (negative ones count from the end), or None for
+    all. An index out of range raises `InputError`.
     """
     if indices is None:
         return list(range(count))

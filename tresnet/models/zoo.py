@@ -1,7 +1,7 @@
 """Table of variants, and the function that builds a row of it.
 
-A row of `VARIANTS` gives depth, width and image size of a model; a new row is known to `create`, to
-every command and to timm's plugin. `build` makes a model with random weights, and
+A row of `VARIANTS` gives depth, width and image size of a model. `create`, every command and timm's
+plugin read the table. `build` makes a model with random weights, and
 `tresnet.checkpoints.creation.create` is the user's function, which also loads weights.
 """
 
@@ -36,8 +36,8 @@ class Variant:
     input_size: int = DEFAULT_INPUT_SIZE
 
 
-# Paper, table 2 (M, L, XL); the authors' ImageNet-21K release (v2_l); s is the smaller model of
-# their code; t is this project's own, for small images, tests and demonstrations.
+# Sources: m, l and xl are from table 2 of the paper, v2_l from the authors' ImageNet-21K release,
+# and s from their code. t is this project's own, for small images, tests and demonstrations.
 VARIANTS: dict[str, Variant] = {
     "tresnet_t": Variant((2, 2, 3, 2), 0.25, block_size=2, input_size=32),
     "tresnet_s": Variant((3, 4, 7, 3)),
@@ -49,7 +49,7 @@ VARIANTS: dict[str, Variant] = {
 
 
 def list_models(pattern: str = "*") -> list[str]:
-    """Return the names that `create` accepts and a shell pattern matches, sorted."""
+    """Return the sorted names of models that match a shell pattern."""
     return sorted(fnmatch.filter(VARIANTS, pattern))
 
 
@@ -60,7 +60,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def default_crop_pct(input_size: int | tuple[int, int], crop_mode: str = "center") -> float:
-    """Return the fraction of a side that a centre crop keeps: 0.875 from 224 pixels on."""
+    """Return the fraction of a side that a centre crop keeps: 0.875 from 224 pixels, else 1."""
     large = min(sides(input_size)) >= DEFAULT_INPUT_SIZE
     return 0.875 if crop_mode == "center" and large else 1.0
 
@@ -99,18 +99,11 @@ def build(
     dtype: torch.dtype | None = None,
     **options: Unpack[ModelOptions],
 ) -> TResNet:
-    """Build a variant with random weights.
+    """Build a variant of `list_models()` with random weights, in training mode.
 
-    Args:
-        name: A name out of `list_models()`.
-        impl: 'auto', 'triton' or 'reference': see `TResNet.set_impl`.
-        recompute: 'none', 'activations' or 'outputs': see `TResNet.set_recompute`.
-        device: Where the parameters are; `meta` allocates nothing.
-        dtype: float32, float64, bfloat16 or float16; None for PyTorch's default.
-        **options: Fields of `ModelConfig`; None means not given.
-
-    Returns:
-        The model, in training mode.
+    `impl` and `recompute` are those of `TResNet.set_impl` and `set_recompute`. The device `meta`
+    allocates nothing. `dtype` is float32, float64, bfloat16 or float16; None is PyTorch's default.
+    `options` are fields of `ModelConfig`; None means not given.
 
     Raises:
         InputError: a name or value is unknown, or the device is not usable.
@@ -130,7 +123,7 @@ def build(
 
 
 def default_pretrained_cfg(name: str, config: ModelConfig) -> dict[str, Any]:
-    """Return the preparation of images in timm's terms; crop mode 'squash' distorts them."""
+    """Return how images are prepared, in timm's terms; crop mode 'squash' would distort them."""
     size = find_variant(name).input_size
     side = size // (8 * config.block_size)
     return {

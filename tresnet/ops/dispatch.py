@@ -17,7 +17,7 @@ IMPLS: tuple[Impl, ...] = get_args(Impl)
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_CAPABILITY = (8, 0)
 
-_found: dict[int, str | None] = {}  # by GPU; every operation reads it
+_found: dict[int, str | None] = {}  # results of `lacking` by GPU; every call of a part reads one
 
 
 def check_impl(operation: str, impl: str) -> None:
@@ -39,14 +39,8 @@ def traced() -> bool:
 def runs_kernels(device: torch.device, dtype: torch.dtype, impl: Impl, fake: bool = False) -> bool:
     """Return whether Triton kernels run; "auto" means where available and correct.
 
-    Args:
-        device: Device of the maps.
-        dtype: Type of the maps.
-        impl: "reference" never runs them.
-        fake: Whether the maps are fake tensors.
-
-    Raises:
-        InputError: `impl` is "triton" and they cannot run; the message gives the reason.
+    Device, dtype and `fake` (for fake tensors) are those of the maps. Raises `InputError` with the
+    reason if `impl` is "triton" and they cannot run.
     """
     if impl == "reference":
         return False
@@ -61,7 +55,7 @@ def runs_kernels(device: torch.device, dtype: torch.dtype, impl: Impl, fake: boo
 def lacking(device: torch.device, fake: bool = False) -> str | None:
     """Return why the kernels cannot run on a device, or are wrong there; None if they can.
 
-    For fake tensors, which may represent another GPU, nothing is tried on this machine's.
+    Fake tensors may represent another GPU, so for them nothing is run on this machine's.
     """
     index = device.index or 0
     if device.type == "cuda" and index in _found:

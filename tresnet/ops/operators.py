@@ -22,14 +22,12 @@ LaunchT = TypeVar("LaunchT", bound=Callable[..., Any])
 def operator(
     fake: Callable[..., Any], updates: tuple[str, ...] = ()
 ) -> Callable[[LaunchT], LaunchT]:
-    """Make `tresnet::NAME` of a launch, for fake tensors and dispatch modes.
+    """Register a launch as the operator `tresnet::NAME`, for fake tensors and dispatch modes.
 
     Without these the launch is called directly, as the dispatcher takes longer than all other host
-    work of a launch. The operator is the attribute `recorded`.
-
-    Args:
-        fake: Returns the launch's results without values; called with its arguments.
-        updates: Names of the arguments that are changed in place.
+    work of a launch. `fake` gets the launch's arguments and returns its results without values.
+    `updates` names the arguments that are changed in place. The operator is the attribute
+    `recorded`.
     """
 
     def wrap(launch: LaunchT) -> LaunchT:
@@ -54,7 +52,7 @@ def operator(
 
 
 def _faked(launch: Callable[..., Any], fake: Callable[..., Any], *args: Any) -> Any:
-    """Return the launch's results without values; while launches are collected, collect them."""
+    """Return the launch's results without values; collect the launch while `noted` is active."""
     if _noted is not None:
         with _disable_current_modes():
             launch(*(_without_values(arg) if isinstance(arg, Tensor) else arg for arg in args))
@@ -78,19 +76,13 @@ class Launch(NamedTuple):
 
 
 class _Compiled(NamedTuple):
-    """A compiled kernel.
+    """A compiled kernel, and how to launch it."""
 
-    Attributes:
-        kernel: Triton's object, whose launches call all hooks.
-        run: Launches it; called with the grid, the stream and the arguments, addresses for tensors.
-        driver: Triton's driver.
-        settings: Triton's settings, which contain the hooks.
-    """
-
-    kernel: Any
+    kernel: Any  # Triton's object, whose launches call all hooks
+    # called with the grid, the stream, and addresses and numbers
     run: Callable[[tuple[int, int, int], int, tuple[Any, ...]], object]
     driver: Any
-    settings: Any
+    settings: Any  # Triton's, which contain the hooks
 
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -108,23 +100,18 @@ def launch(
     tensors: tuple[Tensor, ...],
     numbers: tuple[Any, ...],
 ) -> None:
-    """Launch a Triton kernel on the device of its tensors.
+    """Launch a Triton kernel on the device of its first tensor, where all others must be.
 
     Triton's own function takes several times as long as a launch of the compiled kernel. It
     therefore runs only once for the same dtypes, alignments and numbers. Later launches pass
-    addresses, which is faster than passing tensors.
-
-    Args:
-        kernel: Triton's function.
-        grid: Number of programs along each axis.
-        warps: Warps of each program.
-        tensors: First arguments.
-        numbers: The other arguments in order, constants included.
+    addresses, which is faster than passing tensors. The kernel's arguments are the tensors, then
+    the numbers, constants included.
     """
     if _noted is not None:
         _noted.append(Launch(kernel, grid, _options(warps), tensors, numbers))
         return
     device = tensors[0].get_device()
+    # Triton compiles a kernel for addresses that 16 divides, and another one for those it does not
     addresses = [*map(Tensor.data_ptr, tensors)]
     misaligned = functools.reduce(or_, addresses) % 16 and tuple(a % 16 for a in addresses)
     key = id(kernel), device, warps, misaligned, numbers, *map(_dtype, tensors)
@@ -156,8 +143,8 @@ def _remember(key: Any, compiled: Any) -> None:
 def _run_of(compiled: Any) -> Any:
     """Return the `run` of a compiled kernel.
 
-    On NVIDIA's GPUs it leaves out the Python of Triton's launcher. That allocates scratch memory,
-    of which these kernels need none, and passes constants on; a first call records which.
+    On NVIDIA's GPUs it bypasses the Python of Triton's launcher, which allocates scratch memory and
+    adds constant arguments. These kernels need no scratch; a first call records the constants.
     """
     launcher, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     passed, mark = list[Any](), object()
@@ -175,7 +162,7 @@ def _run_of(compiled: Any) -> Any:
 
 
 def _hooked(settings: Any) -> bool:
-    """Return whether a profiler may have set hooks; Triton's empty chain has no calls."""
+    """Return whether a profiler may have set hooks: an empty chain of Triton has no `calls`."""
     enter, leave = settings.launch_enter_hook, settings.launch_exit_hook
     return getattr(enter, "calls", True) or getattr(leave, "calls", True)
 

@@ -15,9 +15,7 @@ import torch
 def scripted_if(jit: bool, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the TorchScript form of `function` if `jit`, except under `torch.compile` and export.
 
-    Args:
-        jit: whether TorchScript is wanted.
-        function: a module-level, fully annotated function.
+    `function` is at module level and fully annotated.
     """
     return _scripted(function) if jit and not torch.compiler.is_compiling() else function
 

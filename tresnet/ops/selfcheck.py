@@ -107,7 +107,7 @@ def _turn(path: Path) -> Iterator[tuple[IO[str], bool]]:
 
 
 def _found_by_child(device: torch.device, key: str) -> str | None:
-    """Return a new process's verdict, or None if it had no GPU or no memory."""
+    """Return the verdict of a new process, or None if it had no GPU or no memory."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
     try:
         child = subprocess.run(
@@ -161,9 +161,9 @@ def _verdict(device: torch.device) -> str:
 
 
 def main(device: torch.device, key: str | None = None) -> int:
-    """Compare on `device` and print the verdict; `key` names the GPU that is meant.
+    """Compare on `device` and print the verdict; return 0 if the kernels are right.
 
-    Whatever fails before the first line says nothing about the kernels.
+    A GPU other than that of `key` ends the process before the first line, without a verdict.
     """
     torch.ones(1, device=device).item()
     if key not in (None, _memory(device).name):
@@ -227,7 +227,7 @@ def _check_norm(case: _Case, random: torch.Generator, device: torch.device) -> N
 
 
 def _probes(case: _Case, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return gradients of the output of two readers in the case's dtype, or one and zeros."""
+    """Return gradients of the output from two readers; the second is zero without a join."""
     probe = torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape).to(case.dtype)
     second = probe / 4 if case.join else torch.zeros_like(probe)
     return probe - second, second
@@ -304,7 +304,7 @@ def _compare(name: str, found: Tensor, expected: Tensor, tolerance: float) -> No
 
 
 def _memory(device: torch.device) -> Path:
-    """Return the file that exists if the kernels were right on this device with these versions."""
+    """Return the path of a file that exists if the kernels were right here with these versions."""
     parts = [torch.__version__, str(device.type), str(torch.version.cuda), str(torch.version.hip)]
     parts.append(_or_none(lambda: importlib.metadata.version("triton")))
     parts.append(_or_none(Path("/proc/driver/nvidia/version").read_text))

@@ -26,10 +26,11 @@ def subtracted_conv(
 ) -> Tensor:
     """Return concat(D P x - P x, L P x); the three modes differ in what backward keeps.
 
-    Kept per call, with n pixels of output, N images and 2 h channels out: 'branches' keeps x and P
-    x (h N n values); 'composed' and 'recompute' keep only x. 'composed' computes the weight of one
-    k x k convolution from the factors in forward and again in backward. 'recompute' runs the three
-    convolutions, and P and D again in backward.
+    'branches' keeps x and P x, which has h values for each output pixel; 'composed' and 'recompute'
+    keep only x. 'composed' computes the weight of one k x k convolution from the factors in forward
+    and again in backward. 'recompute' runs the three convolutions, and P and D again in backward.
+    Under `torch.compile`, export and tracing the compiler decides what is kept, and 'recompute' is
+    'branches'.
 
     Args:
         x: (N, C, H, W), floating point.
@@ -37,15 +38,13 @@ def subtracted_conv(
         depth: D, (h, 1, k, k), k odd.
         low: L, (h, h, k, k).
         stride: Stride of P, in both directions.
-        mode: 'branches', 'composed' or 'recompute'. Under `torch.compile`, export and tracing the
-            compiler decides what is kept, and 'recompute' is 'branches'.
+        mode: 'branches', 'composed' or 'recompute'.
 
     Returns:
         (N, 2 h, ceil(H / stride), ceil(W / stride)); under autocast in its dtype.
 
     Raises:
-        InputError: an unknown mode, or an input that is not (N, C, H, W) or of another type than
-            the weights.
+        InputError: an unknown mode, or another shape or dtype of `x` than the weights need.
     """
     if mode not in MODES:
         raise InputError(f"expected mode out of {', '.join(MODES)}, got {mode!r}")
@@ -63,7 +62,7 @@ def subtracted_conv(
 
 
 def branches(x: Tensor, point: Tensor, depth: Tensor, low: Tensor, stride: int) -> Tensor:
-    """Return the definition, by three convolutions; arguments as of `subtracted_conv`."""
+    """Return the result by its definition, three convolutions."""
     half, border = depth.shape[0], depth.shape[-1] // 2
     p = F.conv2d(x, point, stride=stride)
     d = F.conv2d(p, depth, padding=border, groups=half)
@@ -81,8 +80,8 @@ def composed(x: Tensor, point: Tensor, depth: Tensor, low: Tensor, stride: int) 
 def compose(point: Tensor, depth: Tensor, low: Tensor) -> Tensor:
     """Return the weight (2 h, C, k, k) of the single convolution; differentiable.
 
-    It is (D - 1) P and L P, where 1 is the kernel that is one in its centre. P only mixes channels,
-    so each tap of the product is the product of that tap with P.
+    It is (D - 1) P and L P, where 1 is the identity kernel. P only mixes channels, so each tap of a
+    product is that tap of D or L times P.
     """
     centre = depth.shape[-1] // 2
     impulse = torch.zeros_like(depth[:1])
@@ -94,8 +93,8 @@ def compose(point: Tensor, depth: Tensor, low: Tensor) -> Tensor:
 def geometry(kernel_size: int, stride: int) -> tuple[int, int, int]:
     """Return stride, padding and dilation of the single convolution.
 
-    Neighbours in P x are `stride` pixels of x apart, so the kernel is dilated. D and L read zeros
-    beyond the border of P x. P of the zeros around x is zero too, so the result is exact.
+    Neighbours in P x are `stride` pixels of x apart, so the kernel is dilated. Padding is exact: D
+    and L read zeros beyond the border of P x, and P of the zeros around x is zero too.
     """
     dilation = stride if kernel_size > 1 else 1
     return stride, dilation * (kernel_size // 2), dilation

@@ -11,17 +11,11 @@ def unit_floats(
     memory_format: torch.memory_format = torch.preserve_format,
     largest: Tensor | float = 255.0,
 ) -> Tensor:
-    """Divide bytes by 255 in fp32, in one pass that writes `dtype` in the requested memory format.
+    """Divide uint8 images (N, C, H, W) by 255 in fp32, in one pass that writes `dtype`.
 
-    Args:
-        images: (N, C, H, W), uint8.
-        dtype: Type of the result.
-        memory_format: Memory format of the result; by default that of the images.
-        largest: 255, as a number, or as a tensor () on the images' device: a GPU multiplies by the
-            inverse of a number, which rounds a second time.
-
-    Returns:
-        (N, C, H, W); with a tensor equal to torchvision's conversion to the bit, also on a GPU.
+    The memory format is that of the images by default. `largest` is 255 as a number, or as a tensor
+    () on the images' device. A GPU multiplies by the inverse of a number, which rounds a second
+    time; with a tensor the result equals torchvision's conversion to the bit.
     """
     floats = torch.empty_like(images, dtype=dtype, memory_format=memory_format)
     return torch.div(images, largest, out=floats)

@@ -83,8 +83,8 @@ def compile_model(
     """Compile a model for training or for inference; returns a function from images to logits.
 
     If the model recomputes anything in training, the partitioner may recompute all operations but
-    convolutions, matrix products and reductions in backward. The compiler fuses them into kernels
-    that run anyway, so less is kept.
+    convolutions, matrix products and reductions in backward. They are fused into kernels that run
+    anyway, so less memory is kept.
 
     Args:
         model: A TResNet or any other model, perhaps wrapped for data-parallel training.

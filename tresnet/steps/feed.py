@@ -9,10 +9,9 @@ from tresnet.settings import Compute
 
 
 class Feed:
-    """Moves batches to the device, in the form that the model computes with.
+    """Moves batches to the device, as the bytes or floats that the model reads.
 
-    Loaders give bytes, a quarter of the size of floats: in workers, in page-locked memory and on
-    the way to the device.
+    Loaders give bytes, which take a quarter of the memory and transfer of floats.
     """
 
     def __init__(
@@ -23,10 +22,9 @@ class Feed:
         keep_bytes: bool,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Store the settings; `dtype` is that of floats.
+        """Store the settings; `keep_bytes` is for a stem that reads bytes (`reads_bytes`).
 
-        With `keep_bytes` images stay bytes, for a stem that reads them (`reads_bytes`). Otherwise
-        they become floats in [0, 1] on the device.
+        Other images become floats in [0, 1] of `dtype` on the device.
         """
         self._layout = compute.memory_format
         self._device = device

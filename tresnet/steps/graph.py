@@ -1,9 +1,9 @@
 """CUDA graphs: one launch in place of a thousand, for a micro-batch or an inference.
 
-The first runs of a shape are eager. Then one is captured, which computes nothing, and the next one
-runs as a graph and eagerly, and both are compared. Only a graph with the results of the eager run
-is replayed from then on. Optimizer, schedule, EMA and scaler stay outside the graph. If a capture
-fails or differs, the step continues eagerly, and one line says so.
+The first runs of a shape are eager. Then one is captured, which computes nothing. The next run is
+both a replay and eager, and the results are compared. Only a graph with the results of the eager
+run is replayed from then on. Optimizer, schedule, EMA and scaler stay outside the graph. If a
+capture fails or differs, the step continues eagerly, and one line says so.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ WARMUP_RUNS_DDP = 11  # DistributedDataParallel lays its buckets out again after
 CHECKED_AFTER = 2  # runs after the warm-up: one is captured, one is compared
 _MOST_GRAPHS = 8
 # Allowed difference of a replay from an eager run: four times the difference of two eager runs,
-# plus this fraction of the eager value (by norm: single gradients differ between correct runs).
+# plus this fraction of the eager value. Norms are compared: single gradients differ between runs.
 _CLOSE = 1e-3
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
@@ -46,7 +46,7 @@ class Capturer(Protocol):
         ...
 
     def in_turn(self) -> AbstractContextManager[Any]:
-        """Return the context of a graph's use, after its use on any other stream."""
+        """Return the context of a call that may replay, in order with calls on other streams."""
         ...
 
     def capture(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
@@ -54,7 +54,7 @@ class Capturer(Protocol):
         ...
 
     def same_random_numbers(self) -> AbstractContextManager[Any]:
-        """Return a context whose random numbers are drawn again after it."""
+        """Return a context after which the same random numbers are drawn again."""
         ...
 
 
@@ -62,14 +62,13 @@ class CudaCapturer:
     """Captures on its own stream; all graphs use one pool of memory."""
 
     def __init__(self, device: torch.device) -> None:
-        """Create the stream and the pool."""
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._used = torch.cuda.Event()
 
     @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:
-        """Run on the stream of later captures, in order with the current one."""
+        """Run on the stream of later captures, in order with the current stream."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -116,15 +115,10 @@ class CudaCapturer:
 
 
 def uses_graph(compute: Compute, device: torch.device, captures: bool = True) -> bool:
-    """Return whether a step tries CUDA graphs.
+    """Return whether a step on `device` tries CUDA graphs.
 
-    Args:
-        compute: `on`, `off`, or `auto`: for an eager model on a GPU.
-        device: Where the step computes.
-        captures: Whether the rest of the step allows `auto` to choose graphs.
-
-    Raises:
-        ConfigError: `on` without a GPU, or with a compiler mode that makes graphs itself.
+    'auto' does for an eager model on a GPU, if the rest of the step `captures`. 'on' raises
+    `ConfigError` without a GPU, or with a compiler mode that makes graphs itself.
     """
     if compute.cuda_graph == "auto":
         return captures and device.type == "cuda" and compute.compile == "none"
@@ -151,10 +145,7 @@ class _Reading:
     """State of a model and its surroundings that a captured run has read.
 
     A replay reads the same addresses, so `holds` is checked before each one. It runs while the GPU
-    still computes, in two loops over all modules.
-
-    Attributes:
-        parameters: The model's parameters, each once.
+    still computes, in two loops over all modules. `parameters` holds each parameter once.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -211,11 +202,7 @@ class _Graph:
 
 
 class _Graphs:
-    """Graphs of one model, by the values that must be equal for one to fit.
-
-    Attributes:
-        replayed: Whether the last run was a replay.
-    """
+    """Graphs of one model, by form of the batch; `replayed` says whether the last run was one."""
 
     _agree: Callable[[bool], bool] | None = None
 
@@ -274,14 +261,7 @@ class GraphedForward(_Graphs):
         capturer: Capturer,
         say: Say | None = None,
     ) -> None:
-        """Store the arguments; nothing is captured yet.
-
-        Args:
-            run: Eager function from images to logits.
-            model: The model of `run`.
-            capturer: Captures and replays.
-            say: Receives a line for each decision; None for the log.
-        """
+        """Store the arguments: `run` maps images to logits, `say` gets a line for each decision."""
         super().__init__(model, capturer, say)
         self._run = run
         self._lock = threading.Lock()
@@ -336,7 +316,7 @@ class GraphedMicroBatches(_Graphs):
     """Runs micro-batches: eagerly at first and for rare shapes, else by a CUDA graph.
 
     A graph has its own inputs, into which each batch is copied, and its own gradients. The first
-    micro-batch of an optimizer step sets them, later ones add to them; each has its own graph.
+    micro-batch of an optimizer step sets the gradients, later ones add to them: two graphs.
     """
 
     def __init__(
@@ -349,16 +329,12 @@ class GraphedMicroBatches(_Graphs):
         agree: Callable[[bool], bool] | None = None,
         say: Say | None = None,
     ) -> None:
-        """Store the arguments; nothing is captured yet.
+        """Store the arguments.
 
-        Args:
-            run: Eager micro-batch; arguments and results are those of a call.
-            model: The bare model, whose parameters get gradients.
-            capturer: Captures and replays.
-            warmup_runs: Eager runs of one shape in a row before it is captured.
-            agree: Whether something holds in every process; None for one process. With several
-                processes a failed capture is an error, as the others wait for its reductions.
-            say: Receives a line for each decision; None for the log.
+        `run` is an eager micro-batch with the arguments and results of a call, and `model` the bare
+        model. A shape is captured after `warmup_runs` in a row. `agree` returns whether something
+        holds in every process, and is None for one process. With several a failed capture is an
+        error, as the others wait for its reductions. `say` gets a line for each decision.
         """
         super().__init__(model, capturer, say)
         self._run = run
@@ -473,7 +449,7 @@ class GraphedMicroBatches(_Graphs):
             self._accept(key, len(eager.outputs[1]))
 
     def _take_over(self, key: Any) -> None:
-        """Move gradients of an eager run to the tensors that later graphs add to."""
+        """Copy gradients of an eager run to the tensors to which graphs of later ones add."""
         if (graph := self._graphs.get(key)) is None:
             return
         for own, parameter in zip(graph.gradients, self._reading.parameters, strict=True):
@@ -500,9 +476,9 @@ def _difference(
     again: Sequence[Tensor],
     start: Sequence[Tensor] = (),
 ) -> str | None:
-    """Return the difference of a replay in words, or None if it is within that of two eager runs.
+    """Return the difference of a replay in words, or None if it is within the tolerance.
 
-    `start` are the gradients that a later micro-batch was added to.
+    `start` are the gradients to which a later micro-batch was added.
     """
     if not eager and not replayed:
         return None

@@ -17,11 +17,9 @@ from tresnet.surgery.folding import fold
 
 
 class InferenceStep:
-    """Moves batches to the device and computes a model's logits for them.
+    """Moves batches to the device (`feed`) and computes their logits (a call).
 
-    Attributes:
-        model: The given model, or a folded copy of it.
-        feed: Moves a loader's batch to the device, as `__call__` expects it.
+    `model` is the given model, or a folded copy of it.
     """
 
     def __init__(
@@ -33,16 +31,11 @@ class InferenceStep:
         hooks: StepHooks | None = None,
         say: Callable[[str], object] | None = None,
     ) -> None:
-        """Move the model to its device and memory format.
+        """Move the model to its device and memory format, in place.
 
-        Args:
-            model: The model. With a plain `Compute` it may be trained further.
-            compute: Precision, memory format, and whether to compile. An `InferenceCompute` may
-                also convert the weights, fold and freeze them, and run as a CUDA graph; the weights
-                must then not change any more.
-            device: The device that computes.
-            hooks: Called around the forward; None for none.
-            say: Receives messages about compilation and CUDA graphs; None for the log.
+        With a plain `Compute` the model may be trained further. An `InferenceCompute` may also
+        convert the weights, fold and freeze them, and run as a CUDA graph; the weights must then
+        not change any more. `say` receives messages about compilation and graphs (None: the log).
 
         Raises:
             ConfigError: A CUDA graph is requested where none is possible.
@@ -102,7 +95,7 @@ class InferenceStep:
             return self._forward(images).float()[:count]
 
     def _filled_up(self, images: Tensor) -> Tensor:
-        """Pad the last batch to the size of the others, for which the model is compiled."""
+        """Pad a smaller batch to the size for which the model is compiled."""
         missing = self._images - len(images)
         if missing <= 0:
             self._images = len(images)

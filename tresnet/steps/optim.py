@@ -22,13 +22,10 @@ def create_optimizer(
 ) -> torch.optim.Optimizer:
     """Build timm's optimizer `config.opt`; only convolution and linear weights decay.
 
-    Args:
-        model: A model, whose `no_weight_decay()` may name further parameters without decay, or
-            parameter groups with their own decay.
-        config: Optimizer, learning rate, momentum and decay.
-        global_batch: Images of an optimizer step over all processes.
-        on_gpu: Fuse the step into one kernel if the optimizer can. That saves launches, and the
-            check of a scaled loss for overflow then does not wait for the GPU.
+    `model` is a model, whose `no_weight_decay()` may name further parameters without decay, or
+    parameter groups with their own decay. `global_batch` is images of an optimizer step over all
+    processes. `on_gpu` fuses the step into one kernel if the optimizer can. That saves launches,
+    and the check of a scaled loss for overflow then does not wait for the GPU.
 
     Raises:
         ConfigError: timm has no optimizer of that name, it refuses an option, or it needs second
@@ -90,8 +87,8 @@ def create_schedule(
     return lr_scheduler.LambdaLR(optimizer, lambda step: factor(config, step, total_steps))
 
 
-# torch's LinearLR + CosineAnnealingLR end at one absolute rate for all parameter groups. A fraction
-# of each group's own rate suits layer-wise rates.
+# Not torch's LinearLR + CosineAnnealingLR: they end at one absolute rate for all parameter groups.
+# Layer-wise rates need a fraction of each group's own rate.
 def factor(config: ScheduleConfig, step: int, total_steps: int) -> float:
     """Return the fraction of the peak rate at `step` (from 0): warm-up, then cosine or constant."""
     warmup = config.warmup_fraction * total_steps

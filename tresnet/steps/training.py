@@ -64,12 +64,12 @@ class TrainingStep:
         skips: bool = False,
         hooks: StepHooks | None = None,
     ) -> None:
-        """Keep the parts; the model is on its device already.
+        """Store the parts; the model is on its device already.
 
         `forward` computes the logits in place of the model: compiled, or in
         DistributedDataParallel. `no_sync` surrounds micro-batches after which processes exchange no
-        gradients. `mixes` says that images are floats, as they are mixed, and `skips` keeps what
-        `is_bad` and `skip` need.
+        gradients. `mixes` means mixed images, which are floats. `skips` stores what `is_bad` and
+        `skip` need.
         """
         self.model = model
         self.optimizer = optimizer
@@ -175,7 +175,7 @@ class TrainingStep:
         return isinstance(run, GraphedMicroBatches) and run.replayed
 
     def optimizer_step(self, global_step: int) -> None:
-        """Change the weights by the gathered gradients; `global_step` counts from 1."""
+        """Update the weights by the accumulated gradients; `global_step` counts from 1."""
         self._lr = self._next_lr()
         with self._hooks.during("optimizer"):
             if self._clip_grad is not None:
@@ -202,7 +202,7 @@ class TrainingStep:
 
     @torch.no_grad()
     def skip(self) -> None:
-        """Leave out this optimizer step: restore running statistics and step the schedule alone."""
+        """Skip this optimizer step: restore running statistics and step only the schedule."""
         assert self._kept is not None, "asked for by `skips`"
         self._lr = self._next_lr()
         torch._foreach_copy_(list(self.model.buffers()), self._kept)
@@ -268,7 +268,7 @@ def create_training_step(
     Args:
         model: A model in training mode; `sync_bn` may replace its batch norms.
         compute: Precision, memory format and compiler.
-        device: Where the step runs.
+        device: The device of the step.
         optimizer: Optimizer and gradient accumulation; None for the defaults.
         ema: None for no EMA.
         schedule: None for a constant learning rate.
@@ -292,7 +292,7 @@ def create_training_step(
     check_compiled_accumulation(compute.compile, optimizer.accumulate)
     model = move_model(model, compute, device)
     compiles = compute.compile != "none"
-    # DistributedDataParallel in graphs has run on no GPU yet, and a replay runs no Python of hooks
+    # not with DistributedDataParallel, untested in graphs, nor with hooks, which a replay skips
     captures = not grad_checkpointing and hooks is None and world_size == 1
     graphed = uses_graph(compute, device, captures)
     if graphed and grad_checkpointing:
@@ -356,8 +356,8 @@ def _agree(device: torch.device, holds: bool) -> bool:
 def check_compiled_accumulation(mode: str, accumulate: int) -> None:
     """Raise `ConfigError` for gradient accumulation over CUDA graphs of the compiler.
 
-    The gradients of the first micro-batch are memory of its graph, which the next one overwrites:
-    PyTorch gives an error or wrong sums (its issues 169545 and 96693).
+    The gradients of the first micro-batch lie in memory of its graph, which the next replay
+    overwrites. PyTorch then gives an error or wrong sums (its issues 169545 and 96693).
     """
     if accumulate > 1 and mode in CUDA_GRAPH_MODES:
         raise ConfigError(

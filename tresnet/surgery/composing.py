@@ -1,8 +1,8 @@
 """Compose consecutive linear convolutions into one, where that is exact.
 
 A convolution reads the input, zero outside its borders, at stride * i + tap - padding. Kernels are
-expanded here to have neither dilation nor groups. Two of them compose by a transposed convolution
-of one with the other. Values for rows and columns are arrays of two.
+first expanded to have neither dilation nor groups. Two of them compose by a transposed convolution
+of one with the other. Arrays of two hold values for rows and columns.
 """
 
 from dataclasses import dataclass
@@ -25,17 +25,15 @@ def compose(*parts: nn.Module) -> nn.Module:
     groups and bias. They are not changed. The result has one group, and the dtype and device of the
     first weight; it is composed in float64. It may cost more than its factors.
 
-    The result is exact for every input size if only the first part pads. A part before one that
-    pads must have no bias. It must pad by at least dilation * (kernel - 1), which a 1x1
-    convolution has.
+    The result is exact for every input size if only the first part pads. If a later part pads, the
+    part before must have no bias and pad by at least dilation * (kernel - 1), 0 for a 1x1.
 
     In a single model with other modules, such as a ResNet50, each `SubtractedConv` becomes an
-    `nn.Conv2d`, in place, and the model is returned. Train before, as the factors are then gone.
+    `nn.Conv2d`, in place, and the model is returned. Train first, as the factors are lost.
 
     Raises:
-        InputError: a part is not a linear convolution, has hooks or a parametrization, or the
-            composition is not exact, or a model has no `SubtractedConv`. The message names the
-            part.
+        InputError: a part is not a linear convolution, has hooks or a parametrization, the
+            composition is not exact, or a model has no `SubtractedConv`. It names the part.
     """
     for index, part in enumerate(parts):
         check_model(part)
@@ -146,9 +144,9 @@ def _after(first: _Linear, second: _Linear) -> _Linear:
 
 
 def _check_exact(first: _Linear, second: _Linear) -> None:
-    """Check that channels fit, and that `second` reads zeros beyond its input.
+    """Check that channels fit, and that `second` pads only where `first` would give zeros.
 
-    Beyond its last output `first` reads from `padding - extent` pixels past the border on.
+    Past its outermost outputs, `first` reads no pixel if its padding is at least its extent.
     """
     gives, takes = len(first.weight), second.weight.shape[1]
     if gives != takes:

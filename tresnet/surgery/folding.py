@@ -37,7 +37,7 @@ def fold(model: ModuleT, *, merge_stem: bool = False, inplace: bool = False) -> 
     frozen. The model must call such an `nn.Sequential` as one module: if it calls the children one
     by one and computes something between them, the result is wrong without an error. The result has
     no gradients and refuses training mode and checkpoints. Load before folding, and export after.
-    Fold a model on the GPU and in the dtype and layout in which it will run: weights whose widths
+    Fold a model on the GPU and in the dtype and layout in which it will run. Weights whose widths
     are no multiple of 8 then lie in padded memory, and no call pads them.
 
     Args:
@@ -194,7 +194,7 @@ def _convolution(conv: nn.Conv2d, weight: Tensor, bias: Tensor, **changes: objec
 
 
 def _store_padded(model: TResNet) -> None:
-    """Put the weights in padded memory where the fused program will read them, with kernels."""
+    """Store weights in padded memory, which the fused program then reads without a copy."""
     stem = model.body._modules.get("conv1")
     for module in model.body.modules():
         if isinstance(module, FoldedConv) and module.conv.groups == 1:

@@ -51,11 +51,11 @@ class ParallelBranches(nn.Module):
 def merge_parallel(branches: Iterable[nn.Module], *, shared_input: bool = True) -> ParallelBranches:
     """Return one module that runs G branches together; weights are copied, branches unchanged.
 
-    The outputs are those of the branches, concatenated along dimension 1, and so are the gradients,
-    in eval and training mode. `torch.vmap` must be able to run the branches. Linear layers with
-    unequal numbers of outputs go into a `tresnet.layers.GroupedLinear`. Dropout and drop path draw
-    for each branch. With `shared_input` all branches read the same (N, C, ...), else branch g reads
-    the g-th C channels.
+    The outputs are those of the branches, concatenated along dimension 1, and the gradients are
+    theirs, in eval and training mode. `torch.vmap` must be able to run the branches. For linear
+    layers with unequal numbers of outputs use `tresnet.layers.GroupedLinear`. Dropout and drop path
+    draw for each branch. With `shared_input` all branches read the same (N, C, ...), else branch g
+    reads the g-th C channels.
 
     Raises:
         InputError: the branches differ in structure or settings, share or tie tensors, have none,
@@ -108,5 +108,5 @@ def _structure(branch: nn.Module) -> dict[str, Any]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Return whether two settings are surely equal; tensors are equal only if identical."""
+    """Return whether two settings are equal; tensors are only if they are one object."""
     return a is b or (type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b))

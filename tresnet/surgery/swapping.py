@@ -15,7 +15,7 @@ from tresnet.models.tresnet import TResNet
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _SHOWN = 5
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-_CHOICES = ("track_running_stats", "synchronised")  # the last of an ABN
+_CHOICES = ("track_running_stats", "synchronised")  # only an ABN has `synchronised`
 
 
 def swap_norm(model: ModuleT, norm: str) -> ModuleT:

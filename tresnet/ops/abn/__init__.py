@@ -1,7 +1,7 @@
 """The operations between two convolutions, forward and backward, by kernels or plain PyTorch.
 
-relu(gate * blur(act(gamma * (y - mean) / sqrt(var + eps) + beta)) + shortcut), each part if
-requested, takes a few passes over the convolution's output y. Forward reads y twice (statistics,
+They are relu(gate * blur(act(gamma * (y - mean) / sqrt(var + eps) + beta)) + shortcut), each part
+if requested, in a few passes over the convolution's output y. Forward reads y twice (statistics,
 apply), or three times with an SE after an activation. Backward reads y twice: one pass takes the
 sums that BN, SE and the ReLU of the join need, one writes the gradient. Kept for backward are y,
 vectors, and the sign of each value of a join, in one bit.
@@ -26,14 +26,7 @@ from tresnet.ops.excite import reference as excite_reference
 
 
 class SEWeights(NamedTuple):
-    """The two layers of a squeeze and excitation.
-
-    Attributes:
-        fc1_weight: (R, C) or (R, C, 1, 1).
-        fc1_bias: (R,).
-        fc2_weight: (C, R) or (C, R, 1, 1).
-        fc2_bias: (C,).
-    """
+    """Layers from C channels to R and back: weights (R, C) and (C, R), or with (1, 1) after."""
 
     fc1_weight: Tensor
     fc1_bias: Tensor
@@ -48,15 +41,13 @@ class Norm(NamedTuple):
         gamma: (C,); None if the norm is folded into the convolution, whose bias is then `beta`.
         beta: (C,).
         mean: Running mean (C,), updated in place while training.
-        var: Running variance (C,), as the mean, unbiased.
-        training: Use the statistics of the batch.
+        var: Unbiased running variance (C,), updated likewise.
         momentum: Weight of the batch in the running statistics; None for no update.
-        eps: Added to the variance.
         slope: Negative slope of the leaky ReLU; None for no activation.
         blur: Blur and keep every second pixel, as `blur_pool`.
-        se: Layers of the squeeze and excitation that follows; None for none.
-        group: Process group over which the statistics are synchronised; one of its processes may
-            have a single value per channel, or an empty batch. None for this process only.
+        se: Layers of the squeeze and excitation that follows.
+        group: Process group that synchronises the statistics. One of its processes may have a
+            single value per channel, or an empty batch.
         channels: Number of channels to synchronise; further ones are padding. None for all.
     """
 
@@ -86,7 +77,7 @@ class Kept(NamedTuple):
         passed: (N, 1), factors of the samples.
         squeezed: (N, C), input of the SE's layers.
         hidden: (N, R), their hidden layer.
-        bits: Mask of the join's ReLU.
+        bits: Mask of the join's ReLU: bits by kernels, booleans by plain PyTorch.
     """
 
     y: Tensor
@@ -125,18 +116,12 @@ def forward(
     passed: Tensor | None = None,
     keeps: bool = False,
 ) -> tuple[Tensor, Kept]:
-    """Return the output, and the tensors that backward reads.
+    """Return the output, and the tensors that backward reads, if it `keeps` them.
 
-    Args:
-        y: (N, C, H, W), dense: the output of a convolution.
-        norm: The operations to run.
-        kernels: Run the kernels, else plain PyTorch.
-        shortcut: Of the output's shape, in the memory format of `y`; added before a ReLU.
-        passed: (N, 1) float32, factors of the samples: 0 where stochastic depth drops one.
-        keeps: Whether backward will run.
-
-    Raises:
-        InputError: a batch of this process only has one value per channel.
+    `y` (N, C, H, W) is the dense output of a convolution. `shortcut` has the output's shape and the
+    memory format of `y`, and is added before a ReLU. `passed` (N, 1) holds factors of the samples:
+    0 where stochastic depth drops one. Raises `InputError` if statistics that are not synchronised
+    have one value per channel.
     """
     if y.numel() == 0:
         return _absent(y, norm)
@@ -145,7 +130,7 @@ def forward(
     stats, sums, total = _statistics(y, norm, ops, linear)
     gate = excited = squeezed = hidden = None
     if norm.se is not None:
-        if sums is None:  # else the squeeze is linear, and follows from the statistics
+        if sums is None:  # else the squeeze is linear, and follows from the samples' means
             sums = ops.squeeze(y, stats, norm.beta, norm.slope, norm.blur)
         squeezed, hidden, gate = _excite(kernels).forward(
             sums, y, stats, norm.beta, linear, norm.blur, *norm.se
@@ -174,13 +159,9 @@ def gradient_sums(
 ) -> Sums:
     """Run the first pass of backward: the sums of arXiv 1502.03167, section 3, and those of the SE.
 
-    Args:
-        grad: Gradient of the output, in the memory format of `kept.y`.
-        second: Gradient from another reader of the output, added to `grad`; None for none.
-        norm: As in forward; running statistics are not read.
-        kept: The tensors of forward.
-        kernels: As in forward.
-        rebuilds: Write the output of a layer without blur and join again.
+    `grad` is the gradient of the output, in the memory format of `kept.y`; `second`, from another
+    reader of the output, is added to it. The running statistics of `norm` are not read. `rebuilds`
+    writes the output again, for a layer without blur and join.
     """
     assert norm.gamma is not None
     if kept.y.numel() == 0:
@@ -235,7 +216,7 @@ def _excite(kernels: bool) -> ModuleType:
 def _statistics(
     y: Tensor, norm: Norm, ops: ModuleType, per_sample: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return statistics (4, C), the samples' moments, and the count over all processes, if any."""
+    """Return statistics (4, C), moments `per_sample`, and the count per channel if synchronised."""
     if norm.gamma is None:
         return None, None, None
     if not norm.training:
@@ -261,8 +242,8 @@ def _statistics(
 def _synchronised(stats: Tensor, count: int, norm: Norm) -> tuple[Tensor, Tensor]:
     """Return the statistics over all processes, (4, C), and the values per channel on the device.
 
-    They also update the running statistics. `stats` (4, C) are those of this process, finite if its
-    `count` of values per channel is zero.
+    The running statistics are updated too. `stats` (4, C) are those of this process, weighted by
+    its `count` of values per channel: even if that is 0, they must be finite.
     """
     assert norm.gamma is not None
     mean, _, _, var = stats[:, : norm.channels]
@@ -284,14 +265,14 @@ def _synchronised(stats: Tensor, count: int, norm: Norm) -> tuple[Tensor, Tensor
 
 
 def _widened(values: Tensor, norm: Norm) -> Tensor:
-    """`values` (K, channels) with zeros for the padding behind them."""
+    """Return `values` (K, channels) with zeros for padded channels."""
     if norm.channels is None:
         return values
     return F.pad(values, (0, len(norm.beta) - norm.channels))
 
 
 def _synchronised_factors(merged: Tensor, stats: Tensor, total: Tensor, norm: Norm) -> Tensor:
-    """Return `merged` with the factors of the gradient of y from the sums over all processes.
+    """Return `merged` with factors k1 and k0 from the sums over all processes.
 
     The gradients of weight and bias stay this process's, as data-parallel training averages them.
     """
@@ -307,7 +288,7 @@ def _empty_output(y: Tensor, norm: Norm) -> Tensor:
 
 
 def _absent(y: Tensor, norm: Norm) -> tuple[Tensor, Kept]:
-    """Run `forward` of a process without values, for whose statistics the others may wait."""
+    """Run `forward` for an empty batch; other processes wait for its part of the collective."""
     stats = total = None
     if norm.training and norm.group is not None:
         dtype = torch.float64 if y.dtype == torch.float64 else torch.float32
@@ -316,7 +297,7 @@ def _absent(y: Tensor, norm: Norm) -> tuple[Tensor, Kept]:
 
 
 def _absent_sums(grad: Tensor, norm: Norm, kept: Kept) -> Sums:
-    """Run `gradient_sums` of such a process, which adds nothing to the others' sums."""
+    """Run `gradient_sums` for an empty batch, which adds zeros to the other processes' sums."""
     dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
     merged = norm.beta.new_zeros(4, len(norm.beta), dtype=dtype)
     if kept.total is not None:

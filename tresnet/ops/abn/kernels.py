@@ -4,7 +4,7 @@ All kernels view a batch as (n, p, c): sample, pixel, channel, with one stride e
 kernel reads channels_last (stride of c is 1) and contiguous (stride of p is 1) memory along its
 contiguous direction. A program covers one chunk of pixels of one sample and a tile's width of
 channels, and loops over tiles of BP pixels. If samples need not be distinguished, a channels_last
-batch is passed as one sample of N * P pixels. AP and AC divide the numbers of pixels and of
+batch is passed as one sample of N * P pixels. AP divides the number of pixels, and AC that of
 channels (`tresnet.ops.tiles`). Everything is computed in float32.
 
 Notation: x the convolution's output, z = (x - mean) * scale + bias, a = act(z), b = blur(a), s =
@@ -38,14 +38,14 @@ from tresnet.ops.tiles.kernels import (
     weights_of_pixel,
 )
 
-# Reductions load two tiles through shared memory while they sum a third, without registers of a
-# thread. With a blur, the many loads of one tile suffice, and neighbouring tiles share them.
+# Reductions load two tiles into shared memory, which takes no registers, while they sum a third.
+# With a blur one stage suffices: a tile has many loads, and neighbouring tiles hit the cache.
 STAGES = tl.constexpr(3)
 
 
 @triton.jit
 def activate(z, slope, HAS_ACT: tl.constexpr):
-    """Return the leaky ReLU, if there is an activation."""
+    """Return the leaky ReLU of z, or z without an activation."""
     if HAS_ACT:
         z = tl.where(z > 0, z, z * slope)
     return z
@@ -71,10 +71,9 @@ def moments(
     x, partial, P, C, xn, xp, xc, splits, chunk,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
-    """Mean and sum of squared deviations of each channel over one chunk of one sample.
+    """Write mean and sum of squared deviations of a chunk to a row of partial (N * splits, 2, C).
 
-    Sums are taken about the chunk's first pixel, as squares of large means would cancel. A program
-    reads its chunk once and writes one row of partial: (N * splits, 2, C).
+    Sums are taken about the chunk's first pixel, as squares of large means would cancel.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -88,6 +87,7 @@ def moments(
         p = begin + rows
         mask = (p < count)[:, None] & known[None, :]
         value = tl.load(x + p[:, None] * xp + c[None, :] * xc, mask=mask, other=0.0)
+        # masked values are loaded as 0, not as the pivot
         delta = tl.where(mask, value.to(tl.float32) - pivot[None, :], 0.0)
         total += delta
         squares += delta * delta
@@ -104,9 +104,9 @@ def merge_moments(
     partial, weight, running_mean, running_var, out, G, C, P, splits, chunk, momentum, eps,
     UPDATE: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Merge the groups' moments into out: (4, C), mean, scale, invstd, var.
+    """Merge the groups' moments into out (4, C): mean, scale, invstd, var.
 
-    A program covers BC channels and goes through all groups twice: once for the mean, once for the
+    A program covers BC channels and reads all groups twice: once for the mean, once for the
     deviations about it (Chan, Golub and LeVeque 1983).
     """
     c = tl.program_id(0) * BC + tl.arange(0, BC)
@@ -169,9 +169,9 @@ def squeeze(
     HAS_ACT: tl.constexpr, BLUR: tl.constexpr, NORM: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
-    """Sum of b over the pixels of one chunk of one sample; partial: (N * splits, C).
+    """Write the sum of b over a chunk to a row of partial (N * splits, C).
 
-    With BLUR, P counts the pixels of b.
+    With BLUR, P counts the pixels of b, each of which covers four of x.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -193,7 +193,7 @@ def squeeze(
             a = activate((value.to(tl.float32) - mu) * k + beta, slope, HAS_ACT)
             if BLUR:
                 a = a * weights_of_pixel(u0, u1, v0, v1, corner // 2, corner % 2)
-            total += tl.where(inside, a, 0.0)
+            total += tl.where(inside, a, 0.0)  # a of a masked 0 is act((0 - mean) * scale + bias)
     tl.store(partial + group * C + c, tl.sum(total, 0), mask=known)
 
 
@@ -204,10 +204,9 @@ def apply(
     NORM: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one sample of out, without blur: x is read once and out is written once.
+    """Write a chunk of out, without blur; x is read once.
 
-    With BITS, the direction of a join's bits, the mask of the ReLU is written too, as `packed`
-    bits.
+    If BITS is not 0 but the direction of a join's bits, the mask of the ReLU is written too.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -234,17 +233,16 @@ def apply(
         y = y.to(out.dtype.element_ty)
         tl.store(out + offsets, y, mask=mask)
         if BITS:
-            # as in a ReLU: no gradient where y was rounded to zero, but for NaN
+            # like torch's ReLU: no gradient where y was rounded to zero, but one where y is NaN
             at, inside = bytes_of_tile(n, start, begin, count, P, C, c, known, BITS, BP, BC)
             tl.store(bits + at, packed((y <= 0) == 0, BITS), mask=inside)
 
 
 @triton.jit
 def blurred_rows(x, line, j, c, mask, right, W, xp, xc, mu, k, beta, slope, HAS_ACT: tl.constexpr):
-    """Return the row sums of two outputs: pixels of a from 4 j - 1 on, weighted by 1, 2, 1.
+    """Return the row sums of two neighbouring outputs, weighted by 1, 2, 1.
 
-    They are first + 2 second + third, and third + 2 fourth + fifth; the latter two exist if
-    `right`.
+    They share the third of five pixels of a, from column 4 j - 1 on; `right` masks the second sum.
     """
     x += line[:, None] * xp + c[None, :] * xc
     first = load_activated(x, 4 * j - 1, mask, W, xp, mu, k, beta, slope, HAS_ACT)
@@ -270,7 +268,7 @@ def apply_blurred(
     HAS_ACT: tl.constexpr, HAS_GATE: tl.constexpr, NORM: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one sample of out, with blur, in squares of two by two outputs, which P counts.
+    """Write a chunk of out, with blur; P counts squares of two by two outputs.
 
     A square needs 25 pixels of x, four separate outputs 36. Their activation is most of the work.
     """
@@ -320,15 +318,14 @@ def grad_sums(
     SECOND: tl.constexpr, AGAIN: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
-    """Sums over one chunk of one sample that BN's and SE's backward need, in one pass.
+    """Write a chunk's sums for the backward of BN and SE to partial (N * splits, 2 or 4, C).
 
     Let m = act'(z), g the gradient of s through the transposed blur, and w the transposed blur of
-    ones. partial (N * splits, 2 or 4, C) gets the sums of m g and m g (x - mean). With HAS_GATE it
-    also gets those of m w and m w (x - mean). JOIN is the direction of the bits of `apply`; with
-    it, the gradient is first masked by the ReLU and stored in written. The second pass and the
-    shortcut read it there. With SECOND it is grad + second_grad. With AGAIN, which excludes JOIN
-    and BLUR, s is stored in written, as `apply` does. With BLUR, P counts the pixels of grad, each
-    of which covers four of x.
+    ones. The sums are those of m g and m g (x - mean), and with HAS_GATE of m w and m w (x - mean).
+    With SECOND the gradient is grad + second_grad. With JOIN, the direction of the bits of `apply`,
+    the gradient is masked by the ReLU and stored in written, for `grad_apply` and the shortcut.
+    With AGAIN, which excludes JOIN and BLUR, s is stored there instead. With BLUR, P counts the
+    pixels of grad, each of which covers four of x.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -371,7 +368,7 @@ def grad_sums(
             if JOIN:
                 g = tl.where(unpacked(ahead, JOIN, BP, BC), g, 0.0)
                 to, there = bytes_of_tile(n, start, begin + BP, count, P, C, c, known, JOIN, BP, BC)
-                ahead = tl.load(bits + to, mask=there, other=0)
+                ahead = tl.load(bits + to, mask=there, other=0)  # of the next tile
                 tl.store(written + offsets, g.to(written.dtype.element_ty), mask=inside)
             if AGAIN:
                 s = activate(delta * k + beta, slope, HAS_ACT)
@@ -382,7 +379,7 @@ def grad_sums(
             s1 += m * g
             s2 += m * g * delta
             if HAS_GATE:
-                w = tl.where(inside, m, 0.0)
+                w = tl.where(inside, m, 0.0)  # above, g is 0 outside the map
                 if BLUR:
                     w = w * weights_of_pixel(u0, u1, v0, v1, corner // 2, corner % 2)
                 s3 += w
@@ -403,9 +400,8 @@ def merge_grad_sums(
 ):  # fmt: skip
     """Merge the sums of all groups into out (4, C): gradients of weight and bias, k1, k0.
 
-    A program covers BC channels and goes through all groups. `grad_apply` reads k1 and k0. stats
-    (4, C) is that of `merge_moments`; squeeze_grad (N, C) is the gradient of the squeeze over its
-    pixels.
+    A program covers BC channels. stats (4, C) is that of `merge_moments`; squeeze_grad (N, C) is
+    the gradient of the squeeze over its pixels.
     """
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     known = c < C
@@ -446,11 +442,11 @@ def grad_apply(
     HAS_ACT: tl.constexpr, BLUR: tl.constexpr, HAS_GATE: tl.constexpr, TRAINING: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one sample of the gradient of x: scale * g + k1 * (x - mean) + k0.
+    """Write a chunk of the gradient of x: scale * m g + k1 * (x - mean) + k0.
 
-    merged (4, C) is that of `merge_grad_sums`. Without TRAINING its k1 and k0 are left out, rather
-    than multiplied by zero: with running statistics the gradient is then finite even where x is
-    infinite. With BLUR, P counts the pixels of grad, each of which covers four of x.
+    merged (4, C) is that of `merge_grad_sums`. Without TRAINING, k1 and k0 are left out rather than
+    multiplied by zero, so the gradient is finite even where x is infinite. With BLUR, P counts the
+    pixels of grad, each of which covers four of x.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)

@@ -1,8 +1,8 @@
 """Launches of the kernels of the activated batch norm: tensors in, tensors out.
 
 Each function allocates its results and launches one kernel, or two. Shapes and strides become a
-grid and a list of constants, which are cached by form (`by_form`). A result that was not requested
-is a tensor without elements.
+grid and a list of constants, cached by shape, strides and dtype (`by_form`). A result that was not
+requested is a tensor without elements.
 """
 
 import functools
@@ -42,8 +42,8 @@ def _kernels() -> Any:
 def _merging(groups: int, channels: int, tile: int) -> tuple[tuple[int, int, int], tuple[int, int]]:
     """Return the grid, BG and BC of a kernel that merges groups.
 
-    It is limited by latency, not by bandwidth, so a program covers few channels and reads many
-    groups at once. There are two widths, so that not every batch size compiles its own kernel.
+    Latency limits it, not bandwidth, so a program covers few channels and many groups at once. BG
+    has two values only, so that not every batch size compiles its own kernel.
     """
     bg = tile // (4 if groups > tile // 16 else 16)
     bc = min(tile // bg, 16)
@@ -65,7 +65,7 @@ def _launched(cut: Plan, groups: int, *numbers: Any) -> _Cut:
 def grad_cut(
     x: Tensor, processors: int, gated: bool, blur: bool, sums: bool
 ) -> tuple[Geometry, Geometry, Plan]:
-    """Return the view of a dense `x`, that of the pixels or squares to divide, and the division."""
+    """Return the views of a dense `x` and of the pixels or squares to divide, and their plan."""
     source = geometry(x, as_one_sample=not (blur or gated))
     shape = halved(x) if blur else source
     resident = SUMS_RESIDENT[gated, blur] if sums else RESIDENT
@@ -111,21 +111,10 @@ def statistics(
     per_sample: bool,
     update: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the statistics of a batch, and update the running ones.
+    """Return the statistics of a dense `x` (N, C, ...); `update` changes the running ones in place.
 
-    Args:
-        x: (N, C, ...), dense.
-        weight: (C,), gamma.
-        running_mean: (C,), updated in place if `update`.
-        running_var: (C,), as the mean, by the unbiased variance.
-        momentum: Weight of the batch in the running statistics.
-        eps: Added to the variance.
-        per_sample: Also return the values that were merged.
-        update: Whether the running statistics are updated.
-
-    Returns:
-        (4, C) float32: mean, gamma * invstd, invstd, biased variance; and (chunks, 2, C) or
-        nothing, mean and sum of squared deviations of each chunk of each sample.
+    They are (4, C) float32: mean, gamma * invstd, invstd, biased variance. If `per_sample`, mean
+    and sum of squared deviations of each chunk of each sample, (chunks, 2, C), follow.
     """
     grid, numbers, groups = _moments_cut(x, per_sample)
     pixels, channels, *_, splits, chunk = numbers[:-4]
@@ -155,7 +144,7 @@ def _moments_cut(x: Tensor, processors: int, per_sample: bool) -> _Cut:
 
 @operator(lambda weight, *_: _stats(weight, weight.shape[0]))
 def running_statistics(weight: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
-    """Return (4, C) of the running statistics, as `statistics` returns it."""
+    """Return mean, gamma * invstd, invstd and variance, (4, C), of the running statistics."""
     channels = weight.shape[0]
     stats = _stats(weight, channels)
     launch(
@@ -320,7 +309,7 @@ def _grad_sums_cut(
 def _grad_numbers(
     x: Tensor, source: Geometry, shape: Geometry, cut: Plan, slope: float | None, blur: bool
 ) -> tuple[Any, ...]:
-    """Return the constants that both passes of backward have, from P to HAS_ACT."""
+    """Return the arguments from P to HAS_ACT, which both passes of backward have."""
     strides = *source.strides, *geometry(_output(x, blur), as_one_sample=False).strides
     numbers = shape.p, shape.c, *_image(x, blur), *strides, cut.splits, cut.chunk
     return *numbers, float(slope or 0), slope is not None

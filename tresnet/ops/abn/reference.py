@@ -28,22 +28,10 @@ def abn(
     """Normalise each channel, scale by `weight`, shift by `bias`, apply the activation.
 
     y = act(weight * (x - mean) / sqrt(var + eps) + bias) (arXiv 1502.03167, algorithm 1). In
-    training the statistics are those of the batch, and the running ones are updated, by the
-    unbiased variance. Otherwise the running statistics are used.
-
-    Args:
-        x: (N, C, ...), floating point.
-        weight: (C,), gamma, of any sign.
-        bias: (C,), beta.
-        running_mean: (C,), updated in place while training; None for no update.
-        running_var: (C,), as the mean.
-        training: Use the statistics of the batch.
-        momentum: Weight of the batch in the running statistics.
-        eps: Added to the variance.
-        slope: Negative slope of the leaky ReLU; None for no activation.
-
-    Returns:
-        (N, C, ...) in the dtype of `x`.
+    training the statistics are those of the batch, and the running ones, unless None, are updated
+    in place, by the unbiased variance. Otherwise the running statistics are used. Shapes: `x`
+    (N, C, ...), the other tensors (C,); the output has the dtype of `x`. `momentum` is the weight
+    of the batch. `slope` is that of the leaky ReLU, or None for no activation.
     """
     y = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
     # with a negative slope, an in-place output does not determine the sign of its input
@@ -53,15 +41,8 @@ def abn(
 def tail(y: Tensor, blur: bool, se: Sequence[Tensor] | None, shortcut: Tensor | None) -> Tensor:
     """Blur, squeeze and excite, and join, each if requested (paper sections 2.1, 2.4, 2.5).
 
-    Args:
-        y: (N, C, H, W), floating point.
-        blur: Blur and keep every second pixel.
-        se: Weight (R, C) and bias of the layer that reduces, weight (C, R) and bias of the one that
-            expands.
-        shortcut: Added before a ReLU.
-
-    Returns:
-        (N, C, H, W) or (N, C, ceil(H / 2), ceil(W / 2)).
+    `y` is (N, C, H, W), floating point; a blur halves H and W, rounded up. `se` are the weights and
+    biases of `SEWeights`. The shortcut is added before a ReLU.
     """
     if blur:
         y = blur_pool(y)

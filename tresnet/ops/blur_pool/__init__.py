@@ -11,15 +11,9 @@ from tresnet.ops.scripted import scripted_if
 def blur_pool(x: Tensor, *, jit: bool = False) -> Tensor:
     """Blur with the 3x3 binomial filter (reflected border) and keep every second pixel.
 
-    Args:
-        x: (N, C, H, W), floating point, H and W at least 2.
-        jit: run the TorchScript form.
-
-    Returns:
-        (N, C, ceil(H / 2), ceil(W / 2)) in the dtype of `x`.
-
-    Raises:
-        InputError: an image is smaller than 2 x 2 pixels, so that its border cannot be reflected.
+    Maps (N, C, H, W), floating point, to (N, C, ceil(H / 2), ceil(W / 2)) in the same dtype. Raises
+    `InputError` below 2 x 2 pixels, where the border cannot be reflected. `jit` runs the
+    TorchScript form.
     """
     if not torch.jit.is_tracing() and (x.dim() != 4 or min(x.shape[-2:]) < 2):
         raise InputError(

@@ -10,9 +10,8 @@ from tresnet.ops.tiles import memory_format
 def binomial_filter(x: Tensor) -> Tensor:
     """Return the filter [1, 2, 1] (x) [1, 2, 1] / 16 as (C, 1, 3, 3) for the channels of `x`.
 
-    It is computed on the device. So nothing is copied from the host (CUDA graphs can capture it),
-    and no buffer stays uninitialised in a model built on the meta device. All nine values are exact
-    in float16 and bfloat16.
+    It is computed on the device, so CUDA graphs can capture it, and a model built on the meta
+    device has no buffer to initialise. All nine values are exact in float16 and bfloat16.
     """
     row = (2 - torch.arange(-1, 2, device=x.device).abs()).to(x.dtype) / 4
     return (row[:, None] * row[None, :]).expand(x.shape[1], 1, 3, 3)
@@ -21,33 +20,21 @@ def binomial_filter(x: Tensor) -> Tensor:
 def blur_pool(x: Tensor) -> Tensor:
     """Blur with the 3x3 binomial filter and keep every second pixel (Zhang 2019; paper 2.1).
 
-    Args:
-        x: (N, C, H, W), floating point, H and W at least 2.
-
-    Returns:
-        (N, C, ceil(H / 2), ceil(W / 2)) in the dtype of `x`; the border is reflected.
+    Maps (N, C, H, W), H and W at least 2, to (N, C, ceil(H / 2), ceil(W / 2)); the border is
+    reflected.
     """
     padded = F.pad(x, [1, 1, 1, 1], mode="reflect")
     return F.conv2d(padded, binomial_filter(x), stride=2, groups=x.shape[1])
 
 
 def transposed_blur_pool(grad: Tensor, height: int, width: int) -> Tensor:
-    """Apply the transpose of `blur_pool`.
-
-    Args:
-        grad: (N, C, ceil(height / 2), ceil(width / 2)), floating point.
-        height: height of the input of the forward operation.
-        width: width of the input of the forward operation.
-
-    Returns:
-        (N, C, height, width) in the dtype of `grad`.
-    """
+    """Apply the transpose of `blur_pool`: from its output's shape to (N, C, height, width)."""
     rows = height + 2 - (2 * grad.shape[2] + 1)
     columns = width + 2 - (2 * grad.shape[3] + 1)
     padded = F.conv_transpose2d(
         grad, binomial_filter(grad), stride=2, output_padding=(rows, columns), groups=grad.shape[1]
     )
-    # The border's gradient is added to the pixels it was copied from: rows first, then columns.
+    # The reflected border's gradient is added to the pixels that were copied: rows, then columns.
     padded[:, :, 2] += padded[:, :, 0]
     padded[:, :, height - 1] += padded[:, :, height + 1]
     padded[:, :, :, 2] += padded[:, :, :, 0]
@@ -58,8 +45,7 @@ def transposed_blur_pool(grad: Tensor, height: int, width: int) -> Tensor:
 def blur_pool_by_slices(x: Tensor) -> Tensor:
     """Compute `blur_pool` by sums of strided slices, which a compiler fuses with other operations.
 
-    A compiler would run a depthwise convolution as a separate kernel, on a padded copy of its
-    input.
+    A compiler would run a depthwise convolution as a separate kernel, on a padded copy of `x`.
     """
     y = F.pad(x, [1, 1, 1, 1], mode="reflect")
     for dim in (2, 3):

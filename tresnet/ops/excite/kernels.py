@@ -43,12 +43,11 @@ def excite(
     partial, stats, bias, fc1, fc1_bias, fc2, fc2_bias, squeezed, hidden, gate, N, C, R, P, splits,
     chunk, LINEAR: tl.constexpr, BN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gate of BN samples: sigmoid(fc2 relu(fc1 squeezed)), with both biases.
+    """Write squeezed (N, C), hidden (N, R) and gate (N, C) = sigmoid(fc2 relu(fc1 squeezed)).
 
-    partial (N * splits, C) holds the sums of the squeezed maps over chunks of their P pixels
-    (equation 2). With LINEAR it is (N * splits, 2, C) of `moments`: the means of x, from which
-    those of z follow. fc1 (R, C) and fc2 (C, R) are the weights; squeezed and gate (N, C) and
-    hidden (N, R) are written.
+    Both layers have biases; fc1 is (R, C), fc2 (C, R). partial (N * splits, C) holds the sums of
+    the squeezed maps over chunks of their P pixels (equation 2). With LINEAR it is (N * splits, 2,
+    C) of `moments`: the means of x, from which those of z follow.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     kinds: tl.constexpr = 2 if LINEAR else 1
@@ -92,11 +91,11 @@ def excite_grads(
     partial, stats, bias, gate, hidden, fc1, fc2, grad_logit, grad_hidden, squeeze_grad,
     N, C, R, splits, count, BN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of both layers' outputs, and squeeze_grad (N, C).
+    """Write the gradients of both layers' outputs, and squeeze_grad (N, C).
 
-    squeeze_grad is the gradient of the squeeze divided by `count`, the pixels of a mean. The
-    gate's gradient is the sum of g * act(z), where act(z) = m * ((x - mean) * scale + bias).
-    The sums of `grad_sums` in partial give it without another pass over the maps.
+    squeeze_grad is the gradient of the squeeze divided by `count`, the pixels of a mean. The gate's
+    gradient is the sum of g * act(z), where act(z) = m * ((x - mean) * scale + bias). It follows
+    from the sums of `grad_sums` in partial, without another pass over the maps.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     for begin in range(0, C, BJ):
@@ -135,7 +134,7 @@ def excite_grads(
 
 @triton.jit
 def weight_grad(grad, x, weight, bias, N, ROWS, COLUMNS, BN: tl.constexpr, BW: tl.constexpr):
-    """Write a square of grad^T x to weight (ROWS, COLUMNS), and sums of grad to the bias."""
+    """Write a square tile of grad^T x to weight (ROWS, COLUMNS), and sums of grad to bias."""
     columns = tl.cdiv(COLUMNS, BW)
     i = (tl.program_id(0) // columns) * BW + tl.arange(0, BW)
     j = (tl.program_id(0) % columns) * BW + tl.arange(0, BW)
@@ -144,8 +143,8 @@ def weight_grad(grad, x, weight, bias, N, ROWS, COLUMNS, BN: tl.constexpr, BW: t
     for begin in range(0, N, BN):
         n = begin + tl.arange(0, BN)
         outer = load_matrix(grad, n, i, N, ROWS)
-        # tensor cores multiply float32 as three products of TF32
         inner = load_matrix(x, n, j, N, COLUMNS)
+        # tensor cores multiply float32 as three products of TF32
         total = tl.dot(tl.trans(outer), inner, acc=total, input_precision="tf32x3")
         sums += tl.sum(outer, 0)
     store_matrix(weight, total, i, j, ROWS, COLUMNS)

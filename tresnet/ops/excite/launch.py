@@ -12,10 +12,10 @@ from tresnet.ops.tiles import by_form, geometry, halved, plan
 
 # Samples of a program, and rows and columns of the weights that it reads at once. Batch 256 has 64
 # programs, each on its own multiprocessor. In stage 3 of tresnet_m each reads 256 KiB of weights
-# from the second-level cache in 18 rounds: 16 MB in all, or 3 microseconds. Tensor cores need 16
+# from the second-level cache in 18 rounds: 16 MiB in all, or 3 microseconds. Tensor cores need 16
 # samples: 16 programs of 72 rounds. cuBLAS moves as many bytes with ten more launches.
 TILE = 4, 32, 128
-WEIGHTS_TILE = 64, 16  # samples at once; side of the squares that the weights' gradients are cut in
+WEIGHTS_TILE = 64, 16  # samples at once; side of the square tiles of the weights' gradients
 WARPS = 16
 
 
@@ -62,18 +62,9 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the squeezed maps (N, C), the hidden layer (N, R) and the gate (N, C), all float32.
 
-    Args:
-        partial: The result of `tresnet.ops.abn.launch.squeeze`, or if `linear` the second result of
-            `statistics`.
-        x: The map (N, C, ...) that was squeezed.
-        stats: (4, C), of `tresnet.ops.abn.launch.statistics`; read if `linear`.
-        bias: (C,), beta.
-        linear: Whether the maps are z, so that their means follow from those of x.
-        blur: Whether the maps are blurred.
-        fc1: (R, C), weight of the first layer.
-        fc1_bias: (R,).
-        fc2: (C, R), weight of the second layer.
-        fc2_bias: (C,).
+    `partial` is the result of `tresnet.ops.abn.launch.squeeze`. If the maps are a `linear` function
+    of `x` (N, C, ...), it is the second result of `statistics`, whose first is `stats` (4, C).
+    `fc1` is (R, C), and `fc2` (C, R).
     """
     (samples, channels), reduced = x.shape[:2], fc1.shape[0]
     squeezed, gate = partial.new_empty(samples, channels), partial.new_empty(samples, channels)
@@ -108,10 +99,10 @@ def backward(
     fc2_bias: Tensor,
     pixels: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradient of the squeeze over `pixels` (N, C), and of the layers' four parameters.
+    """Return the gradient of the squeeze divided by `pixels` (N, C), and those of the parameters.
 
     `partial` is the result of `tresnet.ops.abn.launch.grad_sums`; squeezed, hidden and gate are
-    those of `forward`. The gradients have the dtypes of their parameters.
+    those of `forward`. The latter four have the dtypes of their parameters.
     """
     (samples, channels), reduced = gate.shape, fc1.shape[0]
     grad_logit, grad_hidden = torch.empty_like(gate), torch.empty_like(hidden)

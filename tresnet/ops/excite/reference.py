@@ -43,7 +43,7 @@ def backward(
     fc2_bias: Tensor,
     pixels: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradient of the squeeze over `pixels` (N, C), and of the layers' parameters."""
+    """Return the gradient of the squeeze over `pixels` (N, C), and those of the parameters."""
     dtype = partial.dtype
     grad = partial[:, 0] * bias.to(dtype) + partial[:, 1] * stats[1]
     grad = grad * gate * (1 - gate)

@@ -7,15 +7,9 @@ from tresnet.ops.scripted import scripted_if
 
 
 def global_avg_pool(x: Tensor, flatten: bool = True, *, jit: bool = False) -> Tensor:
-    """Average each channel over all pixels.
+    """Average each channel over all pixels: (N, C, H, W) to (N, C), or else to (N, C, 1, 1).
 
-    Args:
-        x: (N, C, H, W), floating point.
-        flatten: return (N, C) instead of (N, C, 1, 1).
-        jit: run the TorchScript form.
-
-    Returns:
-        (N, C) or (N, C, 1, 1) in the dtype of `x`.
+    `jit` runs the TorchScript form.
     """
     return scripted_if(jit, reference.global_avg_pool)(x, flatten)
 

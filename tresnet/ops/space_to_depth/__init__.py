@@ -9,19 +9,11 @@ from tresnet.ops.space_to_depth import launch, reference
 
 
 def space_to_depth(x: Tensor, block_size: int = 4, *, jit: bool = False) -> Tensor:
-    """Move each `block_size` x `block_size` block of pixels into the channels.
+    """Move each b x b block of pixels into the channels: (N, C, H, W) to (N, b*b*C, H/b, W/b).
 
-    Args:
-        x: (N, C, H, W), any dtype; H and W divisible by `block_size`.
-        block_size: side of the square block.
-        jit: run the TorchScript form.
-
-    Returns:
-        (N, block_size**2 * C, H / block_size, W / block_size), channels ordered
-        (block row, block column, input channel), in the memory format of `x`.
-
-    Raises:
-        InputError: `x` has not four dimensions, or H or W is not divisible by `block_size`.
+    Channels are ordered (block row, block column, input channel). Dtype and memory format stay.
+    `jit` runs the TorchScript form. Raises `InputError` if `x` has not four dimensions, or
+    `block_size` does not divide H and W.
     """
     if not torch.jit.is_tracing():
         _check(x, block_size)
@@ -31,19 +23,9 @@ def space_to_depth(x: Tensor, block_size: int = 4, *, jit: bool = False) -> Tens
 def stem_input(x: Tensor, block_size: int, dtype: torch.dtype, *, kernels: bool) -> Tensor:
     """Turn images of bytes into the input of the stem's convolution.
 
-    Args:
-        x: (N, C, H, W), uint8, any strides; H and W divisible by `block_size`.
-        block_size: Side of the square block.
-        dtype: Floating-point type of the result.
-        kernels: Run one kernel that reads each byte once and writes each value once, else plain
-            PyTorch.
-
-    Returns:
-        (N, block_size**2 * C, H / block_size, W / block_size), the values over 255, ordered as
-        `space_to_depth` does, in channels_last memory.
-
-    Raises:
-        InputError: `x` is not uint8 or does not fit the block.
+    Maps (N, C, H, W), uint8 of any strides, to (N, b*b*C, H/b, W/b) in `dtype` and channels_last
+    memory. Values are divided by 255, and ordered as by `space_to_depth`. With `kernels` one launch
+    reads each byte once. Raises `InputError` if `x` is not uint8 or does not fit the block.
     """
     if x.dtype != torch.uint8:
         raise InputError(f"stem_input expected uint8 images, got {x.dtype}")

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 # 1 / 255 in two parts. The first part times a byte is exact, so the product with their sum is
-# rounded once, as a division is; a division needs a dozen instructions more.
+# rounded once, as a division is. A division needs a dozen instructions more.
 HIGH = tl.constexpr(257 / 65536)
 LOW = tl.constexpr(1 / 255 - 257 / 65536)
 
@@ -15,17 +15,17 @@ def stem_input(
     x, out, xn, xc, xh, xw, rows,
     WIDTH: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """One stretch of one row of blocks: out[n, i, j, (r, q, c)] = x[n, c, i B + r, j B + q] / 255.
+    """Write part of a row of blocks: out[n, i, j, (r, q, c)] = x[n, c, i B + r, j B + q] / 255.
 
-    A program covers BLOCK neighbouring values of one row of blocks of the output. WIDTH is the
-    number of values in such a row, W / B * B * B * C. RUN is 0 for any strides. Otherwise channels
-    and columns of x are neighbours in memory, so that each B * C values of out are neighbours in x
-    too. RUN of them are then read and written at once; RUN divides B * C and the strides of samples
-    and rows.
+    A program covers BLOCK neighbouring values of a row, which has WIDTH = W / B * B * B * C. RUN is
+    0 for any strides. Otherwise channels and columns of x are neighbours in memory, so that each
+    B * C values of out are neighbours in x too. RUN of them are then read and written at once; RUN
+    divides B * C and the strides of samples and rows.
     """
     row = tl.program_id(0)
     n = (row // rows).to(tl.int64)
     if RUN:
+        # // RUN * RUN tells the compiler that RUN divides the strides
         x += n * (xn // RUN * RUN) + (row % rows).to(tl.int64) * (B * (xh // RUN * RUN))
         run = tl.program_id(1) * (BLOCK // RUN) + tl.arange(0, BLOCK // RUN)
         runs: tl.constexpr = B * C // RUN

@@ -9,13 +9,6 @@ def space_to_depth(x: Tensor, block_size: int) -> Tensor:
 
     The channel order is (block row, block column, input channel), as in the published weights;
     `torch.nn.functional.pixel_unshuffle` orders them (input channel, row, column).
-
-    Args:
-        x: (N, C, H, W), any dtype; H and W divisible by `block_size`.
-        block_size: side of the square block.
-
-    Returns:
-        (N, block_size**2 * C, H / block_size, W / block_size) in the memory format of `x`.
     """
     n, c, h, w = x.shape
     rows, columns = h // block_size, w // block_size
@@ -30,17 +23,6 @@ def space_to_depth(x: Tensor, block_size: int) -> Tensor:
 
 
 def stem_input(x: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
-    """Turn images of bytes into the input of the stem's convolution.
-
-    Args:
-        x: (N, C, H, W), uint8; H and W divisible by `block_size`.
-        block_size: Side of the square block.
-        dtype: Floating-point type of the result.
-
-    Returns:
-        (N, block_size**2 * C, H / block_size, W / block_size), the values over 255, in
-        channels_last
-        memory.
-    """
+    """Turn images of bytes into the input of the stem's convolution, in channels_last memory."""
     y = space_to_depth(x.contiguous(memory_format=torch.channels_last), block_size)
     return (y.float() / 255).to(dtype).contiguous(memory_format=torch.channels_last)

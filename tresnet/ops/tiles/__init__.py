@@ -1,6 +1,6 @@
 """The kernels' view of a batch of feature maps, and its division into programs and tiles.
 
-A batch is (n, p, c): sample, pixel, channel, with one stride each, so that one kernel reads
+A batch is (n, p, c): sample, pixel, channel, with one stride each. So one kernel reads both
 channels_last and contiguous memory along its contiguous direction. A program covers a chunk of
 pixels of one sample, and a tile's width of channels; it goes through the chunk in tiles. A tile
 gives each of 128 threads 16 values, or 8. Reductions have as many programs as a GPU runs at once,
@@ -19,9 +19,9 @@ from torch import Tensor
 
 CutT = TypeVar("CutT")
 
-# Values of a tile; the blur's, of 16 bits and side by side in memory: several of its pixels are in
-# registers at once, which would spill at 2048, at 1024 in float32, and at 512 where each is loaded
-# alone.
+# Values of a tile, and of the blur's in 16 bits with neighbours in memory. The blur has several
+# pixels in registers at once. They would spill at 2048, in float32 at 1024, and at 512 where each
+# value is loaded alone.
 TILE, BLUR_TILE = 2048, 1024
 WARPS = 4
 CHANNELS = 64  # of a tile, and as many side by side are 128 bytes in 16 bits
@@ -43,13 +43,9 @@ class Geometry(NamedTuple):
 class Plan(NamedTuple):
     """Division of a tensor into programs, and the last arguments of a launch.
 
-    Attributes:
-        splits: Chunks of a sample.
-        chunk: Pixels of a chunk.
-        programs: One for each chunk of each sample and each tile's width of channels.
-        tile: The last arguments of every launch. BP and BC are pixels and channels of a tile. AP
-            and AC divide the numbers of pixels and of channels, so that a thread may load as many
-            values at once; Triton itself only finds divisibility by 16.
+    Each sample has `splits` chunks of `chunk` pixels. `tile` is BP, BC, AP and AC: a tile has BP
+    pixels and BC channels. AP divides the number of pixels and AC that of channels, so that a
+    thread may load as many values at once. Triton itself only finds divisibility by 16.
     """
 
     splits: int
@@ -121,11 +117,9 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def geometry(x: Tensor, as_one_sample: bool) -> Geometry:
-    """Return the kernels' view of a dense tensor (N, C, ...).
+    """Return the kernels' view of a result of `dense` (N, C, ...).
 
-    Args:
-        x: A result of `dense`.
-        as_one_sample: Whether the pixels of all samples may be treated as those of one.
+    `as_one_sample` allows the pixels of all samples to be treated as those of one.
     """
     n, c = x.shape[:2]
     p = x.numel() // (n * c)
@@ -181,15 +175,10 @@ def plan(
 ) -> Plan:
     """Divide the pixels of each sample into chunks, one for each program.
 
-    Args:
-        shape: The tensor to divide.
-        places: Programs that run at once.
-        blur: Whether the kernel has the blur's index arithmetic.
-        writes: Whether the kernel writes a map, so that a chunk has at most `MOST_TILES`. A
-            reduction leaves partial sums, and its chunks are as long as `places` allow.
-        source: The tensor that is read, if another: its channels may be apart in memory where those
-            of a single pixel, written, are not.
-        maps: Number of maps that a reduction reads.
+    `places` programs run at once. A kernel that `writes` a map has at most `MOST_TILES` in a chunk.
+    A reduction of `maps` leaves partial sums, so its chunks are as long as `places` allow. `blur`
+    is for kernels with the blur's index arithmetic. `source` is the tensor that is read, if it is
+    another: a single pixel that is written always has neighbouring channels, `source` perhaps not.
     """
     bp, bc = tile(shape, blur, maps)
     columns = -(-shape.c // bc)

@@ -1,7 +1,7 @@
 """Common parts of the kernels: the chunk of a program, and the arithmetic of the blur.
 
 A row of `size` pixels has `size_out` blurred ones. Each is the mean, weighted by 1, 2, 1, of the
-pixel at twice its position and its two neighbours; beyond the border the row is reflected. The
+pixel at twice its position and its two neighbours. Beyond the border the row is reflected. The
 transposed blur works on squares of two by two pixels (see `square_of`).
 """
 
@@ -35,12 +35,11 @@ def chunk_of_program(
     P, C, splits, chunk, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
     BACKWARDS: tl.constexpr = False,
 ):  # fmt: skip
-    """Return the part of the batch that this program covers.
+    """Return group, sample, first pixel, number of pixels, channels and their mask of a program.
 
-    It is the group (a chunk of a sample), the sample, the first pixel and the number of pixels. The
-    channels and a mask of those that exist follow. A chunk is a multiple of AP. With BACKWARDS, as
-    in kernels that write maps, the first programs cover the last groups. The reduction or
-    convolution before has just read the end of the map, which is still in the second-level cache.
+    A group is a chunk of a sample; a chunk is a multiple of AP. With BACKWARDS, as in kernels that
+    write maps, the first programs cover the last groups. The reduction or convolution before has
+    just read the end of the map, which is still in the second-level cache.
     """
     chunk = aligned(chunk, AP)
     columns = tl.cdiv(C, BC)
@@ -63,10 +62,10 @@ def load_once(pointers, mask):
 def bytes_of_tile(
     n, start, begin, count, P, C, c, known, ALONG: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr
 ):  # fmt: skip
-    """Return offsets and a mask of the bytes with a tile's bits, eight neighbours each.
+    """Return offsets and a mask of the bytes with a tile's bits; a byte has eight neighbours.
 
-    With ALONG 1 neighbours are channels, and the map of bits is (N, P, ceil(C / 8)) bytes. With 2
-    they are pixels, and it is (N, C, ceil(P / 8)).
+    With ALONG 1 neighbours are channels: bits are (N, P, ceil(C / 8)). With 2 they are pixels: bits
+    are (N, C, ceil(P / 8)).
     """
     if ALONG == 1:
         line = n * P + start + begin + tl.arange(0, BP)
@@ -119,7 +118,7 @@ def load_norm(stats, bias, C, c, known, NORM: tl.constexpr = True):
 
 @triton.jit
 def reflect(i, size):
-    """Index into a row whose border is reflected without repeating the edge."""
+    """Return the index in a row of `size` whose border is reflected without repeating the edge."""
     i = tl.where(i < 0, -i, i)
     return tl.where(i >= size, 2 * size - 2 - i, i)
 
