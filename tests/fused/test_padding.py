@@ -12,7 +12,9 @@ from tests.fused.models import assert_near, make, plain, step
 from tests.live_storages import Births
 from tests.operators import Recorder
 from tests.ops.kernels import DEVICE, large_tiles, poisoned_memory  # noqa: F401
+from tresnet import fused
 from tresnet.fused import RECOMPUTE, padding
+from tresnet.layers.conv_norm_act import ConvNormAct
 from tresnet.surgery import fold
 
 # Base widths 19 and 21, as tresnet_l's and tresnet_xl's 76 and 83: the one is a multiple of 8 from
@@ -89,6 +91,15 @@ def test_kernels_equal_the_plain_modules(model, recompute):
     ours = make(**options).to(memory_format=torch.channels_last)
     exact = step(plain(ours), images().double())
     assert_near(step(ours, images()), exact, 1e-4)
+
+
+def test_zeros_fill_no_missing_channels():
+    part = nn.Sequential(ConvNormAct(48, 76, 3), ConvNormAct(80, 64, 1))
+    with (
+        pytest.warns(UserWarning, match="expected 80 channels, got 76"),
+        pytest.raises(RuntimeError, match="channels"),
+    ):
+        fused.run({"part": part}, torch.rand(2, 48, 8, 8), fused.How("reference"))
 
 
 def test_all_maps_are_padded_from_stem_to_the_last_stage():

@@ -11,8 +11,11 @@ from tests.fused.models import assert_near, make, plain, step
 from tests.live_storages import live_after
 from tests.operators import Recorder
 from tests.ops.kernels import DEVICE, large_tiles, poisoned_memory  # noqa: F401
+from tresnet import fused
 from tresnet.errors import InputError
 from tresnet.fused import RECOMPUTE
+from tresnet.layers.conv_norm_act import ConvNormAct
+from tresnet.layers.parallel_bottleneck import ParallelBottleneck
 from tresnet.surgery import fold
 
 # Blocks of each kind, with and without a convolution on the shortcut, halving and not; widths of
@@ -286,3 +289,21 @@ def test_inference_takes_bytes():
             ours = which(pixels)
             which.set_impl("auto")
             torch.testing.assert_close(ours, which(pixels.float() / 255), rtol=1e-4, atol=1e-5)
+
+
+def test_a_rebuilt_join_of_parallel_branches_repeats_its_input():
+    part = nn.Sequential(ParallelBottleneck(2, 8), ConvNormAct(16, 16, 1)).double()
+    x, how = torch.rand(3, 8, 6, 6, dtype=torch.float64), fused.How("reference", "outputs")
+    outputs = fused.run({"part": part}, x, how), part(x)
+    found, expected = (
+        torch.autograd.grad(y.square().sum(), list(part.parameters())) for y in outputs
+    )
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_shortcut_may_lie_otherwise_than_what_it_joins():
+    model = make(layers=(1, 1, 1, 1)).to(memory_format=torch.contiguous_format)
+    model.body.layer2[0].conv2.to(memory_format=torch.channels_last)
+    x = images(side=24).contiguous()
+    exact = step(plain(model), x.double())
+    assert_near(step(model, x), exact, 1e-4)

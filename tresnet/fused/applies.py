@@ -246,10 +246,9 @@ def _read_parts(
         raise _Plain(f"maps in {x.dtype}, not all weights of which are {dtype}")
     kernels = runs_kernels(x.device, dtype, how.impl, isinstance(x, FakeTensor))
     pads = _pads(read, reader.weights, x, channels)
-    if pads and blocks is None:
-        found, expected = channels or x.shape[1], reader.weights[0].shape[1]
-        if found != expected:  # zeros would fill missing channels without an error
-            raise _Plain(f"expected {expected} channels, got {found}")
+    if pads:
+        expected = reader.weights[0].shape[1]
+        _check_channels(read, expected if blocks is not None else channels or x.shape[1])
     return Part(
         tuple(read), dtype, kernels, pads, how.recompute,
         None if blocks is None else blocks.block_size, reader.counters,
@@ -454,6 +453,18 @@ class _Reader:
             raise _Plain(f"expected DropPath, got {kind.__name__}")
         own = self.own(module, kind)
         return own["drop_prob"] if own["training"] else 0.0, own["scale_by_keep"]
+
+
+def _check_channels(blocks: list[Block], given: int) -> None:
+    """Check that convolutions read `given` channels: zeros would fill missing ones."""
+    for block in blocks:
+        widths = [given, *(len(layer.conv.weight) for layer in block.layers)]
+        given = widths.pop()
+        if block.shortcut is not None:
+            widths.append(widths[0])
+        for found, (conv, _) in zip(widths, block.all_layers(), strict=True):
+            if found != conv.weight.shape[1]:
+                raise _Plain(f"expected {conv.weight.shape[1]} channels, got {found}")
 
 
 def _check_shapes(block: Block) -> None:

@@ -462,6 +462,7 @@ class _Backward:
         if numbered is None or record.of_shortcut is None:
             return None
         (conv, norm), kept = layer, self.take_all(record.of_shortcut)
+        masked = tiles.dense(masked, kept.y)
         sums = self.sums(masked, None, norm, kept)
         self.note(numbered.norm, sums)
         self.grad = abn.gradient(masked, norm, kept, sums, kernels=self.part.kernels)
@@ -506,6 +507,8 @@ class _Backward:
             shortcut = self.saved[before.inputs]
         else:
             shortcut = self.rebuilt(before.block.shortcut, before.of_shortcut)
+        if shortcut is not None and before.block.copies > 1:
+            shortcut = shortcut.repeat(1, before.block.copies, 1, 1)
         return self.rebuilt(before.block.layers[-1], before.kept[-1], shortcut)
 
     def rebuilt(self, numbered: Layer, place: int, shortcut: Tensor | None = None) -> Tensor:

@@ -56,7 +56,7 @@ def fold(model: ModuleT, *, merge_stem: bool = False, inplace: bool = False) -> 
     networks = [module for module in folded.modules() if isinstance(module, TResNet)]
     # a block that several parents share stays shared
     new = {
-        id(m): FoldedConv(fold_norm(m.conv, m.bn), m.slope, m.aa)
+        id(m): FoldedConv(fold_norm(m.conv, m.bn), getattr(m.bn, "slope", m.slope), m.aa)
         for m in folded.modules()
         if isinstance(m, ConvNormAct)
     }
