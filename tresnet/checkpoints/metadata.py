@@ -113,8 +113,8 @@ def _check_user(user: dict[str, Any], config: ModelConfig) -> None:
         raise InputError(f"expected labels 'single' or 'multi', got {labels!r:.80}")
 
 
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)  # pyright: ignore[reportArgumentType]
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 def _are_numbers(value: object) -> bool:

@@ -224,7 +224,8 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
     numpy_state = state["numpy"]
     key = numpy_state["state"]["key"].numpy().astype(np.uint32)
-    np.random.set_state({**numpy_state, "state": {**numpy_state["state"], "key": key}})  # noqa: NPY002
+    internal_state = {**numpy_state["state"], "key": key}
+    np.random.set_state({**numpy_state, "state": internal_state})  # noqa: NPY002
     version, internal, following = state["python"]
     random.setstate((version, tuple(internal), following))
 

@@ -70,7 +70,7 @@ def _quantise_onnx(job: Job, floats: Path, path: Path) -> None:
     batches = ({"images": batch.numpy()} for batch in job.calibration)
 
     class CalibrationReader(quantization.CalibrationDataReader):
-        def get_next(self) -> dict[str, Any] | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        def get_next(self) -> Any:  # None after the last batch
             return next(batches, None)
 
     prepared = path.with_stem("prepared")

@@ -37,7 +37,8 @@ def plain_model(model: nn.Module) -> TResNet:
     dtype = next(model.parameters()).dtype
     if dtype != torch.float32:
         raise InputError(f"expected weights in float32, got {dtype}: call model.float() first")
-    plain = fold(model, merge_stem=True).to(memory_format=torch.contiguous_format)  # pyright: ignore[reportCallIssue]
+    plain = fold(model, merge_stem=True)
+    plain = plain.to(memory_format=torch.contiguous_format)  # pyright: ignore[reportCallIssue]
     for parent in list(plain.modules()):
         for name, child in parent.named_children():
             if isinstance(child, BlurPool2d):

@@ -7,7 +7,7 @@ backward: two for `BatchNormAct`, one for `InplaceABN`, and one for `ABN` on a G
 """
 
 import threading
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -188,7 +188,7 @@ class ABN(NormAct):
         norm = Norm(
             self.weight, self.bias, mean, var, True, momentum, self.eps, self.slope, group=group
         )
-        return _Synchronised.apply(norm, x, self.weight, self.bias)  # pyright: ignore[reportReturnType]
+        return cast(Tensor, _Synchronised.apply(norm, x, self.weight, self.bias))
 
 
 class InplaceABN(NormAct):

@@ -5,6 +5,9 @@ them as typed keywords (`by_keywords`). `make_plan` builds the model without dat
 defaults that depend on it.
 """
 
+# A plan takes more types than a command line, which has no functions and no tuples.
+# pyright: reportIncompatibleVariableOverride=false
+
 import dataclasses
 import functools
 import inspect
@@ -63,11 +66,10 @@ class StepPlan(ModelStep, ModelShape):
     train: bool = True
     num_classes: CountOrZero | None = None
     in_chans: Count | None = None
-    # More types than on a command line, which has no functions and no tuples.
-    input_size: Size | Annotated[Sequence[Size], MinLen(1)] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    input_size: Size | Annotated[Sequence[Size], MinLen(1)] | None = None
     inputs: Any = None
-    opt: str | OptimizerFactory = "sgd"  # pyright: ignore[reportIncompatibleVariableOverride]
-    grad_checkpointing: bool | Sequence[str] = False  # pyright: ignore[reportIncompatibleVariableOverride]
+    opt: str | OptimizerFactory = "sgd"
+    grad_checkpointing: bool | Sequence[str] = False
     mixes: bool = False
     loss: Loss | None = None
     target_size: Annotated[Sequence[Count], MinLen(1)] | None = None

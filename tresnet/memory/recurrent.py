@@ -48,7 +48,7 @@ def run(
     projected = hx.shape[2] if hx.shape[2] != size else 0
     autocast = torch.is_autocast_enabled("cuda")
     if autocast:  # to float16, also where autocast's dtype is another (AutocastRNN.cpp)
-        x, hx, cx = (None if t is None else t.half() for t in (x, hx, cx))  # pyright: ignore[reportAssignmentType]
+        x, hx, cx = x.half(), hx.half(), None if cx is None else cx.half()
     settings = mode, size, projected, layers, batch_first, dropout, train, bidirectional
     with torch.autocast("cuda", enabled=False) if autocast else contextlib.nullcontext():
         results = _Sequence.apply(settings, x, hx, cx, *weights)

@@ -111,10 +111,10 @@ class MLDecoderHead(nn.Module):
             )
         self.in_features = in_features
         with torch.device(device or torch.get_default_device()):
-            decoder = MLDecoder(
+            decoder: Any = MLDecoder(
                 config.num_classes, decoder_embedding=channels, initial_num_features=in_features
             )
-        decoder.decoder = _DecoderLayers(decoder.decoder.layers)  # pyright: ignore[reportAttributeAccessIssue]
+        decoder.decoder = _DecoderLayers(decoder.decoder.layers)
         self.fc = decoder.to(dtype or torch.get_default_dtype())
 
     def forward(self, x: Tensor, pre_logits: bool = False) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from numbers import Integral
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -186,7 +186,7 @@ class TResNet(nn.Module):
                 continue
             for block in part:
                 run = functools.partial(fused.run, {name: block}, how=self.how)
-                x = checkpoint(run, x, use_reentrant=False, **options)  # pyright: ignore[reportAssignmentType]
+                x = cast(Tensor, checkpoint(run, x, use_reentrant=False, **options))
         return x
 
     def forward_features(self, x: Tensor) -> Tensor:

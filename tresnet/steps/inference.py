@@ -105,4 +105,5 @@ class InferenceStep:
 
 def move_model(model: nn.Module, compute: Compute, device: torch.device) -> nn.Module:
     """Move the model to the device and to the configured memory format, in place."""
-    return model.to(device=device).to(memory_format=compute.memory_format)  # pyright: ignore[reportCallIssue]
+    model.to(device=device)
+    return model.to(memory_format=compute.memory_format)  # pyright: ignore[reportCallIssue]

@@ -328,7 +328,7 @@ def create_training_step(
         compute,
         device,
         forward=(
-            compile_model(wrapped, compute.compile, training=True, recompute=recompute, say=say)  # pyright: ignore[reportArgumentType]
+            compile_model(wrapped, compute.compile, training=True, recompute=recompute, say=say)
             if compiles
             else wrapped
         ),
