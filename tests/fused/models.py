@@ -8,6 +8,13 @@ from torch import nn
 import tresnet
 from tests.ops.kernels import DEVICE
 
+# Base widths 19 and 21, as tresnet_l's and tresnet_xl's 76 and 83: the one is a multiple of 8 from
+# the third stage's outputs on, the other from the fourth stage on.
+PADDED = {
+    "l": {"name": "tresnet_l", "layers": (1, 2, 1, 1), "width_factor": 0.3},
+    "xl": {"name": "tresnet_xl", "layers": (1, 1, 2, 1), "width_factor": 0.33},
+}
+
 
 def make(impl="triton", name="tresnet_t", **options):
     """One block of each kind and stage, no norm at zero."""
