@@ -48,21 +48,16 @@ def abn(
     mean: Tensor,
     var: Tensor,
     *,
-    training: bool,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-    slope: float | None = 1e-2,
-    blur: bool = False,
     se: SEWeights | None = None,
     shortcut: Tensor | None = None,
-    group: Any = None,
     impl: str = "triton",
+    **options: Any,
 ) -> Tensor:
     """Run by the kernels ('triton'), by their definitions ('launches'), or by 'reference'."""
+    options = {"momentum": 0.1, "eps": 1e-5, "slope": 1e-2, "blur": False, **options}
     if impl == "reference":
-        y = reference.abn(x, weight, bias, mean, var, training, momentum, eps, slope)
+        blur = options.pop("blur")
+        y = reference.abn(x, weight, bias, mean, var, **options)
         return reference.tail(y, blur, se, shortcut)
-    rest = {"training": training, "momentum": momentum, "eps": eps, "slope": slope}
-    rest |= {"blur": blur, "group": group}
     vectors = weight, bias, mean, var, *(se or ())
-    return Launched.apply(impl == "triton", rest, x, shortcut, *vectors)
+    return Launched.apply(impl == "triton", options, x, shortcut, *vectors)

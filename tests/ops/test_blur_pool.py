@@ -1,5 +1,7 @@
 """The blur against timm's module, fp64 autograd and finite differences."""
 
+import functools
+
 import pytest
 import torch
 
@@ -16,13 +18,9 @@ def timm_blur(x):
     return BlurPool2d(x.shape[1], filt_size=3, stride=2).to(x.dtype)(x)
 
 
-def scripted(x):
-    return blur_pool(x, jit=True)
-
-
 FORMS = {
     "plain": blur_pool,
-    "scripted": scripted,
+    "scripted": functools.partial(blur_pool, jit=True),
     "compiled": torch.compile(blur_pool, backend="aot_eager", dynamic=True),
 }
 

@@ -26,13 +26,6 @@ def test_moves_every_pixel(shape, block, layout, jit):
             assert torch.equal(y[:, first : first + channels], expected)
 
 
-def test_equals_timm():
-    from timm.layers import SpaceToDepth
-
-    x = torch.rand(2, 3, 24, 16)
-    assert torch.equal(space_to_depth(x), SpaceToDepth()(x))
-
-
 def test_gradient_returns_every_pixel():
     x = torch.rand(2, 3, 8, 4, requires_grad=True)
     grad = torch.rand(2, 48, 2, 1)
