@@ -264,14 +264,14 @@ def test_operators_keep_their_promises(monkeypatch):
     """
     monkeypatch.setattr(tiles, "TILE", 16)
     monkeypatch.setattr(tiles, "BLUR_TILE", 64)
-    x = torch.randn(2, 6, 5, 4, device=DEVICE).to(memory_format=torch.channels_last)
+    x = torch.randn(3, 6, 7, 3, device=DEVICE).to(memory_format=torch.channels_last)
     vector, stats = torch.randn(6, device=DEVICE), torch.rand(4, 6, device=DEVICE)
-    gate, half = torch.rand(2, 6, device=DEVICE), torch.randn(2, 6, 3, 2, device=DEVICE)
+    gate, half = torch.rand(3, 6, device=DEVICE), torch.randn(3, 6, 4, 2, device=DEVICE)
     half = half.to(memory_format=torch.channels_last)
     partial, _ = launch.grad_sums(half, None, x, None, gate, stats, vector, 0.1, True)
     _, moments = launch.statistics(x, vector, vector.clone(), vector.abs(), 0.1, 1e-5, True, True)
     layers = torch.randn(4, 6, device=DEVICE), vector[:4], torch.randn(6, 4, device=DEVICE), vector
-    bits = torch.randint(256, (2, 20, 1), dtype=torch.uint8, device=DEVICE)
+    bits = torch.randint(256, (3, 21, 1), dtype=torch.uint8, device=DEVICE)
     calls = [
         (excite.forward, (moments, x, stats, vector, True, False, *layers)),
         (launch.statistics, (x, vector, vector.clone(), vector.abs(), 0.1, 1e-5, True, True)),
@@ -284,7 +284,7 @@ def test_operators_keep_their_promises(monkeypatch):
         (launch.grad_sums, (half, None, x, None, None, stats, vector, 0.1, True)),
         (launch.grad_sums, (x.clone(), x.clone(), x, bits, None, stats, vector, None, False)),
         (launch.grad_sums, (x.clone(), None, x, None, gate, stats, vector, 0.1, False, True)),
-        (launch.merge_grad_sums, (partial, gate, gate, stats, 40)),
+        (launch.merge_grad_sums, (partial, gate, gate, stats, 63)),
         (launch.grad_apply, (half, x, stats, vector, gate, gate, stats, 0.1, True, True)),
     ]
     for operator, arguments in calls:
