@@ -29,8 +29,7 @@ import tresnet
 found = {"ms": (time.perf_counter() - start) * 1e3, "added": sorted(set(sys.modules) - before)}
 tresnet.list_models()
 tresnet.create("tresnet_t")
-from tresnet.cli.info import Info
-from tresnet.cli.list import List
+from tresnet.cli.models import Info, List
 with contextlib.redirect_stdout(io.StringIO()):
     List().run([])
     Info(model="tresnet_t").run([])

@@ -6,11 +6,17 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
 
-from tresnet.cli import info
+from tresnet.checkpoints.creation import create
+from tresnet.checkpoints.layout import push
+from tresnet.checkpoints.save import save_checkpoint
+from tresnet.checkpoints.weights import open_weights
+from tresnet.cli import models
+from tresnet.cli.commands import parse
 from tresnet.cli.main import main as run
 from tresnet.cli.output import format_table
 from tresnet.env import package_version
@@ -64,12 +70,50 @@ def test_arguments_that_do_not_parse(arguments, message, capsys):
     assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
 
 
-def test_bad_input_is_one_line_and_exit_code_2(capsys):
-    assert run(["info", "tresnet_q"]) == 2
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("info tresnet_q", "unknown model 'tresnet_q'; did you mean 'tresnet_"),
+        ("demo tresnet_t.digits --port 99999", "--port: expected at most 65535, got 99999"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(line, message, capsys):
+    assert run(line.split()) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err.startswith("error: unknown model 'tresnet_q'; did you mean 'tresnet_")
+    assert printed.err.startswith(f"error: {message}")
     assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "size"),
+    [
+        ("info --input-size 192 tresnet_m --num-classes 3", 192),
+        ("export --input-size 192 256 tresnet_m --format pt2", (192, 256)),
+        ("bench train --input-size 192 tresnet_m", 192),
+        ("bench train --input-size 192 --rounds 3 -- tresnet_m", 192),
+    ],
+)
+def test_an_input_size_does_not_take_the_model_after_it(line, size):
+    command = parse(line.split())
+    assert getattr(command, "task", command).input_size == size
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("DIR/tresnet_t.digits", "tresnet_t.digits.pt2"),
+        ("DIR/mine.v2.safetensors", "mine.v2.pt2"),
+    ],
+)
+def test_an_export_is_named_by_its_weights(name, file, tmp_path, monkeypatch):
+    save_checkpoint(create("tresnet_t", layers=(1, 1, 1, 1)), tmp_path / "mine.v2.safetensors")
+    push(open_weights(tmp_path / "mine.v2.safetensors"), str(tmp_path / "tresnet_t.digits"), "mit")
+    written = []
+    done = types.SimpleNamespace(difference=0.0, images=0, path="")
+    monkeypatch.setattr("tresnet.export.export_model", lambda *a, **_: written.append(a[1]) or done)
+    assert run(["export", name.replace("DIR", str(tmp_path)), "--format", "pt2"]) == 0
+    assert written == [Path(file)]
 
 
 def test_ctrl_c_is_exit_code_130_and_a_mistake_of_ours_a_traceback(monkeypatch, capsys):
@@ -77,7 +121,7 @@ def test_ctrl_c_is_exit_code_130_and_a_mistake_of_ours_a_traceback(monkeypatch, 
         def end(self, argv):
             raise error
 
-        monkeypatch.setattr(info.Info, "run", end)
+        monkeypatch.setattr(models.Info, "run", end)
         return run(["info", "tresnet_t"])
 
     assert ending(KeyboardInterrupt()) == 130

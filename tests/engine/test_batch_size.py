@@ -38,7 +38,7 @@ SIDE, FITTING = 40, 23
 @pytest.fixture
 def small_gpu(monkeypatch):
     """The CPU passes for a GPU of 29 MiB."""
-    monkeypatch.setattr(batch_size, "gpu_of", lambda config, device: SMALL)
+    monkeypatch.setattr(batch_size, "gpu_of", lambda *_: SMALL)
 
 
 def answer(monkeypatch, images):
@@ -154,7 +154,7 @@ def test_resuming_with_auto_keeps_the_batch_of_the_run(tiny, small_gpu, capsys):
 
 
 def test_the_process_with_the_least_memory_decides(tiny, small_gpu, monkeypatch):
-    monkeypatch.setattr(batch_size, "_find", lambda *args: (16, "of 21"))
+    answer(monkeypatch, 21)
 
     class Two(Processes):
         def max(self, *values):
@@ -164,7 +164,7 @@ def test_the_process_with_the_least_memory_decides(tiny, small_gpu, monkeypatch)
     alone = resolved(tiny(), 1000, said.append)
     among = resolved(tiny(), 1000, said.append, Two(0, 2, CPU))
     assert (alone.data.batch_size, among.data.batch_size) == (16, 8)
-    assert said[0] == "--batch-size auto: 16, of 21"
+    assert said[0].startswith("--batch-size auto: 16, of 21 that are predicted to fit into 29.0 M")
     assert said[1].startswith("--batch-size auto: 8, as the process with the least memory has room")
 
 
@@ -210,7 +210,7 @@ def test_no_more_images_are_promised_than_there_are(
     several = Several(0, world_size, CPU)
     found = resolved(tiny(mixup=0.0), 1438, said.append, several)
     assert found.data.batch_size == expected
-    text = f"{expected}, as there are 1438 images to train for {world_size} processes; 43688"
+    text = f"{expected}, as there are 1438 images to train for {world_size} processes; of 43688"
     assert text in said[0]
     assert resolved(tiny(mixup=0.0), 7, said.append).data.batch_size == 7
 
@@ -331,7 +331,7 @@ def explained(config, **plan):
 
 
 def test_another_error_does_not_hide_that_memory_is_full(tiny, monkeypatch):
-    def broken(config, device):
+    def broken(*_):
         raise RuntimeError("CUDA error: unspecified launch failure")
 
     monkeypatch.setattr(batch_size, "gpu_of", broken)

@@ -61,8 +61,8 @@ def test_resuming_with_other_options_lists_each_with_both_values():
     with pytest.raises(ConfigError) as error:
         configs.resumed(GOOD, other, Path("runs/a/best.safetensors"))
     message = str(error.value)
-    assert "--epochs: the run has 300, now 7" in message
-    assert "--lr: the run has 0.1, now 0.5" in message
+    assert "--epochs was 300, now 7" in message
+    assert "--lr was 0.1, now 0.5" in message
     assert "(--weights runs/a/best.safetensors starts it from this one's weights)" in message
     assert "more --epochs are for a run of --lr-schedule constant without" in message
     assert "workers" not in message
@@ -98,7 +98,7 @@ def test_a_constant_rate_goes_on_for_more_epochs_after_a_warm_up_as_long():
             configs.resumed(constant, configs.replace(constant, **changes), Path())
     for option in ({"mix_off_epochs": 2}, {"progressive_sizes": (64, 96)}):
         ends = configs.replace(constant, **option)
-        with pytest.raises(ConfigError, match="--epochs: the run has 10, now 40"):
+        with pytest.raises(ConfigError, match="--epochs was 10, now 40"):
             configs.resumed(ends, configs.replace(ends, epochs=40), Path())
 
 

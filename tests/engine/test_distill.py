@@ -14,9 +14,8 @@ from tresnet.checkpoints.weights import open_weights
 from tresnet.engine import state
 from tresnet.engine.distill import create_teacher
 from tresnet.engine.distributed import Processes
-from tresnet.engine.hierarchy import SemanticSoftmaxLoss, read_hierarchy
 from tresnet.engine.images import fingerprint_beside
-from tresnet.engine.losses import Losses
+from tresnet.engine.losses import Losses, SemanticSoftmaxLoss, read_hierarchy
 from tresnet.engine.resolve import resolve
 from tresnet.engine.train import train
 from tresnet.errors import ConfigError

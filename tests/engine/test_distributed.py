@@ -19,7 +19,7 @@ from tests.engine.conftest import config_on
 from tests.engine.runs import assert_same_run, eval_main, rows_of, tensors_of
 from tests.forks import run_forked
 from tresnet.engine import config as configs
-from tresnet.engine import distributed, signals, state
+from tresnet.engine import distributed, state
 from tresnet.engine.distributed import Processes
 from tresnet.engine.plan import check_same_options
 from tresnet.engine.train import train
@@ -158,7 +158,7 @@ def test_a_process_that_waits_for_its_partners_ends_at_once(monkeypatch, rank, s
         monkeypatch.setenv(name, value)
     child = os.fork()
     if not child:
-        with signals.StopRequest(), distributed.join("cpu"):
+        with distributed.StopRequest(), distributed.join("cpu"):
             os._exit(1)
     time.sleep(0.5)
     os.kill(child, signum)

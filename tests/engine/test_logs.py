@@ -7,7 +7,9 @@ import types
 import pytest
 
 from tresnet.engine.logs import COLUMNS, RunLog, read_rows
+from tresnet.engine.state import Progress
 from tresnet.errors import WriteError
+from tresnet.measure.memory import MemorySnapshot
 
 
 def read(directory):
@@ -24,10 +26,16 @@ def test_the_columns_are_those_users_read():
     assert list(COLUMNS) == columns.split()
 
 
-def test_rows_are_written_twice_and_absent_values_are_empty(tmp_path, monkeypatch):
+def add(log, epoch, step, **figures):
+    """Append a row of the phase train."""
+    progress = Progress(epoch=epoch, global_step=step)
+    log.phase("train", progress, MemorySnapshot(), 3.0, **figures)
+
+
+def test_rows_are_written_twice_and_absent_values_are_empty(tiny, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # it is not installed
-    log = RunLog(tmp_path, [], 0, tensorboard=True)
-    log.row(phase="train", epoch=1, step=6, loss=0.123456789, val_loss=float("nan"))
+    log = RunLog(tmp_path, [], 0, tiny(tensorboard=True))
+    add(log, 1, 6, loss=0.123456789, val_loss=float("nan"))
     log.close()
     table, rows = read(tmp_path)
     assert table[0] == list(COLUMNS)
@@ -35,12 +43,10 @@ def test_rows_are_written_twice_and_absent_values_are_empty(tmp_path, monkeypatc
     names = ("phase", "loss", "val_loss", "allocated_mib")
     assert [cells[name] for name in names] == ["train", "0.123457", "", ""]
     assert [rows[0][name] for name in names] == ["train", 0.123456789, None, None]
-    with pytest.raises(ValueError, match="no such columns"):
-        log.row(phase="train", top1=3.0)
     (tmp_path / "log.jsonl").unlink()
     (tmp_path / "log.jsonl").mkdir()
     with pytest.raises(WriteError, match=r"cannot write .*log\.jsonl: Is a directory"):
-        log.row(phase="train", step=1)
+        add(log, 1, 6)
 
 
 @pytest.mark.parametrize(
@@ -58,28 +64,28 @@ def test_rows_are_written_twice_and_absent_values_are_empty(tmp_path, monkeypatc
         ),
     ],
 )
-def test_a_resumed_log_has_the_rows_of_its_state_once(tmp_path, damage, kept):
+def test_a_resumed_log_has_the_rows_of_its_state_once(tiny, tmp_path, damage, kept):
     assert read_rows(tmp_path, 1) == []
-    log = RunLog(tmp_path, [], 0, tensorboard=False)
+    log = RunLog(tmp_path, [], 0, tiny())
     for step in (0, 6, 12):
-        log.row(phase="train", epoch=step // 6, step=step, loss=1.0)
+        add(log, step // 6, step, loss=1.0)
     path = tmp_path / "log.jsonl"
     path.write_bytes(os.fsencode(damage(path.read_text())))
-    log = RunLog(tmp_path, read_rows(tmp_path, 1), 6, tensorboard=False)
-    log.row(phase="train", epoch=2, step=12, loss=2.0)
+    log = RunLog(tmp_path, read_rows(tmp_path, 1), 6, tiny())
+    add(log, 2, 12, loss=2.0)
     table, found = read(tmp_path)
     assert [row[COLUMNS.index("step")] for row in table] == ["step", *map(str, kept), "12"]
     assert [(row["step"], row["loss"]) for row in found] == [*((s, 1.0) for s in kept), (12, 2.0)]
 
 
-def log_numbers(directory, rows, step, **options):
-    log = RunLog(directory, rows, step, **options)
-    log.row(phase="train", epoch=1, step=6, loss=0.5, elapsed_s=3.0)
+def log_numbers(directory, rows, step, config):
+    log = RunLog(directory, rows, step, config)
+    add(log, 1, 6, loss=0.5)
     log.scalars(7, "update", {"lr": 0.1})
     log.close()
 
 
-def test_tensorboard_gets_the_numbers_if_it_is_installed(tmp_path, monkeypatch):
+def test_tensorboard_gets_the_numbers_if_it_is_installed(tiny, tmp_path, monkeypatch):
     written = []
 
     def writer(directory, purge_step):
@@ -89,12 +95,14 @@ def test_tensorboard_gets_the_numbers_if_it_is_installed(tmp_path, monkeypatch):
 
     tensorboard = types.SimpleNamespace(SummaryWriter=writer)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
-    log_numbers(tmp_path, [{"phase": "initial", "step": 0}], 3, tensorboard=True)
+    log_numbers(tmp_path, [{"phase": "initial", "step": 0}], 3, tiny(tensorboard=True))
     assert written == [(str(tmp_path), 4), ("epoch/loss", 0.5, 6), ("update/lr", 0.1, 7), "closed"]
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
-def test_a_tracker_gets_the_numbers_and_knows_a_resumed_run_again(tmp_path, monkeypatch, name):
+def test_a_tracker_gets_the_numbers_and_knows_a_resumed_run_again(
+    tiny, tmp_path, monkeypatch, name
+):
     received = []
 
     def init(**options):
@@ -104,12 +112,12 @@ def test_a_tracker_gets_the_numbers_and_knows_a_resumed_run_again(tmp_path, monk
 
     monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(init=init))
     for _ in range(2):
-        log_numbers(tmp_path, [], 0, tensorboard=False, track=name, config={"lr": 1})
+        log_numbers(tmp_path, [], 0, tiny(track=name))
     options, *numbers = received[:4]
     assert numbers == [({"epoch/loss": 0.5}, 6), ({"update/lr": 0.1}, 7), "finished"]
     assert received[4:] == received[:4]
-    assert (options["config"], options["resume"]) == ({"lr": 1}, "allow")
+    assert (options["config"]["run"]["track"], options["resume"]) == (name, "allow")
     assert options.get("dir") == (str(tmp_path) if name == "wandb" else None)
     monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(init=lambda **_: 1 / 0))
     with pytest.raises(WriteError, match=f"{name} cannot begin .* leave out --track"):
-        RunLog(tmp_path, [], 0, tensorboard=False, track=name)
+        RunLog(tmp_path, [], 0, tiny(track=name))

@@ -1,7 +1,8 @@
 import contextlib
-import datetime
 import json
 import shutil
+import types
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,6 @@ from tresnet.engine.config import AUTO
 from tresnet.errors import BusyError, CheckpointError, ConfigError, WriteError
 
 AUTO = Path(AUTO)
-NOW = datetime.datetime(2030, 1, 2, 3, 4, 5)
 
 
 @pytest.fixture
@@ -21,21 +21,24 @@ def held():
         yield stack
 
 
-def test_a_run_is_named_by_model_data_and_date_and_never_takes_anothers_place(tiny, tmp_path, held):
+def test_a_run_is_named_by_model_data_and_date_and_never_takes_anothers_place(
+    tiny, held, monkeypatch
+):
     config = tiny(name=None, data="some/place/")
-    directories = [rundir.create(config, NOW, held) for _ in range(3)]
-    stem = "tresnet_t_place_20300102-030405"
+    monkeypatch.setattr(rundir, "datetime", types.SimpleNamespace(now=lambda: datetime(2030, 1, 2)))
+    directories = [rundir.create(config, held) for _ in range(3)]
+    stem = "tresnet_t_place_20300102-000000"
     assert [d.name for d in directories] == [stem, f"{stem}-2", f"{stem}-3"]
     assert configs.load(directories[2] / rundir.CONFIG) == config
-    odd = rundir.create(tiny(name=None, data="any bytes\udcfc"), NOW, held)
-    assert odd.name == "tresnet_t_any bytes?_20300102-030405"
+    odd = rundir.create(tiny(name=None, data="any bytes\udcfc"), held)
+    assert odd.name == "tresnet_t_any bytes?_20300102-000000"
 
 
 def test_a_named_run_that_exists_is_refused_and_left_alone(tiny, held):
-    directory = rundir.create(tiny(epochs=5), NOW, held)
+    directory = rundir.create(tiny(epochs=5), held)
     before = (directory / rundir.CONFIG).read_bytes()
     with pytest.raises(ConfigError, match=r"--name: the run directory .*run exists, and a run nev"):
-        rundir.create(tiny(epochs=6), NOW, held)
+        rundir.create(tiny(epochs=6), held)
     assert (directory / rundir.CONFIG).read_bytes() == before
 
 
@@ -46,8 +49,8 @@ def test_a_run_that_cannot_begin_leaves_its_name_free(tiny, held, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(rundir.files, "write_text", full)
         with pytest.raises(WriteError):
-            rundir.create(tiny(), NOW, held)
-    directory = rundir.create(tiny(), NOW, held)
+            rundir.create(tiny(), held)
+    directory = rundir.create(tiny(), held)
     shutil.rmtree(directory)
     rundir.discard(directory)  # somebody else was quicker
 

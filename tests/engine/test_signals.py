@@ -4,8 +4,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tresnet.engine import signals
-from tresnet.engine.signals import StopRequest
+from tresnet.engine import distributed
+from tresnet.engine.distributed import StopRequest
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
@@ -20,7 +20,7 @@ def test_a_signal_becomes_a_request(signum):
 
 
 def test_a_second_signal_stops_at_once(monkeypatch):
-    monkeypatch.setattr(signals, "ECHO_S", -1.0)
+    monkeypatch.setattr(distributed, "ECHO_S", -1.0)
     with StopRequest():
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):

@@ -202,7 +202,7 @@ def die_at(patch, point):
     places = {
         "state": (state, "save"),
         "best": (recovery, "save_checkpoint"),
-        "row": (RunLog, "row"),
+        "row": (RunLog, "phase"),
     }
     place, name = places[what]
     original, count = getattr(place, name), itertools.count(1)
@@ -334,7 +334,7 @@ def test_auto_begins_a_run_and_goes_on_with_it(tiny, finished, monkeypatch):
         assert stopped.stopped_by == signal.SIGTERM
         assert steps_in(stopped.run_dir) == update
     assert_same_run(train(tiny(), resume=auto).run_dir, finished)
-    with pytest.raises(ConfigError, match="--lr: the run has"):
+    with pytest.raises(ConfigError, match="--lr was"):
         train(tiny(lr=0.5), resume=auto)
 
 
@@ -428,12 +428,12 @@ def spoil(monkeypatch, micro_batches, loss=None):
     monkeypatch.setattr(TrainingStep, "backward", backward)
 
 
-GOOD = "the last good checkpoint is of step 6: continue with --resume {0}. Try a lower --lr"
+GOOD = "(nan or infinite): the last good checkpoint is of step 6: continue with --resume {0}. Try"
 
 
 @pytest.mark.parametrize(
     ("value", "step", "where"),
-    [(math.nan, 9, f"2: {GOOD}"), (math.inf, 2, "1: there is no checkpoint yet")],
+    [(math.nan, 9, f"2 {GOOD}"), (math.inf, 2, "1 (nan or infinite): there is no checkpoint yet")],
 )
 def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_last_good_state(
     tiny, monkeypatch, value, step, where
@@ -442,9 +442,9 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_last_good_state(
     with pytest.raises(TrainingError) as error:
         train(tiny())
     run_dir = run_dir_of(tiny())
-    message = f"the loss is not finite (nan or infinite) at step {step}, in epoch {where}"
+    message = f"the loss is not finite at step {step}, in epoch {where}"
     assert message.format(run_dir) in str(error.value)
-    assert not (run_dir / "last.pt").exists() or steps_in(run_dir) == 6
+    assert steps_in(run_dir) == 6 if step == 9 else not run_dir.exists()
 
 
 SKIPPING = {"accumulate": 2, "skip_bad_steps": 2, "clip_grad": 1.0, "log_interval": 2}
@@ -500,7 +500,7 @@ def test_bad_steps_change_nothing_are_counted_and_resume_bit_for_bit(tiny, monke
 def test_more_bad_steps_than_allowed_stop_the_run(tiny, monkeypatch):
     with monkeypatch.context() as patch:
         spoil(patch, {8, 9, 10})
-        with pytest.raises(TrainingError, match="at step 10, in epoch 2, and 2 such steps were"):
+        with pytest.raises(TrainingError, match=r"after 2 skipped .* at step 10, in epoch 2"):
             train(tiny(skip_bad_steps=2))
     run_dir = run_dir_of(tiny())
     assert steps_in(run_dir) == 6
@@ -509,7 +509,7 @@ def test_more_bad_steps_than_allowed_stop_the_run(tiny, monkeypatch):
 
 def test_weights_that_go_bad_in_the_last_step_are_not_saved(tiny, monkeypatch):
     at_step(monkeypatch, 12, lambda step: step.model.head.fc.weight.data[0, 0].fill_(math.nan))
-    with pytest.raises(TrainingError, match=r"the weights are not finite .* after step 12"):
+    with pytest.raises(TrainingError, match="the weights are not finite after step 12"):
         train(tiny())
     assert steps_in(run_dir_of(tiny())) == 6
 

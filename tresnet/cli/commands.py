@@ -13,15 +13,13 @@ from tyro.conf import (
 )
 
 from tresnet.cli.bench import Bench
-from tresnet.cli.convert import Convert
 from tresnet.cli.demo import Demo
 from tresnet.cli.export import Export
-from tresnet.cli.info import Info
-from tresnet.cli.list import List
 from tresnet.cli.memory import Memory
+from tresnet.cli.models import Info, List
 from tresnet.cli.predict import Predict
-from tresnet.cli.push import Push
 from tresnet.cli.shard import Shard
+from tresnet.cli.weights import Convert, Push
 from tresnet.errors import InputError
 from tresnet.settings.fields import Settings, check
 
@@ -51,10 +49,20 @@ def parse(
         | Annotated[Shard, subcommand("shard")],  # pyright: ignore[reportArgumentType]
         prog="tresnet",
         description=_DESCRIPTION,
-        args=arguments,
+        args=_input_size_last(list(arguments)),
         config=(DisallowNone, FlagCreatePairsOff, OmitArgPrefixes, OmitSubcommandPrefixes),
     )
     chosen = command.task if isinstance(command, Bench | Memory) else command
     if isinstance(chosen, Settings):
         check(chosen, InputError)
     return command
+
+
+def _input_size_last(arguments: list[str]) -> list[str]:
+    """Move `--input-size H [W]` to the end, as tyro would take a MODEL after it for the width."""
+    if "--input-size" not in arguments or "--" in arguments:
+        return arguments
+    begin = end = arguments.index("--input-size") + 1
+    while end < len(arguments) and arguments[end].isdecimal():
+        end += 1
+    return [*arguments[: begin - 1], *arguments[end:], *arguments[begin - 1 : end]]

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Annotated
 
+from annotated_types import Ge, Le
 from tyro.conf import Positional, arg
 
 from tresnet.cli.output import progress
@@ -22,7 +23,7 @@ class Demo(Settings):
     """Where to compute, such as cuda."""
     host: str = "127.0.0.1"
     """Address to listen at: by default only this machine; 0.0.0.0 for all networks."""
-    port: int = 7860
+    port: Annotated[int, Ge(1), Le(65535)] = 7860
     """Port to listen at."""
 
     def run(self, argv: list[str]) -> int:

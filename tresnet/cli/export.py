@@ -9,6 +9,8 @@ from tyro.conf import Positional, arg
 from tresnet.cli.output import format_table, say
 from tresnet.export.options import ExportOptions
 
+_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Export(ExportOptions):
@@ -33,7 +35,8 @@ class Export(ExportOptions):
             known.check_finite()
             model = create(weights=known)
             if known.entry is None:
-                name = Path(name).stem
+                # not a directory or repository such as tresnet_t.digits
+                name = path.stem if (path := Path(name)).suffix in _SUFFIXES else path.name
         suffix = FORMATS[self.format].suffixes[0]
         done = export_model(
             model.eval(),

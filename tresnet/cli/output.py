@@ -2,10 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-from tresnet.errors import InputError
 
 if TYPE_CHECKING:
     from tresnet.measure.runner import Outcome
@@ -60,9 +57,3 @@ def finish(outcome: "Outcome") -> int:
     if outcome.interrupted:
         raise KeyboardInterrupt
     return 0 if outcome.complete else PARTLY_FAILED_EXIT_CODE
-
-
-def check_new(path: Path) -> None:
-    """Raise `InputError` if the file exists."""
-    if path.exists():
-        raise InputError(f"expected a new file to write, but {path} exists: remove it")

@@ -70,7 +70,12 @@ class Predict(Settings):
             say=progress,
         )
         if self.cam is not None:
-            _make(self.cam)
+            if self.cam.exists():
+                raise InputError(
+                    f"expected a new directory for --cam, but {self.cam} exists: remove it"
+                )
+            with explained(self.cam):
+                self.cam.mkdir(parents=True)
         bad: list[DataError] = []
         write = {"table": _table, "json": _json, "csv": _csv}[self.format]
         found = predictor(paths, bad=lambda error: (bad.append(error), fail(error)))
@@ -80,13 +85,6 @@ class Predict(Settings):
 
 def _lines() -> list[str]:
     return [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
-
-
-def _make(folder: Path) -> None:
-    if folder.exists():
-        raise InputError(f"expected a new directory for --cam, but {folder} exists: remove it")
-    with explained(folder):
-        folder.mkdir(parents=True)
 
 
 def _kept(found: "Iterator[Prediction]", folder: Path | None) -> "Iterator[Prediction]":

@@ -8,8 +8,9 @@
 | the phases of a run | `train.py`: `plan.py`, `prepare.py`, `loop.py`, and its `finish` |
 | an epoch; when a run saves, stops or skips | `loop.py` |
 | the checkpoints of a run, and how it is resumed | `recovery.py`, `state.py` |
-| the files in a run's directory | `rundir.py`, `logs.py`, `picture.py` |
+| the files in a run's directory | `rundir.py`, `logs.py` |
 | the messages of a run | `words.py`, `console.py` |
+| its processes, and signals to stop | `distributed.py` |
 | a loss, a metric | `losses.py`, `evaluate.py` |
 | `--batch-size auto`, advice about full memory | `batch_size.py` |
 """

@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from tresnet.engine.plan import RunPlan
     from tresnet.memory import Device, MaxBatch
 
-# Kernels for 16-bit types are fastest if the batch is a multiple of this.
-_MULTIPLE = 8
-
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatches:
@@ -84,24 +81,42 @@ def resolve(
     weights: WeightsInfo | None,
     processes: Processes,
     say: Callable[[str], object],
-    assumes_gpu: bool = False,
+    assumed: bool = False,
 ) -> TrainConfig:
     """Replace `--batch-size auto` by a number, the same on every process, or raise ConfigError.
 
     The process with the least memory decides. `say` receives a line with the number and its reason.
-    `assumes_gpu` uses `--gpu-memory` in place of this process's GPU.
+    With `assumed`, `--gpu-memory` stands for a GPU that this machine lacks.
     """
     if config.data.batch_size != AUTO:
         return config
-    if assumes_gpu:
-        from tresnet.memory import find_device
+    from tresnet.memory.device import mib
 
-        gpu = find_device(gpu_memory=config.compute.gpu_memory)
-    else:
-        gpu = gpu_of(config, processes.device)
+    gpu = gpu_of(config, processes.device, assumed)
     model = create_model(config, splits.classes, weights)
-    images, world_size = len(splits.train), processes.world_size
-    found, why = _find(config, model, splits.classes, images, gpu, world_size)
+    images, world_size, pairs = len(splits.train), processes.world_size, config.augment.mixes
+    try:
+        answer = largest(model, config, splits.classes, gpu, world_size)
+    except InputError as error:
+        raise ConfigError(
+            f"--batch-size auto: the memory of this run cannot be predicted, so give a number:"
+            f" {error}"
+        ) from error
+    found = round_down(answer.batch_size, pairs=pairs)
+    memory = f"{mib(gpu.capacity_bytes or 0)} of {gpu.name}"
+    if found == 0:
+        raise ConfigError(
+            f"--batch-size auto: not even one image is predicted to fit into {memory}, of which"
+            f" {mib(gpu.context_high_bytes)} are kept for the CUDA context: free some memory or"
+            f" give a number (it cannot fit from {answer.no_from} on)"
+        )
+    why = (
+        f"of {answer.batch_size} that are predicted to fit into {memory} (from {answer.no_from} on"
+        " they cannot)"
+    )
+    if found > images // world_size:
+        found = max(round_down(images // world_size, pairs=pairs), 1)
+        why = f"as there are {images} images to train for {world_size} processes; {why}"
     least = int(-processes.max(-found)[0])
     if least < found:
         why = f"as the process with the least memory has room for no more; here {found}, {why}"
@@ -109,16 +124,13 @@ def resolve(
     return configs.replace(config, batch_size=least)
 
 
-def assumes_gpu(config: TrainConfig, device: torch.device) -> bool:
-    """Return whether a dry run on this device must assume the GPU of `--gpu-memory`."""
-    compute = config.compute
-    return device.type != "cuda" and compute.gpu_memory is not None and compute.device != "cpu"
-
-
-def gpu_of(config: TrainConfig, device: torch.device) -> "Device":
+def gpu_of(config: TrainConfig, device: torch.device, assumed: bool = False) -> "Device":
     """Return this process's GPU with its free or configured memory, or raise ConfigError."""
-    from tresnet.memory import present_device
+    from tresnet.memory import find_device, present_device
 
+    allowed = config.compute.gpu_memory
+    if device.type != "cuda" and assumed and config.compute.device != "cpu":
+        return find_device(gpu_memory=allowed)
     if device.type != "cuda":
         raise ConfigError(
             f"--batch-size auto: expected a GPU whose memory decides, got device {device}: give a"
@@ -126,7 +138,6 @@ def gpu_of(config: TrainConfig, device: torch.device) -> "Device":
         )
     lacking(device)  # checks the kernels on the GPU now; predictions on fakes use the result
     gpu = present_device(device.index or 0, free_only=True)
-    allowed = config.compute.gpu_memory
     if allowed is None or gpu.capacity_bytes is None:
         return gpu
     return dataclasses.replace(gpu, capacity_bytes=min(gpu.capacity_bytes, parse_size(allowed)))
@@ -163,46 +174,8 @@ def step_of(config: TrainConfig, classes: Sequence[str], world_size: int) -> dic
 
 def round_down(batch_size: int, *, pairs: bool) -> int:
     """Round down to a multiple of 8, or below 8 to an even number for mixing in pairs."""
-    if batch_size >= _MULTIPLE:
-        return batch_size - batch_size % _MULTIPLE
-    return batch_size - batch_size % 2 if pairs else batch_size
-
-
-def _find(
-    config: TrainConfig,
-    model: TResNet,
-    classes: Sequence[str],
-    images: int,
-    gpu: "Device",
-    world_size: int,
-) -> tuple[int, str]:
-    from tresnet.memory.device import mib
-
-    try:
-        answer = largest(model, config, classes, gpu, world_size)
-    except InputError as error:
-        raise ConfigError(
-            f"--batch-size auto: the memory of this run cannot be predicted, so give a number:"
-            f" {error}"
-        ) from error
-    batch_size = round_down(answer.batch_size, pairs=config.augment.mixes)
-    memory = f"{mib(gpu.capacity_bytes or 0)} of {gpu.name}"
-    if batch_size == 0:
-        raise ConfigError(
-            f"--batch-size auto: not even one image is predicted to fit into {memory}, of which"
-            f" {mib(gpu.context_high_bytes)} are kept for the CUDA context: free some memory or"
-            f" give a number (it cannot fit from {answer.no_from} on)"
-        )
-    if batch_size > images // world_size:
-        batch_size = round_down(images // world_size, pairs=config.augment.mixes)
-        return max(batch_size, 1), (
-            f"as there are {images} images to train for {world_size} processes;"
-            f" {answer.batch_size} are predicted to fit into {memory}"
-        )
-    return batch_size, (
-        f"of {answer.batch_size} that are predicted to fit into {memory} (from {answer.no_from} on"
-        " they cannot)"
-    )
+    # kernels for 16-bit types are fastest with multiples of 8
+    return batch_size - batch_size % (8 if batch_size >= 8 else 2 if pairs else 1)
 
 
 def explain_full_memory(
@@ -237,20 +210,17 @@ def explain_full_memory(
 
 def ways_out(config: TrainConfig, batches: MicroBatches, fitting: int | None) -> Iterator[str]:
     """Yield options that help if `fitting` images fit (None: unknown), a smaller batch first."""
-    tried, accumulate = batches.size, batches.accumulate
-    pairs = config.augment.mixes
+    tried, pairs = batches.size, config.augment.mixes
     limit = tried // 2 if fitting is None or fitting >= tried else fitting
-    for parts in range(2, tried + 1):  # equal parts, between half the limit and the limit
-        size = tried // parts
-        if limit / 2 <= size <= limit and tried % parts == 0 and not (pairs and size % 2):
-            yield (
-                f"--batch-size {size} --accumulate {accumulate * parts}, which keeps"
-                f" {tried * accumulate} images per step"
-            )
-            break
-    else:
-        if round_down(limit, pairs=pairs):
-            yield f"--batch-size {round_down(limit, pairs=pairs)}"
+    halves = range(-(-limit // 2), limit + 1)  # sizes from half the limit to the limit
+    equal = [size for size in halves if size and tried % size == 0 and not (pairs and size % 2)]
+    if equal:
+        yield (
+            f"--batch-size {equal[-1]} --accumulate {batches.images_per_step // equal[-1]}, which"
+            f" keeps {batches.images_per_step} images per step"
+        )
+    elif smaller := round_down(limit, pairs=pairs):
+        yield f"--batch-size {smaller}"
     if config.compute.amp == "off":
         yield "--amp bf16"
     if config.model.norm != "abn":

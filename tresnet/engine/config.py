@@ -265,8 +265,6 @@ def from_json(text: str, source: str = "the configuration") -> TrainConfig:
 def load(path: Path) -> TrainConfig:
     """Read a config.json, or raise `ConfigError`."""
     try:
-        if not path.is_file():
-            raise FileNotFoundError("no such file")
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(f"no readable config.json of a run at {path}: {error}") from error
@@ -307,6 +305,15 @@ def absolute(config: TrainConfig) -> TrainConfig:
     return replace(config, **{name: os.path.abspath(flat[name]) for name in found})
 
 
+def differences(first: dict[str, Any], other: dict[str, Any], text: str) -> list[str]:
+    """Return each option whose values differ and change the results, with both values in `text`."""
+    return [
+        f"{fields.option(name)} {text.format(value, other[name])}"
+        for name, value in first.items()
+        if name not in FREE_AT_RESUME and value != other[name]
+    ]
+
+
 def resumed(saved: TrainConfig, wanted: TrainConfig, best: Path) -> TrainConfig:
     """Return `wanted` with its open fields filled in from the run's first configuration.
 
@@ -321,14 +328,11 @@ def resumed(saved: TrainConfig, wanted: TrainConfig, best: Path) -> TrainConfig:
     now |= filled
     from_the_end = before["mix_off_epochs"] or before["progressive_sizes"]
     endless = before["lr_schedule"] == "constant" and not from_the_end
-    longer = endless and now["epochs"] > before["epochs"]
-    free = FREE_AT_RESUME | {"epochs"} if longer else FREE_AT_RESUME
-    differing = [
-        f"{fields.option(name)}: the run has {before[name]!r}, now {now[name]!r}"
-        for name in before
-        if name not in free and before[name] != now[name]
-    ]
-    if differing:
+    if endless and now["epochs"] > before["epochs"]:
+        warmup_epochs = before["warmup_fraction"] * before["epochs"]
+        filled["warmup_fraction"] = warmup_epochs / now["epochs"]
+        before["epochs"] = now["epochs"]
+    if differing := differences(before, now, "was {!r}, now {!r}"):
         raise ConfigError(
             "a run is resumed with the configuration it began with, but these options differ:\n  "
             + "\n  ".join(differing)
@@ -336,7 +340,4 @@ def resumed(saved: TrainConfig, wanted: TrainConfig, best: Path) -> TrainConfig:
             f" (--weights {best} starts it from this one's weights); more --epochs are for a run of"
             " --lr-schedule constant without --mix-off-epochs and --progressive-sizes"
         )
-    if longer:
-        warmup_epochs = before["warmup_fraction"] * before["epochs"]
-        filled["warmup_fraction"] = warmup_epochs / now["epochs"]
     return replace(wanted, **filled)

@@ -3,7 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import Self, TextIO
+from typing import Self
 
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -21,14 +21,11 @@ class Console:
 
     def say(self, text: str) -> None:
         """Print a line."""
-        if not self._is_main:
-            return
-        with self.surviving():
-            if self.shows_bars:
-                tqdm.write(text, file=getattr(sys, self._stream))
-            else:
-                getattr(sys, self._stream).write(text + "\n")
-            getattr(sys, self._stream).flush()
+        if self._is_main:
+            with self.surviving():
+                stream = getattr(sys, self._stream)
+                tqdm.write(text, file=stream)
+                stream.flush()
 
     def bar(self, title: str, total: int, done: int = 0) -> "Bar":
         """Return a bar over `total` steps of which `done` are done; hidden without a terminal."""
@@ -41,16 +38,11 @@ class Console:
             yield
         except OSError as error:
             self.broken, self.shows_bars = error, False
-            silence(sys.stdout)
-            silence(sys.stderr)
-
-
-def silence(stream: TextIO) -> None:
-    """Redirect a stream to devnull if it cannot be written."""
-    try:
-        stream.flush()
-    except OSError:
-        redirect(stream)
+            for stream in (sys.stdout, sys.stderr):
+                try:
+                    stream.flush()
+                except OSError:
+                    redirect(stream)
 
 
 class Bar:

@@ -1,10 +1,9 @@
-"""Knowledge distillation: a run learns from a teacher's logits too (arXiv 1503.02531)."""
+"""The teacher of knowledge distillation, whose logits a run learns from (arXiv 1503.02531)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.weights import open_weights
@@ -94,27 +93,3 @@ def _from_timm(name: str) -> nn.Module:
             f"--teacher {name}: timm cannot give its pretrained weights"
             f" ({type(error).__name__}: {error})"
         ) from error
-
-
-class DistillationLoss(nn.Module):
-    """The loss of the labels plus `weight` times T^2 KL(teacher || model) at temperature T."""
-
-    def __init__(
-        self, labels: Callable[[Tensor, Tensor], Tensor], weight: float, temperature: float
-    ) -> None:
-        super().__init__()
-        self._labels = labels
-        self._weight = weight
-        self._temperature = temperature
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss () of logits (N, C) and targets (N, 2, C): labels, teacher's logits."""
-        labels, teacher = targets.unbind(1)
-        t = self._temperature
-        divergence = functional.kl_div(
-            functional.log_softmax(logits / t, 1),
-            functional.log_softmax(teacher / t, 1),
-            reduction="batchmean",
-            log_target=True,
-        )
-        return self._labels(logits, labels) + self._weight * t**2 * divergence

@@ -1,4 +1,4 @@
-"""The processes of one run: torchrun's environment, and the collectives that the engine needs.
+"""The processes of one run: torchrun's environment, collectives, and signals to stop.
 
 `join` yields a `Processes`, whose methods are collectives and work for one process too. Small
 values travel over gloo, so that reading them does not wait for a GPU; tensors travel over nccl.
@@ -12,20 +12,23 @@ import signal
 import time
 import uuid
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tresnet import files
-from tresnet.engine import signals
 from tresnet.env import device_or_default, timed_device
 from tresnet.errors import ConfigError, InputError
+from tresnet.files import handled
 
 # Timeout of collectives, longer than compilation or a checkpoint on a slow disk. After it torchrun
 # restarts the processes from the last checkpoint.
 TIMEOUT_MIN = 10
+# The terminal and torchrun both send Ctrl-C to a process: within this time it is one request.
+ECHO_S = 2.0
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+HANGUP = getattr(signal, "SIGHUP", None)  # Windows has none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,19 +44,16 @@ class Processes:
         """Whether this process writes files and shows progress (no collective)."""
         return self.rank == 0
 
-    def sum(self, *values: float) -> list[float]:
-        """Return each value summed over all processes, in float64."""
-        return self._reduce(values, dist.ReduceOp.SUM)
-
-    def max(self, *values: float) -> list[float]:
-        """Return the largest of each value over all processes."""
-        return self._reduce(values, dist.ReduceOp.MAX)
-
-    def _reduce(self, values: tuple[float, ...], op: Any) -> list[float]:
+    def sum(self, *values: float, op: Any = dist.ReduceOp.SUM) -> list[float]:
+        """Return each value reduced over all processes in float64; by default, summed."""
         reduced = torch.tensor(values, dtype=torch.float64)
         if self.world_size > 1:
             dist.all_reduce(reduced, op=op)
         return reduced.tolist()
+
+    def max(self, *values: float) -> list[float]:
+        """Return the largest of each value over all processes."""
+        return self.sum(*values, op=dist.ReduceOp.MAX)
 
     def from_main(self, value: Any) -> Any:
         """Return process 0's value; plain Python values only."""
@@ -67,16 +67,37 @@ class Processes:
         dist.all_gather_object(values, value)
         return values
 
-    def wait(self) -> None:
-        """Wait for all processes."""
-        if self.world_size > 1:
-            dist.all_reduce(torch.zeros(1))
-
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Copy process 0's tensors to every process."""
         if self.world_size > 1:
             for tensor in tensors:
                 dist.broadcast(tensor, src=0)
+
+
+class StopRequest(contextlib.ExitStack[bool | None]):
+    """While entered, the first signal sets `signum`; a second one after `ECHO_S` stops at once.
+
+    A hangup is ignored, as a run outlives its terminal. Under torchrun it is a request to stop, as
+    torchrun forwards hangups for that.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.signum, self._asked_s = 0, 0.0
+
+    def __enter__(self) -> Self:
+        self.enter_context(handled(STOPPING, self._handle))
+        if HANGUP is not None and signal.getsignal(HANGUP) == signal.SIG_DFL:  # nohup ignores it
+            stops = "TORCHELASTIC_RUN_ID" in os.environ
+            self.enter_context(handled([HANGUP], self._handle if stops else signal.SIG_IGN))
+        return super().__enter__()
+
+    def _handle(self, signum: int, _: object) -> None:
+        now = time.monotonic()
+        if not self.signum:
+            self.signum, self._asked_s = signum, now
+        elif now - self._asked_s > ECHO_S:
+            raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
@@ -97,7 +118,7 @@ def join(device: str) -> Iterator[Processes]:
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     timeout = datetime.timedelta(minutes=TIMEOUT_MIN)
     # Python's signal handlers do not run while C++ waits
-    with files.handled(signals.STOPPING, signal.SIG_DFL):
+    with handled(STOPPING, signal.SIG_DFL):
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
         store = dist.PrefixStore(meet(store, rank, world_size, timeout), store)
         dist.init_process_group(

@@ -29,8 +29,8 @@ class Metrics:
     loss: float  # mean cross-entropy without label smoothing
     top1: float  # percent
     top5: float  # percent; among all classes if there are fewer than 5
-    images_per_s: float | None  # with loading; None if too fast to measure
-    skipped: int  # unreadable files
+    images_per_s: float | None = None  # with loading; None if too fast to measure
+    skipped: int = 0  # unreadable files
 
     @property
     def score(self) -> float:
@@ -62,8 +62,8 @@ class MultiLabelMetrics:
     f1_micro: float  # percent, over all labels together
     f1_macro: float  # percent, mean over classes; 0 for a class neither labelled nor predicted
     threshold: float  # probability from which a label counts as predicted
-    images_per_s: float | None  # with loading; None if too fast to measure
-    skipped: int  # unreadable files
+    images_per_s: float | None = None  # with loading; None if too fast to measure
+    skipped: int = 0  # unreadable files
 
     @property
     def score(self) -> float:
@@ -142,7 +142,7 @@ class _OneLabel:
 
     def metrics(self, processes: Processes, images: int) -> Metrics:
         loss, top1, top5 = (value / images for value in processes.sum(*self._sums.tolist()))
-        return Metrics(images, loss, 100 * top1, 100 * top5, None, 0)
+        return Metrics(images, loss, 100 * top1, 100 * top5)
 
 
 class _ManyLabels:
@@ -173,8 +173,6 @@ class _ManyLabels:
             f1_micro=100 * micro,
             f1_macro=100 * macro,
             threshold=self._threshold,
-            images_per_s=None,
-            skipped=0,
         )
 
 

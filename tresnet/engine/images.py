@@ -30,6 +30,7 @@ from tresnet.engine.distributed import Processes
 from tresnet.errors import DataError
 from tresnet.settings import Sides
 
+_LAYOUT = (".json", ".safetensors", ".bin")  # files of a teacher's directory
 _WRITTEN = dict(zip(WRITTEN, (digits, digits_multi), strict=True))
 
 
@@ -54,7 +55,7 @@ def locate(data: ImageConfig, processes: Processes) -> Path:
         return Path(data.data)
     if processes.is_main:
         _WRITTEN[data.data].write(data.data_root)
-    processes.wait()
+    processes.from_main(None)
     return Path(data.data_root) / data.data
 
 
@@ -146,16 +147,11 @@ def fingerprint_beside(config: TrainConfig) -> str:
     """Return a hash of the files of the hierarchy and the teacher."""
     digest = hashlib.sha256()
     for name in (config.labels.hierarchy, config.distill.teacher):
-        for path in _files_of(name or ""):
-            digest.update(hashlib.sha256(Path(path).read_bytes()).digest())
+        path = Path((name or "").removeprefix("local-dir:"))
+        if name and path.is_dir():  # in timm's layout
+            found = [p for p in sorted(path.iterdir()) if p.suffix in _LAYOUT and p.is_file()]
+        else:
+            found = [path] if name and path.is_file() else []
+        for file in found:
+            digest.update(hashlib.sha256(file.read_bytes()).digest())
     return digest.hexdigest()[:16]
-
-
-def _files_of(name: str) -> list[str]:
-    """Return a file, or the files of a directory in timm's layout; none for other names."""
-    place = name.removeprefix("local-dir:")
-    if not os.path.isdir(place):
-        return [name] if os.path.isfile(name) else []
-    paths = (os.path.join(place, found) for found in sorted(os.listdir(place)))
-    kinds = (".json", ".safetensors", ".bin")
-    return [path for path in paths if path.endswith(kinds) and os.path.isfile(path)]

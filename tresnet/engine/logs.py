@@ -1,4 +1,4 @@
-"""The log of a run: one table as JSONL and CSV, TensorBoard events, and trackers.
+"""The log of a run: one table as JSONL and CSV, a picture, TensorBoard events, and trackers.
 
 A row is appended and synced before the checkpoint that it belongs to. On resume, rows after the
 checkpoint are dropped, so that no row is lost or doubled.
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tresnet import files
+from tresnet.engine.config import TrainConfig
 from tresnet.engine.state import Progress
 from tresnet.errors import WriteError
 from tresnet.measure.memory import MemorySnapshot
@@ -47,6 +48,23 @@ COLUMNS = (
     "elapsed_s",
 )
 
+PICTURE = "run.svg"
+# Panels: the axis, and the columns of the log with their names.
+_PANELS: tuple[tuple[str, dict[str, str]], ...] = (
+    ("loss", {"loss": "training", "val_loss": "validation"}),
+    (
+        "accuracy, %",
+        {"accuracy": "training", "val_top1": "top-1", "val_top5": "top-5", "val_map": "mAP"},
+    ),
+    ("images/s", {"images_per_s": "training"}),
+    ("waiting for data, %", {"data_wait_pct": "training"}),
+    (
+        "memory, MiB",
+        {"max_allocated_mib": "allocated", "reserved_mib": "reserved", "rss_peak_mib": "process"},
+    ),
+)
+_COLORS = ("#0072b2", "#d55e00", "#009e73")
+
 
 class RunLog:
     """The table of a run: a row for each epoch, and for the phases initial, model and final.
@@ -58,45 +76,40 @@ class RunLog:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        rows: list[dict[str, Any]],
-        step: int,
-        tensorboard: bool,
-        track: str | None = None,
-        config: dict[str, Any] | None = None,
+        self, directory: Path, rows: list[dict[str, Any]], step: int, config: TrainConfig
     ) -> None:
         """Begin a log, or continue the one of a resumed state after its `rows`."""
         self.rows = rows
         self._jsonl, self._csv = directory / TABLE, directory / CSV
         files.write_text(self._jsonl, "".join(map(_json_line, rows)))
         files.write_text(self._csv, _to_csv(rows))
-        self._events = _event_writer(directory, step if rows else None) if tensorboard else None
-        self._tracker = _tracker(track, directory, config) if track else None
+        run = config.run
+        self._events = _event_writer(directory, step if rows else None) if run.tensorboard else None
+        self._tracker = _tracker(run.track, directory, config.to_dict()) if run.track else None
 
     def phase(
-        self, phase: str, progress: Progress, memory: MemorySnapshot, elapsed_s: float, **more: Any
+        self,
+        phase: str,
+        progress: Progress,
+        memory: MemorySnapshot,
+        elapsed_s: float,
+        **figures: float | None,
     ) -> None:
-        """Append the row of a phase; see `row`."""
+        """Append the row of a phase, or raise WriteError; columns that are not given are empty."""
+        numbers = {
+            name: value  # JSON has no NaN
+            for name, value in (figures | memory.to_dict()).items()
+            if value is not None and math.isfinite(value)
+        }
         place = {"phase": phase, "epoch": progress.epoch, "step": progress.global_step}
-        self.row(**place, elapsed_s=elapsed_s, **memory.to_dict(), **more)
-
-    def row(self, **values: Any) -> None:
-        """Append a row, or raise WriteError; columns that are not given stay empty."""
-        row = {name: values.pop(name, None) for name in COLUMNS}
-        if values:
-            raise ValueError(f"no such columns: {sorted(values)}")
-        for name, value in row.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                row[name] = None  # JSON has no NaN
+        row = {**dict.fromkeys(COLUMNS), **place, **numbers, "elapsed_s": elapsed_s}
         self.rows.append(row)
         with files.explained(self._jsonl), self._jsonl.open("a", encoding="utf-8") as file:
             file.write(_json_line(row))
             file.flush()
             os.fsync(file.fileno())  # before the checkpoint of this row is written
         files.write_text(self._csv, _to_csv(self.rows))
-        numbers = {k: v for k, v in row.items() if isinstance(v, float) and k != "elapsed_s"}
-        self.scalars(row["step"], "epoch", numbers)
+        self.scalars(progress.global_step, "epoch", numbers)
 
     def scalars(self, step: int, prefix: str, values: dict[str, float]) -> None:
         """Send figures only to TensorBoard and to the tracker."""
@@ -118,11 +131,10 @@ class RunLog:
 def read_rows(directory: Path, epochs: int) -> list[dict[str, Any]]:
     """Return a run's rows up to `epochs` complete epochs; a kill may have left more, or a part."""
     rows = []
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(AttributeError, OSError, ValueError):
         for line in (directory / TABLE).read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
-            known = isinstance(row, dict) and row.keys() == set(COLUMNS)
-            if not (known and isinstance(row["epoch"], int)):
+            if row.keys() != set(COLUMNS):
                 break
             rows.append(row)
     return [row for row in rows if row["epoch"] <= epochs]
@@ -149,19 +161,51 @@ def _event_writer(directory: Path, step: int | None) -> Any:
     return SummaryWriter(str(directory), purge_step=None if step is None else step + 1)
 
 
-def _tracker(name: str, directory: Path, config: dict[str, Any] | None) -> Any:
+def _tracker(name: str, directory: Path, config: dict[str, Any]) -> Any:
     """Begin or continue the run in W&B, or in trackio, which has the same interface."""
     known = directory / TRACKED
     if not known.exists():
         files.write_text(known, secrets.token_hex(4))
     key = known.read_text(encoding="utf-8")
-    own = {"id": key, "dir": str(directory)} if name == "wandb" else {}
-    label = f"{directory.name}-{key}"
+    options: dict[str, Any] = {"id": key, "dir": str(directory)} if name == "wandb" else {}
+    options |= {"project": "tresnet", "name": f"{directory.name}-{key}", "resume": "allow"}
     try:
-        return import_module(name).init(
-            project="tresnet", name=label, config=config, resume="allow", **own
-        )
+        return import_module(name).init(config=config, **options)
     except Exception as error:  # the trackers' errors have no common base
         raise WriteError(
             f"{name} cannot begin to track the run: {error}: log in to it, or leave out --track"
         ) from error
+
+
+def draw(directory: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
+    """Draw the log's `rows` as `run.svg` if matplotlib is installed, or raise WriteError."""
+    try:
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    epochs = [row for row in rows if row["phase"] == "train"]
+    known = {name for row in epochs for name, value in row.items() if value is not None}
+    panels = [(axis, columns) for axis, columns in _PANELS if known & columns.keys()]
+    if not panels:
+        return
+    # Not by pyplot, which would keep the figure and may need a display.
+    figure = Figure(figsize=(7.5, 1 + 1.7 * len(panels)), layout="constrained")
+    FigureCanvasSVG(figure)
+    grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (axis, columns) in zip(grid, panels, strict=True):
+        drawn = [name for name in columns if name in known]
+        for color, name in zip(_COLORS, drawn, strict=False):
+            points = [(row["epoch"], row[name]) for row in epochs if row[name] is not None]
+            style = {"color": color, "marker": ".", "linewidth": 1.2}
+            axes.plot(*zip(*points, strict=True), label=columns[name], **style)
+        axes.set_ylabel(axis)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        if len(drawn) > 1:
+            axes.legend(frameon=False, fontsize=8)
+    grid[-1].set_xlabel("epoch")
+    printable = "".join(letter if letter.isprintable() else "?" for letter in title)
+    figure.suptitle(printable, x=0.01, ha="left", fontsize=10, parse_math=False)
+    with files.atomic_write(directory / PICTURE) as temporary:
+        figure.savefig(temporary, format="svg", metadata={"Date": None})

@@ -11,14 +11,14 @@ from typing import Any
 from tresnet.data.loaders import Batch
 from tresnet.engine import words
 from tresnet.engine.console import Bar
+from tresnet.engine.distributed import StopRequest
 from tresnet.engine.images import set_training_size
 from tresnet.engine.logs import RunLog
 from tresnet.engine.losses import LossMeter
 from tresnet.engine.plan import RunPlan
 from tresnet.engine.prepare import Parts
 from tresnet.engine.recovery import Checkpoints
-from tresnet.engine.signals import StopRequest
-from tresnet.errors import DataError, TrainingError
+from tresnet.errors import DataError
 from tresnet.measure.throughput import ThroughputMeter
 
 STALL_PCT = 10
@@ -118,8 +118,11 @@ class Loop:
         if not allowed or not self.processes.max(self.step.is_bad())[0]:
             return False
         if progress.bad_steps == allowed:
-            last_good = self.checkpoints.last_good()
-            raise TrainingError(words.too_many_bad_steps(progress, allowed, last_good))
+            raise self.checkpoints.diverged(
+                f"after {allowed} skipped steps, as many as --skip-bad-steps allows, the loss or"
+                f" its gradient is not finite at step {progress.global_step}, in epoch"
+                f" {progress.epoch + 1}"
+            )
         progress.bad_steps += 1
         self.meter.drop(progress.global_step)
         self.step.skip()
@@ -133,8 +136,9 @@ class Loop:
         """Show the figures of the last micro-batches; raise if one is not finite."""
         sums, progress = self.meter.read(self.processes), self.progress
         if sums.first_bad is not None:
-            last_good = self.checkpoints.last_good()
-            raise TrainingError(words.bad_loss(sums.first_bad, progress.epoch + 1, last_good))
+            raise self.checkpoints.diverged(
+                f"the loss is not finite at step {sums.first_bad}, in epoch {progress.epoch + 1}"
+            )
         if sums.images == 0:
             return
         progress.images += sums.images

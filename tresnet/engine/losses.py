@@ -1,21 +1,26 @@
-"""Losses from timm's parts, the mixing of batches, and the meter of the training loss.
+"""The losses, the mixing of batches, and the meter of the training loss.
 
 `Losses.prepare` mixes a batch and returns its targets with the loss that accepts them. `LossMeter`
 collects losses on the device, and waits for it only when it is read.
 """
 
 import dataclasses
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from tresnet.data.seeding import mix_seed, preserved_generators, seed_cpu_generators
 from tresnet.engine.config import TrainConfig
-from tresnet.engine.distill import DistillationLoss, Teacher
+from tresnet.engine.distill import Teacher
 from tresnet.engine.distributed import Processes
-from tresnet.engine.hierarchy import SemanticSoftmaxLoss, read_hierarchy
+from tresnet.errors import ConfigError
+
+_MOST_WEIGHT = 20.0  # of a level of a hierarchy, from the authors' code
 
 
 class Losses:
@@ -90,18 +95,13 @@ def loss_of(
     config: TrainConfig, classes: Sequence[str], mixed: bool
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the loss of logits (N, C) and labels (N,), or if `mixed` distributions (N, C)."""
-    from timm.loss import (
-        AsymmetricLossMultiLabel,
-        BinaryCrossEntropy,
-        LabelSmoothingCrossEntropy,
-        SoftTargetCrossEntropy,
-    )
+    from timm.loss import AsymmetricLossMultiLabel, BinaryCrossEntropy
 
     labels, smoothing = config.labels, config.augment.label_smoothing
     if labels.loss == "one-vs-all":
         return BinaryCrossEntropy(smoothing, labels.bce_target_thresh)
     if mixed:
-        return SoftTargetCrossEntropy()
+        return nn.CrossEntropyLoss()
     if labels.loss == "semantic-softmax":
         assert labels.hierarchy is not None, "checked by validate"
         return SemanticSoftmaxLoss(read_hierarchy(labels.hierarchy, classes), smoothing)
@@ -109,9 +109,105 @@ def loss_of(
         return nn.BCEWithLogitsLoss()
     if labels.loss == "asymmetric":
         return AsymmetricLossMultiLabel(labels.gamma_neg, labels.gamma_pos, labels.prob_margin)
-    if smoothing:
-        return LabelSmoothingCrossEntropy(smoothing)
-    return nn.CrossEntropyLoss()
+    return nn.CrossEntropyLoss(label_smoothing=smoothing)
+
+
+class DistillationLoss(nn.Module):
+    """The loss of the labels plus `weight` times T^2 KL(teacher || model) at temperature T."""
+
+    def __init__(
+        self, labels: Callable[[Tensor, Tensor], Tensor], weight: float, temperature: float
+    ) -> None:
+        super().__init__()
+        self._labels = labels
+        self._weight = weight
+        self._temperature = temperature
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss () of logits (N, C) and targets (N, 2, C): labels, teacher's logits."""
+        labels, teacher = targets.unbind(1)
+        t = self._temperature
+        divergence = functional.kl_div(
+            functional.log_softmax(logits / t, 1),
+            functional.log_softmax(teacher / t, 1),
+            reduction="batchmean",
+            log_target=True,
+        )
+        return self._labels(logits, labels) + self._weight * t**2 * divergence
+
+
+def read_hierarchy(path: str, classes: Sequence[str]) -> list[list[int]]:
+    """Return for each class the labels [itself, parent, grandparent, ...], or raise ConfigError.
+
+    The file is a JSON object from names to their parents' names. `classes` are in the order of the
+    labels. Names that are not classes are skipped, but not their parents.
+    """
+    try:
+        parents = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"--hierarchy: no readable JSON in {path}: {error}") from error
+    if not isinstance(parents, dict) or not all(isinstance(v, str) for v in parents.values()):
+        raise ConfigError(
+            f"--hierarchy: expected a JSON object from names to their parents' names in {path}"
+        )
+    lines = [_line(name, parents, path) for name in classes]
+    labels = {name: label for label, name in enumerate(classes)}
+    found = [[labels[name] for name in line if name in labels] for line in lines]
+    if all(len(line) == 1 for line in found):
+        raise ConfigError(
+            f"--hierarchy: expected the data's classes ({', '.join(classes[:3])}, ...) in {path},"
+            " got none with another above it: give their names as the folders have them"
+        )
+    return found
+
+
+def _line(name: str, parents: Mapping[str, str], path: str) -> list[str]:
+    line = [name]
+    while (above := parents.get(line[-1])) is not None:
+        if above in line:
+            raise ConfigError(f"--hierarchy: {above!r} is above itself in {path}")
+        line.append(above)
+    return line
+
+
+class SemanticSoftmaxLoss(nn.Module):
+    """Weighted sum over levels of a cross-entropy among the classes of that level.
+
+    A class's level is its number of ancestors. An image counts on its class's level and, with the
+    ancestor as label, on each level above. Deep levels get fewer images, so a level weighs C / (the
+    number of classes at or below it), at most 20. `levels` (C,) has the level of each class.
+    Logits of different levels cannot be compared.
+    """
+
+    def __init__(self, ancestors: list[list[int]], smoothing: float) -> None:
+        """Group the classes by level; `ancestors` are those of `read_hierarchy`."""
+        super().__init__()
+        self._smoothing = smoothing
+        self.levels = depths = torch.tensor([len(line) - 1 for line in ancestors])
+        self._levels: list[tuple[Tensor, Tensor, float]] = []
+        for level in range(int(depths.max()) + 1):
+            members = torch.nonzero(depths == level).flatten()
+            if len(members) < 2:  # a single class has no loss
+                continue
+            place = {label: i for i, label in enumerate(members.tolist())}
+            targets = [place[line[-1 - level]] if len(line) > level else -1 for line in ancestors]
+            weight = len(ancestors) / int((depths >= level).sum())
+            self._levels.append((members, torch.tensor(targets), min(weight, _MOST_WEIGHT)))
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss (), a mean over images, of logits (N, C) and labels (N,)."""
+        total = logits.new_zeros(())
+        self._levels = [(m.to(logits.device), t.to(logits.device), w) for m, t, w in self._levels]
+        for members, targets, weight in self._levels:
+            loss = functional.cross_entropy(
+                logits[:, members],
+                targets[labels],
+                ignore_index=-1,
+                reduction="sum",
+                label_smoothing=self._smoothing,
+            )
+            total = total + weight * loss / len(labels)
+        return total
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,6 @@ from tresnet.engine.resolve import resolve
 from tresnet.engine.state import BEST, Identity, Progress, RunRecord
 from tresnet.errors import ConfigError
 from tresnet.ops.dispatch import runs_kernels
-from tresnet.settings import fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,20 +29,12 @@ class RunPlan:
     splits: Splits
     batches: MicroBatches
     run_dir: Path | None  # None for a new run, whose directory is made later
-    resumes: bool  # whether the directory has a state
+    resumed_from: Path | None  # the state that was read, if any
 
     @property
     def config(self) -> TrainConfig:
         """The run's configuration."""
         return self.record.config
-
-
-@dataclasses.dataclass(frozen=True)
-class Start:
-    """Tensors that a run begins with: `--weights`, a checkpoint, or random ones for None."""
-
-    weights: WeightsInfo | None
-    state: dict[str, Any] | None
 
 
 def make_plan(
@@ -53,18 +44,25 @@ def make_plan(
     console: Console,
     held: contextlib.ExitStack,
     dry_run: bool = False,
-) -> tuple[RunPlan, Start]:
+) -> tuple[RunPlan, WeightsInfo | None, dict[str, Any] | None]:
     """Resolve the open fields of a configuration, and read the state to resume (a collective).
 
     `held` keeps the lock of a resumed run's directory. A `dry_run` accepts `--gpu-memory` in place
-    of a GPU. A configuration that does not fit raises `ConfigError`, and another process in the
-    run's directory `BusyError`.
+    of a GPU. Returns the plan and the tensors that the run begins with: `--weights`, or a state. A
+    configuration that does not fit raises `ConfigError`, and another process in the run's
+    directory `BusyError`.
     """
     check_same_options(wanted, processes)
-    run_dir, found = _claim(wanted, resume, processes, console, held, dry_run)
+    run_dir = path = found = None
+    if processes.is_main:
+        run_dir, loaded = rundir.claim(wanted, resume, held, console.say)
+        path, found = loaded or (None, None)
+    run_dir, path = processes.from_main((run_dir, path))
+    if path is not None and not processes.is_main:
+        found = state.read(path)
     saved, content = found or (None, None)
-    assumes_gpu = dry_run and batch_size.assumes_gpu(wanted, processes.device)
-    if wanted.model.impl == "triton" and not assumes_gpu:
+    assumed = dry_run and wanted.compute.gpu_memory is not None  # stands for an absent GPU
+    if wanted.model.impl == "triton" and not assumed:
         runs_kernels(processes.device, torch.float32, "triton")  # raises what is lacking
     if saved is not None:
         assert run_dir is not None, "a state is in a directory"
@@ -83,34 +81,15 @@ def make_plan(
     )
     if saved is not None:
         state.check(saved.identity, identity)
-    config = batch_size.resolve(filled, splits, weights, processes, console.say, assumes_gpu)
+    config = batch_size.resolve(filled, splits, weights, processes, console.say, assumed)
     images, progress = len(splits.train), Progress() if saved is None else saved.progress
     batches = batch_size.divide(config, identity.world_size, processes.world_size, images)
     if content is not None:
         before = batch_size.divide(config, identity.world_size, len(content["generators"]), images)
         # continue at the same fraction of the epoch on the present number of processes
         progress.micro_batches = progress.micro_batches * batches.per_epoch // before.per_epoch
-    plan = RunPlan(
-        RunRecord(config, identity, progress), splits, batches, run_dir, saved is not None
-    )
-    return plan, Start(weights, content)
-
-
-def _claim(
-    wanted: TrainConfig,
-    resume: Path | None,
-    processes: Processes,
-    console: Console,
-    held: contextlib.ExitStack,
-    dry_run: bool,
-) -> tuple[Path | None, tuple[RunRecord, dict[str, Any]] | None]:
-    """Find and lock the run to resume on process 0; every process reads its state once."""
-    run_dir = path = found = None
-    if processes.is_main:
-        run_dir, loaded = rundir.claim(wanted, resume, held, console.say, repairs=not dry_run)
-        path, found = loaded or (None, None)
-    run_dir, path = processes.from_main((run_dir, path))
-    return run_dir, found if path is None or processes.is_main else state.read(path)
+    record = RunRecord(config, identity, progress)
+    return RunPlan(record, splits, batches, run_dir, path), weights, content
 
 
 def check_same_options(config: TrainConfig, processes: Processes) -> None:
@@ -122,12 +101,7 @@ def check_same_options(config: TrainConfig, processes: Processes) -> None:
         )
     first, *others = processes.gather(configs.flatten(config))
     for rank, other in enumerate(others, start=1):
-        differing = [
-            f"{fields.option(name)} {value!r} and {other[name]!r}"
-            for name, value in first.items()
-            if name not in configs.FREE_AT_RESUME and value != other[name]
-        ]
-        if differing:
+        if differing := configs.differences(first, other, "{!r} and {!r}"):
             raise ConfigError(
                 f"expected the same options in all processes, got {', '.join(differing)} in process"
                 f" 0 and {rank}: start each with the same, and look for processes of an earlier run"

@@ -2,9 +2,11 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
+from tresnet.checkpoints.weights import WeightsInfo
 from tresnet.data.loaders import Loader
 from tresnet.data.seeding import mix_seed
 from tresnet.engine import state
@@ -16,7 +18,7 @@ from tresnet.engine.distributed import Processes
 from tresnet.engine.evaluate import Metrics, MultiLabelMetrics, evaluate
 from tresnet.engine.images import create_loaders
 from tresnet.engine.losses import Losses
-from tresnet.engine.plan import RunPlan, Start
+from tresnet.engine.plan import RunPlan
 from tresnet.engine.resolve import create_model, rebuild_model
 from tresnet.measure.memory import MemoryMeter
 from tresnet.steps import InferenceStep, TrainingStep, create_training_step
@@ -53,24 +55,30 @@ class Parts:
         self.val_loader.close()
 
 
-def prepare(plan: RunPlan, start: Start, processes: Processes, console: Console) -> Parts:
-    """Build the parts of this process, and restore the resumed state."""
+def prepare(
+    plan: RunPlan,
+    weights: WeightsInfo | None,
+    content: dict[str, Any] | None,
+    processes: Processes,
+    console: Console,
+) -> Parts:
+    """Build the parts of this process with `weights`, or with the content of a resumed state."""
     config, classes, seed = plan.config, plan.splits.classes, plan.config.run.seed
     train_loader, val_loader = create_loaders(config, plan.splits, plan.batches.size, processes)
     memory = MemoryMeter(processes.device)
     memory.phase("initial")
     state.seed_everything(seed, processes.device)
-    if start.state is None:
-        model = create_model(config, classes, start.weights)
+    if content is None:
+        model = create_model(config, classes, weights)
     else:
-        model = rebuild_model(config, start.state["metadata"])
+        model = rebuild_model(config, content["metadata"])
     step = create_step(model, config, processes, plan.batches, console.say)
     teacher = create_teacher(config, classes, processes.device)
     losses = Losses(config, classes, processes.rank, teacher)
     memory.phase("model")
     state.seed_everything(mix_seed(seed, processes.rank), processes.device)
-    if start.state is not None:
-        state.restore(start.state, step, processes)
+    if content is not None:
+        state.restore(content, step, processes)
     tested = InferenceStep(step.eval_model, config.compute, processes.device, say=console.say)
     return Parts(train_loader, val_loader, step, tested, losses, memory, processes, console)
 

@@ -1,6 +1,7 @@
 """Recipes: named starting points of a configuration, as functions that return a `TrainConfig`.
 
-A recipe's docstring names the source of every figure. `tests/golden/recipes.json` holds the
+The docstrings of paper, usi, rsb-a2 and in21k name the source of every figure; the figures of
+finetune, digits and multilabel are this package's choice. `tests/golden/recipes.json` holds the
 complete configurations, so that a change of a default shows.
 """
 

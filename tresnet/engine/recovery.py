@@ -13,7 +13,7 @@ from tresnet.engine.evaluate import Metrics, MultiLabelMetrics
 from tresnet.engine.plan import RunPlan
 from tresnet.engine.prepare import Parts
 from tresnet.engine.state import BEST
-from tresnet.errors import DataError, InputError, TrainingError, WriteError
+from tresnet.errors import DataError, TrainingError, TResNetError, WriteError
 
 
 class Checkpoints:
@@ -23,7 +23,7 @@ class Checkpoints:
         self.run_dir = run_dir
         self._plan, self._parts = plan, parts
         self._progress = plan.record.progress
-        self._saved_step = self._progress.global_step if plan.resumes else None
+        self._saved_step = self._progress.global_step if plan.resumed_from else None
         self._saved_s = time.monotonic()
         self._started_s = self._saved_s - self._progress.elapsed_s
 
@@ -46,10 +46,7 @@ class Checkpoints:
         """Write the state of all processes (a collective); bad weights raise TrainingError."""
         progress, processes = self._progress, self._parts.processes
         if not self._parts.step.is_finite():
-            raise TrainingError(
-                "the weights are not finite (nan or infinite) after step"
-                f" {progress.global_step}: {self.last_good()}. Try a lower --lr or --clip-grad"
-            )
+            raise self.diverged(f"the weights are not finite after step {progress.global_step}")
         progress.elapsed_s = self.elapsed_s
         skipped = processes.gather(set(self._parts.train_loader.skipped))
         progress.skipped = tuple(sorted(set(progress.skipped).union(*skipped)))
@@ -83,26 +80,30 @@ class Checkpoints:
             f" {self.run_dir}"
         )
 
+    def diverged(self, fact: str) -> TrainingError:
+        """Return the error about losses, gradients or weights that are not finite."""
+        return TrainingError(
+            f"{fact} (nan or infinite): {self.last_good()}. Try a lower --lr, --clip-grad, --amp"
+            " bf16 in place of fp16, or more --skip-bad-steps"
+        )
+
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """Add the resume command to errors; bad input or a failed write frees a new run's name."""
+        """Add the resume command to errors; one before the first state frees a new run's name."""
         try:
             yield
-        except torch.OutOfMemoryError as error:
+        except (TResNetError, torch.OutOfMemoryError) as error:
+            explained = self._explained(error)
+            if self._parts.processes.is_main and self._saved_step is None:
+                rundir.discard(self.run_dir)
+            raise explained from error.__cause__
+
+    def _explained(self, error: Exception) -> Exception:
+        if isinstance(error, torch.OutOfMemoryError):
             advice = batch_size.explain_full_memory(
                 error, self._plan, self._parts.step.model, self._parts.processes, self.last_good()
             )
-            self._discard_if_new()
-            raise TrainingError(advice) from error
-        except DataError as error:
-            raise DataError(f"{error}; {self.last_good()}") from error
-        except InputError:  # the first batch is too small, for example
-            self._discard_if_new()
-            raise
-        except WriteError as error:
-            self._discard_if_new()
-            raise WriteError(f"{error}; {self.last_good()}") from error
-
-    def _discard_if_new(self) -> None:
-        if self._parts.processes.is_main and self._saved_step is None:
-            rundir.discard(self.run_dir)
+            return TrainingError(advice)
+        if isinstance(error, DataError | WriteError):
+            return type(error)(f"{error}; {self.last_good()}")
+        return error

@@ -1,11 +1,11 @@
 """Run directories: a new run never uses another's, and each belongs to one process."""
 
 import contextlib
-import datetime
 import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +18,19 @@ from tresnet.errors import CheckpointError, ConfigError
 
 CONFIG, ENVIRONMENT = "config.json", "environment.json"
 
-Say = Callable[[str], object]
-
 
 def claim(
     config: TrainConfig,
     resume: Path | None,
     held: contextlib.ExitStack,
-    say: Say,
-    repairs: bool = True,
+    say: Callable[[str], object],
 ) -> tuple[Path | None, tuple[Path, tuple[RunRecord, dict[str, Any]]] | None]:
     """Find the run to resume and lock its directory; only process 0 calls this.
 
     `resume` is a run's directory, `auto` for that of `--name` if it exists, or None for a new run.
-    `held` keeps the lock, `say` receives a line about damage, and `repairs` allows replacing or
-    removing files. Returns the directory and its `state.load`, both None for a new run. Without a
-    state the run begins in that directory. ConfigError, CheckpointError or BusyError is raised if
-    the run cannot be resumed.
+    `held` keeps the lock, and `say` receives a line about damage. Returns the directory and its
+    `state.load`, both None for a new run. Without a state the run begins in that directory.
+    ConfigError, CheckpointError or BusyError is raised if the run cannot be resumed.
     """
     if resume is None:
         if config.run.name and os.path.lexists(directory := _named(config)):
@@ -50,9 +46,7 @@ def claim(
     if auto and others and not others & {CONFIG, state.LAST, state.PREVIOUS}:
         raise ConfigError(f"--name: {directory} exists and is not a run's: choose another name")
     held.enter_context(files.lock(directory))
-    if repairs:
-        files.remove_leftovers(directory)
-    found = state.load(directory, say, repairs)
+    found = state.load(directory, say)
     if found is None and not auto:
         raise CheckpointError(
             f"expected a checkpoint to resume from in {directory}, found none: the run stopped"
@@ -61,7 +55,7 @@ def claim(
     return directory, found
 
 
-def create(config: TrainConfig, now: datetime.datetime, held: contextlib.ExitStack) -> Path:
+def create(config: TrainConfig, held: contextlib.ExitStack) -> Path:
     """Make a new run's directory, lock it until `held` closes, and write its configuration.
 
     A directory that exists raises ConfigError; a WriteError leaves nothing behind.
@@ -69,7 +63,7 @@ def create(config: TrainConfig, now: datetime.datetime, held: contextlib.ExitSta
     parent = Path(config.run.runs)
     with files.explained(parent):
         parent.mkdir(parents=True, exist_ok=True)
-        for directory in [_named(config)] if config.run.name else _free_names(config, now):
+        for directory in [_named(config)] if config.run.name else _free_names(config):
             with contextlib.suppress(FileExistsError):  # another run may take it at this moment
                 directory.mkdir()
                 break
@@ -82,6 +76,15 @@ def create(config: TrainConfig, now: datetime.datetime, held: contextlib.ExitSta
         discard(directory)
         raise
     return directory
+
+
+def reopen(directory: Path, config: TrainConfig, taken: Path | None) -> None:
+    """Prepare a claimed directory for its run, which continues from the state `taken`, if any."""
+    files.remove_leftovers(directory)
+    if taken is not None and taken.name == state.PREVIOUS:  # the newer state is damaged
+        with files.explained(taken):
+            os.replace(taken, directory / state.LAST)
+    write_config(directory, config)
 
 
 def discard(directory: Path) -> None:
@@ -121,8 +124,8 @@ def _taken(directory: Path) -> str:
     )
 
 
-def _free_names(config: TrainConfig, now: datetime.datetime) -> Iterator[Path]:
+def _free_names(config: TrainConfig) -> Iterator[Path]:
     data = Path(config.data.data or "").name.encode(errors="replace").decode()
-    stem = f"{config.model.model}_{data}_{now:%Y%m%d-%H%M%S}"
+    stem = f"{config.model.model}_{data}_{datetime.now():%Y%m%d-%H%M%S}"
     for number in itertools.count(1):
         yield Path(config.run.runs, stem if number == 1 else f"{stem}-{number}")

@@ -107,11 +107,10 @@ def save(directory: Path, step: TrainingStep, record: RunRecord, processes: Proc
 
 
 def load(
-    directory: Path, say: Callable[[str], object], repairs: bool = True
+    directory: Path, say: Callable[[str], object]
 ) -> tuple[Path, tuple[RunRecord, dict[str, Any]]] | None:
-    """Read `last.pt` or, if that is damaged or missing, `previous.pt`.
+    """Read `last.pt` or, if that is damaged or missing, `previous.pt`; `say` receives the reason.
 
-    `say` receives a line about damage. If `repairs`, `previous.pt` replaces a damaged `last.pt`.
     Returns the file and its contents, or None if the run has saved no state yet. CheckpointError is
     raised if neither can be read.
     """
@@ -129,11 +128,7 @@ def load(
             f"{problem}; {error}: start a new run, --weights {directory / BEST} from its best"
         ) from error
     say(f"{problem}: continuing from {previous}, the one before")
-    if not repairs:
-        return previous, found
-    with explained(last):
-        os.replace(previous, last)
-    return last, found
+    return previous, found
 
 
 def read(path: Path) -> tuple[RunRecord, dict[str, Any]]:

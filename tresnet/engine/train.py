@@ -6,8 +6,8 @@ that the former one made. The first completes the options, and no later one corr
 
 import contextlib
 import dataclasses
+import signal
 import sys
-from datetime import datetime
 from pathlib import Path
 
 from tresnet import env
@@ -16,14 +16,13 @@ from tresnet.engine import config as configs
 from tresnet.engine import distributed, logs, rundir, words
 from tresnet.engine.config import TrainConfig
 from tresnet.engine.console import Console
+from tresnet.engine.distributed import StopRequest
 from tresnet.engine.evaluate import Metrics, MultiLabelMetrics
-from tresnet.engine.logs import RunLog
+from tresnet.engine.logs import RunLog, draw
 from tresnet.engine.loop import Loop
-from tresnet.engine.picture import draw
 from tresnet.engine.plan import RunPlan, make_plan
 from tresnet.engine.prepare import Parts, prepare
 from tresnet.engine.recovery import Checkpoints
-from tresnet.engine.signals import StopRequest
 from tresnet.engine.state import BEST
 from tresnet.engine.validate import validate
 from tresnet.errors import WriteError
@@ -58,9 +57,10 @@ def train(wanted: TrainConfig, resume: Path | None = None) -> TrainResult:
     with StopRequest() as stop, contextlib.ExitStack() as held:
         processes = held.enter_context(distributed.join(wanted.compute.device))
         console = Console(processes.is_main, wanted.run.progress)
-        plan, start = make_plan(wanted, resume, processes, console, held)
-        parts = held.enter_context(contextlib.closing(prepare(plan, start, processes, console)))
-        del start  # as large as the model and its optimizer
+        plan, weights, state = make_plan(wanted, resume, processes, console, held)
+        parts = prepare(plan, weights, state, processes, console)
+        held.callback(parts.close)
+        del weights, state  # as large as the model and its optimizer
         checkpoints = Checkpoints(_open_directory(plan, parts, held), plan, parts)
         with checkpoints.explaining():
             log = _open_log(plan, parts, checkpoints, held)
@@ -68,7 +68,10 @@ def train(wanted: TrainConfig, resume: Path | None = None) -> TrainResult:
             metrics = None if stopped_by else finish(plan, parts, checkpoints, log)
         run_dir, progress = checkpoints.run_dir, plan.record.progress
         if stopped_by:
-            console.say(words.stopped(stopped_by, progress, run_dir))
+            console.say(
+                f"stopped by {signal.Signals(stopped_by).name} after step {progress.global_step},"
+                f" saved; continue with: --resume {run_dir}"
+            )
         return TrainResult(run_dir, metrics, progress.best_epoch, progress.last_score, stopped_by)
 
 
@@ -82,8 +85,8 @@ def dry_run(wanted: TrainConfig, resume: Path | None = None) -> None:
     with contextlib.ExitStack() as held:
         processes = held.enter_context(distributed.join(wanted.compute.device))
         console = Console(processes.is_main, progress=False, stream="stderr")
-        plan, start = make_plan(wanted, resume, processes, console, held, dry_run=True)
-        prepare(plan, start, processes, console).close()
+        plan, weights, state = make_plan(wanted, resume, processes, console, held, dry_run=True)
+        prepare(plan, weights, state, processes, console).close()
         if processes.is_main:
             sys.stdout.write(configs.to_json(plan.config))
 
@@ -116,9 +119,9 @@ def _open_directory(plan: RunPlan, parts: Parts, held: contextlib.ExitStack) -> 
     run_dir = plan.run_dir
     if parts.processes.is_main:
         if run_dir is None:
-            run_dir = rundir.create(plan.config, datetime.now(), held)
+            run_dir = rundir.create(plan.config, held)
         else:
-            rundir.write_config(run_dir, plan.config)
+            rundir.reopen(run_dir, plan.config, plan.resumed_from)
     return parts.processes.from_main(run_dir)
 
 
@@ -129,23 +132,16 @@ def _open_log(
     run_dir, config, progress = checkpoints.run_dir, plan.config, plan.record.progress
     for line in words.introduction(plan, parts.processes, run_dir):
         parts.console.say(line)
-    rows = logs.read_rows(run_dir, progress.epoch) if plan.resumes else []
+    rows = logs.read_rows(run_dir, progress.epoch) if plan.resumed_from else []
     ended = progress.epoch == config.schedule.epochs
     if not parts.processes.is_main or (ended and any(row["phase"] == "final" for row in rows)):
         return None
     rows = [row for row in rows if row["phase"] != "final"]  # of a run that goes on for longer
     start = {"processes": parts.processes.world_size, "from_step": progress.global_step}
     rundir.add_environment(run_dir, env.describe(parts.processes.device) | start)
-    log = RunLog(
-        run_dir,
-        rows,
-        progress.global_step,
-        config.run.tensorboard,
-        config.run.track,
-        config.to_dict(),
-    )
+    log = RunLog(run_dir, rows, progress.global_step, config)
     held.callback(log.close)
-    if not plan.resumes:
+    if plan.resumed_from is None:
         for phase in ("initial", "model"):
             log.phase(phase, progress, parts.memory.phases[phase], checkpoints.elapsed_s)
     return log

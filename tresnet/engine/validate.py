@@ -10,8 +10,6 @@ from tresnet.errors import ConfigError, InputError
 from tresnet.settings.fields import check
 from tresnet.steps.training import check_compiled_accumulation
 
-_LONGEST_NAME = 255  # of a file, on every usual file system
-
 
 def validate(config: TrainConfig) -> None:
     """Check types, ranges and contradictions; one `ConfigError` lists all problems."""
@@ -88,11 +86,14 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
     if (track := config.run.track) is not None and find_spec(track) is None:
         yield f"--track {track}: expected the package {track}, got none: pip install {track}"
     name = config.run.name or ""
-    path = os.path.basename(name) != name or name in (".", "..")
-    if path or len(name.encode(errors="replace")) > _LONGEST_NAME:
+    if (
+        os.path.basename(name) != name
+        or name in (".", "..")
+        or len(name.encode(errors="replace")) > 255
+    ):
         yield (
-            "--name: expected a directory name without a path, of at most"
-            f" {_LONGEST_NAME} bytes, got {name!r:.80}"
+            "--name: expected a directory name without a path, of at most 255 bytes, got"
+            f" {name!r:.80}"
         )
     for name in ("runs", "name"):  # safetensors opens only such names
         text = getattr(config.run, name) or ""

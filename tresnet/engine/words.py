@@ -1,7 +1,6 @@
 """The lines that a run shows, and the messages of its errors."""
 
 import math
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,31 +70,6 @@ def stall(waiting_pct: float, workers: int, processes: int) -> str:
     return (
         f"{text}; that would take {needed} workers for each of {processes} processes, but there are"
         f" {cores} cores: try smaller image files or less augmentation"
-    )
-
-
-def bad_loss(step: int, epoch: int, last_good: str) -> str:
-    """Return the message about a step whose loss is not finite."""
-    return (
-        f"the loss is not finite (nan or infinite) at step {step}, in epoch {epoch}: {last_good}."
-        " Try a lower --lr, --clip-grad, --amp bf16 in place of fp16, or --skip-bad-steps"
-    )
-
-
-def too_many_bad_steps(progress: Progress, allowed: int, last_good: str) -> str:
-    """Return the message about one bad step more than allowed."""
-    return (
-        f"the loss or its gradient is not finite (nan or infinite) at step {progress.global_step},"
-        f" in epoch {progress.epoch + 1}, and {allowed} such steps were skipped before, as many as"
-        f" --skip-bad-steps allows: {last_good}. Try a lower --lr or --clip-grad"
-    )
-
-
-def stopped(signum: int, progress: Progress, run_dir: Path) -> str:
-    """Return the line of a run that a signal stopped."""
-    return (
-        f"stopped by {signal.Signals(signum).name} after step {progress.global_step}, saved;"
-        f" continue with: --resume {run_dir}"
     )
 
 

@@ -1,4 +1,4 @@
-"""`tresnet convert`: weights from one format to another."""
+"""`tresnet convert` and `tresnet push`: weights in another format, for timm's users or the hub."""
 
 import dataclasses
 from pathlib import Path
@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from tresnet.cli.output import check_new, progress, say
+from tresnet.cli.output import progress, say
+from tresnet.errors import InputError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +29,8 @@ class Convert:
         from tresnet.checkpoints.save import save_checkpoint
         from tresnet.checkpoints.weights import open_weights
 
-        check_new(self.target)
+        if self.target.exists():
+            raise InputError(f"expected a new file to write, but {self.target} exists: remove it")
         opened = open_weights(self.source)
         model = create(self.model, weights=opened)
         metadata = opened.user or None
@@ -40,4 +42,27 @@ class Convert:
             f"{self.target}: {model.config.variant}, {model.config.num_classes} classes, "
             f"{self.format} format"
         )
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Push:
+    """Write weights, config.json and a model card in the layout of timm and the hub."""
+
+    weights: Annotated[Positional[str], arg(metavar="WEIGHTS")]
+    """A tag of `tresnet list`, a file such as a run's best.safetensors, a directory in timm's
+    layout or hf-hub:USER/NAME."""
+    target: Annotated[Positional[str], arg(metavar="DIR|hf-hub:USER/NAME")]
+    """A new directory, or a repository of the hub, created if needed (needs HF_TOKEN)."""
+    license: str | None = None
+    """SPDX identifier, such as apache-2.0. None: that of published weights."""
+    private: bool = False
+    """Make the new repository private."""
+
+    def run(self, argv: list[str]) -> int:
+        """Write everything or nothing."""
+        from tresnet.checkpoints.layout import push
+        from tresnet.checkpoints.weights import open_weights
+
+        say(push(open_weights(self.weights), self.target, self.license, self.private))
         return 0

@@ -1,0 +1,72 @@
+"""`tresnet list` and `tresnet info`: the models, their weights, configuration and cost."""
+
+import dataclasses
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from tresnet.cli.output import format_table, say
+from tresnet.errors import InputError
+from tresnet.settings import ImageSize, sides
+
+
+@dataclasses.dataclass(frozen=True)
+class List:
+    """List the models with their parameters, features and weights."""
+
+    pattern: Annotated[Positional[str], arg(metavar="PATTERN")] = "*"
+    """Shell pattern of the names to list, such as '*_l'."""
+
+    def run(self, argv: list[str]) -> int:
+        """Print one line per model."""
+        from tresnet.checkpoints.published import list_weights
+        from tresnet.measure.macs import count_parameters
+        from tresnet.models.zoo import build, list_models
+
+        names = list_models(self.pattern)
+        if not names:
+            raise InputError(
+                f"expected a pattern that matches a model, got {self.pattern!r}: "
+                f"known are {', '.join(list_models())}"
+            )
+        rows = []
+        for name in names:
+            model = build(name, device="meta")
+            tags = ", ".join(list_weights(name)) or "-"
+            rows.append([name, f"{count_parameters(model):,}", f"{model.num_features:,}", tags])
+        say(format_table(["model", "parameters", "features", "weights"], rows))
+        return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Info(ImageSize):
+    """Show a model's configuration, cost, stages, feature shapes and weights."""
+
+    model: Annotated[Positional[str], arg(metavar="MODEL")]
+    """A name out of `tresnet list`."""
+    num_classes: int = 1000
+    """Width of the classifier."""
+
+    def run(self, argv: list[str]) -> int:
+        """Print the facts; nothing is downloaded."""
+        from tresnet.checkpoints.published import list_weights
+        from tresnet.measure.macs import count_macs, count_parameters, output_sizes
+        from tresnet.models.zoo import build, image_size
+
+        model = build(self.model, num_classes=self.num_classes, device="meta")
+        height, width = sides(self.input_size or image_size(model.pretrained_cfg))
+        sizes = output_sizes(model, height, width)
+        say(self.model)
+        say(f"parameters  {count_parameters(model):,}")
+        say(f"MACs        {count_macs(model, sizes):,} for one image of {height} x {width}")
+        say(f"features    {model.num_features:,}")
+        say(f"weights     {', '.join(list_weights(self.model)) or 'none'}\n")
+        configuration = [[key, str(value)] for key, value in model.config.to_dict().items()]
+        say(format_table(["configuration", "value"], configuration) + "\n")
+        rows = []
+        for stage in model.feature_info:
+            name, channels = stage["module"], str(stage["num_chs"])
+            shape = " x ".join([channels, *map(str, sizes[name])])
+            rows.append([name, channels, str(stage["reduction"]), shape])
+        say(format_table(["stage", "channels", "stride", "shape for one image"], rows))
+        return 0
