@@ -67,7 +67,7 @@ PARTS: dict[str, dict[str, Comparison]] = {
         "graphs": Comparison(50, "-m pytest -q -m gpu tests/steps/test_graph.py"),
         "operations": Comparison(
             80,
-            "-m tresnet.cli.main bench ops --contenders {contenders} --batch-size {half}"
+            "benchmarks/ops.py --batch-size {half}"
             " --input-size {size} --dtype {dtype} --rounds {rounds} --device {device}"
             f" --output-dir {{records}} --time-limit-s {80 - GRACE_S}",
         ),
@@ -110,7 +110,7 @@ GPU = {
     **{"triton": "impl=triton", "plain": "impl=reference", "graph": "cuda_graph=on"},
     **{"device": "cuda", "size": "224", "half": "128", "batch": "256", "double": "512"},
     **{"steps": "--warmup-steps 3 --rounds 4 --steps 5", "traced": ""},
-    **{"contenders": "copy triton eager", "dtype": "bf16", "rounds": "20", "workers": "12"},
+    **{"dtype": "bf16", "rounds": "20", "workers": "12"},
     "largest": "--first 64 --granularity 16 --gpu-memory 79GiB",
     "kernel_tests": "tests/ops/test_abn_kernels.py tests/fused",
 }
@@ -122,7 +122,7 @@ REHEARSAL = {
     **{"device": "cpu", "size": "32", "half": "3", "batch": "2", "double": "4"},
     "steps": "--warmup-steps 1 --rounds 1 --steps 1",
     "traced": "--warmup-steps 1 --steps 1",
-    **{"contenders": "copy eager", "dtype": "fp32", "rounds": "1"},
+    **{"dtype": "fp32", "rounds": "1"},
     "largest": "--first 2 --granularity 2 --at-most 4",
     **{"workers": "1", "kernel_tests": "tests/measure/test_throughput.py"},
 }

@@ -29,7 +29,7 @@ import tyro
 from torch import Tensor
 from tyro.conf import Suppress
 
-from tresnet.cli.output import finish, format_table, progress, say
+from tresnet.cli.output import progress, report
 from tresnet.data.folder import open_folder
 from tresnet.data.loaders import create_loader, usable_cores
 from tresnet.data.seeding import preserved_generators, seed_cpu_generators
@@ -432,22 +432,14 @@ def main(settings: Settings) -> int:
     with _images(settings) as (folder, data, shards):
         loaders = loaders_in(folder, shards, settings)
         outcome = compare_loaders(loaders, settings, data, sys.argv, progress)
-    columns = {
-        "batch_bytes": "",
-        "p50_images_per_s": ".1f",
-        "ratio_to_first": ".3f",
-        "least_images_per_s": ".1f",
-        "most_images_per_s": ".1f",
-    }
-    lines = [
-        [row["case"]]
-        + ["-" if row.get(key) is None else format(row[key], how) for key, how in columns.items()]
-        + [row["status"]]
-        for row in outcome.rows
+    columns = [
+        ("batch bytes", "batch_bytes", ""),
+        ("p50 img/s", "p50_images_per_s", ".1f"),
+        ("x first", "ratio_to_first", ".3f"),
+        ("slowest", "least_images_per_s", ".1f"),
+        ("fastest", "most_images_per_s", ".1f"),
     ]
-    header = ["case", "batch bytes", "p50 img/s", "x first", "slowest", "fastest", "status"]
-    say(format_table(header, lines))
-    return finish(outcome)
+    return report(outcome, columns)
 
 
 if __name__ == "__main__":

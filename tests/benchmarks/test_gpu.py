@@ -10,8 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+import tyro
 
 from benchmarks import gpu
+from benchmarks.ops import Options
 from tresnet.cli.bench import BenchInfer, BenchTrain
 from tresnet.cli.commands import parse
 
@@ -34,6 +36,8 @@ def test_every_line_is_sound(values):
     compared = set()
     for name in EVERY:
         words = arguments(name, values)
+        if words[0] == "benchmarks/ops.py":
+            tyro.cli(Options, args=words[1:]).check()
         if words[:2] != ["-m", "tresnet.cli.main"]:
             assert all(Path(word).exists() for word in words if word.endswith(".py"))
             continue

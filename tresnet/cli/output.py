@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tresnet.measure.runner import Outcome
@@ -43,6 +43,24 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _is_number(cell: str) -> bool:
     return cell in ("", "-") or cell.replace(",", "").replace(".", "", 1).isdigit()
+
+
+def report(outcome: "Outcome", columns: Sequence[tuple[str, str, str]]) -> int:
+    """Print a row for each case and `finish`; a column has a title, a key and a format."""
+    header = ["case", *(title for title, _, _ in columns), "status"]
+    lines = [
+        [label, *(_cell(row, key, how) for _, key, how in columns), row["status"]]
+        for label, row in zip(outcome.labels, outcome.rows, strict=True)
+    ]
+    say(format_table(header, lines))
+    return finish(outcome)
+
+
+def _cell(row: dict[str, Any], key: str, how: str) -> str:
+    value = row.get(key)
+    if value is None and key == "max_allocated_mib":
+        value = row.get("rss_peak_mib")  # the only figure on a CPU
+    return "-" if value is None else format(value, how)
 
 
 def finish(outcome: "Outcome") -> int:

@@ -6,7 +6,6 @@ mark costs microseconds and no synchronisation. Elsewhere a mark is a reading of
 """
 
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -62,45 +61,3 @@ class CudaClock(HostClock):
 def clock_for(device: torch.device) -> HostClock:
     """Return the clock that measures work on `device`."""
     return CudaClock(device) if device.type == "cuda" else HostClock()
-
-
-Calls = Sequence[Callable[[], object]]
-# Clock cycles: a few ms to begin with, about half a second at most.
-_FIRST_CYCLES, _MOST_CYCLES = 2**23, 2**30
-
-
-class HeldClock:
-    """Times blocks of a few short calls on one device, without the host's overhead.
-
-    A kernel of a few microseconds ends before Python has queued the next one, so plain timing would
-    measure Python. On a GPU the calls are queued behind a waiting kernel, and then run back to
-    back. On a CPU they are timed directly. `late_blocks` counts blocks that the host could not
-    queue in time; their time includes the host's.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._clock, self._on_gpu = clock_for(device), device.type == "cuda"
-        self._cycles = _FIRST_CYCLES
-        self.late_blocks = 0
-
-    def seconds_per_call(self, prepare: Callable[[], Calls]) -> float:
-        """Return the mean time of the calls of one block.
-
-        Results live until the block ends, so that each call writes other memory. `prepare` makes
-        the calls, untimed; it is called again if the host was too slow.
-        """
-        while True:
-            calls = prepare()
-            if self._on_gpu:
-                torch.cuda.synchronize()
-                torch.cuda._sleep(self._cycles)
-            begin = self._clock.mark()
-            results = [call() for call in calls]
-            late = self._on_gpu and self._clock.reached(begin)
-            end = self._clock.mark()
-            self._clock.wait(end)
-            if late and self._cycles < _MOST_CYCLES:
-                self._cycles *= 2
-                continue
-            self.late_blocks += late
-            return self._clock.seconds(begin, end) / len(results)

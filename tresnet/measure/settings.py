@@ -5,13 +5,11 @@ The text under a field is its help. This module imports neither models nor PyTor
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from annotated_types import Ge
-from tyro.conf import Positional, Suppress, arg
+from tyro.conf import Suppress
 
 from tresnet.errors import InputError
-from tresnet.settings import Dtype
 from tresnet.settings.fields import Count, Positive, Settings, Size, check
 
 
@@ -83,25 +81,6 @@ class LargestSettings(RunSettings):
             from tresnet.env import parse_size
 
             parse_size(self.gpu_memory)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OpsSettings(RunSettings):
-    """Options of `bench ops`."""
-
-    ops: Annotated[Positional[tuple[str, ...]], arg(metavar="[OP ...]")] = ()
-    """abn_join, abn, abn_blur, abn_se, stem; by default all."""
-    batch_size: Annotated[Size, Ge(2)] = 128
-    """Images in a batch."""
-    input_size: Size = 224
-    """Side of the image in pixels, divisible by 32; the feature maps follow from it."""
-    dtype: tuple[Dtype, ...] = ()
-    """Types of the feature maps; by default bf16 on a GPU and fp32 on a CPU."""
-    contenders: tuple[Literal["copy", "eager", "inductor", "triton"], ...] = ()
-    """Contenders beside the copy; by default all."""
-    rounds: Count = 20
-    """Timed rounds of each contender."""
-    seed: Suppress[int] = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

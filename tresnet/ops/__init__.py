@@ -31,6 +31,6 @@ divides maps into programs):
         return kernels
 
 `selfcheck.check` runs all kernels on a GPU before their first use there: a new one is added to it.
-`tests/ops/test_abn_kernels.py` is a test to copy. `bench ops` times what `measure/operations.py`
-lists; `tests/ops/compile_kernels.py` compiles what it lists, to count registers.
+`tests/ops/test_abn_kernels.py` is a test to copy. `benchmarks/ops.py` times what it lists;
+`tests/ops/compile_kernels.py` compiles what it lists, to count registers.
 """

@@ -1,0 +1,250 @@
+#!/usr/bin/env python3
+"""Fused operations of a tresnet_m beside eager PyTorch, Inductor and a copy; writes a record.
+
+    python benchmarks/ops.py abn abn_blur --batch-size 128
+
+All run channels last, in training, at the places where a tresnet_m has them. The copy moves as many
+bytes as the ideal operation, so its time is the limit of the memory. Inputs, outputs and gradients
+rotate over so many buffers that a GPU's L2 cache cannot hold them. `tresnet.ops.selfcheck` and the
+tests of `tests/ops` hold the results to their definitions.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import tyro
+from annotated_types import Ge
+from torch import Tensor
+from tyro.conf import Positional, arg
+
+from tresnet import env
+from tresnet.cli.output import progress, report
+from tresnet.measure import runner
+from tresnet.measure.clock import clock_for
+from tresnet.measure.records import RecordFile
+from tresnet.measure.settings import RunSettings
+from tresnet.ops import abn
+from tresnet.ops.abn import reference as plain_abn
+from tresnet.settings import Dtype, torch_dtype
+from tresnet.settings.fields import Size
+
+TIMES_CACHE = 3  # size of all buffers of a kind together, in sizes of the L2 cache
+MOST_BUFFERS = 16  # a GPU's queue holds about a thousand kernels; then the host waits
+# A kernel of a few microseconds ends before Python has queued the next one, so the calls of all
+# buffers are queued behind a kernel that waits for this many cycles, about 10 ms.
+WAIT_CYCLES = 2**24
+
+
+class Site(NamedTuple):
+    """An operation at a place of the model, on maps of the image's size over `reduction`."""
+
+    op: str
+    place: str
+    channels: int
+    reduction: int
+    se: int = 0
+
+
+# The heaviest operation comes first, in case the measurement is cut short.
+SITES = [
+    Site("abn_join", "stage 1", 64, 4, se=64),
+    Site("abn_join", "stage 2", 128, 8, se=64),
+    Site("abn_join", "stage 3 outer", 1024, 16),
+    Site("abn_join", "stage 4 outer", 2048, 32),
+    Site("abn", "stage 1", 64, 4),
+    Site("abn", "stage 2", 128, 8),
+    Site("abn", "stage 3 inner", 256, 16),
+    Site("abn", "stage 4 inner", 512, 32),
+    Site("abn_blur", "into stage 2", 128, 4),
+    Site("abn_blur", "into stage 3", 256, 8),
+    Site("abn_blur", "into stage 4", 512, 16),
+    Site("abn_se", "stage 3 inner", 256, 16, se=128),
+]
+# Ideal reads and writes of maps of the input's size, and of the output's; vectors do not count.
+#   abn       x for the statistics; x and y to apply. x and grad_y for the sums; x, grad_y and
+#             grad_x to apply. With a blur, y and its gradient are a quarter of the size.
+#   abn_se    x once more for the squeeze, as the mean of activations does not follow from the
+#             statistics. The gate's sums are taken in the same pass as those of BN.
+#   abn_join  the shortcut too; the squeeze follows from the statistics. The shortcut's gradient is
+#             written, then read to apply. The ReLU's sign bits are left out.
+IDEAL = {
+    "abn_join": {"forward": (3, 1), "backward": (5, 1)},
+    "abn": {"forward": (2, 1), "backward": (4, 1)},
+    "abn_blur": {"forward": (2, 1), "backward": (3, 2)},
+    "abn_se": {"forward": (3, 1), "backward": (4, 1)},
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(RunSettings):
+    """What is timed."""
+
+    ops: Annotated[Positional[tuple[str, ...]], arg(metavar="[OP ...]")] = tuple(IDEAL)
+    """Operations; by default all."""
+    batch_size: Annotated[Size, Ge(2)] = 128
+    """Images in a batch."""
+    input_size: Size = 224
+    """Side of the image in pixels, divisible by 32; the feature maps follow from it."""
+    dtype: Dtype | None = None
+    """Type of the feature maps; by default bf16 on a GPU and fp32 on a CPU."""
+    inductor: bool = False
+    """Also time PyTorch's operators compiled: seconds for each operation and place."""
+
+
+class Inputs(NamedTuple):
+    """A map, what follows it, a join's shortcut, and the gradient of the output."""
+
+    x: Tensor
+    norm: Any
+    shortcut: Tensor | None
+    grad: Tensor
+
+
+def make_inputs(site: Site, device: torch.device, options: Options) -> Inputs:
+    """Return random inputs."""
+    form = {"dtype": torch_dtype(options.dtype or "fp32"), "memory_format": torch.channels_last}
+    blurs, joins = site.op == "abn_blur", site.op == "abn_join"
+    channels, side = site.channels, options.input_size // site.reduction
+    draw = functools.partial(torch.randn, device=device)
+    sides = side, side, side // 2 if blurs else side
+    maps = [draw(options.batch_size, channels, one, one) for one in sides]
+    x, shortcut, grad = (one.to(**form) for one in maps)
+    sizes = [(site.se, channels), (site.se,), (channels, site.se), (channels,)]
+    gamma, beta, *gate = (draw(size).mul_(0.1) for size in [(channels,), (channels,), *sizes])
+    for one in (x, shortcut, gamma.add_(1), beta, *gate):
+        one.requires_grad_()
+    norm = abn.Norm(
+        gamma, beta, torch.zeros_like(beta), torch.ones_like(beta), training=True, momentum=0.1,
+        slope=None if joins else 1e-3, blur=blurs, se=abn.SEWeights(*gate) if site.se else None,
+    )  # fmt: skip
+    return Inputs(x, norm, shortcut if joins else None, grad)
+
+
+def plain(x: Tensor, norm: Any, shortcut: Tensor | None) -> Tensor:
+    """Compute an operation by PyTorch's operators."""
+    y = plain_abn.abn(x, *norm[:8])
+    se = None if norm.se is None else [one.to(x.dtype) for one in norm.se]
+    return plain_abn.tail(y, norm.blur, se, shortcut)
+
+
+def by_autograd(function: Callable[..., Tensor], inputs: Inputs) -> tuple[Tensor, Callable]:
+    """Return the output, and a function that runs autograd's backward."""
+    x, norm, shortcut, grad = inputs
+    leaves = [x, norm.gamma, norm.beta, *(norm.se or ()), *([] if shortcut is None else [shortcut])]
+    y = function(x, norm, shortcut)
+    return y, lambda: torch.autograd.grad(y, leaves, grad)
+
+
+@torch.no_grad()
+def by_kernels(inputs: Inputs) -> tuple[Tensor, Callable]:
+    """Return the output, and a function that runs the backward, as the fused program does."""
+    x, norm, shortcut, grad = inputs
+    y, kept = abn.forward(x, norm, kernels=True, shortcut=shortcut, keeps=True)
+
+    @torch.no_grad()
+    def backward() -> Sequence[Tensor]:
+        sums = abn.gradient_sums(grad, None, norm, kept, kernels=True, rebuilds=False)
+        written = [] if sums.written is None else [sums.written]
+        x_grad = abn.gradient(written[0] if written else grad, norm, kept, sums, kernels=True)
+        return [x_grad, *sums.merged[:2], *(sums.se or ()), *written]
+
+    return y, backward
+
+
+FORWARD = {
+    "eager": functools.partial(by_autograd, plain),
+    "inductor": functools.partial(by_autograd, torch.compile(plain, fullgraph=True)),
+    "triton": by_kernels,
+}
+
+
+class _OpContender(runner.Contender):
+    """An implementation of an operation in one direction, or a copy of as many bytes."""
+
+    ratio_column = "ratio_to_copy"
+
+    def __init__(
+        self, site: Site, device: torch.device, options: Options, direction: str, name: str
+    ) -> None:
+        self._make = functools.partial(make_inputs, site, device, options)
+        self._device, self._clock = device, clock_for(device)
+        self._forward, self.compared_with = FORWARD.get(name), direction
+        self._reads, self._writes = IDEAL[site.op][direction]
+        values = site.op, site.place, str(options.dtype), direction, name
+        keys = "op", "place", "dtype", "direction", "contender"
+        self.columns, self.label = dict(zip(keys, values, strict=True)), ", ".join(values)
+
+    def set_up(self) -> None:
+        torch.manual_seed(0)
+        first, count = self._make(), 2
+        x_bytes, y_bytes = first.x.nbytes, first.grad.nbytes
+        if self._device.type == "cuda":
+            cache_bytes = torch.cuda.get_device_properties(self._device).L2_cache_size
+            count = min(MOST_BUFFERS, math.ceil(TIMES_CACHE * cache_bytes / (x_bytes + y_bytes)))
+        self._buffers = [self._make() for _ in range(count)]
+        self.units = self._reads * x_bytes + self._writes * y_bytes
+        half = torch.zeros(self.units // 2, dtype=torch.uint8, device=self._device)
+        self._sources = [half.clone() for _ in self._buffers]
+        for call in self._calls():  # the first compiles
+            call()
+
+    def _calls(self) -> Sequence[Callable]:
+        """Return one call for each buffer; for a backward, the forward runs here."""
+        if self._forward is None:
+            return [source.clone for source in self._sources]
+        if self.compared_with == "forward":
+            return [functools.partial(self._forward, inputs) for inputs in self._buffers]
+        return [self._forward(inputs)[1] for inputs in self._buffers]
+
+    def visit(self) -> Sequence[float]:
+        calls, on_gpu = self._calls(), self._device.type == "cuda"
+        if on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda._sleep(WAIT_CYCLES)
+        begin = self._clock.mark()
+        outputs = [call() for call in calls]  # which live on, so that each call writes other memory
+        if on_gpu and self._clock.reached(begin):
+            raise runner.NoResultError("host_bound", "the calls were not queued in time")
+        end = self._clock.mark()
+        self._clock.wait(end)
+        return [self._clock.seconds(begin, end) / len(outputs)]
+
+    def figures(self, rounds: runner.Rounds) -> dict[str, Any]:
+        if not rounds:
+            return dict.fromkeys(("ideal_bytes", "p50_us", "gb_per_s"))
+        p50_s = statistics.median(itertools.chain(*rounds))
+        gb_per_s = self.units / p50_s / 1e9
+        return {"ideal_bytes": self.units, "p50_us": p50_s * 1e6, "gb_per_s": gb_per_s}
+
+    def close(self) -> None:
+        self._buffers, self._sources = [], []
+
+
+def main(options: Options) -> int:
+    """Measure operations at all their places, print the table and write the record."""
+    options.check()
+    device = env.timed_device(env.device_or_default(options.device))
+    on_gpu = device.type == "cuda"
+    options = dataclasses.replace(options, dtype=options.dtype or ("bf16" if on_gpu else "fp32"))
+    # interpreted, the kernels' time says nothing
+    names = ["copy", "eager", *["inductor"] * options.inductor, *["triton"] * on_gpu]
+    pairs = list(itertools.product(("forward", "backward"), names))
+    sites = [site for site in SITES if site.op in options.ops]
+    groups = [[_OpContender(site, device, options, *pair) for pair in pairs] for site in sites]
+    what = {"settings": options.to_dict(), "runs": options.rounds}
+    record = RecordFile(options.output_dir, "bench_ops", device=device, **what)
+    with runner.searching_algorithms(), runner.current(device):
+        found = runner.run(groups, options, log=progress, record=record, compiles=options.inductor)
+    columns = [("p50 us", "p50_us", ".1f"), ("GB/s", "gb_per_s", ".1f")]
+    return report(found, [*columns, ("x copy", "ratio_to_copy", ".3f")])
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options, description=__doc__)))
