@@ -8,6 +8,7 @@ is not seen.
 
 import contextlib
 import copy
+import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import MagicMock, Mock
@@ -15,6 +16,7 @@ from unittest.mock import MagicMock, Mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_leaves
 
 from tests.engine.runs import assert_same_run
@@ -26,11 +28,12 @@ from tresnet.engine.distributed import Processes
 from tresnet.engine.resolve import create_model, resolve
 from tresnet.engine.train import train
 from tresnet.errors import ConfigError
+from tresnet.layers.norm import FrozenRunningStats
 from tresnet.models import zoo
 from tresnet.settings import Compute
 from tresnet.steps import InferenceCompute, InferenceStep, graph
 from tresnet.steps import training as steps
-from tresnet.steps.graph import CHECKED_AFTER, WARMUP_RUNS, GraphedMicroBatches, uses_graph
+from tresnet.steps.graph import CHECKED_AFTER, WARMUP_RUNS, uses_graph
 
 CPU = torch.device("cpu")
 ALONE = Processes(0, 1, CPU)
@@ -103,9 +106,9 @@ def graphed(monkeypatch):
     ("changes", "captures"),
     [
         ({}, 2),  # mixed batches and others have losses of their own
-        ({"amp": "bf16", "mixup": 0.0, "channels_last": True, "clip_grad": 0.1}, 1),
         ({"accumulate": 2, "norm": "batchnorm", "mixup": 0.0, "amp": "fp16"}, 2),
-        ({"impl": "reference", "mixup": 0.0}, 1),  # by the GPU's program
+        # by the GPU's program
+        ({"impl": "reference", "amp": "bf16", "mixup": 0.0, "channels_last": True}, 1),
     ],
     ids=str,
 )
@@ -208,21 +211,26 @@ def network():
     )  # fmt: skip
 
 
-def trained(capturer=None, accumulate=1, change=None, before=1, numbers=16, agree=None):
-    """Losses, weights and buffers after optimizer steps, the model changed before a micro-batch of
-    the ninth; what was said."""
-    model, said = network(), []
+def trained(
+    capturer=None, accumulate=1, change=None, before=1, agree=None, make=torch.nn.CrossEntropyLoss,
+    of_images=False,
+):  # fmt: skip
+    """Losses, weights and buffers after 16 optimizer steps, model and criterion changed before a
+    micro-batch of the ninth; what was said, and whether each micro-batch was replayed."""
+    model, said, criterion = network(), [], make()
     torch.manual_seed(1)
     step = steps.create_training_step(model, Compute(), CPU)
     if capturer is not None:
         step.capture_with(capturer(model), agree=agree, say=said.append)
-    found, replayed, criterion = [], [], torch.nn.CrossEntropyLoss()
-    for number in range(1, numbers + 1):
+    found, replayed = [], []
+    for number in range(1, 17):
         for part in range(1, accumulate + 1):
             if change is not None and (number, part) == (9, before):
-                change(model)
-            batch = torch.rand(4, 3, 8, 8), torch.randint(3, (4,))
-            found += step.backward(*batch, criterion, accumulate, part == accumulate)
+                change(model, criterion)
+            images = torch.rand(4, 3, 8, 8).requires_grad_(of_images)
+            labels = torch.randint(3, (4,))
+            found += step.backward(images, labels, criterion, accumulate, part == accumulate)
+            found += [images.grad] if of_images else []
             replayed.append(step.replayed)
         step.optimizer_step(number)
     return [*found, *model.state_dict().values()], said, replayed
@@ -238,28 +246,10 @@ def assert_eager(capturer, **keywords):
 
 
 class Unchanging(StandIn):
-    """Its replays give the captured batch's results again: right for that batch alone."""
+    """Its replays leave the captured batch's results: right for that batch alone."""
 
-    def capture(self, function):
-        state = [*self.model.buffers(), *(p.grad for p in self.model.parameters())]
-        state = [t for t in state if t is not None]
-        before = [t.clone() for t in state]
-        found, replay = super().capture(function)
-        with self.same_random_numbers():
-            replay()
-        self.replays -= 1
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        held = [*found, *gradients]
-        kept = [t.clone() for t in held]
-        for tensor, value in zip(state, before, strict=True):
-            tensor.copy_(value)
-
-        def again():
-            self.replays += 1
-            for tensor, value in zip(held, kept, strict=True):
-                tensor.copy_(value)
-
-        return found, again
+    def replay(self, calls):
+        pass
 
 
 def scaled(part):
@@ -291,18 +281,18 @@ class NoRoom(StandIn):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(
-    ("capturer", "reason"),
+    ("capturer", "accumulate", "reason"),
     [
-        (Unchanging, "loss and logits are off by"),
-        (scaled(lambda one: one.model[1].running_var), "buffers are off by"),
-        (scaled(lambda one: one.gradient), "gradients are off by"),
-        (Failing, "RuntimeError: operation not permitted when stream is capturing"),
-        (NoRoom, "no memory for a graph beside an eager run"),
+        (Unchanging, 1, "outputs are off by"),
+        (scaled(lambda one: one.model[1].running_var), 1, "buffers are off by"),
+        (scaled(lambda one: one.gradient), 1, "gradients are off by"),
+        (scaled(lambda one: one.gradient), 2, "gradients are off by"),
+        (Failing, 2, "RuntimeError: operation not permitted when stream is capturing"),
+        (NoRoom, 2, "no memory for a graph beside an eager run"),
     ],
 )
-def test_a_graph_that_differs_or_fails_is_left_and_changes_nothing(capturer, reason, accumulate):
+def test_a_graph_that_differs_or_fails_is_left_and_changes_nothing(capturer, accumulate, reason):
     said, replayed = assert_eager(capturer, accumulate=accumulate)
     assert not any(replayed)
     assert len(said) == 1
@@ -355,32 +345,108 @@ def test_a_right_graph_is_compared_once_and_then_replayed(accumulate):
     assert all(replayed[(WARMUP_RUNS + CHECKED_AFTER + 1) * accumulate :])
 
 
-def freeze(model):
+def freeze(model, _):
     model[0].weight.requires_grad_(False)
 
 
-def move(model):
+def move(model, _):
     model[4].weight.data = model[4].weight.data.clone()
 
 
-def replace(model):
+def replace(model, _):
     model[1].running_mean = model[1].running_mean + 1
 
 
-def still(model):
+def still(model, _):
     model[1].momentum = 0.5
 
 
-@pytest.mark.parametrize("change", [freeze, move, replace, still])
-def test_a_changed_model_is_captured_anew(change):
-    said, replayed = assert_eager(StandIn, change=change)
+def smooth(_, criterion):
+    criterion.label_smoothing = 0.5
+
+
+def weigh(_, criterion):
+    criterion.weight = torch.arange(1.0, 4.0)
+
+
+def weighted():
+    return torch.nn.CrossEntropyLoss(torch.ones(3))
+
+
+@pytest.mark.parametrize("change", [freeze, move, replace, still, smooth, weigh])
+def test_a_changed_model_or_criterion_is_captured_anew(change):
+    said, replayed = assert_eager(StandIn, change=change, make=weighted)
     assert len(said) == 2
     assert replayed[7]
     assert not replayed[8]
     assert replayed[-1]
 
 
-def double(model):
+STATISTICS = FrozenRunningStats()
+SWITCHES = {
+    "tf32 products": lambda on: setattr(torch.backends.cuda.matmul, "allow_tf32", on),
+    "exact convolutions": lambda on: setattr(torch.backends.cudnn, "allow_tf32", not on),
+    "cudnn.benchmark": lambda on: setattr(torch.backends.cudnn, "benchmark", on),
+    "cudnn.deterministic": lambda on: setattr(torch.backends.cudnn, "deterministic", on),
+    "deterministic algorithms": torch.use_deterministic_algorithms,
+    "frozen statistics": lambda on: STATISTICS.__enter__() if on else STATISTICS.__exit__(),
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHES.values(), ids=SWITCHES)
+def test_other_settings_of_pytorch_are_captured_anew(switch):
+    try:
+        _, said, replayed = trained(StandIn, change=lambda *_: switch(True))
+    finally:
+        switch(False)
+    assert len(said) == 2
+    assert replayed[7:9] == [True, False]
+    assert replayed[-1]
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, logits, labels):
+        return cross_entropy(logits * self.scale, labels)
+
+
+def hooked():
+    criterion = torch.nn.CrossEntropyLoss()
+    criterion.register_forward_hook(lambda *_: None)
+    return criterion
+
+
+def closed():
+    loss = torch.nn.CrossEntropyLoss()
+    return lambda logits, labels: loss(logits, labels)
+
+
+@pytest.mark.parametrize(
+    ("make", "captured"),
+    [
+        (lambda: cross_entropy, True),
+        (lambda: functools.partial(cross_entropy, label_smoothing=0.1), True),
+        (lambda: functools.partial(cross_entropy, weight=torch.ones(3)), False),
+        (lambda: weighted().forward, False),
+        *((make, False) for make in (closed, Scaled, hooked)),
+    ],
+)
+def test_only_a_criterion_that_cannot_change_unseen_is_captured(make, captured):
+    said, replayed = assert_eager(StandIn, make=make)
+    assert replayed[-1] == captured
+    assert len(said) == 1
+    assert captured or "expected a criterion that is a module without hooks" in said[0]
+
+
+def test_images_that_need_a_gradient_get_it():
+    _, replayed = assert_eager(StandIn, of_images=True)
+    assert not any(replayed)
+
+
+def double(model, _):
     model[0].weight.grad = 2 * model[0].weight.grad
 
 
@@ -404,7 +470,7 @@ def test_hooks_are_called(register):
     calls, handles = [], []
     _, replayed = assert_eager(
         StandIn,
-        change=lambda model: handles.append(register(model, lambda *_: calls.append(1) or None)),
+        change=lambda model, _: handles.append(register(model, lambda *_: calls.append(1) or None)),
     )
     for handle in handles:
         handle.remove()
@@ -428,13 +494,11 @@ def test_scripted_models_have_graphs_too():
 
 
 def test_numbers_that_are_not_finite_decide_nothing():
-    inf, one = [torch.tensor(torch.inf)], [torch.tensor(1.0)]
+    inf, nan, one, near, far = ([torch.tensor(x)] for x in (torch.inf, torch.nan, 1.0, 1.1, 1.5))
     assert graph._difference("x", inf, inf, inf) == graph._UNKNOWN
-    assert "off by nan" in graph._difference("x", [torch.tensor(torch.nan)], one, one)
-    assert graph._difference("x", [torch.tensor(1.3)], one, [torch.tensor(1.1)]) is None
-    assert "two eager runs by 0.1" in graph._difference(
-        "x", [torch.tensor(1.5)], one, [torch.tensor(1.1)]
-    )
+    assert "off by nan" in graph._difference("x", nan, one, one)
+    assert graph._difference("x", [torch.tensor(1.3)], near, one) is None
+    assert "two eager runs by 0.1" in graph._difference("x", far, near, one)
     assert graph._difference("x", one * 2, one, one) == "x: 2 tensors in place of 1"
 
 
@@ -466,7 +530,7 @@ def test_inference_by_graphs_gives_the_eager_logits(compute):
 
 @pytest.mark.parametrize(
     ("capturer", "reason"),
-    [(Unchanging, "logits are off by"), (Failing, "RuntimeError"), (NoRoom, "no memory")],
+    [(Unchanging, "outputs are off by"), (Failing, "RuntimeError"), (NoRoom, "no memory")],
 )
 def test_wrong_graphs_of_inference_are_left(capturer, reason):
     (graphed, said), (eager, _) = inference(capturer), inference()
@@ -513,14 +577,6 @@ def test_threads_use_a_graph_one_at_a_time():
         assert all(torch.equal(output, value) for output in outputs)
 
 
-def test_no_more_graphs_of_inference_than_memory_is_meant_for():
-    graphed, said = inference(StandIn)
-    for size in range(1, 12):
-        for _ in range(5):
-            graphed(torch.rand(size, 3, 8, 8))
-    assert len(said) == 8
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("changes", [{}, {"amp": "bf16", "accumulate": 2}], ids=str)
 def test_a_gpu_replays_what_it_runs_eagerly(tiny, changes):
@@ -548,7 +604,7 @@ def test_a_gpu_replays_triton_kernels_with_their_gradients(amp):
         results = []
         for one in (step, eager):
             one.model.zero_grad()
-            loss, logits = one.backward(*one.feed(*batch), torch.nn.functional.cross_entropy)
+            loss, logits = one.backward(*one.feed(*batch), cross_entropy)
             results.append([loss, logits, *(p.grad.clone() for p in one.model.parameters())])
         assert step.replayed == (number >= WARMUP_RUNS + CHECKED_AFTER), said
         error = torch.stack([(a - b).norm() for a, b in zip(*results, strict=True)]).norm()
@@ -592,7 +648,7 @@ def data_parallel_weights(device, backend, graphs):
         step = steps.create_training_step(model, compute, torch.device(device), world_size=2)
         for number in range(1, 19):
             images, labels = torch.rand(4, 3, 32, 32), torch.randint(1000, (4,))
-            step.backward(*step.feed(images, labels), torch.nn.functional.cross_entropy)
+            step.backward(*step.feed(images, labels), cross_entropy)
             step.optimizer_step(number)
         return [parameter.detach().clone() for parameter in model.parameters()]
     finally:
@@ -600,19 +656,11 @@ def data_parallel_weights(device, backend, graphs):
 
 
 def test_no_more_graphs_than_memory_is_meant_for():
-    """Each new criterion would otherwise be captured."""
-    weight = torch.nn.Parameter(torch.ones(2))
-
-    def run(images, targets, criterion, micro_batches, is_last):
-        loss = criterion(images * weight, targets)
-        loss.backward()
-        return loss.detach(), images
-
-    stand_in = StandIn(torch.nn.ParameterList([weight]))
-    graphed = GraphedMicroBatches(run, stand_in.model, stand_in, warmup_runs=1)
-    for _ in range(20):
-        criterion = torch.nn.MSELoss()
-        for _ in range(4):
-            graphed(torch.rand(2), torch.rand(2), criterion, 1, True)
-            weight.grad = None
-    assert stand_in.captures == 8
+    graphed, said = inference(StandIn)
+    for size in range(1, 12):
+        for _ in range(5):
+            graphed(torch.rand(size, 3, 8, 8))
+    replays = [f"replays batches of {n} as a CUDA graph, equal to an eager run" for n in range(9)]
+    assert said[:-2] == replays[1:8]
+    assert said[-2].startswith("has captured 8 CUDA graphs, as many as it may: other shapes and")
+    assert said[-1] == replays[8]

@@ -22,7 +22,7 @@ from tresnet.ops.dispatch import traced
 
 
 class _Frozen(threading.local):
-    value: bool = False
+    depth: int = 0
 
 
 _frozen = _Frozen()
@@ -35,15 +35,15 @@ class FrozenRunningStats:
     """
 
     def __enter__(self) -> None:
-        self._before, _frozen.value = _frozen.value, True
+        _frozen.depth += 1
 
     def __exit__(self, *error: object) -> None:
-        _frozen.value = self._before
+        _frozen.depth -= 1
 
 
 def running_stats_frozen() -> bool:
     """Return whether running statistics are kept unchanged now."""
-    return _frozen.value
+    return _frozen.depth > 0
 
 
 class NormAct(nn.BatchNorm2d):
@@ -88,7 +88,7 @@ class NormAct(nn.BatchNorm2d):
         """Return running mean and variance, or copies if they must not change, and the momentum."""
         if not self.training:
             return self.running_mean, self.running_var, 0.0
-        if _frozen.value or not self.track_running_stats:
+        if running_stats_frozen() or not self.track_running_stats:
             return self.running_mean.clone(), self.running_var.clone(), 0.0
         return self.running_mean, self.running_var, self._count_batch()
 

@@ -7,6 +7,7 @@ capture fails or differs, the step continues eagerly, and one line says so.
 """
 
 import contextlib
+import functools
 import logging
 import threading
 from collections import Counter
@@ -15,13 +16,15 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
-from typing import Any, NamedTuple, Protocol
+from types import FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from tresnet.errors import ConfigError
+from tresnet.layers.norm import running_stats_frozen
 from tresnet.settings import Compute
 from tresnet.steps.compiled import CUDA_GRAPH_MODES
 
@@ -32,30 +35,10 @@ _MOST_GRAPHS = 8
 # Allowed difference of a replay from an eager run: four times the difference of two eager runs,
 # plus this fraction of the eager value. Norms are compared: single gradients differ between runs.
 _CLOSE = 1e-3
+_UNKNOWN = "no finite numbers to compare"  # as in fp16, until the scale fits
 
-Criterion = Callable[[Tensor, Tensor], Tensor]
-MicroBatch = Callable[[Tensor, Tensor, Criterion, int, bool], tuple[Tensor, Tensor]]
 Say = Callable[[str], object]
-
-
-class Capturer(Protocol):
-    """Captures and replays: `CudaCapturer`, or a stand-in on a machine without a GPU."""
-
-    def warming_up(self) -> AbstractContextManager[Any]:
-        """Return the context of the eager runs before a capture."""
-        ...
-
-    def in_turn(self) -> AbstractContextManager[Any]:
-        """Return the context of a call that may replay, in order with calls on other streams."""
-        ...
-
-    def capture(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """Return the results of the captured `function`, and a function that replays it."""
-        ...
-
-    def same_random_numbers(self) -> AbstractContextManager[Any]:
-        """Return a context after which the same random numbers are drawn again."""
-        ...
+Run = Callable[..., Sequence[Tensor]]
 
 
 class CudaCapturer:
@@ -84,7 +67,7 @@ class CudaCapturer:
         self._used.record(current)
 
     def capture(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """Record the launches of `function`, without running them.
+        """Return the results of the captured `function`, and a function that replays it.
 
         If ending a capture fails, PyTorch leaves the current stream, the generator and the
         allocator as in a capture. They are restored here.
@@ -93,13 +76,11 @@ class CudaCapturer:
         generator = torch.cuda.default_generators[device.index]
         before = generator.clone_state()
         # The thread that pins the loader's batches calls CUDA during the capture.
-        mode = "thread_local"
+        options: Any = {"stream": self._stream, "capture_error_mode": "thread_local"}
         try:
             with (
                 torch.cuda.stream(torch.cuda.current_stream(device)),
-                torch.cuda.graph(
-                    graph, pool=self._pool, stream=self._stream, capture_error_mode=mode
-                ),
+                torch.cuda.graph(graph, self._pool, **options),
             ):
                 found = function()
         except Exception:
@@ -139,17 +120,24 @@ _hooks = itemgetter(
 )
 _tensor_hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _trains = attrgetter("requires_grad")
+# Flags by which PyTorch chooses the kernels of a run.
+_flags = attrgetter(
+    "cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic", "cudnn.conv.fp32_precision",
+    "cuda.matmul.fp32_precision", "cuda.matmul.allow_fp16_accumulation",
+    "cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "cuda.matmul.allow_bf16_reduced_precision_reduction",
+)  # fmt: skip
 
 
 class _Reading:
-    """State of a model and its surroundings that a captured run has read.
+    """State of a model or criterion that a captured run has read.
 
     A replay reads the same addresses, so `holds` is checked before each one. It runs while the GPU
     still computes, in two loops over all modules. `parameters` holds each parameter once.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = [model]
+    def __init__(self, root: nn.Module) -> None:
+        self._modules = [root]
         for module in self._modules:  # the list grows in the loop
             children = module.__dict__["_modules"].values()
             self._modules += (child for child in children if child is not None)
@@ -165,11 +153,10 @@ class _Reading:
         return [*map(type, self._modules), *chain.from_iterable(m.values() for m in members)]
 
     def _read_values(self) -> list[Any]:
-        modes = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-        return [*modes, *map(Tensor.data_ptr, self._tensors), *map(_trains, self.parameters)]
+        return [*map(Tensor.data_ptr, self._tensors), *map(_trains, self.parameters)]
 
     def holds(self) -> bool:
-        """Return whether the model still has the state that was read."""
+        """Return whether the modules still have the state that was read."""
         now = self._read_kinds_and_members()
         if not _same(now, self._kinds_and_members):
             return False
@@ -192,41 +179,110 @@ class _Graph:
     outputs: Sequence[Tensor]
     gradients: list[Tensor | None]
     replay: Callable[[], None]
+    criterion: _Reading
     checked: bool = False  # a replay had the results of an eager run
 
-    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        for own, given in zip(self.inputs, inputs, strict=True):
-            own.copy_(given, non_blocking=True)
-        self.replay()
-        return [output.clone() for output in self.outputs]
 
+class Graphs:
+    """Runs of one model: eager at first and for rare shapes, else by a CUDA graph.
 
-class _Graphs:
-    """Graphs of one model, by form of the batch; `replayed` says whether the last run was one."""
+    A graph has its own inputs, into which each batch is copied, and its outputs are copied. In
+    training it has its own gradients too. The first micro-batch of an optimizer step sets the
+    gradients, later ones add to them: two graphs. One thread at a time uses the model. `replayed`
+    says whether the last run was a graph's.
+    """
 
-    _agree: Callable[[bool], bool] | None = None
+    def __init__(
+        self,
+        model: nn.Module,
+        capturer: CudaCapturer,
+        *,
+        trains: bool,
+        warmup_runs: int,
+        agree: Callable[[bool], bool] | None = None,
+        say: Say | None = None,
+    ) -> None:
+        """Store the arguments; `model` is the bare model.
 
-    def __init__(self, model: nn.Module, capturer: Capturer, say: Say | None) -> None:
+        A shape is captured after `warmup_runs`, which must be in a row if the model `trains`.
+        `agree` returns whether something holds in every process, and is None for one process. With
+        several a failed capture is an error, as the others wait for its reductions. `say` gets a
+        line for each decision.
+        """
         self.replayed = False
         self._model, self._capturer = model, capturer
+        self._trains, self._warmup_runs, self._agree = trains, warmup_runs, agree
         self._say = logging.getLogger(__name__).info if say is None else say
-        self._reading = _Reading(model)
+        self._lock = threading.Lock()
         self._graphs: dict[Any, _Graph] = {}
+        self._seen: Counter[Any] = Counter()
         self._left = _MOST_GRAPHS  # captures left: limits memory, and a model that always changes
+        self._read()
 
-    def _is_hooked(self) -> bool:
-        """Drop all graphs if the model has changed; return whether it has hooks."""
-        if not self._reading.holds():
-            self._reading = _Reading(self._model)
-            self._graphs.clear()
-        return self._reading.is_hooked()
+    def __call__(
+        self,
+        run: Run,
+        inputs: Sequence[Tensor],
+        criterion: object = None,
+        micro_batches: int = 1,
+        is_last: bool = True,
+    ) -> Sequence[Tensor]:
+        """Return the results of `run(*inputs)`, which adds to the gradients in training.
 
-    def _gradients(self) -> list[Tensor | None]:
-        return [parameter.grad for parameter in self._reading.parameters]
+        The other arguments are those of `TrainingStep.backward`, which `run` reads.
+        """
+        with self._lock, self._capturer.in_turn():
+            self.replayed = False
+            if not self._reading.holds():
+                self._read()
+            held = self._gradients()
+            is_first = all(gradient is None for gradient in held)
+            shape = *map(_layout, inputs), criterion, micro_batches, *_surroundings()
+            if self._trains and shape not in self._seen:
+                self._seen.clear()  # an epoch's smaller last batch is not worth a graph's memory
+            self._seen[shape] += 1
+            key = shape, is_first, is_last
+            graph = self._graphs.get(key)
+            if graph is not None and (graph.criterion.is_hooked() or not graph.criterion.holds()):
+                self._read()
+                graph = None
+            # A replay would call no hook, and would give the inputs no gradient.
+            replays = not self._reading.is_hooked() and not any(map(_trains, inputs))
+            if graph is not None and replays and (is_first or _same(held, graph.gradients)):
+                if not graph.checked:
+                    del graph
+                    return self._compare(key, run, inputs, held)
+                self.replayed = True
+                return self._replay(graph, inputs)
+            with self._capturer.warming_up():
+                found = run(*inputs)
+            frequent = self._seen[shape] > self._warmup_runs and self._left > 0
+            # A graph of a later micro-batch adds to the gradients of a graph's first one.
+            if graph is None and replays and frequent and (is_first or self._are_a_graphs(held)):
+                gradients = self._gradients()
+                self._set_gradients(held)
+                self._capture(key, run, inputs, criterion)
+                self._set_gradients(gradients)
+                self._take_over(key)
+            return found
 
-    def _capture(
-        self, key: Any, run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]
-    ) -> None:
+    def _read(self) -> None:
+        """Read the model, and drop all graphs of its state before."""
+        self._reading = _Reading(self._model)
+        self._parameters = self._reading.parameters if self._trains else []
+        self._graphs.clear()
+        self._seen.clear()
+
+    def _capture(self, key: Any, run: Run, inputs: Sequence[Tensor], criterion: object) -> None:
+        modules = [criterion] if isinstance(criterion, nn.Module) else []
+        reading = _Reading(nn.ModuleList(modules))
+        is_known = modules or criterion is None or _is_constant(criterion)
+        if not is_known or reading.is_hooked() or any(map(_trains, reading.parameters)):
+            self._give_up(
+                "expected a criterion that is a module without hooks and trained parameters, or a "
+                f"function that holds nothing but numbers and strings, got {criterion!r}"
+            )
+            return
         self._left -= 1
         try:
             own = [x.clone() for x in inputs]
@@ -236,244 +292,97 @@ class _Graphs:
                 raise
             self._give_up(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
             return
-        self._graphs[key] = _Graph(own, outputs, self._gradients(), replay)
+        self._graphs[key] = _Graph(own, outputs, self._gradients(), replay, reading)
+        if not self._left:
+            self._say(
+                f"has captured {_MOST_GRAPHS} CUDA graphs, as many as it may: other shapes and "
+                "settings run eagerly from now on"
+            )
 
-    def _accept(self, key: Any, count: int) -> None:
-        self._graphs[key].checked = True
-        self._say(f"replays batches of {count} as a CUDA graph, equal to an eager run")
-
-    def _give_up(self, reason: str) -> None:
-        self._graphs.clear()
-        self._left = 0
-        self._say(f"runs eagerly, without a CUDA graph: {reason}")
-
-
-class GraphedForward(_Graphs):
-    """A model's forward in inference, eagerly at first and by a CUDA graph for frequent shapes.
-
-    A graph has its own input, and its output is copied. One thread at a time uses the model.
-    """
-
-    def __init__(
-        self,
-        run: Callable[[Tensor], Tensor],
-        model: nn.Module,
-        capturer: Capturer,
-        say: Say | None = None,
-    ) -> None:
-        """Store the arguments: `run` maps images to logits, `say` gets a line for each decision."""
-        super().__init__(model, capturer, say)
-        self._run = run
-        self._lock = threading.Lock()
-        self._seen: Counter[Any] = Counter()
-
-    def __call__(self, images: Tensor) -> Tensor:
-        """Return the logits of images."""
-        with self._lock, self._capturer.in_turn():
-            self.replayed = False
-            if self._is_hooked():
-                return self._run(images)
-            key = _layout(images)
-            graph = self._graphs.get(key)
-            if graph is None:
-                self._seen[key] += 1
-                if self._seen[key] < WARMUP_RUNS or not self._left:
-                    return self._run(images)
-                self._seen[key] = 0
-                with self._capturer.warming_up():
-                    logits = self._run(images)
-                self._capture(key, lambda own: [self._run(own)], [images])
-                return logits
-            if graph.checked:
-                self.replayed = True
-                return graph.run([images])[0]
-            try:
-                runs = [graph.run([images])[0], self._run(images), self._run(images)]
-            except torch.OutOfMemoryError:
-                runs = []
-            if not runs:  # outside the handler, whose traceback would keep the graph
-                del graph
-                self._give_up(_NO_ROOM)
-                return self._run(images)
-            replayed, eager, again = runs
-            difference = _difference("logits", [replayed], [eager], [again])
-            if difference is None:
-                self._accept(key, len(images))
-            elif difference != _UNKNOWN:
-                self._give_up(difference)
-            return eager
-
-
-class _After(NamedTuple):
-    """Results of a micro-batch: outputs, buffers and gradients."""
-
-    outputs: Sequence[Tensor]
-    buffers: list[Tensor]
-    gradients: list[Tensor]
-
-
-class GraphedMicroBatches(_Graphs):
-    """Runs micro-batches: eagerly at first and for rare shapes, else by a CUDA graph.
-
-    A graph has its own inputs, into which each batch is copied, and its own gradients. The first
-    micro-batch of an optimizer step sets the gradients, later ones add to them: two graphs.
-    """
-
-    def __init__(
-        self,
-        run: MicroBatch,
-        model: nn.Module,
-        capturer: Capturer,
-        *,
-        warmup_runs: int = WARMUP_RUNS,
-        agree: Callable[[bool], bool] | None = None,
-        say: Say | None = None,
-    ) -> None:
-        """Store the arguments.
-
-        `run` is an eager micro-batch with the arguments and results of a call, and `model` the bare
-        model. A shape is captured after `warmup_runs` in a row. `agree` returns whether something
-        holds in every process, and is None for one process. With several a failed capture is an
-        error, as the others wait for its reductions. `say` gets a line for each decision.
-        """
-        super().__init__(model, capturer, say)
-        self._run = run
-        self._warmup_runs = warmup_runs
-        self._agree = agree
-        self._recent: Any = None
-        self._in_a_row = 0
-
-    def __call__(
-        self,
-        images: Tensor,
-        targets: Tensor,
-        criterion: Criterion,
-        micro_batches: int,
-        is_last: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """Run one micro-batch, which adds to the gradients as `TrainingStep.backward` does."""
-
-        def run(images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-            return self._run(images, targets, criterion, micro_batches, is_last)
-
-        hooked, held = self._is_hooked(), self._gradients()
-        shape = _layout(images), _layout(targets), criterion, micro_batches
-        is_first = all(gradient is None for gradient in held)
-        key = shape, is_first, is_last
-        self.replayed = False
-        graph = None if hooked else self._graphs.get(key)
-        if graph is None:
-            self._in_a_row = self._in_a_row + 1 if shape == self._recent else 1
-            self._recent = shape
-            ready = self._in_a_row > self._warmup_runs and self._left > 0 and not hooked
-            with self._capturer.warming_up():
-                found = run(images, targets)
-            # A graph of a later micro-batch adds to the gradients of a graph's first one.
-            if ready and (is_first or self._are_a_graphs(held)):
-                gradients = self._gradients()
-                self._set_gradients(held)
-                self._capture(key, run, [images, targets])
-                self._set_gradients(gradients)
-                self._take_over(key)
-            return found
-        if not is_first and not _same(held, graph.gradients):
-            return run(images, targets)
-        if not graph.checked:
-            del graph
-            return self._compare(key, run, [images, targets], held)
-        self.replayed = True
-        loss, logits = graph.run([images, targets])
+    def _replay(self, graph: _Graph, inputs: Sequence[Tensor]) -> list[Tensor]:
+        for own, given in zip(graph.inputs, inputs, strict=True):
+            own.copy_(given, non_blocking=True)
+        graph.replay()
         self._set_gradients(graph.gradients)
-        return loss, logits
+        return [output.clone() for output in graph.outputs]
 
     def _compare(
-        self,
-        key: Any,
-        run: Callable[..., tuple[Tensor, Tensor]],
-        inputs: Sequence[Tensor],
-        held: list[Tensor | None],
-    ) -> tuple[Tensor, Tensor]:
-        """Replay a graph on a new batch, then run it eagerly twice; return the last result."""
-        buffers, sums = list(self._model.buffers()), [g for g in held if g is not None]
+        self, key: Any, run: Run, inputs: Sequence[Tensor], held: list[Tensor | None]
+    ) -> Sequence[Tensor]:
+        """Replay a graph on a new batch, then run it eagerly twice; return the last results."""
+        buffers = list(self._model.buffers()) if self._trains else []
+        sums = [gradient for gradient in held if gradient is not None]
         start = [[t.clone() for t in tensors] for tensors in (buffers, sums)]
 
-        def after(function: Callable[[], Sequence[Tensor]]) -> _After:
+        def results(function: Callable[[], Sequence[Tensor]]) -> list[Sequence[Tensor]]:
             for tensors, kept in zip((buffers, sums), start, strict=True):
                 if tensors:
                     torch._foreach_copy_(tensors, kept)
             self._set_gradients(held)
             outputs = function()
             gradients = [g.clone() for g in self._gradients() if g is not None]
-            return _After(outputs, [b.to(torch.float64, copy=True) for b in buffers], gradients)
-
-        def replay() -> list[Tensor]:
-            graph = self._graphs[key]
-            outputs = graph.run(inputs)
-            self._set_gradients(graph.gradients)
-            return outputs
+            return [outputs, [b.to(torch.float64, copy=True) for b in buffers], gradients]
 
         runs = []
         with self._capturer.warming_up():
             try:
-                for function in (replay, lambda: run(*inputs)):
-                    with self._capturer.same_random_numbers():
-                        runs.append(after(function))
+                with self._capturer.same_random_numbers():
+                    runs.append(results(lambda: self._replay(self._graphs[key], inputs)))
+                with self._capturer.same_random_numbers():
+                    runs.append(results(lambda: run(*inputs)))
             except torch.OutOfMemoryError:
                 if self._agree is not None:
                     raise
                 runs.clear()
-                self._give_up(_NO_ROOM)
-            eager = after(lambda: run(*inputs))
+                self._give_up("no memory for a graph beside an eager run")
+            eager = results(lambda: run(*inputs))
         if runs:
-            replayed, again = runs
-            self._judge(key, replayed, again, eager, start[1])
+            names = "outputs", "buffers", "gradients"
+            rows = zip(names, *runs, eager, ((), (), start[1]), strict=True)
+            self._judge(key, [_difference(*row) for row in rows], len(inputs[0]))
         self._take_over(key)
-        loss, logits = eager.outputs
-        return loss, logits
+        return eager[0]
 
-    def _judge(
-        self, key: Any, replayed: _After, again: _After, eager: _After, start: Sequence[Tensor]
-    ) -> None:
+    def _judge(self, key: Any, found: list[str | None], count: int) -> None:
+        """Accept a graph for batches of `count`, or give up by the differences `found`."""
         agree = self._agree or bool
-        found = [
-            _difference("loss and logits", replayed.outputs, eager.outputs, again.outputs),
-            _difference("buffers", replayed.buffers, eager.buffers, again.buffers),
-            _difference(
-                "gradients", replayed.gradients, eager.gradients, again.gradients, start=start
-            ),
-        ]
         wrong = next((d for d in found if d not in (None, _UNKNOWN)), None)
         if not agree(wrong is None):
             self._give_up(wrong or "it differed in another process")
         elif agree(_UNKNOWN not in found):
-            self._accept(key, len(eager.outputs[1]))
+            self._graphs[key].checked = True
+            self._say(f"replays batches of {count} as a CUDA graph, equal to an eager run")
+
+    def _give_up(self, reason: str) -> None:
+        self._graphs.clear()
+        self._left = 0
+        self._say(f"runs eagerly, without a CUDA graph: {reason}")
 
     def _take_over(self, key: Any) -> None:
         """Copy gradients of an eager run to the tensors to which graphs of later ones add."""
         if (graph := self._graphs.get(key)) is None:
             return
-        for own, parameter in zip(graph.gradients, self._reading.parameters, strict=True):
+        for own, parameter in zip(graph.gradients, self._parameters, strict=True):
             if own is not None and parameter.grad is not None and own is not parameter.grad:
                 own.copy_(parameter.grad)
                 parameter.grad = own
 
+    def _gradients(self) -> list[Tensor | None]:
+        return [parameter.grad for parameter in self._parameters]
+
     def _set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
-        for parameter, gradient in zip(self._reading.parameters, gradients, strict=True):
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
 
     def _are_a_graphs(self, held: list[Tensor | None]) -> bool:
         return any(_same(held, graph.gradients) for graph in self._graphs.values())
 
 
-_UNKNOWN = "no finite numbers to compare"  # as in fp16, until the scale fits
-_NO_ROOM = "no memory for a graph beside an eager run"
-
-
 def _difference(
     what: str,
     replayed: Sequence[Tensor],
-    eager: Sequence[Tensor],
     again: Sequence[Tensor],
+    eager: Sequence[Tensor],
     start: Sequence[Tensor] = (),
 ) -> str | None:
     """Return the difference of a replay in words, or None if it is within the tolerance.
@@ -502,5 +411,28 @@ def _same(some: list[Any], others: list[Any]) -> bool:
     return len(some) == len(others) and all(map(is_, some, others))
 
 
+def _is_constant(criterion: object) -> bool:
+    """Return whether a function, or a partial one, reads no value that could change unseen."""
+    values: list[object] = []
+    while isinstance(criterion, functools.partial):
+        values += [*criterion.args, *criterion.keywords.values()]
+        criterion = criterion.func
+    if not isinstance(criterion, FunctionType) or criterion.__closure__:
+        return False
+    values += criterion.__defaults__ or ()
+    return all(isinstance(value, int | float | str | None) for value in values)
+
+
 def _layout(x: Tensor) -> tuple[Any, ...]:
     return tuple(x.shape), x.stride(), x.dtype
+
+
+def _surroundings() -> tuple[Any, ...]:
+    """Return the settings outside a model by which a run chooses its operations."""
+    return (
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cuda"),
+        torch.are_deterministic_algorithms_enabled(),
+        running_stats_frozen(),
+        _flags(torch.backends),
+    )

@@ -11,7 +11,7 @@ from tresnet.errors import InputError
 from tresnet.settings import Compute, InferenceCompute, torch_dtype
 from tresnet.steps.compiled import compile_model
 from tresnet.steps.feed import Feed, reads_bytes
-from tresnet.steps.graph import Capturer, CudaCapturer, GraphedForward, uses_graph
+from tresnet.steps.graph import WARMUP_RUNS, CudaCapturer, Graphs, uses_graph
 from tresnet.steps.hooks import StepHooks
 from tresnet.surgery.folding import fold
 
@@ -68,17 +68,22 @@ class InferenceStep:
                 self.model, compute.compile, training=False, freeze=freeze, say=say
             )
         self._images = 0  # of the largest batch yet
+        self._graphs: Graphs | None = None
         if isinstance(compute, InferenceCompute) and uses_graph(compute, device, hooks is None):
             self.capture_with(CudaCapturer(device), say)
 
-    def capture_with(self, capturer: Capturer, say: Callable[[str], object] | None = None) -> None:
-        """Replay batches of frequent shapes as CUDA graphs from now on; see `GraphedForward`."""
-        self._forward = GraphedForward(self._forward, self.model, capturer, say)
+    def capture_with(
+        self, capturer: CudaCapturer, say: Callable[[str], object] | None = None
+    ) -> None:
+        """Replay batches of frequent shapes as CUDA graphs from now on; see `Graphs`."""
+        self._graphs = Graphs(
+            self.model, capturer, trains=False, warmup_runs=WARMUP_RUNS - 1, say=say
+        )
 
     @property
     def replayed(self) -> bool:
         """Whether the last batch was a CUDA graph's."""
-        return isinstance(self._forward, GraphedForward) and self._forward.replayed
+        return self._graphs is not None and self._graphs.replayed
 
     def __call__(self, images: Tensor) -> Tensor:
         """Return logits (N, classes) in float32 for images (N, 3, H, W) from `feed`."""
@@ -92,7 +97,11 @@ class InferenceStep:
             self._hooks.during("forward"),
             self._compute.autocast(self._device),
         ):
-            return self._forward(images).float()[:count]
+            if self._graphs is None:
+                logits = self._forward(images)
+            else:
+                (logits,) = self._graphs(lambda x: [self._forward(x)], [images])
+            return logits.float()[:count]
 
     def _filled_up(self, images: Tensor) -> Tensor:
         """Pad a smaller batch to the size for which the model is compiled."""

@@ -23,15 +23,7 @@ from tresnet.settings import Compute, EmaConfig, OptimConfig, ScheduleConfig
 from tresnet.steps import optim
 from tresnet.steps.compiled import CUDA_GRAPH_MODES, compile_model
 from tresnet.steps.feed import Feed, reads_bytes
-from tresnet.steps.graph import (
-    WARMUP_RUNS,
-    WARMUP_RUNS_DDP,
-    Capturer,
-    CudaCapturer,
-    GraphedMicroBatches,
-    MicroBatch,
-    uses_graph,
-)
+from tresnet.steps.graph import WARMUP_RUNS, WARMUP_RUNS_DDP, CudaCapturer, Graphs, uses_graph
 from tresnet.steps.hooks import StepHooks
 from tresnet.steps.inference import move_model
 
@@ -83,7 +75,7 @@ class TrainingStep:
         self._clip_grad = clip_grad
         self._hooks = hooks or StepHooks()
         self._no_sync = no_sync
-        self._run_micro_batch: MicroBatch = self._eager_micro_batch
+        self._graphs: Graphs | None = None
         self._lr = self._next_lr()
         self._losses: list[Tensor] = []  # of this optimizer step, if it may be skipped
         self._kept = [buffer.clone() for buffer in model.buffers()] if skips else None
@@ -127,12 +119,20 @@ class TrainingStep:
             self.model.train()
         if self._kept is not None and not self._losses:
             torch._foreach_copy_(self._kept, list(self.model.buffers()))
-        loss, logits = self._run_micro_batch(images, targets, criterion, micro_batches, is_last)
+        settings = criterion, micro_batches, is_last
+
+        def run(images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            return self._run_micro_batch(images, targets, *settings)
+
+        if self._graphs is None:
+            loss, logits = run(images, targets)
+        else:
+            loss, logits = self._graphs(run, [images, targets], *settings)
         if self._kept is not None:
             self._losses.append(loss)
         return loss, logits
 
-    def _eager_micro_batch(
+    def _run_micro_batch(
         self,
         images: Tensor,
         targets: Tensor,
@@ -152,27 +152,21 @@ class TrainingStep:
 
     def capture_with(
         self,
-        capturer: Capturer,
+        capturer: CudaCapturer,
         *,
         warmup_runs: int = WARMUP_RUNS,
         agree: Callable[[bool], bool] | None = None,
         say: Callable[[str], object] | None = None,
     ) -> None:
-        """Replay micro-batches as CUDA graphs from now on; see `GraphedMicroBatches`."""
-        self._run_micro_batch = GraphedMicroBatches(
-            self._eager_micro_batch,
-            self.model,
-            capturer,
-            warmup_runs=warmup_runs,
-            agree=agree,
-            say=say,
+        """Replay micro-batches as CUDA graphs from now on; see `Graphs`."""
+        self._graphs = Graphs(
+            self.model, capturer, trains=True, warmup_runs=warmup_runs, agree=agree, say=say
         )
 
     @property
     def replayed(self) -> bool:
         """Whether the last micro-batch was a CUDA graph's."""
-        run = self._run_micro_batch
-        return isinstance(run, GraphedMicroBatches) and run.replayed
+        return self._graphs is not None and self._graphs.replayed
 
     def optimizer_step(self, global_step: int) -> None:
         """Update the weights by the accumulated gradients; `global_step` counts from 1."""

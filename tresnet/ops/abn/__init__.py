@@ -230,8 +230,10 @@ def _statistics(
             "use a larger batch or image, or call model.eval()"
         )
     update = alone and norm.momentum is not None
+    # The operator counts a change of both tensors, which would end a backward that has kept them.
+    mean, var = (norm.mean, norm.var) if update else (y.new_empty(0), y.new_empty(0))
     stats, partial = ops.statistics(
-        y, norm.gamma, norm.mean, norm.var, norm.momentum or 0.0, norm.eps, per_sample, update
+        y, norm.gamma, mean, var, norm.momentum or 0.0, norm.eps, per_sample, update
     )
     total = None
     if not alone:
