@@ -17,13 +17,20 @@ from typing import Any
 import torch
 
 from benchmarks.kernel_table import CUOBJDUMP, compile_for, compiled, constants, resident, resources
+from tests.ops.operation import excitation, launch_all
 from tresnet.ops import operators
-from tresnet.ops.abn import launch
-from tresnet.ops.excite import launch as excite_launch
+from tresnet.ops.abn import Norm, forward
 from tresnet.ops.space_to_depth import launch as stem_launch
 
 # Widths of tresnet_m, l and xl; in contiguous memory the width does not matter.
 CHANNELS = {torch.channels_last: (64, 76, 83), torch.contiguous_format: (83,)}
+CHAINS = [
+    {"slope": slope, "blur": blur, "se": se, "join": join}
+    for slope, blur, se, join in (
+        *((1e-3, blur, se, False) for blur in (False, True) for se in (False, True)),
+        *((None, False, se, join) for se, join in ((False, False), (True, True), (False, True))),
+    )
+]
 
 
 def narrowest(compiled: Any) -> int:
@@ -56,43 +63,12 @@ def longest_loop(compiled: Any) -> int:
 def launches(dtype: torch.dtype, layout: torch.memory_format, channels: int) -> None:
     """Launch every kernel in every combination of its switches that a model uses."""
     x = torch.empty(256, channels, 28, 28, dtype=dtype, device="meta").to(memory_format=layout)
-    half = torch.empty(256, channels, 14, 14, dtype=dtype, device="meta").to(memory_format=layout)
-    vector = torch.empty(channels, device="meta")
-    stats = torch.empty(4, channels, device="meta")
-    gate = torch.empty(256, channels, device="meta")
-    for per_sample in (False, True):
-        launch.statistics(x, vector, vector, vector, 0.1, 1e-5, per_sample, True)
-    for blur in (False, True):
-        launch.squeeze(x, stats, vector, 1e-3, blur)
-        launch.squeeze(x, None, vector, 1e-3, blur)
-    for slope, blur, se, join in (
-        (1e-3, False, False, False),
-        (1e-3, True, False, False),
-        (1e-3, False, True, False),
-        (1e-3, True, True, False),
-        (None, False, False, False),
-        (None, False, True, True),
-        (None, False, False, True),
-    ):
-        gates, added = gate if se else None, x if join else None
-        grad = half if blur else x
-        launch.apply(x, stats, vector, gates, added, slope, blur)
-        launch.apply(x, None, vector, gates, added, slope, blur)
-        second = bits = None
-        if join:
-            second = grad
-            bits = launch.apply(x, stats, vector, gates, added, slope, blur, True)[1]
-        sums = grad, second, x, bits, gates, stats, vector, slope, blur
-        partial, _ = launch.grad_sums(*sums)
-        if not (blur or join):
-            launch.grad_sums(*sums, True)
-        if se:
-            layers = vector.expand(channels // 2 + 1, channels), vector[: channels // 2 + 1]
-            layers += layers[0].t(), vector
-            _, hidden, _ = excite_launch.forward(gate, x, stats, vector, join, blur, *layers)
-            excite_launch.backward(partial, stats, vector, gate, gate, hidden, *layers, 784)
-        launch.merge_grad_sums(partial, gates, gates, stats, 256 * 28 * 28)
-        launch.grad_apply(grad, x, stats, vector, gates, gates, stats, slope, blur, True)
+    bias = torch.empty(channels, device="meta")
+    for chain in CHAINS:
+        launch_all(x, **chain, reduced=channels // 2 + 1)
+        layers = excitation(channels, channels // 2 + 1) if chain["se"] else None
+        folded = Norm(None, bias, slope=chain["slope"], blur=chain["blur"], se=layers)
+        forward(x.detach(), folded, kernels=True, shortcut=x.detach() if chain["join"] else None)
 
 
 def stem_launches(dtype: torch.dtype) -> None:

@@ -61,3 +61,26 @@ def abn(
         return reference.tail(y, blur, se, shortcut)
     vectors = weight, bias, mean, var, *(se or ())
     return Launched.apply(impl == "triton", options, x, shortcut, *vectors)
+
+
+def meta(*shape: int, offset: int = 0, **options: Any) -> Tensor:
+    """Return a tensor without values, `offset` elements behind the beginning of its storage."""
+    whole = torch.empty(offset + torch.Size(shape).numel(), device="meta", **options)
+    return whole[offset:].view(shape)
+
+
+def excitation(channels: int, reduced: int, offset: int = 0) -> SEWeights:
+    """Return the layers of an SE without values."""
+    shapes = (reduced, channels), (reduced,), (channels, reduced), (channels,)
+    return SEWeights(*(meta(*shape, offset=offset * (len(shape) == 1)) for shape in shapes))
+
+
+def launch_all(
+    x: Tensor, *, se: bool, join: bool, reduced: int = 3, offset: int = 0, **options: Any
+) -> None:
+    """Run forward and backward on `meta`, with vectors that begin `offset` elements apart."""
+    channels, x = x.shape[1], x.detach().requires_grad_()
+    vectors = (meta(channels, offset=offset * number) for number in range(4))
+    layers = excitation(channels, reduced, offset) if se else None
+    shortcut = torch.empty_like(x) if join else None
+    abn(x, *vectors, training=True, se=layers, shortcut=shortcut, **options).sum().backward()
