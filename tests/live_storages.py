@@ -1,4 +1,4 @@
-"""Counts the bytes of storages: alive after a forward pass, or alive at once."""
+"""Counts the bytes of storages: alive after a forward pass, or the most that are alive at once."""
 
 import gc
 import weakref
@@ -6,17 +6,29 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
 class Births(TorchDispatchMode):
-    """Records every storage that operators make while it is active."""
+    """Records the storages that operators make while it is active."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._seen: dict[int, tuple[StorageWeakRef, torch.Size, int]] = {}
+        self.live_bytes = self.peak_bytes = 0
+        self._alive: dict[int, tuple[torch.Size, int]] = {}
+
+    def add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._alive:
+            self.live_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            weakref.finalize(storage, self._dead, key)
+        self._alive[key] = tensor.shape, size
+
+    def _dead(self, key: int) -> None:
+        self.live_bytes -= self._alive.pop(key)[1]
 
     def survivors(self, ignore: Any = ()) -> list[tuple[torch.Size, int]]:
         """Shape and bytes of the 4-D storages that are still alive, but those of `ignore`."""
@@ -24,8 +36,8 @@ class Births(TorchDispatchMode):
         known = {t.untyped_storage()._cdata for t in ignore}
         return [
             (shape, size)
-            for key, (ref, shape, size) in self._seen.items()
-            if not ref.expired() and key not in known and len(shape) == 4
+            for key, (shape, size) in self._alive.items()
+            if key not in known and len(shape) == 4
         ]
 
     def alive(self) -> int:
@@ -34,10 +46,9 @@ class Births(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            if isinstance(t, torch.Tensor):
-                storage = t.untyped_storage()
-                self._seen[storage._cdata] = (StorageWeakRef(storage), t.shape, storage.nbytes())
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.add(leaf)
         return out
 
 
@@ -51,32 +62,3 @@ def live_after(function: Callable[[], Any], ignore: Any) -> list[tuple[torch.Siz
     alive = births.survivors(ignore)
     del result
     return alive
-
-
-class LivePeak(TorchDispatchMode):
-    """Counts the bytes of storages alive now, and the most that were at once (`peak_bytes`)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._live_bytes = self.peak_bytes = 0
-        self._known: set[int] = set()
-
-    def add(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self._known:
-            self._known.add(key)
-            self._live_bytes += size
-            self.peak_bytes = max(self.peak_bytes, self._live_bytes)
-            weakref.finalize(storage, self._dead, key, size)
-
-    def _dead(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self._live_bytes -= size
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, torch.Tensor):
-                self.add(leaf)
-        return out

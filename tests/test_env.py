@@ -7,6 +7,7 @@ import sys
 import types
 from datetime import datetime
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,33 +18,16 @@ from tresnet.errors import InputError
 ROOT = Path(__file__).resolve().parents[1]
 
 
-class NVMLError(Exception):
-    pass
-
-
 def nvml(by_uuid=(), by_address=(), loads=True):
-    """Stands in for pynvml: it knows GPUs by UUID and by PCI address, and logs what was asked."""
-    asked = []
-
-    def table(known, log=False):
-        def find(key=None):
-            if log:
-                asked.append(key)
-            if key not in known:
-                raise NVMLError("not found")
-            return known[key]
-
-        return find
-
+    """Stands in for pynvml: it knows GPUs by UUID and by PCI address."""
     return types.SimpleNamespace(
-        NVMLError=NVMLError,
-        asked=asked,
-        nvmlInit=table({None: None} if loads else {}),
-        nvmlDeviceGetHandleByUUID=table(dict(by_uuid), log=True),
-        nvmlDeviceGetHandleByPciBusId=table(dict(by_address), log=True),
-        nvmlDeviceGetMemoryInfo=table({"gpu": types.SimpleNamespace(used=662 * 2**20)}),
-        nvmlSystemGetDriverVersion=table({None: b"580.65"}),
-        nvmlDeviceGetPowerManagementLimit=table({"gpu": 700_000}),
+        NVMLError=KeyError,
+        nvmlInit=lambda: {True: None}[loads],
+        nvmlDeviceGetHandleByUUID=Mock(side_effect=dict(by_uuid).__getitem__),
+        nvmlDeviceGetHandleByPciBusId=Mock(side_effect=dict(by_address).__getitem__),
+        nvmlDeviceGetMemoryInfo={"gpu": types.SimpleNamespace(used=662 * 2**20)}.__getitem__,
+        nvmlSystemGetDriverVersion=lambda: b"580.65",
+        nvmlDeviceGetPowerManagementLimit={"gpu": 700_000}.__getitem__,
     )
 
 
@@ -87,7 +71,8 @@ def test_gpu_is_found_by_what_cuda_says_it_is(
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert env.nvml_handle(name) == found
-    assert len(fake.asked) == asked
+    finders = fake.nvmlDeviceGetHandleByUUID, fake.nvmlDeviceGetHandleByPciBusId
+    assert sum(finder.call_count for finder in finders) == asked
 
 
 def test_used_memory_is_bytes_or_none(install):
@@ -122,33 +107,23 @@ def test_gpu_is_described(install):
     }
 
 
-def test_description_is_json_and_complete():
+def test_description_is_complete_json_without_paths_names_or_a_call_of_cuda(monkeypatch):
+    for name in ("cuda._lazy_init", "_C._cuda_init", "cuda.get_device_properties"):
+        monkeypatch.setattr(f"torch.{name}", None, raising=False)
     described = env.describe()
-    assert json.loads(json.dumps(described)) == described
-    assert described["device"] == {"type": "cpu"}
+    text = json.dumps(described)
+    assert json.loads(text) == described
+    assert described["device"] == env.describe("cpu")["device"] == {"type": "cpu"}
     assert datetime.fromisoformat(described["date_utc"]).utcoffset().total_seconds() == 0
     assert described["python"].count(".") == 2
     assert described["cpu"]["torch_threads"] == torch.get_num_threads()
     assert described["cpu"]["logical_cores"] >= 1
     assert described["packages"]["torch"].startswith("2.")
     assert set(described["packages"]) >= {"torchvision", "timm", "triton", "inplace-abn"}
-
-
-def test_no_path_host_or_user_is_described():
-    text = json.dumps(env.describe())
     assert str(ROOT) not in text
     assert str(Path.home()) not in text or str(Path.home()) == "/"
     for private in (socket.gethostname(), getpass.getuser()):
         assert not re.search(rf'"{re.escape(private)}[".]', text)
-
-
-def test_describing_the_cpu_leaves_cuda_alone(monkeypatch):
-    def refuse(*args, **kwargs):
-        raise AssertionError("CUDA was touched")
-
-    for name in ("cuda._lazy_init", "_C._cuda_init", "cuda.get_device_properties"):
-        monkeypatch.setattr(f"torch.{name}", refuse, raising=False)
-    assert env.describe()["device"] == env.describe("cpu")["device"]
 
 
 def git(folder, *arguments):
@@ -202,10 +177,8 @@ def test_version_is_that_of_the_checkout_or_as_installed(tmp_path, monkeypatch):
         ("gpu0", "expected a device such as cpu or cuda:0, got 'gpu0'"),
         ("meta", "a device that computes, .* got 'meta'"),
         ("cuda:99", "got 'cuda:99', but PyTorch sees"),
-        *(
-            (name, f"expected a device of this machine, got '{name}'")
-            for name in ("mps", "xpu", "hpu", "privateuseone")
-        ),
+        ("mps", "expected a device of this machine, got 'mps'"),
+        ("privateuseone", "expected a device of this machine, got 'privateuseone'"),
     ],
 )
 def test_devices_that_are_not_there_are_refused(name, message):

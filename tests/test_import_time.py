@@ -6,8 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_MS = 100.0
 RUNS = 5
@@ -53,23 +51,12 @@ def imported() -> dict[str, Any]:
     return json.loads(result.stdout)
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    return imported()
-
-
-def test_import_costs_little_beyond_torch(found: dict[str, Any]):
-    """The least of a few runs: what else the machine does only ever adds to the time."""
+def test_import_costs_little_and_loads_neither_cuda_nor_what_is_slow():
+    """The least time of a few runs: what else the machine does only ever adds to it."""
+    found = imported()
+    assert {name.split(".")[0] for name in found["added"]} & LAZY == set()
+    assert (found["slow"], found["cuda"]) == ([], "CUDA was touched")
     times_ms = [found["ms"]]
     while len(times_ms) < RUNS and min(times_ms) > LIMIT_MS:
         times_ms.append(imported()["ms"])
     assert min(times_ms) <= LIMIT_MS, f"import tresnet took {times_ms} ms beyond torch"
-
-
-def test_import_leaves_other_packages_alone(found: dict[str, Any]):
-    assert {name.split(".")[0] for name in found["added"]} & LAZY == set()
-
-
-def test_models_lists_and_predictions_never_touch_cuda_nor_load_what_is_slow(found: dict[str, Any]):
-    """Loading any of these takes as long as loading PyTorch."""
-    assert (found["slow"], found["cuda"]) == ([], "CUDA was touched")

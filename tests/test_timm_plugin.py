@@ -59,15 +59,6 @@ def create(name="tresnet_m", path=None, **kwargs):
     return timm.create_model(name, **SMALL, **kwargs)
 
 
-def test_every_variant_is_ours():
-    assert set(list_models()) <= set(timm.list_models("tresnet*"))
-    for name in list_models():
-        model = create(name, device="meta")
-        assert type(model) is TResNet
-        assert model.config.variant == name
-        assert model.num_classes == 1000 or name == "tresnet_t"
-
-
 @pytest.mark.parametrize("name", ["tresnet_m", "tresnet_l", "tresnet_xl", "tresnet_v2_l"])
 def test_tags_and_the_default_are_timms(name):
     theirs = timm.models.tresnet.default_cfgs[name]
@@ -107,20 +98,16 @@ def test_pretrained_from_the_public_format(tmp_path, how):
     assert model.config.block_slope == 1e-6
 
 
-def test_other_classes_get_a_new_head(timms):
+def test_a_checkpoint_path_and_other_classes_with_a_new_head(timms):
     source, path = timms
+    model = create(num_classes=CLASSES, checkpoint_path=str(path))
+    assert same(model.state_dict(), source.state_dict())
     model = create(path=path, num_classes=9)
     assert model.head.fc.weight.shape == (9, 512)
     assert same(model.body.state_dict(), source.body.state_dict())
     model = create(path=path, num_classes=0).eval()
     x = torch.rand(1, 3, 64, 64)
     assert torch.equal(model(x), source.forward_head(source.forward_features(x), True))
-
-
-def test_checkpoint_path(timms):
-    source, path = timms
-    model = create(num_classes=CLASSES, checkpoint_path=str(path))
-    assert same(model.state_dict(), source.state_dict())
 
 
 @pytest.mark.parametrize("options", [{"norm": "batchnorm"}, {"jit": True, "impl": "reference"}])
@@ -144,12 +131,8 @@ def test_data_config():
     model = timm.create_model("tresnet_m.miil_in1k_448", device="meta")
     config = timm.data.resolve_model_data_config(model)
     assert config == {
-        "input_size": (3, 448, 448),
-        "interpolation": "bilinear",
-        "mean": (0.0, 0.0, 0.0),
-        "std": (1.0, 1.0, 1.0),
-        "crop_pct": 1.0,
-        "crop_mode": "squash",
+        **{"input_size": (3, 448, 448), "mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)},
+        **{"interpolation": "bilinear", "crop_pct": 1.0, "crop_mode": "squash"},
     }
     model = timm.create_model("tresnet_s", device="meta")
     assert timm.data.resolve_model_data_config(model)["crop_pct"] == 0.875
@@ -177,6 +160,8 @@ def test_torchvision_traces_our_models_with_timms_leaves(name):
 @pytest.mark.parametrize("name", timm.list_pretrained("tresnet_*") + list_models())
 def test_the_configuration_says_what_the_model_does(name):
     model = create(name, device="meta").eval()
+    assert (type(model), model.config.variant) == (TResNet, name.partition(".")[0])
+    assert model.num_classes == 1000 or "." in name or name == "tresnet_t"
     cfg, state = model.default_cfg, model.state_dict()
     x = torch.empty(1, *cfg["input_size"], device="meta")
     features = model.forward_features(x)
@@ -194,12 +179,8 @@ def test_a_directory_in_timms_layout(tmp_path, monkeypatch, source, saved):
     model, folder = trained(create(num_classes=CLASSES)).eval(), tmp_path / "layout"
     folder.mkdir()
     save_checkpoint(model, folder / "model.safetensors", format=saved)
-    config = {
-        "architecture": "tresnet_m",
-        "num_classes": CLASSES,
-        "model_args": SMALL,
-        "pretrained_cfg": {"input_size": [3, 224, 224], "first_conv": "body.conv1.conv"},
-    }
+    config = {"architecture": "tresnet_m", "num_classes": CLASSES, "model_args": SMALL}
+    config["pretrained_cfg"] = {"input_size": [3, 224, 224], "first_conv": "body.conv1.conv"}
     (folder / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr(
         _hub, "hf_hub_download", lambda repo_id, filename, **_: str(folder / filename)

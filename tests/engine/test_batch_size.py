@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.engine.runs import rows_of, train_main
-from tests.live_storages import LivePeak
+from tests.live_storages import Births
 from tresnet.engine import batch_size, train
 from tresnet.engine import config as configs
 from tresnet.engine.batch_size import MicroBatches
@@ -59,7 +59,7 @@ def resolved(config, images, say, processes=ALONE):
 
 def held_by_the_step(config):
     """Bytes of live tensors at the peak of two updates, on the CPU and for real."""
-    peak = LivePeak()
+    peak = Births()
     with peak:
         batches = MicroBatches(config.data.resolved_batch_size, config.optim.accumulate, 10)
         made = create_step(create_model(config, CLASSES), config, ALONE, batches)
