@@ -61,11 +61,10 @@ def create(name="tresnet_m", path=None, **kwargs):
 
 @pytest.mark.parametrize("name", ["tresnet_m", "tresnet_l", "tresnet_xl", "tresnet_v2_l"])
 def test_tags_and_the_default_are_timms(name):
-    theirs = timm.models.tresnet.default_cfgs[name]
-    tags = {tag.partition(".")[2] for tag in timm.list_pretrained(f"{name}.*")}
-    assert set(theirs.tags) <= tags
-    assert timm.models.get_pretrained_cfg(name).tag == theirs.tags[0]
-    assert timm.models.get_pretrained_cfg(name).hf_hub_id == f"timm/{name}.{theirs.tags[0]}"
+    theirs = timm.models.tresnet.default_cfgs[name].tags
+    assert {f"{name}.{tag}" for tag in theirs} <= {*timm.list_pretrained(f"{name}.*")}
+    default = timm.models.get_pretrained_cfg(name)
+    assert (default.tag, default.hf_hub_id) == (theirs[0], f"timm/{name}.{theirs[0]}")
 
 
 def test_our_arguments_and_timms():
