@@ -18,13 +18,12 @@ from tresnet.errors import InputError
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def nvml(by_uuid=(), by_address=(), loads=True):
-    """Stands in for pynvml: it knows GPUs by UUID and by PCI address."""
+def nvml(by_uuid=(), loads=True):
+    """Stands in for pynvml: it knows GPUs by UUID."""
     return types.SimpleNamespace(
         NVMLError=KeyError,
         nvmlInit=lambda: {True: None}[loads],
         nvmlDeviceGetHandleByUUID=Mock(side_effect=dict(by_uuid).__getitem__),
-        nvmlDeviceGetHandleByPciBusId=Mock(side_effect=dict(by_address).__getitem__),
         nvmlDeviceGetMemoryInfo={"gpu": types.SimpleNamespace(used=662 * 2**20)}.__getitem__,
         nvmlSystemGetDriverVersion=lambda: b"580.65",
         nvmlDeviceGetPowerManagementLimit={"gpu": 700_000}.__getitem__,
@@ -32,9 +31,8 @@ def nvml(by_uuid=(), by_address=(), loads=True):
 
 
 UUID = "11111111-2222-3333-4444-555555555555"
-ADDRESS = {"pci_domain_id": 0, "pci_bus_id": 0x1A, "pci_device_id": 0}
 CAPACITY = {"total_memory": 80 * 2**30, "multi_processor_count": 132, "major": 9, "minor": 0}
-PROPERTIES = types.SimpleNamespace(name="NVIDIA H100 80GB HBM3", uuid=UUID, **ADDRESS, **CAPACITY)
+PROPERTIES = types.SimpleNamespace(name="NVIDIA H100 80GB HBM3", uuid=UUID, **CAPACITY)
 KNOWN = {f"GPU-{UUID}": "gpu"}
 
 
@@ -60,9 +58,9 @@ def install(monkeypatch):
         ("3", nvml(KNOWN), "cuda:0", "gpu", 1),
         ("3", nvml(KNOWN), "cuda", "gpu", 1),
         ("MIG-abc", nvml({"MIG-abc": "slice", **KNOWN}), "cuda:0", "slice", 1),
-        ("", nvml(by_address={"00000000:1a:00.0": "gpu"}), "cuda:0", "gpu", 3),
+        ("", nvml({f"MIG-{UUID}": "slice"}), "cuda:0", "slice", 2),
     ],
-    ids=["UUID", "current", "MIG", "PCI address"],
+    ids=["UUID", "current", "MIG by name", "MIG"],
 )
 def test_gpu_is_found_by_what_cuda_says_it_is(
     install, monkeypatch, visible, fake, name, found, asked
@@ -71,8 +69,7 @@ def test_gpu_is_found_by_what_cuda_says_it_is(
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert env.nvml_handle(name) == found
-    finders = fake.nvmlDeviceGetHandleByUUID, fake.nvmlDeviceGetHandleByPciBusId
-    assert sum(finder.call_count for finder in finders) == asked
+    assert fake.nvmlDeviceGetHandleByUUID.call_count == asked
 
 
 def test_used_memory_is_bytes_or_none(install):
@@ -162,13 +159,6 @@ def test_no_checkout_somebody_elses_and_no_git_are_none(checkout, monkeypatch):
     assert env._git_state(checkout.parent) is None
     monkeypatch.setenv("PATH", "")
     assert env._git_state(checkout) is None
-
-
-def test_version_is_that_of_the_checkout_or_as_installed(tmp_path, monkeypatch):
-    assert re.fullmatch(r"\d+\.\d+\.\d+.*", env.package_version())
-    monkeypatch.setattr(env, "_CHECKOUT", tmp_path)
-    monkeypatch.setattr(env, "_installed_version", lambda name: f"{name} 9")
-    assert env.package_version() == "tresnet 9"
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,6 @@ def test_replaces_the_old_file_and_leaves_no_other(tmp_path):
     link.symlink_to(real)
     with atomic_write(link) as temporary:
         assert temporary.parent == real.parent
-        assert not temporary.exists()
         temporary.write_bytes(b"new")
         assert real.read_bytes() == b"old"
     assert link.is_symlink()
@@ -102,6 +101,25 @@ def test_permissions_follow_the_umask(tmp_path, umask):
     finally:
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
+
+
+def test_a_directory_appears_complete_or_not_at_all(tmp_path):
+    path = tmp_path / "new" / "folder"
+    with pytest.raises(FileNotFoundError), files.atomic_directory(path) as folder:
+        (folder / "no" / "a").touch()
+    assert names(path.parent) == []
+    before = os.umask(0o027)
+    try:
+        with files.atomic_directory(path) as folder:
+            (folder / "a").touch()
+            assert not path.exists()
+    finally:
+        os.umask(before)
+    assert (names(path.parent), names(path)) == (["folder"], ["a"])
+    assert stat.S_IMODE(path.stat().st_mode) == 0o750
+    with pytest.raises(WriteError, match="Directory not empty"), files.atomic_directory(path):
+        pass
+    assert names(path) == ["a"]
 
 
 @pytest.mark.parametrize("letter", ["a", "\udcfc", "ü"])

@@ -13,6 +13,8 @@ from pathlib import Path
 import hatchling.build
 import pytest
 
+import tresnet
+
 ROOT = Path(__file__).resolve().parents[1]
 ROOT_FILES = ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "constraints.txt")
 COMMITTED_WEIGHTS = {"manifest.json", "tresnet_t.digits.safetensors"}
@@ -97,6 +99,7 @@ def test_the_citation_and_constraints_that_pin_everything_agree_with_the_project
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if not line.startswith("#"))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert tresnet.__version__ == project["version"]
     assert f"version: {project['version']}" in (ROOT / "CITATION.cff").read_text().splitlines()
     extras = project["optional-dependencies"]
     del extras["demo"]  # gradio wants an older pillow

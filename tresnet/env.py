@@ -10,7 +10,6 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-import tomllib
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from tresnet import __version__
 from tresnet.errors import InputError
 
 MIB = 2**20
@@ -34,7 +34,7 @@ def describe(device: torch.device | str | int | None = None) -> dict[str, Any]:
     chosen = torch.device("cpu" if device is None else device)
     return {
         "date_utc": datetime.now(UTC).isoformat(timespec="seconds"),
-        "tresnet": package_version(),
+        "tresnet": __version__,
         "git": _git_state(_CHECKOUT),
         "device": _describe_gpu(chosen) if chosen.type == "cuda" else {"type": chosen.type},
         "cpu": _describe_cpu(),
@@ -87,30 +87,20 @@ def device_or_default(name: str | None) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def package_version() -> str | None:
-    """Return this package's version: from its checkout's pyproject.toml, else as installed."""
-    if _CHECKOUT.joinpath("pyproject.toml").is_file():
-        text = _CHECKOUT.joinpath("pyproject.toml").read_text(encoding="utf-8")
-        project = tomllib.loads(text).get("project", {})
-        if project.get("name") == "tresnet":
-            return str(project["version"])
-    return _installed_version("tresnet")
-
-
 def nvml_handle(device: torch.device | str | int) -> Any | None:
     """Return NVML's handle of the GPU behind a CUDA device, or None if NVML has none.
 
     NVML numbers every GPU of the machine in PCI order and ignores CUDA_VISIBLE_DEVICES and
-    CUDA_DEVICE_ORDER. So the GPU is found by its UUID, else its PCI address, as CUDA reports them.
-    A MIG slice named in CUDA_VISIBLE_DEVICES is found by that name.
+    CUDA_DEVICE_ORDER. So the GPU is found by its UUID, as CUDA reports it. A MIG slice named in
+    CUDA_VISIBLE_DEVICES is found by that name.
     """
     pynvml = _nvml()
     if pynvml is None:
         return None
     chosen = torch.device(device)
     index = torch.cuda.current_device() if chosen.index is None else chosen.index
-    properties = torch.cuda.get_device_properties(index)
-    names = [f"GPU-{properties.uuid}", f"MIG-{properties.uuid}"]
+    uuid = torch.cuda.get_device_properties(index).uuid
+    names = [f"GPU-{uuid}", f"MIG-{uuid}"]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if index < len(visible) and visible[index].strip().startswith("MIG-"):
         names.insert(0, visible[index].strip())
@@ -118,11 +108,7 @@ def nvml_handle(device: torch.device | str | int) -> Any | None:
         handle = _ask(pynvml, pynvml.nvmlDeviceGetHandleByUUID, name)
         if handle is not None:
             return handle
-    address = (
-        f"{properties.pci_domain_id:08x}:{properties.pci_bus_id:02x}:"
-        f"{properties.pci_device_id:02x}.0"
-    )
-    return _ask(pynvml, pynvml.nvmlDeviceGetHandleByPciBusId, address)
+    return None
 
 
 def device_used_bytes(handle: Any | None) -> int | None:
@@ -209,12 +195,12 @@ def _git_state(root: Path) -> dict[str, Any] | None:
     # An installed package must not report the repository that its environment lies in.
     if not top or not commit or Path(top).resolve() != root.resolve():
         return None
-    changed = _output_of("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
-    new_code = _output_of(
-        "git", "-C", str(root), "ls-files", "--others", "--exclude-standard", "tresnet"
-    )
-    unknown = changed is None or new_code is None  # git took too long
-    return {"commit": commit, "dirty": None if unknown else bool(changed or new_code)}
+    changed = _output_of("git", "-C", str(root), "status", "--porcelain")
+    dirty = None  # git took too long
+    if changed is not None:
+        lines = changed.splitlines()
+        dirty = any(line[:2] != "??" or line.startswith("?? tresnet/") for line in lines)
+    return {"commit": commit, "dirty": dirty}
 
 
 def _output_of(*command: str) -> str | None:

@@ -14,6 +14,7 @@ import secrets
 import signal
 import stat
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -64,7 +65,8 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     temporary = target.parent / f".{name}.{secrets.token_hex(8)}.tmp"
     try:
         with explained(path):
-            mode = _usual_mode(temporary)
+            temporary.touch(exist_ok=False)
+            mode = stat.S_IMODE(temporary.stat().st_mode)
         try:
             yield temporary
         except Exception as error:
@@ -81,6 +83,24 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise
     with contextlib.suppress(OSError):  # some file systems cannot fsync a directory
         _fsync(target.parent)
+
+
+@contextlib.contextmanager
+def atomic_directory(path: Path) -> Iterator[Path]:
+    """Yield a new directory, which gets the name `path` when the block succeeds.
+
+    A failure in the block removes it. Permissions follow the umask. A parent that cannot be
+    written, or another directory at `path`, raises WriteError.
+    """
+    with explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent)
+    with scratch:
+        made = Path(scratch.name) / path.name
+        made.mkdir()
+        yield made
+        with explained(path):
+            made.rename(path)
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -175,14 +195,6 @@ def _reason(error: BaseException | None) -> str | None:
             return f"{os.strerror(code)}: {_ADVICE[code]}"
         error = error.__cause__ or error.__context__  # of torch.save: the system's error
     return None
-
-
-def _usual_mode(path: Path) -> int:
-    """Return the permissions of a new file; reading the umask would set it, in all threads."""
-    path.touch(exist_ok=False)
-    mode = stat.S_IMODE(path.stat().st_mode)
-    path.unlink()
-    return mode
 
 
 def _fsync(path: Path) -> None:

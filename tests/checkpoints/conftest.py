@@ -1,13 +1,18 @@
-import time
+import hashlib
 from dataclasses import replace
+from pathlib import Path
+from unittest.mock import MagicMock
 
+import huggingface_hub
 import pytest
+import timm.models._hub
+from huggingface_hub import errors
 
-from tests.checkpoints.hub import running_hub
 from tresnet.checkpoints import download, published, weights
 from tresnet.checkpoints.published import find
 
 PUBLISHED = find("tresnet_m.miil_in1k")
+REPO = "user/name"
 
 
 def entry(**changes):
@@ -31,10 +36,54 @@ def room(tmp_path, monkeypatch):
     return folder, add
 
 
+class Hub:
+    """A hub in memory, in place of huggingface_hub's functions; `old` has past commits."""
+
+    def __init__(self, cache: Path) -> None:
+        self.cache, self.refs = cache, {}
+        self.repos: dict[str, dict[str, bytes]] = {}
+        self.commit, self.old = "1" * 40, {}
+        self.fault, self.downloads = "", []  # "hash", "offline" or "refused"
+
+    def download(
+        self, repo_id, filename, *, revision=None, local_files_only=False, **_: object
+    ) -> str:
+        path = self.cache / repo_id / (revision or self.refs.get(repo_id, "")) / filename
+        if path.is_file():
+            return str(path)
+        if self.fault == "offline" or local_files_only:
+            raise errors.LocalEntryNotFoundError("not in the cache")
+        files = self.repos.get(repo_id) if revision in (None, self.commit) else self.old[revision]
+        if files is None:
+            raise errors.RepositoryNotFoundError("404", response=MagicMock(headers={}))
+        if filename not in files:
+            raise errors.EntryNotFoundError("404")
+        self.downloads.append(filename)
+        content = files[filename]
+        blob = self.cache / hashlib.sha256(content + b"!" * (self.fault == "hash")).hexdigest()
+        blob.write_bytes(content)
+        self.refs[repo_id] = commit = revision or self.commit
+        path = self.cache / repo_id / commit / filename
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to(blob)
+        return str(path)
+
+    def create_repo(self, repo_id, private, exist_ok) -> None:
+        if self.fault == "refused":
+            raise errors.HfHubHTTPError("403: not yours", response=MagicMock(headers={}))
+
+    def upload_folder(self, repo_id, folder_path, **_: object) -> str:
+        assert repo_id not in self.repos, "one commit"
+        self.repos[repo_id] = {path.name: path.read_bytes() for path in folder_path.iterdir()}
+        return repo_id
+
+
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """A hub on this machine, whose cache is empty."""
-    sleep = time.sleep
-    monkeypatch.setattr(time, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
-    with running_hub(monkeypatch, str(tmp_path / "cache")) as running:
-        yield running
+    """A hub whose cache is empty."""
+    made = Hub(tmp_path / "cache")
+    made.cache.mkdir()
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", made.download)
+    monkeypatch.setattr(timm.models._hub, "hf_hub_download", made.download)
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda **_: made)
+    return made

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import tresnet
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.layout import push
 from tresnet.checkpoints.save import save_checkpoint
@@ -19,14 +20,13 @@ from tresnet.cli import models
 from tresnet.cli.commands import parse
 from tresnet.cli.main import main as run
 from tresnet.cli.output import format_table
-from tresnet.env import package_version
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_version(capsys):
     assert run(["--version"]) == 0
-    assert capsys.readouterr().out == f"tresnet {package_version()}\n"
+    assert capsys.readouterr().out == f"tresnet {tresnet.__version__}\n"
 
 
 @pytest.mark.parametrize(

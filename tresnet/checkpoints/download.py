@@ -39,64 +39,53 @@ def fetch(tag: str | WeightsEntry) -> Path:
             f"{entry.tag} is not among the files of this installation: expected {local}; get it "
             "from the project's repository"
         )
-    try:
-        path = from_hub(entry.hub_id, HUB_FILENAME)
-    except Exception as error:  # the hub's client and its transports each have their own
-        address = f"https://huggingface.co/{entry.hub_id}/resolve/main/{HUB_FILENAME}"
-        raise CheckpointError(
-            f"could not get {entry.tag} ({type(error).__name__}: {error}): connect to the network,"
-            f" or put the file of {address} at {local} or elsewhere and give its path"
-        ) from error
-    verify(path, entry.sha256 or hub_sha256(path), entry.tag)
+    address = f"https://huggingface.co/{entry.hub_id}/resolve/main/{HUB_FILENAME}"
+    advice = (
+        f"connect to the network, or put the file of {address} at {local} or elsewhere and give "
+        "its path"
+    )
+    path = _first_from_hub(entry.hub_id, (HUB_FILENAME,), advice)
+    verify(path, entry.sha256 or _hub_sha256(path), entry.tag)
     return path
-
-
-def from_hub(repo_id: str, filename: str, revision: str | None = None) -> Path:
-    """Return a repository's file from the hub's cache, or download it."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
-
-    try:
-        return Path(hf_hub_download(repo_id, filename, revision=revision, local_files_only=True))
-    except EntryNotFoundError:  # not cached
-        return Path(hf_hub_download(repo_id, filename, revision=revision))
 
 
 def from_hub_layout(repo_id: str) -> tuple[Path, Path | None]:
     """Return weights and config.json, if any, of a repository, or raise CheckpointError."""
+    advice = "check the name and the network; a private repository needs the variable HF_TOKEN"
+    path = _first_from_hub(repo_id, LAYOUT, advice)
+    if (published := _hub_sha256(path)) is not None:
+        verify(path, published, HUB + repo_id)
     try:
-        path = _first_from_hub(repo_id, LAYOUT)
-        if path is None:
-            raise CheckpointError(
-                f"expected {' or '.join(LAYOUT)} in hf-hub:{repo_id}, got neither"
-            )
         # from the weights' commit, as the repository may have changed since they were cached
-        config = _first_from_hub(repo_id, ("config.json",), path.parent.name)
-    except CheckpointError:
-        raise
-    except Exception as error:  # the hub's client and its transports each have their own
-        raise CheckpointError(
-            f"could not get hf-hub:{repo_id} ({type(error).__name__}: {error}): check the name and"
-            " the network; a private repository needs the variable HF_TOKEN"
-        ) from error
-    if (published := hub_sha256(path)) is not None:
-        verify(path, published, f"hf-hub:{repo_id}")
-    return path, config
+        return path, _first_from_hub(repo_id, ("config.json",), advice, path.parent.name)
+    except _AbsentError:
+        return path, None
+
+
+class _AbsentError(CheckpointError):
+    """A repository has none of the requested files."""
 
 
 def _first_from_hub(
-    repo_id: str, names: tuple[str, ...], revision: str | None = None
-) -> Path | None:
+    repo_id: str, names: tuple[str, ...], advice: str, revision: str | None = None
+) -> Path:
+    """Return the first of these files in a repository, from the hub's cache or downloaded."""
+    from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     for name in names:
-        try:
-            return from_hub(repo_id, name, revision)
-        except LocalEntryNotFoundError:  # there is no network
-            raise
-        except EntryNotFoundError:
-            continue
-    return None
+        for cached in (True, False):
+            try:
+                found = hf_hub_download(repo_id, name, revision=revision, local_files_only=cached)
+                return Path(found)
+            except Exception as error:  # the hub's client and its transports each have their own
+                local = isinstance(error, LocalEntryNotFoundError)
+                if isinstance(error, EntryNotFoundError) and local == cached:
+                    continue  # not in the cache, or not in the repository
+                raise CheckpointError(
+                    f"could not get {HUB}{repo_id} ({type(error).__name__}: {error}): {advice}"
+                ) from error
+    raise _AbsentError(f"expected {' or '.join(names)} in {HUB}{repo_id}, got neither")
 
 
 def from_layout(folder: Path) -> tuple[Path, Path | None]:
@@ -108,7 +97,7 @@ def from_layout(folder: Path) -> tuple[Path, Path | None]:
     raise CheckpointError(f"expected {' or '.join(LAYOUT)} in {folder}, got neither")
 
 
-def hub_sha256(path: Path) -> str | None:
+def _hub_sha256(path: Path) -> str | None:
     """Return the hash of a large file in the hub's cache, where it is the name of the blob."""
     if not path.is_symlink():  # a cache on a file system without links
         return None

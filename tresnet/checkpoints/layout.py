@@ -5,18 +5,17 @@ hub. The model card has the accuracy, the configuration and the machine of the r
 """
 
 import json
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from tresnet import env
+from tresnet import __version__
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.download import HUB, HUB_FILENAME
 from tresnet.checkpoints.save import computed_by_timm, save_checkpoint
 from tresnet.checkpoints.weights import WeightsInfo
 from tresnet.errors import CheckpointError, InputError
-from tresnet.files import explained
+from tresnet.files import atomic_directory
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import make_config
 
@@ -59,22 +58,15 @@ def push(known: WeightsInfo, target: str, license: str | None = None, private: b
     place = Path(target)
     if place.exists():
         raise InputError(f"expected a new directory, but {place} exists: choose another name")
-    with explained(place):
-        scratch = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.absolute().parent))
-        scratch.chmod(0o755)
-    try:
-        _write(known, scratch, place.name, license)
-        with explained(place):
-            scratch.rename(place)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return str(place)
+    with atomic_directory(place) as folder:
+        _write(known, folder, place.name, license)
+    return target
 
 
 def _upload(folder: Path, repo_id: str, private: bool) -> str:
     from huggingface_hub import HfApi
 
-    api = HfApi(library_name="tresnet", library_version=env.package_version())
+    api = HfApi(library_name="tresnet", library_version=__version__)
     try:
         api.create_repo(repo_id, private=private, exist_ok=True)
         message = "Add weights, configuration and model card"

@@ -1,7 +1,6 @@
 """Checks of the metadata stored with weights."""
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,13 +8,12 @@ from typing import Any
 from tresnet.errors import CheckpointError, InputError
 from tresnet.models.config import ModelConfig, ModelOptions
 from tresnet.models.zoo import find_variant
+from tresnet.settings import EvalTransform
+from tresnet.settings.fields import check
 
-_CROP_MODES = ("center", "squash", "border")
-_INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 # allowed keys of model_args in timm's config.json; slopes follow from the tensors' format
 _MODEL_ARGS = ModelOptions.__annotations__.keys() - {"stem_slope", "block_slope"}
 _PREPARATION = ("input_size", "crop_pct", "crop_mode", "interpolation", "mean", "std")
-_MOST_PIXELS = 16_384  # the side of an image
 
 
 def check_metadata(metadata: Mapping[str, Any]) -> ModelConfig:
@@ -24,7 +22,7 @@ def check_metadata(metadata: Mapping[str, Any]) -> ModelConfig:
     find_variant(config.variant)
     if metadata.get("variant", config.variant) != config.variant:
         raise InputError(f"expected variant {config.variant!r}, got {metadata['variant']!r:.80}")
-    _check_preparation(_table(metadata, "pretrained_cfg"), config)
+    _check_images(_table(metadata, "pretrained_cfg"), config)
     _check_user(_table(metadata, "user"), config)
     return config
 
@@ -38,12 +36,7 @@ def read_config(path: Path, config: ModelConfig) -> tuple[ModelConfig, dict[str,
         known = json.loads(path.read_text(encoding="utf-8"))
         cfg, names = _table(known, "pretrained_cfg") or known, known.get("label_names")
         if isinstance(names, dict):  # by number
-            numbers = [str(number) for number in range(len(names))]
-            if names.keys() != set(numbers):
-                raise InputError(
-                    f"expected label_names from 0 to {len(names) - 1}, got {', '.join(names):.80}"
-                )
-            names = [names[number] for number in numbers]
+            names = [names[str(number)] for number in range(len(names))]
         words = _table(known, "label_descriptions")  # by name
         user = {} if names is None else {"classes": names}
         if names and words:
@@ -61,10 +54,11 @@ def read_config(path: Path, config: ModelConfig) -> tuple[ModelConfig, dict[str,
             "user": user,
             "tag": f"{known.get('architecture')}.{cfg.get('tag')}",
         }
-        _check_preparation(metadata["pretrained_cfg"], config)
+        _check_images(metadata["pretrained_cfg"], config)
         _check_user(metadata["user"], config)
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"expected timm's config.json in {path}: {error}") from error
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        kind = type(error).__name__
+        raise CheckpointError(f"expected timm's config.json in {path} ({kind}): {error}") from error
     return config, metadata
 
 
@@ -75,26 +69,17 @@ def _table(metadata: Mapping[str, Any], key: str) -> dict[str, Any]:
     return values
 
 
-def _check_preparation(cfg: dict[str, Any], config: ModelConfig) -> None:
-    tests = {
-        "input_size": (
-            f"({config.in_chans}, height, width)",
-            lambda v: (
-                isinstance(v, list)
-                and len(v) == 3
-                and all(type(n) is int and 1 <= n <= _MOST_PIXELS for n in v)
-                and v[0] == config.in_chans
-            ),
-        ),
-        "crop_pct": ("above 0, to 1", lambda v: _is_number(v) and 0 < v <= 1),
-        "crop_mode": (f"out of {', '.join(_CROP_MODES)}", lambda v: v in _CROP_MODES),
-        "interpolation": (f"out of {', '.join(_INTERPOLATIONS)}", lambda v: v in _INTERPOLATIONS),
-        "mean": ("as numbers", _are_numbers),
-        "std": ("as numbers", _are_numbers),
-    }
-    for key, (expected, holds) in tests.items():
-        if key in cfg and not holds(cfg[key]):
-            raise InputError(f"expected {key} {expected}, got {cfg[key]!r:.80}")
+def _check_images(cfg: dict[str, Any], config: ModelConfig) -> None:
+    size = cfg.get("input_size", [config.in_chans, 1, 1])
+    if not isinstance(size, list) or len(size) != 3 or size[0] != config.in_chans:
+        raise InputError(
+            f"expected input_size ({config.in_chans}, height, width), got {size!r:.80}"
+        )
+    for key in ("mean", "std"):
+        if not isinstance(cfg.get(key, []), list):
+            raise InputError(f"expected {key} as a list of numbers, got {cfg[key]!r:.80}")
+    crop = {key: cfg[key] for key in ("crop_pct", "crop_mode", "interpolation") if key in cfg}
+    check(EvalTransform(input_size=(size[1], size[2]), **crop), InputError, str)
 
 
 def _check_user(user: dict[str, Any], config: ModelConfig) -> None:
@@ -111,11 +96,3 @@ def _check_user(user: dict[str, Any], config: ModelConfig) -> None:
             )
     if labels not in ("single", "multi"):
         raise InputError(f"expected labels 'single' or 'multi', got {labels!r:.80}")
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-def _are_numbers(value: object) -> bool:
-    return isinstance(value, list) and all(map(_is_number, value))

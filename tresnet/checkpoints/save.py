@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tresnet import env
+from tresnet import __version__
 from tresnet.checkpoints.fit import misfits
 from tresnet.checkpoints.load import bare_model, model_tensors
 from tresnet.checkpoints.metadata import check_metadata
@@ -98,7 +98,7 @@ def checkpoint_metadata(
     target = bare_model(model)
     made = {
         "format_version": FORMAT_VERSION,
-        "tresnet_version": env.package_version(),
+        "tresnet_version": __version__,
         "variant": target.config.variant,
         "config": target.config.to_dict(),
         "pretrained_cfg": _plain_values(target.pretrained_cfg, "pretrained_cfg"),

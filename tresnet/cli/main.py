@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from tresnet import __version__
 from tresnet.cli import shell
 from tresnet.cli.output import say
 
@@ -20,9 +21,7 @@ def _command(arguments: list[str]) -> int:
     if os.environ.get("NO_COLOR"):
         os.environ.setdefault("PYTHON_TYRO_ANSI_CODES", "False")  # read as tyro is imported
     if arguments == ["--version"]:
-        from tresnet.env import package_version
-
-        say(f"tresnet {package_version() or 'of unknown version'}")
+        say(f"tresnet {__version__}")
         return 0
     if arguments[:1] in (["train"], ["eval"]):
         from tresnet.cli import train

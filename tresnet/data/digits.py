@@ -7,8 +7,6 @@ data name no writers, so both splits may hold digits of one hand.
 
 import hashlib
 import os
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +14,7 @@ import numpy as np
 
 from tresnet import files
 from tresnet.data.folder import EXTENSIONS
-from tresnet.errors import DataError, needed
+from tresnet.errors import DataError, WriteError, needed
 
 CLASSES = tuple(str(digit) for digit in range(10))
 IMAGES = 1797
@@ -42,28 +40,25 @@ def place(target: Path, fill: Callable[[Path], None], expected: str) -> Path:
 
     A target with another digest, or files written with another one, raise DataError.
     """
-    if target.exists() or target.is_symlink():
-        _require_intact(target, expected)
-        return target
-    with files.explained(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        workspace = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        with files.explained(target):
-            fill(workspace / target.name)
-        if digest(workspace / target.name) != expected:
-            raise DataError(
-                f"expected the {IMAGES} digits of scikit-learn 1.5 or later, but the installed "
-                "version ships other data: pip install 'tresnet[digits]'"
-            )
+    if not target.exists() and not target.is_symlink():
         try:
-            (workspace / target.name).rename(target)
-        except OSError:
-            if not target.exists():
+            with files.atomic_directory(target) as folder:
+                with files.explained(target):
+                    fill(folder)
+                if digest(folder) != expected:
+                    raise DataError(
+                        f"expected the {IMAGES} digits of scikit-learn 1.5 or later, but the "
+                        "installed version ships other data: pip install 'tresnet[digits]'"
+                    )
+            return target
+        except WriteError:
+            if not target.exists():  # else another process was first
                 raise
-            _require_intact(target, expected)  # another process was first
-    finally:
-        shutil.rmtree(workspace, ignore_errors=True)
+    if digest(target) != expected:
+        raise DataError(
+            f"expected the {target.name} as written by tresnet in {target}, but found other or "
+            "damaged content, which is left alone: move or delete that folder, or pass another root"
+        )
     return target
 
 
@@ -103,14 +98,6 @@ def _write_pngs(folder: Path) -> None:
     for index, label in enumerate(labels):
         split = "val" if held_out[index] else "train"
         Image.fromarray(pixels[index]).save(folder / split / str(label) / f"{index:04d}.png")
-
-
-def _require_intact(target: Path, expected: str) -> None:
-    if digest(target) != expected:
-        raise DataError(
-            f"expected the {target.name} as written by tresnet in {target}, but found other or "
-            "damaged content, which is left alone: move or delete that folder, or pass another root"
-        )
 
 
 def digest(folder: Path) -> str | None:

@@ -75,13 +75,12 @@ def open_folder(
     Labels number the class folders in sorted order. Hidden folders, and files without an image's
     suffix, are ignored; files are in torchvision's order. `transform` takes a `Picture`. A damaged
     image raises its error only when it is read, or the loader skips it (`skip_bad_images`). A
-    folder that is missing, without classes or images, or linked twice raises `DataError`.
+    folder that is missing, or without classes or images, raises `DataError`.
     """
     folder = Path(root) / split
     classes = class_folders(Path(root), folder)
-    reached: dict[tuple[int, int], str] = {}
     try:
-        files = [list(image_files(os.path.join(folder, name), reached)) for name in classes]
+        files = [list(image_files(os.path.join(folder, name))) for name in classes]
     except OSError as error:
         raise DataError(f"cannot list the images under {folder}: {error}") from error
     empty = [name for name, found in zip(classes, files, strict=True) if not found]
@@ -97,27 +96,13 @@ def open_folder(
     return ImageDataset(split, classes, paths, targets, transform, skip_bad_images)
 
 
-def image_files(folder: str, reached: dict[tuple[int, int], str]) -> Iterator[str]:
-    """Yield the images below a folder, also through links, in torchvision's order.
-
-    A loop of links raises DataError; torchvision would follow it forever. `reached` maps device and
-    inode to the folders already listed; new ones are added.
-    """
+def image_files(folder: str) -> Iterator[str]:
+    """Yield the images below a folder, also through links, in torchvision's order."""
 
     def refuse(error: OSError) -> None:
         raise error
 
-    found = []
-    for place, _, names in os.walk(folder, followlinks=True, onerror=refuse):
-        status = os.stat(place)
-        first = reached.setdefault((status.st_dev, status.st_ino), place)
-        if first != place:
-            raise DataError(
-                f"expected every image in one place, but {place} is the folder {first} again, by a"
-                " symbolic link: delete the link"
-            )
-        found.append((place, names))
-    for place, names in sorted(found):
+    for place, _, names in sorted(os.walk(folder, followlinks=True, onerror=refuse)):
         for name in sorted(names):
             if name.lower().endswith(EXTENSIONS):
                 yield os.path.join(place, name)

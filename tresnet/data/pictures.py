@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, cached_property
@@ -34,9 +33,6 @@ Box = tuple[int, int, int, int]  # top, left, height, width
 # In a JPEG's scan, 255 is followed by 0 for data and by 208 to 215 for a restart of decoding.
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7]")
 _END = b"\xff\xd9"
-
-_leniency = threading.Lock()
-_lenient: list[bool] = []  # one for each running decode; the first is Pillow's former setting
 
 
 class BadImageError(DataError):
@@ -89,7 +85,7 @@ class Picture:
         accuracies compare with theirs. Grey of 16 bits is scaled to 8 bits (Pillow would clip it).
         A damaged file, 32-bit integers and floats raise BadImageError.
         """
-        with named(self._path), _strict_decoding(), self._image as image:
+        with named(self._path), self._image as image:
             image.load()
             return to_rgb(image)
 
@@ -220,20 +216,3 @@ def to_rgb(image: "Image") -> "Image":
     if "transparency" in image.info:
         image = image.convert("RGBA")  # Pillow warns about a direct conversion to RGB
     return image.convert("RGB")
-
-
-@contextmanager
-def _strict_decoding() -> Iterator[None]:
-    """Switch off Pillow's process-wide leniency, which pads a truncated image with grey."""
-    from PIL import ImageFile
-
-    with _leniency:
-        _lenient.append(not _lenient and ImageFile.LOAD_TRUNCATED_IMAGES)
-        ImageFile.LOAD_TRUNCATED_IMAGES = False
-    try:
-        yield
-    finally:
-        with _leniency:
-            if len(_lenient) == 1:
-                ImageFile.LOAD_TRUNCATED_IMAGES = _lenient[0]
-            _lenient.pop()

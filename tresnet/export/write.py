@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tresnet import __version__
 from tresnet.checkpoints.save import checkpoint_metadata
 from tresnet.data import ImageDataset
-from tresnet.env import package_version
 from tresnet.errors import ExportError, InputError
 from tresnet.export.formats import Format, Job, RunFunction, find_format
 from tresnet.export.images import Images, open_labelled, sample_evenly
@@ -166,7 +166,7 @@ def _metadata(model: TResNet, images: Images, options: ExportOptions) -> dict[st
     kept = ("crop_pct", "crop_mode", "interpolation")
     return {
         "model": model.config.variant,
-        "tresnet": package_version(),
+        "tresnet": __version__,
         "torch": torch.__version__,
         "images": asdict(images),
         "preprocessing": {key: model.pretrained_cfg.get(key) for key in kept},

@@ -22,13 +22,13 @@ def find_images(names: Iterable[str | os.PathLike[str]]) -> list[str]:
     """Return image files in order, from files, folders, or patterns such as '*/7/*.png'.
 
     A missing file raises its error when it is read. A folder or pattern without images raises
-    InputError, and a folder with a loop of links DataError.
+    InputError.
     """
     found: list[str] = []
     for name in (os.fspath(name) for name in names):
         if os.path.isdir(name):
             try:
-                more = list(image_files(name, {}))
+                more = list(image_files(name))
             except OSError as error:
                 why = f"{error.filename}: {error.strerror}"
                 raise InputError(f"expected a folder to read, got {why}") from error
