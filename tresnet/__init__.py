@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from tresnet.checkpoints.load import load_checkpoint
     from tresnet.checkpoints.published import list_weights
     from tresnet.checkpoints.save import save_checkpoint
+    from tresnet.env import __version__
     from tresnet.errors import TResNetError
     from tresnet.models.config import ModelConfig
     from tresnet.models.tresnet import TResNet
     from tresnet.models.zoo import list_models
     from tresnet.predictions.predictor import predict
 
-__version__ = "0.1.0"
-
 _HOMES = {
+    "__version__": "tresnet.env",
     "ModelConfig": "tresnet.models.config",
     "TResNet": "tresnet.models.tresnet",
     "TResNetError": "tresnet.errors",

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from tresnet import __version__
 from tresnet.errors import InputError
 
+__version__ = "0.1.0"  # of this package
 MIB = 2**20
 _PACKAGES = ("torch", "torchvision", "timm", "triton", "inplace-abn", "numpy")
 _CHECKOUT = Path(__file__).resolve().parent.parent

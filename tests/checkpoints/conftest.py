@@ -8,7 +8,7 @@ import pytest
 import timm.models._hub
 from huggingface_hub import errors
 
-from tresnet.checkpoints import download, published, weights
+from tresnet.checkpoints import download, published
 from tresnet.checkpoints.published import find
 
 PUBLISHED = find("tresnet_m.miil_in1k")
@@ -25,7 +25,7 @@ def room(tmp_path, monkeypatch):
     folder = tmp_path / "weights"
     folder.mkdir()
     rows = {}
-    for module in (published, download, weights):
+    for module in (published, download):
         monkeypatch.setattr(module, "weights_dir", lambda: folder)
     monkeypatch.setattr(published, "entries", lambda: rows)
 

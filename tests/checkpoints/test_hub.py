@@ -11,7 +11,7 @@ import torch
 import tresnet
 from tests.checkpoints.conftest import REPO
 from tests.checkpoints.small import same, small, trained
-from tresnet.checkpoints import describe, save_checkpoint
+from tresnet.checkpoints import open_weights, save_checkpoint
 from tresnet.checkpoints.download import from_hub_layout
 from tresnet.cli.main import main as run
 from tresnet.errors import CheckpointError
@@ -54,7 +54,7 @@ def test_what_is_pushed_is_read_by_us_and_by_plain_timm(pushed):
     assert theirs.pretrained_cfg["license"] == "mit"
     assert theirs.pretrained_cfg["label_names"] == CLASSES
     hub.fault = "offline"  # the cache suffices
-    assert describe(HUB).classes == tuple(CLASSES)
+    assert open_weights(HUB).classes == tuple(CLASSES)
     config = json.loads(hub.repos[REPO]["config.json"])
     assert config["num_classes"] == len(CLASSES)
     assert "num_classes" not in config["model_args"]  # transformers would pass it twice
@@ -82,7 +82,7 @@ def test_a_directory_is_written_atomically(mine, tmp_path, monkeypatch, capsys):
     torch.testing.assert_close(theirs(x), model(x), rtol=1e-5, atol=1e-5)
     assert run(arguments) == 2
     assert f"expected a new directory, but {target} exists" in capsys.readouterr().err
-    assert describe(target).user["top1"] == 81.5
+    assert open_weights(target).user["top1"] == 81.5
 
 
 def test_weights_of_a_run_say_how_they_were_trained(mine, tmp_path):
@@ -92,7 +92,6 @@ def test_weights_of_a_run_say_how_they_were_trained(mine, tmp_path):
     (folder / "config.json").write_text('{"recipe": "finetune", "data": {"data": "/home/me/f"}}')
     (folder / "log.jsonl").write_text('{"epoch": 9, "step": 90, "elapsed_s": 61.2}\n')
     arguments = ["push", str(folder / "best.safetensors"), str(tmp_path / "out"), "--license=mit"]
-    assert run(arguments) == 2  # a part of it is missing
     environment = {"device": {"type": "cpu"}, "packages": {"torch": "2.15.0"}, "git": None}
     (folder / "environment.json").write_text(json.dumps([environment]))
     assert run(arguments) == 0
@@ -110,7 +109,7 @@ def test_digits_need_the_plugin_and_bring_their_classes(tmp_path):
     assert "license: apache-2.0" in card
     ours = tresnet.create(weights=target).eval()
     assert same(ours.state_dict(), tresnet.create(weights="tresnet_t.digits").state_dict())
-    assert describe(target).classes == tuple("0123456789")
+    assert open_weights(target).classes == tuple("0123456789")
 
 
 def test_imagenets_names_travel_with_the_tag(tmp_path):
@@ -118,7 +117,7 @@ def test_imagenets_names_travel_with_the_tag(tmp_path):
     save_checkpoint(small(num_classes=1000), tmp_path / "model.safetensors", format="timm")
     config = {"architecture": "tresnet_m", "pretrained_cfg": {"tag": "miil_in1k"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    known = describe(tmp_path)
+    known = open_weights(tmp_path)
     assert (known.classes[1], known.descriptions[1]) == ("n01443537", "goldfish, Carassius auratus")
 
 

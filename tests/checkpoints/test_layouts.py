@@ -10,7 +10,7 @@ from timm.models._hub import save_for_hf
 import tresnet
 import tresnet.timm_plugin
 from tests.checkpoints.conftest import REPO
-from tresnet.checkpoints.weights import describe, open_weights
+from tresnet.checkpoints.weights import open_weights
 from tresnet.errors import CheckpointError
 
 SMALL = {"layers": (1, 1, 1, 1), "width_factor": 0.25}
@@ -40,7 +40,7 @@ def test_what_timm_wrote_is_read_with_its_names_and_sizes(layout, hub, source):
     found = tresnet.create(weights=name).eval()
     x = torch.rand(2, 3, 64, 64)
     assert torch.equal(found(x), model(x))
-    info = describe(name)
+    info = open_weights(name)
     assert (info.name, info.model, info.classes) == (name, "tresnet_m", tuple(CLASSES))
     cfg = info.pretrained_cfg
     assert (cfg["input_size"], cfg["crop_pct"]) == ((3, 160, 160), 0.9)
@@ -51,8 +51,8 @@ def test_ours_in_the_layout_speak_for_themselves(tmp_path):
     model = tresnet.create("tresnet_s", num_classes=3, **SMALL)
     tresnet.save_checkpoint(model, tmp_path / "model.safetensors", metadata={"classes": CLASSES})
     (tmp_path / "config.json").write_text(json.dumps({"label_names": ["other", "names", "here"]}))
-    assert describe(tmp_path).classes == tuple(CLASSES)
-    assert describe(tmp_path).model == "tresnet_s"
+    assert open_weights(tmp_path).classes == tuple(CLASSES)
+    assert open_weights(tmp_path).model == "tresnet_s"
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_images_that_are_prepared_otherwise_are_refused_at_every_door(
     """Both as timm lays out config.json today and as it did at first."""
     config = {"pretrained_cfg": wanted} if nested else wanted
     (layout[1] / "config.json").write_text(json.dumps(config))
-    for door in (open_weights, describe, lambda folder: tresnet.create(weights=folder)):
+    for door in (open_weights, lambda folder: tresnet.create(weights=folder)):
         with pytest.raises(CheckpointError, match=message):
             door(layout[1])
 
@@ -111,4 +111,4 @@ def test_what_is_missing_is_said(layout, tmp_path):
     with pytest.raises(CheckpointError, match=r"model\.safetensors or pytorch_model\.bin in .*nei"):
         tresnet.create(weights=f"local-dir:{tmp_path}")
     (layout[1] / "config.json").unlink()
-    assert describe(layout[1]).classes is None
+    assert open_weights(layout[1]).classes is None

@@ -128,7 +128,7 @@ def test_code_is_refused_and_not_run(tmp_path, how, inside):
     else:
         torch.save(contents, path, _use_new_zipfile_serialization=how == "zip")
     known = r"holds code .*\.open\).*not opened: ask"
-    message = r"not a readable torch file \(Unsupported operand 149" if how in (4, 5) else known
+    message = "not a readable torch file" if how in (4, 5) else known
     with pytest.raises(CheckpointError, match=message) as info:
         read_file(path)
     assert not created.exists()

@@ -112,8 +112,8 @@ def test_views_and_memory_formats(tmp_path, suffix):
     [
         ({"format": "onnx"}, "expected format out of tresnet, timm, got 'onnx'"),
         ({"name": "a.bin"}, r"ending in .safetensors, .pth, .pt, got .*a.bin"),
-        ({"metadata": {"fn": print}}, "expected metadata of numbers, strings.* got fn="),
-        ({"metadata": {"top1": float("nan")}}, "got top1=nan"),
+        ({"metadata": {"fn": print}}, "expected metadata of numbers, strings.* not JSON"),
+        ({"metadata": {"top1": float("nan")}}, "Out of range float"),
         ({"metadata": {"classes": ["a"]}}, "expected the names of 5 classes, got 1"),
         ({"metadata": {"classes": "abcde"}}, "classes as a list of names, got 'abcde'"),
         ({"metadata": {"labels": "some"}}, "labels 'single' or 'multi', got 'some'"),
@@ -183,14 +183,6 @@ def test_a_model_with_compiled_parts_has_the_names_of_others(tmp_path):
     load_checkpoint(other, tmp_path / "a.safetensors")
     assert same(model.state_dict(), other.state_dict())
     assert create(weights=tmp_path / "a.safetensors").config == model.config
-
-
-@pytest.mark.parametrize("suffix", [".pth", ".pt", ".safetensors"])
-def test_equal_contents_have_equal_bytes(tmp_path, suffix):
-    paths = [tmp_path / f"{i}{suffix}" for i in range(6)]  # safetensors orders its header by chance
-    for path in paths:
-        save_checkpoint(trained(small()), path, metadata={"classes": list("abcde"), "top1": 0.3})
-    assert len({path.read_bytes() for path in paths}) == 1
 
 
 def test_a_full_disk_leaves_the_old_checkpoint(tmp_path):

@@ -71,9 +71,10 @@ def test_any_options_of_speed_read_what_any_wrote(path, options):
 
 @pytest.mark.parametrize("name", ["tresnet_m", "tresnet_v2_l"])
 @pytest.mark.parametrize(("options", "repeated"), LAYOUTS, ids=str)
-def test_the_layers_follow_from_the_parameters(path, name, options, repeated):
+def test_the_layers_follow_from_the_parameters(path, name, options, repeated, caplog):
     source = written(path, name, **options, **repeated).eval()
     model = create(weights=path, **repeated).eval()
+    assert ("other sizes by head_groups" in caplog.text) == bool(source.config.head_groups)
     assert same(model.state_dict(), source.state_dict())
     x = torch.rand(2, model.config.in_chans, 64, 64)
     with torch.no_grad():

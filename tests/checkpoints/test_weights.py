@@ -4,28 +4,17 @@ import torch
 from tests.checkpoints.conftest import entry
 from tests.checkpoints.small import small, small_public, trained, zeros
 from tresnet.checkpoints.save import save_checkpoint
-from tresnet.checkpoints.weights import describe
+from tresnet.checkpoints.weights import open_weights
 from tresnet.errors import CheckpointError
 from tresnet.models.zoo import VARIANTS, build
 
 
-def test_describe_a_tag_that_is_not_here(room):
-    _, add = room
-    row = add(entry(num_classes=7, input_size=(3, 448, 448), crop_mode="squash", crop_pct=1.0))
-    found = describe(row.tag)
-    assert (found.model, found.num_classes, found.weights) == ("tresnet_m", 7, None)
-    cfg = found.pretrained_cfg
-    assert (cfg["input_size"], cfg["crop_pct"], cfg["crop_mode"]) == ((3, 448, 448), 1.0, "squash")
-    assert (cfg["interpolation"], cfg["pool_size"], found.classes) == ("bilinear", (14, 14), None)
-    assert found.entry is row
-
-
-def test_describe_a_file_of_ours(tmp_path):
+def test_a_file_of_ours(tmp_path):
     path = tmp_path / "a.safetensors"
     model = small(block_size=2, in_chans=1)
     model.pretrained_cfg |= {"input_size": (1, 48, 64), "crop_mode": "squash"}
     save_checkpoint(model, path, metadata={"classes": list("abcde"), "top1": 99.0})
-    found = describe(path)
+    found = open_weights(path)
     assert (found.model, found.num_classes, found.weights.path) == ("tresnet_m", 5, path)
     assert (found.kwargs["block_size"], found.kwargs["layers"]) == (2, (1, 2, 1, 1))
     cfg = found.pretrained_cfg
@@ -34,30 +23,30 @@ def test_describe_a_file_of_ours(tmp_path):
     assert (found.classes, found.user["top1"]) == (tuple("abcde"), 99.0)
 
 
-def test_describe_a_tag_whose_file_is_here(room):
+def test_a_tag_whose_file_is_here(room):
     folder, add = room
     row = add(entry(tag="digits", file="digits.safetensors", hub_id=None, input_size=(3, 32, 32)))
     save_checkpoint(small(), folder / row.file, metadata={"classes": list("01234")})
-    found = describe("digits")
+    found = open_weights("digits")
     assert (found.weights.path, found.classes) == (folder / row.file, tuple("01234"))
     assert (found.pretrained_cfg["input_size"], found.num_classes) == ((3, 32, 32), 5)
     assert found.weights.format == "tresnet"
 
 
 @pytest.mark.parametrize("name", sorted(VARIANTS))
-def test_describe_files_of_others(tmp_path, name):
+def test_files_of_others(tmp_path, name):
     complete = build(name, num_classes=9, device="meta").state_dict()
     torch.save(zeros(complete), tmp_path / "a.pth")
-    found = describe(tmp_path / "a.pth")
+    found = open_weights(tmp_path / "a.pth")
     assert (found.model, found.num_classes, found.weights.format) == (name, 9, "timm")
     assert found.kwargs["in_chans"] == 3
     assert found.kwargs["block_size"] == VARIANTS[name].block_size
     assert not found.guessed
 
 
-def test_describe_a_public_file_of_no_variant(tmp_path):
+def test_a_public_file_of_no_variant(tmp_path):
     torch.save(small_public(v2=True).state_dict(), tmp_path / "a.pth")
-    found = describe(tmp_path / "a.pth")
+    found = open_weights(tmp_path / "a.pth")
     assert (found.model, found.guessed, found.weights.format) == ("tresnet_v2_l", True, "public")
     assert (found.kwargs["layers"], found.kwargs["width_factor"]) == ((1, 2, 1, 1), 0.25)
 
@@ -66,12 +55,12 @@ def test_describe_a_public_file_of_no_variant(tmp_path):
 def test_the_block_size_follows_from_the_stem(tmp_path, block_size, in_chans):
     model = small(block_size=block_size, in_chans=in_chans)
     torch.save(model.state_dict(), tmp_path / "a.pth")
-    known = describe(tmp_path / "a.pth").kwargs
+    known = open_weights(tmp_path / "a.pth").kwargs
     assert (known["block_size"], known["in_chans"]) == (block_size, in_chans)
 
 
-def test_describe_a_part_of_a_model(tmp_path):
+def test_a_part_of_a_model(tmp_path):
     tensors = trained(small()).state_dict()
     torch.save({k: v for k, v in tensors.items() if "layer4" not in k}, tmp_path / "a.pth")
     with pytest.raises(CheckpointError, match=r"holds only a part of a TResNet \(stages 1-2-1-0"):
-        describe(tmp_path / "a.pth")
+        open_weights(tmp_path / "a.pth")

@@ -14,7 +14,7 @@ from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 import tresnet
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.save import save_checkpoint
-from tresnet.checkpoints.weights import describe
+from tresnet.checkpoints.weights import open_weights
 from tresnet.cli.main import main as run
 from tresnet.engine.config import ImageConfig
 from tresnet.engine.resolve import missing
@@ -298,8 +298,10 @@ def test_images_that_are_not_square_are_predicted_as_evaluated(image, mode, tmp_
     x[..., slice(None) if mode == "center" else slice(16, 48)] = 200 / 255  # the image is grey
     expected, numbers = model(x)[0].softmax(0).max(0)
     assert (classes, chances) == ((f"class {numbers}",), pytest.approx((expected.item(),), 1e-4))
-    assert missing(ImageConfig(), describe(path).pretrained_cfg)["input_size"] == (32, 64)
-    assert "input_size" not in missing(ImageConfig(input_size=64), describe(path).pretrained_cfg)
+    assert missing(ImageConfig(), open_weights(path).pretrained_cfg)["input_size"] == (32, 64)
+    assert "input_size" not in missing(
+        ImageConfig(input_size=64), open_weights(path).pretrained_cfg
+    )
 
 
 @pytest.mark.parametrize(
@@ -321,7 +323,7 @@ def test_convert_keeps_weights_and_classes(weights, tmp_path, capsys):
     target = tmp_path / "three.pth"
     assert run(["convert", str(weights), str(target)]) == 0
     assert capsys.readouterr().out == f"{target}: tresnet_t, 3 classes, tresnet format\n"
-    assert list(describe(target).classes) == CLASSES
+    assert list(open_weights(target).classes) == CLASSES
     before, after = create(weights=weights), create(weights=target)
     for name, value in before.state_dict().items():
         assert torch.equal(value, after.state_dict()[name]), name
@@ -354,7 +356,7 @@ def test_convert_to_timm(tmp_path, capsys):
     assert torch.equal(
         kept["body.conv1.conv.weight"], model.get_parameter("body.conv1.conv.weight")
     )
-    assert describe(target).weights.format == "timm"
+    assert open_weights(target).weights.format == "timm"
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,16 @@ def test_a_teacher_in_a_directory_is_distinguished_from_another(tiny, tmp_path, 
         save_checkpoint(model, tmp_path / "file.safetensors")
         shutil.rmtree(tmp_path / "teacher", ignore_errors=True)
         push(open_weights(tmp_path / "file.safetensors"), str(tmp_path / "teacher"), "mit")
-        found += [fingerprint_beside(config), fingerprint_beside(config)]
+        found.append(fingerprint_beside(config))
+        file = tmp_path / "teacher/model.safetensors"
+        data = file.read_bytes()
+        end = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:end])  # safetensors orders it by chance
+        header["__metadata__"] = dict(reversed(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        file.write_bytes(data[:8] + text.ljust(end - 8) + data[end:])
+        assert file.read_bytes() != data
+        found.append(fingerprint_beside(config))
     assert found[0] == found[1] != found[2]
 
 

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from tests.engine.runs import eval_main, train_main
-from tresnet.checkpoints.weights import describe
+from tresnet.checkpoints.weights import open_weights
 from tresnet.cli.train import parse_train
 from tresnet.engine.config import LabelConfig, TrainConfig
 from tresnet.engine.evaluate import average_precision, f1_scores
@@ -92,7 +92,7 @@ def test_a_run_logs_saves_and_is_evaluated(shapes: Path, capsys: pytest.CaptureF
     assert {row["phase"] for row in rows} == {"initial", "model", "train", "final"}
     assert all(0 <= row["val_map"] <= 100 for row in rows if row["phase"] in ("train", "final"))
     assert all(row["val_top1"] is None and row["accuracy"] is None for row in rows)
-    info = describe(run / "best.safetensors")
+    info = open_weights(run / "best.safetensors")
     assert (info.classes, info.user["labels"]) == (("left", "top"), "multi")
     assert info.kwargs["head_groups"] == (1, 1)
     output = shapes.parent / "result.json"

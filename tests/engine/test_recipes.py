@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.runs import rows_of
-from tresnet.checkpoints.weights import describe
+from tresnet.checkpoints.published import find
 from tresnet.cli.train import parse_train
 from tresnet.engine.recipes import RECIPES, recipe
 from tresnet.engine.resolve import resolve
@@ -85,7 +85,7 @@ def test_finetuning_at_448(options):
     line = "--recipe finetune --data flowers --layer-decay 0.8 --weights tresnet_m.miil_in1k"
     config = parse_train((line + options).split()).config
     validate(config)
-    data = resolve(config, weights=describe(config.model.weights)).data
+    data = resolve(config, weights=find(config.model.weights)).data
     assert (data.input_size, data.crop_mode, data.crop_pct) == (448, "squash", 1.0)
 
 

@@ -22,7 +22,7 @@ from tests.engine.runs import assert_same_run, rows_of, tensors_of
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.remap import read_weights
 from tresnet.checkpoints.save import save_checkpoint
-from tresnet.checkpoints.weights import describe
+from tresnet.checkpoints.weights import open_weights
 from tresnet.cli.train import parse_train
 from tresnet.data import ImageDataset
 from tresnet.engine import config as configs
@@ -120,7 +120,7 @@ def test_the_best_checkpoint_says_what_it_is_and_gives_its_figures_again(tiny):
     rows = [row for row in rows_of(result.run_dir) if row["val_top1"] is not None]
     assert [row["epoch"] for row in rows] == [2, 3]
     best = max(rows, key=lambda row: (row["val_top1"], -row["val_loss"]))
-    info = describe(result.run_dir / "best.safetensors")
+    info = open_weights(result.run_dir / "best.safetensors")
     assert info.classes == ("blue", "green", "red")
     cfg = info.pretrained_cfg
     assert (info.model, cfg["input_size"], cfg["crop_pct"]) == ("tresnet_t", (3, 12, 12), 1.0)
@@ -139,7 +139,7 @@ def test_between_equal_accuracies_the_lower_loss_is_best(tiny, monkeypatch):
     monkeypatch.setattr(prepare, "evaluate", found)
     result = train(tiny(epochs=4))
     assert result.best_epoch == 2
-    assert describe(result.run_dir / "best.safetensors").user["loss"] == 0.4
+    assert open_weights(result.run_dir / "best.safetensors").user["loss"] == 0.4
 
 
 VARIED = {"accumulate": 4, "clip_grad": 1.0, "cutout_prob": 0.5, "affine_degrees": 20.0}
@@ -525,7 +525,11 @@ def test_sizes_follow_one_another_and_resume_where_they_were(tiny, monkeypatch):
     monkeypatch.setattr(TrainingStep, "backward", backward)
     progressive = train(tiny(**options, name="finished")).run_dir
     assert seen == [12] * 12 + [16] * 6 + [20] * 6
-    assert describe(progressive / "best.safetensors").pretrained_cfg["input_size"] == (3, 12, 12)
+    assert open_weights(progressive / "best.safetensors").pretrained_cfg["input_size"] == (
+        3,
+        12,
+        12,
+    )
     for update in (12, 14):
         with monkeypatch.context() as patch:
             stop_at(patch, update)
@@ -536,7 +540,7 @@ def test_sizes_follow_one_another_and_resume_where_they_were(tiny, monkeypatch):
 def test_images_need_not_be_square(tiny):
     run_dir = train(tiny(epochs=1, input_size=(12, 20))).run_dir
     assert configs.load(run_dir / "config.json").data.input_size == (12, 20)
-    assert describe(run_dir / "best.safetensors").pretrained_cfg["input_size"] == (3, 12, 20)
+    assert open_weights(run_dir / "best.safetensors").pretrained_cfg["input_size"] == (3, 12, 20)
 
 
 def test_a_file_that_is_no_image_is_named_or_skipped(tiny, tmp_path, monkeypatch, capsys):
@@ -570,7 +574,7 @@ def test_finetuning_takes_all_but_the_head(tiny, tmp_path, finished, capsys):
             train(tiny(**options, data=str(images), name="kept"))
         assert message in str(error.value)
         result = train(tiny(**options, data=str(images), name=f"{len(classes)}", new_head=True))
-        assert describe(result.run_dir / "best.safetensors").classes == classes
+        assert open_weights(result.run_dir / "best.safetensors").classes == classes
     assert capsys.readouterr().out.count("warning: expected at least 2 classes, got 1 (cat)") == 1
 
 

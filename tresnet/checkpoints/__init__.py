@@ -5,13 +5,12 @@ from tresnet.checkpoints.download import fetch
 from tresnet.checkpoints.load import load_checkpoint
 from tresnet.checkpoints.published import find, list_weights
 from tresnet.checkpoints.save import checkpoint_metadata, save_checkpoint
-from tresnet.checkpoints.weights import WeightsInfo, describe, open_weights
+from tresnet.checkpoints.weights import WeightsInfo, open_weights
 
 __all__ = [
     "WeightsInfo",
     "checkpoint_metadata",
     "create",
-    "describe",
     "fetch",
     "find",
     "list_weights",

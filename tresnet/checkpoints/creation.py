@@ -86,8 +86,6 @@ def create(
 def _create_loaded(
     name: str | None, known: WeightsInfo, new_head: bool, asked: dict[str, Any], run: dict[str, Any]
 ) -> TResNet:
-    weights = known.weights
-    assert weights is not None, "expected what open_weights returned"
     if name not in (None, known.model) and not known.guessed:
         raise CheckpointError(
             f"{known.name} holds {known.model}, got name={name!r}: leave the name out, or choose "
@@ -103,9 +101,9 @@ def _create_loaded(
     options = {**options, **asked}
     # First on the meta device, so that weights that do not fit allocate nothing.
     shape = build(name or known.model, **options, device="meta")
-    staged = fit(weights, shape, model_tensors(shape), new_head)
+    staged = fit(known.weights, shape, model_tensors(shape), new_head)
     model = build(name or known.model, **options, **run)
-    stem, block = weights.slopes
+    stem, block = known.weights.slopes
     install(model, staged, (asked.get("stem_slope", stem), asked.get("block_slope", block)))
     config = model.config
     default = default_pretrained_cfg(config.variant, config)

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tresnet import __version__
+from tresnet import env
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.download import HUB, HUB_FILENAME
 from tresnet.checkpoints.save import computed_by_timm, save_checkpoint
@@ -43,8 +43,7 @@ def push(known: WeightsInfo, target: str, license: str | None = None, private: b
 
     Raises:
         InputError: the directory exists, or no licence is known.
-        CheckpointError: the weights are not finite, the run's files beside them are damaged, or the
-            hub refuses.
+        CheckpointError: the weights are not finite, or the hub refuses.
         WriteError: the directory cannot be written; nothing is left of it.
     """
     license = license or (known.entry.license if known.entry else None)
@@ -66,7 +65,7 @@ def push(known: WeightsInfo, target: str, license: str | None = None, private: b
 def _upload(folder: Path, repo_id: str, private: bool) -> str:
     from huggingface_hub import HfApi
 
-    api = HfApi(library_name="tresnet", library_version=__version__)
+    api = HfApi(library_name="tresnet", library_version=env.__version__)
     try:
         api.create_repo(repo_id, private=private, exist_ok=True)
         message = "Add weights, configuration and model card"
@@ -132,14 +131,7 @@ def _history(known: WeightsInfo) -> tuple[str, str]:
         on, how = entry.trained_on, entry.accuracy_source
         training = [f"On {on}."]
         training += [f"`{entry.command}`"] if entry.command else []
-    assert known.weights is not None, "expected what open_weights returned"
-    log = _run(known.weights.path.parent)
-    if log:
-        training += [
-            f"{log['epoch']} epochs, {log['step']} optimizer steps, {log['elapsed_s']:.0f} s, on"
-            f" {log['device']} with PyTorch {log['torch']}; this package at {log['git']}.",
-            f"```json\n{json.dumps(log['config'], indent=2)}\n```",
-        ]
+    training += _run(known.weights.path.parent)
     figures = {_KINDS[key]: found[key] for key in _KINDS if found.get(key) is not None}
     accuracy = "Not known."
     if figures:
@@ -158,23 +150,18 @@ def _without_folders(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _run(folder: Path) -> dict[str, Any]:
-    """Return the model card's facts of a run's directory; empty for other folders."""
-    log, config = folder / "log.jsonl", folder / "config.json"
-    if not (log.is_file() and config.is_file()):
-        return {}
-    try:
-        last = json.loads(log.read_text(encoding="utf-8").splitlines()[-1])
-        where = json.loads((folder / "environment.json").read_text(encoding="utf-8"))[-1]
-        return {
-            **{key: last[key] for key in ("epoch", "step", "elapsed_s")},
-            "device": where["device"].get("name") or where["device"]["type"],
-            "torch": where["packages"]["torch"],
-            "git": (where["git"] or {}).get("commit", "an unknown commit"),
-            "config": json.loads(config.read_text(encoding="utf-8"), object_hook=_without_folders),
-        }
-    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"expected the files of a run in {folder} ({type(error).__name__}: {error}): copy the "
-            "weights elsewhere to push them without"
-        ) from error
+def _run(folder: Path) -> list[str]:
+    """Return the model card's text on the run that wrote to a folder; empty for other folders."""
+    files = [folder / name for name in ("log.jsonl", "environment.json", "config.json")]
+    if not all(file.is_file() for file in files):
+        return []
+    log, environment, config = (file.read_text(encoding="utf-8") for file in files)
+    last, where = json.loads(log.splitlines()[-1]), json.loads(environment)[-1]
+    device = where["device"].get("name") or where["device"]["type"]
+    commit = (where["git"] or {}).get("commit", "an unknown commit")
+    settings = json.loads(config, object_hook=_without_folders)
+    return [
+        f"{last['epoch']} epochs, {last['step']} optimizer steps, {last['elapsed_s']:.0f} s, on"
+        f" {device} with PyTorch {where['packages']['torch']}; this package at {commit}.",
+        f"```json\n{json.dumps(settings, indent=2)}\n```",
+    ]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tresnet import __version__
+from tresnet import env
 from tresnet.checkpoints.fit import misfits
 from tresnet.checkpoints.load import bare_model, model_tensors
 from tresnet.checkpoints.metadata import check_metadata
@@ -98,7 +98,7 @@ def checkpoint_metadata(
     target = bare_model(model)
     made = {
         "format_version": FORMAT_VERSION,
-        "tresnet_version": __version__,
+        "tresnet_version": env.__version__,
         "variant": target.config.variant,
         "config": target.config.to_dict(),
         "pretrained_cfg": _plain_values(target.pretrained_cfg, "pretrained_cfg"),
@@ -109,16 +109,12 @@ def checkpoint_metadata(
 
 
 def _plain_values(values: Mapping[str, Any], what: str) -> dict[str, Any]:
-    kept = {}
-    for key, value in values.items():
-        try:
-            kept[str(key)] = plain(value)
-        except ValueError as error:
-            raise InputError(
-                f"expected {what} of numbers, strings, lists and dicts, got {key}={value!r}, "
-                f"which is {error}"
-            ) from error
-    return kept
+    try:
+        return plain(dict(values))
+    except ValueError as error:
+        raise InputError(
+            f"expected {what} of numbers, strings, lists and dicts, got {error}"
+        ) from error
 
 
 def _plain_tensors(model: TResNet) -> dict[str, Tensor]:
@@ -176,22 +172,7 @@ def _write(
         if metadata is not None:
             header[METADATA_KEY] = json.dumps(metadata, sort_keys=True)
         save_file(tensors, path, metadata=header)
-        _sort_metadata(path)
         return
-    contents: dict[str, Any] = dict(tensors)
-    if metadata is not None:
-        contents = {"state_dict": tensors, METADATA_KEY: metadata, CHECKSUM_KEY: total}
+    ours = {"state_dict": tensors, METADATA_KEY: metadata, CHECKSUM_KEY: total}
     with path.open("wb") as stream:  # a stream, so that no temporary name enters the file
-        torch.save(contents, stream)
-
-
-def _sort_metadata(path: Path) -> None:
-    """Sort the header's metadata, which safetensors writes in a random order."""
-    with path.open("r+b") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(size))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
-        assert len(text) == size, "the same text in another order"
-        stream.seek(8)
-        stream.write(text)
+        torch.save(tensors if metadata is None else ours, stream)

@@ -1,10 +1,11 @@
 """Weights, published or in a file, with the facts known about them.
 
 `open_weights` is the one place that finds and reads weights; every command opens a file through it,
-and once. `describe` returns the same facts without a download. Facts come from the file's metadata,
-then from config.json, then from the table of published weights.
+and once. Facts come from the file's metadata, then from config.json, then from the table of
+published weights.
 """
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,13 +16,14 @@ from torch import Tensor
 
 from tresnet.checkpoints.download import HUB, fetch, from_hub_layout, from_layout
 from tresnet.checkpoints.metadata import read_config
-from tresnet.checkpoints.published import WeightsEntry, class_names, entries, locate, weights_dir
+from tresnet.checkpoints.published import WeightsEntry, class_names, entries, locate
 from tresnet.checkpoints.read import listed
 from tresnet.checkpoints.remap import Architecture, Weights, identify, read_weights
 from tresnet.errors import CheckpointError, InputError
 from tresnet.models.config import ModelConfig
 from tresnet.models.zoo import VARIANTS, default_pretrained_cfg, make_config
 
+_log = logging.getLogger(__name__)
 _LOCAL = "local-dir:"  # timm's prefix
 # fields of the model that follow from the weights, beside the number of classes
 _ARCHITECTURE = ("layers", "width_factor", "block_size", "in_chans", "global_pool")
@@ -43,7 +45,7 @@ class WeightsInfo:
         pretrained_cfg: Preparation of the images, in timm's terms.
         user: Metadata that the caller of `save_checkpoint` stored.
         entry: Row of the table, for a tag.
-        weights: The tensors; None for a tag whose file `describe` did not find here.
+        weights: The tensors.
     """
 
     name: str
@@ -56,11 +58,10 @@ class WeightsInfo:
     user: dict[str, Any]
     guessed: bool
     entry: WeightsEntry | None
-    weights: Weights | None = field(repr=False, compare=False)
+    weights: Weights = field(repr=False, compare=False)
 
     def check_finite(self) -> None:
         """Raise CheckpointError for infinities and NaN, as after a run that diverged."""
-        assert self.weights is not None, "expected what open_weights returned"
         bad = [key for key, t in self.weights.tensors.items() if not bool(t.isfinite().all())]
         if bad:
             raise CheckpointError(
@@ -80,7 +81,7 @@ def open_weights(name: str | os.PathLike[str] | WeightsInfo) -> WeightsInfo:
         CheckpointError: the file cannot be found or read, or is not of a TResNet.
     """
     if isinstance(name, WeightsInfo):
-        return open_weights(name.name) if name.weights is None else name
+        return name
     entry, beside = None, None
     if isinstance(name, str) and name.startswith(HUB):
         path, beside = from_hub_layout(name.removeprefix(HUB))
@@ -93,32 +94,18 @@ def open_weights(name: str | os.PathLike[str] | WeightsInfo) -> WeightsInfo:
     return _info(os.fsdecode(os.fspath(name)), entry, read_weights(path), beside)
 
 
-def describe(name: str | os.PathLike[str]) -> WeightsInfo:
-    """Return the facts about weights without a download; errors are those of `open_weights`."""
-    if isinstance(name, str) and name.startswith((HUB, _LOCAL)):
-        return open_weights(name)
-    entry = locate(name)
-    if not isinstance(entry, WeightsEntry) or (weights_dir() / entry.file).is_file():
-        return open_weights(name)
-    return _info(entry.tag, entry)
-
-
 def _info(
-    name: str,
-    entry: WeightsEntry | None,
-    weights: Weights | None = None,
-    beside: Path | None = None,
+    name: str, entry: WeightsEntry | None, weights: Weights, beside: Path | None
 ) -> WeightsInfo:
-    """Return the facts of a file, completed by the table or a config.json, or only the table's."""
-    metadata, guessed, kept = {}, False, (*_ARCHITECTURE, *_HEAD)
-    if weights is not None:
-        metadata, config = weights.metadata, weights.config
-        if config is None:
-            found = identify(weights.tensors)
-            config, guessed = _guess(found, weights), found.variant is None
-    else:
-        assert entry is not None, "of a file or of the table"
-        config = make_config(entry.model, num_classes=entry.num_classes)
+    """Return the facts of a file, completed by the table or a config.json."""
+    guessed, kept = False, (*_ARCHITECTURE, *_HEAD)
+    metadata, config = weights.metadata, weights.config
+    if config is None:
+        found = identify(weights.tensors)
+        config, guessed = _guess(found, weights), found.variant is None
+        if config.head == "group_attention" and beside is None:
+            text = "%s does not say how many classes each group of its head has, so the groups are"
+            _log.warning(f"{text} taken as even: give other sizes by head_groups", name)
     if beside is not None and not metadata:
         config, metadata = read_config(beside, config)
         kept = (*kept, *_DROPS)

@@ -4,7 +4,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-from tresnet import __version__
 from tresnet.cli import shell
 from tresnet.cli.output import say
 
@@ -21,6 +20,8 @@ def _command(arguments: list[str]) -> int:
     if os.environ.get("NO_COLOR"):
         os.environ.setdefault("PYTHON_TYRO_ANSI_CODES", "False")  # read as tyro is imported
     if arguments == ["--version"]:
+        from tresnet.env import __version__
+
         say(f"tresnet {__version__}")
         return 0
     if arguments[:1] in (["train"], ["eval"]):

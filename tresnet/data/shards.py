@@ -7,17 +7,14 @@ they were written from, so order, resume and distribution over ranks are the sam
 """
 
 import bisect
-import concurrent.futures
 import hashlib
 import io
 import itertools
 import json
-import multiprocessing
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -25,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from tresnet.data.folder import ImageDataset, open_picture
 from tresnet.data.pictures import BadImageError, Picture, Pixels, named
-from tresnet.errors import ConfigError, DataError, needed
+from tresnet.errors import ConfigError, DataError, TResNetError, needed
 from tresnet.files import atomic_write, explained, lock, remove_leftovers, write_text
 from tresnet.settings import ShardSettings
 from tresnet.settings.fields import check, option
@@ -167,20 +165,17 @@ def write_shards(
         remove_leftovers(out)
         _check_settings(manifest_path(out, dataset.split), asdict(settings))
         manifest_path(out, dataset.split).unlink(missing_ok=True)
-        with _mapping(workers) as mapping:
-            for done in mapping(_write, jobs):
-                left_out = f", {len(done.skipped)} left out" if done.skipped else ""
-                log(f"{done.file}: {len(done.labels)} images{left_out}{', kept' * done.kept}")
-                shards.append(
-                    {
-                        "file": done.file.name,
-                        "images": len(done.labels),
-                        "bytes": done.file.stat().st_size,
-                    }
-                )
-                labels += done.labels
-                skipped |= done.skipped
-                digest.update(done.digest.encode())
+        processes = 0 if workers == 1 else workers
+        for done in DataLoader(_Written(jobs), batch_size=None, num_workers=processes):
+            if isinstance(done, TResNetError):
+                raise done
+            left_out = f", {len(done.skipped)} left out" if done.skipped else ""
+            log(f"{done.file}: {len(done.labels)} images{left_out}{', kept' * done.kept}")
+            size = done.file.stat().st_size
+            shards.append({"file": done.file.name, "images": len(done.labels), "bytes": size})
+            labels += done.labels
+            skipped |= done.skipped
+            digest.update(done.digest.encode())
         if not labels:
             raise DataError(f"expected images in {root}, but none of {len(dataset)} can be read")
         content = {
@@ -244,6 +239,22 @@ class _Done:
     kept: bool = False
 
 
+class _Written(torch.utils.data.Dataset["_Done | TResNetError"]):
+    """A data set of shards, which workers write by reading its items."""
+
+    def __init__(self, jobs: list[_ShardJob]) -> None:
+        self._jobs = jobs
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __getitem__(self, index: int) -> "_Done | TResNetError":
+        try:
+            return _write(self._jobs[index])
+        except TResNetError as error:  # torch would turn it into a text with its traceback
+            return error
+
+
 def _write(job: _ShardJob) -> _Done:
     source = job.source()
     if (found := _read_back(job.file, source)) and (job.skip_bad_images or not found.skipped):
@@ -296,21 +307,6 @@ def _read_back(file: Path, source: str) -> _Done | None:
         return _Done(file, last["labels"], last["skipped"], digest.hexdigest())
     except (RuntimeError, ValueError, KeyError, TypeError, IndexError, OSError, struct.error):
         return None
-
-
-@contextmanager
-def _mapping(workers: int) -> Iterator[Callable[..., Any]]:
-    """Yield `map`, in this process or in spawned ones (a fork would copy threads)."""
-    if workers <= 1:
-        yield map
-        return
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, context) as pool:
-        try:
-            yield pool.map
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
 
 
 def _shrunk(picture: Picture, settings: ShardSettings) -> tuple[dict[str, Any], bytes]:

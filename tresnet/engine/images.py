@@ -6,6 +6,7 @@ is compared when a run resumes, so that it cannot continue on other images.
 
 import dataclasses
 import hashlib
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -153,5 +154,15 @@ def fingerprint_beside(config: TrainConfig) -> str:
         else:
             found = [path] if name and path.is_file() else []
         for file in found:
-            digest.update(hashlib.sha256(file.read_bytes()).digest())
+            digest.update(hashlib.sha256(_contents(file)).digest())
     return digest.hexdigest()[:16]
+
+
+def _contents(path: Path) -> bytes:
+    """Return a file's bytes; safetensors writes the keys of its header in a random order."""
+    data = path.read_bytes()
+    size = 8 + int.from_bytes(data[:8], "little")
+    try:
+        return json.dumps(json.loads(data[8:size]), sort_keys=True).encode() + data[size:]
+    except ValueError:  # another kind of file
+        return data

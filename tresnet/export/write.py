@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tresnet import __version__
+from tresnet import env
 from tresnet.checkpoints.save import checkpoint_metadata
 from tresnet.data import ImageDataset
 from tresnet.errors import ExportError, InputError
@@ -166,7 +166,7 @@ def _metadata(model: TResNet, images: Images, options: ExportOptions) -> dict[st
     kept = ("crop_pct", "crop_mode", "interpolation")
     return {
         "model": model.config.variant,
-        "tresnet": __version__,
+        "tresnet": env.__version__,
         "torch": torch.__version__,
         "images": asdict(images),
         "preprocessing": {key: model.pretrained_cfg.get(key) for key in kept},
