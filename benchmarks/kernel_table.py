@@ -33,7 +33,7 @@ from tresnet.cli.output import format_table, say
 from tresnet.fused import applies
 from tresnet.fused.stage import Conv
 from tresnet.measure.records import RecordFile
-from tresnet.ops import dispatch, operators
+from tresnet.ops import dispatch, launching
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 # Of an H100: multiprocessors, and of each registers, warps and bytes of shared memory, of which
@@ -49,13 +49,16 @@ def compile_for(capability: int) -> None:
     driver.set_active(stand_in)  # pyright: ignore[reportArgumentType]
 
 
-def compiled(launch: operators.Launch) -> Any:
+def compiled(launch: launching.Launch) -> Any:
     """Return Triton's kernel for a launch, with the alignment of PyTorch's allocator."""
-    pointers = [
-        SimpleNamespace(dtype=t.dtype, data_ptr=lambda t=t: t.storage_offset() * t.element_size())
-        for t in launch.tensors
-    ]
-    return launch.kernel.warmup(*pointers, *launch.numbers, grid=launch.grid, **launch.options)
+
+    def pointer(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return SimpleNamespace(dtype=x.dtype, data_ptr=lambda: x.storage_offset() * x.itemsize)
+
+    arguments = {name: pointer(value) for name, value in launch.arguments.items()}
+    return launch.kernel.warmup(**arguments, grid=launch.grid, **launch.options)
 
 
 def resources(kernel: Any) -> dict[str, int]:
@@ -75,13 +78,18 @@ def resident(registers: int, warps: int, shared: int) -> int:
     return min(by_registers, SHARED // (shared + 1024), WARPS // warps)
 
 
-def constants(launch: operators.Launch) -> dict[str, Any]:
+def constants(launch: launching.Launch) -> dict[str, Any]:
     """Return the kernel's constants by name."""
-    given = list(zip(launch.kernel.arg_names, (*launch.tensors, *launch.numbers), strict=True))
-    return dict(given[index] for index in launch.kernel.constexprs)
+    names = launch.kernel.arg_names
+    return {names[index]: launch.arguments[names[index]] for index in launch.kernel.constexprs}
 
 
-def noted_step(name: str, batch: int) -> list[operators.Launch]:
+def tensors(launch: launching.Launch) -> list[Tensor]:
+    """Return the tensors of a launch."""
+    return [value for value in launch.arguments.values() if isinstance(value, Tensor)]
+
+
+def noted_step(name: str, batch: int) -> list[launching.Launch]:
     """Return the launches of forward and backward on bytes, in bfloat16 and channels_last."""
 
     def convolved(self: Conv, x: Tensor) -> Tensor:
@@ -96,13 +104,13 @@ def noted_step(name: str, batch: int) -> list[operators.Launch]:
     Conv.forward, Conv.backward = convolved, gradients
     model = tresnet.create(name, device="meta", impl="triton")
     images = torch.zeros(batch, 3, 224, 224, device="meta", dtype=torch.uint8)
-    with operators.noted() as launches, torch.autocast("cpu", torch.bfloat16):
+    with launching.noted() as launches, torch.autocast("cpu", torch.bfloat16):
         y = model(images.to(memory_format=torch.channels_last))
         y.float().sum().backward()
     return launches
 
 
-def row(launch: operators.Launch) -> dict[str, Any]:
+def row(launch: launching.Launch) -> dict[str, Any]:
     """Return the resources that one launch takes of an H100."""
     kernel, programs = compiled(launch), launch.grid[0] * launch.grid[1]
     used, shared = resources(kernel), kernel.metadata.shared
@@ -111,7 +119,7 @@ def row(launch: operators.Launch) -> dict[str, Any]:
     switches = [name for name, on in constants(launch).items() if on and len(name) > 2]
     return {
         "kernel": launch.kernel.__name__, "switches": " ".join(switches), "launches": 0,
-        "mbytes": sum(t.nbytes for t in {id(t): t for t in launch.tensors}.values()) / 1e6,
+        "mbytes": sum(t.nbytes for t in {id(t): t for t in tensors(launch)}.values()) / 1e6,
         "programs": programs, "registers": used["reg"], "shared_kib": shared / 1024,
         "spilled_bytes": used["stack"] + used["local"], "blocks": blocks, "waves": waves,
         "idle_percent": 100 * (1 - waves / math.ceil(waves)),
@@ -135,7 +143,7 @@ def main(options: Options) -> None:
     compile_for(90)
     rows: dict[Any, dict[str, Any]] = {}
     for launch in noted_step(options.model, options.batch_size):
-        sizes = tuple(t.shape for t in launch.tensors)
+        sizes = tuple(t.shape for t in tensors(launch))
         key = launch.kernel, launch.grid, sizes, tuple(constants(launch).items())
         rows[key] = rows.get(key) or row(launch)
         rows[key]["launches"] += 1

@@ -99,7 +99,7 @@ def _work(name: str, operator: Event, microseconds: float, ours: frozenset[str])
     op = operator["name"]
     if "conv" in op.lower() and operator["args"].get("Input Dims"):
         return Work("convolution", _convolution(operator), microseconds)
-    if name in ours or op.startswith("tresnet::"):
+    if name in ours:
         return Work("our kernels", name, microseconds)
     if name.startswith("triton_"):
         return Work("Inductor's kernels", re.sub(r"_\d+$", "", name)[:60], microseconds)

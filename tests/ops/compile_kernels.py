@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.kernel_table import CUOBJDUMP, compile_for, compiled, constants, resident, resources
 from tests.ops.operation import excitation, launch_all
-from tresnet.ops import operators
+from tresnet.ops import launching
 from tresnet.ops.abn import Norm, forward
 from tresnet.ops.space_to_depth import launch as stem_launch
 
@@ -86,7 +86,7 @@ def main(capabilities: list[int], dtypes: list[str]) -> None:
         compile_for(capability)
         for name in dtypes:
             dtype = getattr(torch, name)
-            with operators.noted() as launched:
+            with launching.noted() as launched:
                 stem_launches(dtype)
                 for layout, widths in CHANNELS.items():
                     for channels in widths:

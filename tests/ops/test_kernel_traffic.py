@@ -14,7 +14,7 @@ import torch
 
 from tests.ops.kernels import DEVICE
 from tresnet.ops import tiles
-from tresnet.ops.abn import launch
+from tresnet.ops.abn import Kept, Norm, Sums, launch
 from tresnet.ops.space_to_depth import launch as stem_launch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,7 +66,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
 
 
 def operations():
-    """Each operator on a batch, the bytes of full size it must read and write, and reads a byte.
+    """Each launch on a batch, the bytes of full size it must read and write, and reads a byte.
 
     A blurred pixel is read from nine, a quarter of them new; behind a norm four share 25. The
     gradient of one is read for four squares of pixels. Memory delivers each byte once, caches the
@@ -74,51 +74,39 @@ def operations():
     """
     x = torch.randn(SHAPE).to(memory_format=torch.channels_last)
     n, c, h, w = SHAPE
-    vector, stats = torch.randn(c), torch.rand(4, c)
-    gate = torch.rand(n, c)
+    stats, gate = torch.rand(4, c), torch.rand(n, c)
     half = torch.randn(n, c, h // 2, w // 2).to(memory_format=torch.channels_last)
     big, small = x.numel() * 4, half.numel() * 4
     images = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
     images = images.to(memory_format=torch.channels_last)
-    bn = launch
     bits = torch.randint(256, (n, h * w, c // 8), dtype=torch.uint8)
+    norm = Norm(*torch.rand(4, c), training=True, momentum=0.1, slope=0.1)
+    blurred, linear = norm._replace(blur=True), norm._replace(slope=None)
+    kept, gated = Kept(x, stats), Kept(x, stats, gate=gate)
+    joined, sums = gated._replace(bits=bits), Sums(stats, gate, None, None)
+
+    def grad_sums(grad, second, kept, norm, rebuilds=False):
+        return lambda: launch.grad_sums(grad, second, kept, norm, rebuilds=rebuilds)
+
+    def apply(kept, norm, shortcut=None):
+        joins = shortcut is not None
+        return lambda: launch.apply(kept, norm, shortcut, keeps_bits=joins)
+
     return {
-        "statistics": (
-            lambda: bn.statistics(x, vector, vector.clone(), vector.abs(), 0.1, 1e-5, False, True),
-            big, 0, 1.0,
-        ),
-        "apply": (lambda: bn.apply(x, stats, vector, None, None, 0.1, False), big, big, 1.0),
-        "apply_blur": (
-            lambda: bn.apply(x, stats, vector, None, None, 0.1, True), big, small, 25 / 16,
-        ),
-        "apply_join": (
-            lambda: bn.apply(x, stats, vector, gate, x + 1, None, False, True),
-            2 * big, big + bits.nbytes, 1.0,
-        ),
-        "squeeze": (lambda: bn.squeeze(x, stats, vector, 0.1, True), big, 0, 1.0),
-        "grad_sums": (
-            lambda: bn.grad_sums(x + 1, None, x, None, None, stats, vector, 0.1, False),
-            2 * big, 0, 1.0,
-        ),
-        "grad_sums_again": (
-            lambda: bn.grad_sums(x + 1, None, x, None, gate, stats, vector, 0.1, False, True),
-            2 * big, big, 1.0,
-        ),
+        "statistics": (lambda: launch.statistics(x, norm, per_sample=False), big, 0, 1.0),
+        "apply": (apply(kept, norm), big, big, 1.0),
+        "apply_blur": (apply(kept, blurred), big, small, 25 / 16),
+        "apply_join": (apply(gated, linear, x + 1), 2 * big, big + bits.nbytes, 1.0),
+        "squeeze": (lambda: launch.squeeze(kept, blurred), big, 0, 1.0),
+        "grad_sums": (grad_sums(x + 1, None, kept, norm), 2 * big, 0, 1.0),
+        "grad_sums_again": (grad_sums(x + 1, None, gated, norm, True), 2 * big, big, 1.0),
         "grad_sums_join": (
-            lambda: bn.grad_sums(x + 1, x + 3, x, bits, gate, stats, vector, None, False),
-            3 * big + bits.nbytes, big, 1.0,
+            grad_sums(x + 1, x + 3, joined, linear), 3 * big + bits.nbytes, big, 1.0,
         ),
-        "grad_sums_blur": (
-            lambda: bn.grad_sums(half, None, x, None, None, stats, vector, 0.1, True),
-            big + small, 0, 1.6,
-        ),
-        "grad_apply": (
-            lambda: bn.grad_apply(x + 1, x, stats, vector, None, None, stats, 0.1, False, True),
-            2 * big, big, 1.0,
-        ),
+        "grad_sums_blur": (grad_sums(half, None, kept, blurred), big + small, 0, 1.6),
+        "grad_apply": (lambda: launch.grad_apply(x + 1, kept, norm, sums), 2 * big, big, 1.0),
         "grad_apply_blur": (
-            lambda: bn.grad_apply(half, x, stats, vector, gate, gate, stats, 0.1, True, True),
-            big + small, big, 1.6,
+            lambda: launch.grad_apply(half, gated, blurred, sums), big + small, big, 1.6,
         ),
         "stem": (
             lambda: stem_launch.stem_input(images, 4, torch.float32),
@@ -146,7 +134,7 @@ def test_a_pass_that_writes_goes_from_the_end_to_the_beginning(monkeypatch):
     x = torch.randn(4, 64, 16, 16).to(memory_format=torch.channels_last)
     stats = torch.rand(4, 64)
     with counting(monkeypatch) as traffic:
-        out, _ = launch.apply(x, stats, stats[0], None, None, 0.1, False)
+        out, _ = launch.apply(Kept(x, stats), Norm(None, stats[0]), None, keeps_bits=False)
     (first, size), (last, _) = traffic.accesses["write"][0], traffic.accesses["write"][-1]
     assert first.max() + size == out.data_ptr() + out.nbytes
     assert last.min() == out.data_ptr()

@@ -7,7 +7,7 @@ import torch
 
 from tests.ops.kernels import LAYOUTS
 from tests.ops.operation import launch_all, meta
-from tresnet.ops.operators import noted
+from tresnet.ops.launching import noted
 from tresnet.ops.space_to_depth import launch as stem
 
 SHAPES = [
@@ -33,7 +33,7 @@ def test_numbers_are_multiples_of_what_the_compiler_is_told(shape, dtype, layout
         with noted() as launches:
             launch_all(x, **{**INTEGERS, **chain}, offset=1)
         for one in launches:
-            given = dict(zip(one.kernel.arg_names, (*one.tensors, *one.numbers), strict=True))
+            given = one.arguments
             for name in {"momentum", "eps", "slope", "count"} & set(given):
                 assert type(given[name]) is float, (one.kernel.__name__, name)
             if "AP" not in given:
@@ -41,7 +41,7 @@ def test_numbers_are_multiples_of_what_the_compiler_is_told(shape, dtype, layout
             seen.add(one.kernel.__name__)
             ap, ac = given["AP"], given["AC"]
             divisors = {"P": ap, "C": ac, "chunk": ap}
-            for map_name in "xgo":
+            for map_name in "xo":
                 divisors |= dict(
                     zip((f"{map_name}{axis}" for axis in "npc"), (ap * ac, ac, ap), strict=True)
                 )
@@ -59,7 +59,7 @@ def test_the_stems_strides_are_multiples_of_its_run(channels, crop, layout):
     with noted() as launches:
         stem.stem_input(x, 4, torch.float32)
     (one,) = launches
-    given = dict(zip(one.kernel.arg_names, (*one.tensors, *one.numbers), strict=True))
+    given = one.arguments
     if run := given["RUN"]:
         assert given["C"] == 1 or given["xc"] == 1
         assert given["xw"] == given["C"]

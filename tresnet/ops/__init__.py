@@ -6,7 +6,7 @@ An operation is a folder; with kernels it has four files:
 |---|---|
 | `__init__.py` | the function: checks its arguments and picks the implementation |
 | `reference.py` | the definition in plain PyTorch |
-| `kernels.py` | Triton kernels; only `operators.py` imports triton too |
+| `kernels.py` | Triton kernels; only `launching.py` imports triton too |
 | `launch.py` | a function for each launch, of the name and arguments of its definition |
 
 None has a gradient of its own: autograd differentiates the definitions, and `tresnet.fused` calls
@@ -18,17 +18,15 @@ divides maps into programs):
         return (launch if kernels else reference).double(tiles.dense(x))
 
     # launch.py
-    @operator(torch.empty_like)  # operators.py: tresnet::double_double, and its result when faked
     def double(x: Tensor) -> Tensor:
-        out, grid = torch.empty_like(x), (-(-x.numel() // BLOCK), 1, 1)
-        launch(_kernels().double, grid, WARPS, (x, out), (x.numel(), BLOCK))  # operators.py
+        out = torch.empty_like(x)
+        launch(_double(x), x=x, out=out)  # launching.py; the names are those of the kernel
         return out
 
-    @functools.cache
-    def _kernels() -> Any:  # at the first launch: Triton may be absent, and is slow to import
-        from tresnet.ops.double import kernels
-
-        return kernels
+    @by_form  # tiles: once for each shape, strides and dtype
+    def _double(x: Tensor, processors: int) -> Form:
+        grid = (-(-x.numel() // BLOCK),)
+        return Form("double.double", WARPS, grid, N=x.numel(), BLOCK=BLOCK)
 
 `selfcheck.check` runs all kernels on a GPU before their first use there: a new one is added to it.
 `tests/ops/test_abn_kernels.py` is a test to copy. `benchmarks/ops.py` times what it lists;

@@ -313,7 +313,7 @@ def apply_blurred(
 @kernel
 def grad_sums(
     grad, second_grad, x, bits, gate, stats, bias, written, partial, P, C, H, W, HO, WO,
-    xn, xp, xc, gn, gp, gc, splits, chunk, slope,
+    xn, xp, xc, on, op, oc, splits, chunk, slope,
     HAS_ACT: tl.constexpr, BLUR: tl.constexpr, HAS_GATE: tl.constexpr, JOIN: tl.constexpr,
     SECOND: tl.constexpr, AGAIN: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
@@ -329,7 +329,7 @@ def grad_sums(
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
-    gn, gp, gc = aligned_strides(gn, gp, gc, AP, AC)
+    on, op, oc = aligned_strides(on, op, oc, AP, AC)
     group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC)
     mu, k, beta = load_norm(stats, bias, C, c, known)
     rows = tl.arange(0, BP)
@@ -340,7 +340,7 @@ def grad_sums(
     first = n * xn if BLUR else n * xn + start.to(tl.int64) * xp
     x += first
     written += first
-    grad += n * gn if BLUR else first
+    grad += n * on if BLUR else first
     second_grad += first
     if AGAIN and HAS_GATE:
         factor = tl.load(gate + n * C + c, mask=known, other=0.0)[None, :]
@@ -352,7 +352,7 @@ def grad_sums(
         mask = (p < count)[:, None] & known[None, :]
         if BLUR:
             i, j, u0, u1, v0, v1 = square_of(start + p, H, W, HO, WO)
-            t00, t01, t10, t11 = load_square_gradients(grad, start + p, c, mask, u1, v1, WO, gp, gc)
+            t00, t01, t10, t11 = load_square_gradients(grad, start + p, c, mask, u1, v1, WO, op, oc)
         for corner in tl.static_range(4 if BLUR else 1):
             at, inside = p, mask
             if BLUR:
@@ -438,7 +438,7 @@ def merge_grad_sums(
 @kernel
 def grad_apply(
     grad, x, stats, bias, gate, squeeze_grad, merged, grad_x, P, C, H, W, HO, WO,
-    xn, xp, xc, gn, gp, gc, splits, chunk, slope,
+    xn, xp, xc, on, op, oc, splits, chunk, slope,
     HAS_ACT: tl.constexpr, BLUR: tl.constexpr, HAS_GATE: tl.constexpr, TRAINING: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
@@ -450,7 +450,7 @@ def grad_apply(
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
-    gn, gp, gc = aligned_strides(gn, gp, gc, AP, AC)
+    on, op, oc = aligned_strides(on, op, oc, AP, AC)
     _group, n, start, count, c, known = chunk_of_program(P, C, splits, chunk, BC, AP, AC, True)
     mu, k, beta = load_norm(stats, bias, C, c, known)
     if TRAINING:
@@ -462,14 +462,14 @@ def grad_apply(
     rows = tl.arange(0, BP)
     first = n * xn if BLUR else n * xn + start.to(tl.int64) * xp
     x += first
-    grad += n * gn if BLUR else first
+    grad += n * on if BLUR else first
     grad_x += first
     for begin in range(0, count, BP):
         p = begin + rows
         mask = (p < count)[:, None] & known[None, :]
         if BLUR:
             i, j, u0, u1, v0, v1 = square_of(start + p, H, W, HO, WO)
-            t00, t01, t10, t11 = load_square_gradients(grad, start + p, c, mask, u1, v1, WO, gp, gc)
+            t00, t01, t10, t11 = load_square_gradients(grad, start + p, c, mask, u1, v1, WO, op, oc)
         for corner in tl.static_range(4 if BLUR else 1):
             at, inside = p, mask
             if BLUR:

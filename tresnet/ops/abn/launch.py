@@ -1,17 +1,16 @@
-"""Launches of the kernels of the activated batch norm: tensors in, tensors out.
+"""Launches of the kernels of the activated batch norm: `reference` defines each function.
 
-Each function allocates its results and launches one kernel, or two. Shapes and strides become a
-grid and a list of constants, cached by shape, strides and dtype (`by_form`). A result that was not
-requested is a tensor without elements.
+A function allocates its results and launches one kernel, or two. `by_form` caches their grids and
+numbers, which follow from the shape, strides and dtype of the map.
 """
 
-import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tresnet.ops.operators import launch, operator
+from tresnet.ops.abn.types import Kept, Norm, Sums
+from tresnet.ops.launching import Form, launch
 from tresnet.ops.tiles import (
     WARPS,
     Geometry,
@@ -32,38 +31,207 @@ RUNNING_CHANNELS, RUNNING_WARPS = 256, 4
 MERGE_TILE, MERGE_WARPS = 4096, 8
 
 
-@functools.cache
-def _kernels() -> Any:
-    from tresnet.ops.abn import kernels
+def _pass(
+    kernel: str, x: Tensor, shape: Geometry, source: Geometry, cut: Plan, slope: float | None,
+    blur: bool, **switches: Any,
+) -> Form:  # fmt: skip
+    """Return the form of a pass over a dense `x`, whose view is `source`; `shape` is divided."""
+    h, w, ho, wo = (*x.shape[-2:], *blurred(x.shape)) if blur else (1, 1, 1, 1)
+    xn, xp, xc = source.strides
+    on, op, oc = geometry(_output(x, blur), as_one_sample=False).strides if blur else (xn, xp, xc)
+    return Form(
+        f"abn.{kernel}", WARPS, (cut.programs,), P=shape.p, C=shape.c, H=h, W=w, HO=ho, WO=wo,
+        xn=xn, xp=xp, xc=xc, on=on, op=op, oc=oc, slope=float(slope or 0),
+        HAS_ACT=slope is not None, BLUR=blur, **switches, **cut._asdict(),
+    )  # fmt: skip
 
-    return kernels
 
-
-def _merging(groups: int, channels: int, tile: int) -> tuple[tuple[int, int, int], tuple[int, int]]:
-    """Return the grid, BG and BC of a kernel that merges groups.
+def _merge(kernel: str, groups: int, tile: int, channels: int, **numbers: Any) -> Form:
+    """Return the form of a kernel that merges groups.
 
     Latency limits it, not bandwidth, so a program covers few channels and many groups at once. BG
     has two values only, so that not every batch size compiles its own kernel.
     """
     bg = tile // (4 if groups > tile // 16 else 16)
     bc = min(tile // bg, 16)
-    return (-(-channels // bc), 1, 1), (bg, bc)
+    grid = (-(-channels // bc),)
+    return Form(f"abn.{kernel}", MERGE_WARPS, grid, G=groups, C=channels, BG=bg, BC=bc, **numbers)
 
 
-class _Cut(NamedTuple):
-    """Launch of a pass over maps: grid, the kernel's constants, and groups of sums."""
-
-    grid: tuple[int, int, int]
-    numbers: tuple[Any, ...]
-    groups: int
-
-
-def _launched(cut: Plan, groups: int, *numbers: Any) -> _Cut:
-    return _Cut((cut.programs, 1, 1), (*numbers, *cut.tile), groups)
+def _output(x: Tensor, blur: bool) -> Tensor:
+    if not blur:
+        return torch.empty_like(x)
+    size = *x.shape[:2], *blurred(x.shape)
+    return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=memory_format(x))
 
 
-def grad_cut(
-    x: Tensor, processors: int, gated: bool, blur: bool, sums: bool
+def statistics(y: Tensor, norm: Norm, *, per_sample: bool) -> tuple[Tensor, Tensor | None]:
+    """Return the batch's statistics (4, C), float32; the running ones are updated in place.
+
+    If `per_sample`, mean and sum of squared deviations of each chunk of each sample follow, as
+    (chunks, 2, C).
+    """
+    channels = y.shape[1]
+    groups, sums, merge = _moments(
+        y, per_sample, norm.momentum if norm.group is None else None, norm.eps, MERGE_TILE
+    )
+    partial = y.new_empty(groups, 2, channels, dtype=torch.float32)
+    stats = y.new_empty(4, channels, dtype=torch.float32)
+    launch(sums, x=y, partial=partial)
+    weight, *running = norm.vectors()
+    mean, var = running[0].contiguous(), running[1].contiguous()
+    launch(
+        merge, partial=partial, weight=weight.contiguous(), running_mean=mean, running_var=var,
+        out=stats,
+    )  # fmt: skip
+    if merge.numbers["UPDATE"]:
+        torch.autograd.graph.increment_version(running)
+        for part, updated in zip(running, (mean, var), strict=True):
+            if part is not updated:  # has strides: the kernel updated a copy
+                part.copy_(updated)
+    return stats, partial if per_sample else None
+
+
+@by_form
+def _moments(
+    x: Tensor, processors: int, per_sample: bool, momentum: float | None, eps: float, tile: int
+) -> tuple[int, Form, Form]:
+    shape = geometry(x, as_one_sample=not per_sample)
+    cut = plan(shape, processors * RESIDENT)
+    groups = shape.n * cut.splits
+    sums = _pass("moments", x, shape, shape, cut, None, False)
+    merge = _merge(
+        "merge_moments", groups, tile, shape.c, P=shape.p, splits=cut.splits, chunk=cut.chunk,
+        momentum=float(momentum or 0), eps=float(eps), UPDATE=momentum is not None,
+    )  # fmt: skip
+    return groups, sums, merge
+
+
+def running_statistics(norm: Norm) -> Tensor:
+    """Return mean, gamma * invstd, invstd and variance, (4, C), of the running statistics."""
+    weight, mean, var = (vector.contiguous() for vector in norm.vectors())
+    stats = weight.new_empty(4, len(weight), dtype=torch.float32)
+    form = _running(weight, norm.eps)
+    launch(form, weight=weight, running_mean=mean, running_var=var, out=stats)
+    return stats
+
+
+@by_form
+def _running(weight: Tensor, processors: int, eps: float) -> Form:
+    channels, bc = len(weight), RUNNING_CHANNELS
+    grid = (-(-channels // bc),)
+    return Form("abn.running_moments", RUNNING_WARPS, grid, C=channels, eps=float(eps), BC=bc)
+
+
+def squeeze(kept: Kept, norm: Norm) -> Tensor:
+    """Return sums over the pixels of each sample's chunks, after activation and blur: (chunks, C).
+
+    Without statistics, `y` is already normalised, but not shifted.
+    """
+    y, stats, bias = kept.y, kept.stats, norm.beta.contiguous()
+    groups, form = _squeeze(y, norm.slope, norm.blur, stats is not None)
+    partial = y.new_empty(groups, y.shape[1], dtype=torch.float32)
+    launch(form, x=y, stats=bias if stats is None else stats, bias=bias, partial=partial)
+    return partial
+
+
+@by_form
+def _squeeze(
+    x: Tensor, processors: int, slope: float | None, blur: bool, normed: bool
+) -> tuple[int, Form]:
+    source = geometry(x, as_one_sample=False)
+    shape = halved(x) if blur else source
+    cut = plan(shape, processors * RESIDENT, blur, source=source)
+    form = _pass("squeeze", x, shape, source, cut, slope, blur, NORM=normed)
+    return shape.n * cut.splits, form
+
+
+def apply(
+    kept: Kept, norm: Norm, shortcut: Tensor | None, *, keeps_bits: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return relu(gate * blur(act((y - mean) * scale + bias)) + shortcut), each part if requested.
+
+    Without statistics, mean is 0 and scale 1. With `keeps_bits` the mask of the ReLU follows, a bit
+    for each value: (N, lines, ceil(length / 8)) bytes, see `_lines`.
+    """
+    y, stats, gate, bias = kept.y, kept.stats, kept.gate, norm.beta.contiguous()
+    form, size = _apply(
+        y, norm.slope, norm.blur, stats is not None, gate is not None, shortcut is not None,
+        keeps_bits,
+    )  # fmt: skip
+    out = _output(y, norm.blur)
+    stats, gate = bias if stats is None else stats, y if gate is None else gate
+    if norm.blur:
+        launch(form, x=y, stats=stats, bias=bias, gate=gate, out=out)
+        return out, None
+    bits = y.new_empty(size, dtype=torch.uint8) if keeps_bits else None
+    launch(
+        form, x=y, stats=stats, bias=bias, gate=gate, shortcut=y if shortcut is None else shortcut,
+        out=out, bits=y if bits is None else bits,
+    )  # fmt: skip
+    return out, bits
+
+
+@by_form
+def _apply(
+    x: Tensor, processors: int, slope: float | None, blur: bool, normed: bool, gated: bool,
+    joins: bool, keeps_bits: bool,
+) -> tuple[Form, tuple[int, int, int]]:  # fmt: skip
+    source = geometry(x, as_one_sample=not (blur or gated))
+    shape = halved(x, times=2) if blur else source
+    cut = plan(shape, processors * RESIDENT, blur, writes=True, source=source)
+    along, n, lines, length = _lines(x)
+    form = _pass(
+        "apply_blurred" if blur else "apply", x, shape, source, cut, slope, blur, HAS_GATE=gated,
+        JOIN=joins, BITS=along if keeps_bits else 0, NORM=normed,
+    )  # fmt: skip
+    return form, (n, lines, -(-length // 8))
+
+
+def _lines(x: Tensor) -> tuple[int, int, int, int]:
+    """Return the direction of the bits of a dense `x`, the lines and their length."""
+    n, p, c, strides, _ = geometry(x, as_one_sample=False)
+    return (1, n, p, c) if strides[2] == 1 else (2, n, c, p)
+
+
+def grad_sums(
+    grad: Tensor, second: Tensor | None, kept: Kept, norm: Norm, *, rebuilds: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Run backward's first pass: sums (groups, 2 or 4, C), and for a join the masked gradient.
+
+    If the output has two readers, the gradient is `grad + second`, added in float32 and never
+    written. Without join and blur, `rebuilds` writes the output in place of that gradient.
+    """
+    y, bits, gate, stats = kept.y, kept.bits, kept.gate, kept.stats
+    assert stats is not None
+    size, form = _grad_sums(
+        y, norm.slope, norm.blur, gate is not None, bits is not None, second is not None, rebuilds
+    )
+    partial = y.new_empty(size, dtype=torch.float32)
+    written = torch.empty_like(y) if rebuilds or bits is not None else None
+    launch(
+        form, grad=grad, second_grad=grad if second is None else second, x=y,
+        bits=y if bits is None else bits, gate=stats if gate is None else gate, stats=stats,
+        bias=norm.beta.contiguous(), written=y if written is None else written, partial=partial,
+    )  # fmt: skip
+    return partial, written
+
+
+@by_form
+def _grad_sums(
+    x: Tensor, processors: int, slope: float | None, blur: bool, gated: bool, joins: bool,
+    second: bool, rebuilds: bool,
+) -> tuple[tuple[int, int, int], Form]:  # fmt: skip
+    source, shape, cut = _grad_cut(x, processors, gated, blur, sums=True)
+    form = _pass(
+        "grad_sums", x, shape, source, cut, slope, blur, HAS_GATE=gated,
+        JOIN=_lines(x)[0] if joins else 0, SECOND=second, AGAIN=rebuilds,
+    )  # fmt: skip
+    return (shape.n * cut.splits, 4 if gated else 2, shape.c), form
+
+
+def _grad_cut(
+    x: Tensor, processors: int, gated: bool, blur: bool, *, sums: bool
 ) -> tuple[Geometry, Geometry, Plan]:
     """Return the views of a dense `x` and of the pixels or squares to divide, and their plan."""
     source = geometry(x, as_one_sample=not (blur or gated))
@@ -73,301 +241,47 @@ def grad_cut(
     return source, shape, cut
 
 
-def _image(x: Tensor, blur: bool) -> tuple[int, int, int, int]:
-    """Return H, W, H_out, W_out of the blur; ones if there is none."""
-    return (x.shape[-2], x.shape[-1], *blurred(x.shape)) if blur else (1, 1, 1, 1)
-
-
-def _nothing(x: Tensor) -> Tensor:
-    return x.new_empty(0, dtype=torch.float32)
-
-
-@functools.cache
-def _no_values(device: torch.device) -> Tensor:
-    """Return the tensor without elements that stands for `_nothing`."""
-    return torch.empty(0, device=device)
-
-
-def _stats(x: Tensor, channels: int) -> Tensor:
-    return x.new_empty(4, channels, dtype=torch.float32)
-
-
-@operator(
-    lambda x, w, mean, var, momentum, eps, per_sample, update: (
-        _stats(x, x.shape[1]),
-        x.new_empty(_moments_cut(x, True).groups, 2, x.shape[1], dtype=torch.float32)
-        if per_sample
-        else _nothing(x),
-    ),
-    updates=("running_mean", "running_var"),
-)
-def statistics(
-    x: Tensor,
-    weight: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
-    momentum: float,
-    eps: float,
-    per_sample: bool,
-    update: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return the statistics of a dense `x` (N, C, ...); `update` changes the running ones in place.
-
-    They are (4, C) float32: mean, gamma * invstd, invstd, biased variance. If `per_sample`, mean
-    and sum of squared deviations of each chunk of each sample, (chunks, 2, C), follow.
-    """
-    grid, numbers, groups = _moments_cut(x, per_sample)
-    pixels, channels, *_, splits, chunk = numbers[:-4]
-    partial = x.new_empty(groups, 2, channels, dtype=torch.float32)
-    stats = _stats(x, channels)
-    launch(_kernels().moments, grid, WARPS, (x, partial), numbers)
-    mean, var = running_mean.contiguous(), running_var.contiguous()
-    grid, tile = _merging(groups, channels, MERGE_TILE)
-    launch(
-        _kernels().merge_moments, grid, MERGE_WARPS,
-        (partial, weight.contiguous(), mean, var, stats),
-        (groups, channels, pixels, splits, chunk, float(momentum), float(eps), update, *tile),
-    )  # fmt: skip
-    for part, updated in ((running_mean, mean), (running_var, var)):
-        if update and part is not updated:  # has strides: the kernel updated a copy
-            part.copy_(updated)
-    return stats, partial if per_sample else _no_values(x.device)
-
-
-@by_form
-def _moments_cut(x: Tensor, processors: int, per_sample: bool) -> _Cut:
-    shape = geometry(x, as_one_sample=not per_sample)
-    cut = plan(shape, processors * RESIDENT)
-    numbers = shape.p, shape.c, *shape.strides, cut.splits, cut.chunk
-    return _launched(cut, shape.n * cut.splits, *numbers)
-
-
-@operator(lambda weight, *_: _stats(weight, weight.shape[0]))
-def running_statistics(weight: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
-    """Return mean, gamma * invstd, invstd and variance, (4, C), of the running statistics."""
-    channels = weight.shape[0]
-    stats = _stats(weight, channels)
-    launch(
-        _kernels().running_moments, (-(-channels // RUNNING_CHANNELS), 1, 1), RUNNING_WARPS,
-        (weight.contiguous(), mean.contiguous(), var.contiguous(), stats),
-        (channels, float(eps), RUNNING_CHANNELS),
-    )  # fmt: skip
-    return stats
-
-
-def _squeeze_sums(x: Tensor, stats: Any, bias: Any, slope: float | None, blur: bool) -> Tensor:
-    return x.new_empty(_squeeze_cut(x, slope, blur, True).groups, x.shape[1], dtype=torch.float32)
-
-
-@operator(_squeeze_sums)
-def squeeze(
-    x: Tensor, stats: Tensor | None, bias: Tensor, slope: float | None, blur: bool
-) -> Tensor:
-    """Return sums over the pixels of each sample's chunks, after activation and blur: (chunks, C).
-
-    Without `stats`, `x` is already normalised, but not shifted.
-    """
-    grid, numbers, _ = _squeeze_cut(x, slope, blur, stats is not None)
-    partial, bias = _squeeze_sums(x, stats, bias, slope, blur), bias.contiguous()
-    launch(_kernels().squeeze, grid, WARPS, (x, _or(stats, bias), bias, partial), numbers)
-    return partial
-
-
-@by_form
-def _squeeze_cut(x: Tensor, processors: int, slope: float | None, blur: bool, normed: bool) -> _Cut:
-    source = geometry(x, as_one_sample=False)
-    shape = halved(x) if blur else source
-    cut = plan(shape, processors * RESIDENT, blur, source=source)
-    numbers = shape.p, shape.c, *_image(x, blur), *source.strides, cut.splits, cut.chunk
-    activated = float(slope or 0), slope is not None
-    return _launched(cut, shape.n * cut.splits, *numbers, *activated, blur, normed)
-
-
-def _output(x: Tensor, blur: bool) -> Tensor:
-    size = (*x.shape[:2], *blurred(x.shape)) if blur else x.shape
-    return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=memory_format(x))
-
-
-def _lines(x: Tensor) -> tuple[int, int, int, int]:
-    """Return the direction of the bits of a dense `x`, the lines and their length."""
-    n, p, c, strides, _ = geometry(x, as_one_sample=False)
-    return (1, n, p, c) if strides[2] == 1 else (2, n, c, p)
-
-
-def _bits(x: Tensor) -> Tensor:
-    _, n, lines, length = _lines(x)
-    return x.new_empty(n, lines, -(-length // 8), dtype=torch.uint8)
-
-
-@operator(
-    lambda x, stats, bias, gate, shortcut, slope, blur, keep_bits=False: (
-        _output(x, blur),
-        _bits(x) if keep_bits else _nothing(x),
-    )
-)
-def apply(
-    x: Tensor,
-    stats: Tensor | None,
-    bias: Tensor,
-    gate: Tensor | None,
-    shortcut: Tensor | None,
-    slope: float | None,
-    blur: bool,
-    keep_bits: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Return relu(gate * blur(act((x - mean) * scale + bias)) + shortcut), each part if requested.
-
-    Without `stats`, mean is 0 and scale 1. With `keep_bits`, the mask of the ReLU is returned too,
-    a bit for each value: (N, lines, ceil(length / 8)) bytes, see `_lines`.
-    """
-    parts = stats is not None, gate is not None, shortcut is not None, keep_bits
-    grid, numbers, _ = _apply_cut(x, slope, blur, *parts)
-    out, bits = _output(x, blur), _bits(x) if keep_bits else _no_values(x.device)
-    bias = bias.contiguous()
-    norm = x, _or(stats, bias), bias, _or(gate, x)
-    if blur:
-        launch(_kernels().apply_blurred, grid, WARPS, (*norm, out), numbers)
-    else:
-        launch(_kernels().apply, grid, WARPS, (*norm, _or(shortcut, x), out, bits), numbers)
-    return out, bits
-
-
-@by_form
-def _apply_cut(
-    x: Tensor, processors: int, slope: float | None, blur: bool, normed: bool, gated: bool,
-    joins: bool, keep_bits: bool,
-) -> _Cut:  # fmt: skip
-    source = geometry(x, as_one_sample=not (blur or gated))
-    shape = halved(x, times=2) if blur else source
-    cut = plan(shape, processors * RESIDENT, blur, writes=True, source=source)
-    activated, ends = (float(slope or 0), slope is not None, gated), (cut.splits, cut.chunk)
-    if blur:
-        strides = *source.strides, *geometry(_output(x, blur), as_one_sample=False).strides
-        numbers = *_image(x, blur), *strides, *ends, *activated
-        return _launched(cut, 0, shape.p, shape.c, *numbers, normed)
-    bits = _lines(x)[0] if keep_bits else 0
-    numbers = *source.strides, *ends, *activated, joins, bits, normed
-    return _launched(cut, 0, shape.p, shape.c, *numbers)
-
-
-def _grad_sums_outputs(
-    grad: Tensor, second_grad: Any, x: Tensor, bits: Any, gate: Any, stats: Any, bias: Any,
-    slope: Any, blur: bool, again: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    groups = _grad_sums_cut(x, slope, blur, gate is not None, False, False, False).groups
-    kinds, writes = 2 if gate is None else 4, again or bits is not None
-    partial = x.new_empty(groups, kinds, x.shape[1], dtype=torch.float32)
-    return partial, torch.empty_like(x) if writes else _nothing(x)
-
-
-@operator(_grad_sums_outputs)
-def grad_sums(
-    grad: Tensor,
-    second_grad: Tensor | None,
-    x: Tensor,
-    bits: Tensor | None,
-    gate: Tensor | None,
-    stats: Tensor,
-    bias: Tensor,
-    slope: float | None,
-    blur: bool,
-    again: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Run backward's first pass: sums (groups, 2 or 4, C), and for a join the masked gradient.
-
-    A join gives the `bits` of `apply`. If the output has two readers, the gradient is `grad +
-    second_grad`, added in float32 and never written. Without join and blur, `again` writes the
-    output of `apply` in place of that gradient.
-    """
-    gated = gate is not None
-    switches = bits is not None, second_grad is not None, again
-    grid, numbers, groups = _grad_sums_cut(x, slope, blur, gated, *switches)
-    partial = x.new_empty(groups, 4 if gated else 2, x.shape[1], dtype=torch.float32)
-    written = torch.empty_like(x) if again or bits is not None else _no_values(x.device)
-    launch(
-        _kernels().grad_sums, grid, WARPS,
-        (
-            grad, _or(second_grad, grad), x, _or(bits, x), _or(gate, stats), stats,
-            bias.contiguous(), written, partial,
-        ),
-        numbers,
-    )  # fmt: skip
-    return partial, written
-
-
-@by_form
-def _grad_sums_cut(
-    x: Tensor, processors: int, slope: float | None, blur: bool, gated: bool, bits: bool,
-    second: bool, again: bool,
-) -> _Cut:  # fmt: skip
-    source, shape, cut = grad_cut(x, processors, gated, blur, sums=True)
-    numbers = _grad_numbers(x, source, shape, cut, slope, blur)
-    join = _lines(x)[0] if bits else 0
-    return _launched(cut, shape.n * cut.splits, *numbers, blur, gated, join, second, again)
-
-
-def _grad_numbers(
-    x: Tensor, source: Geometry, shape: Geometry, cut: Plan, slope: float | None, blur: bool
-) -> tuple[Any, ...]:
-    """Return the arguments from P to HAS_ACT, which both passes of backward have."""
-    strides = *source.strides, *geometry(_output(x, blur), as_one_sample=False).strides
-    numbers = shape.p, shape.c, *_image(x, blur), *strides, cut.splits, cut.chunk
-    return *numbers, float(slope or 0), slope is not None
-
-
-@operator(lambda partial, gate, squeeze_grad, stats, count: torch.empty_like(stats))
-def merge_grad_sums(
-    partial: Tensor, gate: Tensor | None, squeeze_grad: Tensor | None, stats: Tensor, count: int
-) -> Tensor:
+def merge_grad_sums(partial: Tensor, squeeze_grad: Tensor | None, kept: Kept) -> Tensor:
     """Return gradients of weight and bias, k1 and k0, as (4, C): see the kernel."""
-    (groups, _, channels), gated = partial.shape, gate is not None
-    out = torch.empty_like(stats)
-    splits = 1 if gate is None else groups // gate.shape[0]
-    # the gate has six values a group and channel, otherwise there are two
-    grid, tile = _merging(groups, channels, MERGE_TILE // (4 if gated else 1))
+    y, gate, stats = kept.y, kept.gate, kept.stats
+    assert stats is not None
+    merged = torch.empty_like(stats)
     launch(
-        _kernels().merge_grad_sums, grid, MERGE_WARPS,
-        (partial, _or(gate, stats), _or(squeeze_grad, stats), stats, out),
-        (groups, channels, splits, float(count), gated, *tile),
+        _merged(y, len(partial), gate is not None, MERGE_TILE), partial=partial,
+        gate=stats if gate is None else gate,
+        squeeze_grad=stats if squeeze_grad is None else squeeze_grad, stats=stats, out=merged,
     )  # fmt: skip
-    return out
+    return merged
 
 
-@operator(lambda grad, x, *_: torch.empty_like(x))
-def grad_apply(
-    grad: Tensor,
-    x: Tensor,
-    stats: Tensor,
-    bias: Tensor,
-    gate: Tensor | None,
-    squeeze_grad: Tensor | None,
-    merged: Tensor,
-    slope: float | None,
-    blur: bool,
-    training: bool,
-) -> Tensor:
-    """Run backward's second pass: return the gradient of `x`; merged is of `merge_grad_sums`."""
-    grad_x = torch.empty_like(x)
-    grid, numbers, _ = _grad_apply_cut(x, slope, blur, gate is not None, training)
+@by_form
+def _merged(x: Tensor, processors: int, groups: int, gated: bool, tile: int) -> Form:
+    n, channels = x.shape[:2]
+    # the gate has six values a group and channel, otherwise there are two
+    return _merge(
+        "merge_grad_sums", groups, tile // (4 if gated else 1), channels, HAS_GATE=gated,
+        splits=groups // n if gated else 1, count=float(x.numel() // channels),
+    )  # fmt: skip
+
+
+def grad_apply(grad: Tensor, kept: Kept, norm: Norm, sums: Sums) -> Tensor:
+    """Run backward's second pass: return the gradient of `y`."""
+    y, gate, term, stats = kept.y, kept.gate, sums.squeeze_grad, kept.stats
+    assert stats is not None
+    grad_x = torch.empty_like(y)
     launch(
-        _kernels().grad_apply, grid, WARPS,
-        (
-            grad, x, stats, bias.contiguous(), _or(gate, x), _or(squeeze_grad, x), merged, grad_x,
-        ),
-        numbers,
+        _grad_apply(y, norm.slope, norm.blur, gate is not None, norm.training), grad=grad, x=y,
+        stats=stats, bias=norm.beta.contiguous(), gate=y if gate is None else gate,
+        squeeze_grad=y if term is None else term, merged=sums.merged, grad_x=grad_x,
     )  # fmt: skip
     return grad_x
 
 
 @by_form
-def _grad_apply_cut(
+def _grad_apply(
     x: Tensor, processors: int, slope: float | None, blur: bool, gated: bool, training: bool
-) -> _Cut:
-    source, shape, cut = grad_cut(x, processors, gated, blur, sums=False)
-    numbers = _grad_numbers(x, source, shape, cut, slope, blur)
-    return _launched(cut, 0, *numbers, blur, gated, training)
-
-
-def _or(x: Tensor | None, other: Tensor) -> Tensor:
-    """Return `x`, or a tensor for an argument that the kernel does not read."""
-    return other if x is None else x
+) -> Form:
+    source, shape, cut = _grad_cut(x, processors, gated, blur, sums=False)
+    return _pass(
+        "grad_apply", x, shape, source, cut, slope, blur, HAS_GATE=gated, TRAINING=training
+    )

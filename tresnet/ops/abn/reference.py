@@ -1,8 +1,8 @@
 """Batch normalisation, leaky ReLU and the operations after them in a block, in plain PyTorch.
 
 `abn` and `tail` define the operation; autograd differentiates them. The other functions are the
-definitions of the launches of the same names and arguments in `launch`. They compute in float32, or
-for float64 inputs in float64.
+definitions of those of the same names and arguments in `launch`. They compute in float32, or for
+float64 inputs in float64.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tresnet.ops.abn.types import Kept, Norm, Sums
 from tresnet.ops.blur_pool.reference import blur_pool, transposed_blur_pool
 
 
@@ -54,123 +55,85 @@ def tail(y: Tensor, blur: bool, se: Sequence[Tensor] | None, shortcut: Tensor | 
     return y
 
 
-def statistics(
-    x: Tensor,
-    weight: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
-    momentum: float,
-    eps: float,
-    per_sample: bool,
-    update: bool,
-) -> tuple[Tensor, Tensor]:
+def statistics(y: Tensor, norm: Norm, *, per_sample: bool) -> tuple[Tensor, Tensor | None]:
     """Return the batch's statistics (4, C), and the mean of each sample (N, C) if `per_sample`."""
-    values = _wide(x)
+    values = _wide(y)
+    weight, *running = norm.vectors()
     var, mean = torch.var_mean(values.transpose(0, 1).flatten(1), 1, correction=0)
-    if update:
-        count = x.numel() // x.shape[1]
-        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-        running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)
-    means = _over_pixels(values, torch.mean) if per_sample else mean
-    return _normaliser(mean, var, weight, eps), means
+    if norm.momentum is not None and norm.group is None:
+        count = y.numel() // y.shape[1]
+        for old, new in zip(running, (mean, var * (count / (count - 1))), strict=True):
+            old.lerp_(new.to(old.dtype), norm.momentum)
+    means = _over_pixels(values, torch.mean) if per_sample else None
+    return _normaliser(mean, var, weight, norm.eps), means
 
 
-def running_statistics(weight: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
+def running_statistics(norm: Norm) -> Tensor:
     """Return mean, scale, invstd and variance (4, C) of the running statistics."""
-    wide = torch.float64 if var.dtype == torch.float64 else torch.float32
-    return _normaliser(mean.to(wide), var.to(wide), weight, eps)
+    weight, mean, var = norm.vectors()
+    return _normaliser(_wide(mean), _wide(var), weight, norm.eps)
 
 
-def squeeze(
-    x: Tensor, stats: Tensor | None, bias: Tensor, slope: float | None, blur: bool
-) -> Tensor:
+def squeeze(kept: Kept, norm: Norm) -> Tensor:
     """Return the mean of each sample's activated, blurred map: (N, C)."""
-    return _over_pixels(_activated(x, stats, bias, slope, blur), torch.mean)
+    return _over_pixels(_activated(kept, norm), torch.mean)
 
 
 def apply(
-    x: Tensor,
-    stats: Tensor | None,
-    bias: Tensor,
-    gate: Tensor | None,
-    shortcut: Tensor | None,
-    slope: float | None,
-    blur: bool,
-    keep_bits: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Return the output, and the mask of the join's ReLU."""
-    y = _activated(x, stats, bias, slope, blur)
-    y = y if gate is None else y * _per_sample(gate, y)
-    y = y if shortcut is None else torch.relu(y + shortcut)
-    y = y.to(x.dtype)
-    return y, ~(y <= 0) if keep_bits else y
+    kept: Kept, norm: Norm, shortcut: Tensor | None, *, keeps_bits: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the output, and the mask of the join's ReLU if requested."""
+    out = _activated(kept, norm)
+    out = out if kept.gate is None else out * _per_sample(kept.gate, out)
+    out = out if shortcut is None else torch.relu(out + shortcut)
+    out = out.to(kept.y.dtype)
+    return out, ~(out <= 0) if keeps_bits else None
 
 
 def grad_sums(
-    grad: Tensor,
-    second_grad: Tensor | None,
-    x: Tensor,
-    bits: Tensor | None,
-    gate: Tensor | None,
-    stats: Tensor,
-    bias: Tensor,
-    slope: float | None,
-    blur: bool,
-    again: bool = False,
-) -> tuple[Tensor, Tensor]:
+    grad: Tensor, second: Tensor | None, kept: Kept, norm: Norm, *, rebuilds: bool
+) -> tuple[Tensor, Tensor | None]:
     """Return the sums over each sample, (N, 2 or 4, C), and the map that `launch` writes."""
-    g, written = _wide(grad), x
-    g = g if second_grad is None else g + second_grad
-    if bits is not None:
-        g = g.masked_fill(~bits, 0.0)
-        written = g.to(x.dtype)
-    elif again:
-        written = apply(x, stats, bias, gate, None, slope, blur)[0]
-    m, delta = _slope(x, stats, bias, slope), _wide(x) - _channels(stats[0], x)
-    g = m * _back(g, x, blur)
+    y, written = kept.y, None
+    g = _wide(grad) if second is None else _wide(grad) + second
+    if kept.bits is not None:
+        g = g.masked_fill(~kept.bits, 0.0)
+        written = g.to(y.dtype)
+    elif rebuilds:
+        written, _ = apply(kept, norm, None, keeps_bits=False)
+    m, delta = _slope(kept, norm), _centred(kept)
+    g = m * _back(g, kept, norm)
     sums = [g, g * delta]
-    if gate is not None:
-        w = m * _back(torch.ones_like(grad, dtype=g.dtype), x, blur)
+    if kept.gate is not None:
+        w = m * _back(torch.ones_like(grad, dtype=g.dtype), kept, norm)
         sums += [w, w * delta]
     return torch.stack([_over_pixels(part, torch.sum) for part in sums], 1), written
 
 
-def merge_grad_sums(
-    partial: Tensor, gate: Tensor | None, squeeze_grad: Tensor | None, stats: Tensor, count: int
-) -> Tensor:
+def merge_grad_sums(partial: Tensor, squeeze_grad: Tensor | None, kept: Kept) -> Tensor:
     """Return the gradients of weight and bias, and the factors k1 and k0 of `grad_apply`."""
-    sums = partial[:, :2]
-    if gate is not None and squeeze_grad is not None:
-        sums = sums * gate[:, None] + partial[:, 2:] * squeeze_grad[:, None]
+    sums, stats = partial[:, :2], kept.stats
+    assert stats is not None
+    if kept.gate is not None and squeeze_grad is not None:
+        sums = sums * kept.gate[:, None] + partial[:, 2:] * squeeze_grad[:, None]
     grad_bias, centred = sums.sum(0)
     _, scale, invstd, _ = stats
-    grad_weight = centred * invstd
+    grad_weight, count = centred * invstd, kept.y.numel() // kept.y.shape[1]
     return torch.stack(
         (grad_weight, grad_bias, -scale * invstd * grad_weight / count, -scale * grad_bias / count)
     )
 
 
-def grad_apply(
-    grad: Tensor,
-    x: Tensor,
-    stats: Tensor,
-    bias: Tensor,
-    gate: Tensor | None,
-    squeeze_grad: Tensor | None,
-    merged: Tensor,
-    slope: float | None,
-    blur: bool,
-    training: bool,
-) -> Tensor:
-    """Return the gradient of `x`; the factors k1 and k0 only apply in training."""
-    g = _wide(grad)
-    if gate is not None and squeeze_grad is not None:
-        g = g * _per_sample(gate, g) + _per_sample(squeeze_grad, g)
-    g = _back(g, x, blur) * _slope(x, stats, bias, slope) * _channels(stats[1], x)
-    if training:
-        g = g + (_wide(x) - _channels(stats[0], x)) * _channels(merged[2], x)
-        g = g + _channels(merged[3], x)
-    return g.to(x.dtype)
+def grad_apply(grad: Tensor, kept: Kept, norm: Norm, sums: Sums) -> Tensor:
+    """Return the gradient of `y`; the factors k1 and k0 only apply in training."""
+    g, stats = _wide(grad), kept.stats
+    assert stats is not None
+    if kept.gate is not None and sums.squeeze_grad is not None:
+        g = g * _per_sample(kept.gate, g) + _per_sample(sums.squeeze_grad, g)
+    g = _back(g, kept, norm) * _slope(kept, norm) * _channels(stats[1], kept.y)
+    if norm.training:
+        g = g + _centred(kept) * _channels(sums.merged[2], g) + _channels(sums.merged[3], g)
+    return g.to(kept.y.dtype)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -194,27 +157,29 @@ def _per_sample(values: Tensor, like: Tensor) -> Tensor:
     return values.view(*values.shape, *[1] * (like.dim() - 2))
 
 
-def _normalised(x: Tensor, stats: Tensor | None, bias: Tensor) -> Tensor:
-    z = _wide(x)
-    if stats is not None:
-        z = (z - _channels(stats[0], x)) * _channels(stats[1], x)
-    return z + _channels(bias.to(z.dtype), x)
+def _centred(kept: Kept) -> Tensor:
+    z = _wide(kept.y)
+    return z if kept.stats is None else z - _channels(kept.stats[0], z)
 
 
-def _activated(
-    x: Tensor, stats: Tensor | None, bias: Tensor, slope: float | None, blur: bool
-) -> Tensor:
-    z = _normalised(x, stats, bias)
-    z = z if slope is None else F.leaky_relu(z, slope)
-    return blur_pool(z) if blur else z
+def _normalised(kept: Kept, norm: Norm) -> Tensor:
+    z = _centred(kept)
+    z = z if kept.stats is None else z * _channels(kept.stats[1], z)
+    return z + _channels(norm.beta.to(z.dtype), z)
 
 
-def _slope(x: Tensor, stats: Tensor, bias: Tensor, slope: float | None) -> Tensor | float:
-    if slope is None:
+def _activated(kept: Kept, norm: Norm) -> Tensor:
+    z = _normalised(kept, norm)
+    z = z if norm.slope is None else F.leaky_relu(z, norm.slope)
+    return blur_pool(z) if norm.blur else z
+
+
+def _slope(kept: Kept, norm: Norm) -> Tensor | float:
+    if norm.slope is None:
         return 1.0
-    z = _normalised(x, stats, bias)
-    return torch.where(z > 0, torch.ones_like(z), slope)
+    z = _normalised(kept, norm)
+    return torch.where(z > 0, torch.ones_like(z), norm.slope)
 
 
-def _back(grad: Tensor, x: Tensor, blur: bool) -> Tensor:
-    return transposed_blur_pool(grad, *x.shape[2:]) if blur else grad
+def _back(grad: Tensor, kept: Kept, norm: Norm) -> Tensor:
+    return transposed_blur_pool(grad, *kept.y.shape[2:]) if norm.blur else grad

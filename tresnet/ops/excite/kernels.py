@@ -27,21 +27,37 @@ def store_matrix(x, value, rows, columns, ROWS, COLUMNS):
 
 
 @triton.jit
-def by_rows(total, x, weight):
-    """Return `total + x weight^T` for x (BN, BJ), weight (BI, BJ): too small for tensor cores."""
-    return total + tl.sum(x[:, None, :] * weight[None, :, :], 2)
+def linear(
+    x, weight, bias, n, i, N, ROWS, COLUMNS,
+    BN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr,
+):  # fmt: skip
+    """Return values i of `x weight^T + bias` for samples n; these are too few for tensor cores."""
+    total = tl.zeros((BN, BI), tl.float32)
+    for begin in range(0, COLUMNS, BJ):
+        j = begin + tl.arange(0, BJ)
+        given = load_matrix(x, n, j, N, COLUMNS)
+        total += tl.sum(given[:, None, :] * load_matrix(weight, i, j, ROWS, COLUMNS)[None, :, :], 2)
+    return total + tl.load(bias + i, mask=i < ROWS, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
-def by_columns(total, x, weight):
-    """Return `total + x weight` for x (BN, BI), weight (BI, BJ)."""
-    return total + tl.sum(x[:, :, None] * weight[None, :, :], 1)
+def linear_grad(
+    grad, weight, n, j, N, ROWS, COLUMNS, BN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr
+):
+    """Return values j of `grad weight`, the gradient of `linear`'s input, for samples n."""
+    total = tl.zeros((BN, BJ), tl.float32)
+    for begin in range(0, ROWS, BI):
+        i = begin + tl.arange(0, BI)
+        given = load_matrix(grad, n, i, N, ROWS)
+        total += tl.sum(given[:, :, None] * load_matrix(weight, i, j, ROWS, COLUMNS)[None, :, :], 1)
+    return total
 
 
 @kernel
 def excite(
-    partial, stats, bias, fc1, fc1_bias, fc2, fc2_bias, squeezed, hidden, gate, N, C, R, P, splits,
-    chunk, LINEAR: tl.constexpr, BN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr,
+    partial, stats, bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, squeezed, hidden, gate,
+    N, C, R, P, splits, chunk,
+    LINEAR: tl.constexpr, BN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
     """Write squeezed (N, C), hidden (N, R) and gate (N, C) = sigmoid(fc2 relu(fc1 squeezed)).
 
@@ -67,29 +83,21 @@ def excite(
             value = (value - mu) * k + beta
         store_matrix(squeezed, value, n, c, N, C)
     tl.debug_barrier()  # threads read values that other threads of this program have written
-    for row in range(0, R, BI):
-        r = row + tl.arange(0, BI)
-        total = tl.zeros((BN, BI), tl.float32)
-        for begin in range(0, C, BJ):
-            c = begin + tl.arange(0, BJ)
-            total = by_rows(total, load_matrix(squeezed, n, c, N, C), load_matrix(fc1, r, c, R, C))
-        total += tl.load(fc1_bias + r, mask=r < R, other=0.0).to(tl.float32)[None, :]
-        store_matrix(hidden, tl.where(total <= 0, 0.0, total), n, r, N, R)  # NaN stays
+    for begin in range(0, R, BI):
+        r = begin + tl.arange(0, BI)
+        value = linear(squeezed, fc1_weight, fc1_bias, n, r, N, R, C, BN, BI, BJ)
+        store_matrix(hidden, tl.where(value <= 0, 0.0, value), n, r, N, R)  # NaN stays
     tl.debug_barrier()
-    for row in range(0, C, BI):
-        c = row + tl.arange(0, BI)
-        total = tl.zeros((BN, BI), tl.float32)
-        for begin in range(0, R, BJ):
-            r = begin + tl.arange(0, BJ)
-            total = by_rows(total, load_matrix(hidden, n, r, N, R), load_matrix(fc2, c, r, C, R))
-        total += tl.load(fc2_bias + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
-        store_matrix(gate, tl.sigmoid(total), n, c, N, C)
+    for begin in range(0, C, BI):
+        c = begin + tl.arange(0, BI)
+        value = linear(hidden, fc2_weight, fc2_bias, n, c, N, C, R, BN, BI, BJ)
+        store_matrix(gate, tl.sigmoid(value), n, c, N, C)
 
 
 @kernel
 def excite_grads(
-    partial, stats, bias, gate, hidden, fc1, fc2, grad_logit, grad_hidden, squeeze_grad,
-    N, C, R, splits, count, BN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr,
+    partial, stats, bias, gate, hidden, fc1_weight, fc2_weight, grad_logit, grad_hidden,
+    squeeze_grad, N, C, R, splits, count, BN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of both layers' outputs, and squeeze_grad (N, C).
 
@@ -114,22 +122,14 @@ def excite_grads(
     tl.debug_barrier()
     for begin in range(0, R, BJ):
         r = begin + tl.arange(0, BJ)
-        total = tl.zeros((BN, BJ), tl.float32)
-        for row in range(0, C, BI):
-            c = row + tl.arange(0, BI)
-            grad = load_matrix(grad_logit, n, c, N, C)
-            total = by_columns(total, grad, load_matrix(fc2, c, r, C, R))
-        total = tl.where(load_matrix(hidden, n, r, N, R) <= 0, 0.0, total)
-        store_matrix(grad_hidden, total, n, r, N, R)
+        value = linear_grad(grad_logit, fc2_weight, n, r, N, C, R, BN, BI, BJ)
+        value = tl.where(load_matrix(hidden, n, r, N, R) <= 0, 0.0, value)
+        store_matrix(grad_hidden, value, n, r, N, R)
     tl.debug_barrier()
     for begin in range(0, C, BJ):
         c = begin + tl.arange(0, BJ)
-        total = tl.zeros((BN, BJ), tl.float32)
-        for row in range(0, R, BI):
-            r = row + tl.arange(0, BI)
-            grad = load_matrix(grad_hidden, n, r, N, R)
-            total = by_columns(total, grad, load_matrix(fc1, r, c, R, C))
-        store_matrix(squeeze_grad, total / count, n, c, N, C)
+        value = linear_grad(grad_hidden, fc1_weight, n, c, N, R, C, BN, BI, BJ)
+        store_matrix(squeeze_grad, value / count, n, c, N, C)
 
 
 @triton.jit
@@ -154,11 +154,11 @@ def weight_grad(grad, x, weight, bias, N, ROWS, COLUMNS, BN: tl.constexpr, BW: t
 
 @kernel
 def excite_weight_grads(
-    squeezed, hidden, grad_logit, grad_hidden, fc1, fc1_bias, fc2, fc2_bias, N, C, R,
+    squeezed, hidden, grad_logit, grad_hidden, fc1_weight, fc1_bias, fc2_weight, fc2_bias, N, C, R,
     BN: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of both layers' weights and biases to fc1, fc1_bias and so on."""
     if tl.program_id(1) == 0:
-        weight_grad(grad_hidden, squeezed, fc1, fc1_bias, N, R, C, BN, BW)
+        weight_grad(grad_hidden, squeezed, fc1_weight, fc1_bias, N, R, C, BN, BW)
     else:
-        weight_grad(grad_logit, hidden, fc2, fc2_bias, N, C, R, BN, BW)
+        weight_grad(grad_logit, hidden, fc2_weight, fc2_bias, N, C, R, BN, BW)

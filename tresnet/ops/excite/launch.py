@@ -1,13 +1,11 @@
 """Launches of squeeze and excitation between two passes over the maps."""
 
-import functools
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from tresnet.ops.abn.launch import RESIDENT
-from tresnet.ops.operators import launch, operator
+from tresnet.ops.abn.types import Kept, Norm, SEWeights
+from tresnet.ops.launching import Form, launch
 from tresnet.ops.tiles import by_form, geometry, halved, plan
 
 # Samples of a program, and rows and columns of the weights that it reads at once. Batch 256 has 64
@@ -19,107 +17,88 @@ WEIGHTS_TILE = 64, 16  # samples at once; side of the square tiles of the weight
 WARPS = 16
 
 
-@functools.cache
-def _kernels() -> Any:
-    from tresnet.ops.excite import kernels
-
-    return kernels
-
-
-def _written(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dense = torch.contiguous_format
-    return (
-        torch.empty_like(a, memory_format=dense), torch.empty_like(b, memory_format=dense),
-        torch.empty_like(c, memory_format=dense), torch.empty_like(d, memory_format=dense),
-    )  # fmt: skip
-
-
-@by_form
-def _pixels_and_chunk(x: Tensor, processors: int, blur: bool) -> tuple[int, int]:
-    """Return the squeezed pixels of a sample, and the pixels of a chunk of `moments`."""
-    shape = halved(x) if blur else geometry(x, as_one_sample=False)
-    return shape.p, plan(shape, processors * RESIDENT).chunk
-
-
-@operator(
-    lambda partial, x, stats, bias, linear, blur, fc1, *_: (
-        partial.new_empty(x.shape[:2]),
-        partial.new_empty(len(x), len(fc1)),
-        partial.new_empty(x.shape[:2]),
-    )
-)
 def forward(
-    partial: Tensor,
-    x: Tensor,
-    stats: Tensor | None,
-    bias: Tensor,
-    linear: bool,
-    blur: bool,
-    fc1: Tensor,
-    fc1_bias: Tensor,
-    fc2: Tensor,
-    fc2_bias: Tensor,
+    partial: Tensor, kept: Kept, norm: Norm, *, linear: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the squeezed maps (N, C), the hidden layer (N, R) and the gate (N, C), all float32.
 
     `partial` is the result of `tresnet.ops.abn.launch.squeeze`. If the maps are a `linear` function
-    of `x` (N, C, ...), it is the second result of `statistics`, whose first is `stats` (4, C).
-    `fc1` is (R, C), and `fc2` (C, R).
+    of `y`, it is the second result of `statistics`.
     """
-    (samples, channels), reduced = x.shape[:2], fc1.shape[0]
+    se, stats = _dense(norm), kept.stats
+    samples, channels = kept.y.shape[:2]
     squeezed, gate = partial.new_empty(samples, channels), partial.new_empty(samples, channels)
-    hidden = partial.new_empty(samples, reduced)
-    pixels, chunk = _pixels_and_chunk(x, blur)
+    hidden = partial.new_empty(samples, len(se.fc1_weight))
     launch(
-        _kernels().excite, (-(-samples // TILE[0]), 1, 1), WARPS,
-        (
-            partial, partial if stats is None else stats, bias.contiguous(), fc1.contiguous(),
-            fc1_bias.contiguous(), fc2.contiguous(), fc2_bias.contiguous(), squeezed, hidden, gate,
-        ),
-        (samples, channels, reduced, pixels, partial.shape[0] // samples, chunk, linear, *TILE),
+        _excite(kept.y, len(se.fc1_weight), len(partial) // samples, norm.blur, linear, TILE),
+        partial=partial, stats=partial if stats is None else stats, bias=norm.beta.contiguous(),
+        **se._asdict(), squeezed=squeezed, hidden=hidden, gate=gate,
     )  # fmt: skip
     return squeezed, hidden, gate
 
 
-@operator(
-    lambda partial, stats, bias, gate, squeezed, hidden, fc1, fc1_bias, fc2, fc2_bias, pixels: (
-        torch.empty_like(gate), *_written(fc1, fc1_bias, fc2, fc2_bias),
-    )
-)  # fmt: skip
-def backward(
-    partial: Tensor,
-    stats: Tensor,
-    bias: Tensor,
-    gate: Tensor,
-    squeezed: Tensor,
-    hidden: Tensor,
-    fc1: Tensor,
-    fc1_bias: Tensor,
-    fc2: Tensor,
-    fc2_bias: Tensor,
-    pixels: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradient of the squeeze divided by `pixels` (N, C), and those of the parameters.
+def _dense(norm: Norm) -> SEWeights:
+    assert norm.se is not None
+    return SEWeights(*map(Tensor.contiguous, norm.se))
 
-    `partial` is the result of `tresnet.ops.abn.launch.grad_sums`; squeezed, hidden and gate are
-    those of `forward`. The latter four have the dtypes of their parameters.
+
+@by_form
+def _excite(
+    x: Tensor, processors: int, reduced: int, splits: int, blur: bool, linear: bool,
+    tile: tuple[int, int, int],
+) -> Form:  # fmt: skip
+    (n, channels), (bn, bi, bj) = x.shape[:2], tile
+    shape = halved(x) if blur else geometry(x, as_one_sample=False)
+    return Form(
+        "excite.excite", WARPS, (-(-n // bn),), N=n, C=channels, R=reduced, P=shape.p,
+        splits=splits, chunk=plan(shape, processors * RESIDENT).chunk, LINEAR=linear,
+        BN=bn, BI=bi, BJ=bj,
+    )  # fmt: skip
+
+
+def backward(partial: Tensor, kept: Kept, norm: Norm) -> tuple[Tensor, SEWeights]:
+    """Return the gradient of the squeeze over its pixels (N, C), and those of the parameters.
+
+    `partial` is the result of `tresnet.ops.abn.launch.grad_sums`. The parameters' gradients have
+    their dtypes.
     """
-    (samples, channels), reduced = gate.shape, fc1.shape[0]
+    gate = kept.gate if kept.excited is None else kept.excited
+    hidden, squeezed, stats, se = kept.hidden, kept.squeezed, kept.stats, _dense(norm)
+    assert gate is not None
+    assert hidden is not None
+    assert squeezed is not None
+    assert stats is not None
     grad_logit, grad_hidden = torch.empty_like(gate), torch.empty_like(hidden)
-    squeeze_grad = torch.empty_like(gate)
-    grads = _written(fc1, fc1_bias, fc2, fc2_bias)
-    sizes = samples, channels, reduced
+    squeeze_grad, grads = torch.empty_like(gate), SEWeights(*map(torch.empty_like, se))
+    of_maps, of_weights = _grads(
+        kept.y, hidden.shape[1], len(partial) // len(gate), norm.blur, TILE, WEIGHTS_TILE
+    )
     launch(
-        _kernels().excite_grads, (-(-samples // TILE[0]), 1, 1), WARPS,
-        (
-            partial, stats, bias.contiguous(), gate, hidden, fc1.contiguous(), fc2.contiguous(),
-            grad_logit, grad_hidden, squeeze_grad,
-        ),
-        (*sizes, partial.shape[0] // samples, float(pixels), *TILE),
+        of_maps, partial=partial, stats=stats, bias=norm.beta.contiguous(), gate=gate,
+        hidden=hidden, fc1_weight=se.fc1_weight, fc2_weight=se.fc2_weight, grad_logit=grad_logit,
+        grad_hidden=grad_hidden, squeeze_grad=squeeze_grad,
     )  # fmt: skip
-    squares = -(-channels // WEIGHTS_TILE[1]) * -(-reduced // WEIGHTS_TILE[1])
     launch(
-        _kernels().excite_weight_grads, (squares, 2, 1), 4,
-        (squeezed, hidden, grad_logit, grad_hidden, *grads), (*sizes, *WEIGHTS_TILE),
+        of_weights, squeezed=squeezed, hidden=hidden, grad_logit=grad_logit,
+        grad_hidden=grad_hidden, **grads._asdict(),
     )  # fmt: skip
-    return squeeze_grad, *grads
+    return squeeze_grad, grads
+
+
+@by_form
+def _grads(
+    x: Tensor, processors: int, reduced: int, splits: int, blur: bool, tile: tuple[int, int, int],
+    weights_tile: tuple[int, int],
+) -> tuple[Form, Form]:  # fmt: skip
+    (n, channels), (bn, bi, bj), (samples, side) = x.shape[:2], tile, weights_tile
+    pixels = (halved(x) if blur else geometry(x, as_one_sample=False)).p
+    of_maps = Form(
+        "excite.excite_grads", WARPS, (-(-n // bn),), N=n, C=channels, R=reduced, splits=splits,
+        count=float(pixels), BN=bn, BI=bi, BJ=bj,
+    )  # fmt: skip
+    squares = -(-channels // side) * -(-reduced // side)
+    of_weights = Form(
+        "excite.excite_weight_grads", 4, (squares, 2), N=n, C=channels, R=reduced, BN=samples,
+        BW=side,
+    )  # fmt: skip
+    return of_maps, of_weights

@@ -1,57 +1,52 @@
 """Squeeze and excitation between two passes over the maps, in plain PyTorch: see `launch`."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tresnet.ops import tiles
+from tresnet.ops.abn.types import Kept, Norm, SEWeights
+
 
 def forward(
-    partial: Tensor,
-    x: Tensor,
-    stats: Tensor | None,
-    bias: Tensor,
-    linear: bool,
-    blur: bool,
-    fc1: Tensor,
-    fc1_bias: Tensor,
-    fc2: Tensor,
-    fc2_bias: Tensor,
+    partial: Tensor, kept: Kept, norm: Norm, *, linear: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the squeezed maps (N, C), the hidden layer (N, R) and the gate (N, C).
 
-    `partial` (N, C) holds the means of the squeezed maps; if `linear`, the means of `x`, from
+    `partial` (N, C) holds the means of the squeezed maps; if `linear`, the means of `y`, from
     which those of the normalised maps follow.
     """
     squeezed, dtype = partial, partial.dtype
-    if linear and stats is not None:
-        squeezed = (partial - stats[0]) * stats[1] + bias.to(dtype)
-    hidden = torch.relu(F.linear(squeezed, fc1.flatten(1).to(dtype), fc1_bias.to(dtype)))
-    gate = torch.sigmoid(F.linear(hidden, fc2.flatten(1).to(dtype), fc2_bias.to(dtype)))
-    return squeezed, hidden, gate
+    if linear and kept.stats is not None:
+        squeezed = (partial - kept.stats[0]) * kept.stats[1] + norm.beta.to(dtype)
+    fc1_weight, fc1_bias, fc2_weight, fc2_bias = _matrices(norm, dtype)
+    hidden = torch.relu(F.linear(squeezed, fc1_weight, fc1_bias))
+    return squeezed, hidden, torch.sigmoid(F.linear(hidden, fc2_weight, fc2_bias))
 
 
-def backward(
-    partial: Tensor,
-    stats: Tensor,
-    bias: Tensor,
-    gate: Tensor,
-    squeezed: Tensor,
-    hidden: Tensor,
-    fc1: Tensor,
-    fc1_bias: Tensor,
-    fc2: Tensor,
-    fc2_bias: Tensor,
-    pixels: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradient of the squeeze over `pixels` (N, C), and those of the parameters."""
-    dtype = partial.dtype
-    grad = partial[:, 0] * bias.to(dtype) + partial[:, 1] * stats[1]
+def _matrices(norm: Norm, dtype: torch.dtype) -> SEWeights:
+    assert norm.se is not None
+    fc1_weight, fc1_bias, fc2_weight, fc2_bias = (part.to(dtype) for part in norm.se)
+    return SEWeights(fc1_weight.flatten(1), fc1_bias, fc2_weight.flatten(1), fc2_bias)
+
+
+def backward(partial: Tensor, kept: Kept, norm: Norm) -> tuple[Tensor, SEWeights]:
+    """Return the gradient of the squeeze over its pixels (N, C), and those of the parameters."""
+    gate = kept.gate if kept.excited is None else kept.excited
+    assert kept.stats is not None
+    assert gate is not None
+    assert kept.squeezed is not None
+    assert kept.hidden is not None
+    assert norm.se is not None
+    se, pixels = _matrices(norm, partial.dtype), kept.y[0, 0].numel()
+    if norm.blur:
+        pixels = math.prod(tiles.blurred(kept.y.shape))
+    grad = partial[:, 0] * norm.beta.to(partial.dtype) + partial[:, 1] * kept.stats[1]
     grad = grad * gate * (1 - gate)
-    inner = (grad @ fc2.flatten(1).to(dtype)) * (hidden > 0)
-    return (
-        inner @ fc1.flatten(1).to(dtype) / pixels,
-        (inner.T @ squeezed).view_as(fc1).to(fc1.dtype),
-        inner.sum(0).to(fc1_bias.dtype),
-        (grad.T @ hidden).view_as(fc2).to(fc2.dtype),
-        grad.sum(0).to(fc2_bias.dtype),
+    inner = (grad @ se.fc2_weight) * (kept.hidden > 0)
+    grads = inner.T @ kept.squeezed, inner.sum(0), grad.T @ kept.hidden, grad.sum(0)
+    return inner @ se.fc1_weight / pixels, SEWeights(
+        *(found.view_as(part).to(part.dtype) for found, part in zip(grads, norm.se, strict=True))
     )

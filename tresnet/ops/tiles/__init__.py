@@ -41,17 +41,20 @@ class Geometry(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Division of a tensor into programs, and the last arguments of a launch.
+    """Division of a tensor into programs: their number, and arguments of the kernels.
 
-    Each sample has `splits` chunks of `chunk` pixels. `tile` is BP, BC, AP and AC: a tile has BP
-    pixels and BC channels. AP divides the number of pixels and AC that of channels, so that a
-    thread may load as many values at once. Triton itself only finds divisibility by 16.
+    Each sample has `splits` chunks of `chunk` pixels. A tile has BP pixels and BC channels. AP
+    divides the number of pixels and AC that of channels, so that a thread may load as many values
+    at once. Triton itself only finds divisibility by 16.
     """
 
+    programs: int
     splits: int
     chunk: int
-    programs: int
-    tile: tuple[int, int, int, int]
+    BP: int
+    BC: int
+    AP: int
+    AC: int
 
 
 def interpreted() -> bool:
@@ -93,17 +96,17 @@ def by_form(cut: Callable[..., CutT]) -> Callable[..., CutT]:
         shape: torch.Size,
         stride: tuple[int, ...],
         dtype: torch.dtype,
-        limits: tuple[int, ...],
+        device: torch.device,
+        limits: Any,
         *rest: Any,
     ) -> CutT:
-        return cut(torch.empty_strided(shape, stride, dtype=dtype, device="meta"), *rest)
+        x = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return cut(x, multiprocessors(device), *rest)
 
     @functools.wraps(cut)
     def run(x: Tensor, *rest: Any) -> CutT:
-        if type(x) is not Tensor and any(isinstance(size, torch.SymInt) for size in x.shape):
-            return cut(x, multiprocessors(x.device), *rest)  # of sizes the compiler leaves open
-        limits = (TILE, BLUR_TILE, CHANNELS, MOST_TILES)
-        return known(x.shape, x.stride(), x.dtype, limits, multiprocessors(x.device), *rest)
+        limits = TILE, BLUR_TILE, multiprocessors  # which tests replace
+        return known(x.shape, x.stride(), x.dtype, x.device, limits, *rest)
 
     return run
 
@@ -192,7 +195,7 @@ def plan(
     # the blur's pixels are no neighbours in memory
     ap = 1 if along_c or blur else math.gcd(shape.p, widest)
     ac = math.gcd(shape.c, widest) if along_c else 1
-    return Plan(splits, chunk, shape.n * splits * columns, (bp, bc, ap, ac))
+    return Plan(shape.n * splits * columns, splits, chunk, bp, bc, ap, ac)
 
 
 def _tiles_of_chunk(tiles: int, rows: int, places: int) -> int:

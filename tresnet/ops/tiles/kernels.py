@@ -14,7 +14,7 @@ kernel = triton.jit(
     do_not_specialize=(
         *("N", "P", "C", "R", "G", "H", "W", "HO", "WO", "splits", "chunk", "count"),
     ),
-    do_not_specialize_on_alignment=[*("xn", "xp", "xc", "gn", "gp", "gc", "on", "op", "oc")],
+    do_not_specialize_on_alignment=("xn", "xp", "xc", "on", "op", "oc"),
 )
 
 
@@ -156,14 +156,14 @@ def pixel_of_square(i, j, mask, H, W, DI: tl.constexpr, DJ: tl.constexpr):
 
 
 @triton.jit
-def load_square_gradients(grad, p, c, mask, u1, v1, WO, gp, gc):
+def load_square_gradients(grad, p, c, mask, u1, v1, WO, op, oc):
     """Load the gradients of output p and its right, lower and lower right neighbours, or 0."""
-    grad += p[:, None] * gp + c[None, :] * gc
+    grad += p[:, None] * op + c[None, :] * oc
     right, lower = mask & (v1 > 0)[:, None], mask & (u1 > 0)[:, None]
     t00 = tl.load(grad, mask=mask, other=0.0).to(tl.float32)
-    t01 = tl.load(grad + gp, mask=right, other=0.0).to(tl.float32)
-    t10 = tl.load(grad + WO * gp, mask=lower, other=0.0).to(tl.float32)
-    t11 = tl.load(grad + (WO + 1) * gp, mask=lower & right, other=0.0).to(tl.float32)
+    t01 = tl.load(grad + op, mask=right, other=0.0).to(tl.float32)
+    t10 = tl.load(grad + WO * op, mask=lower, other=0.0).to(tl.float32)
+    t11 = tl.load(grad + (WO + 1) * op, mask=lower & right, other=0.0).to(tl.float32)
     return t00, t01, t10, t11
 
 

@@ -1,12 +1,13 @@
 """A kernel is compiled by Triton, and launched again without it where it would be the same one."""
 
+import sys
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-from tresnet.ops import operators
+from tresnet.ops import launching
 
 triton = pytest.importorskip("triton")
 GRID = (5, 1, 1)
@@ -15,36 +16,36 @@ GRID = (5, 1, 1)
 class Kernel:
     """In place of Triton's functions; its compiled kernels are mocks."""
 
+    arg_names = ("x", "y", "N", "eps")
+
     def __init__(self):
         self.compiled = []
 
     def __getitem__(self, grid):
-        def compile_and_launch(*args, num_warps, enable_fp_fusion):
+        def compile_and_launch(num_warps, enable_fp_fusion, **arguments):
             assert (grid, num_warps, enable_fp_fusion) == (GRID, 4, True)
-            self.compiled.append((MagicMock(function=7, packed_metadata="packed"), args))
+            self.compiled.append((MagicMock(function=7, packed_metadata="packed"), arguments))
             return self.compiled[-1][0]
 
         return compile_and_launch
 
 
 @pytest.fixture
-def kernel(monkeypatch):
+def form(monkeypatch):
     device = SimpleNamespace(get_current_device=lambda: -1, get_current_stream=lambda _: 3)
     monkeypatch.setattr(triton.runtime.driver, "_active", device)
-    monkeypatch.setattr(operators, "_compiled", {})
-    return Kernel()
+    kernels = SimpleNamespace(kernel=Kernel())
+    monkeypatch.setitem(sys.modules, "tresnet.ops.stand_in.kernels", kernels)
+    monkeypatch.setitem(sys.modules, "tresnet.ops.stand_in", kernels)
+    return launching.Form("stand_in.kernel", 4, (5,), eps=0.5, unknown=1, N=6)
 
 
-def launch(kernel, *tensors, numbers=(6, 0.5)):
-    operators.launch(kernel, GRID, 4, tensors, numbers)
-
-
-def test_a_kernel_is_launched_again_by_addresses(kernel):
+def test_a_kernel_is_launched_again_by_addresses(form):
     for _ in range(3):
         x, y = torch.zeros(8), torch.zeros(4)
-        launch(kernel, x, y)
-    ((made, args),) = kernel.compiled
-    assert args[2:] == (6, 0.5)
+        launching.launch(form, x=x, y=y)
+    ((made, arguments),) = form.kernel.compiled
+    assert [*arguments.items()][2:] == [("N", 6), ("eps", 0.5)]
     assert made.run.call_count == 2
     made.run.assert_called_with(
         *GRID, 3, 7, "packed", None, None, None, x.data_ptr(), y.data_ptr(), 6, 0.5
@@ -54,36 +55,41 @@ def test_a_kernel_is_launched_again_by_addresses(kernel):
 @pytest.mark.parametrize(
     "other",
     [
-        lambda kernel: launch(kernel, torch.zeros(8), torch.zeros(4, dtype=torch.float16)),
-        lambda kernel: launch(kernel, torch.zeros(9)[1:], torch.zeros(4)),
-        lambda kernel: launch(kernel, torch.zeros(8), torch.zeros(5)[1:]),
-        lambda kernel: launch(kernel, torch.zeros(8), torch.zeros(4), numbers=(7, 0.5)),
+        (torch.zeros(8), torch.zeros(4, dtype=torch.float16)),
+        (torch.zeros(9)[1:], torch.zeros(4)),
+        (torch.zeros(8), torch.zeros(5)[1:]),
     ],
-    ids=["dtype", "first alignment", "second alignment", "number"],
+    ids=["dtype", "first alignment", "second alignment"],
 )
-def test_what_triton_would_compile_anew_is_compiled_anew(kernel, other):
-    launch(kernel, torch.zeros(8), torch.zeros(4))
+def test_what_triton_would_compile_anew_is_compiled_anew(form, other):
+    x, y = torch.zeros(8), torch.zeros(4)
+    launching.launch(form, x=x, y=y)
     for _ in range(2):
-        other(kernel)
-    assert [made.run.call_count for made, _ in kernel.compiled] == [0, 1]
-    launch(kernel, torch.zeros(8), torch.zeros(4))
-    assert [made.run.call_count for made, _ in kernel.compiled] == [1, 1], "still known"
+        launching.launch(form, **dict(zip("xy", other, strict=True)))
+    assert [made.run.call_count for made, _ in form.kernel.compiled] == [0, 1]
+    launching.launch(form, x=x, y=y)
+    assert [made.run.call_count for made, _ in form.kernel.compiled] == [1, 1], "still known"
+
+
+def test_tensors_on_two_devices_are_an_error(form):
+    with pytest.raises(ValueError, match="on one device"):
+        launching.launch(form, x=torch.zeros(8), y=torch.zeros(4, device="meta"))
 
 
 @pytest.mark.parametrize("when", ["hooks", "another device"])
-def test_hooks_and_other_devices_are_left_to_triton(kernel, monkeypatch, when):
-    launch(kernel, x := torch.zeros(8))
+def test_hooks_and_other_devices_are_left_to_triton(form, monkeypatch, when):
+    launching.launch(form, x=(x := torch.zeros(8)), y=x)
     if when == "hooks":
         hooks = triton.knobs.HookChain()
         hooks.add(print)
         monkeypatch.setattr(triton.knobs.runtime, "launch_exit_hook", hooks)
     else:
         triton.runtime.driver.active.get_current_device = lambda: 1
-    launch(kernel, x)
-    ((made, _),) = kernel.compiled
+    launching.launch(form, x=x, y=x)
+    ((made, _),) = form.kernel.compiled
     assert made.run.call_count == 0
     made.__getitem__.assert_called_once_with(GRID)
-    made.__getitem__.return_value.assert_called_once_with(x, 6, 0.5)
+    made.__getitem__.return_value.assert_called_once_with(x, x, 6, 0.5)
 
 
 class Launcher:
@@ -94,18 +100,18 @@ class Launcher:
         self.launch, self.calls = MagicMock(), 0
 
     def __call__(self, x, y, z, stream, function, metadata, *rest):
-        *hooks, arg = rest
         self.calls += 1
-        args = ((arg,),) if self.nested else (arg,)
+        hooks, args = rest[:3], (rest[3:],) if self.nested else rest[3:]
         self.launch(x, y, z, stream, function, False, metadata, *hooks, *args)
 
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_the_python_of_tritons_launcher_runs_once(nested):
     launcher = Launcher(nested, scratch=0)
-    run = operators._run_of(SimpleNamespace(run=launcher, function=7, packed_metadata="packed"))
-    launcher(5, 1, 1, 3, 7, "packed", None, None, None, 11)
-    run(GRID, 3, (11,))
+    compiled = SimpleNamespace(run=launcher, function=7, packed_metadata="packed")
+    run = launching._run_of(compiled, GRID, (0.5,))
+    launcher(5, 1, 1, 3, 7, "packed", None, None, None, 11, 0.5)
+    run(3, [11])
     assert launcher.calls == 1, "the last one was not its own"
     assert launcher.launch.call_count == 2, "that shows the constants launches nothing"
     assert launcher.launch.call_args_list[0] == launcher.launch.call_args_list[1]
@@ -113,6 +119,7 @@ def test_the_python_of_tritons_launcher_runs_once(nested):
 
 def test_a_kernel_that_borrows_memory_goes_through_tritons_launcher():
     launcher = Launcher(True, scratch=16)
-    run = operators._run_of(SimpleNamespace(run=launcher, function=7, packed_metadata="packed"))
-    run(GRID, 3, (11,))
+    compiled = SimpleNamespace(run=launcher, function=7, packed_metadata="packed")
+    run = launching._run_of(compiled, GRID, (0.5,))
+    run(3, [11])
     assert launcher.calls == 1
