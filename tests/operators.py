@@ -19,5 +19,5 @@ class Recorder(TorchDispatchMode):
         return out
 
     def names(self) -> list[str]:
-        """Return names of operators, such as 'add' and 'tresnet::apply'."""
+        """Return names of operators, such as 'add' and '_foreach_add_'."""
         return [func._schema.name.removeprefix("aten::") for func, *_ in self.calls]
