@@ -3,6 +3,7 @@
 import os
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.fused.models import make
-from tests.ops.operation import abn
-from tests.ops.test_abn_kernels import CHAINS, run, tensors
+from tests.ops.test_abn_kernels import CHAINS, call, run, tensors
 from tresnet.fused import padding
 from tresnet.layers.norm import ABN
-from tresnet.ops.abn import SEWeights
 
 WORLD_SIZE = 2
 SIZES = ((4, 1), (5, 0))  # images of each process: not the same number, and none at all
@@ -34,25 +33,25 @@ def half(rank: int, folder: str, cases: list[Case]) -> None:
     )
     results = {}
     for name, sizes in cases:
-        chain, (parts, grad) = CHAINS[name], torch.load(f"{folder}/{name}.pt", weights_only=True)
+        parts, grad = torch.load(f"{folder}/{name}.pt", weights_only=True)
         start = sum(sizes[:rank])
         mine = slice(start, start + sizes[rank])
         parts = {k: v[mine] if k in ("x", "shortcut") else v for k, v in parts.items()}
-        leaves = {k: v.clone().requires_grad_() for k, v in parts.items()}
-        mean, var = torch.zeros(6), torch.ones(6)
-        y = abn(
-            leaves["x"], leaves["weight"], leaves["bias"], mean, var, training=True,
-            slope=chain.slope, blur=chain.blur,
-            se=SEWeights(*list(leaves.values())[3:7]) if chain.se else None,
-            shortcut=leaves.get("shortcut"), group=dist.group.WORLD, impl="triton",
-        )  # fmt: skip
-        y.backward(grad[mine])
-        results[name, sizes] = {"y": y.detach(), "mean": mean, "var": var}
-        results[name, sizes] |= {f"grad of {k}": v.grad for k, v in leaves.items()}
+        results[name, sizes] = operation(name, parts, grad[mine], group=dist.group.WORLD)
     results["model"] = step(rank, network(), torch.load(f"{folder}/images.pt"))
     results["mixed"] = mixed_step(rank, torch.load(f"{folder}/images.pt"))
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
+
+
+def operation(name: str, parts: dict[str, Tensor], grad: Tensor, **how: Any) -> dict[str, Tensor]:
+    """Output, gradients and running statistics of one operation."""
+    leaves = {k: v.clone().requires_grad_() for k, v in parts.items()}
+    mean, var = torch.zeros(6, dtype=grad.dtype), torch.ones(6, dtype=grad.dtype)
+    y = call(leaves, CHAINS[name], (mean, var), **how)
+    y.backward(grad)
+    grads = {f"grad of {k}": v.grad for k, v in leaves.items()}
+    return {"y": y.detach(), "mean": mean, "var": var, **grads}
 
 
 def network() -> nn.Module:
@@ -105,29 +104,18 @@ def test_two_processes_equal_one(tmp_path: Path):
     mp.start_processes(half, (str(tmp_path), cases), nprocs=WORLD_SIZE, start_method="forkserver")
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(WORLD_SIZE)]
     for name, sizes in cases:
-        chain, (parts, grad) = CHAINS[name], inputs[name]
-        leaves = {k: v.double().requires_grad_() for k, v in parts.items()}
-        mean, var = torch.zeros(6).double(), torch.ones(6).double()
-        y = abn(
-            leaves["x"], leaves["weight"], leaves["bias"], mean, var, training=True,
-            slope=chain.slope, blur=chain.blur,
-            se=SEWeights(*list(leaves.values())[3:7]) if chain.se else None,
-            shortcut=leaves.get("shortcut"), impl="reference",
-        )  # fmt: skip
-        y.backward(grad.double())
-        expected = {"y": y.detach()} | {f"grad of {k}": v.grad for k, v in leaves.items()}
+        parts, grad = inputs[name]
+        exact = {k: v.double() for k, v in parts.items()}
+        expected = operation(name, exact, grad.double(), impl="reference")
         for key, value in expected.items():
-            ours = [rank[name, sizes][key] for rank in ranks]
+            ours = [rank[name, sizes][key].double() for rank in ranks]
+            if key in ("mean", "var"):
+                torch.testing.assert_close(ours, [value, value], rtol=1e-5, atol=1e-6)
+                continue
             split = key in ("y", "grad of x", "grad of shortcut")
             joined = torch.cat(ours) if split else ours[0] + ours[1]
-            torch.testing.assert_close(
-                joined.double(), value, rtol=1e-4, atol=1e-5 * value.abs().max().item()
-            )
-        for rank in ranks:
-            torch.testing.assert_close(
-                rank[name, sizes]["mean"].double(), mean, rtol=1e-5, atol=1e-6
-            )
-            torch.testing.assert_close(rank[name, sizes]["var"].double(), var, rtol=1e-5, atol=1e-6)
+            atol = 1e-5 * value.abs().max().item()
+            torch.testing.assert_close(joined, value, rtol=1e-4, atol=atol)
     exact = step(0, make("reference", width_factor=WIDTH_FACTOR).double(), images.double())
     for rank in ranks:
         for key, value in rank["mixed"].items():
