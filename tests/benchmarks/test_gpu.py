@@ -123,7 +123,7 @@ def test_sigterm_lets_the_running_one_end_and_names_the_others(parts, tmp_path, 
 @pytest.mark.slow
 def test_a_rehearsal_measures_with_tiny_models(tmp_path):
     """One comparison of each kind: the others differ in what test_every_line_is_sound checks."""
-    names = "1", "infer_m", "largest_batch"
+    names = "selfcheck", "train_m", "profile", "operations", "kernels", "infer_m", "largest_batch"
     command = [sys.executable, str(SCRIPT), "--rehearse", *names, "--output-dir", str(tmp_path)]
     found = subprocess.run(command, capture_output=True, text=True)
     logs = {path.name: path.read_text()[-2000:] for path in tmp_path.glob("*.log")}
