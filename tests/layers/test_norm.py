@@ -1,21 +1,15 @@
 """Our norms are batch norms to every tool; one that replaces them keeps their activation."""
 
 import copy
-import os
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import timm.layers
-import timm.optim
 import timm.utils
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.nn.functional import all_reduce
 from torch.optim.swa_utils import update_bn
 
 import tresnet
@@ -70,6 +64,8 @@ def test_a_weight_of_in_place_abn_below_eps_is_reflected():
     y = F.batch_norm(x, norm.running_mean, norm.running_var, gamma, norm.bias, eps=norm.eps)
     expected = F.leaky_relu(y, norm.slope)
     torch.testing.assert_close(torch.jit.trace(norm, x)(x), expected)
+    torch.testing.assert_close(norm(x.clone()), expected)
+    torch.testing.assert_close(norm.state_dict()["weight"], gamma)
     torch.testing.assert_close(norm(x), expected)
 
 
@@ -168,52 +164,6 @@ def test_a_tool_that_replaces_norms_keeps_the_function(tool: str):
     for which in (model, other):
         which.set_slopes(0.3, 0.2)
     torch.testing.assert_close(other(x), model(x))
-
-
-def test_groups_of_parameters_keep_norms_apart():
-    model = small("batchnorm")
-    free, decayed = timm.optim.param_groups_weight_decay(model, 0.1)
-    assert (free["weight_decay"], decayed["weight_decay"]) == (0, 0.1)
-    norms = {id(p) for m in model.modules() if isinstance(m, NormAct) for p in m.parameters()}
-    assert norms <= {id(p) for p in free["params"]}
-
-
-def over_all_processes(self: nn.SyncBatchNorm, x: Tensor) -> Tensor:
-    """Return `nn.SyncBatchNorm`'s result on GPUs: normalised by the statistics of all processes."""
-    sums = torch.stack((x.sum((0, 2, 3)), x.square().sum((0, 2, 3))))
-    mean, square = all_reduce(sums) / (x.numel() // x.shape[1] * dist.get_world_size())
-    scale = torch.rsqrt(square - mean.square() + self.eps) * self.weight
-    return (x - mean[:, None, None]) * scale[:, None, None] + self.bias[:, None, None]
-
-
-def half(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    url = f"file://{folder}/rendezvous"
-    dist.init_process_group("gloo", init_method=url, rank=rank, world_size=2)
-    nn.SyncBatchNorm.forward = over_all_processes
-    model = nn.SyncBatchNorm.convert_sync_batchnorm(small().double().train())
-    x = torch.load(f"{folder}/images.pt")[2 * rank :][:2]
-    y = model(x)
-    y.square().sum().backward()
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    torch.save((y.detach(), grads), f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_a_synchronised_model_on_two_processes_is_the_model_on_one(tmp_path: Path):
-    x = torch.rand(4, 3, 32, 32, dtype=torch.float64)
-    torch.save(x, tmp_path / "images.pt")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    mp.spawn(half, (str(tmp_path),), nprocs=2)
-    (first, grads), (second, more) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    model = small().double().train()
-    y = model(x)
-    y.square().sum().backward()
-    torch.testing.assert_close(torch.cat((first, second)), y, rtol=1e-8, atol=1e-8)
-    for name, parameter in model.named_parameters():
-        ours = grads[name] + more[name]
-        torch.testing.assert_close(ours, parameter.grad, rtol=1e-6, atol=1e-6, msg=name)
 
 
 def test_a_synchronised_norm_is_not_traced(monkeypatch):

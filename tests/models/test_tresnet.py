@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.live_storages import Births, live_after
+from tests.live_storages import live_after
 from tresnet.errors import InputError, MissingDependencyError
 from tresnet.models.features import FeatureExtractor
 from tresnet.models.zoo import build
@@ -109,19 +109,6 @@ def test_one_value_per_channel_while_training_is_an_error():
         make().train()(torch.rand(1, 3, 10, 10))
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_norms_agree(images, training):
-    """The three norms give the same output, gradient and statistics from one state dict."""
-    reference = make("batchnorm").train(training)
-    state = copy.deepcopy(reference.state_dict())
-    expected, y = train_step(reference, images), reference(images)
-    for norm in ["abn", "inplace_abn"]:
-        other = make(norm).train(training)
-        other.load_state_dict(state)
-        assert_same_step(train_step(other, images), expected)
-        torch.testing.assert_close(other(images), y, rtol=1e-4, atol=1e-5)
-
-
 def test_missing_package_names_the_command(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "inplace_abn", None)
     monkeypatch.setitem(__import__("sys").modules, "inplace_abn.functions", None)
@@ -129,30 +116,17 @@ def test_missing_package_names_the_command(monkeypatch):
         build("tresnet_t", norm="inplace_abn")
 
 
-def test_inplace_abn_reflects_weights_below_eps(images):
-    """A step that carries w below zero leaves the state dict with the gamma it stands for."""
-    model = make("inplace_abn").eval()
-    before = model(images)
-    norm = model.body.conv1.bn
-    with torch.no_grad():
-        norm.weight.copy_(2 * norm.eps - norm.weight)  # w -> -w: the same |w| + eps
-    torch.testing.assert_close(model(images), before)
-    assert (model.state_dict()["body.conv1.bn.weight"] >= norm.eps).all()
-    torch.testing.assert_close(model(images), before)
-
-
 @pytest.mark.parametrize(("norm", "jit"), [("abn", False), ("batchnorm", True)])
 def test_script_and_trace(images, norm, jit):
-    model = make(norm, jit=jit, layers=(1, 1, 1, 1)).eval()
-    expected = model(images).detach()
-    torch.testing.assert_close(torch.jit.script(model)(images), expected)
-    torch.testing.assert_close(torch.jit.trace(model, images)(images), expected)
-
-
-def test_scripted_model_trains(images):
-    model = make()
+    model = make(norm, jit=jit, layers=(1, 1, 1, 1))
+    scripted = torch.jit.script(model)
     expected = train_step(copy.deepcopy(model), images)
-    assert_same_step(train_step(model, images, torch.jit.script(model)), expected)
+    assert_same_step(train_step(model, images, scripted), expected)
+    expected = model.eval()(images).detach()
+    torch.testing.assert_close(scripted.eval()(images), expected)
+    torch.testing.assert_close(torch.jit.trace(model, images)(images), expected)
+    features = FeatureExtractor(model, (3, 0))
+    torch.testing.assert_close(torch.jit.script(features)(images), features(images))
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -318,17 +292,10 @@ def test_abn_keeps_the_least():
     """Measured bytes alive after the forward pass, per image, of each norm."""
     images = torch.rand(2, 3, 64, 64)
     models = {norm: make(norm) for norm in NORMS}
-    models["abn"].set_impl("triton")
+    models["abn"].set_impl("reference")  # the program, on plain operators
     kept = {norm: kept_bytes(model, images) for norm, model in models.items()}
     assert kept["abn"] < 0.73 * kept["batchnorm"]
     assert kept["abn"] < 0.95 * kept["inplace_abn"]
-
-
-def test_bad_choices_of_what_to_rebuild():
-    with pytest.raises(InputError, match="out of none, activations, outputs, got 'all'"):
-        make().set_recompute("all")
-    with pytest.raises(InputError, match="needs a model with norm='abn', got 'batchnorm'"):
-        make("batchnorm").set_recompute("none")
 
 
 def test_drop_path_drops_branches():
@@ -359,24 +326,3 @@ def test_gpu_step_equals_cpu(images, norm, dtype):
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()]).cpu()
     bound = 0.999 if dtype is torch.float32 else 0.97
     assert torch.cosine_similarity(gradient, expected, dim=0) > bound
-
-
-def test_checkpointing_holds_on_to_less_while_it_runs():
-    """Within forward, not only after it: offers of checkpointed blocks would keep their insides."""
-    alive = {}
-    for enable in (False, True):
-        model = make(layers=(2, 2, 2, 2))
-        model.set_grad_checkpointing(enable)
-        with Births() as births:
-            model.body.layer4[-1].register_forward_pre_hook(
-                lambda *_, births=births, enable=enable: alive.update({enable: births.alive()})
-            )
-            model(torch.rand(4, 3, 64, 64))
-    assert alive[True] < 0.6 * alive[False]
-
-
-def test_a_feature_extractor_scripts():
-    trunk = build("tresnet_t", layers=(1, 1, 1, 1), width_factor=0.3)
-    model = FeatureExtractor(trunk, (3, 0)).eval()
-    x = torch.rand(2, 3, 32, 48)
-    torch.testing.assert_close(torch.jit.script(model)(x), model(x))

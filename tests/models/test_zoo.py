@@ -145,6 +145,8 @@ def test_a_size_is_one_number_only_if_the_images_are_square():
         ({"dtype": torch.int8}, "expected dtype out of torch.float32, .*, got torch.int8"),
         ({"dtype": "float32"}, "expected dtype out of .*, got 'float32'"),
         ({"impl": "cuda"}, "got 'cuda'"),
+        ({"norm": "batchnorm", "impl": "triton"}, "set_impl needs a model with norm='abn', got"),
+        ({"norm": "batchnorm", "recompute": "none"}, "set_recompute needs a model with norm='abn'"),
         ({"recompute": 1}, "expected recompute out of none, activations, outputs, got 1"),
         ({"drop_rate": 1.0}, r"drop_rate in \[0, 1\), got 1.0"),
     ],

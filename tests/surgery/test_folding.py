@@ -10,10 +10,11 @@ from torch import nn
 from torchvision.ops.misc import FrozenBatchNorm2d
 
 import tresnet
+from tests.checkpoints.small import same, snapshot
 from tests.surgery.networks import NORMS, features, images, network
 from tresnet.errors import InputError
 from tresnet.layers.folded_conv import FoldedConv
-from tresnet.layers.norm import BatchNormAct, NormAct
+from tresnet.layers.norm import ABN, BatchNormAct, NormAct
 from tresnet.layers.space_to_depth import SpaceToDepth
 from tresnet.layers.subtracted_conv import SubtractedConv
 from tresnet.models.features import FeatureExtractor
@@ -97,25 +98,16 @@ def test_in_place_abns_gamma_is_the_magnitude_plus_eps():
     torch.testing.assert_close(folded, expected, rtol=1e-14, atol=0)
 
 
-def test_what_is_left_is_convolutions_with_bias():
-    model = network()
-    folded = fold(model)
-    convs = [m for m in folded.body.modules() if isinstance(m, nn.Conv2d)]
-    assert not any(isinstance(m, NormAct) for m in folded.modules())
-    assert all(conv.bias is not None for conv in convs)
-    assert not folded.training
-    assert not any(p.requires_grad for p in folded.parameters())
-    assert folded.config == model.config
-    assert folded.pretrained_cfg == model.pretrained_cfg
-
-
 def test_the_model_itself_stays_unless_inplace():
     model, x = network(), images()
-    before = {key: value.clone() for key, value in model.state_dict().items()}
+    before = snapshot(model)
     folded = fold(model)
-    assert list(model.state_dict()) == list(before)
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert same(model.state_dict(), before)
     assert all(p.requires_grad for p in model.parameters())
+    assert not any(isinstance(m, NormAct) for m in folded.modules())
+    assert not folded.training
+    assert not any(p.requires_grad for p in folded.parameters())
+    assert (folded.config, folded.pretrained_cfg) == (model.config, model.pretrained_cfg)
     assert fold(model, inplace=True) is model
     assert any(isinstance(m, FoldedConv) for m in model.modules())
     torch.testing.assert_close(model(x), folded(x), rtol=0, atol=0)
@@ -135,35 +127,25 @@ def test_the_merged_stem_is_one_strided_convolution(block_size):
         merged(images(torch.double, height=5 * block_size + 1))
 
 
-def test_it_scripts_traces_exports_copies_and_pickles():
-    folded, x = fold(network(layers=(1, 1, 1, 1)).double()), images(torch.double)
-    expected = folded(x)
+def test_it_scripts_traces_compiles_exports_copies_and_pickles():
+    model, x = network(layers=(1, 1, 1, 1)).double(), images(torch.double).requires_grad_()
+    folded = fold(model)
+    expected = model(x)
+    (exact,) = torch.autograd.grad(expected.square().sum(), x)
     for other in (
+        folded,
         torch.jit.script(folded),
         torch.jit.trace(folded, x),
-        torch.export.export(folded, (x,)).module(),
+        torch.compile(folded, backend="aot_eager", fullgraph=True),
+        torch.export.export(folded, (x.detach(),)).module(),
         copy.deepcopy(folded),
         pickle.loads(pickle.dumps(folded)),
         copy.deepcopy(folded).to(memory_format=torch.channels_last),
     ):
-        torch.testing.assert_close(other(x), expected, rtol=1e-9, atol=1e-10)
-
-
-def test_it_compiles_as_one_graph():
-    folded, x = fold(network(layers=(1, 1, 1, 1))).double(), images(torch.double)
-    first = nn.Sequential(*folded.body[:3])  # the stem and a block
-    compiled = torch.compile(first, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), first(x))
-
-
-def test_its_input_can_ask_for_a_gradient():
-    model, x = network().double(), images(torch.double)
-    gradients = []
-    for which in (model, fold(model)):
-        leaf = x.clone().requires_grad_()
-        which(leaf).square().sum().backward()
-        gradients.append(leaf.grad)
-    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-10)
+        y = other(x)
+        torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-10)
+        (of_x,) = torch.autograd.grad(y.square().sum(), x)
+        torch.testing.assert_close(of_x, exact, rtol=1e-9, atol=1e-10)
 
 
 def test_a_feature_extractor_folds():
@@ -219,13 +201,6 @@ def test_a_shared_block_stays_shared():
     assert folded[0] is folded[1][0]
 
 
-def test_training_mode_is_refused():
-    model = network().train()
-    with pytest.raises(InputError, match=r"eval mode, but body.conv1.bn is in training"):
-        fold(model, inplace=True)
-    assert not any(isinstance(m, FoldedConv) for m in model.modules())
-
-
 def test_checkpoints_belong_to_the_model_before_folding(tmp_path):
     model = network()
     path = tmp_path / "model.safetensors"
@@ -238,27 +213,74 @@ def test_checkpoints_belong_to_the_model_before_folding(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
-def test_what_cannot_be_folded_is_named():
+def in_training(model):
+    model.train()
+
+
+def overflowing(model):
+    bn = model.half().body.conv1.bn
+    bn.weight.data.fill_(60000)
+    bn.running_var.fill_(1e-7)
+
+
+def of_another_kind(model):
+    conv = model.body.layer1[0].conv1
+    conv.bn = nn.InstanceNorm2d(conv.bn.num_features).eval()
+
+
+def of_another_class(model):
+    model.body.conv1.bn.__class__ = type("Other", (ABN,), {"forward": lambda self, x: x})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (in_training, "eval mode, but body.conv1.bn is in training"),
+        (overflowing, r"beyond the range of torch\.float16: fold .* float32"),
+        (of_another_kind, r"layer1.0.conv1.bn is InstanceNorm2d"),
+        (of_another_class, r"body.conv1.bn is Other"),
+        (lambda model: fold(model, inplace=True), "found none: it is folded already"),
+        (SubtractedConv.replace_in, r"is SubtractedConv: call tresnet\.surgery\.compose first"),
+    ],
+)
+def test_what_cannot_be_folded_is_named(change, message):
+    model = network(width_factor=0.25)
+    change(model)
+    before = snapshot(model)
+    with pytest.raises(InputError, match=message):
+        fold(model, inplace=True)
+    assert same(model.state_dict(), before)
+    if change is of_another_class:
+        with pytest.raises(InputError, match=message):
+            swap_norm(model, "batchnorm")
+
+
+def test_modules_without_norms_that_fold_are_named():
     with pytest.raises(InputError, match="in Linear, found none"):
         fold(nn.Linear(2, 2))
-    with pytest.raises(InputError, match="found none: it is folded already"):
-        fold(fold(network()))
-    with pytest.raises(InputError, match=r"change the model first, then torch\.compile"):
-        fold(torch.compile(network()))
     with pytest.raises(InputError, match=r"1 has none: its output depends on the batch"):
         fold(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3, track_running_stats=False)).eval())
-    swapped = network(width_factor=0.25)
-    SubtractedConv.replace_in(swapped)
-    with pytest.raises(
-        InputError, match=r"is SubtractedConv: call tresnet\.surgery\.compose first"
-    ):
-        fold(swapped)
 
 
-def test_overflow_in_half_precision_is_an_error():
-    model = network().half()
+def test_the_folded_model_refuses_training():
+    folded, x = fold(network()), images()
+    before = folded(x)
+    for part in (folded, next(m for m in folded.modules() if isinstance(m, FoldedConv))):
+        with pytest.raises(InputError, match=r"for inference: train the model that was given"):
+            part.train()
+    assert torch.equal(folded(x), before)
+    folded.eval()
+
+
+@pytest.mark.parametrize("hooked", [True, False])
+def test_the_activation_is_in_place_unless_a_hook_may_keep_its_input(hooked):
+    made = []
+    conv = nn.Conv2d(3, 4, 1)
+    layer = FoldedConv(conv, 0.5, nn.Identity())
+    conv.forward = lambda x: made.append(nn.Conv2d.forward(conv, x)) or made[0]
+    if hooked:
+        conv.register_forward_hook(lambda *_: None)
     with torch.no_grad():
-        model.body.conv1.bn.weight.fill_(60000)
-        model.body.conv1.bn.running_var.fill_(1e-7)
-    with pytest.raises(InputError, match=r"beyond the range of torch\.float16: fold .* float32"):
-        fold(model)
+        y = layer(torch.randn(2, 3, 4, 4))
+    assert (y is made[0]) != hooked
+    assert (made[0].min() < y.min()) == hooked

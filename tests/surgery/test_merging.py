@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from timm.models.resnet import Bottleneck
 from torch import Tensor, nn
 
 from tests.live_storages import live_after
-from tests.surgery.branches import AttentionBranch, GroupHead
 from tresnet.errors import InputError
 from tresnet.layers.norm import ABN
-from tresnet.models.blocks import BasicBlock, BlockSettings, Bottleneck
+from tresnet.models import blocks
 from tresnet.surgery import merge_parallel
 
 G, C = 3, 8
@@ -20,13 +20,11 @@ TOLERANCE = {"rtol": 0, "atol": 1e-10}
 
 
 def block(kind: type, planes: int, stride: int, norm: str = "abn") -> nn.Module:
-    return kind(C, planes, stride, True, 0.0, BlockSettings(norm, 1e-3, False))
+    return kind(C, planes, stride, True, 0.0, blocks.BlockSettings(norm, 1e-3, False))
 
 
-def timm_block(name: str, *args: int, **options: object) -> nn.Module:
-    import timm.models.resnet as resnet
-
-    return getattr(resnet, name)(C, *args, **options)
+def bottleneck(planes: int = 2) -> nn.Module:
+    return Bottleneck(C, planes, attn_layer="se")
 
 
 class Shapes(nn.Module):
@@ -43,15 +41,16 @@ class Shapes(nn.Module):
 
 
 BRANCHES: dict[str, Callable[[], nn.Module]] = {
-    "attention": lambda: AttentionBranch(C, 4),
-    "head": lambda: GroupHead(C, 5),
-    "basic": lambda: block(BasicBlock, 16, 2),
-    "bottleneck": lambda: block(Bottleneck, 4, 2),
-    "bottleneck, batchnorm": lambda: block(Bottleneck, 2, 1, "batchnorm"),
+    "timm's": bottleneck,
+    "head": lambda: nn.Sequential(
+        bottleneck(), nn.AdaptiveMaxPool2d(1), nn.Flatten(), nn.Linear(C, 5)
+    ),
+    "basic": lambda: block(blocks.BasicBlock, 16, 2),
+    "bottleneck": lambda: block(blocks.Bottleneck, 4, 2),
+    "bottleneck, batchnorm": lambda: block(blocks.Bottleneck, 2, 1, "batchnorm"),
     "grouped convolution": lambda: nn.Conv2d(C, 6, 3, groups=2),
     "norm first": lambda: nn.Sequential(nn.MaxPool2d(2), ABN(C), nn.Conv2d(C, 4, 1), nn.GELU()),
     "functions": Shapes,
-    "timm's": lambda: timm_block("Bottleneck", 2, attn_layer="se"),
 }
 
 
@@ -69,7 +68,7 @@ def make(name: str) -> nn.ModuleList:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
-    ("name", "shared"), [(name, i % 2 == 0) for i, name in enumerate([*BRANCHES, "attention"], 1)]
+    ("name", "shared"), [(name, i % 2 == 0) for i, name in enumerate([*BRANCHES, "timm's"], 1)]
 )
 def test_outputs_gradients_and_statistics_are_the_branches_own(
     name: str, shared: bool, training: bool
@@ -95,7 +94,7 @@ def test_outputs_gradients_and_statistics_are_the_branches_own(
 
 
 def test_the_merged_module_is_its_own_and_keeps_what_is_frozen():
-    branches = make("attention")
+    branches = make("timm's")
     for branch in branches:
         branch.conv1.requires_grad_(False)
     merged = merge_parallel(branches)
@@ -163,9 +162,9 @@ SHARED = nn.Conv2d(8, 4, 1)
     [
         ([], "a list of modules with parameters to merge"),
         ([nn.ReLU(), nn.ReLU()], r"a list of modules with parameters to merge, got \[ReLU"),
-        ([AttentionBranch(8, 4), 3], "a list of modules with parameters to merge"),
-        ([AttentionBranch(8, 4), AttentionBranch(8, 2)], "conv1.out_channels differs: 4"),
-        ([AttentionBranch(8, 4), GroupHead(8, 4)], "the class of the branch differs"),
+        ([bottleneck(), 3], "a list of modules with parameters to merge"),
+        ([bottleneck(), bottleneck(1)], "conv1.out_channels differs: 2"),
+        ([bottleneck(), nn.Conv2d(C, C, 1)], "the class of the branch differs"),
         ([nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1).eval()], "training differs: True"),
         ([nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1).double()], "weight differs.*float64"),
         (
@@ -190,8 +189,8 @@ def test_bad_branches_are_refused(branches: list[nn.Module], words: str):
 
 def test_a_shared_input_is_not_copied_for_each_branch():
     """Merge twelve groups, as the document does by torch.cat, on narrower maps."""
-    branches = nn.ModuleList(AttentionBranch(16, 8) for _ in range(12))
-    merged, x = merge_parallel(branches), torch.randn(2, 16, 5, 5, requires_grad=True)
+    branches = nn.ModuleList(bottleneck() for _ in range(12))
+    merged, x = merge_parallel(branches), torch.randn(2, C, 5, 5, requires_grad=True)
     sizes = [
         sum(size for _, size in live_after(run, [x, *module.parameters(), *module.buffers()]))
         for run, module in (

@@ -12,69 +12,38 @@ from tests.surgery.networks import images, network
 from tresnet.errors import InputError
 from tresnet.layers.norm import ABN
 from tresnet.layers.subtracted_conv import SubtractedConv
-from tresnet.surgery import (
-    compose,
-    fold,
-    swap_norm,
-)
+from tresnet.surgery import compose, fold, swap_norm
 
 
 def doubled(module: nn.Module) -> None:
     module.register_forward_hook(lambda module, inputs, y: 2 * y)
 
 
-def shifted(module: nn.Module) -> None:
-    module.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 1,))
-
-
 def replaced(module: nn.Module) -> None:
-    forward = module.forward
-    module.forward = lambda x: forward(x) / 2
-
-
-def normed(module: nn.Module) -> None:
-    nn.utils.parametrizations.weight_norm(module)
-
-
-def pruned(module: nn.Module) -> None:
-    prune.l1_unstructured(module, "weight", 0.5)
+    module.forward = lambda x, forward=module.forward: forward(x) / 2
 
 
 def hooked_backward(module: nn.Module) -> None:
     module.register_full_backward_hook(lambda module, inputs, outputs: None)
 
 
-CHANGES: list[tuple[str, Callable[[nn.Module], None]]] = [
+CHANGES: list[tuple[str, Callable[[nn.Module], object]]] = [
     *[(name, doubled) for name in ("body.conv1", "body.conv1.conv", "body.layer2.0.conv2.bn")],
-    ("body.layer1.0.conv1", shifted),
+    ("body.layer1.0.conv1", lambda m: m.register_forward_pre_hook(lambda m, x: (x[0] + 1,))),
     ("body.layer1.0.conv1", hooked_backward),
     ("body.layer3.0.conv3.bn", replaced),
     ("body.layer3.0.conv1", replaced),
-    ("body.layer4.0.conv1.conv", normed),
-    ("body.layer4.0.conv1.conv", pruned),
+    ("body.layer4.0.conv1.conv", nn.utils.parametrizations.weight_norm),
+    ("body.layer4.0.conv1.conv", lambda m: prune.l1_unstructured(m, "weight", 0.5)),
 ]
 
 
 @pytest.mark.parametrize(("name", "change"), CHANGES)
-def test_fold_refuses_what_it_would_drop(name: str, change: Callable[[nn.Module], None]):
+def test_fold_refuses_what_it_would_drop(name: str, change: Callable[[nn.Module], object]):
     model = network()
     change(model.get_submodule(name))
     with pytest.raises(InputError, match=rf"{name} .*(remove it first|, remove it first)"):
         fold(model)
-
-
-def test_fold_refuses_parts_of_another_kind():
-    model = network()
-    block = model.body.layer1[0]
-    block.conv1.bn = nn.InstanceNorm2d(block.conv1.bn.num_features).eval()
-    with pytest.raises(InputError, match=r"layer1.0.conv1.bn is InstanceNorm2d"):
-        fold(model)
-    model = network()
-    model.body.conv1.bn.__class__ = type("Other", (ABN,), {"forward": lambda self, x: x})
-    with pytest.raises(InputError, match=r"body.conv1.bn is Other"):
-        fold(model)
-    with pytest.raises(InputError, match=r"body.conv1.bn is Other"):
-        swap_norm(model, "batchnorm")
 
 
 def test_hooks_elsewhere_and_norms_of_torch_fold():
@@ -126,11 +95,12 @@ def test_compose_refuses(name: str, change: Callable[[nn.Module], None]):
         compose(model[1], nn.Conv2d(4, 2, 1))
 
 
-REWRITES = [fold, compose, SubtractedConv.replace_in]
-
-
-@pytest.mark.parametrize("rewrite", [*REWRITES, lambda model: swap_norm(model, "abn")])
-@pytest.mark.parametrize("model", [None, "tresnet_m", torch.zeros(1)])
-def test_what_is_no_model_is_refused(rewrite: Callable[[object], object], model: object):
-    with pytest.raises(InputError, match=r"expected a model \(torch.nn.Module\), got"):
-        rewrite(model)
+@pytest.mark.parametrize(
+    "rewrite", [fold, compose, SubtractedConv.replace_in, lambda model: swap_norm(model, "abn")]
+)
+def test_what_is_no_model_is_refused(rewrite: Callable[[object], object]):
+    for model in (None, "tresnet_m", torch.zeros(1)):
+        with pytest.raises(InputError, match=r"expected a model \(torch.nn.Module\), got"):
+            rewrite(model)
+    with pytest.raises(InputError, match=r"change the model first, then torch\.compile"):
+        rewrite(torch.compile(network()))

@@ -73,20 +73,6 @@ def test_training_goes_on_alike(new):
     torch.testing.assert_close(step(other, x), step(model, x), rtol=1e-6, atol=1e-8)
 
 
-def test_an_optimizer_made_before_goes_on():
-    model = network(norm="batchnorm").train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    swap_norm(model, "abn")
-    before = snapshot(model)
-    model(images()).square().mean().backward()
-    optimizer.step()
-    after = model.state_dict()
-    moved = [
-        name for name, _ in model.named_parameters() if not torch.equal(after[name], before[name])
-    ]
-    assert len(moved) == len(list(model.parameters()))
-
-
 def test_settings_go_along():
     model = network()
     model.set_slopes(0.3, 0.2)
@@ -153,14 +139,10 @@ def test_gammas_in_place_abn_lacks_are_named(gamma):
     assert model.config.norm == "abn"
 
 
-def test_a_fresh_model_says_how_many_more_layers():
+def test_a_fresh_model_says_how_many_more_layers_unless_it_has_no_values():
     pytest.importorskip("inplace_abn", reason="the inplace-abn package is not installed")
     with pytest.raises(InputError, match=r"conv2\.bn \(16 of 16\).* and 4 more: keep"):
         swap_norm(build("tresnet_t"), "inplace_abn")
-
-
-def test_a_model_without_values_swaps():
-    pytest.importorskip("inplace_abn", reason="the inplace-abn package is not installed")
     model = swap_norm(build("tresnet_t", device="meta"), "inplace_abn")
     assert {type(module) for module in norms(model)} == {InplaceABN}
 
@@ -174,12 +156,14 @@ def test_a_feature_extractor_swaps_and_a_shared_norm_stays_shared():
     assert pair[0] is pair[1]
 
 
-def test_what_cannot_be_swapped():
-    with pytest.raises(InputError, match="expected norm out of"):
-        swap_norm(network(), "layernorm")
-    with pytest.raises(InputError, match=r"expected norms of tresnet in Linear, found none"):
-        swap_norm(nn.Linear(2, 2), "abn")
-    with pytest.raises(InputError, match="found none"):
-        swap_norm(fold(network()), "abn")
-    with pytest.raises(InputError, match=r"change the model first, then torch\.compile"):
-        swap_norm(torch.compile(network()), "abn")
+@pytest.mark.parametrize(
+    ("model", "norm", "message"),
+    [
+        (nn.Linear(2, 2), "layernorm", "expected norm out of"),
+        (nn.Linear(2, 2), "abn", r"expected norms of tresnet in Linear, found none"),
+        (fold(network()), "abn", "found none"),
+    ],
+)
+def test_what_cannot_be_swapped(model, norm, message):
+    with pytest.raises(InputError, match=message):
+        swap_norm(model, norm)
