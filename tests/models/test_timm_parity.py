@@ -6,12 +6,12 @@ random, and the running statistics are those of a batch, so that activations kee
 through all blocks.
 """
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import timm.models.tresnet
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tresnet.models.zoo import build
 
@@ -24,20 +24,6 @@ VARIANTS = [
     pytest.param("tresnet_v2_l", marks=pytest.mark.slow),
 ]
 SHAPES = [pytest.param((1, 3, 224, 224), marks=pytest.mark.slow), (2, 3, 96, 160)]
-
-
-@dataclass
-class Reference:
-    """Results of timm's model for one input."""
-
-    name: str
-    state: dict[str, Tensor]
-    x: Tensor
-    direction: Tensor
-    eval_logits: Tensor
-    train_logits: Tensor
-    grads: dict[str, Tensor]
-    buffers: dict[str, Tensor]
 
 
 def randomise(model, generator):
@@ -63,6 +49,7 @@ def peer(request):
 
 @pytest.fixture(scope="module", params=SHAPES, ids=["224x224", "96x160"])
 def reference(peer, request):
+    """Results of timm's model for one input."""
     name, model, state = peer
     generator = torch.Generator().manual_seed(1)
     x = torch.rand(request.param, generator=generator)
@@ -75,8 +62,11 @@ def reference(peer, request):
     (train_logits * direction).sum().backward()
     grads = {k: p.grad for k, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
-    buffers = {k: v.clone() for k, v in model.state_dict().items() if k not in grads}
-    return Reference(name, state, x, direction, eval_logits, train_logits.detach(), grads, buffers)
+    return SimpleNamespace(
+        name=name, state=state, x=x, direction=direction, eval_logits=eval_logits, grads=grads,
+        train_logits=train_logits.detach(),
+        buffers={k: v.clone() for k, v in model.state_dict().items() if k not in grads},
+    )  # fmt: skip
 
 
 def build_loaded(reference, **kwargs):

@@ -35,6 +35,8 @@ def complexity(name):
 def test_names():
     assert list_models() == tresnet.list_models() == sorted(VARIANTS)
     assert list_models("*_v2_*") == ["tresnet_v2_l"]
+    assert image_size({"input_size": (3, 32, 32)}) == 32
+    assert image_size({"input_size": (3, 32, 64)}) == (32, 64)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -110,11 +112,6 @@ def test_overrides():
     assert model.body.conv1.conv.weight.shape == (16, 20, 3, 3)
     assert model.feature_info[0]["reduction"] == 2
     assert model.eval()(torch.rand(1, 5, 32, 32)).shape == (1, 1000)
-
-
-def test_a_size_is_one_number_only_if_the_images_are_square():
-    assert image_size({"input_size": (3, 32, 32)}) == 32
-    assert image_size({"input_size": (3, 32, 64)}) == (32, 64)
 
 
 @pytest.mark.parametrize(

@@ -79,19 +79,18 @@ def test_inference_on_bytes_with_frozen_weights_equals_eager():
         torch.testing.assert_close(run(images), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_training_cannot_freeze():
-    with pytest.raises(ValueError, match="freeze=False in training"):
-        compile_model(make(), training=True, freeze=True)
-
-
 def test_modes_with_graphs_of_their_own_hand_out_copies(monkeypatch):
     """The next call overwrites what a CUDA graph puts out."""
-    out = torch.zeros(2, 5)
+    out, model, said = torch.zeros(2, 5), torch.nn.Identity(), []
     monkeypatch.setattr(torch, "compile", lambda model, **_: lambda x: out)
-    copied = compile_model(make(), "reduce-overhead", training=False)(torch.rand(2, 3, 32, 32))
-    assert copied is not out
-    assert compile_model(make(), training=False)(torch.rand(2, 3, 32, 32)) is out
+    run = compile_model(model, "reduce-overhead", training=False, say=said.append)
+    assert run(out) is not out
+    assert run(out) is not out
+    assert said == [f"compiled in {run.warmup_s:.1f} s"]
+    assert compile_model(model, training=False)(out) is out
     assert set(module.CUDA_GRAPH_MODES) <= set(get_args(CompileMode))
+    with pytest.raises(ValueError, match="freeze=False in training"):
+        compile_model(model, training=True, freeze=True)
 
 
 @torch._dynamo.config.patch(recompile_limit=2, automatic_dynamic_shapes=False)

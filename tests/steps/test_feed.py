@@ -34,6 +34,7 @@ def test_floats_are_those_of_the_transform_to_the_bit():
         assert torch.equal(found, expected)
         assert torch.equal(same, labels)
         assert torch.equal(Feed(compute, CPU, keep_bytes=True)(every, labels)[0], every)
+        assert not reads_bytes(nn.Conv2d(3, 8, 3), compute), "models of others get floats"
 
 
 @pytest.mark.parametrize(
@@ -60,11 +61,6 @@ def test_bytes_reach_the_model_where_nothing_needs_floats(tiny, changes, trained
         assert images.dtype == torch.uint8
         assert images.nbytes == 4 * 3 * 12 * 12
         assert feed(images, labels)[0].dtype == dtype
-
-
-def test_other_models_get_floats():
-    compute = Compute(channels_last=True)
-    assert not reads_bytes(nn.Conv2d(3, 8, 3), compute)
 
 
 def test_a_run_on_bytes_is_the_run_on_floats_to_the_bit(tiny, monkeypatch):

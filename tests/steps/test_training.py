@@ -7,7 +7,7 @@ from torch import nn
 from tresnet.engine.batch_size import MicroBatches
 from tresnet.engine.distributed import Processes
 from tresnet.engine.prepare import create_step
-from tresnet.layers.norm import ABN, NormAct
+from tresnet.layers.norm import ABN
 from tresnet.models.zoo import build
 from tresnet.steps import Compute, InferenceStep
 from tresnet.steps.training import synchronise
@@ -45,12 +45,10 @@ def batch(n=8):
 
 
 def run(step, images, targets, micro_batches=1, number=1):
-    for part, (x, y) in enumerate(
-        zip(images.chunk(micro_batches), targets.chunk(micro_batches), strict=True)
-    ):
-        result = step.backward(
-            x, y, nn.CrossEntropyLoss(), micro_batches, part == micro_batches - 1
-        )
+    criterion = nn.CrossEntropyLoss()
+    parts = list(zip(images.chunk(micro_batches), targets.chunk(micro_batches), strict=True))
+    for part, (x, y) in enumerate(parts, start=1):
+        result = step.backward(x, y, criterion, micro_batches, part == micro_batches)
     step.optimizer_step(number)
     return result
 
@@ -104,12 +102,6 @@ def test_the_ema_follows_timms_warm_up(tiny):
     assert step.eval_model is step.model_ema.module
 
 
-def test_without_an_ema_the_model_itself_is_tested(tiny):
-    step = step_of(tiny(ema_decay=0.0))
-    assert step.model_ema is None
-    assert step.eval_model is step.model
-
-
 @pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
 def test_precisions_learn_alike_and_only_fp16_scales_the_loss(tiny, amp):
     step = step_of(tiny(**PLAIN, amp=amp, lr=0.1, lr_schedule="constant"))
@@ -133,52 +125,25 @@ def test_channels_last_reaches_weights_ema_and_images(tiny):
     run(step, *batch())
 
 
-def test_gradient_checkpointing_is_switched_on(tiny):
-    assert step_of(tiny(grad_checkpointing=True)).model.grad_checkpointing is True
-
-
-def test_how_long_compiling_took_is_said(tiny, monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda module, **_: module)
-    said = []
-    step = create_step(
-        NormFree(), tiny(**PLAIN, compile="default"), ALONE, MicroBatches(4, 1, 6), said.append
-    )
-    for _ in range(2):
-        run(step, *batch())
-    assert len(said) == 1
-    assert said[0].startswith("compiled in ")
-
-
-def test_bad_weights_are_seen(tiny):
-    step = step_of(tiny())
+def test_bad_weights_are_seen_and_settings_reach_the_step(tiny):
+    step = step_of(tiny(grad_checkpointing=True, ema_decay=0.0))
+    assert step.model.grad_checkpointing is True
+    assert step.model_ema is None
+    assert step.eval_model is step.model
     assert step.is_finite()
     step.model.body.layer4[0].conv1.bn.running_var[0] = float("inf")
     assert not step.is_finite()
 
 
-def test_synchronised_norms_keep_names_values_and_function():
-    model = build("tresnet_t", width_factor=0.125, layers=(1, 1, 1, 1), norm="batchnorm")
-    with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            if name.endswith(("bn.weight", "bn.bias", "running_mean")):
-                tensor.normal_()
-    images, _ = batch()
-    other = synchronise(copy.deepcopy(model), compiles=False)
-    assert not any(isinstance(m, NormAct) for m in other.modules())
-    assert any(isinstance(m, nn.SyncBatchNorm) for m in other.modules())
-    assert other.state_dict().keys() == model.state_dict().keys()
-    for mode in (True, False):
-        expected, found = model.train(mode)(images), other.train(mode)(images)
-        torch.testing.assert_close(found, expected)
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(other.state_dict()[name], value, msg=name)
-
-
-def test_norms_of_the_program_synchronise_their_statistics_themselves():
-    model = synchronise(build("tresnet_t", layers=(1, 1, 1, 1)), compiles=False)
-    assert all(m.synchronised for m in model.modules() if isinstance(m, ABN))
-    compiled = synchronise(build("tresnet_t", layers=(1, 1, 1, 1)), compiles=True)
-    assert not any(isinstance(m, ABN) for m in compiled.modules())
+@pytest.mark.parametrize(
+    ("norm", "compiles", "kind"),
+    [("abn", False, ABN), ("abn", True, nn.SyncBatchNorm), ("batchnorm", False, nn.SyncBatchNorm)],
+)
+def test_norms_of_the_program_synchronise_their_statistics_themselves(norm, compiles, kind):
+    model = synchronise(build("tresnet_t", layers=(1, 1, 1, 1), norm=norm), compiles)
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    assert {type(m) for m in norms} == {kind}
+    assert kind is not ABN or all(m.synchronised for m in norms)
 
 
 def test_a_compiled_model_learns_the_same(tiny, monkeypatch):
