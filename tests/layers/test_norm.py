@@ -45,9 +45,13 @@ def small(norm: str = "abn", **options) -> nn.Module:
 @pytest.mark.parametrize(
     ("device", "dtype", "message"),
     [
-        ("cuda", torch.bfloat16, "no bfloat16 kernels for CUDA: use float16, or norm='abn'"),
-        ("cpu", torch.bfloat16, "no kernels for 16 bits on a CPU: use float32, or norm='abn'"),
-        ("cpu", torch.float16, "no kernels for 16 bits on a CPU: use float32, or norm='abn'"),
+        (
+            "cuda",
+            torch.bfloat16,
+            "no bfloat16 kernels for a cuda device: use float16, or",
+        ),
+        ("cpu", torch.bfloat16, "no 16-bit kernels for a cpu device: use float32, or norm='abn'"),
+        ("cpu", torch.float16, "no 16-bit kernels for a cpu device: use float32, or norm='abn'"),
     ],
 )
 def test_in_place_abn_refuses_dtypes_without_kernels(device: str, dtype: torch.dtype, message: str):

@@ -22,7 +22,3 @@ class BlurPool2d(nn.Module):
         if symbolic(x):
             return record_call(self, x)
         return op.blur_pool(x, jit=self.jit)
-
-    def extra_repr(self) -> str:
-        """Return the settings for `repr`."""
-        return f"jit={self.jit}"

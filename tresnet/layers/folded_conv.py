@@ -37,7 +37,3 @@ class FoldedConv(nn.Module):
                 "the model that was given to tresnet.surgery.fold, then fold it again"
             )
         return super().train(mode)
-
-    def extra_repr(self) -> str:
-        """Return the settings for `repr`."""
-        return f"slope={self.slope}"

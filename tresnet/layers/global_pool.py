@@ -40,7 +40,3 @@ class GlobalPool2d(nn.Module):
         if self.pool_type == "avgmax":
             return (self._avg_pool(x) + x.amax(dim=[2, 3])) / 2
         return self._avg_pool(x)
-
-    def extra_repr(self) -> str:
-        """Return the settings for `repr`."""
-        return f"pool_type={self.pool_type!r}, jit={self.jit}"

@@ -218,26 +218,19 @@ class InplaceABN(NormAct):
             return self._plain(x)
         if self.training:
             _reflect(self)
-        if x.dtype == torch.bfloat16 and x.is_cuda:
+        if x.dtype.itemsize == 2 and (x.dtype == torch.bfloat16 or not x.is_cuda):
+            missing, other = ("bfloat16", "float16") if x.is_cuda else ("16-bit", "float32")
             raise InputError(
-                "inplace-abn has no bfloat16 kernels for CUDA: use float16, or norm='abn'"
+                f"inplace-abn has no {missing} kernels for a {x.device.type} device: use {other}, "
+                "or norm='abn'"
             )
-        if x.dtype.itemsize == 2 and x.device.type == "cpu":
-            raise InputError(
-                "inplace-abn has no kernels for 16 bits on a CPU: use float32, or norm='abn'"
-            )
+        w, activation = self.weight - self.eps, "leaky_relu"
+        slope = self.slope
+        if slope is None:
+            activation, slope = "identity", 0.01
         mean, var, momentum = self._statistics()
         return inplace_abn_function()(
-            x,
-            self.weight - self.eps,
-            self.bias,
-            mean,
-            var,
-            self.training,
-            momentum,
-            self.eps,
-            "identity" if self.slope is None else "leaky_relu",
-            0.01 if self.slope is None else self.slope,
+            x, w, self.bias, mean, var, self.training, momentum, self.eps, activation, slope
         )
 
 

@@ -23,7 +23,3 @@ class SpaceToDepth(nn.Module):
         if symbolic(x):
             return record_call(self, x)
         return op.space_to_depth(x, self.block_size, jit=self.jit)
-
-    def extra_repr(self) -> str:
-        """Return the settings for `repr`."""
-        return f"block_size={self.block_size}, jit={self.jit}"

@@ -148,17 +148,12 @@ def _counterpart(conv: nn.Conv2d, mode: Mode) -> SubtractedConv:
 
 
 def _check(in_channels: int, out_channels: int, kernel_size: int, stride: int, mode: str) -> None:
-    if in_channels < 1 or stride < 1:
-        raise InputError(
-            f"expected in_channels and stride of at least 1, got {in_channels} and {stride}"
-        )
-    if out_channels < 2 or out_channels % 2:
-        raise InputError(
-            f"expected an even out_channels, half from each branch, got {out_channels}"
-        )
-    if kernel_size < 1 or kernel_size % 2 == 0:
-        raise InputError(
-            f"expected an odd kernel_size, so that D P x and P x have one size, got {kernel_size}"
-        )
-    if mode not in MODES:
-        raise InputError(f"expected mode out of {', '.join(MODES)}, got {mode!r}")
+    for fits, expected, found in (
+        (in_channels > 0, "in_channels of at least 1", in_channels),
+        (stride > 0, "a stride of at least 1", stride),
+        (out_channels > 1 and out_channels % 2 == 0, "an even out_channels", out_channels),
+        (kernel_size > 0 and kernel_size % 2, "an odd kernel_size", kernel_size),
+        (mode in MODES, f"mode out of {', '.join(MODES)}", repr(mode)),
+    ):
+        if not fits:
+            raise InputError(f"expected {expected}, got {found}")

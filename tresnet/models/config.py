@@ -6,7 +6,7 @@ checkpoint. It checks all its values, so that damaged or hostile files cannot re
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypedDict
 
@@ -96,45 +96,32 @@ class ModelConfig:
         """Check types and values, or raise `InputError`; distribute classes over the groups."""
         if isinstance(self.layers, list):
             object.__setattr__(self, "layers", tuple(self.layers))
-        self._check_shape()
-        for name in ("variant", "head", "global_pool"):
-            if not isinstance(getattr(self, name), str):
-                raise InputError(f"expected {name} as a name, got {getattr(self, name)!r}")
-        for name in ("bottlenecks", "jit"):
-            if not isinstance(getattr(self, name), bool):
-                raise InputError(f"expected {name} as True or False, got {getattr(self, name)!r}")
-        for name in ("stem_slope", "block_slope", "drop_rate", "drop_path_rate"):
-            value = getattr(self, name)
-            if not _is_number(value):
-                raise InputError(f"expected {name} as a finite number, got {value!r}")
-            if name.startswith("drop") and not 0 <= value < 1:
-                raise InputError(f"expected {name} in [0, 1), got {value}")
+        for name, fits, expected in self._requirements():
+            if not fits:
+                raise InputError(f"expected {name} {expected}, got {getattr(self, name)!r}")
         norm_class(self.norm)
         self._check_head()
 
-    def _check_shape(self) -> None:
-        layers = self.layers
-        if (
-            not isinstance(layers, tuple)
-            or len(layers) != 4
-            or not all(_is_int(count) and 1 <= count <= _MOST_BLOCKS for count in layers)
-        ):
-            raise InputError(
-                f"expected layers as four whole numbers from 1 to {_MOST_BLOCKS}, got {layers!r}"
-            )
-        if not _is_number(self.width_factor) or not 1 <= self.planes <= _MOST_PLANES:
-            raise InputError(
-                f"expected a width_factor from 1/64 to {_MOST_PLANES // 64}, "
-                f"got {self.width_factor!r}"
-            )
+    def _requirements(self) -> Iterator[tuple[str, bool, str]]:
+        """Yield names of fields, whether the value fits, and what is expected, in order."""
+        layers, head_channels = self.layers, self.head_channels
+        four = isinstance(layers, tuple) and len(layers) == 4
+        fits = four and all(_is_int(count, 1, _MOST_BLOCKS) for count in layers)
+        yield "layers", fits, f"as four whole numbers from 1 to {_MOST_BLOCKS}"
+        fits = _is_number(self.width_factor) and 1 <= self.planes <= _MOST_PLANES
+        yield "width_factor", fits, f"from 1/64 to {_MOST_PLANES // 64}"
         for name, (least, most) in _RANGES.items():
-            value = getattr(self, name)
-            if name == "head_channels" and value is None:
-                continue
-            if not _is_int(value) or not least <= value <= most:
-                raise InputError(
-                    f"expected {name} as a whole number from {least} to {most}, got {value!r}"
-                )
+            fits = _is_int(getattr(self, name), least, most)
+            fits = fits or (name == "head_channels" and head_channels is None)
+            yield name, fits, f"as a whole number from {least} to {most}"
+        for name in ("variant", "head", "global_pool"):
+            yield name, isinstance(getattr(self, name), str), "as a name"
+        for name in ("bottlenecks", "jit"):
+            yield name, isinstance(getattr(self, name), bool), "as True or False"
+        for name in ("stem_slope", "block_slope", "drop_rate", "drop_path_rate"):
+            yield name, _is_number(getattr(self, name)), "as a finite number"
+        for name in ("drop_rate", "drop_path_rate"):
+            yield name, 0 <= getattr(self, name) < 1, "in [0, 1)"
 
     def _check_head(self) -> None:
         if self.head not in HEADS:
@@ -182,8 +169,8 @@ class ModelConfig:
             raise InputError(f"expected the fields of a ModelConfig, got {error}") from error
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _is_int(value: object, least: int, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def _is_number(value: object) -> bool:

@@ -49,7 +49,5 @@ class FeatureExtractor(nn.Module):
         return [parts[index + 1] for index in self.out_indices]
 
     @torch.jit.unused
-    def _forward_eager(self, x: Tensor) -> list[Tensor]:
-        maps = self.model.forward_intermediates(x, self.out_indices, intermediates_only=True)
-        assert isinstance(maps, list)
-        return maps
+    def _forward_eager(self, x: Tensor) -> Any:
+        return self.model.forward_intermediates(x, self.out_indices, intermediates_only=True)

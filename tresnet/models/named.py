@@ -1,6 +1,7 @@
 """Models by name: ours (`tresnet_m`), timm's (`timm:resnet50`), torchvision's."""
 
 import functools
+import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -47,7 +48,8 @@ def check_name(name: str) -> None:
         except InputError as error:
             raise InputError(f"{error}, timm:NAME, torchvision:NAME") from None
         return
-    known = _known_models(source)
+    library = "timm" if source == "timm" else "torchvision.models"
+    known = importlib.import_module(library).list_models()
     # timm's names may end in the tag of their weights, which are not loaded
     if (model.partition(".")[0] if source == "timm" else model) not in known:
         raise InputError(
@@ -114,16 +116,6 @@ def _channels(model: nn.Module, usual: tuple[int, ...]) -> int:
             # After space-to-depth, the first convolution has a multiple of the image's channels.
             return usual[0] if usual and module.in_channels % usual[0] == 0 else module.in_channels
     return 3
-
-
-def _known_models(source: str) -> list[str]:
-    if source == "timm":
-        import timm
-
-        return timm.list_models()
-    import torchvision
-
-    return torchvision.models.list_models()
 
 
 def _build_timm(name: str, **options: Any) -> nn.Module:

@@ -215,17 +215,11 @@ class TResNet(nn.Module):
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
         """Return feature maps of chosen stages, as timm's models do.
 
-        Args:
-            x: Images (N, in_chans, H, W).
-            indices: Indices of the maps, or the number of last maps; None for all five. 0 is the
-                stem, 1 to 4 the stages, and negative ones count from the end.
-            norm: Accepted because timm's callers pass it; there is no final norm.
-            stop_early: Run no stage after the last of the `indices`.
-            output_fmt: 'NCHW'.
-            intermediates_only: Return only the list of maps, not (final features, list of maps).
-
-        Raises:
-            InputError: another `output_fmt`, or an index out of range.
+        `indices` are indices of the maps (0 the stem, 1 to 4 the stages, negative from the end) or
+        the number of last maps; None is all five. `stop_early` runs no stage after the last of
+        them. The result is (final features, list of maps), or the list if `intermediates_only`.
+        timm's callers pass `norm`, which changes nothing. An index out of range, or another
+        `output_fmt`, raises `InputError`.
         """
         if output_fmt != "NCHW":
             raise InputError(f"expected output_fmt 'NCHW', got {output_fmt!r}")
@@ -258,16 +252,12 @@ class TResNet(nn.Module):
         global_pool: str | None = None,
         head_groups: int | Sequence[int] | None = None,
     ) -> None:
-        """Replace the classifier by a freshly initialised one of the same kind.
+        """Replace the classifier by a freshly initialised one of the same kind, or by none for 0.
 
-        Args:
-            num_classes: Width of the new classifier; 0 for none.
-            global_pool: Pooling before a linear classifier; None keeps the present one.
-            head_groups: Classes of each group of 'group_attention', or the number of groups. None
-                keeps the number of groups, or takes one for each class if classes are fewer.
-
-        Raises:
-            InputError: the class counts do not add up, or the head has no groups or pool to set.
+        `global_pool` is the pooling before a linear classifier; None keeps the present one.
+        `head_groups` are the classes of each group of 'group_attention', or the number of groups.
+        None keeps the number of groups, or takes one for each class if classes are fewer.
+        `InputError`: the class counts do not add up, or the head has no groups or pool to set.
         """
         config = self.config
         if global_pool is not None and num_classes and config.head != "linear":
@@ -305,10 +295,8 @@ class TResNet(nn.Module):
         with hooks, or under `torch.compile`, run as plain modules. Another choice, or another norm,
         raises `InputError`.
         """
-        if self.config.norm != "abn":
-            raise InputError(f"set_impl needs a model with norm='abn', got {self.config.norm!r}")
         check_impl("set_impl", impl)
-        self._set_how(self.how._replace(impl=impl))
+        self._choose("set_impl", impl=impl)
 
     def set_recompute(self, what: str) -> None:
         """Choose which tensors backward of the fused program recomputes; results stay exact.
@@ -316,20 +304,19 @@ class TResNet(nn.Module):
         'activations' (the default) recomputes the outputs of norms, blurs and SE scales; most cost
         one additional write. 'outputs' also recomputes the output of every second block, and saves
         about a sixth more memory. 'none' keeps everything. In a model compiled by `compile_model`
-        the compiler recomputes, except with 'none'.
-
-        Raises:
-            InputError: there is no such choice, or the model has another norm.
+        the compiler recomputes, except with 'none'. Another choice, or another norm, raises
+        `InputError`.
         """
         if what not in fused.RECOMPUTE:
             raise InputError(
                 f"expected recompute out of {', '.join(fused.RECOMPUTE)}, got {what!r}"
             )
+        self._choose("set_recompute", recompute=what)
+
+    def _choose(self, method: str, **choice: Any) -> None:
         if self.config.norm != "abn":
-            raise InputError(
-                f"set_recompute needs a model with norm='abn', got {self.config.norm!r}"
-            )
-        self._set_how(self.how._replace(recompute=what))
+            raise InputError(f"{method} needs a model with norm='abn', got {self.config.norm!r}")
+        self._set_how(self.how._replace(**choice))
 
     def _set_how(self, how: fused.How) -> None:
         self.how = how
@@ -378,11 +365,7 @@ class TResNet(nn.Module):
 
 
 def take_indices(indices: int | Sequence[int] | None, count: int) -> list[int]:
-    """Return non-negative indices of `count` feature maps.
-
-    `indices` are the number of last maps, a list (negative ones count from the end), or None for
-    all. An index out of range raises `InputError`.
-    """
+    """Return non-negative indices of `count` feature maps, or raise `InputError`."""
     if indices is None:
         return list(range(count))
     if isinstance(indices, int):

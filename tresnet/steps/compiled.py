@@ -1,9 +1,8 @@
 """`torch.compile` with the settings that suit these models, in one function."""
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,33 +40,26 @@ class CompiledModel:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Run the model on (N, 3, H, W); too many compilations raise `InputError`."""
-        began_s = time.perf_counter()
-        if self._cuda_graphs:
-            torch.compiler.cudagraph_mark_step_begin()
-        with self._surroundings(x):
-            y = self._function(x)
-        if self._cuda_graphs:
-            y = y.clone()
-        if self.warmup_s is None:
-            self.warmup_s = time.perf_counter() - began_s
-            self._say(f"compiled in {self.warmup_s:.1f} s")
-        return y
-
-    @contextlib.contextmanager
-    def _surroundings(self, x: Tensor) -> Iterator[None]:
         from torch._dynamo import config as dynamo
         from torch._dynamo.exc import FailOnRecompileLimitHit
         from torch._functorch import config as functorch
 
+        began_s = time.perf_counter()
+        if self._cuda_graphs:
+            torch.compiler.cudagraph_mark_step_begin()
         try:
             with dynamo.patch(fail_on_recompile_limit_hit=True), functorch.patch(self._partitioner):
-                yield
+                y = self._function(x)
         except FailOnRecompileLimitHit as error:
             raise InputError(
                 f"expected at most {dynamo.recompile_limit} shapes of images or settings of the "
                 f"model, for each of which it is compiled, got one more: {list(x.shape)}, "
                 f"{x.dtype}; use fewer, or raise torch._dynamo.config.recompile_limit"
             ) from error
+        if self.warmup_s is None:
+            self.warmup_s = time.perf_counter() - began_s
+            self._say(f"compiled in {self.warmup_s:.1f} s")
+        return y.clone() if self._cuda_graphs else y
 
 
 def compile_model(
@@ -82,20 +74,15 @@ def compile_model(
 ) -> CompiledModel:
     """Compile a model for training or for inference; returns a function from images to logits.
 
+    `mode` is that of `torch.compile`, not "none". "reduce-overhead" and "max-autotune" replay CUDA
+    graphs: less work for the CPU, static shapes, and additional memory. `freeze` compiles the
+    weights as constants, packed for the device; in training it is a ValueError. `dynamic` is
+    whether sizes may vary without compiling again. `say` receives the time of compilation in words.
+
     If the model recomputes anything in training, the partitioner may recompute all operations but
     convolutions, matrix products and reductions in backward. They are fused into kernels that run
-    anyway, so less memory is kept.
-
-    Args:
-        model: A TResNet or any other model, perhaps wrapped for data-parallel training.
-        mode: Mode of `torch.compile`, not "none". "reduce-overhead" and "max-autotune" replay the
-            model as CUDA graphs: less work for the CPU, static shapes, and additional memory.
-        training: Compile forward and backward, else only forward.
-        freeze: Compile the weights as constants, packed for the device; in training a ValueError.
-        recompute: "none" keeps PyTorch's default partitioner. None uses the model's own setting,
-            which is "none" for other models than ours.
-        dynamic: Whether sizes may vary without compiling again; None for PyTorch's choice.
-        say: Receives the time of compilation in words; None for the log.
+    anyway, so less memory is kept. `recompute` "none" keeps PyTorch's default partitioner, and None
+    is the model's own setting ("none" for other models than ours).
     """
     if training and freeze:
         raise ValueError("expected freeze=False in training: the weights change")

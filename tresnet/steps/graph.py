@@ -198,7 +198,7 @@ class Graphs:
         capturer: CudaCapturer,
         *,
         trains: bool,
-        warmup_runs: int,
+        warmup_runs: int = WARMUP_RUNS,
         agree: Callable[[bool], bool] | None = None,
         say: Say | None = None,
     ) -> None:

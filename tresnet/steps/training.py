@@ -103,31 +103,21 @@ class TrainingStep:
     ) -> tuple[Tensor, Tensor]:
         """Run forward and backward of one of `micro_batches` micro-batches of an optimizer step.
 
-        Processes exchange gradients after the last micro-batch (`is_last`).
-
-        Args:
-            images: (N, 3, H, W) on the device, floats in [0, 1] or bytes.
-            targets: Labels (N,) or label distributions (N, classes).
-            criterion: Maps float32 logits and targets to the mean loss.
-            micro_batches: Number of them in the optimizer step; each loss is divided by it.
-            is_last: Whether this micro-batch is the last one before the optimizer step.
-
-        Returns:
-            The detached loss () and logits (N, classes), both float32.
+        Images (N, 3, H, W) are on the device, floats in [0, 1] or bytes. Targets are labels (N,) or
+        label distributions (N, classes). `criterion` maps float32 logits and targets to the mean
+        loss, which is divided by `micro_batches`. Processes exchange gradients after the last
+        micro-batch (`is_last`). Returns the detached loss () and logits (N, classes), both float32.
         """
         if not self.model.training:
             self.model.train()
         if self._kept is not None and not self._losses:
             torch._foreach_copy_(self._kept, list(self.model.buffers()))
-        settings = criterion, micro_batches, is_last
-
-        def run(images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-            return self._run_micro_batch(images, targets, *settings)
-
+        settings: Any = {"criterion": criterion, "micro_batches": micro_batches, "is_last": is_last}
+        run = functools.partial(self._run_micro_batch, **settings)
         if self._graphs is None:
             loss, logits = run(images, targets)
         else:
-            loss, logits = self._graphs(run, [images, targets], *settings)
+            loss, logits = self._graphs(run, [images, targets], **settings)
         if self._kept is not None:
             self._losses.append(loss)
         return loss, logits
@@ -150,18 +140,9 @@ class TrainingStep:
                 self.scaler.scale(loss / micro_batches).backward()
         return loss.detach(), logits.detach()
 
-    def capture_with(
-        self,
-        capturer: CudaCapturer,
-        *,
-        warmup_runs: int = WARMUP_RUNS,
-        agree: Callable[[bool], bool] | None = None,
-        say: Callable[[str], object] | None = None,
-    ) -> None:
-        """Replay micro-batches as CUDA graphs from now on; see `Graphs`."""
-        self._graphs = Graphs(
-            self.model, capturer, trains=True, warmup_runs=warmup_runs, agree=agree, say=say
-        )
+    def capture_with(self, capturer: CudaCapturer, **options: Any) -> None:
+        """Replay micro-batches as CUDA graphs from now on; `options` are those of `Graphs`."""
+        self._graphs = Graphs(self.model, capturer, trains=True, **options)
 
     @property
     def replayed(self) -> bool:
@@ -182,7 +163,6 @@ class TrainingStep:
                 self.schedule.step()
             if self.model_ema is not None:
                 self.model_ema.update(self.model, step=global_step)
-
         self._losses.clear()
 
     @torch.no_grad()
@@ -259,24 +239,12 @@ def create_training_step(
 ) -> TrainingStep:
     """Move a freshly created model to its device and build its training step around it.
 
-    Args:
-        model: A model in training mode; `sync_bn` may replace its batch norms.
-        compute: Precision, memory format and compiler.
-        device: The device of the step.
-        optimizer: Optimizer and gradient accumulation; None for the defaults.
-        ema: None for no EMA.
-        schedule: None for a constant learning rate.
-        total_steps: Optimizer steps of the run, for the schedule.
-        global_batch: Images of one optimizer step over all processes, for `lr_batch`.
-        world_size: More than one process wraps the model in DistributedDataParallel.
-        sync_bn: Share batch statistics between processes.
-        grad_checkpointing: Run each block's forward again in backward.
-        recompute: That of `compile_model`, for models other than ours.
-        mixes: Whether images are mixed, so that they must be floats.
-        skips: Whether bad optimizer steps may be skipped.
-        build_optimizer: Makes the optimizer in place of timm.
-        hooks: Called around the parts of a step; None for none.
-        say: Receives messages about compilation and graphs.
+    `optimizer` may be None for the defaults, `ema` for no EMA, `schedule` for a constant learning
+    rate. `global_batch` is images of an optimizer step over all processes, for `lr_batch`. More
+    processes than one wrap the model in DistributedDataParallel, and `sync_bn` lets its batch norms
+    share statistics. `recompute` is that of `compile_model`, for models other than ours. `mixes`,
+    `skips` and `hooks` are those of `TrainingStep`. `build_optimizer` makes the optimizer in place
+    of timm. `say` receives messages about compilation and graphs.
 
     Raises:
         ConfigError: timm has no such optimizer, it refuses an option, or micro-batches cannot be

@@ -21,9 +21,9 @@ from tresnet.layers.subtracted_conv import SubtractedConv
 def compose(*parts: nn.Module) -> nn.Module:
     """Return the one convolution that equals the given ones in sequence.
 
-    Parts are `nn.Conv2d`, `SubtractedConv` or `nn.Sequential` of such, with any stride, dilation,
-    groups and bias. They are not changed. The result has one group, and the dtype and device of the
-    first weight; it is composed in float64. It may cost more than its factors.
+    Parts are `nn.Conv2d`, `SubtractedConv` or `nn.Sequential` of such; they are not changed. The
+    result has one group, and the dtype and device of the first weight. It is composed in float64,
+    and may cost more than its factors.
 
     The result is exact for every input size if only the first part pads. If a later part pads, the
     part before must have no bias and pad by at least dilation * (kernel - 1), 0 for a 1x1.

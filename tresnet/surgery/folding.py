@@ -40,11 +40,8 @@ def fold(model: ModuleT, *, merge_stem: bool = False, inplace: bool = False) -> 
     Fold a model on the GPU and in the dtype and layout in which it will run. Weights whose widths
     are no multiple of 8 then lie in padded memory, and no call pads them.
 
-    Args:
-        model: A model in eval mode; unchanged unless `inplace`.
-        merge_stem: Replace space-to-depth and the stem's 3x3 by one strided convolution (12x12,
-            stride 4, for blocks of 4); exact.
-        inplace: Change `model` itself.
+    `merge_stem` replaces space-to-depth and the stem's 3x3 by one strided convolution (12x12,
+    stride 4, for blocks of 4); exact. `inplace` changes `model` itself.
 
     Raises:
         InputError: training mode, a norm without running statistics, a compiled model, nothing to
@@ -66,10 +63,9 @@ def fold(model: ModuleT, *, merge_stem: bool = False, inplace: bool = False) -> 
                 parent.register_module(name, new[id(child)])
         if isinstance(parent, nn.Sequential):
             _fold_pairs(parent)
-    if merge_stem:
-        for network in networks:
-            _merge_stem(network)
     for network in networks:
+        if merge_stem:
+            _merge_stem(network)
         _store_padded(network)
     folded.requires_grad_(False).eval()
     if not inplace:
@@ -168,10 +164,8 @@ def fold_norm(conv: nn.Conv2d, norm: Any) -> nn.Conv2d:
 
 
 def _convolution(conv: nn.Conv2d, weight: Tensor, bias: Tensor, **changes: object) -> nn.Conv2d:
-    settings = {
-        name: getattr(conv, name)
-        for name in ("stride", "padding", "dilation", "groups", "padding_mode")
-    }
+    names = "stride", "padding", "dilation", "groups", "padding_mode"
+    settings = {name: getattr(conv, name) for name in names} | changes
     old = conv.weight
     new = nn.Conv2d(
         weight.shape[1] * conv.groups,
@@ -179,7 +173,7 @@ def _convolution(conv: nn.Conv2d, weight: Tensor, bias: Tensor, **changes: objec
         (weight.shape[2], weight.shape[3]),
         device="meta",
         dtype=old.dtype,
-        **{**settings, **changes},
+        **settings,
     )
     layout = torch.contiguous_format if old.is_contiguous() else torch.channels_last
     new.weight = nn.Parameter(weight.to(old.dtype).contiguous(memory_format=layout))
