@@ -48,7 +48,7 @@ def test_parameters_are_counted_as_the_document_builds_them():
     assert counts["conv3"] == 12 * 256 * 512
     assert merged.conv2.conv.groups == merged.conv3.conv.groups == 12
     assert [norm.slope for norm in (merged.conv1.bn, merged.conv2.bn)] == [1e-3, 1e-3]
-    assert merged.last_norm.slope is None
+    assert merged.conv3.bn.slope is None
     assert ParallelBottleneck(1, 1, reduction=1)(torch.ones(2, 1, 1, 1)).shape == (2, 1, 1, 1)
 
 

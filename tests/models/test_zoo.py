@@ -89,9 +89,10 @@ def test_initial_weights(name):
     assert model.head.fc.weight.std().item() == pytest.approx(0.01, rel=0.02)
     for stage in list(model.body)[2:]:
         for block in stage:
-            assert block.last_norm.weight.count_nonzero() == 0
+            last = getattr(block, "conv3", block.conv2).bn
+            assert last.weight.count_nonzero() == 0
             assert torch.equal(block.conv1.bn.weight, torch.ones_like(block.conv1.bn.weight))
-            assert block.last_norm.slope is None
+            assert last.slope is None
 
 
 def test_slopes_of_the_activations():

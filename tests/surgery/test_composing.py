@@ -136,7 +136,6 @@ REFLECTED = conv(6, 3, 3, padding=1, padding_mode="reflect")
         ((Residual(conv(4, 4, 1)), LAST), "part 0 is Residual"),
         ((conv(4, 6, 1), hooked(conv(6, 2, 1))), r"part 1 .Conv2d. has hooks"),
         ((nn.Conv2d(4, 6, 1, dtype=torch.complex64), LAST), "real .* but part 0"),
-        ((conv(4, 6, 1), conv(6, 2, 1, device="meta")), "part 0.*cpu.*part 1.*meta"),
         ((small(),), "a model with a SubtractedConv inside, got Sequential without one"),
     ],
 )

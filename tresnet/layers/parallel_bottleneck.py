@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from tresnet.errors import InputError
 from tresnet.layers.conv_norm_act import ConvNormAct
-from tresnet.layers.norm import NormAct
 
 
 class ParallelBottleneck(nn.Module):
@@ -19,8 +18,6 @@ class ParallelBottleneck(nn.Module):
     a pixel: 2 G C^2 / r + 9 G C^2 / r^2. `norm` is 'abn', 'batchnorm' or 'inplace_abn', and `slope`
     the negative slope of the activations inside a branch.
     """
-
-    __jit_unused_properties__ = ("last_norm",)
 
     def __init__(
         self,
@@ -49,27 +46,18 @@ class ParallelBottleneck(nn.Module):
         self.conv2 = ConvNormAct(middle, middle, 3, groups=groups, slope=slope, **same)
         self.conv3 = ConvNormAct(middle, wide, 1, groups=groups, slope=None, **same)
 
-    @property
-    def last_norm(self) -> NormAct:
-        """The norm before the addition."""
-        return self.conv3.bn
-
     def forward(self, x: Tensor) -> Tensor:
         """Map (N, C, H, W), or (N, G C, H, W) if not shared, to (N, G C, H, W)."""
         if not torch.jit.is_scripting():
-            self._check(x)
+            expected = self.channels if self.shared_input else self.groups * self.channels
+            if x.shape[1] != expected:
+                raise InputError(f"expected {expected} channels, got {x.shape[1]}")
         y = self.conv3(self.conv2(self.conv1(x)))
         if self.shared_input:  # broadcast rather than repeat: no G copies of x
             y = (y.unflatten(1, [self.groups, self.channels]) + x.unsqueeze(1)).flatten(1, 2)
         else:
             y = y + x
         return torch.relu_(y)
-
-    @torch.jit.unused
-    def _check(self, x: Tensor) -> None:
-        expected = self.channels if self.shared_input else self.groups * self.channels
-        if x.shape[1] != expected:
-            raise InputError(f"expected {expected} channels, got {x.shape[1]}")
 
     def extra_repr(self) -> str:
         """Return the settings for `repr`."""

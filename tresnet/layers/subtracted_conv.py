@@ -41,9 +41,7 @@ class SubtractedConv(nn.Module):
     ) -> None:
         """Create the three convolutions, initialised as `nn.Conv2d`; P has the stride.
 
-        Half of the output channels come from D P - P and half from L P. D and L have kernels of odd
-        side `kernel_size`. `mode` may be changed later. Values that are not possible raise
-        `InputError`.
+        Half of the output channels come from D P - P, half from L P. `mode` may be changed later.
         """
         super().__init__()
         _check(in_channels, out_channels, kernel_size, stride, mode)
@@ -84,16 +82,12 @@ class SubtractedConv(nn.Module):
     def replace_in(cls, model: nn.Module, mode: Mode = "composed") -> list[str]:
         """Replace convolutions of `model` by new, random ones, in place, and return their names.
 
-        A convolution is replaced if a `SubtractedConv` fits and has fewer parameters. It fits a
-        square odd kernel, padding kernel // 2, equal strides, an even number of output channels, no
-        dilation, groups, bias or hooks. The result is another network: train it.
+        A convolution is replaced if a `SubtractedConv` fits (see the error's text) and has fewer
+        parameters. The result is another network: train it.
 
         In torchvision's and timm's ResNet50 (25.56 M parameters) it replaces the sixteen 3x3
         convolutions and sixteen 1x1, which leaves 15.87 M. The last 1x1 of a block, from C to 4 C
         channels, would grow: its L of 2 C channels alone has 4 C^2 weights, as many.
-
-        Raises:
-            InputError: an unknown mode, or no convolution inside the model to replace.
         """
         check_model(model)
         named = list(model.named_modules(remove_duplicate=False))

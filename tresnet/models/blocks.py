@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from tresnet.fused import residual_block
 from tresnet.layers.conv_norm_act import ConvNormAct
-from tresnet.layers.norm import NormAct
 from tresnet.layers.squeeze_excite import SqueezeExcite
 
 
@@ -62,7 +61,6 @@ class BasicBlock(nn.Module):
     """3x3, ABN, (blur), 3x3, ABN without activation, SE, add, ReLU."""
 
     expansion = 1
-    __jit_unused_properties__ = ("last_norm",)
 
     def __init__(
         self,
@@ -80,11 +78,6 @@ class BasicBlock(nn.Module):
         self.se = settings.se(planes, planes // 4) if use_se else nn.Identity()
         self.drop_path = drop_path(drop_path_rate)
 
-    @property
-    def last_norm(self) -> NormAct:
-        """The norm in front of the join."""
-        return self.conv2.bn
-
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, H, W) to (N, planes, H / stride, W / stride)."""
         shortcut = self.downsample(x)  # first, as in `fused.stage`: ranks share its statistics
@@ -97,7 +90,6 @@ class Bottleneck(nn.Module):
     """1x1, ABN, 3x3, ABN, (blur), SE, 1x1, ABN without activation, add, ReLU."""
 
     expansion = 4
-    __jit_unused_properties__ = ("last_norm",)
 
     def __init__(
         self,
@@ -116,11 +108,6 @@ class Bottleneck(nn.Module):
         self.se = settings.se(planes, out_channels // 8) if use_se else nn.Identity()
         self.conv3 = settings.conv(planes, out_channels, 1, act=False)
         self.drop_path = drop_path(drop_path_rate)
-
-    @property
-    def last_norm(self) -> NormAct:
-        """The norm in front of the join."""
-        return self.conv3.bn
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, H, W) to (N, 4 planes, H / stride, W / stride)."""

@@ -41,13 +41,9 @@ class FeatureExtractor(nn.Module):
     def forward(self, x: Tensor) -> list[Tensor]:
         """Map (N, in_chans, H, W) to a list of (N, C_i, H / r_i, W / r_i), one for each index."""
         if not torch.jit.is_scripting():
-            return self._forward_eager(x)
+            return self.model.forward_intermediates(x, self.out_indices, intermediates_only=True)  # pyright: ignore[reportReturnType]
         parts: list[Tensor] = []
         for stage in self.model.body:
             x = stage(x)
             parts.append(x)
         return [parts[index + 1] for index in self.out_indices]
-
-    @torch.jit.unused
-    def _forward_eager(self, x: Tensor) -> Any:
-        return self.model.forward_intermediates(x, self.out_indices, intermediates_only=True)

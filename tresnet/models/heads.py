@@ -60,21 +60,19 @@ class GroupAttentionHead(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Conv2d) and not module.weight.is_meta:
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="leaky_relu")
-        self.attention.last_norm.zero_init()
+        self.attention.conv3.bn.zero_init()
 
     def forward(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Map (N, C, H, W) to (N, num_classes), or to (N, groups * channels) if `pre_logits`."""
-        if not torch.jit.is_scripting():  # noqa: SIM102 TorchScript leaves out the inner one
-            if symbolic(x):
-                return record_call(self, x, pre_logits)
-        x = self.attention(self.reduce(x)) if torch.jit.is_scripting() else self._attend(x)
+        if torch.jit.is_scripting():
+            x = self.attention(self.reduce(x))
+        elif symbolic(x):
+            return record_call(self, x, pre_logits)
+        else:
+            x = fused.run({"head.reduce": self.reduce}, x, self.how)
+            x = fused.run({"head.attention": self.attention}, x, self.how)
         x = self.drop(self.global_pool(x))
         return x if pre_logits else self.fc(x)
-
-    @torch.jit.unused
-    def _attend(self, x: Tensor) -> Tensor:
-        x = fused.run({"head.reduce": self.reduce}, x, self.how)
-        return fused.run({"head.attention": self.attention}, x, self.how)
 
 
 class _DecoderLayers(nn.Module):
@@ -93,13 +91,7 @@ class _DecoderLayers(nn.Module):
 class MLDecoderHead(nn.Module):
     """timm's ML-Decoder (arXiv 2111.12933): queries attend to the feature map."""
 
-    def __init__(
-        self,
-        in_features: int,
-        config: ModelConfig,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, in_features: int, config: ModelConfig, device: Any, dtype: Any) -> None:
         """Create timm's layer; `InputError` for `head_channels` that 8 heads do not divide."""
         super().__init__()
         from timm.layers.ml_decoder import MLDecoder

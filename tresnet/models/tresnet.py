@@ -51,10 +51,8 @@ class TResNet(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create and initialise the layers; `InputError` for a dtype that is not floating-point."""
+        """Create and initialise the layers."""
         super().__init__()
-        if dtype is not None and not dtype.is_floating_point:
-            raise InputError(f"expected a floating-point dtype, got {dtype}")
         self.config = config
         self.num_classes = config.num_classes
         self.in_chans = config.in_chans
@@ -108,7 +106,8 @@ class TResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="leaky_relu")
         for module in self.body.modules():
             if isinstance(module, BasicBlock | Bottleneck):
-                module.last_norm.zero_init()
+                last = module.conv3 if isinstance(module, Bottleneck) else module.conv2
+                last.bn.zero_init()
 
     @torch.jit.ignore  # pyright: ignore[reportArgumentType]
     def check_input(self, x: Tensor) -> None:

@@ -69,15 +69,14 @@ def compile_model(
     training: bool,
     freeze: bool = False,
     recompute: str | None = None,
-    dynamic: bool | None = None,
     say: Callable[[str], object] | None = None,
 ) -> CompiledModel:
     """Compile a model for training or for inference; returns a function from images to logits.
 
     `mode` is that of `torch.compile`, not "none". "reduce-overhead" and "max-autotune" replay CUDA
     graphs: less work for the CPU, static shapes, and additional memory. `freeze` compiles the
-    weights as constants, packed for the device; in training it is a ValueError. `dynamic` is
-    whether sizes may vary without compiling again. `say` receives the time of compilation in words.
+    weights as constants, packed for the device; in training it is a ValueError. `say` receives the
+    time of compilation in words.
 
     If the model recomputes anything in training, the partitioner may recompute all operations but
     convolutions, matrix products and reductions in backward. They are fused into kernels that run
@@ -88,9 +87,9 @@ def compile_model(
         raise ValueError("expected freeze=False in training: the weights change")
     if freeze:  # torch.compile takes a mode or options, not both
         options = {**torch._inductor.list_mode_options(mode), "freezing": True}
-        function = torch.compile(model, options=options, dynamic=dynamic)
+        function = torch.compile(model, options=options)
     else:
-        function = torch.compile(model, mode=mode, dynamic=dynamic)
+        function = torch.compile(model, mode=mode)
     if recompute is None:
         bare = getattr(model, "module", model)  # inside DistributedDataParallel
         recompute = getattr(bare, "recompute", "none")

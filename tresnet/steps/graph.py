@@ -187,9 +187,8 @@ class Graphs:
     """Runs of one model: eager at first and for rare shapes, else by a CUDA graph.
 
     A graph has its own inputs, into which each batch is copied, and its outputs are copied. In
-    training it has its own gradients too. The first micro-batch of an optimizer step sets the
-    gradients, later ones add to them: two graphs. One thread at a time uses the model. `replayed`
-    says whether the last run was a graph's.
+    training the first micro-batch of an optimizer step sets the gradients of its graph, and later
+    ones add to them: two graphs. `replayed` says whether the last run was a graph's.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from tresnet.errors import InputError
 from tresnet.settings import Compute, InferenceCompute, torch_dtype
 from tresnet.steps.compiled import compile_model
 from tresnet.steps.feed import Feed, reads_bytes
-from tresnet.steps.graph import WARMUP_RUNS, CudaCapturer, Graphs, uses_graph
+from tresnet.steps.graph import CudaCapturer, Graphs, Say, uses_graph
 from tresnet.steps.hooks import StepHooks
 from tresnet.surgery.folding import fold
 
@@ -29,7 +29,7 @@ class InferenceStep:
         device: torch.device,
         *,
         hooks: StepHooks | None = None,
-        say: Callable[[str], object] | None = None,
+        say: Say | None = None,
     ) -> None:
         """Move the model to its device and memory format, in place.
 
@@ -72,13 +72,9 @@ class InferenceStep:
         if isinstance(compute, InferenceCompute) and uses_graph(compute, device, hooks is None):
             self.capture_with(CudaCapturer(device), say)
 
-    def capture_with(
-        self, capturer: CudaCapturer, say: Callable[[str], object] | None = None
-    ) -> None:
+    def capture_with(self, capturer: CudaCapturer, say: Say | None = None) -> None:
         """Replay batches of frequent shapes as CUDA graphs from now on; see `Graphs`."""
-        self._graphs = Graphs(
-            self.model, capturer, trains=False, warmup_runs=WARMUP_RUNS - 1, say=say
-        )
+        self._graphs = Graphs(self.model, capturer, trains=False, say=say)
 
     @property
     def replayed(self) -> bool:

@@ -48,7 +48,6 @@ class TrainingStep:
         *,
         forward: Callable[[Tensor], Tensor] | None = None,
         no_sync: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
-        scaler: Any = None,
         model_ema: "ModelEmaV3 | None" = None,
         schedule: lr_scheduler.LRScheduler | None = None,
         clip_grad: float | None = None,
@@ -67,7 +66,7 @@ class TrainingStep:
         self.optimizer = optimizer
         self.model_ema = model_ema
         self.schedule = schedule
-        self.scaler = scaler or torch.GradScaler(device.type, enabled=compute.amp == "fp16")
+        self.scaler = torch.GradScaler(device.type, enabled=compute.amp == "fp16")
         self.feed = Feed(compute, device, keep_bytes=reads_bytes(model, compute) and not mixes)
         self._compute = compute
         self._device = device

@@ -44,12 +44,6 @@ def compose(*parts: nn.Module) -> nn.Module:
     convs = [conv for i, part in enumerate(parts) for conv in _flattened(part, f"part {i}")]
     if not convs:
         raise InputError("expected at least one convolution to compose, got none")
-    for conv in convs:
-        if conv.weight.device != convs[0].weight.device:
-            raise InputError(
-                f"expected all on one device: {convs[0].name} is on {convs[0].weight.device}, "
-                f"{conv.name} on {conv.weight.device}"
-            )
     return _to_module(reduce(_after, convs), next(p for part in parts for p in part.parameters()))
 
 

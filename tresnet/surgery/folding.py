@@ -165,7 +165,7 @@ def fold_norm(conv: nn.Conv2d, norm: Any) -> nn.Conv2d:
 
 def _convolution(conv: nn.Conv2d, weight: Tensor, bias: Tensor, **changes: object) -> nn.Conv2d:
     names = "stride", "padding", "dilation", "groups", "padding_mode"
-    settings = {name: getattr(conv, name) for name in names} | changes
+    settings: dict[str, Any] = {name: getattr(conv, name) for name in names}
     old = conv.weight
     new = nn.Conv2d(
         weight.shape[1] * conv.groups,
@@ -173,7 +173,7 @@ def _convolution(conv: nn.Conv2d, weight: Tensor, bias: Tensor, **changes: objec
         (weight.shape[2], weight.shape[3]),
         device="meta",
         dtype=old.dtype,
-        **settings,
+        **(settings | changes),
     )
     layout = torch.contiguous_format if old.is_contiguous() else torch.channels_last
     new.weight = nn.Parameter(weight.to(old.dtype).contiguous(memory_format=layout))

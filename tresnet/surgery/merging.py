@@ -57,9 +57,8 @@ def merge_parallel(branches: Iterable[nn.Module], *, shared_input: bool = True) 
     draw for each branch. With `shared_input` all branches read the same (N, C, ...), else branch g
     reads the g-th C channels.
 
-    Raises:
-        InputError: the branches differ in structure or settings, share or tie tensors, have none,
-            or have hooks. The message names the tensor or setting.
+    `InputError` names the tensor or setting if branches differ in structure or settings, share or
+    tie tensors, have none, or have hooks.
     """
     modules = list(branches)
     if not modules or not all(isinstance(m, nn.Module) and _tensors(m) for m in modules):
