@@ -1,6 +1,7 @@
 """The fused program against plain modules in float64: outputs, gradients, running statistics."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -98,28 +99,26 @@ def test_kernels_in_16_bits_lose_what_the_definitions_lose(dtype):
     assert kernels <= 1.2 * definitions
 
 
-@pytest.mark.parametrize("frozen", ["body.conv1", "body.layer1", "norms", "weights", "first half"])
-def test_frozen_parameters_have_no_gradients_and_the_others_theirs(frozen):
-    ours = make("reference", layers=(2, 1, 1, 2)).double()
-    names = [name for name, _ in ours.named_parameters()]
-    half = set(names[: len(names) // 2])
-    for name, parameter in ours.named_parameters():
-        chosen = {"norms": ".bn." in name, "weights": ".conv.weight" in name}
-        chosen["first half"] = name in half
-        parameter.requires_grad_(not chosen.get(frozen, name.startswith(frozen)))
-    exact = step(plain(ours), images(torch.float64))
-    ours_too = step(ours, images(torch.float64))
-    assert_near(ours_too, exact, 1e-10)
-
-
 @pytest.mark.parametrize(
-    "trained", [["layer3.0.se"], ["layer4.0.conv3.bn"], ["layer1.0.se", "layer2"]]
+    ("impl", "trained"),
+    [
+        *(("reference", f"(?!body.{frozen})") for frozen in ("conv1", "layer1", "layer[12]")),
+        *(("reference", f"(?!.*{frozen})") for frozen in (".bn.", ".conv.weight")),
+        *(
+            (impl, trained)
+            for impl in ("reference", "triton")
+            for trained in (
+                "body.layer3.0.se",
+                "body.layer4.0.conv3.bn",
+                "body.(layer1.0.se|layer2)",
+            )
+        ),
+    ],
 )
-@pytest.mark.parametrize("impl", ["reference", "triton"])
-def test_a_norm_or_an_se_after_frozen_convolutions_trains(impl, trained):
-    ours = make(impl)
+def test_frozen_parameters_have_no_gradients_and_the_others_theirs(impl, trained):
+    ours = make(impl, layers=(2, 1, 1, 2) if impl == "reference" else (1, 1, 1, 1))
     for name, parameter in ours.named_parameters():
-        parameter.requires_grad_(name.removeprefix("body.").startswith(tuple(trained)))
+        parameter.requires_grad_(re.match(trained, name) is not None)
     ours = ours.double() if impl == "reference" else ours
     exact = step(plain(ours), images(torch.float64))
     x = images(torch.float64 if impl == "reference" else torch.float32)
@@ -259,12 +258,9 @@ def test_inference_is_one_pass_between_two_convolutions(folds, dtype):
     model = make().eval()
     if folds:
         model = fold(model, merge_stem=folds == "merge_stem")
+    model = model.to(dtype).to(memory_format=torch.channels_last)
     exact = copy.deepcopy(model).double()
     exact.set_impl("auto")
-    model = model.to(dtype).to(memory_format=torch.channels_last)
-    if dtype != torch.float32:
-        exact = copy.deepcopy(model).double()
-        exact.set_impl("auto")
     with torch.no_grad(), Recorder() as recorder, noted() as launches:
         ours = model.forward_features(images(dtype)).double()
     with torch.inference_mode():

@@ -35,18 +35,26 @@ def test_no_launch_is_tried_while_a_graph_is_captured(gpu, monkeypatch):
     assert dispatch.lacking(gpu) is None
 
 
-def test_fake_tensors_leave_the_gpu_alone_and_go_by_what_was_found(gpu, monkeypatch):
-    """A prediction of memory, perhaps for another GPU than the one that is there."""
-    monkeypatch.setattr(dispatch, "_capability", lambda index: (7, 5))
-    assert dispatch.runs_kernels(gpu, torch.float16, "auto", fake=True)
-    with pytest.warns(UserWarning, match="cuda:0 runs plain PyTorch: .* needs a GPU of compute"):
-        assert dispatch.lacking(gpu) is not None
+def test_wrong_kernels_are_not_used(gpu):
+    """Fake tensors, perhaps for another GPU, leave it alone and go by what was found."""
+    assert dispatch.runs_kernels(gpu, torch.float16, "auto", fake=True), "nothing known yet"
+    assert dispatch.lacking(gpu) == "tried"
     assert not dispatch.runs_kernels(gpu, torch.float16, "auto", fake=True)
 
 
-@pytest.mark.parametrize("lacks", ["_has_triton", "_has_compiler"])
-def test_a_gpu_without_kernels_is_said_to_run_plain_pytorch_once(gpu, lacks, monkeypatch):
-    monkeypatch.setattr(dispatch, lacks, lambda: False)
-    with pytest.warns(UserWarning, match="cuda:0 runs plain PyTorch: .* needs (a C|the triton)"):
+@pytest.mark.parametrize(
+    ("lacks", "found", "needs"),
+    [
+        ("_has_triton", False, "the triton"),
+        ("_has_compiler", False, "a C"),
+        ("_capability", (7, 5), "a GPU of compute"),
+    ],
+)
+def test_a_gpu_without_kernels_is_said_to_run_plain_pytorch_once(
+    gpu, lacks, found, needs, monkeypatch
+):
+    monkeypatch.setattr(dispatch, lacks, lambda *_: found)
+    with pytest.warns(UserWarning, match=f"cuda:0 runs plain PyTorch: .* needs {needs}"):
         assert not dispatch.runs_kernels(gpu, torch.float16, "auto")
     assert not dispatch.runs_kernels(gpu, torch.float16, "auto")
+    assert not dispatch.runs_kernels(gpu, torch.float16, "auto", fake=True)

@@ -34,10 +34,8 @@ class Traffic:
 
     def moved(self, kind: str) -> int:
         """Bytes that memory must deliver or take at least once."""
-        by_size: dict[int, list[np.ndarray]] = {}
-        for addresses, size in self.accesses[kind]:
-            by_size.setdefault(size, []).append(addresses)
-        return sum(size * np.unique(np.concatenate(a)).size for size, a in by_size.items())
+        each = [(at[:, None] + np.arange(size)).ravel() for at, size in self.accesses[kind]]
+        return np.unique(np.concatenate(each)).size
 
     def accessed(self, kind: str) -> int:
         """Bytes the kernel asks for, caches included."""
@@ -49,19 +47,18 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
     from triton.runtime.interpreter import InterpreterBuilder
 
     traffic = Traffic()
-    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
 
-    def counted_load(self, pointers, mask, *rest, **options):
-        traffic.add("read", pointers, mask)
-        return load(self, pointers, mask, *rest, **options)
+    def counted(kind, mask_place, run):
+        def counting_too(self, *args):
+            traffic.add(kind, args[0], args[mask_place])
+            return run(self, *args)
 
-    def counted_store(self, pointers, value, mask, *rest, **options):
-        traffic.add("write", pointers, mask)
-        return store(self, pointers, value, mask, *rest, **options)
+        return counting_too
 
     with monkeypatch.context() as patch:
-        patch.setattr(InterpreterBuilder, "create_masked_load", counted_load)
-        patch.setattr(InterpreterBuilder, "create_masked_store", counted_store)
+        for name, *how in (("create_masked_load", "read", 1), ("create_masked_store", "write", 2)):
+            run = getattr(InterpreterBuilder, name)
+            patch.setattr(InterpreterBuilder, name, counted(*how, run))
         yield traffic
 
 
