@@ -145,17 +145,17 @@ def replay_notebook(subjects: Iterable[Subject]) -> list[Cell]:
     machine = FakeMachine(GENERIC)
     names, ends, kept = [], [], []
     for subject in subjects:
-        copied = machine.copy(build_without_data(subject.build))
+        copied = fake_copy(build_without_data(subject.build), machine.mode)
         with machine.running():
             with machine.during(Phase.SETUP, Category.PARAMETERS):
                 copied.to(machine.device)
             machine.adopt(copied)
             variables = cell(subject, copied, machine.device, machine)
-            ends.append(len(machine.trace.events))
+            ends.append(len(machine.recorder.trace.events))
             del variables  # the next cell overwrites them
         kept.append(copied)
         names.append(subject.name)
-    trace = machine.trace.settled()
+    trace = machine.recorder.trace.settled()
     allocator = CachingAllocator()
     blocks: dict[int, MemoryBlock | None] = {}
     cells, begin = [], 0

@@ -16,13 +16,13 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import tyro
 from annotated_types import Ge
 from torch import Tensor
-from tyro.conf import Positional, arg
+from tyro.conf import Positional
 
 from tresnet import env
 from tresnet.cli.output import progress, report
@@ -86,8 +86,8 @@ IDEAL = {
 class Options(RunSettings):
     """What is timed."""
 
-    ops: Annotated[Positional[tuple[str, ...]], arg(metavar="[OP ...]")] = tuple(IDEAL)
-    """Operations; by default all."""
+    ops: Positional[tuple[Literal["abn_join", "abn", "abn_blur", "abn_se"], ...]] = tuple(IDEAL)
+    """Operations."""
     batch_size: Annotated[Size, Ge(2)] = 128
     """Images in a batch."""
     input_size: Size = 224
@@ -240,7 +240,7 @@ def main(options: Options) -> int:
     groups = [[_OpContender(site, device, options, *pair) for pair in pairs] for site in sites]
     what = {"settings": options.to_dict(), "runs": options.rounds}
     record = RecordFile(options.output_dir, "bench_ops", device=device, **what)
-    with runner.searching_algorithms(), runner.current(device):
+    with runner.timing_on(device):
         found = runner.run(groups, options, log=progress, record=record, compiles=options.inductor)
     columns = [("p50 us", "p50_us", ".1f"), ("GB/s", "gb_per_s", ".1f")]
     return report(found, [*columns, ("x copy", "ratio_to_copy", ".3f")])

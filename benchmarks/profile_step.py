@@ -182,7 +182,7 @@ def profiled(model: str, options: Options, device: torch.device) -> list[Event]:
     """Record a case's steps, write the trace, and return its events."""
     case = parse_case(model, options, options.batch_size).checked(True, device.type == "cuda")
     say(f"\n{case.label()}")
-    step = prepare(case, True, device, seed=0).run
+    step = prepare(case, True, device).run
     with inductor_options(case):
         for _ in range(options.warmup_steps):
             step()

@@ -22,13 +22,6 @@ def test_mib_is_two_to_the_twenty_and_bytes_stay_int():
     assert MemorySnapshot(rss_peak=2 * MIB).peak_mib == 2.0
 
 
-def test_cpu_has_no_gpu_columns_and_none_is_not_zero():
-    columns = MemoryMeter("cpu").snapshot().to_dict()
-    assert columns.pop("rss_peak_mib") > 20  # the interpreter alone is larger
-    names = ("allocated_mib", "reserved_mib", "max_allocated_mib", "device_used_mib")
-    assert columns == dict.fromkeys(names)
-
-
 def test_format_is_one_line_of_the_known_columns():
     snapshot = MemorySnapshot(int(97.8 * MIB), 604 * MIB, int(530.9 * MIB), None)
     assert snapshot.format() == ("allocated 97.8 MiB, reserved 604.0 MiB, max allocated 530.9 MiB")
@@ -44,7 +37,9 @@ def test_phases_are_kept_and_logged_in_order():
     assert list(meter.phases) == ["initial", "model", "train", "final"]
     assert len(lines) == 5
     assert lines[1].startswith("memory, model: rss peak ")
-    assert lines[1].endswith(" MiB")
+    columns = meter.phases["final"].to_dict()
+    assert columns.pop("rss_peak_mib") > 20  # the interpreter alone is larger
+    assert set(columns.values()) == {None}  # a CPU has no other
 
 
 def touched_pages() -> mmap.mmap:
@@ -84,7 +79,7 @@ def test_peak_without_proc_comes_from_maxrss_if_that_is_there(platform, unit, mo
     monkeypatch.setitem(sys.modules, "resource", fake)
     monkeypatch.setattr(sys, "platform", platform)
     assert memory.peak_rss_bytes() == (5 * MIB * unit if unit else None)
-    assert memory.reset_peak_rss() is False
+    memory.reset_peak_rss()
 
 
 def test_cuda_columns_come_from_the_allocator_and_nvml(monkeypatch):
@@ -113,6 +108,7 @@ def test_one_gibibyte_defined_deleted_released(cuda_device):
     torch.cuda.empty_cache()
     meter = MemoryMeter(cuda_device)
     start = meter.phase("initial")
+    assert start.max_allocated == start.allocated
     block = torch.zeros(2**30 // 4, device=cuda_device)
     defined = meter.snapshot()
     del block
@@ -127,12 +123,3 @@ def test_one_gibibyte_defined_deleted_released(cuda_device):
     if defined.device_used is not None:
         assert defined.device_used - released.device_used >= 2**30
     assert defined.rss_peak is None
-
-
-@pytest.mark.gpu
-def test_initial_resets_the_peak(cuda_device):
-    meter = MemoryMeter(cuda_device)
-    block = torch.zeros(64 * MIB, device=cuda_device)
-    del block
-    initial = meter.phase("initial")
-    assert initial.max_allocated == initial.allocated

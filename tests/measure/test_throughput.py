@@ -96,15 +96,6 @@ def test_reading_never_waits_for_a_device_that_lags():
     assert clock.waited == 1  # once, for the last
 
 
-def test_host_clock_measures_real_time():
-    meter = ThroughputMeter("cpu")
-    meter.start()
-    for _ in range(3):
-        torch.ones(1000).sum()
-        meter.step(1)
-    assert 0 < meter.images_per_s() < 1e9
-
-
 @pytest.mark.gpu
 def test_cuda_rate_matches_events_and_does_not_synchronise(cuda_device):
     meter = ThroughputMeter(cuda_device)

@@ -7,7 +7,7 @@ from torch import nn
 from tresnet.errors import InputError
 from tresnet.memory import Device, Fits, max_batch, predict
 from tresnet.memory.device import GENERIC, MIB
-from tresnet.memory.fit import AffineTrace, _edge, fits
+from tresnet.memory.fit import _edge, fits, interpolated
 from tresnet.memory.plan import make_plan
 from tresnet.memory.prediction import record
 from tresnet.memory.replay import held_at_peak_bytes, replay
@@ -50,14 +50,14 @@ def trace(name, batch_size, **step):
 )
 def test_traces_of_other_batches_are_foreseen(step):
     two, four, real = (trace("tresnet_t", n, layers=(1, 1, 1, 1), **step) for n in (2, 4, 24))
-    foreseen = AffineTrace((2, two), (4, four)).at(24)
+    foreseen = interpolated((2, two), (4, four))(24)
     assert foreseen.events == real.events
     assert [b.n_bytes for b in foreseen.buffers] == [b.n_bytes for b in real.buffers]
 
 
 def test_models_that_change_with_the_batch_are_refused():
     with pytest.raises(InputError, match="does the same at every batch size"):
-        AffineTrace((2, trace("tresnet_t", 2)), (4, trace("timm:resnet18", 4, input_size=64)))
+        interpolated((2, trace("tresnet_t", 2)), (4, trace("timm:resnet18", 4, input_size=64)))
 
 
 def test_largest_batch_agrees_with_every_batch_predicted():

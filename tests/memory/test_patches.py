@@ -3,6 +3,7 @@
 Where one of these fails, torch has changed: see whether the patch can go, or where it belongs now.
 """
 
+import contextlib
 import copy
 
 import pytest
@@ -27,93 +28,142 @@ def mode():
         yield fakes
 
 
-def test_attention(mode):
+def attention():
     q = torch.empty(2, 4, 16, 32, device="cuda", dtype=torch.bfloat16)
+    with Recorder() as seen:
+        nn.functional.scaled_dot_product_attention(q, q, q)
+    return seen.names() == ["_scaled_dot_product_flash_attention"]
 
-    def kernels():
-        with Recorder() as seen:
-            torch.nn.functional.scaled_dot_product_attention(q, q, q)
-        return seen.names()
 
-    assert not any("flash" in name for name in kernels())
-    with patches.kernels_chosen_by_rule():
-        assert kernels() == ["_scaled_dot_product_flash_attention"]
-    assert not any("flash" in name for name in kernels())
+def recurrent_layer():
+    layer = nn.LSTM(2, 2, device="cuda")
+    assert layer.weight_hh_l0.shape == (8, 2)
+    with Recorder() as seen:
+        layer(torch.empty(2, 1, 2, device="cuda"))
+    storages = {w.untyped_storage()._cdata for w in layer.parameters()}
+    return len(storages), "_cudnn_rnn" in seen.names()
+
+
+@contextlib.contextmanager
+def recurrent_patches():
+    with patches.kernels_chosen_by_rule(), patches.recurrent_weights_flattened():
+        yield
+
+
+def autocast_and_scaler():
+    with torch.autocast("cuda", torch.bfloat16):
+        inside = torch.is_autocast_enabled("cuda")
+    return inside, torch.GradScaler("cuda").is_enabled()
+
+
+def bfloat16_convolution():
+    form = {"device": "cuda", "dtype": torch.bfloat16}
+    x = torch.empty(2, 8, 8, 8, **form).to(memory_format=torch.channels_last)
+    y = nn.functional.conv2d(x, torch.empty(8, 8, 3, 3, **form))
+    return y.is_contiguous(memory_format=torch.channels_last)
+
+
+def attention_layer():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, device="cuda").eval()
+    with torch.no_grad(), Recorder() as seen:
+        layer(torch.ones(1, 4, 8, device="cuda"))
+    return "_transformer_encoder_layer_fwd" in seen.names()
+
+
+def optimizer():
+    parameter = nn.Parameter(torch.empty(4, device="cuda"))
+    parameter.grad = torch.empty(4, device="cuda")
+    optimizer = torch.optim.Adagrad([parameter], lr=0.1)
+    with Recorder() as seen:
+        optimizer.step()
+    return any("foreach" in name for name in seen.names())
+
+
+def copied_fake():
+    model = nn.Linear(2, 2, device="cuda")
+    weight = copy.deepcopy(model).weight
+    assert weight.untyped_storage()._cdata != model.weight.untyped_storage()._cdata
+    assert isinstance(weight, nn.Parameter)
+    assert weight.requires_grad
+    return weight.fake_mode is model.weight.fake_mode
+
+
+class KeepsUnset(Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.set_materialize_grads(False)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+def unset_gradients():
+    return patches.wants_zeros(KeepsUnset.apply(torch.ones(2, requires_grad=True)).grad_fn)
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
-def test_recurrent_layers(mode):
-    def weights():
-        layer = nn.LSTM(2, 2, device="cuda")
-        return len({w.untyped_storage()._cdata for w in layer.parameters()}), layer
-
-    n, layer = weights()
-    assert n == 4  # PyTorch leaves weights apart where it cannot ask cuDNN
-    with pytest.raises(RuntimeError, match="CUDA"):
-        layer(torch.empty(2, 1, 2, device="cuda"))
-    with patches.kernels_chosen_by_rule(), patches.recurrent_weights_flattened():
-        n, layer = weights()
-        assert n == 1
-        assert layer.weight_hh_l0.shape == (8, 2)
-        with Recorder() as seen:
-            layer(torch.empty(2, 1, 2, device="cuda"))
-    assert "_cudnn_rnn" in seen.names()
-    assert layer.flatten_parameters.__module__ == "torch.nn.modules.rnn"
-
-
 @pytest.mark.filterwarnings("ignore:CUDA is not available or torch_xla is imported")
 @pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler is enabled")
-def test_autocast_and_scaler():
-    def on():
-        with torch.autocast("cuda", torch.bfloat16):
-            inside = torch.is_autocast_enabled("cuda")
-        return inside, torch.GradScaler("cuda").is_enabled()
+@pytest.mark.parametrize(
+    ("patch", "probe", "without", "patched"),
+    [
+        (patches.kernels_chosen_by_rule, attention, False, True),
+        (recurrent_patches, recurrent_layer, "RuntimeError", (1, True)),
+        (patches.autocast_without_gpu, autocast_and_scaler, (False, False), (True, True)),
+        (patches.bfloat16_convolutions_on_cudnn, bfloat16_convolution, False, True),
+        (patches.attention_layers_in_pieces, attention_layer, True, False),
+        (patches.foreach_optimizers, optimizer, False, True),
+        (patches.fakes_deepcopied, copied_fake, False, True),
+        (
+            patches.generators_on_cpu,
+            lambda: torch.Generator("cuda").device.type,
+            *("RuntimeError", "cpu"),
+        ),
+        (
+            patches.properties_without_gpu,
+            lambda: torch.cuda.get_device_properties("cuda").major,
+            *("RuntimeError", 8),
+        ),
+        (patches.unset_gradients_remembered, unset_gradients, True, False),
+        (patches.graph_task, lambda: torch._C._current_graph_task_id() == -1, True, False),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_torch_needs_the_patch_and_heeds_it(mode, patch, probe, without, patched):
+    def found():
+        try:
+            return probe()
+        except RuntimeError:
+            return "RuntimeError"
 
-    assert on() == (False, False)
-    with patches.autocast_without_gpu():
-        assert on() == (True, True)
-    assert on() == (False, False)
+    assert found() == without
+    with patch():
+        assert found() == patched
+    assert found() == without
 
 
-def test_bfloat16_convolutions(mode):
-    x = torch.empty(2, 8, 8, 8, device="cuda", dtype=torch.bfloat16)
-    x = x.to(memory_format=torch.channels_last)
-    weight = torch.empty(8, 8, 3, 3, device="cuda", dtype=torch.bfloat16)
-
-    def stays_channels_last():
-        y = torch.nn.functional.conv2d(x, weight)
-        return y.is_contiguous(memory_format=torch.channels_last)
-
-    assert not stays_channels_last()
-    with patches.bfloat16_convolutions_on_cudnn():
-        assert stays_channels_last()
+def test_each_backward_is_a_graph_task_of_its_own():
+    ids = []
+    for _ in range(2):
+        with patches.graph_task():
+            ids.append(torch._C._current_graph_task_id())
+    assert len(set(ids)) == 2
 
 
-def test_attention_layers():
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+def test_attributes_are_put_back_also_if_they_are_none():
+    class Base:
+        inherited = 1
 
-    def kernels():
-        with torch.no_grad(), Recorder() as seen:
-            layer(torch.ones(1, 4, 8))
-        return seen.names()
+    class Owner(Base):
+        none = None
 
-    assert "_transformer_encoder_layer_fwd" in kernels()
-    with patches.attention_layers_in_pieces():
-        assert "_transformer_encoder_layer_fwd" not in kernels()
-
-
-def test_foreach_optimizers(mode):
-    def kernels():
-        parameter = nn.Parameter(torch.empty(4, device="cuda"))
-        parameter.grad = torch.empty(4, device="cuda")
-        optimizer = torch.optim.Adagrad([parameter], lr=0.1)
-        with Recorder() as seen:
-            optimizer.step()
-        return seen.names()
-
-    assert not any("foreach" in name for name in kernels())
-    with patches.foreach_optimizers():
-        assert any("foreach" in name for name in kernels())
+    with patches._replaced(Owner, inherited=2, none=3):
+        assert (Owner.inherited, Owner.none) == (2, 3)
+    assert set(vars(Owner)) >= {"none"}
+    assert "inherited" not in vars(Owner)
+    assert (Owner.inherited, Owner.none) == (1, None)
 
 
 def test_modules_converted():
@@ -135,32 +185,6 @@ def test_modules_converted():
         assert {t.dtype for t in model.parameters()} == {torch.bfloat16}
         assert model[1].weight is model[0].weight
         assert isinstance(model[0].weight, nn.Parameter)
-
-
-def test_fakes_deepcopied(mode):
-    model = nn.Linear(2, 2, device="cuda")
-    with patches.fakes_deepcopied():
-        copied = copy.deepcopy(model)
-    assert copied.weight.untyped_storage()._cdata != model.weight.untyped_storage()._cdata
-    assert copied.weight.fake_mode is mode
-    assert copied.weight.requires_grad
-    assert isinstance(copied.weight, nn.Parameter)
-    assert "__deepcopy__" not in vars(type(model.weight))
-
-
-def test_generators():
-    with pytest.raises(RuntimeError):
-        torch.Generator("cuda")
-    with patches.generators_on_cpu():
-        assert torch.Generator("cuda").device.type == "cpu"
-        assert isinstance(torch.Generator("cuda"), torch.Generator)
-
-
-def test_properties():
-    with pytest.raises(RuntimeError, match="NVIDIA driver"):
-        torch.cuda.get_device_properties("cuda")
-    with patches.properties_without_gpu():
-        assert torch.cuda.get_device_properties("cuda").L2_cache_size > 0
 
 
 def test_scaled_updates(mode):
@@ -194,32 +218,6 @@ def test_backward(mode):
         loss.backward()
     assert roots == [loss]
     assert torch.autograd.backward.__module__ == "torch.autograd"
-
-
-def test_unset_gradients():
-    class Asks(Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.set_materialize_grads(False)
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient * 2
-
-    x = torch.ones(2, requires_grad=True)
-    assert patches.wants_zeros(Asks.apply(x).grad_fn)  # torch does not tell
-    with patches.unset_gradients_remembered():
-        assert not patches.wants_zeros(Asks.apply(x).grad_fn)
-
-
-def test_graph_task():
-    assert torch._C._current_graph_task_id() == -1
-    with patches.graph_task():
-        first = torch._C._current_graph_task_id()
-    with patches.graph_task():
-        assert torch._C._current_graph_task_id() != first
-    assert torch._C._current_graph_task_id() == -1
 
 
 def test_saved_tensor_hooks():

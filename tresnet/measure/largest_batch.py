@@ -15,19 +15,11 @@ import torch
 
 from tresnet import env
 from tresnet.errors import InputError
+from tresnet.measure import runner
 from tresnet.measure.cases import BenchCase
 from tresnet.measure.memory import MemoryMeter, is_out_of_memory, to_mib
 from tresnet.measure.models import prepare
 from tresnet.measure.records import RecordFile
-from tresnet.measure.runner import (
-    Contender,
-    Log,
-    NoResultError,
-    Outcome,
-    run,
-    searching_algorithms,
-    tidy,
-)
 from tresnet.measure.settings import LargestSettings
 
 # The first step has no optimizer state yet: memory is at its peak in the second.
@@ -40,8 +32,8 @@ _NO_BATCH = 2**20  # a bound where none is given
 
 
 def largest_batches(
-    cases: Sequence[BenchCase], settings: LargestSettings, argv: Sequence[str], log: Log
-) -> Outcome:
+    cases: Sequence[BenchCase], settings: LargestSettings, argv: Sequence[str], log: runner.Log
+) -> runner.Outcome:
     """Find the largest training batch of each case, and record it.
 
     During the search cuDNN does not try its algorithms, which would cost seconds for each new
@@ -54,23 +46,18 @@ def largest_batches(
         raise InputError(f"expected at_most on {device}, got none: only a GPU says when it is full")
     first = [dataclasses.replace(case, batch_size=settings.first) for case in cases]
     checked = [case.checked(True, device.type == "cuda") for case in first]
-    record = RecordFile(
-        settings.output_dir,
-        "bench_max_batch",
-        device=device,
-        settings=settings.to_dict(),
-        argv=argv,
-    )
+    about, what = settings.to_dict(), "bench_max_batch"
+    record = RecordFile(settings.output_dir, what, device=device, settings=about, argv=argv)
     part_s = (settings.time_limit_s or math.inf) / len(checked)
     limit_s = min(part_s, settings.case_limit_s or math.inf)
     each = dataclasses.replace(settings, time_limit_s=None, case_limit_s=limit_s)
     compiles = any(case.compile != "none" for case in checked)
-    with searching_algorithms(False), _limited(device, settings.gpu_memory) as limit:
+    with runner.searching_algorithms(False), _limited(device, settings.gpu_memory) as limit:
         groups = [[LargestContender(case, each, device, limit, log)] for case in checked]
-        return run(groups, each, log=log, record=record, compiles=compiles)
+        return runner.run(groups, each, log=log, record=record, compiles=compiles)
 
 
-class LargestContender(Contender):
+class LargestContender(runner.Contender):
     """The search for one case.
 
     `limited_by` is `memory`, the given bound or the time limit; `tries` has each batch and whether
@@ -83,7 +70,7 @@ class LargestContender(Contender):
         settings: LargestSettings,
         device: torch.device,
         limit_bytes: int | None,
-        log: Log,
+        log: runner.Log,
     ) -> None:
         self._case, self._settings, self._device = case, settings, device
         self._limit_bytes, self._log = limit_bytes, log
@@ -114,8 +101,8 @@ class LargestContender(Contender):
             ended_by = "the time limit"
         if not largest:
             if not self.columns["tries"]:
-                raise NoResultError("out_of_time", "the time limit had passed")
-            raise NoResultError("out_of_memory", f"not even a batch of {grain} fits")
+                raise runner.NoResultError("out_of_time", "the time limit had passed")
+            raise runner.NoResultError("out_of_memory", f"not even a batch of {grain} fits")
         largest = self._with_search(largest)
         self.columns |= {
             "largest_batch": largest,
@@ -127,7 +114,7 @@ class LargestContender(Contender):
         """Return the largest batch up to `largest` that fits while cuDNN tries algorithms."""
         if self._device.type != "cuda":
             return largest
-        with searching_algorithms():
+        with runner.searching_algorithms():
             while largest > self._settings.granularity and not self._fits(largest):
                 largest -= self._settings.granularity
         return largest
@@ -147,9 +134,7 @@ class LargestContender(Contender):
         meter.reset_peak()
         case, fits = dataclasses.replace(self._case, batch_size=batch), True
         try:
-            step, _, self.columns["input_size"], *_ = prepare(
-                case, True, self._device, self._settings.seed
-            )
+            step, _, self.columns["input_size"], *_ = prepare(case, True, self._device)
             for _ in range(_STEPS):
                 float(step())
         except Exception as error:
@@ -158,7 +143,7 @@ class LargestContender(Contender):
             fits = False
         peak = meter.snapshot().max_allocated
         step = None  # frees the memory, as does leaving the handler
-        tidy()
+        runner.tidy()
         if fits and peak is not None:
             self._peaks[batch] = peak
         self.columns["tries"].append((batch, fits))

@@ -4,6 +4,7 @@ The columns and the phases (initial, model, train, final) are those of the study
 for deep learning image processing". On a CPU the only column is the process's peak resident memory.
 """
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -137,11 +138,9 @@ def peak_rss_bytes() -> int | None:
     Linux's VmHWM is read first, as a process inherits ru_maxrss from a larger parent. macOS gives
     ru_maxrss in bytes, others in KiB.
     """
-    try:
+    with contextlib.suppress(OSError, IndexError):
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
         return int(status.partition("VmHWM:")[2].split()[0]) * 1024
-    except (OSError, IndexError):
-        pass
     try:
         import resource
     except ImportError:
@@ -150,10 +149,7 @@ def peak_rss_bytes() -> int | None:
     return maxrss if sys.platform == "darwin" else maxrss * 1024
 
 
-def reset_peak_rss() -> bool:
-    """Reset this process's peak resident memory on Linux; False if it cannot."""
-    try:
+def reset_peak_rss() -> None:
+    """Reset this process's peak resident memory, if this is Linux."""
+    with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:
-        return False
-    return True

@@ -26,16 +26,7 @@ from tresnet.measure.clock import clock_for
 from tresnet.measure.macs import count_parameters
 from tresnet.measure.memory import MemoryMeter, MemorySnapshot
 from tresnet.measure.records import RecordFile
-from tresnet.measure.runner import (
-    Contender,
-    Log,
-    NoResultError,
-    Outcome,
-    Rounds,
-    current,
-    run,
-    searching_algorithms,
-)
+from tresnet.measure.runner import Contender, Log, NoResultError, Outcome, Rounds, run, timing_on
 from tresnet.measure.settings import StepSettings
 from tresnet.models.named import default_input_shape
 from tresnet.settings import Sides, sides
@@ -48,8 +39,7 @@ _CLASSES = 1000
 _METHOD = {
     "input": "one synthetic batch, already on the device; of bytes where input is uint8, which our "
     "channels_last stem reads, and others divide by 255 within the step",
-    "step": "tresnet.steps, as train.py and eval.py run it",
-    "optimizer": "timm's, as train.py builds it",
+    "step": "tresnet.steps with timm's optimizer, as train.py and eval.py run it",
     "order": "every case is timed once right after its set-up; then every round visits every case, "
     "forwards and backwards in turn; case after case if sequential",
     "settle_steps": SETTLE_STEPS,
@@ -90,7 +80,7 @@ def bench_models(
         runs=settings.rounds * settings.steps,
         argv=argv,
     )
-    with searching_algorithms(), current(device):
+    with timing_on(device):
         primed = _prime(device)
         everyone = [ModelContender(case, training, settings, device, primed) for case in checked]
         groups = [[one] for one in everyone] if settings.sequential else [everyone]
@@ -127,7 +117,7 @@ class ModelContender(Contender):
     def set_up(self) -> None:
         """Build the model, warm up and read the peak memory of steady steps."""
         before, began_s = self._meter.snapshot(), time.perf_counter()
-        ready = prepare(self._case, self._training, self._device, self._settings.seed)
+        ready = prepare(self._case, self._training, self._device)
         graphs = self._device.type == "cuda" and self._case.cuda_graph != "off"
         before_replays = WARMUP_RUNS + CHECKED_AFTER if graphs else 0
         with inductor_options(self._case):
@@ -207,9 +197,9 @@ class Prepared(NamedTuple):
     step: TrainingStep | InferenceStep
 
 
-def prepare(case: BenchCase, training: bool, device: torch.device, seed: int) -> Prepared:
+def prepare(case: BenchCase, training: bool, device: torch.device) -> Prepared:
     """Build a checked case's model, input and step on `device`."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = build(case)
     size = case.input_size or default_input_shape(model)[-1]
     shape = (case.batch_size, 3, *sides(size))
@@ -241,17 +231,13 @@ def _training_step(
         grad_checkpointing=case.grad_checkpointing,
         recompute=None if case.ours else case.recompute,
     )
-    images, numbers = _fed(step.feed, raw, case), itertools.count(1)
+    images, numbers, count = _fed(step.feed, raw, case), itertools.count(1), case.accumulate
 
     def train() -> Tensor:
         loss = labels
-        for number in range(1, case.accumulate + 1):
+        for left in reversed(range(count)):
             loss, _ = step.backward(
-                images(),
-                labels,
-                functional.cross_entropy,
-                micro_batches=case.accumulate,
-                is_last=number == case.accumulate,
+                images(), labels, functional.cross_entropy, micro_batches=count, is_last=left == 0
             )
         step.optimizer_step(next(numbers))
         return loss
@@ -297,9 +283,5 @@ def _own_memory(
         now, earlier, shared = getattr(after, name), getattr(before, of), getattr(primed, of)
         return now if None in (now, earlier, shared) else now - max(0, earlier - shared)
 
-    return dataclasses.replace(
-        after,
-        allocated=own("allocated", "allocated"),
-        reserved=own("reserved", "reserved"),
-        max_allocated=own("max_allocated", "allocated"),
-    )
+    columns = {"allocated": "allocated", "reserved": "reserved", "max_allocated": "allocated"}
+    return dataclasses.replace(after, **{name: own(name, of) for name, of in columns.items()})

@@ -31,7 +31,7 @@ def measure_phases(
     checked = case.checked(training, where.type == "cuda")
     meter = MemoryMeter(where, log=lambda line: None)
     meter.phase("initial")
-    step, *held = prepare(checked, training, where, seed=0)
+    step, *held = prepare(checked, training, where)
     meter.phase("model")
     for _ in range(steps):
         step()
@@ -53,14 +53,8 @@ def measure_memory(
     training = not settings.infer
     for case in cases:
         case.checked(training)
-    record = RecordFile(
-        settings.output_dir,
-        "memory",
-        device=device,
-        settings={"training": training},
-        runs=STEPS,
-        argv=argv,
-    )
+    about = {"settings": {"training": training}, "runs": STEPS, "argv": argv}
+    record = RecordFile(settings.output_dir, "memory", device=device, **about)
     group = [_PhaseContender(case, training, str(device)) for case in cases]
     return run([group], settings, log=log, record=record)
 

@@ -48,22 +48,19 @@ class RecordFile:
             "format": FORMAT,
             "what": what,
             "command": public_command(sys.argv if argv is None else argv),
+            "environment": None,
+            "settings": dict(settings),
+            "warmup_steps": warmup_steps,
+            "runs": runs,
         }
-        self._rest = {"settings": dict(settings), "warmup_steps": warmup_steps, "runs": runs}
 
     def write(self, rows: Sequence[Mapping[str, Any]]) -> Path:
         """Write the record with these rows, in place of its former ones.
 
         Rows have plain values, None for what was not measured; NaN and infinity raise ValueError.
         """
-        if not rows:
-            raise InputError(
-                "expected something measured to record, got nothing: allow more time or ask for "
-                "more"
-            )
-        if "environment" not in self._head:
-            self._head["environment"] = env.describe(self._device)
-        content = {**self._head, **self._rest, "rows": [dict(row) for row in rows]}
+        self._head["environment"] = self._head["environment"] or env.describe(self._device)
+        content = {**self._head, "rows": [dict(row) for row in rows]}
         text = json.dumps(content, indent=1, allow_nan=False) + "\n"
         if self.path is not None:
             write_text(self.path, text)
@@ -84,12 +81,9 @@ class RecordFile:
         slug = re.sub(r"[^a-z0-9]+", "-", name).strip("-")
         version = torch.__version__.partition("+")[0]
         stem = f"{self._head['what']}_{slug}_torch{version}_{datetime.now(UTC):%Y-%m-%d}"
+        names = (f"{stem}_{counter}.json" for counter in itertools.count(2))
         with explained(self._directory):
-            self._directory.mkdir(parents=True, exist_ok=True)
-            for counter in itertools.count(1):
-                path = self._directory / (
-                    f"{stem}_{counter}.json" if counter > 1 else f"{stem}.json"
-                )
+            for path in map(self._directory.joinpath, itertools.chain([f"{stem}.json"], names)):
                 with contextlib.suppress(FileExistsError):
                     path.touch(exist_ok=False)
                     return path
@@ -97,9 +91,10 @@ class RecordFile:
 
 
 def check_directory(directory: str | os.PathLike[str]) -> None:
-    """Raise InputError unless records can be written to `directory`, which need not exist."""
+    """Create `directory`; raise InputError unless records can be written to it."""
     try:
-        with tempfile.TemporaryFile(dir=_nearest(Path(directory))):  # permissions do not suffice
+        os.makedirs(directory, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):  # permissions do not suffice
             pass
     except OSError as error:
         raise InputError(
@@ -108,26 +103,16 @@ def check_directory(directory: str | os.PathLike[str]) -> None:
         ) from error
 
 
-def _nearest(folder: Path) -> Path:
-    """Return the folder or its nearest existing parent; a broken link counts as existing."""
-    try:
-        folder.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return folder if folder == folder.parent else _nearest(folder.parent)
-    return folder
-
-
 def public_command(argv: Sequence[str]) -> str:
     """Return the command line with each absolute path cut to its last part.
 
     >>> public_command(["/opt/env/bin/tresnet", "bench", "--output-dir=/tmp/records"])
     'tresnet bench --output-dir=records'
     """
-    return " ".join(_public_argument(argument) for argument in argv)
-
-
-def _public_argument(argument: str) -> str:
-    option, equals, value = argument.rpartition("=")
-    path = PureWindowsPath(value)  # parses both slashes and drive letters
-    absolute = path.is_absolute() or value.startswith(("/", "~", "\\"))
-    return f"{option}{equals}{path.name if absolute else value}"
+    public = []
+    for argument in argv:
+        option, equals, value = argument.rpartition("=")
+        path = PureWindowsPath(value)  # parses both slashes and drive letters
+        absolute = path.is_absolute() or value.startswith(("/", "~", "\\"))
+        public.append(f"{option}{equals}{path.name if absolute else value}")
+    return " ".join(public)

@@ -311,15 +311,12 @@ def _alarm(limit_s: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, handler)
 
 
-@contextlib.contextmanager
-def _room_to_compile(compiles: bool) -> Iterator[None]:
+def _room_to_compile(compiles: bool) -> contextlib.AbstractContextManager[Any]:
     if not compiles:
-        yield
-        return
+        return contextlib.nullcontext()
     from torch._dynamo import config
 
-    with config.patch(recompile_limit=_RECOMPILE_LIMIT, automatic_dynamic_shapes=False):
-        yield
+    return config.patch(recompile_limit=_RECOMPILE_LIMIT, automatic_dynamic_shapes=False)
 
 
 @contextlib.contextmanager
@@ -334,6 +331,9 @@ def searching_algorithms(searches: bool = True) -> Iterator[None]:
         cudnn.benchmark, cudnn.benchmark_limit = before
 
 
-def current(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which a GPU is the current one."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+@contextlib.contextmanager
+def timing_on(device: torch.device) -> Iterator[None]:
+    """Make a GPU the current one, where cuDNN tries all its algorithms."""
+    current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with current, searching_algorithms():
+        yield

@@ -49,7 +49,6 @@ class StepSettings(RunSettings):
     sequential: bool = False
     """Finish each case before the next is built, instead of taking turns: for cases that
     do not fit on the device together. Ratios are then not reported."""
-    seed: Suppress[int] = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +65,6 @@ class LargestSettings(RunSettings):
     gpu_memory: str | None = None
     """Limit of PyTorch's allocator, such as 79GiB, to emulate a smaller GPU. The CUDA context needs
     about half a GiB more."""
-    seed: Suppress[int] = 0
 
     def check(self) -> None:
         """Raise `InputError` if one is out of range."""
@@ -77,10 +75,6 @@ class LargestSettings(RunSettings):
             )
         if self.at_most is not None and self.at_most < self.first:
             raise InputError(f"expected at_most of at least {self.first}, got {self.at_most}")
-        if self.gpu_memory is not None:
-            from tresnet.env import parse_size
-
-            parse_size(self.gpu_memory)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 
 import torch
 
@@ -86,14 +87,14 @@ class ThroughputMeter:
 
     def images_per_s(self) -> float | None:
         """Return the rate of the window's finished steps; None before the first has finished."""
-        return self._finished().images_per_s()
+        return self._finished(_Totals()).images_per_s()
 
     def data_wait_fraction(self) -> float | None:
         """Return the fraction of the window's time spent waiting for data, or None.
 
         On CUDA this is the time that the GPU was idle, not the time that the host waited.
         """
-        totals = self._finished()
+        totals = self._finished(_Totals())
         return 1 - totals.work_s / totals.elapsed_s if totals.elapsed_s > 0 else None
 
     def mean_images_per_s(self, exclude_data_wait: bool = False) -> float | None:
@@ -103,15 +104,10 @@ class ThroughputMeter:
         """
         if self._steps:
             self._clock.wait(self._steps[-1].end)
-        totals = dataclasses.replace(self._older)
-        for step in self._steps:
-            totals.add(step, self._clock)
-        return totals.images_per_s(exclude_data_wait)
+        return self._finished(dataclasses.replace(self._older)).images_per_s(exclude_data_wait)
 
-    def _finished(self) -> _Totals:
-        totals = _Totals()
-        for step in self._steps:
-            if not self._clock.reached(step.end):
-                break
+    def _finished(self, totals: _Totals) -> _Totals:
+        """Add the window's finished steps to totals, and return these."""
+        for step in itertools.takewhile(lambda step: self._clock.reached(step.end), self._steps):
             totals.add(step, self._clock)
         return totals

@@ -11,6 +11,7 @@ default.
 """
 
 import bisect
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -42,15 +43,6 @@ def round_request(n_bytes: int) -> int:
     return -(-n_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
 
 
-def segment_bytes(block_bytes: int) -> int:
-    """Return the size of a new segment for `block_bytes`, if no free block can serve them."""
-    if block_bytes <= SMALL_REQUEST_BYTES:
-        return SMALL_SEGMENT_BYTES
-    if block_bytes < OWN_SEGMENT_FROM_BYTES:
-        return LARGE_SEGMENT_BYTES
-    return -(-block_bytes // SEGMENT_ROUNDING_BYTES) * SEGMENT_ROUNDING_BYTES
-
-
 @dataclass(slots=True, eq=False)
 class MemoryBlock:
     """A piece of the segment that begins at address `segment`."""
@@ -79,7 +71,7 @@ class CachingAllocator:
         capacity_bytes: int | None = None,
         on_segment: Callable[[str, int, int], None] = lambda action, address, n_bytes: None,
     ) -> None:
-        self.capacity_bytes = capacity_bytes
+        self._capacity_bytes = math.inf if capacity_bytes is None else capacity_bytes
         self._on_segment = on_segment
         self.allocated_bytes = self.reserved_bytes = 0
         self._segments: dict[int, int] = {}  # bytes by address
@@ -112,11 +104,9 @@ class CachingAllocator:
         return block
 
     def free(self, block: MemoryBlock | None) -> None:
-        """Return a block to its pool and merge free neighbours; a free block raises ValueError."""
+        """Return a block to its pool and merge free neighbours."""
         if block is None:
             return
-        if block.free:
-            raise ValueError(f"the block at {block.address} was freed twice")
         self.allocated_bytes -= block.n_bytes
         before, after = self._ending.get(block.address), self._starting.get(block.end)
         self._forget(block)
@@ -156,18 +146,17 @@ class CachingAllocator:
             del pool[bisect.bisect_left(pool, (block.n_bytes, block.address))]
 
     def _new_segment(self, wanted: int, small: bool) -> MemoryBlock:
-        n_bytes = segment_bytes(wanted)
-        if not self._has_room(n_bytes):
+        n_bytes = SMALL_SEGMENT_BYTES if small else LARGE_SEGMENT_BYTES
+        if wanted >= OWN_SEGMENT_FROM_BYTES:
+            n_bytes = -(-wanted // SEGMENT_ROUNDING_BYTES) * SEGMENT_ROUNDING_BYTES
+        if n_bytes > self._capacity_bytes - self.reserved_bytes:
             self.empty_cache()
-            if not self._has_room(n_bytes):
-                assert self.capacity_bytes is not None
-                raise SimulatedOutOfMemoryError(wanted, self.capacity_bytes - self.reserved_bytes)
+        room_bytes = self._capacity_bytes - self.reserved_bytes
+        if n_bytes > room_bytes:
+            raise SimulatedOutOfMemoryError(wanted, int(room_bytes))
         address = self._next_address
         self._segments[address] = n_bytes
         self._next_address += n_bytes + _SEGMENT_GAP_BYTES
         self.reserved_bytes += n_bytes
         self._on_segment("segment_alloc", address, n_bytes)
         return MemoryBlock(address, n_bytes, small, address)
-
-    def _has_room(self, n_bytes: int) -> bool:
-        return self.capacity_bytes is None or self.reserved_bytes + n_bytes <= self.capacity_bytes

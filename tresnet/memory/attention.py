@@ -6,6 +6,7 @@ which keeps the complete attention matrix. So the choice is made here, by the ru
 """
 
 import torch
+import torch.nn.functional as F
 
 aten = torch.ops.aten
 
@@ -31,7 +32,13 @@ def attend(
         repeats = q.shape[-3] // k.shape[-3]
         k, v = k.repeat_interleave(repeats, -3), v.repeat_interleave(repeats, -3)
     if q.dim() == 4 and _flash(q, v, attn_mask):
-        return _run_flash(q, k, v, dropout_p, is_causal, scale)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        padding = -q.shape[-1] % 8  # the flash kernel takes head sizes divisible by 8
+        padded = [F.pad(t, (0, padding)) if padding else t for t in (q, k, v)]
+        out = aten._scaled_dot_product_flash_attention(
+            *padded, dropout_p, is_causal, False, scale=scale
+        )[0]
+        return out[..., : q.shape[-1]] if padding else out
     if q.dim() != 4 or not _efficient(q, v):
         return aten._scaled_dot_product_attention_math(
             q, k, v, attn_mask, dropout_p, is_causal, None, scale=scale
@@ -58,25 +65,6 @@ def _efficient(q: torch.Tensor, v: torch.Tensor) -> bool:
     return aligned and q.dtype != torch.float64
 
 
-def _run_flash(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-) -> torch.Tensor:
-    size = q.shape[-1]
-    scale = size**-0.5 if scale is None else scale
-    padding = -size % 8  # the flash kernel takes head sizes divisible by 8
-    if padding:
-        q, k, v = (torch.nn.functional.pad(t, (0, padding)) for t in (q, k, v))
-    out = aten._scaled_dot_product_flash_attention(
-        q, k, v, dropout_p, is_causal, False, scale=scale
-    )[0]
-    return out[..., :size] if padding else out
-
-
 def _as_bias(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """Return the mask as an expanded bias of q's dtype, its rows aligned to 16 elements."""
     if mask.dtype == torch.bool:
@@ -85,5 +73,5 @@ def _as_bias(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tens
     mask = mask.to(q.dtype)
     length = mask.shape[-1]
     if length % 16:
-        mask = torch.nn.functional.pad(mask, (0, 16 - length % 16))[..., :length]
+        mask = F.pad(mask, (0, 16 - length % 16))[..., :length]
     return mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])

@@ -92,11 +92,12 @@ def max_batch(model: ModelLike, plan: StepPlan) -> MaxBatch:
     def trace(batch_size: int) -> Trace:
         return record(module, replace(step, batch_size=batch_size), described)
 
-    predicted = AffineTrace(*((n, trace(n)) for n in _SMALL_BATCHES))
+    small, larger = _SMALL_BATCHES
+    traced = interpolated((small, trace(small)), (larger, trace(larger)))
 
     @cache
     def predict(batch_size: int) -> Fits:
-        return fits(predicted.at(batch_size), described)
+        return fits(traced(batch_size), described)
 
     @cache
     def answer(batch_size: int) -> Fits:
@@ -136,44 +137,32 @@ def _capacity(device: Device) -> int:
     return device.capacity_bytes
 
 
-class AffineTrace:
-    """Linear interpolation between two traces at two batch sizes; InputError if they differ."""
+def interpolated(first: tuple[int, Trace], second: tuple[int, Trace]) -> Callable[[int], Trace]:
+    """Return a function that gives the trace of any batch size, from two batches with theirs.
 
-    def __init__(self, first: tuple[int, Trace], second: tuple[int, Trace]) -> None:
-        (self._n, self._trace), (other_n, other) = first, second
-        if self._trace.events != other.events:
-            raise InputError(
-                f"expected a model that does the same at every batch size, got other operations "
-                f"at batch {other_n} than at {self._n}: predict each batch size instead"
-            )
-        span = other_n - self._n
-        pairs = zip(self._trace.buffers, other.buffers, strict=True)
-        self._growth = [(b.n_bytes - a.n_bytes) / span for a, b in pairs]
-        pairs = zip(self._trace.operations, other.operations, strict=True)
-        self._high_growth = [
-            (b.workspace_high_bytes - a.workspace_high_bytes) / span for a, b in pairs
-        ]
+    Raises:
+        InputError: the model does other operations in the two.
+    """
+    (n, trace), (other_n, other) = first, second
+    if trace.events != other.events:
+        raise InputError(
+            f"expected a model that does the same at every batch size, got other operations at "
+            f"batch {other_n} than at {n}: predict each batch size instead"
+        )
 
-    def at(self, batch_size: int) -> Trace:
-        """Return the trace of a batch of this size."""
-        more = batch_size - self._n
+    def at(batch_size: int) -> Trace:
+        def grown(a: int, b: int) -> int:
+            return max(round(a + (b - a) / (other_n - n) * (batch_size - n)), 0)
+
         buffers = [
-            replace(b, n_bytes=_grown(b.n_bytes, growth, more))
-            for b, growth in zip(self._trace.buffers, self._growth, strict=True)
+            replace(a, n_bytes=grown(a.n_bytes, b.n_bytes))
+            for a, b in zip(trace.buffers, other.buffers, strict=True)
         ]
-        operations = [
-            replace(
-                o,
-                workspace_high_bytes=min(
-                    _grown(o.workspace_high_bytes, growth, more), HIGH_LIMIT_BYTES
-                ),
-            )
-            if growth
-            else o
-            for o, growth in zip(self._trace.operations, self._high_growth, strict=True)
-        ]
-        return Trace(buffers, operations, self._trace.events, self._trace.step_starts)
+        operations = list(trace.operations)
+        for index, (a, b) in enumerate(zip(operations, other.operations, strict=True)):
+            if a.workspace_high_bytes != b.workspace_high_bytes:
+                high = grown(a.workspace_high_bytes, b.workspace_high_bytes)
+                operations[index] = replace(a, workspace_high_bytes=min(high, HIGH_LIMIT_BYTES))
+        return Trace(buffers, operations, trace.events, trace.step_starts)
 
-
-def _grown(n_bytes: int, growth: float, more: int) -> int:
-    return max(round(n_bytes + growth * more), 0)
+    return at

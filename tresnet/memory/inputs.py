@@ -60,34 +60,24 @@ class InputShapes:
 
 def read_inputs(given: Any) -> InputShapes:
     """Return the inputs that `StepPlan.inputs` describes, or raise `InputError`."""
-    if isinstance(given, Tensor) or _is_shape(given):
+    if _form(given) is not None:
         given = [given]
     if isinstance(given, tuple | list):
         given = dict(enumerate(given))
-    if not isinstance(given, Mapping) or not given:
-        raise InputError(f"inputs: {_EXPECTED}, got {type(given).__name__}")
-    shapes = {}
-    for key, one in given.items():
-        if isinstance(one, Tensor) and one.dim():
-            shapes[key] = tuple(one.shape[1:]), one.dtype
-        elif _is_shape(one):
-            shapes[key] = tuple(one[0]), one[1]
-        else:
-            raise InputError(f"inputs: {_EXPECTED}, got {one!r}")
-    return InputShapes(shapes)
+    forms = {k: _form(one) for k, one in given.items()} if isinstance(given, Mapping) else {}
+    if not forms or None in forms.values():
+        raise InputError(
+            "inputs: expected for each argument of the model an example tensor, the batch first, "
+            f"or the shape of a sample and a dtype, such as ((128,), torch.int64), got {given!r}"
+        )
+    return InputShapes({key: form for key, form in forms.items() if form is not None})
 
 
-_EXPECTED = (
-    "expected for each argument of the model an example tensor, the batch first, or the shape of "
-    "a sample and a dtype, such as ((128,), torch.int64)"
-)
-
-
-def _is_shape(one: Any) -> bool:
-    return (
-        isinstance(one, tuple | list)
-        and len(one) == 2
-        and isinstance(one[1], torch.dtype)
-        and isinstance(one[0], tuple | list)
-        and all(isinstance(size, int) and size > 0 for size in one[0])
-    )
+def _form(one: Any) -> tuple[tuple[int, ...], torch.dtype] | None:
+    """Return shape and dtype of one sample of an argument; None if this is no argument."""
+    match one:
+        case Tensor() if one.dim():
+            return tuple(one.shape[1:]), one.dtype
+        case [[*shape], torch.dtype() as dtype] if all(isinstance(n, int) and n > 0 for n in shape):
+            return tuple(shape), dtype
+    return None

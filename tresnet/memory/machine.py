@@ -6,7 +6,7 @@ of a step of `tresnet.steps` attribute its operations to forward, backward and o
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from tresnet.memory import patches
 from tresnet.memory.device import MIB, Device
 from tresnet.memory.recorder import Recorder
 from tresnet.memory.shapes import ShapeMemory
-from tresnet.memory.trace import Category, Phase, Trace
+from tresnet.memory.trace import Category, Phase
 from tresnet.memory.walk import BackwardWalk, SavedTensors
 from tresnet.steps import StepHooks
 
@@ -39,9 +39,8 @@ class FakeMachine(StepHooks):
         if device_type is None:
             device_type = "cuda" if torch.backends.cuda.is_built() else "cpu"
         self.device = torch.device("cuda:0" if device_type == "cuda" else device_type)
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-        shapes = ShapeMemory(self._mode)
-        self._recorder = Recorder(device_type, device, shapes)
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+        self.recorder = Recorder(device_type, device, ShapeMemory(self.mode))
         self._saved = SavedTensors()
         self._real_engine = real_engine
         self._buckets: _Buckets | None = None
@@ -49,58 +48,41 @@ class FakeMachine(StepHooks):
             self._saved, sum_in_place=device_type == "cuda", on_gradient=self._gradient_arrived
         )
 
-    @property
-    def trace(self) -> Trace:
-        """The record so far."""
-        return self._recorder.trace
-
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Run the code inside on fakes, recorded."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._mode)
+            stack.enter_context(self.mode)
             stack.enter_context(patches.gpu_answers())
-            stack.enter_context(self._recorder)
+            stack.enter_context(self.recorder)
             if not self._real_engine:
                 stack.enter_context(self._saved.recording())
                 stack.enter_context(patches.backward_replaced(self._walk.backward))
                 stack.enter_context(patches.saved_tensors_released(self._saved.release))
             yield
 
-    def copy(self, model: nn.Module) -> nn.Module:
-        """Return a copy of `model` on the CPU without data, made outside `running()`."""
-        return fake_copy(model, self._mode)
-
     def adopt(self, model: nn.Module, *, ddp: bool = False) -> None:
         """Attribute a model's parameters and buffers on the device, and DDP's buckets."""
-        for module_name, module in model.named_modules():
-            for tensors, category in (
-                (module._parameters, Category.PARAMETERS),
-                (module._buffers, Category.BUFFERS),
-            ):
-                for tensor in tensors.values():
-                    if tensor is not None:
-                        self._recorder.claim(tensor, category, module_name)
+        for name, tensor in model.named_parameters(remove_duplicate=False):
+            self.recorder.claim(tensor, Category.PARAMETERS, name.rpartition(".")[0])
+        for name, tensor in model.named_buffers(remove_duplicate=False):
+            self.recorder.claim(tensor, Category.BUFFERS, name.rpartition(".")[0])
         if ddp:
             self._buckets = _Buckets(model)
             with self.during(Phase.SETUP, Category.BUCKETS):
                 self._buckets.lay_out()
-        self._recorder.mark_masters(model.parameters())
+        self.recorder.mark_masters(model.parameters())
 
     def during(
         self, part: str, category: Category | None = None
     ) -> contextlib.AbstractContextManager[None]:
         """Attribute the operations inside to a part of the step, and new buffers to a category."""
-        return self._recorder.during(Phase(part), category)
-
-    def relabel(self, tensors: Iterable[object], category: Category) -> None:
-        """Attribute tensors to a category after they were made."""
-        self._recorder.relabel(tensors, category)
+        return self.recorder.during(Phase(part), category)
 
     def start_step(self) -> None:
         """Mark the beginning of a step; DDP lays its buckets out again before the second."""
-        self._recorder.start_step()
-        if self._buckets is not None and self._recorder.step == 2:
+        self.recorder.start_step()
+        if self._buckets is not None and self.recorder.step == 2:
             with self.during(Phase.SETUP, Category.BUCKETS):
                 self._buckets.lay_out()
 
@@ -108,7 +90,7 @@ class FakeMachine(StepHooks):
         if self._buckets is not None:
             self._buckets.take(parameter)
         if parameter.grad is not None:
-            self._recorder.relabel([parameter.grad], Category.GRADIENTS)
+            self.recorder.relabel([parameter.grad], Category.GRADIENTS)
 
 
 class _Buckets:
@@ -153,7 +135,10 @@ class _Buckets:
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """Return a copy of `model` of fakes on the CPU without data; tied parameters stay tied."""
+    """Return a copy of fakes on the CPU without data, for a machine that is not yet running.
+
+    Tied parameters stay tied.
+    """
     memo: dict[int, object] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):

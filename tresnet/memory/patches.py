@@ -32,6 +32,7 @@ GPU_KERNELS = {aten.scaled_dot_product_attention.default: attend, **recurrent.KE
 
 _task_ids = itertools.count(1)
 _MATERIALIZE = "_tresnet_materialize_grads"
+_INHERITED = object()  # in place of an attribute that its owner does not have itself
 
 
 @contextlib.contextmanager
@@ -57,14 +58,14 @@ def gpu_answers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replaced(owner: Any, **values: Any) -> Iterator[None]:
-    before = {name: vars(owner).get(name) for name in values}
+    before = {name: vars(owner).get(name, _INHERITED) for name in values}
     for name, value in values.items():
         setattr(owner, name, value)
     try:
         yield
     finally:
         for name, value in before.items():
-            if value is None:  # it was inherited
+            if value is _INHERITED:
                 delattr(owner, name)
             else:
                 setattr(owner, name, value)
@@ -128,15 +129,9 @@ def bfloat16_convolutions_on_cudnn() -> Iterator[None]:
         FakeTensorMode.cache_clear()
 
 
-@contextlib.contextmanager
-def attention_layers_in_pieces() -> Iterator[None]:
+def attention_layers_in_pieces() -> Patch:
     """`nn.MultiheadAttention` runs its operators one by one, instead of as one fused operator."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+    return _replaced(torch.backends.mha, _is_fastpath_enabled=False)
 
 
 @contextlib.contextmanager
@@ -210,13 +205,10 @@ def properties_without_gpu() -> Patch:
 
 def scaled_updates_are_made() -> Patch:
     """`GradScaler.step` always steps, as fakes have no value that could overflow."""
-
-    def step(
-        scaler: object, optimizer: torch.optim.Optimizer, state: object, *args: Any, **kwargs: Any
-    ) -> Any:
-        return optimizer.step(*args, **kwargs)
-
-    return _replaced(torch.amp.GradScaler, _maybe_opt_step=step)
+    return _replaced(
+        torch.amp.GradScaler,
+        _maybe_opt_step=lambda scaler, optimizer, state, *args, **kw: optimizer.step(*args, **kw),
+    )
 
 
 @contextlib.contextmanager
@@ -244,11 +236,7 @@ def wants_zeros(node: Any) -> bool:
 
 def saved_tensors_released(release: Callable[[], None]) -> Patch:
     """`ctx.maybe_clear_saved_tensors()` calls `release` instead of the engine's function."""
-
-    def clear(ctx: Any) -> None:
-        release()
-
-    return _replaced(BackwardCFunction, maybe_clear_saved_tensors=clear)
+    return _replaced(BackwardCFunction, maybe_clear_saved_tensors=lambda ctx: release())
 
 
 def graph_task() -> Patch:

@@ -111,24 +111,23 @@ class MemoryPlan(StepPlan):
 
     def describe(self) -> str:
         """Return `train, batch 128 of 3x224x224, fp32, sgd`."""
-        parts = [
-            "train" if self.train else "inference",
-            f"batch {self.batch_size} of {self.describe_sample()}",
-        ]
-        if self.input == "uint8":
-            parts.append("uint8 input")
-        parts.append(self.dtype if self.amp == "off" else f"{self.amp} autocast")
-        if self.train:
-            parts.append(self.optimizer_name)
-        if self.channels_last:
-            parts.append("channels_last")
-        if self.train and self.accumulate > 1:
-            parts.append(f"accumulate {self.accumulate}")
-        switches = ("grad_checkpointing", "ema_decay", "clip_grad", "ddp")
-        parts += [name for name in switches if self.train and getattr(self, name)]
-        if not self.train and self.fold:
-            parts.append("folded")
-        return ", ".join(parts)
+        training = self.train
+        parts = {
+            "train" if training else "inference": True,
+            f"batch {self.batch_size} of {self.describe_sample()}": True,
+            "uint8 input": self.input == "uint8",
+            self.dtype: self.amp == "off",
+            f"{self.amp} autocast": self.amp != "off",
+            self.optimizer_name: training,
+            "channels_last": self.channels_last,
+            f"accumulate {self.accumulate}": training and self.accumulate > 1,
+            **{
+                name: training and getattr(self, name)
+                for name in ("grad_checkpointing", "ema_decay", "clip_grad", "ddp")
+            },
+            "folded": self.fold and not training,
+        }
+        return ", ".join(part for part, holds in parts.items() if holds)
 
 
 def by_keywords(
@@ -137,10 +136,10 @@ def by_keywords(
     """Let a function of a model and a plan accept the fields of the plan as typed keywords."""
 
     def decorate(function: Callable[[ModelLike, S], R]) -> Callable[Concatenate[ModelLike, P], R]:
-        parameters = [*inspect.signature(function).parameters.values()][:1]
-        parameters += inspect.signature(plan).parameters.values()
-        result = inspect.signature(function).return_annotation
-        signature = inspect.Signature(parameters, return_annotation=result)
+        own = inspect.signature(function)
+        model, _ = own.parameters.values()
+        fields = inspect.signature(plan).parameters.values()
+        signature = own.replace(parameters=[model, *fields])
 
         @functools.wraps(function)
         def call(model: ModelLike, *args: P.args, **settings: P.kwargs) -> R:
@@ -160,15 +159,10 @@ def by_keywords(
 def make_plan(model: ModelLike, plan: MemoryPlan) -> tuple[str, nn.Module, MemoryPlan]:
     """Return a printable name, the model (without data if built here), and the checked plan."""
     check(plan, InputError, spell=str)
-    if plan.compile != "none":
-        raise InputError(
-            f"compile: expected 'none', got {plan.compile!r}: what a compiler saves is not "
-            "predicted"
-        )
-    if plan.cuda_graph == "on":  # where there is no room for a graph, auto goes on eagerly
-        raise InputError(
-            "cuda_graph: expected off or auto, got on: what a graph reserves is not predicted"
-        )
+    # where there is no room for a graph, auto goes on eagerly
+    for name, most in (("compile", "none"), ("cuda_graph", "off or auto")):
+        if (value := getattr(plan, name)) not in most.split(" or "):
+            raise InputError(f"{name}: expected {most}, got {value}: its memory is not predicted")
     options = {**plan.build, **plan.values(ModelShape)}
     options |= {name: getattr(plan, name) for name in ("num_classes", "in_chans")}
     defaults = {field.name: field.default for field in dataclasses.fields(plan)}
@@ -180,15 +174,13 @@ def make_plan(model: ModelLike, plan: MemoryPlan) -> tuple[str, nn.Module, Memor
             f"expected settings of a step, got {', '.join(options)}: options of a model go with "
             "its name; build the model with them"
         )
-    elif isinstance(model, nn.Module):
-        name, built = type(model).__name__, model
-    elif callable(model):
-        built = build_without_data(model)
-        name = type(built).__name__
     else:
+        is_function = callable(model) and not isinstance(model, nn.Module)
+        built = build_without_data(model) if is_function else model
+        name = type(built).__name__
+    if not isinstance(built, nn.Module):
         raise InputError(
-            f"expected a model's name, a torch.nn.Module or a function that builds one, "
-            f"got {type(model).__name__}"
+            f"expected a model's name, a torch.nn.Module or a function that builds one, got {name}"
         )
     _check_model(built)
     plan.check_applies(training=plan.train, model=name, ours=True)
@@ -237,26 +229,23 @@ def apply_checkpointing(model: nn.Module, what: bool | Sequence[str]) -> None:
         module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
 
 
-def _check_model(model: object) -> None:
-    expected, got, todo = "an eager model", "", ""
-    if not isinstance(model, nn.Module):
-        raise InputError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    places = {str(t.device) for t in (*model.parameters(), *model.buffers())}
-    elsewhere = sorted(place for place in places if place not in ("cpu", "meta"))
+def _check_model(model: nn.Module) -> None:
+    devices = {str(t.device) for t in (*model.parameters(), *model.buffers())}
+    elsewhere = ", ".join(sorted(devices - {"cpu", "meta"}))
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        expected, got = "the model itself", f"it wrapped in {type(model).__name__}"
+        misfit = f"it wrapped in {type(model).__name__}"
         todo = "pass model.module, and ddp=True for the memory of gradient buckets"
     elif hasattr(model, "_orig_mod"):
-        got = "a compiled one"
+        misfit = "a compiled one"
         todo = "pass the model before torch.compile; what a compiler saves is not predicted"
     elif isinstance(model, torch.jit.ScriptModule):
-        got = "a TorchScript one"
+        misfit = "a TorchScript one"
         todo = "pass the model before torch.jit.script or torch.jit.trace"
     elif elsewhere:
-        expected, got = "a model on the CPU or the meta device", f"one on {', '.join(elsewhere)}"
-        todo = "predict before moving it, or pass model.cpu()"
-    if got:
-        raise InputError(f"expected {expected}, got {got}: {todo}")
+        misfit, todo = f"one on {elsewhere}", "predict before moving it, or pass model.cpu()"
+    else:
+        return
+    raise InputError(f"expected an eager model on the CPU or the meta device, got {misfit}: {todo}")
 
 
 def _input_shape(model: nn.Module, size: Any) -> tuple[int, ...]:

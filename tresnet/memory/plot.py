@@ -9,7 +9,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tresnet.errors import InputError, needed
 from tresnet.files import atomic_write
@@ -38,9 +38,6 @@ COLORS = {
     Category.ROUNDING: "#c8c8c8",
 }
 _SUFFIXES = (".png", ".svg", ".pdf")
-_DPI = 150
-# Space above the curves for the names of the phases and of the peak.
-_HEADROOM = 1.3
 
 
 @dataclass(frozen=True)
@@ -94,77 +91,46 @@ def plot(prediction: MemoryPrediction, path: str | Path) -> Path:
     _draw(figure.subplots(), prediction)
     metadata = {"Date": None} if kind == ".svg" else None
     with atomic_write(path) as temporary:
-        figure.savefig(temporary, format=kind[1:], dpi=_DPI, metadata=metadata)
+        figure.savefig(temporary, format=kind[1:], dpi=150, metadata=metadata)
     return path
 
 
 def _draw(axes: "Axes", prediction: MemoryPrediction) -> None:
+    axes.set_title(f"{prediction.model}: {prediction.plan.describe()}", loc="left")
     points = timeline(prediction)
-    x = list(range(len(points)))
+    if not points:  # an earlier step does not fit
+        return
     series = {c: [p.by_category_bytes.get(c, 0) / MIB for p in points] for c in COLORS}
-    shown = [category for category in COLORS if any(series[category])]
-    axes.stackplot(
-        x,
-        [series[category] for category in shown],
-        colors=[COLORS[category] for category in shown],
-        labels=[str(category) for category in shown],
-        step="mid",
-        linewidth=0,
-    )
+    shown = {str(category): mib for category, mib in series.items() if any(mib)}
+    colors = [COLORS[Category(name)] for name in shown]
+    x = range(len(points))
+    axes.stackplot(x, shown.values(), labels=shown, colors=colors, step="mid", linewidth=0)
     reserved = [p.reserved_bytes / MIB for p in points]
     axes.plot(x, reserved, color="black", linewidth=1, linestyle="--", label="reserved")
-    _mark_phases(axes, points)
-    _mark_peak(axes, points, prediction)
-    axes.set_xlim(0, max(len(points) - 1, 1))
-    axes.set_ylim(0, max(reserved, default=1) * _HEADROOM)
+    axes.margins(x=0)
+    axes.set_ylim(0, max(reserved) * 1.3)  # with space for the names of the phases and of the peak
     axes.set_xlabel("operation of the step")
     axes.set_ylabel("MiB")
-    axes.set_title(f"{prediction.model}: {prediction.plan.describe()}", loc="left")
-    handles, labels = axes.get_legend_handles_labels()
-    axes.legend(
-        handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False
-    )
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-
-
-def _mark_phases(axes: Any, points: list[Point]) -> None:
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, reverse=True)
     first = 0
     for phase, run in groupby(p.operation.phase for p in points):
         length = len(list(run))
         axes.axvline(first, color="#999999", linewidth=0.6)
-        # The name of a short phase does not fit.
-        if length > len(points) / 25:
-            axes.annotate(
-                phase.value,
-                (first + length / 2, 1.0),
-                xycoords=("data", "axes fraction"),
-                xytext=(0, -4),
-                textcoords="offset points",
-                ha="center",
-                va="top",
-                color="#444444",
-            )
+        if length > len(points) / 25:  # else the name does not fit
+            middle, top = first + length / 2, axes.get_ylim()[1] * 0.99
+            axes.text(middle, top, phase.value, ha="center", va="top", color="#444444")
         first += length
-
-
-def _mark_peak(axes: Any, points: list[Point], prediction: MemoryPrediction) -> None:
-    if not points:
-        return
-    at = max(range(len(points)), key=lambda i: points[i].allocated_bytes)
-    height = points[at].allocated_bytes / MIB
-    operation = points[at].operation
+    peak = max(x, key=lambda i: points[i].allocated_bytes)
+    height, operation = points[peak].allocated_bytes / MIB, points[peak].operation
     where = f"\nin {operation.module}" if operation.module else ""
-    left = at > len(points) / 2
-    axes.plot([at], [height], marker="o", color="black", markersize=4)
+    on_the_left = peak > len(points) / 2
     axes.annotate(
         f"peak {height:,.0f} MiB\n{operation.name}{where}",
-        (at, height),
-        xytext=(at + (-0.03 if left else 0.03) * len(points), 0.93),
+        (peak, height),
+        xytext=(peak + (-0.03 if on_the_left else 0.03) * len(points), 0.93),
         textcoords=("data", "axes fraction"),
-        ha="right" if left else "left",
+        ha="right" if on_the_left else "left",
         va="top",
         fontsize=9,
-        arrowprops={"arrowstyle": "-", "color": "black", "linewidth": 0.7},
-        bbox={"boxstyle": "round", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
+        arrowprops={"arrowstyle": "-|>", "linewidth": 0.7},
     )

@@ -10,7 +10,7 @@ import gc
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from tresnet.errors import InputError, TResNetError
 from tresnet.memory.device import MIB, Device, find_device
 from tresnet.memory.inputs import ModelArguments
-from tresnet.memory.machine import FakeMachine
+from tresnet.memory.machine import FakeMachine, fake_copy
 from tresnet.memory.plan import (
     MemoryPlan,
     ModelLike,
@@ -66,14 +66,13 @@ class Estimate:
         """Expected size in MiB."""
         return self.expected_bytes / MIB
 
-    @property
-    def band_mib(self) -> tuple[float, float]:
-        """Lowest and highest size in MiB."""
-        return self.low_bytes / MIB, self.high_bytes / MIB
+    def to_dict(self) -> dict[str, float]:
+        """Return the three sizes in MiB."""
+        low_mib, high_mib = self.low_bytes / MIB, self.high_bytes / MIB
+        return {"mib": self.mib, "low_mib": low_mib, "high_mib": high_mib}
 
     def __str__(self) -> str:
-        low, high = self.band_mib
-        return f"{self.mib:.1f} MiB ({low:.0f} to {high:.0f})"
+        return f"{self.mib:.1f} MiB ({self.low_bytes / MIB:.0f} to {self.high_bytes / MIB:.0f})"
 
 
 @dataclass(frozen=True)
@@ -119,16 +118,13 @@ class MemoryPrediction:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the prediction as plain values, in MiB."""
-        estimates = {
-            name: {"mib": e.mib, "low_mib": e.band_mib[0], "high_mib": e.band_mib[1]}
-            for name in ("allocated", "reserved", "device_total")
-            for e in (getattr(self, name),)
-        }
         known = self.device.capacity_bytes is not None
         return {
             "model": self.model,
             "step": self.plan.describe(),
-            **estimates,
+            "allocated": self.allocated.to_dict(),
+            "reserved": self.reserved.to_dict(),
+            "device_total": self.device_total.to_dict(),
             "by_category_mib": {k.value: n / MIB for k, n in self.by_category.items()},
             "peak_operation": str(self.peak_operation),
             "fits": self.out_of_memory is None if known else None,
@@ -201,14 +197,18 @@ def predict(model: ModelLike, plan: MemoryPlan) -> MemoryPrediction:
 
 def record(model: nn.Module, plan: MemoryPlan, device: Device, **machine_options: Any) -> Trace:
     """Run two steps on fakes and return their trace; a model that cannot raises `InputError`."""
+    # A step imports these at its first use: their modules compute constants, which the trace
+    # would count among the step's operations.
     import timm.optim
     import timm.utils  # noqa: F401
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(_ALONE)
         machine = FakeMachine(device, **machine_options)
-        copied = [machine.copy(model)]
-        stack.enter_context(_no_garbage_collection())
+        copied = [fake_copy(model, machine.mode)]
+        if gc.isenabled():  # it frees cycles at times that depend on earlier work
+            gc.disable()
+            stack.callback(gc.enable)
         stack.enter_context(machine.running())
         try:
             # Only the step holds the model, as it may fold it.
@@ -219,9 +219,9 @@ def record(model: nn.Module, plan: MemoryPlan, device: Device, **machine_options
         except TResNetError:
             raise
         except Exception as error:
-            raise _explained(error, machine.trace, plan) from error
+            raise _explained(error, machine.recorder.trace, plan) from error
         # The teardown that follows is not part of the run.
-        return machine.trace.settled()
+        return machine.recorder.trace.settled()
 
 
 def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Callable[[int], None]:
@@ -247,7 +247,7 @@ def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Calla
     machine.adopt(step.model, ddp=plan.ddp)
     if step.model_ema is not None:
         ema = step.model_ema.module
-        machine.relabel([*ema.parameters(), *ema.buffers()], Category.EMA)
+        machine.recorder.relabel([*ema.parameters(), *ema.buffers()], Category.EMA)
     _adapt(step.model)
     held: list[object] = []
 
@@ -261,7 +261,7 @@ def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Calla
         if is_last:
             step.optimizer_step(number)
             for state in step.optimizer.state.values():
-                machine.relabel(list(state.values()), Category.OPTIMIZER)
+                machine.recorder.relabel(list(state.values()), Category.OPTIMIZER)
 
     def run(number: int) -> None:
         for index in range(plan.accumulate):
@@ -318,18 +318,6 @@ def _adapt(model: nn.Module) -> None:
     model.register_forward_hook(as_logits)
 
 
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Stop the collector from freeing cycles at times that depend on earlier work."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def _doubt(plan: MemoryPlan) -> float:
     if torch.backends.cuda.is_built():
         return _DOUBT
@@ -346,13 +334,20 @@ _NOT_THERE = (
 )
 
 
+_NO_FAKE = fakes.UnsupportedFakeTensorException, fakes.UnsupportedOperatorException
+
+
 def _explained(error: Exception, trace: Trace, plan: MemoryPlan) -> InputError:
     operation = trace.operations[-1] if trace.operations else Operation("", Phase.SETUP, "", 0)
     at = f"{operation.name} in {operation.module}" if operation.module else operation.name
     text = str(error).strip() or type(error).__name__
     first_line = text.splitlines()[0]
     said = f"({type(error).__name__}: {first_line})"
-    unfakeable = fakes.UnsupportedFakeTensorException, fakes.UnsupportedOperatorException
+    todo = "input_size and the model; one that takes no images needs inputs"
+    message = (
+        f"the model failed on a fake batch of {plan.batch_size} of {plan.describe_sample()} "
+        f"at {at} {said}: check {'inputs and the model' if plan.inputs else todo}"
+    )
     if isinstance(error, fakes.DataDependentOutputException | fakes.DynamicOutputShapeException):
         message = (
             f"{at} depends on the values of a tensor, which a prediction does not have "
@@ -366,9 +361,7 @@ def _explained(error: Exception, trace: Trace, plan: MemoryPlan) -> InputError:
             "by norm='abn'"
         )
     elif (
-        isinstance(error, (NotImplementedError, *unfakeable))
-        or "fake impl" in text
-        or "Meta" in text
+        isinstance(error, (NotImplementedError, *_NO_FAKE)) or "fake impl" in text or "Meta" in text
     ):
         message = (
             f"{at} cannot be faked ({first_line}): give it a fake kernel with "
@@ -380,12 +373,6 @@ def _explained(error: Exception, trace: Trace, plan: MemoryPlan) -> InputError:
         message = (
             f"the optimizer {plan.optimizer_name} failed on fakes after {operation.name} {said}: "
             "predict with another one"
-        )
-    else:
-        todo = "input_size and the model; one that takes no images needs inputs"
-        message = (
-            f"the model failed on a fake batch of {plan.batch_size} of {plan.describe_sample()} "
-            f"at {at} {said}: check {'inputs and the model' if plan.inputs else todo}"
         )
     return InputError(message)
 

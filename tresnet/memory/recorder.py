@@ -155,7 +155,11 @@ class Recorder(TorchDispatchMode):
         for tensor in tensors:
             self.see(tensor, category)
         operation.shapes = tuple(tuple(t.shape) for t in tensors)
-        self._add_workspace(operation, func, args, tensors)
+        expected_bytes, high_bytes = workspace_bytes(func, args, tensors)
+        operation.workspace_high_bytes = high_bytes - expected_bytes
+        if expected_bytes:
+            buffer = self.trace.birth(expected_bytes, Category.WORKSPACE, operation.module)
+            self.trace.death(buffer)
         return out
 
     def _cast_category(self, func: Any, args: tuple) -> Category | None:
@@ -171,15 +175,6 @@ class Recorder(TorchDispatchMode):
         if n_bytes and handle not in self._blas_handles:
             self._blas_handles.add(handle)
             self.trace.birth(n_bytes, Category.WORKSPACE, "")
-
-    def _add_workspace(
-        self, operation: Operation, func: Any, args: tuple, outputs: list[torch.Tensor]
-    ) -> None:
-        expected_bytes, high_bytes = workspace_bytes(func, args, outputs)
-        operation.workspace_high_bytes = high_bytes - expected_bytes
-        if expected_bytes:
-            buffer = self.trace.birth(expected_bytes, Category.WORKSPACE, operation.module)
-            self.trace.death(buffer)
 
 
 def _changes_nothing(func: Any) -> bool:

@@ -31,17 +31,9 @@ def reserve_bytes(mode: int, steps: int, hidden: int, layers: int, itemsize: int
 
 
 def run(
-    mode: int,
-    x: Tensor,
-    hidden: Any,
-    weights: list[Tensor],
-    has_biases: bool,
-    layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> tuple[Tensor, ...]:
+    mode: int, x: Tensor, hidden: Any, weights: list[Tensor], has_biases: bool, layers: int,
+    dropout: float, train: bool, bidirectional: bool, batch_first: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Run `aten.lstm.input` and its like by cuDNN; `mode` is cuDNN's number of the kind."""
     hx, cx = hidden if mode == _LSTM else (hidden, None)
     size = (hx if cx is None else cx).shape[2]

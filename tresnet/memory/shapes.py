@@ -6,11 +6,12 @@ tensors or arguments are cached by a smaller key. FakeTensorMode computes all ot
 result of each form.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 
@@ -83,7 +84,9 @@ def _key(value: Any) -> Any:
 
 def _describe(result: Any, args: tuple) -> tuple[bool, list[Any]] | None:
     several = isinstance(result, tuple)
-    storages = {t.untyped_storage()._cdata for t in _tensors(args)}
+    storages = {
+        t.untyped_storage()._cdata for t in tree_leaves(args) if isinstance(t, torch.Tensor)
+    }
     parts: list[Any] = []
     for output in result if several else (result,):
         argument = next((i for i, a in enumerate(args) if output is a), None)
@@ -100,11 +103,3 @@ def _describe(result: Any, args: tuple) -> tuple[bool, list[Any]] | None:
         storages.add(storage._cdata)
         parts.append((shape, stride, output.dtype, output.fake_device))
     return several, parts
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)

@@ -75,12 +75,11 @@ class _Recording:
         return [self._describe(blocks) for blocks in self._allocator.segments()]
 
     def _describe(self, blocks: list[MemoryBlock]) -> dict[str, Any]:
-        total = sum(b.n_bytes for b in blocks)
         allocated = sum(b.n_bytes for b in blocks if not b.free)
         return {
             "device": 0,
             "address": blocks[0].address,
-            "total_size": total,
+            "total_size": sum(b.n_bytes for b in blocks),
             "allocated_size": allocated,
             "active_size": allocated,
             "stream": 0,
@@ -94,13 +93,8 @@ class _Recording:
         if block.free:
             return {**described, "requested_size": 0, "state": "inactive", "frames": []}
         buffer = self._buffer_at[block.address]
-        return {
-            **described,
-            "requested_size": buffer.n_bytes,
-            "state": "active_allocated",
-            "frames": self._frames_of(buffer),
-            "category": buffer.category.value,
-        }
+        described |= {"requested_size": buffer.n_bytes, "state": "active_allocated"}
+        return {**described, "frames": self._frames_of(buffer), "category": buffer.category.value}
 
     def _frames_of(self, buffer: Buffer) -> list[dict[str, Any]]:
         operation = self._trace.operations[buffer.op]

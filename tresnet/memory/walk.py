@@ -75,12 +75,13 @@ class SavedTensors:
                 self.empty_all()
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[list[Box]]:
-        """Yield the list of boxes opened inside, in order; nested openings are left out."""
+    def reading(self) -> Iterator[None]:
+        """Run a node: release what it has read afterwards; nested openings are left out."""
         outer, self._read = self._read, []
         depth, self._depth = self._depth, 0
         try:
-            yield self._read
+            yield
+            self.release()
         finally:
             self._read, self._depth = outer, depth
 
@@ -190,11 +191,8 @@ class BackwardWalk:
             self._accumulate(node.variable, gradients)
             return
         edges = node.next_functions
-        with self._saved.reading() as read:
+        with self._saved.reading():
             results = _call(node, gradients, edges)
-        for box in read:
-            box.empty()
-        del read
         for index, (target, input_nr) in enumerate(edges):
             gradient, results[index] = results[index], None
             if target is None:
