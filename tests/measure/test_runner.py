@@ -158,19 +158,6 @@ def test_without_anything_measured_an_interrupt_leaves_no_record():
     assert saved == []
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"rounds": 0}, "--rounds: expected at least 1, got 0"),
-        ({"time_limit_s": 0.0}, "--time-limit-s: expected more than 0, got 0.0"),
-        ({"case_limit_s": float("nan")}, "--case-limit-s: expected a finite number, got nan"),
-    ],
-)
-def test_bad_settings(settings, message):
-    with pytest.raises(InputError, match=message):
-        RunSettings(**settings).check()
-
-
 def test_the_search_for_algorithms_is_put_back():
     cudnn = torch.backends.cudnn
     before = cudnn.benchmark, cudnn.benchmark_limit

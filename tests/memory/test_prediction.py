@@ -63,13 +63,14 @@ def test_two_threads_leave_torch_as_it_was():
     assert found[0].allocated == found[1].allocated == vectors().allocated
 
 
-def at_most(prediction, category):
-    """The most a category ever holds."""
+def at_most(prediction, category, phases=tuple(Phase)):
+    """The most a category ever holds, during these phases."""
     trace, held, most = prediction.trace, 0, 0
     for event in trace.events:
         buffer = trace.buffers[event.buffer]
         if buffer.category is category:
             held += buffer.n_bytes if event.alive else -buffer.n_bytes
+        if trace.operations[event.op].phase in phases:
             most = max(most, held)
     return most
 
@@ -155,20 +156,9 @@ def test_autocast_keeps_half_size_copies_of_the_weights():
 
 
 def test_accumulation_keeps_gradients_during_the_second_forward():
-    once, twice = vectors(), vectors(accumulate=2)
-
-    def gradients_during_forward(prediction):
-        trace, held, most = prediction.trace, 0, 0
-        for event in trace.events:
-            buffer = trace.buffers[event.buffer]
-            if buffer.category is Category.GRADIENTS:
-                held += buffer.n_bytes if event.alive else -buffer.n_bytes
-            if trace.operations[event.op].phase is Phase.FORWARD:
-                most = max(most, held)
-        return most
-
-    assert gradients_during_forward(once) == 0
-    assert gradients_during_forward(twice) == PARAMETERS
+    forward = Category.GRADIENTS, [Phase.FORWARD]
+    assert at_most(vectors(), *forward) == 0
+    assert at_most(vectors(accumulate=2), *forward) == PARAMETERS
 
 
 @pytest.mark.parametrize(
@@ -218,12 +208,6 @@ def test_peak_is_named():
     assert operation.phase in (Phase.FORWARD, Phase.BACKWARD)
     assert operation.module.startswith("body.")
     assert operation.name.startswith(("aten.", "tresnet."))
-
-
-def test_little_memory_is_out_of_memory():
-    prediction = predict("tresnet_t", batch_size=4096, gpu_memory="1GiB")
-    assert prediction.out_of_memory is not None
-    assert "out of memory at" in str(prediction)
 
 
 def test_model_is_left_alone():
@@ -401,10 +385,10 @@ class Asking(torch.optim.SGD):
     [
         ({"batch_size": 0}, "^batch_size: expected at least 1, got 0"),
         ({"input_size": (0, 32)}, "input_size: expected at least 1, got 0"),
-        *(({"input_size": n}, "input_size: expected a whole") for n in (True, nan, (), "32")),
+        *(({"input_size": n}, "input_size: expected a whole") for n in (True, ())),
         *(
             ({"gpu_memory": n}, "expected a size such as '80GiB'")
-            for n in ("80 gigs", True, nan, [1], "9" * 400, "inf")
+            for n in ("80 gigs", nan, "9" * 400)
         ),
         ({"ema_decay": 1}, "^ema_decay: expected less than 1, got 1"),
         ({"amp": None}, "^amp: expected 'off', 'bf16' or 'fp16', got None"),

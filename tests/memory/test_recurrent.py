@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tresnet.errors import InputError
-from tresnet.memory import Category, Phase, max_batch, predict
+from tresnet.memory import Category, predict
 from tresnet.memory.recurrent import reserve_bytes
 
 pytestmark = pytest.mark.skipif(
@@ -104,11 +104,6 @@ def test_inference_keeps_nothing_for_backward():
     assert 0 in made  # where the reserve space would be
 
 
-def test_projections_and_dropout_are_predicted():
-    prediction = sequences(nn.LSTM, {"proj_size": 64, "num_layers": 2, "dropout": 0.1})
-    assert 4 * BATCH * LENGTH * 64 in born(prediction, "aten._cudnn_rnn")
-
-
 class Tokens(nn.Module):
     """A transformer over tokens, with a mask by name."""
 
@@ -127,14 +122,13 @@ TOKENS = ((128,), torch.int64)
 MASK = ((128,), torch.bool)
 
 
-@pytest.mark.parametrize("step", [{}, {"amp": "bf16"}, {"train": False, "dtype": "bf16"}])
 @pytest.mark.parametrize(
-    "inputs",
+    ("inputs", "step"),
     [
-        TOKENS,
-        torch.zeros(3, 128, dtype=torch.int64),
-        [TOKENS, MASK],
-        {"tokens": TOKENS, "mask": torch.zeros(1, 128, dtype=torch.bool)},
+        (TOKENS, {}),
+        (torch.zeros(3, 128, dtype=torch.int64), {"amp": "bf16"}),
+        ([TOKENS, MASK], {"train": False, "dtype": "bf16"}),
+        ({"tokens": TOKENS, "mask": torch.zeros(1, 128, dtype=torch.bool)}, {}),
     ],
     ids=["shape", "example", "list", "dict"],
 )
@@ -146,23 +140,14 @@ def test_models_of_tokens_are_predicted(inputs, step):
     assert sum(given) == 2 * (size + (4 * 8 if prediction.plan.train else 0))
     wanted = "128 int64 and 128 bool" if several else "128 int64"
     assert f"batch 4 of {wanted}, " in str(prediction)
-    logits = prediction.plan.train and prediction.plan.amp == "off"
-    assert not logits or (4, 128, 1000) in {
-        shape
-        for operation in prediction.trace.operations
-        for shape in operation.shapes
-        if operation.phase is Phase.FORWARD
-    }
-
-
-def test_largest_batch_of_tokens():
-    found = max_batch(Tokens(), inputs=TOKENS, gpu_memory="4GiB")
-    assert 1 < found.batch_size < found.no_from
+    logits = (4, 128, 1000)
+    assert any(logits in one.shapes for one in prediction.trace.operations)
 
 
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
+        (torch.zeros(1, 3), "expected inputs or input_size, got both: inputs have their own"),
         *(
             (inputs, r"inputs: expected for each argument of the model an example tensor.*got")
             for inputs in (
@@ -176,9 +161,4 @@ def test_largest_batch_of_tokens():
 )  # fmt: skip
 def test_inputs_that_do_not_fit_are_explained(inputs, message):
     with pytest.raises(InputError, match=message):
-        predict(Tokens, batch_size=2, inputs=inputs)
-
-
-def test_inputs_have_their_own_shapes():
-    with pytest.raises(InputError, match="expected inputs or input_size, got both"):
-        predict(Tokens, batch_size=2, inputs=TOKENS, input_size=32)
+        predict(Tokens, batch_size=2, inputs=inputs, input_size=32 if "both" in message else None)

@@ -80,6 +80,7 @@ def test_the_snapshot_agrees_with_the_prediction(prediction):
 
 def test_the_snapshot_of_too_little_memory_ends_where_it_was_full():
     full = predict("tresnet_t", batch_size=4096, gpu_memory="1GiB")
+    assert f"out of memory at {full.out_of_memory}" in str(full)
     *_, last = snapshot(full)["device_traces"][0]
     assert last["action"] == "oom"
     assert last["size"] > last["device_free"]

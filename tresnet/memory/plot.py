@@ -104,7 +104,7 @@ def _draw(axes: "Axes", prediction: MemoryPrediction) -> None:
     shown = {str(category): mib for category, mib in series.items() if any(mib)}
     colors = [COLORS[Category(name)] for name in shown]
     x = range(len(points))
-    axes.stackplot(x, shown.values(), labels=shown, colors=colors, step="mid", linewidth=0)
+    axes.stackplot(x, *shown.values(), labels=shown, colors=colors, step="mid", linewidth=0)
     reserved = [p.reserved_bytes / MIB for p in points]
     axes.plot(x, reserved, color="black", linewidth=1, linestyle="--", label="reserved")
     axes.margins(x=0)
