@@ -13,7 +13,10 @@ import tresnet
 from tests.fused.models import assert_near, make, step
 from tests.operators import Recorder
 from tests.ops.kernels import DEVICE, large_tiles, poisoned_memory  # noqa: F401
+from tresnet import fused
 from tresnet.errors import InputError
+from tresnet.fused import applies
+from tresnet.layers.blur_pool import BlurPool2d
 from tresnet.layers.squeeze_excite import SqueezeExcite
 from tresnet.ops.launching import noted
 from tresnet.surgery import fold, swap_norm
@@ -292,3 +295,25 @@ def test_plain_parts_take_bytes():
     model.body.s2d.register_forward_hook(lambda *_: None)
     with pytest.warns(UserWarning, match=r"body\.conv1 .* a hook of SpaceToDepth"):
         model(pixels)
+
+
+def test_a_shortcut_with_a_blur_of_its_own_does_not_reach_the_kernels():
+    model = make()
+    model.body.layer2[0].downsample[1].aa = BlurPool2d(jit=False)
+    with pytest.raises(InputError, match=r"body\.layer2: a shortcut of another shape"):
+        model(images())
+
+
+def test_a_part_among_ranks_runs_plainly_in_a_node_that_may_be_retained(monkeypatch):
+    """An error on one rank alone would leave the others waiting for its statistics."""
+    monkeypatch.setattr(applies, "_shares_statistics", lambda parts: True)
+    part = make("triton").body.layer1
+    part.register_forward_hook(lambda *_: None)
+    x = torch.rand(2, 8, 4, 4, device=DEVICE)
+    with pytest.warns(UserWarning, match=r"^part runs as plain modules: a hook"):
+        loss = fused.run({"part": part}, x, fused.How("triton")).square().sum()
+    parameters = list(part.parameters())
+    first = torch.autograd.grad(loss, parameters, retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(loss, parameters), first)
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(loss, parameters)

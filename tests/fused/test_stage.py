@@ -225,6 +225,20 @@ def test_second_derivatives_are_those_of_plain_modules(start, monkeypatch):
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-8)
 
 
+def test_second_derivatives_under_autocast():
+    found = []
+    ours = make("reference")
+    for which, enabled in ((ours, True), (plain(ours), False)):
+        x = images() if enabled else images(torch.float64)
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=enabled):
+            y = which(x)
+        parameters = list(which.parameters())
+        first = torch.autograd.grad(y.square().sum(), parameters, create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), parameters)
+        found.append(torch.cat([g.flatten().double() for g in second]))
+    assert (found[0] - found[1]).norm() < 0.3 * found[1].norm()
+
+
 def test_second_derivatives_of_kernels_are_an_error():
     model = make()
     with pytest.raises(InputError, match=r"set_impl\('reference'\)"):

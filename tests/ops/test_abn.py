@@ -145,3 +145,27 @@ def test_a_negative_slope_has_gradients(impl):
         return abn(x, weight, bias, *running, training=True, slope=-0.5, impl=impl)
 
     assert torch.autograd.gradcheck(function, (x, weight, bias))
+
+
+@pytest.mark.parametrize("impl", ["triton", "launches"])
+def test_a_map_too_small_for_a_blur_is_an_error(impl):
+    with pytest.raises(InputError, match="H and W at least 2"):
+        abn(
+            torch.randn(2, 4, 1, 5),
+            *parameters(4, torch.float32),
+            training=True,
+            blur=True,
+            impl=impl,
+        )
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_at_most_one_value_in_all_processes_leaves_finite_statistics(count, monkeypatch):
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
+    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda out, own, group: out.copy_(own))
+    weight, bias, mean, var = parameters(4, torch.float32)
+    x, before = torch.randn(count, 4, 1, 1), (mean.clone(), var.clone())
+    abn(x, weight, bias, mean, var, training=True, group=0, impl="launches")
+    for old, new in zip(before, (mean, var), strict=True):
+        assert new.isfinite().all()
+        assert torch.equal(old, new) == (count == 0)

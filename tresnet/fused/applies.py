@@ -7,12 +7,13 @@ the part then runs as plain modules.
 
 import warnings
 from collections.abc import Callable, Container, Iterable, Mapping
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C import _autograd
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
@@ -136,7 +137,9 @@ def _run(
             return stage.run(part, x), len(part.blocks[-1].layers[-1].conv.weight)
     except _Plain as reason:
         if len(parts) == 1 and not isinstance(reason, _OtherNorm):
-            _refuse(next(iter(parts)), reason, how.impl)
+            # other ranks would wait for the statistics of one that raises
+            impl = "auto" if _shares_statistics(parts.values()) else how.impl
+            _refuse(next(iter(parts)), reason, impl)
 
     def each(x: Tensor, channels: int | None, blocks: SpaceToDepth | None) -> tuple[Any, Any]:
         for name, part in parts.items():
@@ -175,7 +178,11 @@ class _OneNode(torch.autograd.Function):
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, ...]:
         wanted = {id(t): t for t in ctx.inputs if t.requires_grad}
-        grads = torch.autograd.grad(ctx.output, [*wanted.values()], grad, allow_unused=True)
+        # a second backward is possible if that of the graph around is
+        retained = _autograd._get_current_graph_task_keep_graph()
+        grads = torch.autograd.grad(
+            ctx.output, [*wanted.values()], grad, retain_graph=retained, allow_unused=True
+        )
         found = dict(zip(wanted, grads, strict=True))
         return None, *(found.pop(id(t), None) for t in ctx.inputs)
 
@@ -272,6 +279,9 @@ _EVERY_MODULES = (
     every_module._global_backward_pre_hooks,
     every_module._global_backward_hooks,
 )
+_hooks = itemgetter(
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+)
 _device = attrgetter("device")
 
 
@@ -301,14 +311,9 @@ class _Reader:
                 raise _Plain(f"another forward of the class {kind.__name__}")
         for module in self.modules:
             own = module.__dict__
-            if (
-                own["_forward_hooks"]
-                or own["_forward_pre_hooks"]
-                or own["_backward_hooks"]
-                or own["_backward_pre_hooks"]
-            ):
+            if any(_hooks(own)):
                 raise _Plain(f"a hook of {type(module).__name__}")
-            if "forward" in own or "_conv_forward" in own or own.get("_compiled_call_impl"):
+            if "forward" in own or "_conv_forward" in own or "_compiled_call_impl" in own:
                 name = type(module).__name__
                 raise _Plain(f"a forward or a compiled call put in the place of {name}'s")
         _, tensors, lengths = zip(*self.tensors, strict=True)
@@ -475,8 +480,9 @@ def _check_shapes(block: Block) -> None:
             raise _Plain("a convolution in a block that changes height or width")
     first, last = block.layers[0].conv, block.layers[-1].conv
     channels = first.weight.shape[1] * first.groups * block.copies
-    if block.shortcut is not None:
-        channels = len(block.shortcut.conv.weight)
     blurs = [layer.norm.blur for layer in block.layers]
-    if len(last.weight) != channels or sum(blurs) != block.halves or blurs[-1]:
+    beside = False
+    if block.shortcut is not None:
+        channels, beside = len(block.shortcut.conv.weight), block.shortcut.norm.blur
+    if len(last.weight) != channels or sum(blurs) != block.halves or blurs[-1] or beside:
         raise _Plain("a shortcut of another shape than what it joins")

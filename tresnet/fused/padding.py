@@ -110,8 +110,11 @@ def stored(tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
 class Padding:
     """Padded copies of a part's norms and excitations, for one call."""
 
-    def __init__(self, layers: Iterable["Layer"], dtype: torch.dtype) -> None:
-        """Pad vectors by two launches, and each matrix whose columns are channels by one more."""
+    def __init__(self, layers: Iterable["Layer"], dtype: torch.dtype, *, running: bool) -> None:
+        """Pad vectors, also those of the running statistics if they are read.
+
+        Vectors take two launches, and each matrix whose columns are channels takes one more.
+        """
         self._dtype = dtype
         self._wide: dict[int, Tensor] = {}
         self._running: list[Tensor] = []
@@ -119,7 +122,8 @@ class Padding:
         for conv, norm in layers:
             if len(conv.weight) % MULTIPLE == 0:
                 continue
-            rows = [norm.gamma, norm.beta, norm.mean, norm.var, *(norm.se or ())[2:]]
+            statistics = (norm.mean, norm.var) if running else ()
+            rows = [norm.gamma, norm.beta, *statistics, *(norm.se or ())[2:]]
             columns = [] if norm.se is None else [norm.se.fc1_weight]
             for dim, tensors in enumerate((rows, columns)):
                 for tensor in tensors:

@@ -5,12 +5,13 @@ shortcut that joins the last. Backward keeps one map for each convolution, its o
 each block, its input. Other maps are recomputed. The first pass of a norm's backward, which takes
 sums, also writes the norm's output. The gradient of the next convolution's weight reads it.
 
-All tensors go through `save_for_backward`, so that version checks, saved-tensor hooks and a second
-backward are PyTorch's own. `maybe_clear_saved_tensors` frees each map after its last use.
+All maps and parameters go through `save_for_backward`, so that version checks, saved-tensor hooks
+and a second backward are PyTorch's own. `maybe_clear_saved_tensors` frees each map after its last
+use.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from torch import Tensor
 from tresnet.errors import InputError
 from tresnet.fused.padding import Padding, crop_gradient, pad_map
 from tresnet.ops import abn, tiles
-from tresnet.ops.abn import Kept, Norm, SEWeights, reference
+from tresnet.ops.abn import Kept, Norm, reference
 from tresnet.ops.autocast import autocast_off
 from tresnet.ops.space_to_depth import stem_input
 
@@ -64,30 +65,10 @@ class Layer(NamedTuple):
     norm: Norm
 
     def parameters(self) -> tuple[Tensor, ...]:
-        """Return the parameters, in the order of `numbered`."""
+        """Return the weight, then the parameters of the norm and of the SE."""
         conv, norm = self
         gammas = () if norm.gamma is None else (norm.gamma,)
         return conv.weight, *gammas, norm.beta, *(norm.se or ())
-
-    def numbered(self, first: int) -> "Layer":
-        """Return the layer with indices from `first` on in place of parameters, without buffers."""
-        return self._with(range(first, first + len(self.parameters())))
-
-    def filled(self, tensors: list[Tensor]) -> "Layer":
-        """Return the layer of `numbered` with parameters in place of indices."""
-        first: Any = self.conv.weight
-        return self._with(tensors[first : first + len(self.parameters())])
-
-    def _with(self, parameters: Any) -> "Layer":  # `_replace` takes four times as long
-        conv, norm = self
-        weight, gamma, beta, *se = parameters
-        return Layer(
-            Conv(weight, conv.stride, conv.padding, conv.groups),
-            Norm(
-                gamma, beta, None, None, norm.training, norm.momentum, norm.eps, norm.slope,
-                norm.blur, SEWeights(*se) if se else None, norm.group, norm.channels,
-            ),
-        )  # fmt: skip
 
 
 class Block(NamedTuple):
@@ -151,7 +132,7 @@ def run(part: Part, x: Tensor) -> Tensor:
         if part.pads:
             x = pad_map(x) if blocks[0].joins else x
             with torch.no_grad():
-                padding = Padding(_layers(blocks), part.dtype)
+                padding = Padding(_layers(blocks), part.dtype, running=True)
         # frozen blocks at the front keep nothing for backward
         while blocks and not (recorded and (x.requires_grad or blocks[0].trains())):
             x = _forward_block(part, padding, blocks.pop(0), x).out
@@ -166,7 +147,7 @@ def run(part: Part, x: Tensor) -> Tensor:
     return x
 
 
-def _layers(blocks: list[Block]) -> list[Layer]:
+def _layers(blocks: Iterable[Block]) -> list[Layer]:
     return [layer for block in blocks for layer in block.all_layers()]
 
 
@@ -186,9 +167,10 @@ class _Run(NamedTuple):
 
 
 class _Record(NamedTuple):
-    """A block's saved tensors, as indices, for its backward."""
+    """A block, and its saved tensors as indices: of each layer the first parameter."""
 
     block: Block
+    numbers: tuple[int, ...]
     lives: tuple[bool, ...]
     kept: tuple[Any, ...]
     inputs: Any
@@ -310,12 +292,12 @@ class _Blocks(torch.autograd.Function):
             x, lives, kept, inputs, of_shortcut = _forward_block(part, padding, block, x, live)
             if index - 1 in dropped:
                 inputs = None, *inputs[1:]
-            numbered = []
+            numbers = list[int]()
             for layer in block.all_layers():
-                numbered.append(layer.numbered(first))
+                numbers.append(first)
                 first += len(layer.parameters())
             places = tuple(map(save, kept)), save(inputs), save(of_shortcut)
-            records.append(_Record(block.with_layers(numbered), lives, *places))
+            records.append(_Record(block, tuple(numbers), lives, *places))
             live = True
         ctx.save_for_backward(*saved)
         ctx.part, ctx.records, ctx.count = part._replace(blocks=(), counters=[]), records, first
@@ -353,13 +335,8 @@ class _Backward:
         self.grad: Tensor | None = None  # of the current convolution's output
         self.padding: Padding | None = None
         if part.pads:
-            blocks = [self.filled(record.block) for record in records]
-            self.padding = Padding(_layers(blocks), part.dtype)
-
-    def filled(self, block: Block, x: Tensor | None = None) -> Block:
-        """Return the block with its parameters, padded for an input `x` if there is one."""
-        block = block.with_layers([layer.filled(self.saved) for layer in block.all_layers()])
-        return block if x is None or self.padding is None else self.padding.block(block, x)
+            layers = _layers(record.block for record in records)
+            self.padding = Padding(layers, part.dtype, running=False)
 
     def block(self, index: int, grads: list[Tensor | None], live: bool) -> list[Tensor | None]:
         """Return the gradients of a block's input, if `live`: from its first layer and shortcut.
@@ -368,7 +345,7 @@ class _Backward:
         """
         record = self.records[index]
         x = _maps(self.part, self.input(index))
-        block = self.filled(record.block, x)
+        block = record.block if self.padding is None else self.padding.block(record.block, x)
         layers = block.layers
         first, at = None, len(layers) - 1
         masked = self.last_layer(record, layers[-1].norm, grads)
@@ -377,8 +354,8 @@ class _Backward:
                 self.through_convolution(record, layers, at)
                 at -= 1
             given = x if at == 0 else self.take(record.inputs + at)
-            number = cast(Any, record.block.layers[at].conv.weight)
-            first = self.convolution(layers[at].conv, number, given, of_x=at == 0 and live)
+            of_x = at == 0 and live
+            first = self.convolution(layers[at].conv, record.numbers[at], given, of_x=of_x)
             del given
         if masked is not None and record.block.copies > 1:
             masked = masked.unflatten(1, (record.block.copies, -1)).sum(1)
@@ -400,7 +377,7 @@ class _Backward:
         masked, second = sums.written if record.block.joins else None, None
         first = first if masked is None else masked
         if record.lives[-1]:
-            self.note(record.block.layers[-1].norm, sums)
+            self.note(record.numbers[len(record.lives) - 1], sums)
             self.grad = abn.gradient(first, norm, kept, sums, kernels=self.part.kernels)
         return masked
 
@@ -409,7 +386,7 @@ class _Backward:
 
         If the convolution's input was not kept, `gradient_sums` writes it, or `rebuild` for a blur.
         """
-        conv, number = layers[at].conv, cast(Any, record.block.layers[at].conv.weight)
+        conv, number = layers[at].conv, record.numbers[at]
         norm, kept = layers[at - 1].norm, self.take_all(record.kept[at - 1])
         given, trains = self.take(record.inputs + at), self.saved[number].requires_grad
         if given is None and norm.blur:
@@ -423,10 +400,10 @@ class _Backward:
             grad = self.convolution(conv, number, kept.y if given is None else given, of_x=True)
             del given
             sums = self.sums(grad := tiles.dense(grad, kept.y), None, norm, kept)
-        self.note(record.block.layers[at - 1].norm, sums)
+        self.note(record.numbers[at - 1], sums)
         self.grad = abn.gradient(grad, norm, kept, sums, kernels=self.part.kernels)
 
-    def convolution(self, conv: Conv, number: Any, x: Any, *, of_x: bool, last: bool = True) -> Any:
+    def convolution(self, conv: Conv, number: int, x: Any, *, of_x: bool, last: bool = True) -> Any:
         """Return the gradient of `x` if requested; the `last` call also stores the weight's."""
         assert self.grad is not None
         of_weight = last and self.saved[number].requires_grad
@@ -458,17 +435,16 @@ class _Backward:
 
         Where the pool averages whole squares, its gradient is added to `first` in one pass.
         """
-        numbered = record.block.shortcut
-        if numbered is None or record.of_shortcut is None:
+        if record.of_shortcut is None:
             return None
         (conv, norm), kept = layer, self.take_all(record.of_shortcut)
         masked = tiles.dense(masked, kept.y)
         sums = self.sums(masked, None, norm, kept)
-        self.note(numbered.norm, sums)
+        self.note(record.numbers[-1], sums)
         self.grad = abn.gradient(masked, norm, kept, sums, kernels=self.part.kernels)
         del masked, kept, sums
         source = _halve(x) if record.block.halves else x
-        grad = self.convolution(conv, cast(Any, numbered.conv.weight), source, of_x=live)
+        grad = self.convolution(conv, record.numbers[-1], source, of_x=live)
         del source
         if grad is None or not record.block.halves:
             return grad
@@ -486,13 +462,11 @@ class _Backward:
             grad, second, norm, kept, kernels=self.part.kernels, rebuilds=rebuilds
         )
 
-    def note(self, numbered: Any, sums: abn.Sums) -> None:
+    def note(self, number: int, sums: abn.Sums) -> None:
         """Store the gradients of a norm's parameters, and of the SE after it."""
         gamma, beta, *_ = sums.merged.unbind()
-        self.find(numbered.gamma, gamma)
-        self.find(numbered.beta, beta)
-        for number, grad in zip(numbered.se or (), sums.se or (), strict=True):
-            self.find(number, grad)
+        for index, grad in enumerate((gamma, beta, *(sums.se or ())), number + 1):
+            self.find(index, grad)
 
     def input(self, index: int) -> Tensor:
         """Return the input of a block, recomputed from the block before if it was not kept."""
@@ -511,10 +485,9 @@ class _Backward:
             shortcut = shortcut.repeat(1, before.block.copies, 1, 1)
         return self.rebuilt(before.block.layers[-1], before.kept[-1], shortcut)
 
-    def rebuilt(self, numbered: Layer, place: int, shortcut: Tensor | None = None) -> Tensor:
+    def rebuilt(self, layer: Layer, place: int, shortcut: Tensor | None = None) -> Tensor:
         """Recompute the output of a layer, without freeing its saved tensors."""
-        norm = numbered.filled(self.saved).norm
-        norm = norm if self.padding is None else self.padding.norm(norm)
+        norm = layer.norm if self.padding is None else self.padding.norm(layer.norm)
         kept = _kept(self.saved, place)
         shortcut = None if shortcut is None else tiles.dense(shortcut, kept.y)
         return abn.rebuild(norm, kept, kernels=self.part.kernels, shortcut=shortcut)
@@ -540,11 +513,10 @@ def _differentiable(ctx: Any, saved: list[Any], grad: Tensor) -> list[Tensor | N
             "the kernels have no second derivatives: call model.set_impl('reference') before "
             "forward, or leave create_graph=True out of backward"
         )
-    parameters = saved[: ctx.count]
     first = saved[ctx.records[0].inputs]
     y = _maps(ctx.part, first)
     if ctx.part.pads:
-        y = y[:, : ctx.records[0].block.layers[0].filled(saved).conv.weight.shape[1]]
+        y = y[:, : ctx.records[0].block.layers[0].conv.weight.shape[1]]
     for record in ctx.records:
         block, x = record.block, y
         shortcut = x
@@ -557,7 +529,7 @@ def _differentiable(ctx: Any, saved: list[Any], grad: Tensor) -> list[Tensor | N
             passed = _kept(saved, record.kept[-1]).passed
             y = y if passed is None else y * passed[:, :, None, None].to(y.dtype)
             y = torch.relu(y + shortcut.repeat(1, block.copies, 1, 1))
-    inputs = [first, *parameters]
+    inputs = [first, *(p for record in ctx.records for p in record.block.parameters())]
     grad = grad[:, : y.shape[1]]  # which may be padded
     # A tensor of several layers occurs once: its gradient is the sum of theirs.
     wanting = {id(t): t for t in inputs if t.requires_grad}
@@ -568,8 +540,8 @@ def _differentiable(ctx: Any, saved: list[Any], grad: Tensor) -> list[Tensor | N
     return [found.pop(id(t), None) for t in inputs]
 
 
-def _plain_layer(saved: list[Any], numbered: Layer, place: int, x: Tensor) -> Tensor:
-    conv, norm = numbered.filled(saved)
+def _plain_layer(saved: list[Any], layer: Layer, place: int, x: Tensor) -> Tensor:
+    conv, norm = layer
     assert norm.gamma is not None
     if norm.group is not None:
         raise InputError(

@@ -21,6 +21,7 @@ from tresnet.errors import InputError
 from tresnet.ops import tiles
 from tresnet.ops.abn import launch, reference
 from tresnet.ops.abn.types import Kept, Norm, SEWeights, Sums
+from tresnet.ops.blur_pool import check_shape
 from tresnet.ops.excite import launch as excite_launch
 from tresnet.ops.excite import reference as excite_reference
 
@@ -43,6 +44,8 @@ def forward(
     """
     if y.numel() == 0:
         return _absent(y, norm)
+    if norm.blur:
+        check_shape(y)
     ops = launch if kernels else reference
     linear = norm.training and norm.se is not None and norm.slope is None and not norm.blur
     stats, partial, total = _statistics(y, norm, ops, linear)

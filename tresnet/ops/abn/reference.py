@@ -48,8 +48,10 @@ def tail(y: Tensor, blur: bool, se: Sequence[Tensor] | None, shortcut: Tensor | 
     if blur:
         y = blur_pool(y)
     if se is not None:
-        hidden = torch.relu(F.linear(y.mean((2, 3)), se[0].flatten(1), se[1]))
-        y = y * torch.sigmoid(F.linear(hidden, se[2].flatten(1), se[3]))[:, :, None, None]
+        squeezed = y.mean((2, 3)).to(se[0].dtype)
+        hidden = torch.relu(F.linear(squeezed, se[0].flatten(1), se[1]))
+        gate = torch.sigmoid(F.linear(hidden, se[2].flatten(1), se[3]))
+        y = y * gate.to(y.dtype)[:, :, None, None]
     if shortcut is not None:
         y = torch.relu(y + shortcut)
     return y

@@ -15,14 +15,20 @@ def blur_pool(x: Tensor, *, jit: bool = False) -> Tensor:
     `InputError` below 2 x 2 pixels, where the border cannot be reflected. `jit` runs the
     TorchScript form.
     """
-    if not torch.jit.is_tracing() and (x.dim() != 4 or min(x.shape[-2:]) < 2):
-        raise InputError(
-            f"blur_pool expected (N, C, H, W) with H and W at least 2, got {tuple(x.shape)}: "
-            "use larger images"
-        )
+    if not torch.jit.is_tracing():
+        check_shape(x)
     if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
         return reference.blur_pool_by_slices(x)
     return scripted_if(jit, reference.blur_pool)(x)
 
 
-__all__ = ["blur_pool"]
+def check_shape(x: Tensor) -> None:
+    """Raise `InputError` unless `x` can be blurred."""
+    if x.dim() != 4 or min(x.shape[-2:]) < 2:
+        raise InputError(
+            f"blur_pool expected (N, C, H, W) with H and W at least 2, got {tuple(x.shape)}: "
+            "use larger images"
+        )
+
+
+__all__ = ["blur_pool", "check_shape"]
