@@ -35,7 +35,7 @@ def test_json_gives_the_same_configuration_back(name):
     ("text", "message"),
     [
         ("{", "run.json is not JSON"),
-        ('{"schedule": {"epoch": 3}}', "unknown field 'schedule.epoch': did you mean 'schedule.ep"),
+        ('{"schedule": {"epoch": 3}}', "schedule: unknown setting 'epoch': did you mean 'epochs'"),
         ('{"data": {"batch_size": "some"}}', "batch_size: expected a whole number or 'auto', got"),
     ],
 )

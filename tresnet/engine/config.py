@@ -125,7 +125,23 @@ class AugmentConfig(Augment):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LabelConfig(Settings):
+class ScoreConfig(Settings):
+    """The metrics of images with any number of labels."""
+
+    threshold: Fraction = 0.5
+    """Probability from which a label counts as predicted, for F1."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceConfig(Settings):
+    """The device of a run."""
+
+    device: str = "auto"
+    """cpu, cuda, cuda:N, or auto: a GPU if there is one."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LabelConfig(ScoreConfig):
     """Labels, one or several per image, and the loss."""
 
     loss: Literal["cross-entropy", "one-vs-all", "semantic-softmax", "bce", "asymmetric"] = (
@@ -144,8 +160,6 @@ class LabelConfig(Settings):
     """Asymmetric loss: focusing exponent of positives; higher reduces easy ones more."""
     prob_margin: FractionBelow1 = 0.05
     """Asymmetric loss: negatives below this probability have no loss."""
-    threshold: Fraction = 0.5
-    """Probability from which a label counts as predicted, for F1."""
 
     @property
     def multi(self) -> bool:
@@ -167,11 +181,9 @@ class DistillConfig(Settings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ComputeConfig(Compute):
+class ComputeConfig(DeviceConfig, Compute):
     """Device, precision and memory format."""
 
-    device: str = "auto"
-    """cpu, cuda, cuda:N, or auto: a GPU if there is one."""
     sync_bn: bool = False
     """Compute batch statistics over the images of all GPUs."""
     gpu_memory: str | None = None

@@ -14,23 +14,22 @@ import torch
 from tresnet import env, files
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.weights import WeightsInfo, open_weights
-from tresnet.data import ImageDataset, Loader, create_loader, eval_transform
+from tresnet.data import ImageDataset, eval_transform
 from tresnet.data.folder import CLASSES_FILE
 from tresnet.engine import distributed, images
-from tresnet.engine.config import ImageConfig, LabelConfig
+from tresnet.engine.config import DeviceConfig, ImageConfig, LabelConfig, ScoreConfig
 from tresnet.engine.console import Console
-from tresnet.engine.distributed import Processes
 from tresnet.engine.evaluate import evaluate
 from tresnet.engine.resolve import class_map, missing
 from tresnet.errors import ConfigError, WriteError
 from tresnet.measure.memory import MemoryMeter
 from tresnet.settings import Build, InferenceCompute
-from tresnet.settings.fields import Fraction, Size, check
+from tresnet.settings.fields import Size, check
 from tresnet.steps import InferenceStep
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalConfig(Build, ImageConfig):
+class EvalConfig(ScoreConfig, DeviceConfig, Build, ImageConfig):
     """Evaluate weights on the images of a folder, or on the digits."""
 
     data: str = dataclasses.field()
@@ -42,14 +41,10 @@ class EvalConfig(Build, ImageConfig):
     labels: Literal["single", "multi"] | None = None
     """One label an image, in class folders, or any number, in SPLIT.csv or COCO's JSON. None: as
     the weights were trained."""
-    threshold: Fraction = 0.5
-    """Probability from which a label counts as predicted, for F1."""
     split: str = "val"
     """Sub-directory of the data."""
     batch_size: Size = 128
     """Images per process (per GPU) and forward pass."""
-    device: str = "auto"
-    """cpu, cuda, cuda:N, or auto: a GPU if there is one."""
     compute: InferenceCompute = dataclasses.field(default_factory=InferenceCompute)
     progress: bool = True
     """Show a progress bar, if the output is a terminal."""
@@ -80,7 +75,14 @@ def run(config: EvalConfig) -> dict[str, Any]:
     with distributed.join(config.device) as processes:
         memory = MemoryMeter(processes.device)
         memory.reset_peak()
-        dataset, loader = _open(config, multi, processes)
+        dataset = images.open_split(
+            images.locate(config, processes),
+            config.split,
+            eval_transform(config, dtype=torch.uint8),
+            multi,
+            config.skip_bad_images,
+        )
+        loader = images.create_eval_loader(config, dataset, config.batch_size, processes)
         options = dataclasses.asdict(config)
         model = create(config.model, weights=opened, **config.values(Build))
         mapping = _class_map(opened, dataset)
@@ -124,31 +126,11 @@ def run(config: EvalConfig) -> dict[str, Any]:
 
 def _check(config: EvalConfig) -> None:
     check(config)
-    if config.output is not None and config.output.exists() and not config.overwrite:
-        raise ConfigError(
-            f"--output: {config.output} exists: choose another name, or add --overwrite"
-        )
-    if config.output is not None and not config.output.parent.is_dir():
-        raise ConfigError(f"--output: there is no directory {config.output.parent}")
-
-
-def _open(config: EvalConfig, multi: bool, processes: Processes) -> tuple[ImageDataset, Loader]:
-    dataset = images.open_split(
-        images.locate(config, processes),
-        config.split,
-        eval_transform(config, dtype=torch.uint8),
-        multi,
-        config.skip_bad_images,
-    )
-    loader = create_loader(
-        dataset,
-        config.batch_size,
-        training=False,
-        workers=config.workers,
-        distributed=(processes.rank, processes.world_size),
-        pin_memory=processes.device.type == "cuda",
-    )
-    return dataset, loader
+    output = config.output
+    if output is not None and output.exists() and not config.overwrite:
+        raise ConfigError(f"--output: {output} exists: choose another name, or add --overwrite")
+    if output is not None and not output.parent.is_dir():
+        raise ConfigError(f"--output: there is no directory {output.parent}")
 
 
 def _class_map(known: WeightsInfo, dataset: ImageDataset) -> list[int] | None:

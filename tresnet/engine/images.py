@@ -117,18 +117,31 @@ def create_loaders(
 ) -> tuple[Loader, Loader]:
     """Create this process's loaders, or raise DataError for too few training images."""
     data = config.data
-    common: dict[str, Any] = {
+    training = create_loader(
+        splits.train,
+        batch_size,
+        training=True,
+        repeats=config.augment.aug_repeats,
+        seed=config.run.seed,
+        **_loading(data, processes),
+    )
+    eval_size = data.eval_batch_size or batch_size
+    return training, create_eval_loader(data, splits.val, eval_size, processes)
+
+
+def create_eval_loader(
+    data: ImageConfig, dataset: ImageDataset, batch_size: int, processes: Processes
+) -> Loader:
+    """Create this process's loader of a split that is evaluated."""
+    return create_loader(dataset, batch_size, training=False, **_loading(data, processes))
+
+
+def _loading(data: ImageConfig, processes: Processes) -> dict[str, Any]:
+    return {
         "workers": data.workers,
-        "seed": config.run.seed,
         "distributed": (processes.rank, processes.world_size),
         "pin_memory": processes.device.type == "cuda",
     }
-    return (
-        create_loader(
-            splits.train, batch_size, training=True, repeats=config.augment.aug_repeats, **common
-        ),
-        create_loader(splits.val, data.eval_batch_size or batch_size, training=False, **common),
-    )
 
 
 def fingerprint(dataset: ImageDataset, folder: Path) -> str:

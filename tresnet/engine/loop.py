@@ -5,7 +5,6 @@ signals, due checkpoints and unreadable images, so that each checkpoint is betwe
 """
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 from tresnet.data.loaders import Batch
@@ -65,7 +64,11 @@ class Loop:
         with self.console.bar(title, per_epoch, progress.micro_batches) as bar:
             batches = itertools.islice(loader, per_epoch - progress.micro_batches)
             while True:
-                group, failure = self._fetch(batches)
+                group, failure = [], None
+                try:  # none at the epoch's end
+                    group = list(itertools.islice(batches, self.plan.batches.accumulate))
+                except DataError as error:
+                    failure = error
                 stopped_by, due, failed = self._poll(failure)
                 if stopped_by or failed or due:
                     self._read_meter(bar)
@@ -79,13 +82,6 @@ class Loop:
                     self._read_meter(bar)
             self._read_meter(bar)
         return stopped_by
-
-    def _fetch(self, batches: Iterator[Batch]) -> tuple[list[Batch], DataError | None]:
-        """Return the next step's micro-batches, none at the epoch's end, or the error."""
-        try:
-            return list(itertools.islice(batches, self.plan.batches.accumulate)), None
-        except DataError as error:
-            return [], error
 
     def _poll(self, failure: DataError | None) -> tuple[int, bool, bool]:
         """Return any process's signal, whether a checkpoint is due, and whether any has failed."""

@@ -20,6 +20,8 @@ from tresnet.engine.distill import Teacher
 from tresnet.engine.distributed import Processes
 from tresnet.errors import ConfigError
 
+Loss = Callable[[Tensor, Tensor], Tensor]
+
 _MOST_WEIGHT = 20.0  # of a level of a hierarchy, from the authors' code
 
 
@@ -62,7 +64,7 @@ class Losses:
 
     def prepare(
         self, images: Tensor, labels: Tensor, epoch: int, step: int
-    ) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]:
+    ) -> tuple[Tensor, Tensor, Loss]:
         """Mix a batch if `mixes(epoch)`, from 0; return images, targets and their loss.
 
         Mixing overwrites the images (N, 3, H, W), which are floats if there is a teacher. Labels
@@ -70,7 +72,12 @@ class Losses:
         classes), or (N, 2, classes) with the teacher's logits. `step` is the index of the batch in
         the run.
         """
-        images, targets, criterion = self._mixed(images, labels, epoch, step)
+        targets, criterion = labels, self._plain
+        if self._mixup is not None and self.mixes(epoch):
+            with preserved_generators():  # so that a resumed run mixes in the same way
+                seed_cpu_generators(mix_seed(self._seed, step))
+                images, targets = self._mixup(images, labels)
+            criterion = self._soft
         if self._teacher is None:
             return images, targets, criterion
         if targets.dim() == 1:
@@ -80,20 +87,8 @@ class Losses:
             targets = one_hot(targets, self._classes, 1 - self._smoothing + off, off)
         return images, torch.stack([targets, self._teacher(images)], 1), self._distilled
 
-    def _mixed(
-        self, images: Tensor, labels: Tensor, epoch: int, step: int
-    ) -> tuple[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]]:
-        if self._mixup is None or not self.mixes(epoch):
-            return images, labels, self._plain
-        with preserved_generators():  # so that a resumed run mixes in the same way
-            seed_cpu_generators(mix_seed(self._seed, step))
-            images, soft = self._mixup(images, labels)
-        return images, soft, self._soft
 
-
-def loss_of(
-    config: TrainConfig, classes: Sequence[str], mixed: bool
-) -> Callable[[Tensor, Tensor], Tensor]:
+def loss_of(config: TrainConfig, classes: Sequence[str], mixed: bool) -> Loss:
     """Return the loss of logits (N, C) and labels (N,), or if `mixed` distributions (N, C)."""
     from timm.loss import AsymmetricLossMultiLabel, BinaryCrossEntropy
 
@@ -115,9 +110,7 @@ def loss_of(
 class DistillationLoss(nn.Module):
     """The loss of the labels plus `weight` times T^2 KL(teacher || model) at temperature T."""
 
-    def __init__(
-        self, labels: Callable[[Tensor, Tensor], Tensor], weight: float, temperature: float
-    ) -> None:
+    def __init__(self, labels: Loss, weight: float, temperature: float) -> None:
         super().__init__()
         self._labels = labels
         self._weight = weight

@@ -27,7 +27,7 @@ from tresnet.files import atomic_write, explained
 from tresnet.settings import fields
 from tresnet.steps import TrainingStep
 
-FORMAT = 4
+FORMAT = 5
 LAST, PREVIOUS, BEST = "last.pt", "previous.pt", "best.safetensors"
 
 
@@ -169,20 +169,15 @@ def check(saved: Identity, now: Identity) -> None:
             f"the run was trained on {len(saved.classes)} classes ({some(saved.classes)}), the"
             f" data now have {len(now.classes)} ({some(now.classes)})"
         )
-    for what, before, after in (
-        ("training", saved.train, now.train),
-        ("validation", saved.val, now.val),
+    for name, what in (
+        ("train", "the training images (their files, sizes, order or labels)"),
+        ("val", "the validation images (their files, sizes, order or labels)"),
+        ("beside", "the file of --hierarchy or --teacher"),
     ):
-        if before != after:
+        if getattr(saved, name) != getattr(now, name):
             raise ConfigError(
-                f"the {what} images are not the ones the run began with (other files, sizes, order"
-                " or labels): resume with those, or start a new run"
+                f"{what} changed since the run began: resume with what it had, or start a new run"
             )
-    if saved.beside != now.beside:
-        raise ConfigError(
-            "--hierarchy, --teacher: the file is not the one the run began with: resume with that,"
-            " or start a new run"
-        )
 
 
 def restore(content: dict[str, Any], step: TrainingStep, processes: Processes) -> None:
@@ -201,14 +196,12 @@ def restore(content: dict[str, Any], step: TrainingStep, processes: Processes) -
 
 def random_state(device: torch.device) -> dict[str, Any]:
     """Return this process's generators, in types that load without running code."""
-    numpy_state: Any = np.random.get_state(legacy=False)  # noqa: NPY002
-    key = torch.from_numpy(numpy_state["state"]["key"].astype(np.int64))
-    version, internal, following = random.getstate()
+    name, key, *rest = np.random.get_state()  # noqa: NPY002
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "numpy": {**numpy_state, "state": {**numpy_state["state"], "key": key}},
-        "python": [version, list(internal), following],
+        "numpy": (name, torch.from_numpy(key), *rest),
+        "python": random.getstate(),
     }
 
 
@@ -217,12 +210,9 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], device)
-    numpy_state = state["numpy"]
-    key = numpy_state["state"]["key"].numpy().astype(np.uint32)
-    internal_state = {**numpy_state["state"], "key": key}
-    np.random.set_state({**numpy_state, "state": internal_state})  # noqa: NPY002
-    version, internal, following = state["python"]
-    random.setstate((version, tuple(internal), following))
+    name, key, *rest = state["numpy"]
+    np.random.set_state((name, key.numpy(), *rest))  # noqa: NPY002
+    random.setstate(state["python"])
 
 
 def seed_everything(seed: int, device: torch.device) -> None:

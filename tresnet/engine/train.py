@@ -61,7 +61,13 @@ def train(wanted: TrainConfig, resume: Path | None = None) -> TrainResult:
         parts = prepare(plan, weights, state, processes, console)
         held.callback(parts.close)
         del weights, state  # as large as the model and its optimizer
-        checkpoints = Checkpoints(_open_directory(plan, parts, held), plan, parts)
+        run_dir = plan.run_dir
+        if processes.is_main:
+            if run_dir is None:
+                run_dir = rundir.create(plan.config, held)
+            else:
+                rundir.reopen(run_dir, plan.config, plan.resumed_from)
+        checkpoints = Checkpoints(processes.from_main(run_dir), plan, parts)
         with checkpoints.explaining():
             log = _open_log(plan, parts, checkpoints, held)
             stopped_by = Loop(plan, parts, checkpoints, log, stop).run()
@@ -113,16 +119,6 @@ def finish(
     for line in words.result(metrics, progress, run_dir):
         parts.console.say(line)
     return metrics
-
-
-def _open_directory(plan: RunPlan, parts: Parts, held: contextlib.ExitStack) -> Path:
-    run_dir = plan.run_dir
-    if parts.processes.is_main:
-        if run_dir is None:
-            run_dir = rundir.create(plan.config, held)
-        else:
-            rundir.reopen(run_dir, plan.config, plan.resumed_from)
-    return parts.processes.from_main(run_dir)
 
 
 def _open_log(

@@ -5,14 +5,14 @@ import importlib.util
 import os
 import shutil
 import warnings
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 
 from tresnet.errors import InputError
 from tresnet.ops.tiles import interpreted
+from tresnet.settings import Impl
 
-Impl = Literal["auto", "triton", "reference"]
 IMPLS: tuple[Impl, ...] = get_args(Impl)
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_CAPABILITY = (8, 0)

@@ -33,6 +33,7 @@ CompileMode = Literal[
     "none", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
 ]
 Dtype = Literal["fp32", "bf16", "fp16"]
+Impl = Literal["auto", "triton", "reference"]
 Input = Literal["float", "uint8"]
 Sides = Size | tuple[Size, Size]  # of a square, or height and width, in pixels
 Recompute = Literal["none", "activations", "outputs"]
@@ -59,7 +60,7 @@ class Build(Settings):
 
     norm: Literal["abn", "batchnorm", "inplace_abn"] = "abn"
     """Implementation of batch norm + activation."""
-    impl: Literal["auto", "triton", "reference"] = "auto"
+    impl: Impl = "auto"
     """Implementation of the norms and what follows them: Triton kernels, or plain operators."""
     jit: bool = False
     """Use the scripted helper functions."""

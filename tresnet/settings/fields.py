@@ -51,6 +51,7 @@ class Settings:
     __pydantic_config__: ClassVar = {
         "allow_inf_nan": False,
         "arbitrary_types_allowed": True,
+        "extra": "forbid",
         **REVALIDATED,
     }
 
@@ -79,11 +80,11 @@ def read(cls: type[T], text: str, source: str) -> T:
     Absent fields keep their defaults, lists become tuples, and floats may be whole numbers.
     """
     try:
-        values = json.loads(text)
+        values = json.loads(text)  # pydantic's own reader refuses lone surrogates in paths
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{source} is not JSON: {error}") from error
-    with _explained(cls, ConfigError, lambda path: f"{source}: {'.'.join(path)}"):
-        return _adapter(cls).validate_python(_unchecked(cls, values, source, ""), strict=True)
+    with _explained(cls, ConfigError, lambda path: ": ".join([source, *path])):
+        return _adapter(cls).validate_python(values)
 
 
 def checked(cls: type[T], values: Mapping[str, Any]) -> T:
@@ -93,10 +94,7 @@ def checked(cls: type[T], values: Mapping[str, Any]) -> T:
 
 def parse(cls: type[T], texts: Mapping[str, str], source: str) -> T:
     """Return an instance from texts of some fields, or raise InputError about `source`."""
-    for name in texts:
-        if name not in _kinds(cls):
-            raise InputError(f"{source}: {unknown('setting', name, _kinds(cls))}")
-    with _explained(cls, InputError, lambda path: f"{source}: {path[-1]}"):
+    with _explained(cls, InputError, lambda path: ": ".join([source, *path])):
         return _adapter(cls).validate_strings(dict(texts))
 
 
@@ -124,28 +122,12 @@ def _kinds(cls: type) -> dict[str, Any]:
     return {field.name: field.type for field in dataclasses.fields(cls)}
 
 
-def _unchecked(cls: type, values: object, source: str, path: str) -> Any:
-    """Build an instance without checks: pydantic's reader refuses lone surrogates in paths."""
-    if not isinstance(values, dict):
-        where = f"{path} of {source}" if path else source
-        raise ConfigError(f"expected {where} to be an object with fields, got {values!r}")
-    kinds, arguments = _kinds(cls), {}
-    for name, value in values.items():
-        full = f"{path}.{name}" if path else str(name)
-        if name not in kinds:
-            known = [f"{path}.{kind}" if path else kind for kind in kinds]
-            raise ConfigError(f"{source}: {unknown('field', full, known)}")
-        if dataclasses.is_dataclass(kinds[name]):
-            value = _unchecked(kinds[name], value, source, full)
-        arguments[name] = tuple(value) if isinstance(value, list) else value
-    return cls(**arguments)
-
-
 # From pydantic's name of an error to what was expected.
 _EXPECTED = {
     "bool_parsing": "true or false",
     "bool_type": "true or false",
     "callable_type": "a function",
+    "dataclass_type": "an object with fields",
     "finite_number": "a finite number",
     "float_parsing": "a number",
     "float_type": "a number",
@@ -180,12 +162,16 @@ def _explained(
         found: dict[tuple[str, str], list[str]] = {}
         for one in misfits.errors(include_url=False):
             expected = one["msg"]
+            path, known = _path(cls, one["loc"])
+            if one["type"] == "unexpected_keyword_argument":
+                what = unknown("setting", path[-1], known)
+                raise error(f"{spell(path[:-1])}: {what}") from None
             if one["type"] == "predicate_failed":  # the predicate's name says what it requires
                 expected = expected.split("'")[1].replace("_", " ")
             elif one["type"] in _EXPECTED:
                 context = {key: _plain(value) for key, value in one.get("ctx", {}).items()}
                 expected = _EXPECTED[one["type"]].format(**context)
-            key = spell(_path(cls, one["loc"])), repr(one["input"])
+            key = spell(path), repr(one["input"])
             found.setdefault(key, []).append(expected)  # a union has an error for each kind
         lines = [
             f"{name}: expected {' or '.join(w)}, got {got}" for (name, got), w in found.items()
@@ -193,8 +179,8 @@ def _explained(
         raise error("\n  ".join(lines)) from None
 
 
-def _path(cls: type, place: tuple[int | str, ...]) -> tuple[str, ...]:
-    """Return the fields of a location, without pydantic's positions and types after them."""
+def _path(cls: type, place: tuple[int | str, ...]) -> tuple[tuple[str, ...], Iterable[str]]:
+    """Return the fields of a location, without pydantic's types after them, and their siblings."""
     path: list[str] = []
     for part in map(str, place):
         path.append(part)
@@ -202,7 +188,7 @@ def _path(cls: type, place: tuple[int | str, ...]) -> tuple[str, ...]:
         if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
             break
         cls = kind
-    return tuple(path)
+    return tuple(path), _kinds(cls)
 
 
 def _plain(value: object) -> object:
