@@ -36,12 +36,8 @@ def test_options_change_the_recipes_defaults_by_their_short_names():
     assert (parsed.config, parsed.resume, parsed.dry_run) == (expected, None, False)
 
 
-def test_without_a_recipe_it_is_the_papers():
-    assert parse_train([]).config == recipe("paper")
-    assert parse_train(["--recipe=finetune"]).config == recipe("finetune")
-
-
 def test_resuming_starts_from_the_runs_own_configuration(tiny, tmp_path):
+    assert parse_train([]).config == recipe("paper")
     (tmp_path / "config.json").write_text(configs.to_json(tiny(epochs=7)))
     parsed = parse_train(["--resume", str(tmp_path), "--workers", "3"])
     assert parsed.config == tiny(epochs=7, workers=3)

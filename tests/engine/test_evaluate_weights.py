@@ -52,28 +52,13 @@ def test_the_result_names_what_was_measured_and_on_what(config, tmp_path, capsys
     assert f"top-1 {written['top1']:.2f} %" in capsys.readouterr().out
 
 
-def test_labels_are_compared_by_name(config, plain, data):
-    model = create(weights=config.weights).eval()
-    dataset = open_folder(
-        data, "val", eval_transform(EvalTransform(input_size=12, crop_mode="center", crop_pct=1.0))
-    )
-    names = ["red", *CLASSES[:2]]
-    with torch.no_grad():
-        hits = [names[model(image[None]).argmax()] == CLASSES[label] for image, label in dataset]
-    assert plain["top1"] == pytest.approx(100 * sum(hits) / 11)
-
-
 @pytest.mark.parametrize(
     "change",
     [
-        {"compute": InferenceCompute(amp="bf16")},
-        {"compute": InferenceCompute(dtype="bf16")},
-        {"compute": InferenceCompute(channels_last=True)},
-        {"compute": InferenceCompute(fold=False)},
-        {"impl": "reference"},
-        {"jit": True},
-        {"norm": "batchnorm"},
-        {"batch_size": 3},
+        {"compute": InferenceCompute(amp="bf16"), "jit": True},
+        {"compute": InferenceCompute(dtype="bf16"), "impl": "reference"},
+        {"compute": InferenceCompute(channels_last=True), "batch_size": 3},
+        {"compute": InferenceCompute(fold=False), "norm": "batchnorm"},
     ],
 )
 def test_precision_layout_and_implementation_hardly_change_the_loss(config, plain, change):

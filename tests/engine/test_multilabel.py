@@ -114,7 +114,7 @@ def test_a_run_logs_saves_and_is_evaluated(shapes: Path, capsys: pytest.CaptureF
     (shapes / "val.csv").write_text(tables["val"])
     (shapes / "train.csv").write_text(tables["train"].replace("0.png,0,0", "0.png,1,1"))
     assert train_main(["--resume", str(run)]) == 2
-    assert "training images are not the ones" in capsys.readouterr().err
+    assert "the training images (their files" in capsys.readouterr().err
 
 
 @pytest.mark.slow

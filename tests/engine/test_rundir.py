@@ -34,15 +34,7 @@ def test_a_run_is_named_by_model_data_and_date_and_never_takes_anothers_place(
     assert odd.name == "tresnet_t_any bytes?_20300102-000000"
 
 
-def test_a_named_run_that_exists_is_refused_and_left_alone(tiny, held):
-    directory = rundir.create(tiny(epochs=5), held)
-    before = (directory / rundir.CONFIG).read_bytes()
-    with pytest.raises(ConfigError, match=r"--name: the run directory .*run exists, and a run nev"):
-        rundir.create(tiny(epochs=6), held)
-    assert (directory / rundir.CONFIG).read_bytes() == before
-
-
-def test_a_run_that_cannot_begin_leaves_its_name_free(tiny, held, monkeypatch):
+def test_a_name_is_taken_by_one_run_and_freed_by_one_that_cannot_begin(tiny, held, monkeypatch):
     def full(path, text):
         raise WriteError("No space left on device")
 
@@ -51,6 +43,9 @@ def test_a_run_that_cannot_begin_leaves_its_name_free(tiny, held, monkeypatch):
         with pytest.raises(WriteError):
             rundir.create(tiny(), held)
     directory = rundir.create(tiny(), held)
+    with pytest.raises(ConfigError, match=r"--name: the run directory .*run exists, and a run nev"):
+        rundir.create(tiny(epochs=6), held)
+    assert configs.load(directory / rundir.CONFIG) == tiny()
     shutil.rmtree(directory)
     rundir.discard(directory)  # somebody else was quicker
 

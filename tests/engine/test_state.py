@@ -47,32 +47,16 @@ def test_seeding_reaches_every_generator():
     assert all(a != b for a, b in zip(*drawn[1:], strict=True))
 
 
-def test_a_state_is_read_back_completely(step, record, tmp_path):
-    record.progress = Progress(
-        epoch=2, micro_batches=3, global_step=11, loss_sum=1.5, best_score=40.0
-    )
-    state.save(tmp_path, step, record, ALONE)
-    found, content = state.read(tmp_path / "last.pt")
-    assert found == record
-    state.restore(content, step, ALONE)
-    state.save(tmp_path, step, record, ALONE)
-    _, other = state.read(tmp_path / "last.pt")
-    assert all(torch.equal(other["model"][name], content["model"][name]) for name in other["model"])
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"classes": ("blue",)}, "trained on 2 classes (blue, red), the data now have 1"),
-        ({"train": "xyz"}, "the training images are not the ones"),
-        ({"val": "xyz"}, "the validation images are not the ones"),
-        ({"beside": "xyz"}, "--hierarchy, --teacher: the file is not the one the run began with"),
+        ({"classes": ("blue",)}, r"trained on 2 classes \(blue, red\), the data now have 1"),
+        ({"val": "xyz"}, "the validation images .* changed since the run began"),
     ],
 )
 def test_a_state_of_other_data_is_refused(change, message):
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=message):
         state.check(IDENTITY, dataclasses.replace(IDENTITY, **change))
-    assert message in str(error.value)
 
 
 def flip_a_bit(path):
@@ -109,7 +93,7 @@ def test_a_damaged_state_gives_way_to_the_one_before_and_says_so(step, record, t
     for update in (1, 2, 3):
         record.progress.global_step = update
         state.save(tmp_path, step, record, ALONE)
-    assert state.load(tmp_path, pytest.fail)[1][0].progress.global_step == 3
+    assert state.load(tmp_path, pytest.fail)[1][0] == record
     damage(last)
     said = []
     found, (before, _) = state.load(tmp_path, said.append)
@@ -134,22 +118,26 @@ def test_a_damaged_state_gives_way_to_the_one_before_and_says_so(step, record, t
 def test_a_state_of_another_model_is_refused(step, record, tmp_path):
     state.save(tmp_path, step, record, ALONE)
     _, content = state.read(tmp_path / "last.pt")
-    for odd in ({"model": {}}, {"optimizer": {"state": 3}}, {"generators": []}):
+    for odd in (
+        *({key: value} for key in ("model", "optimizer") for value in (None, "x", {})),
+        *({"generators": value} for value in ([], [1], [{}])),
+    ):
         with pytest.raises(CheckpointError, match="does not fit the model or its optimizer"):
             state.restore(content | odd, step, ALONE)
 
 
-@pytest.mark.parametrize("odd", [None, "x", [1], {"a": 1}], ids=repr)
+@pytest.mark.parametrize("odd", ["x", {"a": 1}], ids=repr)
 def test_values_of_wrong_types_are_refused(step, record, tmp_path, odd):
     state.save(tmp_path, step, record, ALONE)
     _, content = state.read(tmp_path / "last.pt")
+    del content["model"], content["optimizer"]  # nothing of them is read here
     progress = dataclasses.asdict(record.progress)
-    changes = [{key: odd} for key in content if key not in ("model_ema", "scaler", "schedule")]
+    changes = [{key: odd} for key in ("format", "config", "identity", "metadata", "generators")]
     changes += [{"progress": progress | {key: odd}} for key in progress]
     for change in changes:
         torch.save(content | change, tmp_path / "odd.pt")
         with pytest.raises((CheckpointError, ConfigError)):  # nothing else
-            state.restore(state.read(tmp_path / "odd.pt")[1], step, ALONE)
+            state.read(tmp_path / "odd.pt")
 
 
 class Bomb:
