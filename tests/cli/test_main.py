@@ -1,5 +1,4 @@
 import contextlib
-import json
 import os
 import pty
 import signal
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import tresnet
+from tests.engine.runs import closed_pipe, full_device
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.layout import push
 from tresnet.checkpoints.save import save_checkpoint
@@ -129,70 +129,31 @@ def test_ctrl_c_is_exit_code_130_and_a_mistake_of_ours_a_traceback(monkeypatch, 
         ending(TypeError("a mistake of ours"))
 
 
-# Forks for each case, so that after the first torch is imported once: its Python ends as any other.
-CASES = """
-import json, os, sys, warnings
-warnings.simplefilter("ignore", ResourceWarning)  # of the streams that the cases open
-before = set(sys.modules)
-from tresnet.cli.main import main
-for number, (name, arguments, code) in enumerate(json.loads(sys.argv[1])):
-    if number == 1:
-        import tresnet.env
-    child = os.fork()
-    if not child:
-        for end, number in (("out", 1), ("err", 2)):
-            os.dup2(os.open(f"{name}.{end}", os.O_WRONLY | os.O_CREAT), number)
-        sys.argv = ["tresnet", *arguments]
-        exec(code)
-        sys.exit(main())
-    with open(f"{name}.code", "w") as file:
-        file.write(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
-"""
-VERSION = ["--version"]
-
-
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory):
-    """Ends of commands in processes of their own: what they printed, on stderr, the exit code."""
-    folder = tmp_path_factory.mktemp("ended")
-    loaded = "import atexit; atexit.register(lambda: print(*set(sys.modules) - before))"
-    gone = "end, write = os.pipe(); os.close(end); sys.stdout = os.fdopen(write, 'w')"
-    cases = [
-        ("help", ["--help"], loaded),
-        ("full", VERSION, "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)"),
-        ("closed", VERSION, "sys.stdout = None"),
-        ("gone", VERSION, gone),
-    ]
-    command = [sys.executable, "-W", "error", "-c", CASES, json.dumps(cases)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run(command, cwd=folder, env=environment, check=True, timeout=300)
-    return {
-        name: ((folder / f"{name}.out").read_bytes(), (folder / f"{name}.err").read_bytes(),
-               int((folder / f"{name}.code").read_text()))
-        for name, *_ in cases
-    }  # fmt: skip
-
-
-def test_help_imports_no_models_and_no_data(ended):
-    loaded = ended["help"][0].decode().splitlines()[-1].split()
-    assert "tresnet.cli.main" in loaded
+def test_help_imports_no_models_and_no_data():
+    shown = "import atexit, sys; atexit.register(lambda: print(*sys.modules)); "
+    command = [sys.executable, "-c", f"{shown}from tresnet.cli.main import main; main(['--help'])"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    loaded = set(done.stdout.splitlines()[-1].split())
     late = ("timm", "torchvision", "PIL", "tresnet.measure", "tresnet.engine", "tresnet.data")
     # which import nothing themselves
     options = {"tresnet.measure", "tresnet.measure.cases", "tresnet.measure.settings"}
     assert [name for name in loaded if name.startswith(late) and name not in options] == []
-    assert {"tresnet.cli", "tresnet.errors"} <= set(loaded)
+    assert {"tresnet.cli.main", "tresnet.errors"} <= loaded
 
 
 @pytest.mark.parametrize(
-    ("case", "code", "words"),
+    ("stream", "code", "words"),
     [
-        ("full", 2, b"error: the output cannot be written: No space left on device\n"),
-        ("closed", 0, b""),
-        ("gone", 141, b""),
+        (full_device, 2, "error: the output cannot be written: No space left on device\n"),
+        (lambda: None, 0, ""),  # closed
+        (closed_pipe, 141, ""),
     ],
 )
-def test_output_that_cannot_be_written(case, code, words, ended):
-    assert ended[case][1:] == (words, code)
+def test_output_that_cannot_be_written(stream, code, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", stream())
+    assert run(["--version"]) == code
+    assert capsys.readouterr().err == words
+    sys.stdout.close()  # as Python does at its end
 
 
 @pytest.mark.parametrize("command", ["-m tresnet.cli.main info tresnet_xl", "train.py"])

@@ -17,30 +17,15 @@ def run(capsys, *argv):
     return code, printed.out, printed.err
 
 
-def test_predict_prints_the_three_numbers(capsys):
-    code, out, _ = run(capsys, "predict", "tresnet_t", "--batch-size", "4")
-    assert code == 0
-    assert out.startswith("tresnet_t: train, batch 4 of 3x32x32, fp32, sgd")
-    for name in ("allocated", "reserved", "device total", "peak at", "parameters"):
-        assert name in out
-
-
-def test_images_need_not_be_square(capsys):
-    size = ["--batch-size", "4", "--input-size", "32", "64"]
-    code, out, _ = run(capsys, "predict", "tresnet_t", *size)
-    assert code == 0
-    assert out.startswith("tresnet_t: train, batch 4 of 3x32x64, fp32, sgd")
-
-
 def test_predict_takes_the_settings_of_train_py(capsys):
     settings = "--norm abn --impl reference --recompute outputs --amp bf16 --channels-last"
     settings += " --opt adamw --ema-decay 0.9 --clip-grad 1 --accumulate 2"
-    settings += " --grad-checkpointing --input uint8"
+    settings += " --grad-checkpointing --input uint8 --input-size 32 64"
     code, out, _ = run(capsys, "predict", "tresnet_t", *settings.split(), "--json")
     result = json.loads(out)
     assert code == 0
     assert result["step"] == (
-        "train, batch 64 of 3x32x32, uint8 input, bf16 autocast, adamw, channels_last, "
+        "train, batch 64 of 3x32x64, uint8 input, bf16 autocast, adamw, channels_last, "
         "accumulate 2, grad_checkpointing, ema_decay, clip_grad"
     )
     assert result["allocated"]["low_mib"] < result["allocated"]["mib"]
@@ -68,7 +53,11 @@ def test_predict_writes_the_picture_and_the_snapshot(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     picture, snapshot = tmp_path / "a.png", tmp_path / "a.pickle"
     ways = ["--plot", str(picture), "--snapshot", str(snapshot)]
-    assert run(capsys, "predict", "tresnet_t", *TINY, *ways)[0] == 0
+    code, out, _ = run(capsys, "predict", "tresnet_t", *TINY, *ways)
+    assert code == 0
+    assert out.startswith("tresnet_t: train, batch 4 of 3x32x32, fp32, sgd")
+    for name in ("allocated", "reserved", "device total", "peak at", "parameters"):
+        assert name in out
     assert picture.stat().st_size > 0
     assert snapshot.stat().st_size > 0
 
@@ -102,12 +91,3 @@ def test_a_process_that_fails_is_a_row_with_the_reason(tmp_path, monkeypatch, ca
     (record,) = tmp_path.glob("memory_cpu_*.json")
     (row,) = json.loads(record.read_text())["rows"]
     assert (row["status"], row["phases"]) == ("failed", None)
-
-
-@pytest.mark.parametrize("device", ["banana", "cuda:7", "meta"])
-def test_a_device_that_is_none_is_refused(device, tmp_path, capsys):
-    folder = ["--output-dir", str(tmp_path / "new")]
-    code, _, err = run(capsys, "measure", "tresnet_t", "--device", device, *folder)
-    assert code == 2
-    assert "expected a" in err
-    assert list(tmp_path.iterdir()) == []

@@ -5,6 +5,8 @@ from tresnet.cli.main import main as run
 
 
 def test_list_shows_cost_and_weights(capsys):
+    assert run(["list", "*_t"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["tresnet_t"]
     assert run(["list"]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert set(lines) == {"model", *tresnet.list_models()}
@@ -12,14 +14,11 @@ def test_list_shows_cost_and_weights(capsys):
     assert "tresnet_m.miil_in1k_448" in lines["tresnet_m"]
 
 
-def test_list_by_pattern(capsys):
-    assert run(["list", "*_t"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["tresnet_t"]
-    assert run(["list", "resnet*"]) == 2
-    assert "expected a pattern that matches a model, got 'resnet*'" in capsys.readouterr().err
-
-
 def test_info_shows_config_cost_and_shapes(capsys):
+    assert run(["info", "tresnet_t", "--input-size", "64", "96", "--num-classes", "10"]) == 0
+    text = capsys.readouterr().out
+    assert "for one image of 64 x 96" in text
+    assert ["num_classes", "10"] in [line.split() for line in text.splitlines()]
     assert run(["info", "tresnet_m"]) == 0
     text = capsys.readouterr().out
     rows = [line.split() for line in text.splitlines()]
@@ -30,21 +29,15 @@ def test_info_shows_config_cost_and_shapes(capsys):
     assert "tresnet_m.miil_in1k" in text
 
 
-def test_info_at_another_size(capsys):
-    assert run(["info", "tresnet_t", "--input-size", "64", "96", "--num-classes", "10"]) == 0
-    text = capsys.readouterr().out
-    assert "for one image of 64 x 96" in text
-    assert ["num_classes", "10"] in [line.split() for line in text.splitlines()]
-
-
 @pytest.mark.parametrize(
-    ("option", "value", "message"),
+    ("line", "message"),
     [
-        ("--input-size", "0", "--input-size: expected at least 1 or a list, got 0"),
-        ("--input-size", "225", "divisible by 4"),
-        ("--num-classes", "-1", "num_classes as a whole number from 0 to 10000000, got -1"),
+        ("list resnet*", "expected a pattern that matches a model, got 'resnet*'"),
+        ("info tresnet_m --input-size 0", "--input-size: expected at least 1 or a list, got 0"),
+        ("info tresnet_m --input-size 225", "divisible by 4"),
+        ("info tresnet_m --num-classes -1", "num_classes as a whole number from 0 to 10000000"),
     ],
 )
-def test_info_of_bad_sizes(option, value, message, capsys):
-    assert run(["info", "tresnet_m", option, value]) == 2
+def test_bad_names_and_sizes(line, message, capsys):
+    assert run(line.split()) == 2
     assert message in capsys.readouterr().err

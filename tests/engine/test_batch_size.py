@@ -294,9 +294,10 @@ def test_full_memory_ends_the_run_with_what_would_fit(
     tiny, small_gpu, monkeypatch, batch, fitting, saved, said
 ):
     full_at(monkeypatch, batch)
-    answer(monkeypatch, fitting)
     if fitting is None:
         monkeypatch.setattr(batch_size, "gpu_of", broken)
+    else:
+        answer(monkeypatch, fitting)
     config = tiny(batch_size=24, epochs=3)
     with pytest.raises(TrainingError) as error:
         train.train(config)

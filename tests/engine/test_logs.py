@@ -3,11 +3,14 @@ import json
 import os
 import sys
 import types
+import xml.etree.ElementTree as ET
 
 import pytest
 
+from tresnet.engine import train as training
 from tresnet.engine.logs import COLUMNS, RunLog, read_rows
 from tresnet.engine.state import Progress
+from tresnet.engine.train import train
 from tresnet.errors import WriteError
 from tresnet.measure.memory import MemorySnapshot
 
@@ -121,3 +124,18 @@ def test_a_tracker_gets_the_numbers_and_knows_a_resumed_run_again(
     monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(init=lambda **_: 1 / 0))
     with pytest.raises(WriteError, match=f"{name} cannot begin .* leave out --track"):
         RunLog(tmp_path, [], 0, tiny(track=name))
+
+
+def test_a_run_draws_itself_at_its_end(tiny, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.delitem(sys.modules, "matplotlib.figure")  # hidden by a fixture
+    picture = train(tiny(epochs=1, name="to $2^$", recipe="\x1b")).run_dir / "run.svg"
+    assert ET.parse(picture).getroot().tag.endswith("svg")
+    assert "to $2^$: tresnet_t, ?" in picture.read_text()
+
+    def full(*_):
+        raise WriteError("no space")
+
+    monkeypatch.setattr(training, "draw", full)
+    assert train(tiny(epochs=1)).metrics is not None
+    assert "warning: no picture of the run: no space" in capsys.readouterr().out

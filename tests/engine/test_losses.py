@@ -4,6 +4,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from timm.loss import AsymmetricLossMultiLabel
 from torch.nn import functional
 
 from tresnet.engine.distributed import Processes
@@ -18,14 +19,30 @@ def images():
     return torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(2))
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.3])
-def test_labels_that_are_not_mixed_have_pytorchs_cross_entropy(tiny, smoothing):
-    losses = Losses(tiny(mixup=0.0, label_smoothing=smoothing), "abc", 0)
-    x, targets, criterion = losses.prepare(images(), LABELS, 0, 0)
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            {"label_smoothing": 0.3},
+            lambda x, y: functional.cross_entropy(x, y, label_smoothing=0.3),
+        ),
+        ({"loss": "bce"}, functional.binary_cross_entropy_with_logits),
+        (
+            {"loss": "asymmetric", "gamma_neg": 3.0, "prob_margin": 0.1},
+            AsymmetricLossMultiLabel(gamma_neg=3, gamma_pos=1, clip=0.1),
+        ),
+    ],
+)
+def test_images_that_are_not_mixed_have_the_configured_loss(tiny, options, expected):
+    losses = Losses(tiny(**{"mixup": 0.0, "label_smoothing": 0.0, **options}), "abc", 0)
+    multi = "loss" in options
+    labels = functional.one_hot(LABELS, 3).float() if multi else LABELS
+    x, targets, criterion = losses.prepare(images(), labels, 0, 0)
     assert torch.equal(x, images())
+    assert targets is labels
+    assert losses.has_accuracy(0) != multi
     logits = torch.randn(4, 3)
-    expected = functional.cross_entropy(logits, LABELS, label_smoothing=smoothing)
-    torch.testing.assert_close(criterion(logits, targets), expected)
+    torch.testing.assert_close(criterion(logits, targets), expected(logits, labels))
 
 
 def draw():

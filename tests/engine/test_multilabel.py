@@ -11,9 +11,7 @@ from PIL import Image
 from tests.engine.runs import eval_main, train_main
 from tresnet.checkpoints.weights import open_weights
 from tresnet.cli.train import parse_train
-from tresnet.engine.config import LabelConfig, TrainConfig
 from tresnet.engine.evaluate import average_precision, f1_scores
-from tresnet.engine.losses import Losses
 from tresnet.engine.train import train
 
 metrics = pytest.importorskip("sklearn.metrics")
@@ -42,24 +40,6 @@ def test_f1_is_scikit_learns():
     pair = (targets.numpy(), predicted.numpy())
     expected = [metrics.f1_score(*pair, average=a, zero_division=0) for a in ("micro", "macro")]
     assert f1_scores(predicted, targets) == pytest.approx(expected, abs=1e-12)
-
-
-def test_losses_are_binary_cross_entropy_and_timms_asymmetric_loss():
-    from timm.loss import AsymmetricLossMultiLabel
-
-    logits, targets = torch.randn(4, 5), (torch.rand(4, 5) < 0.4).float()
-    found = {}
-    for name in ("bce", "asymmetric"):
-        config = TrainConfig(labels=LabelConfig(loss=name, gamma_neg=3, prob_margin=0.1))
-        losses = Losses(config, "abcde", 0)
-        assert not losses.has_accuracy(0)
-        _, same, criterion = losses.prepare(torch.zeros(4, 3, 2, 2), targets, 0, 0)
-        assert same is targets
-        found[name] = criterion(logits, targets)
-    expected = torch.nn.functional.binary_cross_entropy_with_logits(logits, targets)
-    torch.testing.assert_close(found["bce"], expected)
-    expected = AsymmetricLossMultiLabel(gamma_neg=3, gamma_pos=1, clip=0.1)(logits, targets)
-    torch.testing.assert_close(found["asymmetric"], expected)
 
 
 @pytest.fixture
