@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from timm.loss import AsymmetricLossMultiLabel
+from torch import nn
 from torch.nn import functional
 
 from tresnet.engine.distributed import Processes
@@ -22,10 +23,7 @@ def images():
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (
-            {"label_smoothing": 0.3},
-            lambda x, y: functional.cross_entropy(x, y, label_smoothing=0.3),
-        ),
+        ({"label_smoothing": 0.3}, nn.CrossEntropyLoss(label_smoothing=0.3)),
         ({"loss": "bce"}, functional.binary_cross_entropy_with_logits),
         (
             {"loss": "asymmetric", "gamma_neg": 3.0, "prob_margin": 0.1},

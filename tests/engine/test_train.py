@@ -226,7 +226,6 @@ def die_at(patch, point):
         "after best 2",
         "after state 4",
         "before row 5",  # final
-        "after row 5",
     ],
 )
 def test_a_run_killed_anywhere_resumes_with_no_row_lost_or_doubled(
@@ -239,26 +238,13 @@ def test_a_run_killed_anywhere_resumes_with_no_row_lost_or_doubled(
     assert_same_run(train(tiny(), resume=Path("auto")).run_dir, finished)
 
 
-@pytest.fixture(scope="module")
-def half(data, tmp_path_factory):
-    """The directory of a run that stopped in its second epoch, and a copy of it."""
-    place = tmp_path_factory.mktemp("half")
-    with pytest.MonkeyPatch.context() as patch:
-        stop_at(patch, 8)
-        run_dir = train(config_on(data, place / "runs")).run_dir
-    return run_dir, shutil.copytree(run_dir, place / "copy")
-
-
-@pytest.fixture
-def stopped(half):
-    """The run's directory as it was when the run stopped."""
-    run_dir, copy = half
-    shutil.rmtree(run_dir)
-    return shutil.copytree(copy, run_dir)
-
-
 @pytest.mark.parametrize("content", [None, b"\xff\xfe", b'{"a":\n'])
-def test_damaged_files_do_not_keep_a_run_from_going_on(tiny, finished, stopped, capsys, content):
+def test_damaged_files_do_not_keep_a_run_from_going_on(
+    tiny, finished, monkeypatch, capsys, content
+):
+    with monkeypatch.context() as patch:
+        stop_at(patch, 8)
+        stopped = train(tiny()).run_dir
     names = ["environment.json", "log.csv", "config.json"]
     if content is not None:
         names.append("last.pt")
@@ -266,10 +252,9 @@ def test_damaged_files_do_not_keep_a_run_from_going_on(tiny, finished, stopped, 
         path.unlink() if content is None else path.write_bytes(content)
     (stopped / ".last.pt.0123456789abcdef.tmp").touch()
     files = {path.name: path.read_bytes() for path in stopped.iterdir() if path.name != ".lock"}
-    config = tiny(runs=str(stopped.parent))
-    dry_run(config, resume=stopped)
+    dry_run(tiny(), resume=stopped)
     assert all((stopped / name).read_bytes() == found for name, found in files.items())
-    train(config, resume=stopped)
+    train(tiny(), resume=stopped)
     assert ("continuing from" in capsys.readouterr().out) == (content is not None)
     assert_same_run(stopped, finished)
     assert not list(stopped.glob("*.tmp"))
@@ -308,12 +293,10 @@ def test_the_logged_rate_is_that_of_the_last_update(tiny, finished):
     assert [row["lr"] for row in rows_of(finished)] == pytest.approx([used[5], used[11]])
 
 
-@pytest.mark.parametrize(("options", "uncut"), [({}, "finished"), (VARIED, "varied")])
 def test_an_image_that_vanishes_stops_the_run_after_saving(
-    tiny, data, tmp_path, monkeypatch, options, uncut, request
+    tiny, data, tmp_path, monkeypatch, varied
 ):
-    uncut = request.getfixturevalue(uncut)
-    options = options | {"data": str(shutil.copytree(data, tmp_path / "images"))}
+    options = VARIED | {"data": str(shutil.copytree(data, tmp_path / "images"))}
     victim = next((tmp_path / "images" / "train" / "red").iterdir())
     content = victim.read_bytes()
     with monkeypatch.context() as patch:
@@ -326,7 +309,7 @@ def test_an_image_that_vanishes_stops_the_run_after_saving(
     assert f"checkpoint is of step {saved}: continue with --resume {run_dir}" in str(error.value)
     assert saved >= 2
     victim.write_bytes(content)
-    assert_same_run(train(tiny(**options), resume=run_dir).run_dir, uncut)
+    assert_same_run(train(tiny(**options), resume=run_dir).run_dir, varied)
 
 
 def test_a_run_whose_batches_are_too_small_frees_its_name(tiny):
@@ -461,7 +444,7 @@ def test_weights_that_go_bad_in_the_last_step_are_not_saved(tiny, monkeypatch):
 
 
 def test_sizes_follow_one_another_and_resume_where_they_were(tiny, monkeypatch):
-    options = {"progressive_sizes": (12, 16, 20), "epochs": 4, "workers": 1}
+    options = {"progressive_sizes": (12, 16)}
     seen, feed = [], TrainingStep.backward
 
     def backward(self, images, *args):
@@ -470,16 +453,13 @@ def test_sizes_follow_one_another_and_resume_where_they_were(tiny, monkeypatch):
 
     monkeypatch.setattr(TrainingStep, "backward", backward)
     progressive = train(tiny(**options, name="finished")).run_dir
-    assert seen == [12] * 12 + [16] * 6 + [20] * 6
-    assert open_weights(progressive / "best.safetensors").pretrained_cfg["input_size"] == (
-        3,
-        12,
-        12,
-    )
-    for update in (12, 14):
-        with monkeypatch.context() as patch:
-            stop_at(patch, update)
-            assert train(tiny(**options), resume=Path("auto")).stopped_by == signal.SIGTERM
+    assert seen == [12] * 6 + [16] * 6
+    cfg = open_weights(progressive / "best.safetensors").pretrained_cfg
+    assert cfg["input_size"] == (3, 12, 12)
+    options |= {"workers": 1}
+    with monkeypatch.context() as patch:
+        stop_at(patch, 8)
+        assert train(tiny(**options), resume=Path("auto")).stopped_by == signal.SIGTERM
     assert_same_run(train(tiny(**options), resume=Path("auto")).run_dir, progressive)
 
 

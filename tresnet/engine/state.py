@@ -200,7 +200,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "numpy": (name, torch.from_numpy(key), *rest),
+        "numpy": (name, torch.from_numpy(key.astype(np.int64)), *rest),  # uint32 does not travel
         "python": random.getstate(),
     }
 
@@ -211,7 +211,7 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
     if device.type == "cuda" and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], device)
     name, key, *rest = state["numpy"]
-    np.random.set_state((name, key.numpy(), *rest))  # noqa: NPY002
+    np.random.set_state((name, key.numpy().astype(np.uint32), *rest))  # noqa: NPY002
     random.setstate(state["python"])
 
 
