@@ -13,10 +13,9 @@ from tresnet.measure import models
 
 SMALL = ["--batch-size", "2", "--input-size", "32", "--rounds", "2"]
 SHORT = [*SMALL, "--steps", "1", "--warmup-steps", "1", "--device", "cpu"]
-OPS = ["ops", "abn_blur", *SMALL, "--contenders", "eager", "--device", "cpu"]
 SEARCH = ["max-batch", "timm:test_resnet", "--input-size", "32", "--device", "cpu"]
 SEARCH += ["--first", "2", "--granularity", "2", "--at-most", "4"]
-EVERY = [["train", "tresnet_t", *SHORT], ["infer", "tresnet_t", *SHORT], OPS, SEARCH]
+EVERY = [["train", "tresnet_t", *SHORT], ["infer", "tresnet_t", *SHORT], SEARCH]
 
 
 def bench(arguments, folder):
@@ -56,17 +55,12 @@ def test_inference_is_folded_unless_asked_otherwise(tmp_path):
     assert [row["ratio_to_first"] for row in rows] == [None, None]
 
 
-def test_other_measurements_print_a_table_and_write_a_record(tmp_path, capsys):
-    assert bench(OPS, tmp_path / "ops") == 0
-    header, *lines = capsys.readouterr().out.splitlines()
-    assert header.split()[-4:] == ["GB/s", "x", "copy", "status"]
-    assert len(lines) == 3 * 2 * 2
-    assert lines[0].startswith("abn_blur, into stage 2, fp32, forward, copy ")
-    assert record_in(tmp_path / "ops")["settings"]["method"]["copy"].startswith("clone of half")
-    assert bench(SEARCH, tmp_path / "search") == 0
+def test_max_batch_prints_a_table_and_writes_a_record(tmp_path, capsys):
+    assert bench(SEARCH, tmp_path) == 0
     _, line = capsys.readouterr().out.splitlines()
     assert line.startswith("timm:test_resnet, batch 2, fp32 ")
     assert line.split()[-6:] == ["4", "at", "most", "4", "-", "ok"]
+    assert record_in(tmp_path)["rows"][0]["largest_batch"] == 4
 
 
 def breaks(monkeypatch, action):
@@ -118,10 +112,6 @@ def test_a_signal_leaves_the_table_and_the_record(number, tmp_path, monkeypatch,
         (["train", "tresnet_t", "--rounds", "0"], "--rounds: expected at least 1, got 0"),
         (["train", "tresnet_t", "--input-size", "33"], "divisible by 2"),
         (["max-batch", "tresnet_t"], "expected at_most on cpu, got none"),
-        (["ops", "conv"], "expected an operation out of abn_join"),
-        (["ops", "--input-size", "100"], "divisible by 32, got 100"),
-        (["ops", "--batch-size", "1"], "--batch-size: expected at least 2, got 1"),
-        (["ops", "--time-limit-s", "nan"], "--time-limit-s: expected a finite number, got nan"),
     ],
 )
 def test_bad_input_leaves_nothing(arguments, message, tmp_path, capsys):
