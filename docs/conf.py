@@ -38,7 +38,6 @@ COMMANDS = [
     ["tresnet", "shard"],
     ["tresnet", "bench", "train"],
     ["tresnet", "bench", "infer"],
-    ["tresnet", "bench", "ops"],
     ["tresnet", "bench", "max-batch"],
     ["tresnet", "memory", "predict"],
     ["tresnet", "memory", "max-batch"],
