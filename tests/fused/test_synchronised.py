@@ -3,7 +3,6 @@
 import os
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.fused.models import make
-from tests.ops.test_abn_kernels import CHAINS, call, run, tensors
+from tests.ops.test_abn_kernels import CHAINS, joined, run, tensors
 from tresnet.fused import padding
 from tresnet.layers.norm import ABN
 
@@ -37,21 +36,13 @@ def half(rank: int, folder: str, cases: list[Case]) -> None:
         start = sum(sizes[:rank])
         mine = slice(start, start + sizes[rank])
         parts = {k: v[mine] if k in ("x", "shortcut") else v for k, v in parts.items()}
-        results[name, sizes] = operation(name, parts, grad[mine], group=dist.group.WORLD)
+        results[name, sizes] = run(
+            parts, CHAINS[name], "triton", grad=grad[mine], group=dist.group.WORLD
+        )
     results["model"] = step(rank, network(), torch.load(f"{folder}/images.pt"))
     results["mixed"] = mixed_step(rank, torch.load(f"{folder}/images.pt"))
     torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
-
-
-def operation(name: str, parts: dict[str, Tensor], grad: Tensor, **how: Any) -> dict[str, Tensor]:
-    """Output, gradients and running statistics of one operation."""
-    leaves = {k: v.clone().requires_grad_() for k, v in parts.items()}
-    mean, var = torch.zeros(6, dtype=grad.dtype), torch.ones(6, dtype=grad.dtype)
-    y = call(leaves, CHAINS[name], (mean, var), **how)
-    y.backward(grad)
-    grads = {f"grad of {k}": v.grad for k, v in leaves.items()}
-    return {"y": y.detach(), "mean": mean, "var": var, **grads}
 
 
 def network() -> nn.Module:
@@ -105,17 +96,11 @@ def test_two_processes_equal_one(tmp_path: Path):
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(WORLD_SIZE)]
     for name, sizes in cases:
         parts, grad = inputs[name]
-        exact = {k: v.double() for k, v in parts.items()}
-        expected = operation(name, exact, grad.double(), impl="reference")
+        expected = run(parts, CHAINS[name], "reference", dtype=torch.float64, grad=grad)
+        found = joined([rank[name, sizes] for rank in ranks])
         for key, value in expected.items():
-            ours = [rank[name, sizes][key].double() for rank in ranks]
-            if key in ("mean", "var"):
-                torch.testing.assert_close(ours, [value, value], rtol=1e-5, atol=1e-6)
-                continue
-            split = key in ("y", "grad of x", "grad of shortcut")
-            joined = torch.cat(ours) if split else ours[0] + ours[1]
             atol = 1e-5 * value.abs().max().item()
-            torch.testing.assert_close(joined, value, rtol=1e-4, atol=atol)
+            torch.testing.assert_close(found[key].double(), value, rtol=1e-4, atol=atol)
     exact = step(0, make("reference", width_factor=WIDTH_FACTOR).double(), images.double())
     for rank in ranks:
         for key, value in rank["mixed"].items():

@@ -1,12 +1,16 @@
 """The fused kernels against plain PyTorch in fp64: outputs, gradients, running statistics."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.ops.kernels import DEVICE, LAYOUTS, poisoned_memory  # noqa: F401
 from tests.ops.operation import abn
+from tresnet.errors import InputError
 from tresnet.ops import tiles
 from tresnet.ops.abn import Kept, Norm, SEWeights, launch
 from tresnet.ops.excite import launch as excite
@@ -30,6 +34,7 @@ CHAINS = {
     "blur_se": Chain(blur=True, se=True),
     "se_join": Chain(None, se=True, join=True),
     "join": Chain(None, join=True),
+    "negative": Chain(-0.5),  # not invertible: in place, PyTorch refuses its gradient
     "active_join": Chain(0.3, join=True),
     "active_se_join": Chain(0.3, se=True, join=True),
 }
@@ -70,7 +75,7 @@ def call(leaves, chain, running, impl="triton", training=True, **group):
     )  # fmt: skip
 
 
-def run(parts, chain, impl, training=True, dtype=None):
+def run(parts, chain, impl, training=True, dtype=None, grad=None, **group):
     """Return the output, all gradients, and the running statistics afterwards."""
     parts = {name: (p if dtype is None else p.to(dtype)) for name, p in parts.items()}
     leaves = {name: part.detach().clone().requires_grad_() for name, part in parts.items()}
@@ -78,8 +83,9 @@ def run(parts, chain, impl, training=True, dtype=None):
     channels, kind = leaves["x"].shape[1], leaves["weight"].dtype
     mean = torch.randn(channels, generator=generator).to(DEVICE, kind)
     var = torch.rand(channels, generator=generator).to(DEVICE, kind) + 0.5
-    y = call(leaves, chain, (mean, var), impl, training)
-    grad = torch.randn(y.shape, generator=generator).bfloat16()  # the same value in every dtype
+    y = call(leaves, chain, (mean, var), impl, training, **group)
+    if grad is None:
+        grad = torch.randn(y.shape, generator=generator).bfloat16()  # the same in every dtype
     grad = grad.to(DEVICE, parts["x"].dtype)
     grads = torch.autograd.grad(y, list(leaves.values()), grad)
     names = ["y", *(f"grad of {name}" for name in leaves), "running mean", "running var"]
@@ -92,6 +98,20 @@ def assert_equal(ours, exact, tolerance=1e-5):
         error = (ours[name].double() - value).abs().max().item() / scale
         assert error <= tolerance, f"{name} is off by {error:.1e} of its largest value"
         assert not ours[name].isnan().any(), name
+
+
+def joined(ranks):
+    """Results of a whole batch from those of two processes."""
+    found = {}
+    for name, own in ranks[0].items():
+        parts = own, ranks[1][name]
+        if name.startswith("running"):
+            torch.testing.assert_close(*parts)
+            found[name] = own
+        else:
+            split = name in ("y", "grad of x", "grad of shortcut")
+            found[name] = torch.cat(parts) if split else sum(parts)
+    return found
 
 
 # Every chain, with and without a blur in either layout, and every shape.
@@ -109,11 +129,12 @@ EQUAL = [
 @pytest.mark.parametrize(("shape", "chain", "layout"), dict.fromkeys(EQUAL))
 def test_equals_plain_pytorch_in_fp64(shape, chain, layout):
     parts = tensors(SHAPES[shape], CHAINS[chain], layout)
-    exact = run(parts, CHAINS[chain], "reference", dtype=torch.float64)
+    for training in (False, True):
+        exact = run(parts, CHAINS[chain], "reference", training, torch.float64)
+        definitions = run(parts, CHAINS[chain], "launches", training, torch.float64)
+        assert_equal(definitions, exact, 1e-12)
     ours = run(parts, CHAINS[chain], "triton")
     assert_equal(ours, exact)
-    launches = run(parts, CHAINS[chain], "launches", dtype=torch.float64)
-    assert_equal(launches, exact, 1e-12)
     assert ours["y"].is_contiguous(memory_format=LAYOUTS[layout])
     assert ours["grad of x"].stride() == parts["x"].stride()
 
@@ -204,6 +225,90 @@ def test_rounds_once_in_16_bits(chain, gamma, dtype):
         info = torch.finfo(kind)
         allowed = info.eps * (units * value.abs().max() + info.smallest_normal)
         assert (ours[name].double() - value).abs().max() <= allowed, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("slope", [1e-2, 1e-6, None])
+def test_definitions_lose_no_more_than_eager_pytorch(dtype, slope):
+    """Every output may be off from fp64 by as much as plain PyTorch is in the same dtype."""
+    chain = Chain(slope)
+    parts = tensors((8, 16, 9, 7), chain, "nchw", dtype)
+    exact = run(parts, chain, "reference", dtype=torch.float64)
+    eager, ours = (run(parts, chain, impl) for impl in ("reference", "launches"))
+    for name, value in exact.items():
+        # The longest chain, of the input's gradient, rounds eight times by half an eps: mask,
+        # scale, x - mean, its factor, two sums, and the two factors' own products.
+        allowed = 4 * torch.finfo(torch.float32).eps * value.abs().max()
+        allowed += (eager[name].double() - value).abs().max()
+        assert (ours[name].double() - value).abs().max() <= allowed, name
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_processes_of_a_group_synchronise_their_statistics(count, monkeypatch):
+    """Two threads stand in for processes, which are their groups' names; one may have no images."""
+    chain = CHAINS["abn"]
+    parts = {k: v.double() for k, v in tensors((5, 4, 3, 3), chain, "nchw").items()}
+    grad = torch.randn_like(parts["x"])
+    wait, given = threading.Barrier(2).wait, {}
+
+    def gathered(own, rank):
+        given[rank] = own.clone()
+        wait()
+        both = torch.stack((given[0], given[1]))
+        wait()
+        return both
+
+    def gather(out, own, group):
+        out.copy_(gathered(own, group).flatten())
+
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "all_gather_into_tensor", gather)
+    monkeypatch.setattr(dist, "all_reduce", lambda x, group: x.copy_(gathered(x, group).sum(0)))
+
+    def process(rank):
+        mine = (slice(count), slice(count, None))[rank]
+        own = {**parts, "x": parts["x"][mine]}
+        return run(own, chain, "launches", grad=grad[mine], group=rank)
+
+    with ThreadPoolExecutor(2) as threads:
+        ranks = list(threads.map(process, range(2)))
+    assert_equal(joined(ranks), run(parts, chain, "reference", grad=grad), 1e-12)
+
+
+@pytest.mark.parametrize("impl", ["triton", "launches"])
+@pytest.mark.parametrize(
+    ("shape", "chain", "message"),
+    [
+        ((1, 4, 1, 1), "abn", "more than one value per channel"),
+        ((2, 4, 1, 5), "blur", "H and W at least 2"),
+    ],
+)
+def test_maps_that_are_too_small_are_errors(shape, chain, message, impl):
+    with pytest.raises(InputError, match=message):
+        run(tensors(shape, CHAINS[chain], "nchw"), CHAINS[chain], impl)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_at_most_one_value_in_all_processes_leaves_finite_statistics(count, monkeypatch):
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
+    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda out, own, group: out.copy_(own))
+    monkeypatch.setattr(dist, "all_reduce", lambda x, group: x)
+    parts, chain = tensors((count, 4, 1, 1), CHAINS["abn"], "nchw"), CHAINS["abn"]
+    before = run(parts, chain, "launches", training=False)
+    after = run(parts, chain, "launches", group=0)
+    for name in ("running mean", "running var"):
+        assert after[name].isfinite().all()
+        assert torch.equal(before[name], after[name]) == (count == 0)
+
+
+@pytest.mark.parametrize("impl", ["triton", "launches"])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("shape", [(0, 4, 3, 3), (2, 4, 0, 3)])
+def test_no_values_give_none_and_change_nothing(shape, training, impl):
+    """Behave as PyTorch's batch norm, forward and backward."""
+    parts = tensors(shape, CHAINS["abn"], "nchw")
+    expected = run(parts, CHAINS["abn"], "reference", training)
+    torch.testing.assert_close(run(parts, CHAINS["abn"], impl, training), expected, rtol=0, atol=0)
 
 
 def test_large_mean_does_not_cancel():

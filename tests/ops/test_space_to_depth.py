@@ -5,8 +5,15 @@ import torch
 
 from tresnet.errors import InputError
 from tresnet.ops.space_to_depth import space_to_depth
-from tresnet.ops.space_to_depth.cases import CASES
 
+# (N, C, H, W), block size
+CASES = {
+    "image_224": ((2, 3, 224, 224), 4),
+    "non_square": ((3, 3, 32, 20), 4),
+    "one_channel": ((1, 1, 8, 8), 4),
+    "cifar_block_2": ((4, 3, 32, 32), 2),
+    "odd_block": ((2, 5, 9, 6), 3),
+}
 LAYOUTS = [torch.contiguous_format, torch.channels_last]
 
 
