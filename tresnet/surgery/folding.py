@@ -163,7 +163,7 @@ def fold_norm(conv: nn.Conv2d, norm: Any) -> nn.Conv2d:
     return _convolution(conv, conv.weight.double() * scale[:, None, None, None], bias)
 
 
-def _convolution(conv: nn.Conv2d, weight: Tensor, bias: Tensor, **changes: object) -> nn.Conv2d:
+def _convolution(conv: nn.Conv2d, weight: Tensor, bias: Tensor, **changes: Any) -> nn.Conv2d:
     names = "stride", "padding", "dilation", "groups", "padding_mode"
     settings: dict[str, Any] = {name: getattr(conv, name) for name in names}
     old = conv.weight
