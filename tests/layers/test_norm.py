@@ -45,11 +45,7 @@ def small(norm: str = "abn", **options) -> nn.Module:
 @pytest.mark.parametrize(
     ("device", "dtype", "message"),
     [
-        (
-            "cuda",
-            torch.bfloat16,
-            "no bfloat16 kernels for a cuda device: use float16, or",
-        ),
+        ("cuda", torch.bfloat16, "no bfloat16 kernels for a cuda device: use float16, or"),
         ("cpu", torch.bfloat16, "no 16-bit kernels for a cpu device: use float32, or norm='abn'"),
         ("cpu", torch.float16, "no 16-bit kernels for a cpu device: use float32, or norm='abn'"),
     ],

@@ -38,17 +38,6 @@ def test_every_parameter_of_every_head_learns(head: str):
 
 
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
-def test_a_saved_model_loads_by_its_path_alone(head: str, suffix: str, tmp_path: Path):
-    model = make(head).eval()
-    path = tmp_path / f"model{suffix}"
-    tresnet.save_checkpoint(model, path)
-    loaded = tresnet.create(weights=path)
-    assert loaded.config == model.config
-    assert torch.equal(loaded.eval()(x := images()), model(x))
-
-
-@pytest.mark.parametrize("head", HEADS)
 def test_reset_classifier_keeps_the_kind(head: str):
     model = make(head).eval()
     kind, x = type(model.head), images()

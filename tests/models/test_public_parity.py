@@ -141,18 +141,6 @@ def deep(tmp_path_factory, request):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("deep", ["formula", "package"], indirect=True)
-def test_a_deep_network_in_float64(deep, training):
-    paths, runs = deep
-    ours = load(paths[torch.float64], DEEP, False, "abn", torch.float64)
-    error, where = largest_distance(
-        run(ours, training, torch.float64), runs[torch.float64, training]
-    )
-    assert error < EXACT, where
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize(
     ("deep", "norm"),
     [

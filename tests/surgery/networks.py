@@ -20,8 +20,9 @@ def network(name="tresnet_t", norm="abn", **options):
         for module in model.modules():
             if hasattr(module, "running_var"):
                 module.weight.uniform_(0.5, 1.5)
-                if norm != "inplace_abn":
-                    module.weight[::3] *= -1  # gammas have either sign
+                # gammas have either sign, or stand for their reflection at eps
+                center = 2 * module.eps if norm == "inplace_abn" else 0.0
+                module.weight[::3] = center - module.weight[::3]
     if norm == "inplace_abn":
         model.set_slopes(2**-7, 2**-10)  # the package takes them as float32
     return model.eval()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from timm.models.resnet import Bottleneck
-from torch import Tensor, nn
+from torch import nn
 
 from tests.live_storages import live_after
 from tresnet.errors import InputError
@@ -27,19 +27,6 @@ def bottleneck(planes: int = 2) -> nn.Module:
     return Bottleneck(C, planes, attn_layer="se")
 
 
-class Shapes(nn.Module):
-    """Sizes, indexing, products, functions and a parameter of its own, as people write them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.scale = nn.Conv2d(C, 4, 1), nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate = torch.sigmoid(self.conv(x).mean(dim=(2, 3)) * self.scale)[:, :, None, None]
-        y = torch.softmax(self.conv(x), 1) * gate - x.size(1)
-        return y.view(y.size(0), -1)
-
-
 BRANCHES: dict[str, Callable[[], nn.Module]] = {
     "timm's": bottleneck,
     "head": lambda: nn.Sequential(
@@ -50,7 +37,6 @@ BRANCHES: dict[str, Callable[[], nn.Module]] = {
     "bottleneck, batchnorm": lambda: block(blocks.Bottleneck, 2, 1, "batchnorm"),
     "grouped convolution": lambda: nn.Conv2d(C, 6, 3, groups=2),
     "norm first": lambda: nn.Sequential(nn.MaxPool2d(2), ABN(C), nn.Conv2d(C, 4, 1), nn.GELU()),
-    "functions": Shapes,
 }
 
 

@@ -42,7 +42,9 @@ def step(model, x):
 def test_the_function_and_the_parameters_stay(old, new):
     if "inplace_abn" in (old, new):
         pytest.importorskip("inplace_abn", reason="the inplace-abn package is not installed")
-    model = positive(network(norm=old)).double()
+    model = network(norm=old).double()
+    if new == "inplace_abn" != old:
+        positive(model)
     model.set_slopes(2**-7, 2**-10)
     x = images(torch.double)
     with torch.no_grad():
@@ -110,17 +112,6 @@ def test_how_the_norms_are_computed_survives_another_norm(between):
     stem, *others = norms(model)
     assert [module.synchronised for module in (stem, *others)] == [True] + [False] * len(others)
     assert (model.impl, model.recompute) == ("triton", "outputs")
-
-
-def test_a_reflected_gamma_is_what_it_stands_for():
-    model = network(norm="inplace_abn").double()
-    with torch.no_grad():
-        model.body.conv1.bn.weight[0] = -0.8  # w = -0.80001, so gamma = 0.80002
-    x = images(torch.double)
-    before = model(x)
-    swap_norm(model, "abn")
-    assert model.body.conv1.bn.weight[0].item() == pytest.approx(0.80002, abs=1e-12)
-    torch.testing.assert_close(model(x), before, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("gamma", [0.0, -0.5, 9e-6])
