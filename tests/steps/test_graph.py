@@ -21,8 +21,6 @@ from torch.utils._pytree import tree_leaves
 
 from tests.engine.runs import assert_same_run
 from tests.operators import Recorder
-from tresnet.engine import config as configs
-from tresnet.engine import prepare
 from tresnet.engine.distributed import Processes
 from tresnet.engine.train import train
 from tresnet.errors import ConfigError
@@ -84,43 +82,6 @@ class StandIn:
                         old.copy_(new)
 
 
-@pytest.fixture
-def graphed(monkeypatch):
-    """Lets `train` replay its passes; gives the stand-ins of the runs."""
-    made = []
-    original = prepare.create_step
-
-    def create_step(model, *args, **kwargs):
-        step = original(model, *args, **kwargs)
-        made.append(StandIn(step.model))
-        step.capture_with(made[-1])
-        return step
-
-    monkeypatch.setattr(prepare, "create_step", create_step)
-    return made
-
-
-@pytest.mark.parametrize(
-    ("changes", "captures"),
-    [
-        ({}, 2),  # mixed batches and others have losses of their own
-        ({"accumulate": 2, "norm": "batchnorm", "mixup": 0.0, "amp": "fp16"}, 2),
-        # by the GPU's program
-        ({"impl": "reference", "amp": "bf16", "mixup": 0.0, "channels_last": True}, 1),
-    ],
-    ids=str,
-)
-def test_a_run_by_graphs_is_the_eager_run_to_the_bit(tiny, graphed, monkeypatch, changes, captures):
-    config = tiny(name="graphed", epochs=3, mix_off_epochs=1, mix_prob=1.0, **changes)
-    found = train(config).run_dir
-    (stand_in,) = graphed
-    assert stand_in.captures == captures
-    assert stand_in.warmups >= WARMUP_RUNS + CHECKED_AFTER
-    assert stand_in.replays > stand_in.captures, "and not only for the comparison"
-    monkeypatch.undo()
-    assert_same_run(found, train(configs.replace(config, name="eager")).run_dir)
-
-
 @pytest.mark.parametrize("graphs", ["on", "auto"])
 def test_gradients_are_reduced_on_the_captured_stream(monkeypatch, graphs):
     """What holds on to the nodes that add gradients up is made where they are captured."""
@@ -177,13 +138,13 @@ def network():
 
 def trained(
     capturer=None, accumulate=1, change=None, before=1, agree=None, make=torch.nn.CrossEntropyLoss,
-    of_images=False, odd=(),
+    of_images=False, odd=(), build=network, **settings,
 ):  # fmt: skip
     """Losses, weights and buffers after 16 optimizer steps, model and criterion changed before a
     micro-batch of the ninth; what was said, and whether each micro-batch was replayed."""
-    model, said, criterion = network(), [], make()
+    model, said, criterion = build(), [], make()
     torch.manual_seed(1)
-    step = steps.create_training_step(model, Compute(), CPU)
+    step = steps.create_training_step(model, Compute(**settings), CPU)
     if capturer is not None:
         step.capture_with(capturer(model), agree=agree, say=said.append)
     found, replayed = [], []
@@ -194,7 +155,8 @@ def trained(
             count = 3 if number in odd else 4
             images = torch.rand(count, 3, 8, 8).requires_grad_(of_images)
             labels = torch.randint(3, (count,))
-            found += step.backward(images, labels, criterion, accumulate, part == accumulate)
+            batch = step.feed(images, labels)
+            found += step.backward(*batch, criterion, accumulate, part == accumulate)
             found += [images.grad] if of_images else []
             replayed.append(step.replayed)
         step.optimizer_step(number)
@@ -303,11 +265,32 @@ def test_processes_decide_together():
         trained(Failing, agree=bool)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_right_graph_is_compared_once_and_then_replayed(accumulate):
-    said, replayed = assert_eager(StandIn, accumulate=accumulate)
-    assert said == ["replays batches of 4 as a CUDA graph, equal to an eager run"] * accumulate
-    assert all(replayed[(WARMUP_RUNS + CHECKED_AFTER + 1) * accumulate :])
+def tresnet(**options):
+    """Run by the GPU's program where `impl` is "reference", with dropout and dropped paths."""
+    torch.manual_seed(0)
+    options |= {"layers": (1, 1, 1, 2), "drop_rate": 0.2, "drop_path_rate": 0.2, "num_classes": 3}
+    return zoo.build("tresnet_t", width_factor=0.125, block_size=1, **options)
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {},
+        {"accumulate": 2},
+        {"accumulate": 2, "amp": "fp16", "build": lambda: tresnet(norm="batchnorm")},
+        {
+            "amp": "bf16",
+            "channels_last": True,
+            "build": functools.partial(tresnet, impl="reference"),
+        },
+    ],
+    ids=["plain", "accumulated", "fp16", "program"],
+)
+def test_a_right_graph_is_compared_once_and_then_replayed(keywords):
+    said, replayed = assert_eager(StandIn, **keywords)
+    count = keywords.get("accumulate", 1)
+    assert said == ["replays batches of 4 as a CUDA graph, equal to an eager run"] * count
+    assert all(replayed[(WARMUP_RUNS + CHECKED_AFTER + 1) * count :])
 
 
 def freeze(model, _):

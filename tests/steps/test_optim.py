@@ -97,17 +97,13 @@ def test_one_cycle_is_torchs():
         theirs.step()
 
 
-@pytest.mark.parametrize("updates", [1, 2, 5, 7, 10, 11])
+@pytest.mark.parametrize("updates", [1, 2, 3, 5, 7, 8, 10, 11])
 def test_one_cycle_of_any_length_ends_at_its_last_rate(updates):
     """At 5 updates exactly one rises, where torch's own division is by zero."""
     found = rates(ScheduleConfig(warmup_fraction=0.2), updates)
     assert len(found) == updates
     assert all(0 < rate <= 0.4 * (1 + 1e-6) for rate in found), found
     assert found[-1] < 0.01 or updates < 3, found
-
-
-@pytest.mark.parametrize("updates", [1, 2, 3, 8])
-def test_one_cycle_may_rise_to_its_end(updates):
     found = rates(ScheduleConfig(warmup_fraction=1.0), updates)
     assert found == sorted(found)
     assert found[0] == pytest.approx(0.4 * 0.04)
