@@ -58,7 +58,3 @@ class ParallelBottleneck(nn.Module):
         else:
             y = y + x
         return torch.relu_(y)
-
-    def extra_repr(self) -> str:
-        """Return the settings for `repr`."""
-        return f"groups={self.groups}, channels={self.channels}, shared_input={self.shared_input}"

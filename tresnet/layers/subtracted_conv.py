@@ -108,13 +108,6 @@ class SubtractedConv(nn.Module):
             model.set_submodule(name, new[conv])
         return list(found)
 
-    def extra_repr(self) -> str:
-        """Return the settings for `repr`."""
-        return (
-            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, "
-            f"stride={self.stride}, mode={self.mode!r}"
-        )
-
 
 def _fits(conv: nn.Conv2d) -> bool:
     kernel, half = conv.kernel_size[0], conv.out_channels // 2

@@ -36,12 +36,6 @@ def split_name(name: str) -> tuple[str, str]:
 def check_name(name: str) -> None:
     """Raise `InputError`, with the nearest name, if no model is called `name`."""
     source, model = split_name(name)
-    bare, at, settings = name.partition("@")
-    if at:
-        raise InputError(
-            f"expected a model's name only, got {name!r}: give the name as {bare!r} and "
-            f"{settings!r} apart, as options"
-        )
     if source == "tresnet":
         try:
             find_variant(model)

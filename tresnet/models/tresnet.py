@@ -113,10 +113,9 @@ class TResNet(nn.Module):
     def check_input(self, x: Tensor) -> None:
         """Check type, shape, channels and dtype of a batch of images, or raise `InputError`."""
         block, channels = self.config.block_size, self.config.in_chans
-        if not isinstance(x, Tensor):
-            raise InputError(f"expected images (N, {channels}, H, W), got {type(x).__name__}")
-        if x.dim() != 4:
-            raise InputError(f"expected images (N, {channels}, H, W), got shape {tuple(x.shape)}")
+        if not isinstance(x, Tensor) or x.dim() != 4:
+            found = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise InputError(f"expected images (N, {channels}, H, W), got {found}")
         if x.shape[1] != channels:
             raise InputError(
                 f"expected {channels} channels, got {x.shape[1]} in shape {tuple(x.shape)}: "

@@ -14,8 +14,10 @@ from tresnet.models.tresnet import TResNet
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _SHOWN = 5
-_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-_CHOICES = ("track_running_stats", "synchronised")  # only an ABN has `synchronised`
+_KEPT = (
+    "weight", "bias", "running_mean", "running_var", "num_batches_tracked", "track_running_stats",
+    "synchronised",
+)  # fmt: skip
 
 
 def swap_norm(model: ModuleT, norm: str) -> ModuleT:
@@ -75,11 +77,7 @@ def _counterpart(old: NormAct, target: type[NormAct]) -> NormAct:
     new = target(old.num_features, old.slope, eps=old.eps, momentum=old.momentum, device="meta")
     if isinstance(old, InplaceABN):
         old.weight.copy_(old._gamma())  # what a weight below eps stands for
-    for name, parameter in old.named_parameters(recurse=False):
-        new.register_parameter(name, parameter)  # pyright: ignore[reportArgumentType]
-    for name in _BUFFERS:  # None where there are none
-        new.register_buffer(name, getattr(old, name))
-    for name in _CHOICES:  # a norm that ignores them keeps them for the next swap
+    for name in _KEPT:  # a norm that ignores a choice keeps it for the next swap
         if hasattr(old, name):
             setattr(new, name, getattr(old, name))
     return new.train(old.training)
