@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-from tests.checkpoints.conftest import entry
 from tests.checkpoints.small import CLASSES, LAYERS, same, small, trained
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.save import save_checkpoint
@@ -68,19 +67,6 @@ def test_files_of_others_give_name_stages_and_classes(timms):
     assert same(model.state_dict(), source.state_dict())
 
 
-def test_a_tag(room):
-    folder, add = room
-    row = add(entry(tag="tresnet_m.a_448", input_size=(3, 448, 448), crop_mode="squash"))
-    source = trained(small())
-    save_checkpoint(source, folder / row.file, format="timm")
-    model = create("tresnet_m", weights=row.tag)
-    assert same(model.state_dict(), source.state_dict())
-    assert model.pretrained_cfg["crop_mode"] == "squash"
-    assert model.pretrained_cfg["input_size"] == (3, 448, 448)
-    assert model.pretrained_cfg["hf_hub_id"] == "timm/tresnet_m.miil_in1k"
-    assert model.pretrained_cfg["num_classes"] == CLASSES
-
-
 def test_another_class_count_needs_new_head(timms):
     source, path = timms
     with pytest.raises(CheckpointError, match=r"5 classes, got num_classes=7: .* new_head=True"):
@@ -109,7 +95,7 @@ def test_features_only(timms):
 def test_device_and_dtype(timms):
     model = create(weights=timms[1], dtype=torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    with pytest.raises(CheckpointError, match="meta device"):
+    with pytest.raises(CheckpointError, match=r"meta device.*to_empty\(device=...\) before"):
         create(weights=timms[1], device="meta")
 
 

@@ -16,19 +16,23 @@ TIMM = [f"{model}.{tag}" for model, tags in TIMM_TAGS.items() for tag in tags]
 ORIGINAL = [f"{m}{s}" for m in ("tresnet_m", "tresnet_l", "tresnet_xl") for s in ("", "_448")]
 
 
-def test_every_published_file_is_listed():
+def test_every_published_file_is_listed_and_near_names_are_suggested():
     assert set(TIMM) <= set(list_weights())
+    assert list_weights("tresnet_v2_l") == [tag for tag in TIMM if "v2_l" in tag]
+    assert list_weights("tresnet_s") == []
+    for unknown, message in (
+        (lambda: list_weights("tresnet_n"), r"unknown model 'tresnet_n'.*tresnet_[a-z]"),
+        (
+            lambda: find("tresnet_m.miil_1k"),
+            r"'tresnet_m\.miil_1k'; did you mean 'tresnet_m\.miil_",
+        ),
+        (lambda: locate("zzz"), r"unknown weights 'zzz'\. Known: .*or give the path"),
+    ):
+        with pytest.raises(InputError, match=message):
+            unknown()
     urls = {find(tag).url for tag in list_weights()} - {None}
     folder = "https://miil-public-eu.oss-eu-central-1.aliyuncs.com/model-zoo/tresnet"
     assert urls == {f"{folder}/{name}.pth" for name in ORIGINAL}
-
-
-def test_list_of_one_model():
-    found = list_weights("tresnet_v2_l")
-    assert found == ["tresnet_v2_l.miil_in21k", "tresnet_v2_l.miil_in21k_ft_in1k"]
-    assert list_weights("tresnet_s") == []
-    with pytest.raises(InputError, match=r"unknown model 'tresnet_n'.*tresnet_[a-z]"):
-        list_weights("tresnet_n")
 
 
 @pytest.mark.parametrize("tag", TIMM)
@@ -72,15 +76,6 @@ def test_a_package_without_its_table_says_so(tmp_path, monkeypatch):
     for use in (list_weights, lambda: locate("mine.safetensors")):
         with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read \(No such file"):
             use()
-
-
-def test_an_unknown_tag_suggests_the_nearest():
-    with pytest.raises(
-        InputError, match=r"'tresnet_m\.miil_1k'; did you mean 'tresnet_m\.miil_in1k"
-    ):
-        find("tresnet_m.miil_1k")
-    with pytest.raises(InputError, match=r"unknown weights 'zzz'\. Known: .*or give the path"):
-        locate("zzz")
 
 
 def test_the_table_of_a_wheel_is_inside_the_package(tmp_path, monkeypatch):

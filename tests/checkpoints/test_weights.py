@@ -25,9 +25,11 @@ def test_a_file_of_ours(tmp_path):
 
 def test_a_tag_whose_file_is_here(room):
     folder, add = room
-    row = add(entry(tag="digits", file="digits.safetensors", hub_id=None, input_size=(3, 32, 32)))
+    options = {"hub_id": None, "input_size": (3, 32, 32), "crop_mode": "squash"}
+    row = add(entry(tag="digits", file="digits.safetensors", **options))
     save_checkpoint(small(), folder / row.file, metadata={"classes": list("01234")})
     found = open_weights("digits")
+    assert (found.entry, found.pretrained_cfg["crop_mode"]) == (row, "squash")
     assert (found.weights.path, found.classes) == (folder / row.file, tuple("01234"))
     assert (found.pretrained_cfg["input_size"], found.num_classes) == ((3, 32, 32), 5)
     assert found.weights.format == "tresnet"
@@ -49,14 +51,6 @@ def test_a_public_file_of_no_variant(tmp_path):
     found = open_weights(tmp_path / "a.pth")
     assert (found.model, found.guessed, found.weights.format) == ("tresnet_v2_l", True, "public")
     assert (found.kwargs["layers"], found.kwargs["width_factor"]) == ((1, 2, 1, 1), 0.25)
-
-
-@pytest.mark.parametrize(("block_size", "in_chans"), [(1, 3), (2, 1), (2, 3), (4, 1)])
-def test_the_block_size_follows_from_the_stem(tmp_path, block_size, in_chans):
-    model = small(block_size=block_size, in_chans=in_chans)
-    torch.save(model.state_dict(), tmp_path / "a.pth")
-    known = open_weights(tmp_path / "a.pth").kwargs
-    assert (known["block_size"], known["in_chans"]) == (block_size, in_chans)
 
 
 def test_a_part_of_a_model(tmp_path):
