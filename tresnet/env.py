@@ -177,8 +177,6 @@ def _cpu_model() -> str | None:
             key, _, value = line.partition(":")
             if key.strip() == "model name":
                 return value.strip()
-    if platform.system() == "Darwin":
-        return _output_of("sysctl", "-n", "machdep.cpu.brand_string")
     return platform.processor() or None
 
 

@@ -123,10 +123,7 @@ def config(**changes):
         (config(layers=[1, 1, 10**9, 1]), "layers as four whole numbers from 1 to 1000"),
         (config(width_factor=1e6), "width_factor from 1/64 to 64"),
         (config(width_factor=60.0), "says it holds .* but its tensors are of"),
-        (config(num_classes=10**9), "num_classes as a whole number"),
         (config(num_classes=10**6), "1000000 classes.* but its tensors are of .* 5 classes"),
-        (config(stem_slope="x"), "stem_slope as a finite number, got 'x'"),
-        (config(norm="layer"), "expected norm out of"),
         (config(variant="tresnet_q"), "unknown model 'tresnet_q'"),
         (config(surprise=1), "surprise"),
         ({"config": None}, "config with named values, got None"),
@@ -136,8 +133,7 @@ def config(**changes):
         ({"pretrained_cfg": {"crop_pct": "abc"}}, "crop_pct: expected a number, got 'abc'"),
         ({"pretrained_cfg": {"input_size": "xyz"}}, r"input_size \(3, height, width\), got 'xyz'"),
         ({"pretrained_cfg": {"crop_pct": 1.01}}, "crop_pct: expected at most 1, got 1.01"),
-        ({"pretrained_cfg": {"input_size": [3, 0, 32]}}, "input_size"),
-        ({"pretrained_cfg": {"input_size": [3, 32]}}, "input_size"),
+        ({"pretrained_cfg": {"input_size": [3, 0, 32]}}, "input_size: expected at least 1"),
         ({"pretrained_cfg": {"crop_mode": []}}, "crop_mode: expected 'center', 'squash' or 'bo"),
         ({"pretrained_cfg": {"interpolation": "magic"}}, "interpolation: expected 'bilinear' or"),
         ({"pretrained_cfg": {"mean": 5}}, "mean as a list of numbers, got 5"),
@@ -145,7 +141,6 @@ def config(**changes):
         ({"user": {"classes": ["a"]}}, "the names of 5 classes, got 1"),
         ({"user": {"classes": [1, 2, 3, 4, 5]}}, "classes as a list of names"),
         ({"user": {"labels": 3}}, "labels 'single' or 'multi', got 3"),
-        ({"format_version": True}, "written in format True"),
         ({"user": {"x": torch.ones(1)}}, "no plain values"),
     ],
 )
@@ -178,7 +173,6 @@ STEM = "body.conv1.conv.weight"
     [
         (with_tensor("head.fc.bias", torch.empty(5, device="meta")), "float32 on meta"),
         (with_tensor("head.fc.bias", torch.zeros(5).to(torch.float8_e4m3fn)), "float8_e4m3fn"),
-        (with_tensor("head.fc.bias", torch.zeros(5, dtype=torch.complex64)), "complex64"),
         (with_tensor("head.fc.bias", torch.zeros(5).to_sparse()), "sparse_coo of torch.float32"),
         (with_tensor("head.fc.bias", None), "NoneType"),
         (with_tensor(7, torch.zeros(5)), "not plain tensors: 7"),
@@ -188,7 +182,6 @@ STEM = "body.conv1.conv.weight"
         (with_tensor(STEM, torch.zeros(5000, 48, 3, 3)), "not a usable TResNet.*width_factor"),
         (with_tensor("body.conv1.bn.running_var", -torch.ones(2)), "negative variances"),
     ],
-    ids=lambda v: v if isinstance(v, str) else "",
 )
 def test_tensors_are_checked_before_anything_is_made_of_them(tmp_path, tensors, message):
     path = tmp_path / "a.pth"

@@ -1,5 +1,3 @@
-import re
-
 import pytest
 import torch
 from torch import nn
@@ -64,17 +62,13 @@ LARGE = (
             r"stem has 4 inputs, expected 48 \(block_size=4, in_chans=3\): build the",
         ),
     ],
-    ids=["counter", "no stem", "classes", "variant", "block", "block, channels", "public", "stem"],
 )
 def test_what_does_not_fit_is_refused(path, source, options, message):
     if isinstance(source, nn.Module):
         save_checkpoint(source, path)
     else:
         torch.save(source, path)
-    found = assert_refused(small(**options), path, message)
-    if (names := re.search(r"(\d+) unknown: (.*?) and (\d+) more", found)) is not None:
-        assert len(names[2].split(", ")) == 20 == int(names[1]) - int(names[3])
-    assert (names is not None) == (message == LARGE)
+    assert_refused(small(**options), path, message)
 
 
 def test_every_misfit_is_named(path):

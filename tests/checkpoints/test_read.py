@@ -56,37 +56,27 @@ def named(prefix):
     return {f"{prefix}{key}": value + 1 for key, value in TENSORS.items()}
 
 
-OTHERS = {key: value + 1 for key, value in TENSORS.items()}
+LIGHTNINGS_EMA = {"current_model_state": TENSORS, "averaging_state": {}}
 WEIGHT = {"criterion.weight": torch.ones(2)}
 
 
 @pytest.mark.parametrize(
-    ("contents", "expected", "said"),
+    ("contents", "said"),
     [  # Lightning, its EMA, torchvision's references, transformers, a module with an EMA
-        (
-            {"state_dict": {**named("model."), **WEIGHT}},
-            OTHERS,
-            "state_dict: model.*; left out: cr",
-        ),
-        ({"state_dict": named("net._orig_mod.")}, OTHERS, "state_dict: net._orig_mod.*"),
-        (
-            {"state_dict": named("net."), "current_model_state": TENSORS, "averaging_state": {}},
-            OTHERS,
-            "state_dict: net.*",
-        ),
+        ({"state_dict": {**named("model."), **WEIGHT}}, "state_dict: model.*; left out: cr"),
+        ({"state_dict": named("net._orig_mod.")}, "state_dict: net._orig_mod.*"),
+        ({"state_dict": named("net."), **LIGHTNINGS_EMA}, "state_dict: net.*"),
         (
             {"model": TENSORS, "model_ema": {"n_averaged": torch.ones(()), **named("module.")}},
-            OTHERS,
             "model_ema: module.*; left out: model: *, n_averaged",
         ),
-        (named("timm_model."), OTHERS, "are those named timm_model.*"),
-        ({**TENSORS, **named("ema.module.")}, OTHERS, "named ema.module.*; left out: *, body.co"),
+        (named("timm_model."), "are those named timm_model.*"),
+        ({**TENSORS, **named("ema.module.")}, "named ema.module.*; left out: *, body.co"),
     ],
-    ids=["lightning", "compiled", "averaging", "torchvision", "transformers", "ema"],
 )
-def test_other_trainers(tmp_path, caplog, contents, expected, said):
+def test_other_trainers(tmp_path, caplog, contents, said):
     torch.save(contents, tmp_path / "a.ckpt")
-    assert_reads(tmp_path / "a.ckpt", expected)
+    assert_reads(tmp_path / "a.ckpt", named(""))
     assert said in caplog.text
 
 

@@ -1,4 +1,3 @@
-import os
 import shutil
 import warnings
 
@@ -76,9 +75,7 @@ def test_classes_that_differ_are_named(tmp_path, make_images):
     ("name", "make", "message"),
     [
         ("gone.png", lambda path: None, "FileNotFoundError"),
-        # opening a FIFO would wait for somebody to write to it
-        ("pipe.png", os.mkfifo, ".*not a regular file"),
-        ("folder.png", lambda path: path.mkdir(), ".*not a regular file"),
+        ("folder.png", lambda path: path.mkdir(), "IsADirectoryError"),
         ("empty.png", lambda path: path.touch(), "UnidentifiedImageError"),
         (
             "page.png",
@@ -99,31 +96,11 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name, make, message):
         load_rgb(tmp_path / name)
 
 
-def test_a_bad_image_is_an_error_of_its_item(tmp_path, make_images):
-    make_images(tmp_path / "val", {"a": 1})
-    (tmp_path / "val" / "a" / "zz.png").write_bytes(b"")
-    dataset = open_folder(tmp_path, "val", skip_bad_images=True)
-    with pytest.raises(BadImageError, match=r"a/zz\.png cannot be read"):
-        dataset[1]
-
-
-def truncate(data):
-    return data[: len(data) * 2 // 3]
-
-
-def flip_a_bit(data):
-    middle = len(data) // 2
-    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
-
-
-@pytest.mark.parametrize(
-    ("suffix", "damage"),
-    [("png", flip_a_bit), *((kind, truncate) for kind in ("png", "jpg", "webp", "bmp", "tif"))],
-)
-def test_a_damaged_image_is_named(tmp_path, photo, suffix, damage):
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "bmp", "tif"])
+def test_a_truncated_image_is_named(tmp_path, photo, suffix):
     path = tmp_path / f"cut.{suffix}"
     photo.save(path)
-    path.write_bytes(damage(path.read_bytes()))
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
     with pytest.raises(BadImageError, match=rf"cut\.{suffix} cannot be read \(.+\): replace"):
         load_rgb(path)
 

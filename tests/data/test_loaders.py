@@ -90,13 +90,6 @@ def test_repeats_augment_an_image_each_time(folder, ranks):
     assert sum(differing) > 12  # of 24; what is left of a plain image may look the same
 
 
-def test_evaluation_keeps_the_last_batch_and_the_order(folder):
-    evaluation = create_loader(open_folder(folder, "train", EVAL), 4, training=False)
-    assert epoch_ids(evaluation) == [list(range(26))[i : i + 4] for i in range(0, 26, 4)]
-    images, labels = next(iter(evaluation))
-    assert (images.dtype, labels.dtype) == (torch.float32, torch.int64)
-
-
 def test_batches_are_the_same_with_any_number_of_workers_and_any_past(folder):
     dataset = open_folder(folder, "train", RANDOM)
 

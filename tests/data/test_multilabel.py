@@ -7,7 +7,9 @@ import pytest
 import torch
 from PIL import Image
 
-from tresnet.data import check_same_classes, create_loader, digits_multilabel
+from tresnet.data import digits_multilabel
+from tresnet.data.folder import check_same_classes
+from tresnet.data.loaders import create_loader
 from tresnet.data.multilabel import open_multilabel
 from tresnet.errors import DataError
 
@@ -102,8 +104,9 @@ def test_a_list_of_classes_fixes_their_order(tmp_path: Path):
         ({"train.csv": NAMED, "classes.txt": "cat\ndog\n"}, "not in .*classes.txt: red car"),
         ({"train.csv": NAMED, "classes.txt": "\udce9"}, "cannot read the classes in .*classes.txt"),
         ({"train.csv": NAMED, "classes.txt": "cat\ndog\nred car\ncat"}, "every class once"),
-        ({"train.json": "{"}, "train.json: expected lists of images .*, got Invalid JSON: EOF"),
-        (coco(annotations=[{"image_id": 7}]), "annotations.0.category_id: Field required"),
+        ({"train.json": "{"}, "train.json: expected lists of images .*, got JSONDecodeError: Ex"),
+        ({"train.json": "[1]"}, "expected lists of images .*, got TypeError: list indices"),
+        (coco(annotations=[{"image_id": 7}]), "got KeyError: 'category_id'"),
         (coco(images=COCO["images"] * 2), "every id in images once, got 7, 3 twice"),
         (coco(categories=COCO["categories"][:1] * 2), "every id in categories once, got 9 twice"),
         (

@@ -9,9 +9,10 @@ import torch
 from PIL import Image
 
 from tresnet.cli.main import main
-from tresnet.data import BadImageError, create_loader, open_folder
+from tresnet.data.folder import open_folder
+from tresnet.data.loaders import create_loader
 from tresnet.data.multilabel import open_multilabel
-from tresnet.data.pictures import crop_of
+from tresnet.data.pictures import BadImageError, crop_of
 from tresnet.data.shards import ShardDataset, write_shards
 from tresnet.data.transforms import Augment, train_transform
 from tresnet.errors import BusyError, ConfigError, DataError, MissingDependencyError
@@ -38,21 +39,13 @@ def images(make_images, tmp_path):
     return tmp_path / "images"
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_shards_hold_the_folder_item_for_item(images, tmp_path, workers):
-    folder, shards = sharded(images, tmp_path / "out", images_per_shard=5, workers=workers)
-    assert shards.classes == folder.classes
-    assert torch.equal(shards.targets, folder.targets)
-    assert len(list((tmp_path / "out").glob("*.array_record"))) == 3
-    assert len(shards) == len(folder) == len(shards.paths) == 12
-    for (image, label), (expected, number) in zip(shards, folder, strict=True):
-        assert label == number
-        assert np.array_equal(image, expected)
-
-
 def test_batches_of_shards_are_those_of_the_folder_in_forked_workers_too(images, tmp_path):
-    folder, shards = sharded(images, tmp_path / "out", images_per_shard=5)
-    assert shards[0][1] == 0  # opens a file before the fork
+    folder, shards = sharded(images, tmp_path / "out", images_per_shard=5, workers=2)
+    assert len(list((tmp_path / "out").glob("*.array_record"))) == 3
+    assert (shards.classes, len(shards.paths)) == (folder.classes, 12)
+    assert torch.equal(shards.targets, folder.targets)
+    for (image, _), (expected, _) in zip(shards, folder, strict=True):  # files open before the fork
+        assert np.array_equal(image, expected)
     batches = []
     for dataset, workers in ((folder, 0), (shards, 0), (shards, 2)):
         dataset.transform = train_transform(Augment(), 8, dtype=torch.uint8)
@@ -174,7 +167,7 @@ def test_damage_is_named_wherever_it_is(images, tmp_path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda out: (out / "train-00000.array_record").unlink(), "but it is missing"),
+        (lambda out: (out / "train-00000.array_record").unlink(), "got no file"),
         (lambda out: os.truncate(out / "train-00000.array_record", 99), "got 99"),
         (lambda out: (out / "train.shards.json").write_text("{}"), "KeyError: 'format'"),
         (lambda out: (out / "train.shards.json").write_bytes(b"\xff"), "UnicodeDecodeError"),

@@ -3,7 +3,7 @@ import torch
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from tresnet.data import create_loader
+from tresnet.data.loaders import create_loader
 from tresnet.engine.config import LabelConfig
 from tresnet.engine.distributed import Processes
 from tresnet.engine.evaluate import evaluate

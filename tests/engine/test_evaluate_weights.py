@@ -9,7 +9,8 @@ from torch.nn import functional
 from tests.engine.images import CLASSES, write_images
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.save import save_checkpoint
-from tresnet.data import eval_transform, open_folder
+from tresnet.data.folder import open_folder
+from tresnet.data.transforms import eval_transform
 from tresnet.engine.evaluate_weights import EvalConfig, run
 from tresnet.engine.resolve import class_map
 from tresnet.errors import ConfigError

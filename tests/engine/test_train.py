@@ -24,7 +24,7 @@ from tresnet.checkpoints.remap import read_weights
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.checkpoints.weights import open_weights
 from tresnet.cli.train import parse_train
-from tresnet.data import ImageDataset
+from tresnet.data.folder import ImageDataset
 from tresnet.engine import config as configs
 from tresnet.engine import prepare, recovery, state, words
 from tresnet.engine.evaluate import Metrics

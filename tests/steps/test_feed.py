@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.engine.runs import assert_same_run
-from tresnet.data import eval_transform, train_transform
+from tresnet.data.transforms import eval_transform, train_transform
 from tresnet.engine import config as configs
 from tresnet.engine import images as run_images
 from tresnet.engine.batch_size import MicroBatches

@@ -23,13 +23,10 @@ class WeightsEntry:
     Attributes:
         tag: The name that users type, MODEL.TAG as in timm.
         format: 'tresnet', 'timm' or 'public'.
-        file: Name of the file under weights/.
+        file: Name below weights/.
         hub_id: Repository on the Hugging Face hub with the file as model.safetensors.
         url: The authors' address of the file, which no longer works.
         license: SPDX identifier.
-        input_size: (channels, height, width) of the images.
-        crop_pct: Fraction of the resized image's side that is kept.
-        crop_mode: 'center' keeps the aspect ratio and crops; 'squash' resizes to the exact size.
         top1: Top-1 accuracy in per cent on ImageNet, or on the data it was trained on; `top5` too.
         accuracy_source: Who measured the accuracy, and how.
         command: Command that trained the weights, for those of this project.

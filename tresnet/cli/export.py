@@ -23,7 +23,8 @@ class Export(ExportOptions):
 
     def run(self, argv: list[str]) -> int:
         """Export and print the comparison of the file with the model."""
-        from tresnet.checkpoints import create, open_weights
+        from tresnet.checkpoints.creation import create
+        from tresnet.checkpoints.weights import open_weights
         from tresnet.export import FORMATS, export_model
         from tresnet.models.zoo import list_models
 

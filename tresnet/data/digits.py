@@ -114,8 +114,6 @@ def digest(folder: Path) -> str | None:
             continue
         place = os.fsencode(path.relative_to(folder).as_posix())
         try:
-            if not path.is_file():  # opening a FIFO would block
-                return None
             if is_table:
                 found.update(place + b"\n" + path.read_bytes())
                 continue

@@ -12,20 +12,14 @@ import multiprocessing
 import os
 import signal
 import weakref
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    default_collate,
-    get_worker_info,
-)
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from tresnet.data.pictures import BadImageError
 from tresnet.data.seeding import mix_seed, preserved_generators, seed_cpu_generators
@@ -67,26 +61,15 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
         distributed: tuple[int, int],
         repeats: int = 1,
     ) -> None:
-        self._repeats = repeats
+        rank, world_size = distributed
+        self._images = len(dataset)
+        self._own = range(rank, len(dataset), world_size)  # places in the epoch's order
         self._training = training
         self._seed = seed
+        self._repeats = repeats
         self.batch_size = batch_size
-        self._epoch = 0
-        self._start_batch = 0
-        rank, world_size = distributed
-        self._order: DistributedSampler[Any] | range = range(rank, len(dataset), world_size)
-        self._rank, self._world_size = rank, world_size
-        if training and repeats > 1:
-            rank, world_size = 0, 1  # the images' copies are distributed, not the images
-        if training:
-            self._order = DistributedSampler(
-                dataset,  # type: ignore[arg-type]  only its length is used
-                num_replicas=world_size,
-                rank=rank,
-                seed=mix_seed(seed),
-                drop_last=True,
-            )
-        count = len(dataset) // self._world_size if training else len(self._order)
+        self._epoch = self._start_batch = 0
+        count = len(dataset) // world_size if training else len(self._own)
         full, rest = divmod(count, batch_size)
         self._batches = full if training else full + bool(rest)
 
@@ -99,27 +82,22 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
             )
         self._epoch, self._start_batch = epoch, start_batch
 
-    def first_key(self) -> Key:
-        """Return a key that is valid in evaluation and training."""
-        return self._key(0)
-
     def __len__(self) -> int:
         return self._batches
 
     def __iter__(self) -> Iterator[list[Key]]:
-        if isinstance(self._order, DistributedSampler):
-            self._order.set_epoch(self._epoch)
-        order = list(self._order)
+        order: Sequence[int] = range(self._images)
+        if self._training:
+            generator = torch.Generator().manual_seed(mix_seed(self._seed) + self._epoch)
+            order = torch.randperm(self._images, generator=generator).tolist()
         for batch in range(self._start_batch, self._batches):
             begin = batch * self.batch_size
-            if self._repeats == 1:
-                yield [self._key(index) for index in order[begin : begin + self.batch_size]]
-                continue
-            mine = range(self._rank, len(order), self._world_size)
-            places = [divmod(p, self._repeats) for p in mine[begin : begin + self.batch_size]]
-            yield [self._key(order[place], copy) for place, copy in places]
+            own = self._own[begin : begin + self.batch_size]
+            places = [divmod(place, self._repeats) for place in own]
+            yield [self.key(order[place], copy) for place, copy in places]
 
-    def _key(self, index: int, copy: int = 0) -> Key:
+    def key(self, index: int, copy: int = 0) -> Key:
+        """Return the key of an image, or in training of one of its copies."""
         parts = (self._seed, self._epoch, index, copy)[: 4 if copy else 3]
         return index, mix_seed(*parts) if self._training else None
 
@@ -155,7 +133,7 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         if self._loader is None:
             self._loader = self._start_workers()
-        for found in _held_iter(self._loader):
+        for found in self._loader:
             try:
                 self._account(found.failures, found.unfilled)
             except DataError:
@@ -392,7 +370,7 @@ def _start(
     source, slots = _Batches(dataset, replace), None
     if workers and multiprocessing.get_start_method() == "fork" and len(batches):
         count = _AHEAD * workers + _IN_USE
-        slots = source.make_slots(count, batches.batch_size, batches.first_key())
+        slots = source.make_slots(count, batches.batch_size, batches.key(0))
     return DataLoader(
         source,
         batch_sampler=_Asked(batches, slots),  # type: ignore[arg-type]  lists with a slot's number
@@ -409,22 +387,9 @@ def _start(
 def _start_worker(worker: int) -> None:
     """Leave Ctrl-C to the main process, and drop the handlers that the fork copied from it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # drops one that came while starting
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # leave the group that terminals and torchrun signal
-
-
-def _held_iter(loader: DataLoader[Any]) -> Iterator[Any]:
-    if not hasattr(signal, "pthread_sigmask"):
-        return iter(loader)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    try:
-        return iter(loader)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def usable_cores() -> int:

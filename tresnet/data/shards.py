@@ -71,9 +71,8 @@ class ShardDataset(ImageDataset):
             found = file.stat().st_size if file.is_file() else None
             if found != size:
                 raise DataError(
-                    f"expected {size} bytes in {file}, "
-                    + ("but it is missing" if found is None else f"got {found}")
-                    + ": write the shards again, complete ones are kept"
+                    f"expected {size} bytes in {file}, got {found or 'no file'}: write the shards "
+                    "again, complete ones are kept"
                 )
         _reader.cache_clear()  # the files may have been replaced
         self._places = _Places(files, counts)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tresnet.data import Loader
+from tresnet.data.loaders import Loader
 from tresnet.engine.config import LabelConfig
 from tresnet.engine.console import Console
 from tresnet.engine.distributed import Processes

@@ -14,8 +14,8 @@ import torch
 from tresnet import env, files
 from tresnet.checkpoints.creation import create
 from tresnet.checkpoints.weights import WeightsInfo, open_weights
-from tresnet.data import ImageDataset, eval_transform
-from tresnet.data.folder import CLASSES_FILE
+from tresnet.data.folder import CLASSES_FILE, ImageDataset
+from tresnet.data.transforms import eval_transform
 from tresnet.engine import distributed, images
 from tresnet.engine.config import DeviceConfig, ImageConfig, LabelConfig, ScoreConfig
 from tresnet.engine.console import Console

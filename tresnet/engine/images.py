@@ -13,19 +13,13 @@ from typing import Any
 
 import torch
 
-from tresnet.data import (
-    ImageDataset,
-    Loader,
-    check_same_classes,
-    create_loader,
-    digits,
-    eval_transform,
-    open_folder,
-    train_transform,
-)
+from tresnet.data import digits
 from tresnet.data import digits_multilabel as digits_multi
+from tresnet.data.folder import ImageDataset, check_same_classes, open_folder
+from tresnet.data.loaders import Loader, create_loader
 from tresnet.data.multilabel import open_multilabel
 from tresnet.data.shards import ShardDataset, manifest_path
+from tresnet.data.transforms import eval_transform, train_transform
 from tresnet.engine.config import WRITTEN, ImageConfig, TrainConfig
 from tresnet.engine.distributed import Processes
 from tresnet.errors import DataError

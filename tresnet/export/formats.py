@@ -19,7 +19,6 @@ from torch.export import ExportedProgram
 
 from tresnet.errors import (
     CheckpointError,
-    ExportError,
     InputError,
     MissingDependencyError,
     to_install,
@@ -132,10 +131,6 @@ def read_onnx(path: Path) -> tuple[RunFunction, dict[str, Any]]:
 def _write_pt2(job: Job, path: Path) -> None:
     program = job.program if job.calibration is None else _quantise_pt2(job)
     torch.export.save(program, path, extra_files={METADATA_KEY: json.dumps(job.metadata)})
-    example = job.images.prepare(job.images.random(3))
-    with torch.inference_mode():
-        if not torch.equal(open_pt2(path)(example), program.module()(example)):
-            raise ExportError("expected the same bits from the program that was read back")
 
 
 def _quantise_pt2(job: Job) -> ExportedProgram:

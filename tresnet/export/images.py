@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tresnet.data import ImageDataset, eval_transform, open_folder
+from tresnet.data.folder import ImageDataset, open_folder
+from tresnet.data.transforms import eval_transform
 from tresnet.errors import DataError, InputError
 from tresnet.models.tresnet import TResNet
 from tresnet.ops.unit_floats import unit_floats

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tresnet import env
 from tresnet.checkpoints.save import checkpoint_metadata
-from tresnet.data import ImageDataset
+from tresnet.data.folder import ImageDataset
 from tresnet.errors import ExportError, InputError
 from tresnet.export.formats import Format, Job, RunFunction, find_format
 from tresnet.export.images import Images, open_labelled, sample_evenly

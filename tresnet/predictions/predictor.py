@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from tresnet.checkpoints import WeightsInfo, create, open_weights
-from tresnet.data import BadImageError, eval_transform
+from tresnet.checkpoints.creation import create
+from tresnet.checkpoints.weights import WeightsInfo, open_weights
 from tresnet.data.loaders import usable_cores
+from tresnet.data.pictures import BadImageError
+from tresnet.data.transforms import eval_transform
 from tresnet.env import usable_device
 from tresnet.errors import InputError
 from tresnet.models.tresnet import TResNet
@@ -76,18 +78,12 @@ class Predictor:
         compute: InferenceCompute | None = None,
         say: Callable[[str], object] | None = None,
     ) -> None:
-        """Load the weights.
+        """Load weights for `tresnet.create`, or for runtime 'onnx' a file of `tresnet export`.
 
-        Args:
-            weights: Weights for `tresnet.create`, or for runtime 'onnx' a file of `tresnet export`.
-            top_k: Classes to name for each image.
-            batch_size: Images that run together.
-            runtime: 'torch', or 'onnx' for onnxruntime on the CPU.
-            maps: Make a Grad-CAM picture of the likeliest class (needs torchcam).
-            device: Where PyTorch computes.
-            build: Settings of the model; None for the defaults.
-            compute: Settings of the step; None for the defaults.
-            say: Receives a line on the time of compilation; None for the log.
+        Each image gets its `top_k` classes, and with `maps` a Grad-CAM picture of the likeliest.
+        `batch_size` images run together, in PyTorch on `device`, or in onnxruntime on the CPU.
+        `build` and `compute` are settings of model and step, None for the defaults. `say` receives
+        a line on the time of compilation; None for the log.
 
         Raises:
             InputError: a value is out of range, or the model gives no classes of RGB images.
