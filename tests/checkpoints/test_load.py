@@ -114,19 +114,6 @@ def test_a_file_or_a_model_without_classifier(path):
     load_checkpoint(small(), path, new_head=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_dtypes_are_converted(path, dtype):
-    source = trained(small()).to(dtype)
-    save_checkpoint(source, path)
-    model = small()
-    load_checkpoint(model, path)
-    assert all(p.dtype == torch.float32 for p in model.parameters())
-    assert torch.equal(model.body.conv1.conv.weight, source.body.conv1.conv.weight.float())
-    other = small(dtype=dtype)
-    load_checkpoint(other, path)
-    assert same(source.state_dict(), other.state_dict())
-
-
 @pytest.mark.gpu
 def test_devices_are_converted(path):
     source = trained(small())

@@ -78,16 +78,6 @@ def test_a_package_without_its_table_says_so(tmp_path, monkeypatch):
             use()
 
 
-def test_the_table_of_a_wheel_is_inside_the_package(tmp_path, monkeypatch):
-    package = tmp_path / "tresnet" / "checkpoints"
-    package.mkdir(parents=True)
-    monkeypatch.setattr(published, "__file__", str(package / "published.py"))
-    assert published.weights_dir() == tmp_path / "weights"
-    (tmp_path / "tresnet" / "weights").mkdir()
-    (tmp_path / "tresnet" / "weights" / "manifest.json").touch()
-    assert published.weights_dir() == tmp_path / "tresnet" / "weights"
-
-
 @pytest.mark.parametrize(
     ("tag", "subset", "first"),
     [

@@ -1,5 +1,4 @@
 import itertools
-import math
 import pickle
 from dataclasses import replace
 
@@ -129,28 +128,13 @@ def test_mirror_and_digits():
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hflip": 1.5}, "--hflip: expected at most 1, got 1.5"),
-        ({"crop_scale": (0.5, 0.1)}, r"--crop-scale: expected smallest first, got \(0.5, 0.1\)"),
-        ({"affine_scale": (0.0, 1.0)}, "--affine-scale: expected more than 0, got 0.0"),
-        ({"affine_degrees": -1}, "--affine-degrees: expected at least 0, got -1"),
-        ({"affine_shear": math.nan}, "--affine-shear: expected a finite number, got nan"),
-        ({"auto_augment": "best"}, "a policy timm knows.*'best'"),
-    ],
-)
-def test_wrong_augmentation_is_refused(changes, message):
-    with pytest.raises(ConfigError, match=message):
-        train_transform(Augment(**changes))
-
-
-@pytest.mark.parametrize(
     ("build", "message"),
     [
         (lambda: train_transform(Augment(), 0), "size of at least 1 pixel, got 0"),
+        (lambda: train_transform(Augment(hflip=1.5)), "--hflip: expected at most 1, got 1.5"),
+        (lambda: train_transform(Augment(crop_scale=(0.5, 0.1))), "expected smallest first, got"),
+        (lambda: train_transform(Augment(auto_augment="best")), "a policy timm knows.*'best'"),
         (lambda: eval_transform(EvalTransform(crop_pct=87.5)), "--crop-pct: expected at most 1"),
-        (lambda: eval_transform(EvalTransform(crop_mode="fit")), "'squash' or 'border', got 'fit'"),
-        (lambda: eval_transform(EvalTransform(input_size=0)), "--input-size: expected at least 1"),
         (lambda: eval_transform(EvalTransform(), dtype=torch.float16), "torch.uint8, got torch.f"),
     ],
 )

@@ -54,11 +54,6 @@ def root(tmp_path_factory):
     return digits.write(tmp_path_factory.mktemp("data"))
 
 
-@pytest.fixture(scope="module")
-def trained():
-    return tresnet.create(weights=WEIGHTS).eval()
-
-
 @pytest.mark.parametrize("size", [(2, 2), (2, 3), (3, 2), (8, 8), (7, 9), (12, 5)])
 def test_the_blur_is_two_average_pools(size):
     x = torch.randn(2, 3, *size, dtype=torch.float64)
@@ -162,10 +157,9 @@ def test_the_other_heads_can_be_exported_and_a_fixed_size_is_kept(head, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["onnx", "pt2"])
-def test_eight_bits_cost_at_most_three_tenths_of_a_point(
-    format, trained, root, tmp_path, monkeypatch
-):
+def test_eight_bits_cost_at_most_three_tenths_of_a_point(format, root, tmp_path, monkeypatch):
     needs(format, ["torchao"] if format == "pt2" else [])
+    trained = tresnet.create(weights=WEIGHTS).eval()
     path = tmp_path / f"int8{suffix(format)}"
     options = ExportOptions(format, int8=True, data=root, overwrite=True)
     done = export_model(trained, path, options)
