@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tresnet.data.folder import open_folder
-from tresnet.data.loaders import create_loader
+from tresnet.data.loaders import EpochBatches, create_loader
 from tresnet.data.transforms import Augment, eval_transform, train_transform
 from tresnet.errors import ConfigError, DataError
 from tresnet.settings import EvalTransform
@@ -112,6 +112,8 @@ def test_batches_are_the_same_with_any_number_of_workers_and_any_past(folder):
     assert torch.equal(epoch(2, 3), expected)
     assert not torch.equal(epoch(0, 4), expected)
     assert not torch.equal(epoch(0, 3, seed=1), expected)
+    (keys,) = EpochBatches(dataset, 26, True, 0, (0, 1))
+    assert len(dict(keys)) == len({seed for _, seed in keys}) == 26  # a seed for each image
 
 
 @pytest.mark.parametrize("workers", [0, 2])
