@@ -1,6 +1,7 @@
 """benchmarks/ops.py: its operations are the model's, and all implementations compute the same."""
 
 import json
+from operator import attrgetter
 
 import pytest
 import torch
@@ -45,26 +46,22 @@ def test_kernels_compute_what_plain_operators_do(op):
 
 
 def test_places_are_those_of_the_model():
-    norms, gates, blurs = set(), set(), set()
+    found = {NormAct: set(), SqueezeExcite: set(), BlurPool2d: set()}
 
     def note(module, arguments, output):
-        shape = arguments[0].shape[1], 224 // arguments[0].shape[2]
-        if isinstance(module, SqueezeExcite):
-            gates.add((*shape, module.fc1.out_channels))
-        elif isinstance(module, BlurPool2d):
-            blurs.add(shape)
-        else:
-            norms.add((*shape, module.slope))
+        more = {NormAct: "slope", SqueezeExcite: "fc1.out_channels", BlurPool2d: "jit"}
+        place = arguments[0].shape[1], 224 // arguments[0].shape[2]
+        found[type(module)].add((*place, attrgetter(more[type(module)])(module)))
 
     model = build("tresnet_m", device="meta")
     for part in model.modules():
-        if isinstance(part, NormAct | SqueezeExcite | BlurPool2d):
+        if type(part) in found:
             part.register_forward_hook(note)
     model(torch.empty(2, 3, 224, 224, device="meta"))
+    places = {op: {(s.channels, s.reduction) for s in SITES if s.op == op} for op in IDEAL}
     for op, _, channels, reduction, se in SITES:
-        assert (channels, reduction, None if op == "abn_join" else 1e-3) in norms
-        assert not se or (channels, reduction, se) in gates
+        assert (channels, reduction, None if op == "abn_join" else 1e-3) in found[NormAct]
+        assert not se or (channels, reduction, se) in found[SqueezeExcite]
     # no place of the model is left out
-    joins = {(channels, reduction) for channels, reduction, slope in norms if slope is None}
-    for op, places in (("abn_blur", blurs), ("abn_join", joins)):
-        assert {(site.channels, site.reduction) for site in SITES if site.op == op} == places
+    assert places["abn_join"] == {place[:2] for place in found[NormAct] if place[2] is None}
+    assert places["abn_blur"] == {place[:2] for place in found[BlurPool2d]}

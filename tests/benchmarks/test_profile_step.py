@@ -48,20 +48,6 @@ def test_kernels_are_distinguished():
     assert gaps(GPU) == 5 + 10  # from 175 to 180 and from 210 to 220
 
 
-def test_on_a_cpu_operators_count_without_those_they_call():
-    events = [
-        operator("aten::conv2d", 1, 0, 100, [X, WEIGHT], [NHWC, []]),
-        operator("aten::copy_", 2, 10, 30),
-        operator("aten::add", 3, 110, 10),
-    ]
-    assert [(one.kind, one.microseconds) for one in read_work(events, frozenset())] == [
-        ("convolution", 70),
-        ("copies", 30),
-        ("other small kernels", 10),
-    ]
-    assert gaps(events) == 10
-
-
 def test_the_table_adds_up():
     lines = table(GPU, steps=2, most_lines=3, ours=our_kernels()).splitlines()
     assert lines[1].split() == ["convolution", "all", "40", "2", "61.5"]

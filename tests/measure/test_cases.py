@@ -68,10 +68,7 @@ def test_a_model_may_have_its_own_settings():
         ("norm=", "expected MODEL@key=value,.* got 'norm='"),
         ("drop=1", "tresnet_t: unknown setting 'drop'"),
         ("batch_size=many", "tresnet_t: batch_size: expected a whole number, got 'many'"),
-        ("batch_size=\u00b2", "batch_size: expected a whole number, got '\u00b2'"),
         ("batch_size=" + "9" * 5000, "batch_size: expected a whole number, got '99"),
-        ("clip_grad=much", "clip_grad: expected a number, got 'much'"),
-        ("channels_last=perhaps", "channels_last: expected true or false, got 'perhaps'"),
         ("impl=auto,impl=triton", "expected impl= once for tresnet_t, got it again"),
     ],
 )

@@ -113,25 +113,17 @@ def test_time_ends_the_search_of_each_case(monkeypatch, search):
         assert found == ("ok", 4, "the time limit")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_search_that_is_stopped_keeps_what_it_found(number, monkeypatch, search, tmp_path):
-    stub(monkeypatch, lambda batch: batch == 4 and os.kill(os.getpid(), number))
-    with pytest.raises(KeyboardInterrupt):  # nothing was answered yet
-        search(case())
+def test_a_search_that_is_stopped_keeps_what_it_found(monkeypatch, tmp_path):
     stub(monkeypatch, lambda batch: None)
 
     def stopping(line):
         if line.startswith("timm:test_resnet, batch 4"):
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     cases = [case(), case("timm:test_resnet")]
     outcome = largest_batches(cases, settings(output_dir=tmp_path), ["tresnet"], stopping)
-    assert outcome.interrupted
-    assert [(row["status"], row["largest_batch"]) for row in outcome.rows] == [
-        ("ok", 6),
-        ("interrupted", 4),
-    ]
-    assert outcome.path.is_file()
+    found = [(row["status"], row["largest_batch"]) for row in outcome.rows]
+    assert found == [("ok", 6), ("interrupted", 4)]
 
 
 def test_cudnn_searches_only_for_the_answer(monkeypatch, tmp_path):

@@ -70,12 +70,8 @@ def test_a_timed_step_does_what_a_step_of_a_training_run_does(monkeypatch):
     """Only the transfer of the images to the device is left out."""
     from tresnet.models.named import build_named
 
-    step = create_training_step(
-        build_named("tresnet_t"),
-        Compute(amp="bf16", channels_last=True),
-        CPU,
-        optimizer=OptimConfig(),
-    )
+    compute = Compute(amp="bf16", channels_last=True)
+    step = create_training_step(build_named("tresnet_t"), compute, CPU, optimizer=OptimConfig())
     images, labels = torch.rand(2, 3, 32, 32), torch.zeros(2, dtype=torch.int64)
     images = step.feed.images(images)
 
@@ -91,27 +87,17 @@ def test_a_timed_step_does_what_a_step_of_a_training_run_does(monkeypatch):
 def test_settings_reach_the_step(monkeypatch):
     """The EMA, clipped gradients and gradient accumulation are those of train.py."""
     calls = []
-    backward, optimizer_step = TrainingStep.backward, TrainingStep.optimizer_step
+    backward = TrainingStep.backward
     monkeypatch.setattr(
         TrainingStep, "backward", lambda *a, **k: calls.append(k) or backward(*a, **k)
     )
-    monkeypatch.setattr(
-        TrainingStep,
-        "optimizer_step",
-        lambda self, n: calls.append((n, self.model_ema)) or optimizer_step(self, n),
-    )
     chosen = case(accumulate=2, ema_decay=0.9, clip_grad=1e-9, norm="batchnorm").checked(True)
-    step, model, *_ = prepare(chosen, True, CPU)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    step()
-    assert calls[:2] == [
-        {"micro_batches": 2, "is_last": False},
-        {"micro_batches": 2, "is_last": True},
-    ]
-    number, average = calls[2]
-    assert number == 1
-    assert average.decay == 0.9
-    for old, new in zip(before, model.parameters(), strict=True):
+    ready = prepare(chosen, True, CPU)
+    before = [parameter.detach().clone() for parameter in ready.model.parameters()]
+    ready.run()
+    assert [(k["micro_batches"], k["is_last"]) for k in calls] == [(2, False), (2, True)]
+    assert ready.step.model_ema.decay == 0.9
+    for old, new in zip(before, ready.model.parameters(), strict=True):
         torch.testing.assert_close(old, new, rtol=0, atol=1e-4)  # weight decay alone is left
 
 

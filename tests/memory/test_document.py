@@ -1,8 +1,6 @@
 """The notebook's measurements and its formula's numbers, as benchmarks/memory_study.py has them."""
 
 import importlib.util
-import sys
-from types import ModuleType
 
 import pytest
 
@@ -22,16 +20,6 @@ def names():
         pytest.param(name, marks=[needs_monai, quiet, pytest.mark.slow] if name == "unetr" else [])
         for name in study.SUBJECTS
     ]
-
-
-@pytest.mark.parametrize(
-    ("package", "extra"), [("monai", "unetr"), ("einops", "unetr"), ("torchinfo", "compare")]
-)
-def test_the_study_says_what_to_install(monkeypatch, package, extra):
-    for name in ("monai", "einops", "torchinfo"):
-        monkeypatch.setitem(sys.modules, name, None if name == package else ModuleType(name))
-    with pytest.raises(SystemExit, match=rf"needs {package}, .*pip install -e '.\[{extra}\]'"):
-        study.main([])
 
 
 def test_cnn_is_exact():

@@ -81,17 +81,14 @@ def test_an_edge_foreseen_wrongly_is_corrected(foreseen):
     assert _edge(lambda n: n <= foreseen, lambda n: n <= 17) == 17
 
 
-def test_nothing_fits_into_too_little():
+def test_nothing_fits_into_too_little_and_memory_must_be_known():
     found = max_batch(Wide, gpu_memory="1GiB", **STEP)  # the context alone may take more
     assert found.batch_size == 0
     assert found.answer(1) is not Fits.YES
+    with pytest.raises(InputError, match="expected the GPU's memory"):
+        max_batch(Wide, device=GENERIC, **STEP)
 
 
 def test_no_allocator_holds_less_than_the_requests():
     traced = trace("tresnet_t", 4)
     assert 0 < held_at_peak_bytes(traced) <= replay(traced).peak_allocated_bytes
-
-
-def test_memory_must_be_known():
-    with pytest.raises(InputError, match="expected the GPU's memory"):
-        max_batch("tresnet_t", device=GENERIC)

@@ -52,14 +52,10 @@ def assert_walk_equals_engine(name: str, **step: object) -> None:
     assert walk == pytest.approx(engine, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize(
+    "name", [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in MANY)]
+)
 def test_walk_equals_engine(name):
-    assert_walk_equals_engine(name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MANY)
-def test_walk_equals_engine_on_many_models(name):
     assert_walk_equals_engine(name)
 
 
