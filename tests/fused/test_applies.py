@@ -204,6 +204,10 @@ def shorten(model, name):
     [
         (nn.Module.double, "float64"),
         (lambda model: model.body.layer2.bfloat16(), "not all weights"),
+        (
+            lambda model: setattr(model.body.layer2[0].downsample[1], "aa", BlurPool2d(jit=False)),
+            r"body\.layer2: a shortcut of another shape",
+        ),
         *(
             (functools.partial(shorten, name=name), rf"body\.layer1: .*{name} \(3,\) .* not fit")
             for name in ("weight", "bias", "running_mean", "running_var")
@@ -295,13 +299,6 @@ def test_plain_parts_take_bytes():
     model.body.s2d.register_forward_hook(lambda *_: None)
     with pytest.warns(UserWarning, match=r"body\.conv1 .* a hook of SpaceToDepth"):
         model(pixels)
-
-
-def test_a_shortcut_with_a_blur_of_its_own_does_not_reach_the_kernels():
-    model = make()
-    model.body.layer2[0].downsample[1].aa = BlurPool2d(jit=False)
-    with pytest.raises(InputError, match=r"body\.layer2: a shortcut of another shape"):
-        model(images())
 
 
 def test_a_part_among_ranks_runs_plainly_in_a_node_that_may_be_retained(monkeypatch):

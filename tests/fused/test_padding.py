@@ -107,29 +107,11 @@ def test_maps_that_leave_have_the_models_channels_and_whole_gradients():
         assert one.is_contiguous() or one.is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bits_lose_what_unpadded_channels_lose(dtype, monkeypatch):
-    results = []
-    for start in (0, 1 << 40):
-        monkeypatch.setattr(padding, "FROM", start)
-        model = make("reference", **PADDED["xl"]).to(memory_format=torch.channels_last)
-        with torch.autocast(DEVICE, dtype):
-            y = model(images())
-        y.float().square().sum().backward()
-        results.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    exact = plain(make(**PADDED["xl"]))
-    exact(images().double()).square().sum().backward()
-    exact = torch.cat([p.grad.flatten() for p in exact.parameters()])
-    ours, unpadded = ((r.double() - exact).norm() for r in results)
-    assert ours <= 1.2 * unpadded
-
-
 def test_small_inputs_groups_and_norms_that_would_divide_by_zero_are_not_padded(monkeypatch):
     model = make("reference", **PADDED["l"])
     model.body.layer2[0].conv1.bn.eps = 0.0
-    assert {19, 24} <= widths(
-        recorded(model, images())
-    )  # the first stage pads, the second does not
+    found = widths(recorded(model, images()))
+    assert {19, 24} <= found  # the first stage pads, the second does not
     monkeypatch.setattr(padding, "FROM", 1 << 40)
     assert 24 not in widths(recorded(make("reference", **PADDED["l"]), images()))
 
