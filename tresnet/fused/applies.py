@@ -153,7 +153,8 @@ def _run(
     if not (wanted and torch.is_grad_enabled() and _shares_statistics(parts.values())):
         return each(x, channels, blocks)
     parameters = [p for part in parts.values() for p in part.parameters()]
-    return _OneNode.apply(lambda x: _cropped(*each(x, channels, blocks)), x, *parameters), None  # pyright: ignore[reportReturnType]
+    y = _OneNode.apply(lambda x: _cropped(*each(x, channels, blocks)), x, *parameters)
+    return cast(Tensor, y), None
 
 
 class _OneNode(torch.autograd.Function):

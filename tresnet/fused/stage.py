@@ -11,7 +11,7 @@ use.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -139,7 +139,7 @@ def run(part: Part, x: Tensor) -> Tensor:
         if blocks:
             parameters = [p for block in blocks for p in block.parameters()]
             part = part._replace(blocks=tuple(blocks))
-            x = _Blocks.apply(part, padding, x, *parameters)  # pyright: ignore[reportAssignmentType]
+            x = cast(Tensor, _Blocks.apply(part, padding, x, *parameters))
     if padding is not None:
         padding.write_back()
     if part.counters:

@@ -41,7 +41,8 @@ class FeatureExtractor(nn.Module):
     def forward(self, x: Tensor) -> list[Tensor]:
         """Map (N, in_chans, H, W) to a list of (N, C_i, H / r_i, W / r_i), one for each index."""
         if not torch.jit.is_scripting():
-            return self.model.forward_intermediates(x, self.out_indices, intermediates_only=True)  # pyright: ignore[reportReturnType]
+            model: Any = self.model
+            return model.forward_intermediates(x, self.out_indices, intermediates_only=True)
         parts: list[Tensor] = []
         for stage in self.model.body:
             x = stage(x)

@@ -1,6 +1,6 @@
 """Three linear convolutions as one operation: concat(D P x - P x, L P x)."""
 
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +58,7 @@ def subtracted_conv(
     if mode == "branches" or traced() or not torch.is_grad_enabled():
         return run(x, point, depth, low, stride)
     # Backward runs `run` up to its last convolution, which keeps only its inputs.
-    return checkpoint(run, x, point, depth, low, stride, use_reentrant=False)  # pyright: ignore[reportReturnType]
+    return cast(Tensor, checkpoint(run, x, point, depth, low, stride, use_reentrant=False))
 
 
 def branches(x: Tensor, point: Tensor, depth: Tensor, low: Tensor, stride: int) -> Tensor:
