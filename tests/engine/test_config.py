@@ -36,7 +36,7 @@ def test_replace_suggests_the_nearest_option():
         configs.replace(GOOD, epoch=3)
 
 
-FREE = """data data_root eval_batch_size gpu_memory workers eval_interval checkpoint_interval_s
+FREE = """data data_root gpu_memory workers eval_interval checkpoint_interval_s
     log_interval skip_bad_steps progress tensorboard track"""
 
 
@@ -130,7 +130,7 @@ def test_values_out_of_range_and_contradictions_are_refused(change, message):
 
 # The nearest values that are outside of each range, and those at its ends.
 OUTSIDE = {
-    **dict.fromkeys(("batch_size", "eval_batch_size", "input_size", "block_size"), 0),
+    **dict.fromkeys(("batch_size", "input_size", "block_size"), 0),
     **dict.fromkeys(("epochs", "lr_batch", "accumulate", "aug_repeats", "eval_interval"), 0),
     **dict.fromkeys(("lr", "clip_grad", "width_factor", "kd_temperature", "crop_pct"), 0.0),
     **dict.fromkeys(("layer_decay", "start_factor", "end_factor", "cutout_min_aspect"), 0.0),

@@ -65,7 +65,7 @@ def test_bytes_reach_the_model_where_nothing_needs_floats(tiny, changes, trained
 
 def test_a_run_on_bytes_is_the_run_on_floats_to_the_bit(tiny, monkeypatch):
     """Bytes are kept in the second epoch, whose images are not mixed."""
-    changes = {"mix_off_epochs": 1, "amp": "bf16", "eval_batch_size": 3, **LAST}
+    changes = {"mix_off_epochs": 1, "amp": "bf16", **LAST}
     config = tiny(name="bytes", affine_degrees=20.0, **changes)
     found = train(config).run_dir
     for build in (train_transform, eval_transform):

@@ -227,6 +227,4 @@ def ways_out(config: TrainConfig, batches: MicroBatches, fitting: int | None) ->
         yield "--norm abn"
     if not config.model.grad_checkpointing:
         yield "--grad-checkpointing"
-    if (config.data.eval_batch_size or 0) > tried:
-        yield "a smaller --eval-batch-size"
     yield "a smaller --input-size or --model"

@@ -76,8 +76,6 @@ class DataConfig(ImageConfig):
 
     batch_size: Size | Literal["auto"] = 128
     """Images per process (per GPU) and forward pass. auto: the largest predicted to fit the GPU."""
-    eval_batch_size: Size | None = None
-    """Images per process and forward pass in evaluation. None: as in training."""
     progressive_sizes: tuple[Size, ...] | None = None
     """Train at these square sizes one after the other, each for an equal fraction of the epochs,
     and test at --input-size. None: train at --input-size."""
@@ -246,7 +244,6 @@ FREE_AT_RESUME = frozenset(
     [
         "data",
         "data_root",
-        "eval_batch_size",
         "gpu_memory",
         "workers",
         "eval_interval",

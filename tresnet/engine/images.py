@@ -119,8 +119,7 @@ def create_loaders(
         seed=config.run.seed,
         **_loading(data, processes),
     )
-    eval_size = data.eval_batch_size or batch_size
-    return training, create_eval_loader(data, splits.val, eval_size, processes)
+    return training, create_eval_loader(data, splits.val, batch_size, processes)
 
 
 def create_eval_loader(

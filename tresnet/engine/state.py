@@ -196,7 +196,8 @@ def restore(content: dict[str, Any], step: TrainingStep, processes: Processes) -
 
 def random_state(device: torch.device) -> dict[str, Any]:
     """Return this process's generators, in types that load without running code."""
-    name, key, *rest = np.random.get_state()  # noqa: NPY002
+    numpy_state: Any = np.random.get_state()  # noqa: NPY002
+    name, key, *rest = numpy_state
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,

@@ -122,30 +122,26 @@ def _kinds(cls: type) -> dict[str, Any]:
     return {field.name: field.type for field in dataclasses.fields(cls)}
 
 
-# From pydantic's name of an error to what was expected.
+# From pydantic's name of an error, or its first word, to what was expected.
 _EXPECTED = {
-    "bool_parsing": "true or false",
-    "bool_type": "true or false",
-    "callable_type": "a function",
-    "dataclass_type": "an object with fields",
+    "bool": "true or false",
+    "callable": "a function",
+    "dataclass": "an object with fields",
     "finite_number": "a finite number",
-    "float_parsing": "a number",
-    "float_type": "a number",
+    "float": "a number",
     "greater_than": "more than {gt}",
     "greater_than_equal": "at least {ge}",
-    "int_parsing": "a whole number",
-    "int_parsing_size": "a whole number",
-    "int_type": "a whole number",
+    "int": "a whole number",
     "is_instance_of": "a {class}",
     "less_than": "less than {lt}",
     "less_than_equal": "at most {le}",
     "literal_error": "{expected}",
     "missing": "as many values as it has",
     "sequence_str": "a Sequence",
-    "string_type": "text",
+    "string": "text",
     "too_long": "at most {max_length} values",
     "too_short": "at least {min_length} value",
-    "tuple_type": "a list",
+    "tuple": "a list",
 }
 
 
@@ -161,16 +157,17 @@ def _explained(
     except ValidationError as misfits:
         found: dict[tuple[str, str], list[str]] = {}
         for one in misfits.errors(include_url=False):
-            expected = one["msg"]
+            kind, expected = one["type"], one["msg"]
             path, known = _path(cls, one["loc"])
-            if one["type"] == "unexpected_keyword_argument":
+            template = _EXPECTED.get(kind, _EXPECTED.get(kind.partition("_")[0]))
+            if kind == "unexpected_keyword_argument":
                 what = unknown("setting", path[-1], known)
                 raise error(f"{spell(path[:-1])}: {what}") from None
-            if one["type"] == "predicate_failed":  # the predicate's name says what it requires
+            if kind == "predicate_failed":  # the predicate's name says what it requires
                 expected = expected.split("'")[1].replace("_", " ")
-            elif one["type"] in _EXPECTED:
+            elif template is not None:
                 context = {key: _plain(value) for key, value in one.get("ctx", {}).items()}
-                expected = _EXPECTED[one["type"]].format(**context)
+                expected = template.format(**context)
             key = spell(path), repr(one["input"])
             found.setdefault(key, []).append(expected)  # a union has an error for each kind
         lines = [
