@@ -74,25 +74,27 @@ def breaks(monkeypatch, action):
     return ["train", "tresnet_t", "timm:test_resnet", *SHORT]
 
 
-def test_a_contender_that_fails_is_a_row_and_exit_code_1(tmp_path, monkeypatch, capsys):
-    def fail():
-        raise KeyError("nobody foresaw this")
-
-    assert bench(breaks(monkeypatch, fail), tmp_path) == PARTLY_FAILED_EXIT_CODE
-    first, second = record_in(tmp_path)["rows"]
-    assert (first["status"], second["status"]) == ("ok", "failed")
-    assert "KeyError: 'nobody foresaw this'" in capsys.readouterr().err
-    assert second["trace"][-1] == "KeyError: 'nobody foresaw this'"
+def fail():
+    raise KeyError("nobody foresaw this")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_leaves_the_table_and_the_record(number, tmp_path, monkeypatch, capsys):
-    arguments = breaks(monkeypatch, lambda: os.kill(os.getpid(), number))
-    assert bench(arguments, tmp_path) == 130
-    assert [row["status"] for row in record_in(tmp_path)["rows"]] == ["ok", "interrupted"]
+@pytest.mark.parametrize(
+    ("action", "code", "status", "error"),
+    [
+        (fail, PARTLY_FAILED_EXIT_CODE, "failed", "KeyError: 'nobody foresaw this'"),
+        (lambda: os.kill(os.getpid(), signal.SIGTERM), 130, "interrupted", "error: interrupted"),
+        (lambda: os.kill(os.getpid(), signal.SIGINT), 130, "interrupted", "error: interrupted"),
+    ],
+)
+def test_a_contender_that_fails_or_is_stopped_leaves_the_table_and_the_record(
+    action, code, status, error, tmp_path, monkeypatch, capsys
+):
+    assert bench(breaks(monkeypatch, action), tmp_path) == code
+    assert [row["status"] for row in record_in(tmp_path)["rows"]] == ["ok", status]
     printed = capsys.readouterr()
-    assert "interrupted" in printed.out
-    assert printed.err.splitlines()[-1] == "error: interrupted"
+    assert status in printed.out
+    assert error in printed.err
+    assert (record_in(tmp_path)["rows"][1]["trace"] or [error])[-1] == error
 
 
 @pytest.mark.parametrize(
