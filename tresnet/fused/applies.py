@@ -293,7 +293,7 @@ class _Reader:
     """
 
     def __init__(self) -> None:
-        self.folded = False
+        self.folded, self.frozen = False, running_stats_frozen()
         self.modules: list[nn.Module] = []
         self.counters: list[Tensor] = []  # num_batches_tracked of the norms that update
         self.weights: list[Tensor] = []  # of the convolutions
@@ -310,10 +310,11 @@ class _Reader:
         for kind in {*map(type, self.modules)}:
             if kind.forward is not _FORWARD.get(kind, kind.forward):
                 raise _Plain(f"another forward of the class {kind.__name__}")
+        hooked = [*map(any, map(_hooks, map(vars, self.modules)))]
+        if any(hooked):
+            raise _Plain(f"a hook of {type(self.modules[hooked.index(True)]).__name__}")
         for module in self.modules:
             own = module.__dict__
-            if any(_hooks(own)):
-                raise _Plain(f"a hook of {type(module).__name__}")
             if "forward" in own or "_conv_forward" in own or "_compiled_call_impl" in own:
                 name = type(module).__name__
                 raise _Plain(f"a forward or a compiled call put in the place of {name}'s")
@@ -411,7 +412,7 @@ class _Reader:
         gamma, beta = values.get("weight"), values.get("bias")
         mean, var = buffers.get("running_mean"), buffers.get("running_var")
         training, momentum = own["training"], own["momentum"]
-        updates = training and own["track_running_stats"] and not running_stats_frozen()
+        updates = training and own["track_running_stats"] and not self.frozen
         if updates:
             if momentum is None:
                 raise _Plain("a norm with momentum=None, the mean of all batches")
@@ -476,8 +477,8 @@ def _check_channels(blocks: list[Block], given: int) -> None:
 def _check_shapes(block: Block) -> None:
     """Raise `_Plain` unless the shortcut has the shape of the map that it joins."""
     for conv, _ in block.all_layers():
-        above, beside = conv.padding
-        if conv.stride != (1, 1) or conv.weight.shape[2:] != (2 * above + 1, 2 * beside + 1):
+        (above, beside), (_, _, height, width) = conv.padding, conv.weight.shape
+        if conv.stride != (1, 1) or height != 2 * above + 1 or width != 2 * beside + 1:
             raise _Plain("a convolution in a block that changes height or width")
     first, last = block.layers[0].conv, block.layers[-1].conv
     channels = first.weight.shape[1] * first.groups * block.copies

@@ -20,7 +20,7 @@ divides maps into programs):
     # launch.py
     def double(x: Tensor) -> Tensor:
         out = torch.empty_like(x)
-        launch(_double(x), x=x, out=out)  # launching.py; the names are those of the kernel
+        launch(_double(x, None), x=x, out=out)  # launching.py; the names are the kernel's
         return out
 
     @by_form  # tiles: once for each shape, strides and dtype

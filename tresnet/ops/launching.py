@@ -10,7 +10,7 @@ import functools
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from operator import attrgetter, or_
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 
 class Form:
-    """A kernel with its grid and numbers, for all tensors of one form (`tiles.by_form`).
+    """A kernel with its grid and numbers, for tensors of one form (`tiles.by_form`).
+
+    Their dtypes and device are always the same, as `launch` does not read them again.
 
     Args:
         name: Folder of the operation, and its kernel, as in "abn.apply".
@@ -36,7 +38,8 @@ class Form:
         # Triton 3.9 warns where neither this nor TRITON_DEFAULT_FP_FUSION says what is its default
         self.options = {"num_warps": warps, "enable_fp_fusion": True}
         self.numbers = {name: numbers[name] for name in self.kernel.arg_names if name in numbers}
-        self.compiled: dict[Any, _Compiled] = {}
+        self.compiled: dict[Any, _Compiled] = {}  # by alignment
+        self.dtypes: list[torch.dtype] | None = None
 
 
 class Launch(NamedTuple):
@@ -52,13 +55,13 @@ class _Compiled(NamedTuple):
     """A compiled kernel, and how to launch it."""
 
     kernel: Any  # Triton's object, whose launches call all hooks
+    device: int
     run: Callable[[int, list[int]], object]  # called with the stream and addresses
     driver: Any
     settings: Any  # Triton's, which contain the hooks
 
 
 _PLAIN = (Tensor, nn.Parameter)
-_dtype = attrgetter("dtype")
 _noted: list[Launch] | None = None
 
 
@@ -66,25 +69,23 @@ def launch(form: Form, **tensors: Tensor) -> None:
     """Launch a Triton kernel with all its tensors, in the order of its arguments.
 
     Triton's own function takes several times as long as a launch of the compiled kernel. It
-    therefore runs only once for the same dtypes and alignments. Later launches pass addresses,
-    which is faster than passing tensors. Raises `ValueError` if that first launch has tensors on
-    several devices.
+    therefore runs only once for a form and its alignments. Later launches pass addresses, which is
+    faster than passing tensors. Raises `ValueError` if that first launch has tensors on several
+    devices.
     """
     if _noted is not None:
         _noted.append(Launch(form.kernel, form.grid, form.options, tensors | form.numbers))
     values = [*tensors.values()]
     if type(values[0]) not in _PLAIN:
         return  # a fake
-    device = values[0].get_device()
     # Triton compiles a kernel for addresses that 16 divides, and another one for those it does not
     addresses = [*map(Tensor.data_ptr, values)]
     misaligned = functools.reduce(or_, addresses) % 16 and tuple(a % 16 for a in addresses)
-    key = device, misaligned, *map(_dtype, values)
-    found = form.compiled.get(key)
+    found = form.compiled.get(misaligned)
     if found is None:
-        _launch_first(form, key, tensors)
+        _launch_first(form, misaligned, tensors)
         return
-    kernel, run, driver, settings = found
+    kernel, device, run, driver, settings = found
     active = driver.active
     if device != active.get_current_device() or _hooked(settings):
         with torch.cuda.device(device):
@@ -93,15 +94,18 @@ def launch(form: Form, **tensors: Tensor) -> None:
         run(active.get_current_stream(device), addresses)
 
 
-def _launch_first(form: Form, key: Any, tensors: dict[str, Tensor]) -> None:
+def _launch_first(form: Form, misaligned: Any, tensors: dict[str, Tensor]) -> None:
     device, *others = {tensor.device for tensor in tensors.values()}
     if others:
         raise ValueError(f"expected tensors on one device, got {device} and {others[0]}")
     if device.type == "meta":
         return
-    # later launches pass no names
+    # later launches pass neither names nor dtypes
     assert [*tensors, *form.numbers] == [*form.kernel.arg_names]
-    with torch.cuda.device(key[0]):  # Triton launches on the current one
+    dtypes = [tensor.dtype for tensor in tensors.values()]
+    assert form.dtypes in (None, dtypes), (form.kernel, form.dtypes, dtypes)
+    form.dtypes, index = dtypes, next(iter(tensors.values())).get_device()
+    with torch.cuda.device(index):  # Triton launches on the current one
         compiled = form.kernel[form.grid](**tensors, **form.numbers, **form.options)
     if compiled is None:  # in the interpreter
         return
@@ -109,7 +113,7 @@ def _launch_first(form: Form, key: Any, tensors: dict[str, Tensor]) -> None:
     from triton.runtime import driver
 
     run = _run_of(compiled, form.grid, tuple(form.numbers.values()))
-    form.compiled[key] = _Compiled(compiled, run, driver, knobs.runtime)
+    form.compiled[misaligned] = _Compiled(compiled, index, run, driver, knobs.runtime)
 
 
 def _run_of(

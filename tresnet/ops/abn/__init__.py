@@ -37,10 +37,10 @@ def forward(
 ) -> tuple[Tensor, Kept]:
     """Return the output, and the tensors that backward reads, if it `keeps` them.
 
-    `y` (N, C, H, W) is the dense output of a convolution. `shortcut` has the output's shape and the
-    memory format of `y`, and is added before a ReLU. `passed` (N, 1) holds factors of the samples:
-    0 where stochastic depth drops one. Raises `InputError` if statistics that are not synchronised
-    have one value per channel.
+    `y` (N, C, H, W) is the dense output of a convolution. `shortcut` has the output's shape, and
+    dtype and memory format of `y`, and is added before a ReLU. `passed` (N, 1) holds factors of the
+    samples: 0 where stochastic depth drops one. Raises `InputError` if statistics that are not
+    synchronised have one value per channel, or a blurred map has less than 2 x 2 pixels.
     """
     if y.numel() == 0:
         return _absent(y, norm)
@@ -76,9 +76,9 @@ def gradient_sums(
 ) -> Sums:
     """Run the first pass of backward: the sums of arXiv 1502.03167, section 3, and those of the SE.
 
-    `grad` is the gradient of the output, in the memory format of `kept.y`; `second`, from another
-    reader of the output, is added to it. The running statistics of `norm` are not read. `rebuilds`
-    writes the output again, for a layer without blur and join.
+    `grad` is the gradient of the output, in dtype and memory format of `kept.y`; `second`, from
+    another reader of the output, is added to it. The running statistics of `norm` are not read.
+    `rebuilds` writes the output again, for a layer without blur and join.
     """
     if kept.y.numel() == 0:
         return _absent_sums(grad, norm, kept)

@@ -72,13 +72,14 @@ def statistics(y: Tensor, norm: Norm, *, per_sample: bool) -> tuple[Tensor, Tens
     (chunks, 2, C).
     """
     channels = y.shape[1]
+    weight, *running = norm.vectors()
     groups, sums, merge = _moments(
-        y, per_sample, norm.momentum if norm.group is None else None, norm.eps, MERGE_TILE
-    )
+        y, (weight.dtype, running[0].dtype, running[1].dtype), per_sample,
+        norm.momentum if norm.group is None else None, norm.eps, MERGE_TILE,
+    )  # fmt: skip
     partial = y.new_empty(groups, 2, channels, dtype=torch.float32)
     stats = y.new_empty(4, channels, dtype=torch.float32)
     launch(sums, x=y, partial=partial)
-    weight, *running = norm.vectors()
     mean, var = running[0].contiguous(), running[1].contiguous()
     launch(
         merge, partial=partial, weight=weight.contiguous(), running_mean=mean, running_var=var,
@@ -95,7 +96,7 @@ def statistics(y: Tensor, norm: Norm, *, per_sample: bool) -> tuple[Tensor, Tens
 @by_form
 def _moments(
     x: Tensor, processors: int, per_sample: bool, momentum: float | None, eps: float, tile: int
-) -> tuple[int, Form, Form]:
+) -> tuple[int, Form, Form]:  # fmt: skip
     shape = geometry(x, as_one_sample=not per_sample)
     cut = plan(shape, processors * RESIDENT)
     groups = shape.n * cut.splits
@@ -111,7 +112,7 @@ def running_statistics(norm: Norm) -> Tensor:
     """Return mean, gamma * invstd, invstd and variance, (4, C), of the running statistics."""
     weight, mean, var = (vector.contiguous() for vector in norm.vectors())
     stats = weight.new_empty(4, len(weight), dtype=torch.float32)
-    form = _running(weight, norm.eps)
+    form = _running(weight, (mean.dtype, var.dtype), norm.eps)
     launch(form, weight=weight, running_mean=mean, running_var=var, out=stats)
     return stats
 
@@ -129,7 +130,7 @@ def squeeze(kept: Kept, norm: Norm) -> Tensor:
     Without statistics, `y` is already normalised, but not shifted.
     """
     y, stats, bias = kept.y, kept.stats, norm.beta.contiguous()
-    groups, form = _squeeze(y, norm.slope, norm.blur, stats is not None)
+    groups, form = _squeeze(y, bias.dtype, norm.slope, norm.blur, stats is not None)
     partial = y.new_empty(groups, y.shape[1], dtype=torch.float32)
     launch(form, x=y, stats=bias if stats is None else stats, bias=bias, partial=partial)
     return partial
@@ -156,8 +157,8 @@ def apply(
     """
     y, stats, gate, bias = kept.y, kept.stats, kept.gate, norm.beta.contiguous()
     form, size = _apply(
-        y, norm.slope, norm.blur, stats is not None, gate is not None, shortcut is not None,
-        keeps_bits,
+        y, bias.dtype, norm.slope, norm.blur, stats is not None, gate is not None,
+        shortcut is not None, keeps_bits,
     )  # fmt: skip
     out = _output(y, norm.blur)
     stats, gate = bias if stats is None else stats, y if gate is None else gate
@@ -175,7 +176,7 @@ def apply(
 @by_form
 def _apply(
     x: Tensor, processors: int, slope: float | None, blur: bool, normed: bool, gated: bool,
-    joins: bool, keeps_bits: bool,
+    joins: bool, keeps_bits: bool
 ) -> tuple[Form, tuple[int, int, int]]:  # fmt: skip
     source = geometry(x, as_one_sample=not (blur or gated))
     shape = halved(x, times=2) if blur else source
@@ -204,15 +205,17 @@ def grad_sums(
     """
     y, bits, gate, stats = kept.y, kept.bits, kept.gate, kept.stats
     assert stats is not None
+    bias = norm.beta.contiguous()
     size, form = _grad_sums(
-        y, norm.slope, norm.blur, gate is not None, bits is not None, second is not None, rebuilds
-    )
+        y, bias.dtype, norm.slope, norm.blur, gate is not None, bits is not None,
+        second is not None, rebuilds,
+    )  # fmt: skip
     partial = y.new_empty(size, dtype=torch.float32)
     written = torch.empty_like(y) if rebuilds or bits is not None else None
     launch(
         form, grad=grad, second_grad=grad if second is None else second, x=y,
         bits=y if bits is None else bits, gate=stats if gate is None else gate, stats=stats,
-        bias=norm.beta.contiguous(), written=y if written is None else written, partial=partial,
+        bias=bias, written=y if written is None else written, partial=partial,
     )  # fmt: skip
     return partial, written
 
@@ -220,7 +223,7 @@ def grad_sums(
 @by_form
 def _grad_sums(
     x: Tensor, processors: int, slope: float | None, blur: bool, gated: bool, joins: bool,
-    second: bool, rebuilds: bool,
+    second: bool, rebuilds: bool
 ) -> tuple[tuple[int, int, int], Form]:  # fmt: skip
     source, shape, cut = _grad_cut(x, processors, gated, blur, sums=True)
     form = _pass(
@@ -247,7 +250,7 @@ def merge_grad_sums(partial: Tensor, squeeze_grad: Tensor | None, kept: Kept) ->
     assert stats is not None
     merged = torch.empty_like(stats)
     launch(
-        _merged(y, len(partial), gate is not None, MERGE_TILE), partial=partial,
+        _merged(y, None, len(partial), gate is not None, MERGE_TILE), partial=partial,
         gate=stats if gate is None else gate,
         squeeze_grad=stats if squeeze_grad is None else squeeze_grad, stats=stats, out=merged,
     )  # fmt: skip
@@ -268,10 +271,10 @@ def grad_apply(grad: Tensor, kept: Kept, norm: Norm, sums: Sums) -> Tensor:
     """Run backward's second pass: return the gradient of `y`."""
     y, gate, term, stats = kept.y, kept.gate, sums.squeeze_grad, kept.stats
     assert stats is not None
-    grad_x = torch.empty_like(y)
+    grad_x, bias = torch.empty_like(y), norm.beta.contiguous()
     launch(
-        _grad_apply(y, norm.slope, norm.blur, gate is not None, norm.training), grad=grad, x=y,
-        stats=stats, bias=norm.beta.contiguous(), gate=y if gate is None else gate,
+        _grad_apply(y, bias.dtype, norm.slope, norm.blur, gate is not None, norm.training),
+        grad=grad, x=y, stats=stats, bias=bias, gate=y if gate is None else gate,
         squeeze_grad=y if term is None else term, merged=sums.merged, grad_x=grad_x,
     )  # fmt: skip
     return grad_x
@@ -280,7 +283,7 @@ def grad_apply(grad: Tensor, kept: Kept, norm: Norm, sums: Sums) -> Tensor:
 @by_form
 def _grad_apply(
     x: Tensor, processors: int, slope: float | None, blur: bool, gated: bool, training: bool
-) -> Form:
+) -> Form:  # fmt: skip
     source, shape, cut = _grad_cut(x, processors, gated, blur, sums=False)
     return _pass(
         "grad_apply", x, shape, source, cut, slope, blur, HAS_GATE=gated, TRAINING=training

@@ -30,7 +30,10 @@ def forward(
     squeezed, gate = partial.new_empty(samples, channels), partial.new_empty(samples, channels)
     hidden = partial.new_empty(samples, len(se.fc1_weight))
     launch(
-        _excite(kept.y, len(se.fc1_weight), len(partial) // samples, norm.blur, linear, TILE),
+        _excite(
+            kept.y, _dtypes(norm), len(se.fc1_weight), len(partial) // samples, norm.blur, linear,
+            TILE,
+        ),
         partial=partial, stats=partial if stats is None else stats, bias=norm.beta.contiguous(),
         **se._asdict(), squeezed=squeezed, hidden=hidden, gate=gate,
     )  # fmt: skip
@@ -40,6 +43,10 @@ def forward(
 def _dense(norm: Norm) -> SEWeights:
     assert norm.se is not None
     return SEWeights(*map(Tensor.contiguous, norm.se))
+
+
+def _dtypes(norm: Norm) -> tuple[torch.dtype, ...]:
+    return tuple(part.dtype for part in (norm.beta, *(norm.se or ())))
 
 
 @by_form
@@ -71,8 +78,9 @@ def backward(partial: Tensor, kept: Kept, norm: Norm) -> tuple[Tensor, SEWeights
     grad_logit, grad_hidden = torch.empty_like(gate), torch.empty_like(hidden)
     squeeze_grad, grads = torch.empty_like(gate), SEWeights(*map(torch.empty_like, se))
     of_maps, of_weights = _grads(
-        kept.y, hidden.shape[1], len(partial) // len(gate), norm.blur, TILE, WEIGHTS_TILE
-    )
+        kept.y, _dtypes(norm), hidden.shape[1], len(partial) // len(gate), norm.blur, TILE,
+        WEIGHTS_TILE,
+    )  # fmt: skip
     launch(
         of_maps, partial=partial, stats=stats, bias=norm.beta.contiguous(), gate=gate,
         hidden=hidden, fc1_weight=se.fc1_weight, fc2_weight=se.fc2_weight, grad_logit=grad_logit,
@@ -88,7 +96,7 @@ def backward(partial: Tensor, kept: Kept, norm: Norm) -> tuple[Tensor, SEWeights
 @by_form
 def _grads(
     x: Tensor, processors: int, reduced: int, splits: int, blur: bool, tile: tuple[int, int, int],
-    weights_tile: tuple[int, int],
+    weights_tile: tuple[int, int]
 ) -> tuple[Form, Form]:  # fmt: skip
     (n, channels), (bn, bi, bj), (samples, side) = x.shape[:2], tile, weights_tile
     pixels = (halved(x) if blur else geometry(x, as_one_sample=False)).p

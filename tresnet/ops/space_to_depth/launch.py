@@ -14,7 +14,7 @@ WIDEST = 4  # values at once: bytes in, 8 or 16 out
 
 def stem_input(x: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
     """Map bytes (N, C, H, W) of any strides to (N, b*b*C, H/b, W/b) in [0, 1], channels_last."""
-    size, form = _stem(x, block_size)
+    size, form = _stem(x, dtype, block_size)
     out = torch.empty(size, dtype=dtype, device=x.device)
     launch(form, x=x, out=out)
     return out.permute(0, 3, 1, 2)

@@ -88,7 +88,8 @@ def by_form(cut: Callable[..., CutT]) -> Callable[..., CutT]:
     """Cache the results of `cut`, which takes longer than a launch.
 
     The first argument of `cut` is a tensor of which it may read only shape, strides and dtype. The
-    second is the number of multiprocessors, which the returned function finds itself.
+    second is the number of multiprocessors. In its place the returned function takes the dtypes of
+    the launch's other tensors, as far as they may differ.
     """
 
     @functools.lru_cache(maxsize=4096)
@@ -97,6 +98,7 @@ def by_form(cut: Callable[..., CutT]) -> Callable[..., CutT]:
         stride: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
+        dtypes: Any,
         limits: Any,
         *rest: Any,
     ) -> CutT:
@@ -104,9 +106,9 @@ def by_form(cut: Callable[..., CutT]) -> Callable[..., CutT]:
         return cut(x, multiprocessors(device), *rest)
 
     @functools.wraps(cut)
-    def run(x: Tensor, *rest: Any) -> CutT:
+    def run(x: Tensor, dtypes: Any, *rest: Any) -> CutT:
         limits = TILE, BLUR_TILE, multiprocessors  # which tests replace
-        return known(x.shape, x.stride(), x.dtype, x.device, limits, *rest)
+        return known(x.shape, x.stride(), x.dtype, x.device, dtypes, limits, *rest)
 
     return run
 
