@@ -9,20 +9,6 @@ from tresnet.errors import CheckpointError
 from tresnet.models.zoo import VARIANTS, build
 
 
-def test_a_file_of_ours(tmp_path):
-    path = tmp_path / "a.safetensors"
-    model = small(block_size=2, in_chans=1)
-    model.pretrained_cfg |= {"input_size": (1, 48, 64), "crop_mode": "squash"}
-    save_checkpoint(model, path, metadata={"classes": list("abcde"), "top1": 99.0})
-    found = open_weights(path)
-    assert (found.model, found.num_classes, found.weights.path) == ("tresnet_m", 5, path)
-    assert (found.kwargs["block_size"], found.kwargs["layers"]) == (2, (1, 2, 1, 1))
-    cfg = found.pretrained_cfg
-    assert (cfg["input_size"], cfg["pool_size"]) == ((1, 48, 64), (3, 4))
-    assert (cfg["crop_mode"], found.guessed) == ("squash", False)
-    assert (found.classes, found.user["top1"]) == (tuple("abcde"), 99.0)
-
-
 def test_a_tag_whose_file_is_here(room):
     folder, add = room
     options = {"hub_id": None, "input_size": (3, 32, 32), "crop_mode": "squash"}
@@ -31,7 +17,8 @@ def test_a_tag_whose_file_is_here(room):
     found = open_weights("digits")
     assert (found.entry, found.pretrained_cfg["crop_mode"]) == (row, "squash")
     assert (found.weights.path, found.classes) == (folder / row.file, tuple("01234"))
-    assert (found.pretrained_cfg["input_size"], found.num_classes) == ((3, 32, 32), 5)
+    cfg = found.pretrained_cfg
+    assert (cfg["input_size"], cfg["pool_size"], found.num_classes) == ((3, 32, 32), (1, 1), 5)
     assert found.weights.format == "tresnet"
 
 

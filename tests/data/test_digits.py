@@ -17,15 +17,6 @@ def written(tmp_path_factory):
     return digits.write(tmp_path_factory.mktemp("data"))
 
 
-@pytest.fixture
-def without_sklearn(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-
-
-def listing(folder: Path) -> list[str]:
-    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
-
-
 def test_every_digit_is_in_one_split_and_each_class_is_held_out_by_a_fifth(written):
     train, val = open_folder(written, "train"), open_folder(written, "val")
     check_same_classes(train, val)
@@ -38,14 +29,15 @@ def test_every_digit_is_in_one_split_and_each_class_is_held_out_by_a_fifth(writt
     assert (len(train), len(val)) == (1438, 359) == tuple(digits.COUNTS.values())
 
 
-def test_writing_again_changes_nothing_and_needs_no_scikit_learn(written, without_sklearn):
+def test_writing_again_changes_nothing_and_needs_no_scikit_learn(written, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     before = {path: path.stat().st_mtime_ns for path in written.rglob("*")}
     assert digits.write(written.parent) == written
     assert {path: path.stat().st_mtime_ns for path in written.rglob("*")} == before
     assert os.listdir(written.parent) == ["digits"]
 
 
-@pytest.mark.parametrize("damage", ["missing", "truncated", "other pixels", "moved", "a file"])
+@pytest.mark.parametrize("damage", ["missing", "other pixels", "moved", "a file"])
 def test_a_damaged_folder_is_reported_and_left_alone(written, tmp_path, damage):
     folder = shutil.copytree(written, tmp_path / "digits")
     (folder / ".DS_Store").write_bytes(b"left by a file manager")
@@ -54,8 +46,6 @@ def test_a_damaged_folder_is_reported_and_left_alone(written, tmp_path, damage):
     match damage:
         case "missing":
             victim.unlink()
-        case "truncated":
-            victim.write_bytes(victim.read_bytes()[:40])
         case "other pixels":
             Image.new("L", (8, 8)).save(victim)
         case "moved":
@@ -63,53 +53,30 @@ def test_a_damaged_folder_is_reported_and_left_alone(written, tmp_path, damage):
         case "a file":
             shutil.rmtree(folder)
             folder.write_text("mine")
-    after_damage = listing(folder)
-    with pytest.raises(
-        DataError, match=r"the digits as written .*digits, but found other or damaged"
-    ):
+    damaged = sorted(tmp_path.rglob("*"))
+    with pytest.raises(DataError, match=r"the digits as written .*digits, but found other or dam"):
         digits.write(tmp_path)
-    assert listing(folder) == after_damage
+    assert sorted(tmp_path.rglob("*")) == damaged
 
 
-@pytest.mark.parametrize("intact", [True, False])
-def test_the_process_that_comes_second_takes_the_firsts(written, tmp_path, monkeypatch, intact):
+def test_the_process_that_comes_second_takes_the_firsts(written, tmp_path, monkeypatch):
     write_pngs = digits._write_pngs
 
     def overtaken(folder):
         write_pngs(folder)
-        shutil.copytree(written if intact else written / "val", tmp_path / "digits")
+        shutil.copytree(written, tmp_path / "digits")
 
     monkeypatch.setattr(digits, "_write_pngs", overtaken)
-    if intact:
-        assert digits.write(tmp_path) == tmp_path / "digits"
-    else:
-        with pytest.raises(DataError, match="left alone"):
-            digits.write(tmp_path)
+    assert digits.write(tmp_path) == tmp_path / "digits"
     assert os.listdir(tmp_path) == ["digits"]
 
 
-def interrupt(*_):
-    raise KeyboardInterrupt
-
-
-OTHER = np.zeros((9, 8, 8)), np.zeros(9, int)
-
-
-@pytest.mark.parametrize(
-    ("place", "value", "error"),
-    [
-        ("PIL.Image.Image.save", interrupt, KeyboardInterrupt),
-        ("tresnet.data.digits.load", lambda: OTHER, DataError),
-    ],
-)
-def test_an_interrupt_and_other_data_leave_nothing(tmp_path, monkeypatch, place, value, error):
-    monkeypatch.setattr(place, value)
-    with pytest.raises(error, match="ships other data" if error is DataError else None):
-        digits.write(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_without_scikit_learn_the_error_says_how_to_install_it(tmp_path, without_sklearn):
+def test_other_digits_and_no_scikit_learn_leave_nothing(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(digits, "load", lambda: (np.zeros((9, 8, 8)), np.zeros(9, int)))
+        with pytest.raises(DataError, match="ships other data"):
+            digits.write(tmp_path)
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'tresnet\[digits\]'"):
         digits.write(tmp_path)
     assert list(tmp_path.iterdir()) == []

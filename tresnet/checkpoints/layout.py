@@ -21,8 +21,8 @@ from tresnet.models.zoo import make_config
 
 _DESCRIPTION = """\
 {model} ([TResNet](https://arxiv.org/abs/2003.13630)), {parameters:,} parameters, {classes} classes.
-Images of {size[1]} x {size[2]} pixels in [0, 1], without mean and deviation: {interpolation}
-resize, crop mode {crop_mode}, {crop_pct:g} of the side kept.
+Images of {input_size[1]} x {input_size[2]} pixels in [0, 1], without mean and deviation:
+{interpolation} resize, crop mode {crop_mode}, {crop_pct:g} of the side kept.
 
 ## Accuracy
 
@@ -100,18 +100,10 @@ def _write(known: WeightsInfo, folder: Path, name: str, license: str) -> None:
     config.get("model_args", {}).pop("num_classes", None)
     path.write_text(json.dumps(config, indent=2), encoding="utf-8")
     accuracy, training = _history(known)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     cfg = known.pretrained_cfg
-    description = _DESCRIPTION.format(
-        model=known.model,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        classes=known.num_classes,
-        size=cfg["input_size"],
-        interpolation=cfg["interpolation"],
-        crop_mode=cfg["crop_mode"],
-        crop_pct=cfg["crop_pct"],
-        accuracy=accuracy,
-        training=training,
-    )
+    facts = {"model": known.model, "parameters": parameters, "classes": known.num_classes}
+    description = _DESCRIPTION.format(**cfg, **facts, accuracy=accuracy, training=training)
     plugin = "" if computed_by_timm(model) else "import tresnet.timm_plugin  # from tresnet\n"
     place = f"hf-hub:{name}" if "/" in name else f"local-dir:{name}"
     use = f'import timm\n{plugin}\nmodel = timm.create_model("{place}", pretrained=True).eval()'

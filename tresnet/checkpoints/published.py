@@ -18,40 +18,27 @@ _PRETRAINED_CFG = ("num_classes", "input_size", "crop_pct", "crop_mode", "interp
 
 @dataclass(frozen=True)
 class WeightsEntry:
-    """One row of weights/manifest.json.
+    """One row of weights/manifest.json."""
 
-    Attributes:
-        tag: The name that users type, MODEL.TAG as in timm.
-        format: 'tresnet', 'timm' or 'public'.
-        file: Name below weights/.
-        hub_id: Repository on the Hugging Face hub with the file as model.safetensors.
-        url: The authors' address of the file, which no longer works.
-        license: SPDX identifier.
-        top1: Top-1 accuracy in per cent on ImageNet, or on the data it was trained on; `top5` too.
-        accuracy_source: Who measured the accuracy, and how.
-        command: Command that trained the weights, for those of this project.
-        copy: Tag of a file with the same weights, if this file can no longer be downloaded.
-    """
-
-    tag: str
+    tag: str  # the name that users type, MODEL.TAG as in timm
     model: str
-    format: str
-    file: str
-    hub_id: str | None
-    url: str | None
+    format: str  # 'tresnet', 'timm' or 'public'
+    file: str  # name below weights/
+    hub_id: str | None  # repository on the Hugging Face hub with the file as model.safetensors
+    url: str | None  # the authors' address of the file, which no longer works
     sha256: str | None
-    license: str
+    license: str  # SPDX identifier
     trained_on: str
     num_classes: int
-    input_size: tuple[int, int, int]
+    input_size: tuple[int, int, int]  # channels, height, width
     crop_pct: float
     crop_mode: str
     interpolation: str
-    top1: float | None
+    top1: float | None  # in per cent, on ImageNet or on the data it was trained on
     top5: float | None
-    accuracy_source: str | None
-    command: str | None = None
-    copy: str | None = None
+    accuracy_source: str | None  # who measured the accuracy, and how
+    command: str | None = None  # the one that trained the weights, for those of this project
+    copy: str | None = None  # tag of the same weights, if this file can no longer be downloaded
 
     @property
     def pretrained_cfg(self) -> dict[str, Any]:

@@ -35,29 +35,19 @@ _DROPS = ("drop_rate", "drop_path_rate")  # from timm's config.json
 class WeightsInfo:
     """Weights, published or in a file, with the facts from which `create` builds their model.
 
-    Attributes:
-        name: The requested tag or path.
-        model: The variant; with `guessed` the nearest one, as none has these stages and this width.
-        kwargs: Further arguments of `create` that build the weights' model.
-        num_classes: Width of the classifier; 0 for none.
-        classes: Names of the classes, if known. For ImageNet these are the ids that name its class
-            folders, and `descriptions` their meaning.
-        pretrained_cfg: Preparation of the images, in timm's terms.
-        user: Metadata that the caller of `save_checkpoint` stored.
-        entry: Row of the table, for a tag.
-        weights: The tensors.
+    For ImageNet, `classes` are the ids that name its class folders, `descriptions` their meaning.
     """
 
-    name: str
-    model: str
-    kwargs: dict[str, Any]
-    num_classes: int
-    classes: tuple[str, ...] | None
+    name: str  # the requested tag or path
+    model: str  # the variant; with `guessed` the nearest one, as none has these stages and width
+    kwargs: dict[str, Any]  # further arguments of `create` that build the weights' model
+    num_classes: int  # 0 without a classifier
+    classes: tuple[str, ...] | None  # names, if known
     descriptions: tuple[str, ...] | None
-    pretrained_cfg: dict[str, Any]
-    user: dict[str, Any]
+    pretrained_cfg: dict[str, Any]  # preparation of the images, in timm's terms
+    user: dict[str, Any]  # metadata that the caller of `save_checkpoint` stored
     guessed: bool
-    entry: WeightsEntry | None
+    entry: WeightsEntry | None  # row of the table, for a tag
     weights: Weights = field(repr=False, compare=False)
 
     def check_finite(self) -> None:

@@ -78,10 +78,7 @@ def open_folder(
     """
     folder = Path(root) / split
     classes = class_folders(Path(root), folder)
-    try:
-        files = [list(image_files(os.path.join(folder, name))) for name in classes]
-    except OSError as error:
-        raise DataError(f"cannot list the images under {folder}: {error}") from error
+    files = [list(image_files(os.path.join(folder, name))) for name in classes]
     empty = [name for name, found in zip(classes, files, strict=True) if not found]
     if empty:
         raise DataError(
@@ -96,10 +93,13 @@ def open_folder(
 
 
 def image_files(folder: str) -> Iterator[str]:
-    """Yield the images below a folder, also through links, in torchvision's order."""
+    """Yield the images below a folder, also through links, in torchvision's order.
+
+    A folder that cannot be read raises DataError.
+    """
 
     def refuse(error: OSError) -> None:
-        raise error
+        raise DataError(f"cannot list {error.filename}: {error.strerror}") from error
 
     for place, _, names in sorted(os.walk(folder, followlinks=True, onerror=refuse)):
         for name in sorted(names):

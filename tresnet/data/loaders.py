@@ -310,10 +310,6 @@ class _Batches(Dataset[Any]):
         return None
 
 
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
 def _in_memory_order(image: Any) -> Any:
     """Return a (C, H, W) image that is not contiguous as (H, W, C), others unchanged."""
     if not isinstance(image, torch.Tensor) or image.dim() != 3 or image.is_contiguous():
@@ -375,7 +371,7 @@ def _start(
         source,
         batch_sampler=_Asked(batches, slots),  # type: ignore[arg-type]  lists with a slot's number
         num_workers=workers,
-        collate_fn=_as_it_is,
+        collate_fn=torch.nn.Identity(),  # the data set returns whole batches
         pin_memory=pin_memory,
         worker_init_fn=_start_worker,
         prefetch_factor=_AHEAD if workers else None,

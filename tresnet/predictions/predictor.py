@@ -171,7 +171,7 @@ def predict(
     top_k: int = 1,
     **options: Any,
 ) -> list[Prediction]:
-    """Predict the classes of images.
+    """Predict the classes of images; `weights`, `top_k` and `options` are those of `Predictor`.
 
     Args:
         images: Paths of files or folders, patterns, PIL images, or RGB in uint8: NumPy arrays
@@ -182,9 +182,8 @@ def predict(
         **options: Arguments of `Predictor`: batch_size, runtime, maps, device, build, compute.
 
     Raises:
-        InputError: a value is out of range, or something is not an image.
+        InputError: something is not an image.
         BadImageError: an image cannot be read.
-        CheckpointError: the weights cannot be found or read.
     """
     return list(Predictor(weights, top_k=top_k, **options)(images))
 

@@ -22,16 +22,12 @@ def find_images(names: Iterable[str | os.PathLike[str]]) -> list[str]:
     """Return image files in order, from files, folders, or patterns such as '*/7/*.png'.
 
     A missing file raises its error when it is read. A folder or pattern without images raises
-    InputError.
+    InputError, and a folder that cannot be read DataError.
     """
     found: list[str] = []
     for name in (os.fspath(name) for name in names):
         if os.path.isdir(name):
-            try:
-                more = list(image_files(name))
-            except OSError as error:
-                why = f"{error.filename}: {error.strerror}"
-                raise InputError(f"expected a folder to read, got {why}") from error
+            more = list(image_files(name))
         elif glob.has_magic(name) and not os.path.exists(name):
             more = sorted(filter(os.path.isfile, glob.iglob(name, recursive=True)))
         else:
