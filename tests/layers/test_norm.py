@@ -13,17 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.swa_utils import update_bn
 
 import tresnet
+from tests.surgery import networks
 from tresnet.errors import InputError
-from tresnet.layers.norm import ABN, NORMS, FrozenRunningStats, NormAct
+from tresnet.layers.norm import ABN, NORMS, FrozenRunningStats, InplaceABN, NormAct
 from tresnet.ops import abn
 
-CLASSES = pytest.mark.parametrize("name", NORMS)
-
-
-def make_norm(name: str, *args, **kwargs) -> NormAct:
-    if name == "inplace_abn":
-        pytest.importorskip("inplace_abn", reason="the inplace-abn package is not installed")
-    return NORMS[name](*args, **kwargs)
+CLASSES = pytest.mark.parametrize("name", networks.NORMS)
 
 
 def small(norm: str = "abn", **options) -> nn.Module:
@@ -42,6 +37,7 @@ def small(norm: str = "abn", **options) -> nn.Module:
     return model.eval()
 
 
+@networks.NEEDS_PACKAGE
 @pytest.mark.parametrize(
     ("device", "dtype", "message"),
     [
@@ -51,13 +47,14 @@ def small(norm: str = "abn", **options) -> nn.Module:
     ],
 )
 def test_in_place_abn_refuses_dtypes_without_kernels(device: str, dtype: torch.dtype, message: str):
-    norm = make_norm("inplace_abn", 2).eval()
+    norm = InplaceABN(2).eval()
     with FakeTensorMode(), pytest.raises(InputError, match=message):
         norm(torch.empty(1, 2, 3, 3, device=device, dtype=dtype))
 
 
+@networks.NEEDS_PACKAGE
 def test_a_weight_of_in_place_abn_below_eps_is_reflected():
-    norm, x = make_norm("inplace_abn", 2).eval(), torch.randn(2, 2, 3, 3)
+    norm, x = InplaceABN(2).eval(), torch.randn(2, 2, 3, 3)
     with torch.no_grad():
         norm.weight.copy_(torch.tensor([-0.3, 0.5]))
     gamma = torch.tensor([0.3 + 2 * norm.eps, 0.5])
@@ -72,7 +69,7 @@ def test_a_weight_of_in_place_abn_below_eps_is_reflected():
 @CLASSES
 @pytest.mark.parametrize("momentum", [0.3, None])
 def test_statistics_are_collected_as_by_torch(name: str, momentum: float | None):
-    norm, plain = make_norm(name, 3, momentum=momentum), nn.BatchNorm2d(3, momentum=momentum)
+    norm, plain = NORMS[name](3, momentum=momentum), nn.BatchNorm2d(3, momentum=momentum)
     batches = [torch.randn(4, 3, 5, 5) * (i + 1) + i for i in range(3)]
     for x in batches:
         norm(x.clone())
@@ -98,7 +95,7 @@ def test_a_scripted_norm_counts_and_averages_too():
 
 @CLASSES
 def test_statistics_that_are_not_tracked_or_frozen_stay(name: str):
-    norm, x = make_norm(name, 3), torch.randn(4, 3, 5, 5)
+    norm, x = NORMS[name](3), torch.randn(4, 3, 5, 5)
     expected = norm(x.clone())
     before = copy.deepcopy(norm.state_dict())
     norm.track_running_stats = False  # Lightning's way to freeze

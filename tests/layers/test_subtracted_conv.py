@@ -125,16 +125,17 @@ def test_types_are_those_of_a_plain_convolution(mode: str):
         assert nn.Conv2d(3, 4, 3, dtype=torch.float64)(x.double()).dtype == torch.float64
 
 
-@pytest.mark.parametrize("kernel", [1, 3])
-def test_to_conv_is_one_plain_convolution(kernel: int):
-    conv = SubtractedConv(5, 6, kernel, 2).requires_grad_(False).eval()
+@pytest.mark.parametrize(("kernel", "stride"), [(1, 2), (3, 1), (3, 2)])
+def test_to_conv_is_one_plain_convolution_and_scripts(kernel: int, stride: int):
+    conv = SubtractedConv(5, 6, kernel, stride).requires_grad_(False).eval()
     plain = conv.to_conv()
     x = torch.randn(2, 5, 9, 7)
     assert type(plain) is nn.Conv2d
     assert not plain.weight.requires_grad
     assert not plain.training
-    assert plain.dilation == ((1, 1) if kernel == 1 else (2, 2))
+    assert plain.dilation == ((1, 1) if kernel == 1 else (stride, stride))
     torch.testing.assert_close(plain(x), conv(x))
+    torch.testing.assert_close(torch.jit.script(conv)(x), conv(x))
 
 
 @pytest.mark.parametrize(
@@ -153,12 +154,6 @@ def test_to_conv_is_one_plain_convolution(kernel: int):
 def test_what_is_impossible_is_refused(wrong: Callable[[], object], message: str):
     with pytest.raises(InputError, match=message):
         wrong()
-
-
-@pytest.mark.parametrize(("kernel", "stride"), [(1, 2), (3, 1), (3, 2)])
-def test_scripts(kernel: int, stride: int):
-    conv, x = SubtractedConv(3, 4, kernel, stride), torch.randn(2, 3, 6, 7)
-    torch.testing.assert_close(torch.jit.script(conv)(x), conv(x))
 
 
 @pytest.mark.slow

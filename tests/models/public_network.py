@@ -43,17 +43,6 @@ class Blur(nn.Module):
         return F.conv2d(F.pad(x, (1, 1, 1, 1), "reflect"), self.filt, stride=2, groups=x.shape[1])
 
 
-class Blurred(nn.Module):
-    """Holds the blur as `op`, as the public code's anti-alias layer does."""
-
-    def __init__(self, channels, stored):
-        super().__init__()
-        self.op = Blur(channels, stored)
-
-    def forward(self, x):
-        return self.op(x)
-
-
 class SE(nn.Module):
     def __init__(self, channels, reduced):
         super().__init__()
@@ -130,7 +119,9 @@ class PublicTResNet(nn.Module):
         )
         conv = nn.Conv2d(channels, out, kernel, padding=kernel // 2, bias=False)
         pair = nn.Sequential(conv, abn)
-        return nn.Sequential(pair, Blurred(out, self.filters)) if blur else pair
+        # the public code's anti-alias layer holds the blur as `op`
+        held = nn.Sequential(OrderedDict(op=Blur(out, self.filters)))
+        return nn.Sequential(pair, held) if blur else pair
 
     def forward(self, x):
         return self.head(self.body(x).mean((2, 3)))

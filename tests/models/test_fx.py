@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.checkpoints.small import small
+from tests.surgery.networks import NEEDS_PACKAGE
 
 
 @pytest.mark.filterwarnings("ignore:The TorchScript type system")  # of fx's own GraphModule
@@ -12,15 +13,13 @@ from tests.checkpoints.small import small
     [
         ("abn", {}),
         ("batchnorm", {"jit": True, "global_pool": "avgmax"}),
-        ("inplace_abn", {}),
+        pytest.param("inplace_abn", {}, marks=NEEDS_PACKAGE),
         ("abn", {"head": "ml_decoder"}),
         ("abn", {"head": "group_attention", "head_groups": [2, 3]}),
     ],
     ids=str,
 )
 def test_a_traced_model_is_the_model_with_its_gradients_and_scripts(norm, options):
-    if norm == "inplace_abn":
-        pytest.importorskip("inplace_abn")
     model = small(norm=norm, **options).train()
     graph = torch.fx.symbolic_trace(model)
     x = torch.rand(2, 3, 64, 96)

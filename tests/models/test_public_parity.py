@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.models.public_network import PublicTResNet, StandInABN, randomise
+from tests.surgery.networks import NORMS
 from tresnet.checkpoints.load import load_checkpoint
 from tresnet.checkpoints.remap import public_name
 from tresnet.models.zoo import build
@@ -77,14 +78,8 @@ def run_public(model, training, dtype):
 
 def load(path, shape, v2, norm, dtype):
     layers, planes = shape
-    model = build(
-        "tresnet_v2_l" if v2 else "tresnet_m",
-        layers=layers,
-        width_factor=planes / 64,
-        num_classes=CLASSES,
-        norm=norm,
-        dtype=dtype,
-    )
+    options = {"layers": layers, "width_factor": planes / 64, "num_classes": CLASSES}
+    model = build("tresnet_v2_l" if v2 else "tresnet_m", norm=norm, dtype=dtype, **options)
     load_checkpoint(model, path)
     return model
 
@@ -104,12 +99,10 @@ def largest_distance(found, expected):
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-@pytest.mark.parametrize("norm", ["abn", "batchnorm", "inplace_abn"])
+@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
 @pytest.mark.parametrize("kind", ["formula", "package"])
 def test_same_function_in_float64(tmp_path, kind, v2, norm, training):
-    if norm == "inplace_abn":
-        pytest.importorskip("inplace_abn")
     public = make_public(kind, SMALL, v2, filters=training).double()
     state = public.state_dict()
     torch.save({"model": state} if v2 else state, tmp_path / "a.pth")

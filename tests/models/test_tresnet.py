@@ -8,18 +8,16 @@ import torch
 from torch import nn
 
 from tests.live_storages import live_after
+from tests.surgery.networks import NEEDS_PACKAGE, NORMS
 from tresnet.errors import InputError, MissingDependencyError
 from tresnet.models.features import FeatureExtractor
 from tresnet.models.zoo import build
 
-NORMS = ["abn", "batchnorm", "inplace_abn"]
 OWN_NORMS = ["abn", "batchnorm"]
 
 
 def make(norm="abn", **options):
     """Build a small model whose residual branches are alive."""
-    if norm == "inplace_abn":
-        pytest.importorskip("inplace_abn", reason="the inplace-abn package is not installed")
     model = build("tresnet_t", norm=norm, num_classes=7, **options)
     for parameter in model.parameters():
         if parameter.dim() == 1:
@@ -156,6 +154,7 @@ def test_batch_norms_and_scripted_helpers_compile_into_one_graph(images):
     torch._dynamo.reset()
 
 
+@NEEDS_PACKAGE
 def test_export_with_a_dynamic_batch(images):
     model = make("inplace_abn", layers=(1, 1, 1, 1)).eval()
     program = torch.export.export(
@@ -273,10 +272,11 @@ def kept_bytes(model, images):
     return sum(size for _, size in alive)
 
 
+@NEEDS_PACKAGE
 def test_abn_keeps_the_least():
     """Measured bytes alive after the forward pass, per image, of each norm."""
     images = torch.rand(2, 3, 64, 64)
-    models = {norm: make(norm) for norm in NORMS}
+    models = {norm: make(norm) for norm in [*OWN_NORMS, "inplace_abn"]}
     models["abn"].set_impl("reference")  # the program, on plain operators
     kept = {norm: kept_bytes(model, images) for norm, model in models.items()}
     assert kept["abn"] < 0.73 * kept["batchnorm"]

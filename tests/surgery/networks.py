@@ -1,19 +1,23 @@
 """Small models with every kind of part, whose tensors all have values of their own."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 
 from tests.checkpoints.small import trained
 from tresnet.models.zoo import build
 
-NORMS = ["abn", "batchnorm", "inplace_abn"]
+NEEDS_PACKAGE = pytest.mark.skipif(
+    find_spec("inplace_abn") is None, reason="the inplace-abn package is not installed"
+)
+INPLACE = pytest.param("inplace_abn", marks=NEEDS_PACKAGE)
+NORMS = ["abn", "batchnorm", INPLACE]
 ODD_WIDTH = 0.3  # 19 channels, and 38, 76: not multiples of 8, as in L and XL
 
 
 def network(name="tresnet_t", norm="abn", **options):
     """Build a model of 19 base channels in eval mode; version 2 rounds them to 16."""
-    if norm == "inplace_abn":
-        pytest.importorskip("inplace_abn", reason="the inplace-abn package is not installed")
     options = {"width_factor": ODD_WIDTH, "num_classes": 7, "layers": (1, 2, 1, 2)} | options
     model = trained(build(name, norm=norm, **options))
     with torch.no_grad():

@@ -11,7 +11,7 @@ from torchvision.ops.misc import FrozenBatchNorm2d
 
 import tresnet
 from tests.checkpoints.small import same, snapshot
-from tests.surgery.networks import NORMS, features, images, network
+from tests.surgery.networks import NEEDS_PACKAGE, NORMS, features, images, network
 from tresnet.errors import InputError
 from tresnet.layers.folded_conv import FoldedConv
 from tresnet.layers.norm import ABN, BatchNormAct, NormAct
@@ -29,7 +29,7 @@ EXACT = {"abn": 1e-10, "batchnorm": 1e-10, "inplace_abn": 1e-9}
     [
         ("abn", "tresnet_t", {}),
         ("batchnorm", "tresnet_v2_l", {}),
-        ("inplace_abn", "tresnet_t", {"merge_stem": True}),
+        pytest.param("inplace_abn", "tresnet_t", {"merge_stem": True}, marks=NEEDS_PACKAGE),
         ("abn", "tresnet_v2_l", {"merge_stem": True}),
     ],
 )

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.checkpoints.small import same, snapshot
-from tests.surgery.networks import NORMS, features, images, network
+from tests.surgery.networks import INPLACE, NEEDS_PACKAGE, NORMS, features, images, network
 from tresnet.errors import InputError
 from tresnet.layers.norm import NORMS as CLASSES
 from tresnet.layers.norm import InplaceABN, NormAct
@@ -40,8 +40,6 @@ def step(model, x):
 @pytest.mark.parametrize("old", NORMS)
 @pytest.mark.parametrize("new", NORMS)
 def test_the_function_and_the_parameters_stay(old, new):
-    if "inplace_abn" in (old, new):
-        pytest.importorskip("inplace_abn", reason="the inplace-abn package is not installed")
     model = network(norm=old).double()
     if new == "inplace_abn" != old:
         positive(model)
@@ -62,13 +60,11 @@ def test_the_function_and_the_parameters_stay(old, new):
         torch.testing.assert_close(features(model, x), before, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("new", ["batchnorm", "inplace_abn"])
+@pytest.mark.parametrize("new", ["batchnorm", INPLACE])
 def test_training_goes_on_alike(new):
     model = positive(network(norm="abn")).double().train()
     model.set_slopes(2**-7, 2**-10)  # inplace-abn takes them as float32
     other = copy.deepcopy(model)
-    if new == "inplace_abn":
-        pytest.importorskip("inplace_abn", reason="the inplace-abn package is not installed")
     swap_norm(other, new)
     assert all(module.training for module in norms(other))
     x = images(torch.double)
@@ -102,8 +98,6 @@ def test_statistics_that_are_not_tracked_are_not_tracked_afterwards(has_statisti
 
 @pytest.mark.parametrize("between", NORMS)
 def test_how_the_norms_are_computed_survives_another_norm(between):
-    if between == "inplace_abn":
-        pytest.importorskip("inplace_abn", reason="the inplace-abn package is not installed")
     model = positive(network())
     model.set_impl("triton")
     model.set_recompute("outputs")
@@ -114,9 +108,9 @@ def test_how_the_norms_are_computed_survives_another_norm(between):
     assert (model.impl, model.recompute) == ("triton", "outputs")
 
 
+@NEEDS_PACKAGE
 @pytest.mark.parametrize("gamma", [0.0, -0.5, 9e-6])
 def test_gammas_in_place_abn_lacks_are_named(gamma):
-    pytest.importorskip("inplace_abn", reason="the inplace-abn package is not installed")
     model = positive(network())
     with torch.no_grad():
         model.body.layer2[1].conv2.bn.weight[3] = gamma
@@ -130,8 +124,8 @@ def test_gammas_in_place_abn_lacks_are_named(gamma):
     assert model.config.norm == "abn"
 
 
+@NEEDS_PACKAGE
 def test_a_fresh_model_says_how_many_more_layers_unless_it_has_no_values():
-    pytest.importorskip("inplace_abn", reason="the inplace-abn package is not installed")
     with pytest.raises(InputError, match=r"conv2\.bn \(16 of 16\).* and 4 more: keep"):
         swap_norm(build("tresnet_t"), "inplace_abn")
     model = swap_norm(build("tresnet_t", device="meta"), "inplace_abn")
