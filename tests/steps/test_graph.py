@@ -435,11 +435,13 @@ def test_hooks_are_called(register):
 def test_scripted_models_have_graphs_too():
     (eager, _) = inference()
     step = InferenceStep(torch.jit.script(network()), InferenceCompute(fold=False), CPU)
-    step.capture_with(StandIn(step.model), lambda line: None)
+    stand_in = StandIn(step.model)
+    step.capture_with(stand_in, lambda line: None)
     for _ in range(6):
         images = torch.rand(4, 3, 8, 8)
         torch.testing.assert_close(step(images), eager(images))
     assert step.replayed
+    assert stand_in.warmups == 1, "other results belong to the caller's stream"
 
 
 def test_numbers_that_are_not_finite_decide_nothing():

@@ -253,11 +253,13 @@ class Graphs:
                     return self._compare(key, run, inputs, held)
                 self.replayed = True
                 return self._replay(graph, inputs)
-            with self._capturer.warming_up():
-                found = run(*inputs)
             frequent = self._seen[shape] > self._warmup_runs and self._left > 0
             # A graph of a later micro-batch adds to the gradients of a graph's first one.
-            if graph is None and replays and frequent and (is_first or self._are_a_graphs(held)):
+            starts = is_first or any(_same(held, g.gradients) for g in self._graphs.values())
+            captures = graph is None and replays and frequent and starts
+            with self._stream(captures):
+                found = run(*inputs)
+            if captures:
                 gradients = self._gradients()
                 self._set_gradients(held)
                 self._capture(key, run, inputs, criterion)
@@ -323,7 +325,7 @@ class Graphs:
             return [outputs, [b.to(torch.float64, copy=True) for b in buffers], gradients]
 
         runs = []
-        with self._capturer.warming_up():
+        with self._stream():
             try:
                 with self._capturer.same_random_numbers():
                     runs.append(results(lambda: self._replay(self._graphs[key], inputs)))
@@ -366,15 +368,21 @@ class Graphs:
                 own.copy_(parameter.grad)
                 parameter.grad = own
 
+    def _stream(self, captures: bool = False) -> AbstractContextManager[Any]:
+        """Return the context of eager runs, all of which share the captures' stream in training.
+
+        Nodes that accumulate gradients run on the stream they were made on. The results of
+        inference belong to the caller's stream.
+        """
+        aside = self._trains or captures
+        return self._capturer.warming_up() if aside else contextlib.nullcontext()
+
     def _gradients(self) -> list[Tensor | None]:
         return [parameter.grad for parameter in self._parameters]
 
     def _set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.grad = gradient
-
-    def _are_a_graphs(self, held: list[Tensor | None]) -> bool:
-        return any(_same(held, graph.gradients) for graph in self._graphs.values())
 
 
 def _difference(
