@@ -67,9 +67,8 @@ def folder(tmp_path_factory):
 
 def contending(folder, split):
     """Open all loaders but DALI's, which rounds, on 5 files for 6 images: one is read twice."""
-    settings = Settings(
-        split=split, batch_size=3, input_size=32, workers=0, batches=1, warmup_batches=1
-    )
+    size = {"batch_size": 3, "input_size": 32, "workers": 0, "batches": 1, "warmup_batches": 1}
+    settings = Settings(split=split, **size)
     opened = loaders_in(folder, {}, settings)
     return [opens() for name, opens in opened.items() if not name.startswith("DALI")]
 

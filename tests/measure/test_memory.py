@@ -12,21 +12,14 @@ from tresnet.measure.memory import MemoryMeter, MemorySnapshot
 MIB = 2**20
 
 
-def test_mib_is_two_to_the_twenty_and_bytes_stay_int():
-    snapshot = MemorySnapshot(allocated=3 * MIB, reserved=MIB // 2)
-    assert isinstance(snapshot.allocated, int)
-    assert snapshot.to_dict()["allocated_mib"] == 3.0
-    assert snapshot.to_dict()["reserved_mib"] == 0.5
-    assert MemorySnapshot(allocated=0).to_dict()["allocated_mib"] == 0.0
-    assert MemorySnapshot(max_allocated=MIB, device_used=9).peak_mib == 1.0
-    assert MemorySnapshot(rss_peak=2 * MIB).peak_mib == 2.0
-
-
-def test_format_is_one_line_of_the_known_columns():
+def test_columns_are_in_mib_and_none_is_not_zero():
     snapshot = MemorySnapshot(int(97.8 * MIB), 604 * MIB, int(530.9 * MIB), None)
-    assert snapshot.format() == ("allocated 97.8 MiB, reserved 604.0 MiB, max allocated 530.9 MiB")
+    assert snapshot.to_dict()["reserved_mib"] == 604.0
+    assert snapshot.format() == "allocated 97.8 MiB, reserved 604.0 MiB, max allocated 530.9 MiB"
     assert MemorySnapshot(allocated=0).format() == "allocated 0.0 MiB"
     assert MemorySnapshot().format() == "memory unknown"
+    assert MemorySnapshot(max_allocated=MIB, device_used=9).peak_mib == 1.0
+    assert MemorySnapshot(rss_peak=2 * MIB).peak_mib == 2.0
 
 
 def test_phases_are_kept_and_logged_in_order():

@@ -67,7 +67,6 @@ def test_largest_batch_agrees_with_every_batch_predicted():
         for n in range(1, found.no_from + 3)
     }
     assert {n: found.answer(n) for n in answers} == answers
-    assert found.batch_size >= 1
     assert f"fits: batch {found.batch_size}" in str(found)
     assert f"does not fit: from {found.no_from} on" in str(found)
     assert answers[found.batch_size] is Fits.YES

@@ -1,6 +1,7 @@
 """Predictions of today against every record of a GPU's memory that is committed."""
 
 import copy
+import functools
 import json
 from pathlib import Path
 
@@ -30,12 +31,6 @@ def test_predictions_hold(models):
     assert accuracy.misses(rows) == []
 
 
-@pytest.fixture(scope="module")
-def predicted_rows():
-    device = describe_device("Fake", 80 * GIB, (9, 0))
-    return [accuracy.predicted(row, device) for row in accuracy.matrix(["tresnet_t"])[3:5]]
-
-
 def record(rows, factor=1.0, capability="9.0"):
     """Return a record of a GPU with exact predictions, whose first row is scaled by a factor."""
     rows = copy.deepcopy(rows)
@@ -48,15 +43,18 @@ def record(rows, factor=1.0, capability="9.0"):
     }
 
 
-def test_exact_measurements_pass_and_others_are_found(predicted_rows):
+def test_exact_measurements_pass_and_others_are_found(monkeypatch):
+    monkeypatch.setattr(accuracy, "predict", functools.cache(accuracy.predict))
+    device = describe_device("Fake", 80 * GIB, (9, 0))
+    rows = [accuracy.predicted(row, device) for row in accuracy.matrix(["tresnet_t"])[3:5]]
     # the other row, which is exact, is no miss
-    mean, row = accuracy.misses(accuracy.predict_again(record(predicted_rows, 1.06)))
+    mean, row = accuracy.misses(accuracy.predict_again(record(rows, 1.06)))
     assert "mean error 2.83 %" in mean
     assert "allocated off by -5.66 %" in row
     # the record's own GPU decides cuBLAS's workspaces
-    other = accuracy.predict_again(record(predicted_rows, capability="8.0"))
+    other = accuracy.predict_again(record(rows, capability="8.0"))
     assert len(accuracy.misses(other)) > 1
-    assert accuracy.predict_again(record(predicted_rows), models=["tresnet_m"]) == []
+    assert accuracy.predict_again(record(rows), models=["tresnet_m"]) == []
 
 
 def test_what_a_process_says_becomes_a_row():

@@ -162,11 +162,10 @@ def test_torch_needs_the_patch_and_heeds_it(mode, patch, probe, without, patched
 
 
 def test_each_backward_is_a_graph_task_of_its_own():
-    ids = []
-    for _ in range(2):
-        with patches.graph_task():
-            ids.append(torch._C._current_graph_task_id())
-    assert len(set(ids)) == 2
+    with patches.graph_task():
+        first = torch._C._current_graph_task_id()
+    with patches.graph_task():
+        assert torch._C._current_graph_task_id() != first
 
 
 def test_attributes_are_put_back_also_if_they_are_none():
@@ -178,7 +177,6 @@ def test_attributes_are_put_back_also_if_they_are_none():
 
     with patches._replaced(Owner, inherited=2, none=3):
         assert (Owner.inherited, Owner.none) == (2, 3)
-    assert set(vars(Owner)) >= {"none"}
     assert "inherited" not in vars(Owner)
     assert (Owner.inherited, Owner.none) == (1, None)
 
