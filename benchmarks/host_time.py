@@ -44,7 +44,8 @@ from tresnet.measure.runner import Contender, run
 from tresnet.measure.settings import StepSettings
 from tresnet.models.named import build_named, split_name
 from tresnet.ops import dispatch
-from tresnet.steps import Compute, create_training_step
+from tresnet.settings import Compute
+from tresnet.steps import create_training_step
 
 WIDTH_FACTOR, BATCH_SIZE, SIDE = 0.125, 2, 32
 PERCENTILES = (20, 50, 80)

@@ -26,7 +26,8 @@ from tresnet.measure.models import speed
 from tresnet.measure.records import RecordFile
 from tresnet.measure.runner import Contender, Rounds, run
 from tresnet.measure.settings import RunSettings
-from tresnet.steps import InferenceCompute, InferenceStep
+from tresnet.settings import InferenceCompute
+from tresnet.steps import InferenceStep
 
 WARMUP, STEPS = 3, 3
 Call = Callable[[], Any]

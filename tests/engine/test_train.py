@@ -38,7 +38,8 @@ from tresnet.errors import (
     TrainingError,
     WriteError,
 )
-from tresnet.steps import ScheduleConfig, TrainingStep
+from tresnet.settings import ScheduleConfig
+from tresnet.steps import TrainingStep
 from tresnet.steps.optim import create_schedule
 
 

@@ -12,7 +12,8 @@ from tresnet.measure.cases import BenchCase
 from tresnet.measure.memory import MemorySnapshot
 from tresnet.measure.models import ModelContender, bench_models, prepare, speed
 from tresnet.measure.settings import StepSettings
-from tresnet.steps import Compute, OptimConfig, TrainingStep, create_training_step
+from tresnet.settings import Compute, OptimConfig
+from tresnet.steps import TrainingStep, create_training_step
 
 pytestmark = pytest.mark.usefixtures("quick")
 CPU = torch.device("cpu")

@@ -13,7 +13,8 @@ from tresnet.engine.distributed import Processes
 from tresnet.engine.prepare import create_step
 from tresnet.engine.resolve import create_model, resolve
 from tresnet.engine.train import train
-from tresnet.steps import Compute, InferenceStep
+from tresnet.settings import Compute
+from tresnet.steps import InferenceStep
 from tresnet.steps.feed import Feed, reads_bytes
 
 CPU = torch.device("cpu")

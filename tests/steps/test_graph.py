@@ -26,8 +26,8 @@ from tresnet.engine.train import train
 from tresnet.errors import ConfigError
 from tresnet.layers.norm import FrozenRunningStats
 from tresnet.models import zoo
-from tresnet.settings import Compute
-from tresnet.steps import InferenceCompute, InferenceStep, graph
+from tresnet.settings import Compute, InferenceCompute
+from tresnet.steps import InferenceStep, graph
 from tresnet.steps import training as steps
 from tresnet.steps.graph import CHECKED_AFTER, WARMUP_RUNS, uses_graph
 

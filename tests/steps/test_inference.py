@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from tresnet.errors import InputError
-from tresnet.steps import InferenceCompute, InferenceStep, inference
+from tresnet.settings import InferenceCompute
+from tresnet.steps import InferenceStep, inference
 
 
 def test_complex_numbers_are_not_made_real():

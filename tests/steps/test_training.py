@@ -9,7 +9,8 @@ from tresnet.engine.distributed import Processes
 from tresnet.engine.prepare import create_step
 from tresnet.layers.norm import ABN
 from tresnet.models.zoo import build
-from tresnet.steps import Compute, InferenceStep
+from tresnet.settings import Compute
+from tresnet.steps import InferenceStep
 from tresnet.steps.training import synchronise
 
 ALONE = Processes(0, 1, torch.device("cpu"))

@@ -12,8 +12,8 @@ from tresnet.engine.resolve import class_map
 from tresnet.errors import CheckpointError, ConfigError, TResNetError
 from tresnet.models.named import check_name
 from tresnet.models.tresnet import TResNet
-from tresnet.settings import sides
-from tresnet.steps import InferenceCompute, InferenceStep
+from tresnet.settings import InferenceCompute, sides
+from tresnet.steps import InferenceStep
 
 _TIMM = "timm:"
 

@@ -19,10 +19,7 @@ class FeatureExtractor(nn.Module):
     __jit_unused_properties__ = ("default_cfg",)
 
     def __init__(self, model: TResNet, out_indices: int | Sequence[int] | None = None) -> None:
-        """Keep the body of `model` up to the last of the `out_indices`, and drop the rest.
-
-        `out_indices` are indices, or the number of last feature maps to return.
-        """
+        """Keep the body of `model` up to the last of the indices (or number of last maps)."""
         super().__init__()
         from timm.models import FeatureInfo
 

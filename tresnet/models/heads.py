@@ -41,8 +41,7 @@ class LinearHead(nn.Module):
 class GroupAttentionHead(nn.Module):
     """1x1, ABN, attention bottlenecks in parallel, global max pool, dropout, grouped linear.
 
-    This head is for many labels that fall into groups. Each group of classes has its own
-    bottleneck, which reads the same reduced features, and its own linear layer.
+    Each group of classes has its own bottleneck on the reduced features, and its own linear layer.
     """
 
     def __init__(self, in_features: int, config: ModelConfig, **factory_kwargs: Any) -> None:

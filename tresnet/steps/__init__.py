@@ -4,18 +4,12 @@
 second of a benchmark, those of a run's log and the predicted memory are of the same operations.
 """
 
-from tresnet.settings import Compute, EmaConfig, InferenceCompute, OptimConfig, ScheduleConfig
 from tresnet.steps.hooks import StepHooks
 from tresnet.steps.inference import InferenceStep
 from tresnet.steps.training import TrainingStep, create_training_step
 
 __all__ = [
-    "Compute",
-    "EmaConfig",
-    "InferenceCompute",
     "InferenceStep",
-    "OptimConfig",
-    "ScheduleConfig",
     "StepHooks",
     "TrainingStep",
     "create_training_step",

@@ -36,11 +36,8 @@ class InferenceStep:
         With a plain `Compute` the model may be trained further. An `InferenceCompute` may also
         convert the weights, fold and freeze them, and run as a CUDA graph; the weights must then
         not change any more. `say` receives messages about compilation and graphs (None: the log).
-
-        Raises:
-            ConfigError: A CUDA graph is requested where none is possible.
-            InputError: The model cannot be folded, or has complex numbers, whose imaginary part a
-                conversion would drop.
+        `ConfigError`: no CUDA graph is possible. `InputError`: the model cannot be folded, or has
+        complex numbers, whose imaginary part a conversion would drop.
         """
         self._compute = compute
         self._device = device

@@ -243,11 +243,8 @@ def create_training_step(
     processes than one wrap the model in DistributedDataParallel, and `sync_bn` lets its batch norms
     share statistics. `recompute` is that of `compile_model`, for models other than ours. `mixes`,
     `skips` and `hooks` are those of `TrainingStep`. `build_optimizer` makes the optimizer in place
-    of timm. `say` receives messages about compilation and graphs.
-
-    Raises:
-        ConfigError: timm has no such optimizer, it refuses an option, or micro-batches cannot be
-            compiled or captured.
+    of timm. `say` receives messages about compilation and graphs. `ConfigError`: timm has no such
+    optimizer, it refuses an option, or micro-batches cannot be compiled or captured.
     """
     optimizer = optimizer or OptimConfig()
     check_compiled_accumulation(compute.compile, optimizer.accumulate)
