@@ -131,10 +131,3 @@ def test_sixteen_bit_grey_is_scaled_not_clipped(tmp_path, suffix):
     path = tmp_path / f"wide.{suffix}"
     Image.fromarray(wide).save(path)
     assert np.asarray(load_rgb(path))[0, :, 0].tolist() == [0, 0, 1, 128, 255, 1]
-
-
-def test_exif_orientation_is_left_as_torchvision_leaves_it(tmp_path):
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    Image.new("RGB", (6, 4)).save(tmp_path / "turned.jpg", exif=exif)
-    assert load_rgb(tmp_path / "turned.jpg").size == (6, 4)

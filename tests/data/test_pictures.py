@@ -104,7 +104,7 @@ ODD = {
     "odd sides": (lambda im: encode(im.resize((333, 211))), True),
     "one pixel": (lambda im: encode(im.resize((1, 1))), True),
     "EXIF": (lambda im: encode(im, exif=exif_turned()), True),
-    "progressive": (lambda im: encode(im, progressive=True), False),
+    "progressive, EXIF": (lambda im: encode(im, progressive=True, exif=exif_turned()), False),
     "grey": (lambda im: encode(im.convert("L")), False),
     "CMYK": (lambda im: encode(im.convert("CMYK")), False),
     "a PNG": (lambda im: encode(im, format="PNG"), False),

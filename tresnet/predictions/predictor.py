@@ -107,7 +107,6 @@ class Predictor:
             parts = build or Build(), compute or InferenceCompute()
             self._runner = _torch(open_weights(weights), device, *parts, say)
         self._top_k, self._batch_size = min(top_k, self._runner.num_classes), batch_size
-        self._device = device
         self._maps: Callable[[TResNet, Tensor, list[int]], list[Image]] | None = None
         if maps:
             from tresnet.predictions.maps import class_maps
