@@ -86,8 +86,7 @@ class SubtractedConv(nn.Module):
         parameters. The result is another network: train it.
 
         In torchvision's and timm's ResNet50 (25.56 M parameters) it replaces the sixteen 3x3
-        convolutions and sixteen 1x1, which leaves 15.87 M. The last 1x1 of a block, from C to 4 C
-        channels, would grow: its L of 2 C channels alone has 4 C^2 weights, as many.
+        convolutions and sixteen 1x1, which leaves 15.87 M. The last 1x1 of a block would grow.
         """
         check_model(model)
         named = list(model.named_modules(remove_duplicate=False))

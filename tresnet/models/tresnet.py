@@ -175,9 +175,9 @@ class TResNet(nn.Module):
         """Run parts of the body, each block checkpointed."""
         from torch.utils.checkpoint import checkpoint
 
-        # The compiler updates the running statistics once, without these contexts.
-        compiling = torch.compiler.is_compiling()
-        options: dict[str, Any] = {} if compiling else {"context_fn": _checkpoint_contexts}
+        options: dict[str, Any] = {}
+        if not torch.compiler.is_compiling():  # which itself updates the running statistics once
+            options["context_fn"] = lambda: (nullcontext(), FrozenRunningStats())
         for name, part in parts.items():
             if not isinstance(part, nn.Sequential):
                 x = fused.run({name: part}, x, self.how, s2d)
@@ -374,7 +374,3 @@ def take_indices(indices: int | Sequence[int] | None, count: int) -> list[int]:
     if not valid or not indices or not all(-count <= i < count for i in indices):
         raise InputError(f"expected feature indices in [{-count}, {count - 1}], got {indices!r}")
     return [i % count for i in indices]
-
-
-def _checkpoint_contexts() -> tuple[Any, Any]:
-    return nullcontext(), FrozenRunningStats()  # only the first forward updates the statistics

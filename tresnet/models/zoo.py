@@ -103,11 +103,9 @@ def build(
 
     `impl` and `recompute` are those of `TResNet.set_impl` and `set_recompute`. The device `meta`
     allocates nothing. `dtype` is float32, float64, bfloat16 or float16; None is PyTorch's default.
-    `options` are fields of `ModelConfig`; None means not given.
-
-    Raises:
-        InputError: a name or value is unknown, or the device is not usable.
-        MissingDependencyError: `norm='inplace_abn'` without the package.
+    `options` are fields of `ModelConfig`; None means not given. `InputError`: a name or value is
+    unknown, or the device is not usable. `MissingDependencyError`: `norm='inplace_abn'` without the
+    package.
     """
     if device is not None and not str(device).startswith("meta"):
         usable_device(device)

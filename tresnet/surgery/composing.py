@@ -30,10 +30,8 @@ def compose(*parts: nn.Module) -> nn.Module:
 
     In a single model with other modules, such as a ResNet50, each `SubtractedConv` becomes an
     `nn.Conv2d`, in place, and the model is returned. Train first, as the factors are lost.
-
-    Raises:
-        InputError: a part is not a linear convolution, has hooks or a parametrization, the
-            composition is not exact, or a model has no `SubtractedConv`. It names the part.
+    `InputError` names a part that is not a linear convolution, has hooks or a parametrization, or
+    does not compose exactly, or a model without `SubtractedConv`.
     """
     for index, part in enumerate(parts):
         check_model(part)
@@ -148,8 +146,7 @@ def _check_exact(first: _Linear, second: _Linear) -> None:
     both = f"{second.name} pads the output of {first.name} with zeros"
     if any(second.padding) and first.bias is not None:
         raise InputError(
-            f"{both}, where {first.name} on its own would give its bias: not exact at the border. "
-            "Remove that bias, or the padding of the second"
+            f"{both}, where {first.name} on its own would give its bias: remove bias or padding"
         )
     extent = np.array(first.weight.shape[2:]) - 1
     if any((second.padding > 0) & (first.padding < extent)):

@@ -43,10 +43,6 @@ class ParallelBranches(nn.Module):
     def _run(self, tensors: dict[str, Tensor], x: Tensor) -> Tensor:
         return functional_call(self.merged, tensors, (x,))
 
-    def extra_repr(self) -> str:
-        """Return the settings for `repr`."""
-        return f"groups={self.groups}, shared_input={self.shared_input}"
-
 
 def merge_parallel(branches: Iterable[nn.Module], *, shared_input: bool = True) -> ParallelBranches:
     """Return one module that runs G branches together; weights are copied, branches unchanged.

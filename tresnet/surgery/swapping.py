@@ -27,12 +27,12 @@ def swap_norm(model: ModuleT, norm: str) -> ModuleT:
     EMAs stay valid. Choices of `set_impl` and `set_recompute` stay, and apply again with norm
     'abn'. A model that was compiled or scripted before keeps its old norms: swap first. `norm` is
     'abn', 'batchnorm' or 'inplace_abn'. The last cannot represent a gamma below its eps (1e-5),
-    such as the zeros that a new model starts with.
+    such as the zeros that a new model starts with; without the package it is a
+    `MissingDependencyError`.
 
     Raises:
         InputError: an unknown norm, no norms in the model, norms with hooks or changes, or gammas
             that in-place ABN cannot represent; the model is then unchanged.
-        MissingDependencyError: 'inplace_abn' without the package.
     """
     target = norm_class(norm)
     check_model(model)
