@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from PIL import Image
 
 from benchmarks import loaders
 from benchmarks.loaders import Settings, compare_loaders, loaders_in, main, write_jpegs
@@ -29,13 +28,8 @@ class Epoch:
     """Takes 100 s for each of 4 warm-up batches, then 0.25 s a batch."""
 
     def __init__(self, batches):
-        self.batches = batches
-
-    def close(self):
-        """Nothing runs."""
-
-    def stages(self):
-        return {"decode": 0.05, "resize": 0.1}
+        self.batches, self.close = batches, int
+        self.stages = lambda: {"decode": 0.05, "resize": 0.1}
 
     def __iter__(self):
         for number in range(self.batches):
@@ -74,10 +68,6 @@ def contending(folder, split):
 
 
 def test_all_evaluate_the_same_pictures(folder):
-    for file in (folder / "val").rglob("*.jpg"):
-        assert 30_000 < file.stat().st_size < 90_000  # as a photograph
-        with Image.open(file) as image:
-            assert (image.size, image.mode) == (loaders.JPEG_SIZE, "RGB")
     dtypes = [torch.uint8, torch.float32] * 2 + [torch.uint8]
     ours, *others = (list(loader) for loader in contending(folder, "val"))
     for batches, dtype in zip(others, dtypes[1:], strict=True):

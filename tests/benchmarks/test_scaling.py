@@ -7,15 +7,15 @@ import pytest
 
 from benchmarks.scaling import exposed_ms, gradients
 
-ROOT = Path(__file__).resolve().parents[2]
-GOLDEN = json.loads((ROOT / "tests" / "golden" / "zoo.json").read_text())["tresnet_m"]
+ZOO = Path(__file__).parents[1] / "golden" / "zoo.json"
 
 
 def test_gradients_wait_for_what_bandwidth_and_backward_leave():
-    layers = gradients("tresnet_m", GOLDEN["pixels"])
-    size = sum(size for size, _ in layers)
-    assert size == 4 * GOLDEN["parameters"]
-    assert sum(macs for _, macs in layers) == pytest.approx(GOLDEN["macs"], rel=0.01)
+    golden = json.loads(ZOO.read_text())["tresnet_m"]
+    layers = gradients("tresnet_m", golden["pixels"])
+    size, macs = map(sum, zip(*layers, strict=True))
+    assert size == 4 * golden["parameters"]
+    assert macs == pytest.approx(golden["macs"], rel=0.01)
     assert exposed_ms(layers, 40.0, 8, 1e9, 0.0) == pytest.approx(0, abs=1e-6)
     total_ms = 2 * 7 / 8 * size / 20e9 * 1e3
     assert exposed_ms(layers, 0.0, 8, 20.0, 0.0) == pytest.approx(total_ms)
