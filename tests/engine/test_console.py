@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from tests.engine.runs import closed_pipe, full_device
-from tresnet.engine.console import Console
+from tresnet.engine.console import Bar, Console
 
 
 class Terminal(io.StringIO):
@@ -21,7 +21,7 @@ def terminal(monkeypatch):
 
 
 def use(console):
-    with console.bar("epoch 1/2", 10, 4) as bar:
+    with Bar(console, "epoch 1/2", 10, 4) as bar:
         bar.advance()
         bar.note("loss 0.5", line=False)
         bar.note("loss 0.4", line=True)
@@ -40,7 +40,7 @@ def test_on_a_terminal_there_is_a_bar_that_knows_what_was_done_before(monkeypatc
 def test_what_is_logged_while_a_bar_is_shown_gets_a_line_of_its_own(monkeypatch):
     screen = terminal(monkeypatch)
     logger, before = logging.getLogger("tresnet.test"), list(logging.getLogger().handlers)
-    with Console(is_main=True, progress=True).bar("epoch 1/2", 10) as bar:
+    with Bar(Console(is_main=True, progress=True), "epoch 1/2", 10) as bar:
         bar.advance()
         logger.warning("skipped x.png")
         assert screen.getvalue().count("skipped x.png") == 1

@@ -27,10 +27,6 @@ class Console:
                 tqdm.write(text, file=stream)
                 stream.flush()
 
-    def bar(self, title: str, total: int, done: int = 0) -> "Bar":
-        """Return a bar over `total` steps of which `done` are done; hidden without a terminal."""
-        return Bar(self, title, total, done)
-
     @contextlib.contextmanager
     def surviving(self) -> Iterator[None]:
         """Stop writing to standard output and error once either is closed or full."""
@@ -46,9 +42,12 @@ class Console:
 
 
 class Bar:
-    """Progress bar of one loop; enter it before the loop."""
+    """Progress bar of a loop over `total` steps of which `done` are done; enter it before the loop.
 
-    def __init__(self, console: Console, title: str, total: int, done: int) -> None:
+    Without a terminal it is hidden.
+    """
+
+    def __init__(self, console: Console, title: str, total: int, done: int = 0) -> None:
         self._console = console
         self._settings = {"desc": title, "total": total, "initial": done}
         self._entered = contextlib.ExitStack()

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from tresnet.data.loaders import Loader
 from tresnet.engine.config import LabelConfig
-from tresnet.engine.console import Console
+from tresnet.engine.console import Bar, Console
 from tresnet.engine.distributed import Processes
 from tresnet.errors import DataError
 from tresnet.measure.throughput import ThroughputMeter
@@ -108,7 +108,7 @@ def evaluate(
     if len(loader) == 1:  # else the first batch, with its start-up cost, is not timed
         meter.start()
     seen = 0
-    bar = (console or Console(False, False)).bar("evaluating", len(loader))
+    bar = Bar(console or Console(False, False), "evaluating", len(loader))
     with bar, torch.inference_mode():
         for batch, labels_of_batch in loader:
             images, targets = step.feed(batch, labels_of_batch)

@@ -61,7 +61,7 @@ class Loop:
         self.throughput.reset()
         self.throughput.start()
         title = f"epoch {progress.epoch + 1}/{self.config.schedule.epochs}"
-        with self.console.bar(title, per_epoch, progress.micro_batches) as bar:
+        with Bar(self.console, title, per_epoch, progress.micro_batches) as bar:
             batches = itertools.islice(loader, per_epoch - progress.micro_batches)
             while True:
                 group, failure = [], None

@@ -47,7 +47,15 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         yield "--weights: the recipe finetune needs weights to start from: a tag or a file"
     if config.recipe == "usi" and config.distill.teacher is None:
         yield "--teacher: the recipe usi needs a teacher: a tag, a file or timm:NAME"
-    yield from _problems_of_losses(config)
+    labels, semantic = config.labels, config.labels.loss == "semantic-softmax"
+    if semantic and labels.hierarchy is None:
+        yield (
+            '--hierarchy: --loss semantic-softmax needs a JSON file, {"class": "the one above it"}'
+        )
+    if semantic and augment.mixes:
+        yield "--loss semantic-softmax needs one class an image: expected no --mixup or --cutmix"
+    if config.distill.teacher is not None and (semantic or labels.multi):
+        yield f"--teacher: expected --loss cross-entropy or one-vs-all, got {labels.loss}"
     sizes = data.progressive_sizes or ()
     if len(sizes) > config.schedule.epochs:
         yield (
@@ -78,9 +86,9 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
             "--batch-size: mixup and cutmix pair images, expected an even number, got"
             f" {data.batch_size}"
         )
-    if config.labels.multi and (augment.mixes or augment.label_smoothing):
+    if labels.multi and (augment.mixes or augment.label_smoothing):
         yield (
-            f"--loss {config.labels.loss} takes labels as they are: expected no --mixup, --cutmix"
+            f"--loss {labels.loss} takes labels as they are: expected no --mixup, --cutmix"
             " or --label-smoothing"
         )
     if (track := config.run.track) is not None and find_spec(track) is None:
@@ -108,15 +116,3 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         yield "--sync-bn: only --norm abn and batchnorm can be synchronised, got --norm inplace_abn"
     if compute.sync_bn and compute.device == "cpu":
         yield "--sync-bn: PyTorch synchronises batch norm on GPUs only, got --device cpu"
-
-
-def _problems_of_losses(config: TrainConfig) -> Iterator[str]:
-    labels, semantic = config.labels, config.labels.loss == "semantic-softmax"
-    if semantic and labels.hierarchy is None:
-        yield (
-            '--hierarchy: --loss semantic-softmax needs a JSON file, {"class": "the one above it"}'
-        )
-    if semantic and config.augment.mixes:
-        yield "--loss semantic-softmax needs one class an image: expected no --mixup or --cutmix"
-    if config.distill.teacher is not None and (semantic or labels.multi):
-        yield f"--teacher: expected --loss cross-entropy or one-vs-all, got {labels.loss}"
