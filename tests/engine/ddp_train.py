@@ -72,8 +72,8 @@ def spoil(rank, number):
     """Make the loss of one rank in one micro-batch infinite, but not its gradients."""
     original, count = TrainingStep._run_micro_batch, itertools.count(1)
 
-    def passing(self, *args):
-        loss, logits = original(self, *args)
+    def passing(self, *args, **settings):
+        loss, logits = original(self, *args, **settings)
         bad = (int(os.environ["RANK"]), next(count)) == (rank, number)
         return (loss + float("inf") if bad else loss), logits
 
