@@ -35,7 +35,7 @@ def test_predict_takes_the_settings_of_train_py(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--compile default", "compile: expected 'none', got 'default'"),
+        ("--compile default", "compile: expected none, got default"),
         ("--cuda-graph on", "cuda_graph: expected off or auto, got on"),
         ("--opt sgdd", "--opt: timm builds no optimizer 'sgdd'"),
         ("--accumulate 0", "--accumulate: expected at least 1, got 0"),
