@@ -24,6 +24,8 @@ from tresnet.ops.abn import Kept, Norm, reference
 from tresnet.ops.autocast import autocast_off
 from tresnet.ops.space_to_depth import stem_input
 
+_convolution_backward = torch.ops.aten.convolution_backward.default
+
 
 class Conv(NamedTuple):
     """A convolution without bias or dilation, with zero padding."""
@@ -46,7 +48,7 @@ class Conv(NamedTuple):
             weight = _in_dtype(self.weight, grad.dtype)
         else:  # only its shape is read
             weight = torch.empty_like(self.weight, dtype=grad.dtype)
-        grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
+        grad_x, grad_weight, _ = _convolution_backward(
             grad, x, weight, None, self.stride, self.padding, (1, 1), False, (0, 0), self.groups,
             (of_x, of_weight, False),
         )  # fmt: skip
@@ -464,8 +466,8 @@ class _Backward:
 
     def note(self, number: int, sums: abn.Sums) -> None:
         """Store the gradients of a norm's parameters, and of the SE after it."""
-        gamma, beta, *_ = sums.merged.unbind()
-        for index, grad in enumerate((gamma, beta, *(sums.se or ())), number + 1):
+        merged = sums.merged
+        for index, grad in enumerate((merged[0], merged[1], *(sums.se or ())), number + 1):
             self.find(index, grad)
 
     def input(self, index: int) -> Tensor:

@@ -77,8 +77,8 @@ def statistics(y: Tensor, norm: Norm, *, per_sample: bool) -> tuple[Tensor, Tens
         y, (weight.dtype, running[0].dtype, running[1].dtype), per_sample,
         norm.momentum if norm.group is None else None, norm.eps, MERGE_TILE,
     )  # fmt: skip
-    partial = y.new_empty(groups, 2, channels, dtype=torch.float32)
     stats = y.new_empty(4, channels, dtype=torch.float32)
+    partial = stats.new_empty(groups, 2, channels)
     launch(sums, x=y, partial=partial)
     mean, var = running[0].contiguous(), running[1].contiguous()
     launch(
@@ -210,7 +210,7 @@ def grad_sums(
         y, bias.dtype, norm.slope, norm.blur, gate is not None, bits is not None,
         second is not None, rebuilds,
     )  # fmt: skip
-    partial = y.new_empty(size, dtype=torch.float32)
+    partial = stats.new_empty(size)
     written = torch.empty_like(y) if rebuilds or bits is not None else None
     launch(
         form, grad=grad, second_grad=grad if second is None else second, x=y,
