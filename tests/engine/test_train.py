@@ -282,6 +282,12 @@ def test_a_finished_run_of_a_constant_rate_goes_on_for_longer_from_anywhere(
     assert (written.schedule.epochs, written.schedule.warmup_fraction) == (4, 0.125)
 
 
+def test_a_finished_run_without_its_log_is_evaluated_again(tiny, finished, tmp_path):
+    again = shutil.copytree(finished, tmp_path / "again")
+    (again / "log.jsonl").write_bytes(b"\0" * 500)
+    assert train(tiny(runs=str(finished.parent)), resume=again).metrics is not None
+
+
 def test_the_logged_rate_is_that_of_the_last_update(tiny, finished):
     """One cycle over 12 updates, as PyTorch has it."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.02)
