@@ -73,7 +73,7 @@ def usable_device(name: str | torch.device) -> torch.device:
 
 
 def timed_device(name: str) -> torch.device:
-    """Return a CPU or CUDA GPU of this machine, which can be timed, or raise InputError."""
+    """Return a device of this machine that can be timed (CPU, CUDA), or raise InputError."""
     device = usable_device(name)
     if device.type not in ("cpu", "cuda"):
         raise InputError(f"expected a device that can be timed, cpu or cuda, got {name!r}")

@@ -31,7 +31,7 @@ except ImportError:  # Windows
 LOCK = ".lock"
 PATIENCE_S = 1.0  # for the end of a process that is being killed
 _TEMPORARY = re.compile(r"\..{1,48}\.[0-9a-f]{16}\.tmp")
-# Advice for the system's errors of writing; other errors may come from reading in the block.
+# Advice for system errors that only writing causes; the block may also read.
 _ADVICE = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some space",

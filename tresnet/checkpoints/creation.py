@@ -38,7 +38,7 @@ def create(
         weights: A tag out of `list_weights()`, the path of a file in our format, timm's or the
             public TResNet one, a directory in timm's layout (`local-dir:DIR` too),
             `hf-hub:USER/NAME`, or the result of `open_weights`; None for random weights.
-        new_head: Take all weights but those of the head, and any `num_classes`.
+        new_head: Leave out the head's weights, so that any `num_classes` fits.
         features_only: Return feature maps instead of logits.
         out_indices: Indices of the maps, or the number of last maps; 0 is the stem, 1 to 4 the
             stages.

@@ -98,7 +98,7 @@ def from_layout(folder: Path) -> tuple[Path, Path | None]:
 
 
 def _hub_sha256(path: Path) -> str | None:
-    """Return the hash of a large file in the hub's cache, where it is the name of the blob."""
+    """Return a large file's hash, which is the name of its blob in the hub's cache."""
     if not path.is_symlink():  # a cache on a file system without links
         return None
     name = Path(os.readlink(path)).name

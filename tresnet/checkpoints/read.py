@@ -155,7 +155,7 @@ def _with_tensors(contents: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
 
 
 def _choose(holders: Mapping[str, dict[Any, Any]], path: Path) -> tuple[str, str]:
-    """Return place and prefix of the only TResNet or its EMA; without any, the first dict."""
+    """Return place and prefix of the only TResNet or its EMA; without one, of the first dict."""
     models = {
         (place, match[1]): f"{place}{match[1]}*"
         for place, tensors in holders.items()

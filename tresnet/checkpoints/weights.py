@@ -39,7 +39,7 @@ class WeightsInfo:
     """
 
     name: str  # the requested tag or path
-    model: str  # the variant; with `guessed` the nearest one, as none has these stages and width
+    model: str  # the variant; if `guessed`, the nearest, as none has these stages and width
     kwargs: dict[str, Any]  # further arguments of `create` that build the weights' model
     num_classes: int  # 0 without a classifier
     classes: tuple[str, ...] | None  # names, if known

@@ -59,7 +59,7 @@ def parse(
 
 
 def _input_size_last(arguments: list[str]) -> list[str]:
-    """Move `--input-size H [W]` to the end, as tyro would take a MODEL after it for the width."""
+    """Move `--input-size H [W]` to the end, as tyro would read a MODEL after it as the width."""
     if "--input-size" not in arguments or "--" in arguments:
         return arguments
     begin = end = arguments.index("--input-size") + 1

@@ -14,7 +14,7 @@ _SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Export(ExportOptions):
-    """Write a model in another runtime's format; the file appears after it is compared."""
+    """Write a model in another runtime's format; the file appears only after the comparison."""
 
     model: Annotated[Positional[str], arg(metavar="MODEL")]
     """A tag out of `tresnet list` or a file of weights; or a model's name, for random weights."""

@@ -65,7 +65,7 @@ def leave(code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def _noted_interrupts() -> Iterator[list[int]]:
-    """Record each Ctrl-C, as an import that is interrupted may raise any error."""
+    """Record each Ctrl-C, as an interrupted import may raise any error."""
     noted: list[int] = []
 
     def note(number: int, _: object) -> None:

@@ -38,7 +38,7 @@ def write(root: str | Path) -> Path:
 def place(target: Path, fill: Callable[[Path], None], expected: str) -> Path:
     """Write a folder by `fill` beside `target`, and rename it; `expected` is its digest.
 
-    A target with another digest, or files written with another one, raise DataError.
+    DataError is raised if the target, or the written files, have another digest.
     """
     if not target.exists() and not target.is_symlink():
         try:

@@ -163,8 +163,9 @@ class Loader:
 class _Slots:
     """Shared memory that workers write batches into and reuse, so that no batch is copied or sent.
 
-    New memory for each batch costs more than its pixels: the system clears it and maps it twice.
-    Forked processes share this memory. A slot is free when no view of its batch is left.
+    New memory for each batch would take longer than writing its pixels, as the system clears it and
+    maps it twice. Forked processes share this memory. A slot is free when no view of its batch is
+    left.
     """
 
     def __init__(self, count: int, batch_size: int, image: torch.Tensor) -> None:
@@ -256,7 +257,7 @@ class _Found:
 
 
 class _Batches(Dataset[Any]):
-    """The data set in a worker; returns failures, as torch turns exceptions into texts."""
+    """Data set in a worker; it returns exceptions, as torch would turn raised ones into text."""
 
     def __init__(self, dataset: SizedDataset, replace: bool) -> None:
         self._dataset = dataset
@@ -311,7 +312,7 @@ class _Batches(Dataset[Any]):
 
 
 def _in_memory_order(image: Any) -> Any:
-    """Return a (C, H, W) image that is not contiguous as (H, W, C), others unchanged."""
+    """Return a (C, H, W) image as (H, W, C) if it is not contiguous, else unchanged."""
     if not isinstance(image, torch.Tensor) or image.dim() != 3 or image.is_contiguous():
         return image
     return image.permute(1, 2, 0)
@@ -328,9 +329,9 @@ def create_loader(
     pin_memory: bool = False,
     repeats: int = 1,
 ) -> Loader:
-    """Make the loader of one rank, `distributed` being this rank and the world size.
+    """Make the loader of one rank; `distributed` is (rank, world size).
 
-    `batch_size` is per rank; `seed`, of the order and the augmentation, is the same on all ranks.
+    `batch_size` is per rank, and all ranks have one `seed`, for the order and the augmentation.
     `training` shuffles by epoch, seeds the augmentation and drops a last batch that is not full.
     `workers` are the processes that decode, at most one per core, or 0 for this process; batches do
     not depend on them. `pin_memory` copies batches to page-locked memory, for a GPU. `repeats` is

@@ -35,9 +35,9 @@ def open_multilabel(
     `<root>/annotations/instances_<split>.json`. A CSV has image paths below `<root>` in its first
     column. The other columns are either one, `labels`, with names separated by semicolons, or a
     column of 0 and 1 for each class. In JSON, `file_name` is below `<root>/<split>`, as in COCO.
-    `<root>/classes.txt`, one name a line, fixes the classes and their order. Without it they are
-    the columns, the categories by id, or the sorted names in the labels. A file that is missing,
-    malformed or empty, or lists images that are not there, raises DataError.
+    `<root>/classes.txt`, one name a line, fixes the classes and their order. Without this file,
+    classes are the CSV's columns, COCO's categories by id, or the sorted names in the labels. A
+    file that is missing, malformed or empty, or lists images that are not there, raises DataError.
     """
     root = Path(root)
     source = _find(root, split)

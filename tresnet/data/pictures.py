@@ -58,7 +58,7 @@ def named(path: str) -> Iterator[None]:
     except BadImageError:
         raise
     except Exception as error:
-        text = re.sub(r" <\S+ object at 0x\w+>", "", str(error))  # such as of the bytes
+        text = re.sub(r" <\S+ object at 0x\w+>", "", str(error))  # such as the address of a BytesIO
         reason = " ".join(f"{type(error).__name__}: {text}".split())
         raise BadImageError(path, reason) from error
 
@@ -67,7 +67,7 @@ class Picture:
     """An encoded image of `size` (width, height), from which a random crop is taken."""
 
     def __init__(self, data: bytes, path: str, plain_size: tuple[int, int] | None = None) -> None:
-        """Read the header, or raise BadImageError; a known `plain_size` saves that."""
+        """Read the header, unless `plain_size` is known, or raise BadImageError."""
         self.data, self._path, self._plain_size = data, path, plain_size
         self.size = plain_size or self._image.size
 
@@ -189,7 +189,7 @@ def _codec(process: int) -> tuple[Any, Any, Any] | None:
 
 @contextmanager
 def _one_extension(folder: Path, pattern: str) -> Iterator[None]:
-    """Load one extension of nvImageCodec, as others print errors about missing libraries."""
+    """Load only one extension of nvImageCodec, as others print errors about missing libraries."""
     name = "NVIMGCODEC_EXTENSIONS_PATH"
     before = os.environ.get(name)
     with tempfile.TemporaryDirectory() as place:

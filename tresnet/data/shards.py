@@ -196,7 +196,7 @@ def write_shards(
 
 
 def _check_settings(manifest: Path, settings: dict[str, Any]) -> None:
-    """Raise ConfigError before complete shards of other settings would be replaced."""
+    """Raise ConfigError if complete shards of other settings would be replaced."""
     try:
         before = json.loads(manifest.read_text(encoding="utf-8"))["settings"]
     except (OSError, ValueError, KeyError, TypeError):  # there are none, or they cannot be read

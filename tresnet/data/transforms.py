@@ -78,9 +78,9 @@ def train_transform(
     It maps a `Picture`, or a PIL image in RGB, to a tensor (3, height, width): torch.float32 in [0,
     1], or torch.uint8. It can be pickled. It draws from Python's, NumPy's and PyTorch's global CPU
     generators, which the loader seeds for each sample. Affine changes fill with black, policies
-    with ImageNet's mean colour. Cutout is applied with a probability and keeps its squares inside,
-    as in one of its paper's two variants. The other, equally good, lets them cross the border. A
-    value out of range, or an unknown policy or dtype, raises ConfigError.
+    with ImageNet's mean colour. Cutout is applied with a probability, and its squares stay inside
+    the image. The paper's other variant, in which squares may cross the border, is equally
+    accurate. A value out of range, or an unknown policy or dtype, raises ConfigError.
     """
     from timm.data.random_erasing import RandomErasing
     from torchvision import transforms
@@ -112,8 +112,8 @@ class _Crop:
     """Decode a random crop, resize it, mirror it at random.
 
     timm and torchvision draw the boxes and mirrors. torch resizes channels-last bytes three to four
-    times as fast as Pillow. Bilinearly it differs from Pillow by at most one value, bicubically by
-    six, so Pillow resizes bicubically.
+    times as fast as Pillow. Its bilinear values differ from Pillow's by at most 1, its bicubic ones
+    by 6, so bicubic resizing is left to Pillow.
     """
 
     def __init__(self, cfg: Augment, size: Sides, interpolation: str) -> None:

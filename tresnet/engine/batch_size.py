@@ -62,7 +62,7 @@ def divide(config: TrainConfig, began: int, world_size: int, images: int) -> Mic
     if world_size == began:
         return MicroBatches(batch, accumulate, in_epoch // (batch * began))
     per_process, rest = divmod(batch * accumulate * began, world_size)
-    # from the fewest micro-batches, so the largest, within the configured size
+    # the fewest, and so the largest, micro-batches within the configured size
     for parts in range(-(-per_process // batch), per_process + 1) if not rest else ():
         size = per_process // parts
         pairs = not (config.augment.mixes and size % 2)

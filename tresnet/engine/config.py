@@ -315,7 +315,7 @@ def absolute(config: TrainConfig) -> TrainConfig:
 
 
 def differences(first: dict[str, Any], other: dict[str, Any], text: str) -> list[str]:
-    """Return each option whose values differ and change the results, with both values in `text`."""
+    """Return `text` with both values for each option that differs and changes the results."""
     return [
         f"{fields.option(name)} {text.format(value, other[name])}"
         for name, value in first.items()

@@ -25,7 +25,7 @@ from tresnet.files import handled
 # Timeout of collectives, longer than compilation or a checkpoint on a slow disk. After it torchrun
 # restarts the processes from the last checkpoint.
 TIMEOUT_MIN = 10
-# The terminal and torchrun both send Ctrl-C to a process: within this time it is one request.
+# The terminal and torchrun both send Ctrl-C to a process: two within this time are one request.
 ECHO_S = 2.0
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 HANGUP = getattr(signal, "SIGHUP", None)  # Windows has none
@@ -77,8 +77,8 @@ class Processes:
 class StopRequest(contextlib.ExitStack[bool | None]):
     """While entered, the first signal sets `signum`; a second one after `ECHO_S` stops at once.
 
-    A hangup is ignored, as a run outlives its terminal. Under torchrun it is a request to stop, as
-    torchrun forwards hangups for that.
+    A hangup is ignored, so that a run outlives its terminal. Under torchrun a hangup stops the run,
+    as torchrun forwards it for that purpose.
     """
 
     def __init__(self) -> None:
@@ -135,8 +135,8 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout: datetime.timede
 
     torchrun keeps one store over its restarts. Under constant names, a quick process reads the
     address of a neighbour's dead predecessor, and the restart fails (two of three tries with torch
-    2.15). So each process sends its own random name, process 0 answers, and all continue when all
-    have the answer.
+    2.15). So each process sends its own random name, and process 0 answers it. All processes
+    continue once each has its answer.
     """
     own = uuid.uuid4().hex
     if rank:

@@ -99,8 +99,8 @@ def evaluate(
 ) -> Metrics | MultiLabelMetrics:
     """Evaluate a model on this process's part of a split (a collective).
 
-    `class_map` has the model's class of each label, if they differ; other classes of the model are
-    left out. With the `levels` (classes,) of a hierarchy, only the classes of a label's level
+    `class_map` gives the model's class for each label, if the two differ; outputs of other classes
+    are left out. With the `levels` (classes,) of a hierarchy, only the classes of a label's level
     compete. DataError is raised if no image can be read, or none has a label.
     """
     sums = _ManyLabels(labels.threshold) if labels.multi else _OneLabel(processes.device)

@@ -129,7 +129,7 @@ class RunLog:
 
 
 def read_rows(directory: Path, epochs: int) -> list[dict[str, Any]]:
-    """Return a run's rows up to `epochs` complete epochs; a kill may have left more, or a part."""
+    """Return rows up to `epochs` complete epochs; a kill may have left more, or a part of one."""
     rows = []
     with contextlib.suppress(AttributeError, OSError, ValueError):
         for line in (directory / TABLE).read_text(encoding="utf-8").splitlines():

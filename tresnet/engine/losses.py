@@ -65,7 +65,7 @@ class Losses:
     def prepare(
         self, images: Tensor, labels: Tensor, epoch: int, step: int
     ) -> tuple[Tensor, Tensor, Loss]:
-        """Mix a batch if `mixes(epoch)`, from 0; return images, targets and their loss.
+        """Mix a batch if `mixes(epoch)` (from 0); return images, targets and the loss of these.
 
         Mixing overwrites the images (N, 3, H, W), which are floats if there is a teacher. Labels
         are (N,), or (N, classes) of 0 and 1. Targets are labels (N,), label distributions (N,
@@ -89,7 +89,7 @@ class Losses:
 
 
 def loss_of(config: TrainConfig, classes: Sequence[str], mixed: bool) -> Loss:
-    """Return the loss of logits (N, C) and labels (N,), or if `mixed` distributions (N, C)."""
+    """Return the loss of logits (N, C) and labels: (N,), or distributions (N, C) if `mixed`."""
     from timm.loss import AsymmetricLossMultiLabel, BinaryCrossEntropy
 
     labels, smoothing = config.labels, config.augment.label_smoothing

@@ -63,7 +63,8 @@ def make_plan(
     saved, content = found or (None, None)
     assumed = dry_run and wanted.compute.gpu_memory is not None  # stands for an absent GPU
     if wanted.model.impl == "triton" and not assumed:
-        runs_kernels(processes.device, torch.float32, "triton")  # raises what is lacking
+        # raises an error if kernels cannot run
+        runs_kernels(processes.device, torch.float32, "triton")
     if saved is not None:
         assert run_dir is not None, "a state is in a directory"
         weights = None  # the state has its own

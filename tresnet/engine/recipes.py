@@ -112,9 +112,10 @@ def in21k() -> TrainConfig:
 
     The scheme is that of the paper's section 3. The values are defaults of
     train_semantic_softmax.py in the authors' repository: 80 epochs, Adam with 3e-4 (for 64 images a
-    GPU, on any number of GPUs), decay 1e-4 of weights only, one cycle that rises for a tenth from a
-    twentieth, smoothing 0.2, images squashed to 224 x 224 without crops or mirroring, cutout and
-    RandAugment. They start from ImageNet-1K: `--weights tresnet_m.miil_in1k --new-head`.
+    GPU, on any number of GPUs), decay 1e-4 of weights only, smoothing 0.2, cutout and RandAugment.
+    One cycle rises for a tenth of the steps, from a twentieth of the peak. Images are squashed to
+    224 x 224 without crops or mirroring. They start from ImageNet-1K: `--weights
+    tresnet_m.miil_in1k --new-head`.
     """
     return TrainConfig(
         recipe="in21k",

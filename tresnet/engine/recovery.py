@@ -89,7 +89,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """Add the resume command to errors; one before the first state frees a new run's name."""
+        """Add the resume command to errors; before the first state, also free a new run's name."""
         try:
             yield
         except (TResNetError, torch.OutOfMemoryError) as error:

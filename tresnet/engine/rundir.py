@@ -29,7 +29,7 @@ def claim(
 
     `resume` is a run's directory, `auto` for that of `--name` if it exists, or None for a new run.
     `held` keeps the lock, and `say` receives a line about damage. Returns the directory and its
-    `state.load`, both None for a new run. Without a state the run begins in that directory.
+    `state.load`, both None for a new run. If the directory has no state, the run begins in it.
     ConfigError, CheckpointError or BusyError is raised if the run cannot be resumed.
     """
     if resume is None:

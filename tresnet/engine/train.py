@@ -1,7 +1,7 @@
 """Train a model in four phases: plan, prepare, run the loop, finish.
 
-`train` is the function behind train.py, and `dry_run` its first two phases. Each phase gets values
-that the former one made. The first completes the options, and no later one corrects them.
+`train` is the function behind train.py, and `dry_run` its first two phases. Each phase takes the
+values of the one before. Only the first phase completes the options.
 """
 
 import contextlib

@@ -231,7 +231,7 @@ def open_openvino(path: Path, precision: str = "f32") -> RunFunction:
     import openvino
 
     settings = {
-        "INFERENCE_PRECISION_HINT": precision,  # 16 bits where the CPU has them, by default
+        "INFERENCE_PRECISION_HINT": precision,  # the default: 16 bits if the CPU has them
         "INFERENCE_NUM_THREADS": torch.get_num_threads(),
     }
     compiled = openvino.Core().compile_model(path, "CPU", settings)
@@ -241,7 +241,7 @@ def open_openvino(path: Path, precision: str = "f32") -> RunFunction:
 class Format(NamedTuple):
     """A format of exported models."""
 
-    suffixes: tuple[str, ...]  # of its files; the first is that of the path that users name
+    suffixes: tuple[str, ...]  # of its files, that of the user's path first
     write: Callable[[Job, Path], None]
     open: Callable[[Path], RunFunction]
     takes: tuple[str, ...]  # options that only some formats accept

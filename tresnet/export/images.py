@@ -78,7 +78,7 @@ class Images:
         """Yield bytes of two batch sizes and, with `dynamic_size`, two more image sizes."""
         yield self.random(1)
         yield self.random(3)
-        if self.dynamic_size:  # one with odd feature maps, neither square
+        if self.dynamic_size:  # neither is square, and one has odd feature maps
             side, (height, width) = self.multiple, sides(self.size)
             yield self.random(2, (height + side, width + 4 * side))
             yield self.random(1, (11 * side, 9 * side))

@@ -127,7 +127,7 @@ def _run(
     how: How,
     blocks: SpaceToDepth | None,
 ) -> tuple[Tensor, int | None]:
-    """Return the output, and its number of channels if it is padded; `channels` is that of `x`."""
+    """Return the output and, if padded, its unpadded channels; `channels` is the same for `x`."""
     wanted = _wanted(parts.values(), x, how.impl)
     try:
         if wanted:

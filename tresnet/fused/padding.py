@@ -61,7 +61,7 @@ def crop_map(x: Tensor, channels: int) -> Tensor:
 
 
 def crop_gradient(grad: Tensor, parameter: Tensor) -> Tensor:
-    """Return the parameter's part of a gradient; a matrix is dense in the parameter's strides."""
+    """Return a gradient without its padding; a matrix gets the strides of the parameter."""
     if grad.shape == parameter.shape:
         return grad
     corner = grad[tuple(map(slice, parameter.shape))]
@@ -140,7 +140,7 @@ class Padding:
             self._wide |= zip(map(id, columns), pad(columns, shapes, wide), strict=True)
 
     def _find(self, tensor: Tensor, dim: int) -> bool:
-        """Return whether `store` put the tensor into a padded one; it is then used."""
+        """Return whether `store` put the tensor into a padded one, which is then used."""
         wide = stored(tensor, padded_shape(tensor, dim))
         if wide is not None:
             self._wide[id(tensor)] = wide

@@ -43,7 +43,7 @@ class Conv(NamedTuple):
     def backward(
         self, grad: Tensor, x: Tensor, of_x: bool, of_weight: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of `x` and of the weight; that of `x` does not read its values."""
+        """Return the gradients of `x` and of the weight; the first needs only the shape of `x`."""
         if of_x or self.weight.dtype == grad.dtype:
             weight = _in_dtype(self.weight, grad.dtype)
         else:  # only its shape is read
@@ -341,7 +341,7 @@ class _Backward:
             self.padding = Padding(layers, part.dtype, running=False)
 
     def block(self, index: int, grads: list[Tensor | None], live: bool) -> list[Tensor | None]:
-        """Return the gradients of a block's input, if `live`: from its first layer and shortcut.
+        """Return the gradients of a block's input from its first layer and shortcut, if `live`.
 
         `grads` are those of its output, from one or two readers; emptying the list frees them.
         """
@@ -433,7 +433,7 @@ class _Backward:
         first: Tensor | None,
         live: bool,
     ) -> Tensor | None:
-        """Run backward of the shortcut's layer and pool; return what is not yet added to `first`.
+        """Run backward of the shortcut's layer and pool; return the gradient not added to `first`.
 
         Where the pool averages whole squares, its gradient is added to `first` in one pass.
         """

@@ -168,7 +168,7 @@ class ABN(NormAct):
         self.synchronised = False
 
     def group(self) -> Any:
-        """Return the process group of the statistics, or None; a stored one could not be copied."""
+        """Return the statistics' process group or None; a module storing it could not be copied."""
         if not (self.synchronised and self.training and dist.is_initialized()):
             return None
         return dist.group.WORLD if dist.get_world_size() > 1 else None

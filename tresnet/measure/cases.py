@@ -150,7 +150,7 @@ def _rehearse(case: BenchCase) -> None:
 
 
 def parse_case(text: str, defaults: CaseSettings, batch_size: int = 64) -> BenchCase:
-    """Read `timm:resnet50@compile=default`; `defaults` gives the rest, as far as a model has it."""
+    """Read `timm:resnet50@compile=default`; `defaults` has the other settings of the model."""
     model, _, options = text.partition("@")
     given: dict[str, str] = {}
     for option in filter(None, options.split(",")):

@@ -37,8 +37,9 @@ def largest_batches(
     """Find the largest training batch of each case, and record it.
 
     During the search cuDNN does not try its algorithms, which would cost seconds for each new
-    batch. The result is then run with that trial, and reduced if it does not fit. The cases' own
-    batch sizes are not used. A case that cannot run raises InputError before anything has run.
+    batch. The result is then run with the trial of algorithms, and reduced if it does not fit. The
+    cases' own batch sizes are not used. A case that cannot run raises InputError before anything
+    has run.
     """
     settings.check()
     device = env.timed_device(env.device_or_default(settings.device))

@@ -81,7 +81,7 @@ class MemoryMeter:
         return env.nvml_handle(self.device)
 
     def reset_peak(self) -> None:
-        """Reset the peaks: `max_allocated` on CUDA, `rss_peak` on a CPU where Linux can."""
+        """Reset the peaks: `max_allocated` on CUDA, `rss_peak` on a CPU if Linux allows it."""
         if self.device.type == "cuda":
             torch.cuda.init()
             torch.cuda.reset_peak_memory_stats(self.device)

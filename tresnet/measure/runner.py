@@ -191,7 +191,7 @@ class _Measurement:
             self._guarded(row, self._begin)
             self._save()
         for number in range(1, self.settings.rounds):
-            # a stopped one's later rounds would be paired with earlier ones of others
+            # after a stop, its later rounds would be compared with earlier rounds of others
             alive = [row for row in group if row.status == "ok" and row.error is None]
             if not alive:
                 break

@@ -2,8 +2,8 @@
 
 A step of `tresnet.steps` runs on fake tensors; its allocations and frees are a trace; the trace is
 run through a simulated allocator. If a prediction is wrong, make a small module of the suspected
-layers: `predict` of it prints the buffers that are alive at the peak, and `[one.name for one in
-prediction.trace.operations]` are the operations that ran, which should be those of a GPU. Then read
+layers. Its prediction prints the buffers that are alive at the peak. `[one.name for one in
+prediction.trace.operations]` are the operations that ran; they should be those of a GPU. Then read
 here:
 
 | what is wrong | where |

@@ -72,7 +72,7 @@ def present_device(index: int = 0, *, free_only: bool = False) -> Device:
     """Return a GPU of this machine; with `free_only` without the memory in use.
 
     Memory of this process's allocator counts as free. An existing context is subtracted twice, as
-    `Device` includes one, so the result errs on the small side.
+    `Device` includes one, so the result is an underestimate.
     """
     properties = torch.cuda.get_device_properties(index)
     capacity_bytes = properties.total_memory

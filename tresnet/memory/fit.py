@@ -115,7 +115,7 @@ def max_batch(model: ModelLike, plan: StepPlan) -> MaxBatch:
 
 
 def _edge(predicted: Callable[[int], bool], holds: Callable[[int], bool]) -> int:
-    """Return the largest batch for which `holds`, in growing strides from the predicted one."""
+    """Find the largest batch for which `holds`, in growing strides from the predicted one."""
     edge, stride = _bisect(predicted, 0, _LIMIT), 1
     while edge > 0 and not holds(edge):
         edge, stride = max(edge - stride, 0), stride * 2

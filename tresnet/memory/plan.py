@@ -209,7 +209,7 @@ def default_loss(output: object, target: torch.Tensor) -> torch.Tensor:
 
 
 def apply_checkpointing(model: nn.Module, what: bool | Sequence[str]) -> None:
-    """Checkpoint the named submodules, or for True those of the model's own choice."""
+    """Checkpoint the named submodules, or with True those that the model itself chooses."""
     if what is True:
         enable = getattr(model, "set_grad_checkpointing", None)
         if enable is None:

@@ -79,10 +79,9 @@ class Estimate:
 class MemoryPrediction:
     """Predicted memory of one step.
 
-    Three figures that must not be mixed: `allocated` is the peak of the tensors
-    (`torch.cuda.max_memory_allocated`), `reserved` the peak of the caching allocator's segments
-    (`max_memory_reserved`), and `device_total` adds the context, as NVML shows it.
-    `end_allocated_bytes` is held after the steps.
+    `allocated` is the peak of the tensors (`torch.cuda.max_memory_allocated`). `reserved` is the
+    peak of the caching allocator's segments (`max_memory_reserved`). `device_total` adds the
+    context, as NVML shows it. `end_allocated_bytes` is held after the steps.
 
     `by_category` sums to the expected `allocated`, which `peak_operation` reached. `out_of_memory`
     is the operation that did not fit into the device, or None.

@@ -2,10 +2,10 @@
 
 cuDNN asks the device how much memory it needs, and PyTorch's fake kernel answers zero. So its
 reserve space, which is kept from forward to backward, is counted here. NVIDIA does not publish its
-size. The numbers below are derived from what cuDNN returned in PyTorch's issue 2895 (2017) for four
-layers of 320 units in fp32: 736,000,000 bytes of an LSTM and 864,000,000 of a GRU. The number of
-steps is taken to be 25,000: the LSTM then keeps exactly its four gates, its cell and the outputs
-between layers. The number of a plain RNN is a guess.
+size. The numbers below are derived from PyTorch's issue 2895 (2017), with four layers of 320 units
+in fp32. cuDNN returned 736,000,000 bytes for an LSTM and 864,000,000 for a GRU. The number of steps
+is taken to be 25,000: the LSTM then keeps exactly its four gates, its cell and the outputs between
+layers. The number of a plain RNN is a guess.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 aten = torch.ops.aten
 
-# cuDNN's numbers of the kinds, and the values that each layer keeps for a hidden unit and a step.
+# Each kind's number in cuDNN, and the values that a layer keeps for a hidden unit and a step.
 _RELU, _TANH, _LSTM, _GRU = range(4)
 _KEPT = {_RELU: 2, _TANH: 2, _LSTM: 5, _GRU: 6}
 

@@ -39,7 +39,7 @@ class Phase(StrEnum):
 
 @dataclass(slots=True)
 class Operation:
-    """One dispatched operation; `workspace_high_bytes` bounds its workspace beyond the expected."""
+    """One dispatched operation; its workspace may exceed the expected by `workspace_high_bytes`."""
 
     name: str
     phase: Phase

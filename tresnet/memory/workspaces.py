@@ -1,11 +1,11 @@
 """Workspaces that kernels allocate while they run.
 
-Known sizes are counted. cuDNN chooses a convolution's algorithm, and so its workspace, at run time:
-the expected size is 0, and the upper bound is `HIGH_FACTOR` times the bytes of the convolution's
-tensors, at most 1 GiB. VGG16 at batch 128 in fp32 seems to take 714 MiB at conv5 (107 MiB of
-tensors). A recurrent layer's expected size is that of its weights, with the same upper bound: cuDNN
-took 1.4 times their size for the layers of PyTorch's issue 2895. Batch-first sequences are also
-copied.
+Known sizes are counted. cuDNN chooses a convolution's algorithm, and so its workspace, at run time.
+The expected size is therefore 0, and the upper bound is `HIGH_FACTOR` times the bytes of the
+convolution's tensors, at most 1 GiB. VGG16 at batch 128 in fp32 seems to take 714 MiB at conv5 (107
+MiB of tensors). A recurrent layer's expected size is that of its weights, with the same upper
+bound: cuDNN took 1.4 times their size for the layers of PyTorch's issue 2895. Batch-first sequences
+are also copied.
 """
 
 from typing import Any

@@ -272,7 +272,7 @@ class TResNet(nn.Module):
         )
         example = next(self.body.parameters())
         head = build_head(self.num_features, config, device=example.device, dtype=example.dtype)
-        # only what could be built replaces what was there
+        # the new head is complete before it replaces the old one
         self.head = head.train(self.head.training)
         self._set_how(self.how)
         self.config, self.num_classes = config, num_classes

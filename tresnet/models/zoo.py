@@ -121,7 +121,7 @@ def build(
 
 
 def default_pretrained_cfg(name: str, config: ModelConfig) -> dict[str, Any]:
-    """Return how images are prepared, in timm's terms; crop mode 'squash' would distort them."""
+    """Return the preparation of images in timm's terms: a centre crop, as 'squash' distorts."""
     size = find_variant(name).input_size
     side = size // (8 * config.block_size)
     return {

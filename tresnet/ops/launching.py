@@ -1,8 +1,8 @@
 """Launches of Triton kernels.
 
 A launch function allocates its results, and gives `launch` the tensors and a `Form`, all by the
-names of the kernel's arguments. Tensors without values, fakes and those on `meta`, are allocated
-but not computed: so memory is predicted by the very functions that use it.
+names of the kernel's arguments. Tensors without values (fakes, and those on `meta`) are allocated
+but not computed, so that predictions of memory run these functions too.
 """
 
 import copy
@@ -35,7 +35,7 @@ class Form:
         # at the first launch: Triton may be absent, and is slow to import
         self.kernel = getattr(importlib.import_module(f"tresnet.ops.{folder}.kernels"), kernel)
         self.grid = (*grid, 1, 1)[:3]
-        # Triton 3.9 warns where neither this nor TRITON_DEFAULT_FP_FUSION says what is its default
+        # Triton 3.9 warns unless this or TRITON_DEFAULT_FP_FUSION is set, even to the default
         self.options = {"num_warps": warps, "enable_fp_fusion": True}
         self.numbers = {name: numbers[name] for name in self.kernel.arg_names if name in numbers}
         self.compiled: dict[Any, _Compiled] = {}  # by alignment
@@ -144,7 +144,7 @@ def _run_of(
 
 
 def _hooked(settings: Any) -> bool:
-    """Return whether a profiler may have set hooks: an empty chain of Triton has no `calls`."""
+    """Return whether a profiler may have set hooks; Triton's chain without hooks has no `calls`."""
     enter, leave = settings.launch_enter_hook, settings.launch_exit_hook
     return getattr(enter, "calls", True) or getattr(leave, "calls", True)
 

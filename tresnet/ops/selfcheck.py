@@ -256,7 +256,7 @@ def _defined(
 def _launched(
     case: _Case, parts: dict[str, Tensor], running: tuple[Tensor, Tensor], exact: Tensor
 ) -> dict[str, Tensor]:
-    """Return results and gradients by the kernels; those of vectors are divided by the copies."""
+    """Return results and gradients by the kernels; vectors' gradients are divided by the copies."""
     from tresnet.ops import abn
 
     def repeated(part: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ def subtracted_conv(
     run = composed if mode == "composed" else branches
     if mode == "branches" or traced() or not torch.is_grad_enabled():
         return run(x, point, depth, low, stride)
-    # Backward runs `run` up to its last convolution, which keeps only its inputs.
+    # The last convolution keeps only its inputs, so backward runs `run` only up to it.
     return cast(Tensor, checkpoint(run, x, point, depth, low, stride, use_reentrant=False))
 
 

@@ -59,7 +59,7 @@ class _Runner(NamedTuple):
     names: tuple[str, ...] | None
     several: bool  # labels of an image
     transform: Callable[["Image"], Tensor]  # to bytes (3, H, W)
-    model: TResNet | None = None  # not folded; None outside PyTorch
+    model: TResNet | None = None  # before folding; None for runtime onnx
 
 
 class Predictor:
@@ -230,5 +230,5 @@ def _onnx(path: Path) -> _Runner:
 
 def _transform(size: Sides, known: dict[str, Any]) -> Callable[["Image"], Tensor]:
     wanted = {key: known[key] for key in ("crop_mode", "crop_pct", "interpolation")}
-    size = size if isinstance(size, int) else (size[0], size[1])  # of JSON a list
+    size = size if isinstance(size, int) else (size[0], size[1])  # a list in JSON
     return eval_transform(EvalTransform(input_size=size, **wanted), dtype=torch.uint8)

@@ -122,9 +122,9 @@ class EvalTransform(ImageSize):
     crop_pct: FractionAbove0 | None = None
     """Fraction of the resized image that evaluation keeps. None: the model's own."""
     crop_mode: Literal["center", "squash", "border"] | None = None
-    """How evaluation crops: center keeps the aspect ratio and cuts the middle out, squash resizes
-    to the input size, border keeps the aspect ratio and all of the image, between black borders.
-    None: the model's own."""
+    """How evaluation crops. center: keep the aspect ratio and cut the middle out. squash: resize to
+    the input size. border: keep the aspect ratio and all of the image, between black borders. None:
+    the model's own."""
     interpolation: Literal["bilinear", "bicubic"] | None = None
     """Resampling filter. None: the model's own."""
 

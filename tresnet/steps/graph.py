@@ -419,7 +419,7 @@ def _same(some: list[Any], others: list[Any]) -> bool:
 
 
 def _is_constant(criterion: object) -> bool:
-    """Return whether a function, or a partial one, reads no value that could change unseen."""
+    """Return whether a function, or a partial one, reads no variable that others can change."""
     values: list[object] = []
     while isinstance(criterion, functools.partial):
         values += [*criterion.args, *criterion.keywords.values()]

@@ -23,10 +23,11 @@ def create_optimizer(
     """Build timm's optimizer `config.opt`; only convolution and linear weights decay.
 
     `model` is a model, whose `no_weight_decay()` may name further parameters without decay, or
-    parameter groups with their own decay. `global_batch` is images of an optimizer step over all
-    processes. `on_gpu` fuses the step into one kernel if the optimizer can. That saves launches,
-    and the check of a scaled loss for overflow then does not wait for the GPU. `ConfigError`: timm
-    has no optimizer of that name, it refuses an option, or it needs second derivatives.
+    parameter groups with their own decay. `global_batch` is the number of images of an optimizer
+    step over all processes. `on_gpu` fuses the step into one kernel if the optimizer can. That
+    saves launches, and the check of a scaled loss for overflow then does not wait for the GPU.
+    `ConfigError`: timm has no optimizer of that name, it refuses an option, or it needs second
+    derivatives.
     """
     from timm.optim import create_optimizer_v2, get_optimizer_class
 

@@ -138,7 +138,7 @@ def _synchronised(stats: Tensor, count: int, norm: Norm) -> tuple[Tensor, Tensor
     """Return the statistics over all processes, (4, C), and the values per channel on the device.
 
     The running statistics are updated too. `stats` (4, C) are those of this process, weighted by
-    its `count` of values per channel: even if that is 0, they must be finite.
+    its `count` of values per channel. They must be finite even if `count` is 0.
     """
     mean, _, _, var = stats[:, : norm.channels]
     own = torch.cat((mean, var, stats.new_full((1,), count)))
@@ -168,7 +168,7 @@ def _widened(values: Tensor, norm: Norm) -> Tensor:
 
 
 def _synchronised_factors(merged: Tensor, kept: Kept, norm: Norm) -> Tensor:
-    """Return `merged` with factors k1 and k0 from the sums over all processes.
+    """Return `merged` with k1 and k0 computed again from the sums over all processes.
 
     The gradients of weight and bias stay this process's, as data-parallel training averages them.
     """
@@ -186,7 +186,7 @@ def _empty_output(y: Tensor, norm: Norm) -> Tensor:
 
 
 def _absent(y: Tensor, norm: Norm) -> tuple[Tensor, Kept]:
-    """Run `forward` for an empty batch; other processes wait for its part of the collective."""
+    """Run `forward` for an empty batch, with the collectives for which other processes wait."""
     stats = total = None
     if norm.training and norm.group is not None:
         dtype = torch.float64 if y.dtype == torch.float64 else torch.float32

@@ -206,7 +206,8 @@ def apply(
 ):  # fmt: skip
     """Write a chunk of out, without blur; x is read once.
 
-    If BITS is not 0 but the direction of a join's bits, the mask of the ReLU is written too.
+    BITS is the direction of a join's bits, or 0; unless it is 0, the mask of the ReLU is written
+    too.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)

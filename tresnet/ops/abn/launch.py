@@ -1,7 +1,7 @@
 """Launches of the kernels of the activated batch norm: `reference` defines each function.
 
-A function allocates its results and launches one kernel, or two. `by_form` caches their grids and
-numbers, which follow from the shape, strides and dtype of the map.
+A function allocates its results and launches one kernel, or two. `by_form` caches each launch's
+grid and numeric arguments, which depend only on the map's shape, strides and dtype.
 """
 
 from typing import Any
@@ -24,7 +24,8 @@ from tresnet.ops.tiles import (
 )
 
 # Programs that run at once on a multiprocessor, as the registers of an H100 allow
-# (tests/ops/test_kernel_traffic.py compiles them); those of backward's sums by (gated, blur).
+# (tests/ops/test_kernel_traffic.py compiles them); backward's sums have one number for each (gated,
+# blur).
 RESIDENT = 8
 SUMS_RESIDENT = {(False, False): 6, (True, False): 4, (False, True): 4, (True, True): 3}
 RUNNING_CHANNELS, RUNNING_WARPS = 256, 4
@@ -35,7 +36,7 @@ def _pass(
     kernel: str, x: Tensor, shape: Geometry, source: Geometry, cut: Plan, slope: float | None,
     blur: bool, **switches: Any,
 ) -> Form:  # fmt: skip
-    """Return the form of a pass over a dense `x`, whose view is `source`; `shape` is divided."""
+    """Return the form of a pass over a dense `x`, viewed as `source`; `shape` is divided."""
     h, w, ho, wo = (*x.shape[-2:], *blurred(x.shape)) if blur else (1, 1, 1, 1)
     xn, xp, xc = source.strides
     on, op, oc = geometry(_output(x, blur), as_one_sample=False).strides if blur else (xn, xp, xc)
@@ -88,7 +89,7 @@ def statistics(y: Tensor, norm: Norm, *, per_sample: bool) -> tuple[Tensor, Tens
     if merge.numbers["UPDATE"]:
         torch.autograd.graph.increment_version(running)
         for part, updated in zip(running, (mean, var), strict=True):
-            if part is not updated:  # has strides: the kernel updated a copy
+            if part is not updated:  # it has strides, so the kernel updated a copy
                 part.copy_(updated)
     return stats, partial if per_sample else None
 
@@ -260,7 +261,7 @@ def merge_grad_sums(partial: Tensor, squeeze_grad: Tensor | None, kept: Kept) ->
 @by_form
 def _merged(x: Tensor, processors: int, groups: int, gated: bool, tile: int) -> Form:
     n, channels = x.shape[:2]
-    # the gate has six values a group and channel, otherwise there are two
+    # six values for each group and channel with a gate, else two
     return _merge(
         "merge_grad_sums", groups, tile // (4 if gated else 1), channels, HAS_GATE=gated,
         splits=groups // n if gated else 1, count=float(x.numel() // channels),

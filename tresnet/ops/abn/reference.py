@@ -29,10 +29,10 @@ def abn(
     """Normalise each channel, scale by `weight`, shift by `bias`, apply the activation.
 
     y = act(weight * (x - mean) / sqrt(var + eps) + bias) (arXiv 1502.03167, algorithm 1). In
-    training the statistics are those of the batch, and the running ones, unless None, are updated
-    in place, by the unbiased variance. Otherwise the running statistics are used. Shapes: `x`
-    (N, C, ...), the other tensors (C,); the output has the dtype of `x`. `momentum` is the weight
-    of the batch. `slope` is that of the leaky ReLU, or None for no activation.
+    training the batch's statistics are used, and the running ones, unless None, are updated in
+    place (with the unbiased variance). Otherwise the running statistics are used. Shapes: `x` (N,
+    C, ...), the other tensors (C,); the output has the dtype of `x`. `momentum` is the weight of
+    the batch. `slope` is that of the leaky ReLU, or None for no activation.
     """
     y = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
     # with a negative slope, an in-place output does not determine the sign of its input

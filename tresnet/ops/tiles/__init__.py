@@ -20,8 +20,8 @@ from torch import Tensor
 CutT = TypeVar("CutT")
 
 # Values of a tile, and of the blur's in 16 bits with neighbours in memory. The blur has several
-# pixels in registers at once. They would spill at 2048, in float32 at 1024, and at 512 where each
-# value is loaded alone.
+# pixels in registers at once. With 2048 values they would spill, in float32 with 1024, and with 512
+# if each value is loaded alone.
 TILE, BLUR_TILE = 2048, 1024
 WARPS = 4
 CHANNELS = 64  # of a tile, and as many side by side are 128 bytes in 16 bits
@@ -44,8 +44,8 @@ class Plan(NamedTuple):
     """Division of a tensor into programs: their number, and arguments of the kernels.
 
     Each sample has `splits` chunks of `chunk` pixels. A tile has BP pixels and BC channels. AP
-    divides the number of pixels and AC that of channels, so that a thread may load as many values
-    at once. Triton itself only finds divisibility by 16.
+    divides the number of pixels and AC that of channels, so that a thread may load AP or AC values
+    at once. Triton itself detects only divisibility by 16.
     """
 
     programs: int
@@ -136,7 +136,7 @@ def geometry(x: Tensor, as_one_sample: bool) -> Geometry:
 
 
 def halved(x: Tensor, times: int = 1) -> Geometry:
-    """Return the view of a dense `x`, by samples, with its pixels after `times` blurs."""
+    """Return the view that a dense `x`, with separate samples, has after `times` blurs."""
     shape = geometry(x, as_one_sample=False)
     size = x.shape
     for _ in range(times):
@@ -183,12 +183,13 @@ def plan(
     `places` programs run at once. A kernel that `writes` a map has at most `MOST_TILES` in a chunk.
     A reduction of `maps` leaves partial sums, so its chunks are as long as `places` allow. `blur`
     is for kernels with the blur's index arithmetic. `source` is the tensor that is read, if it is
-    another: a single pixel that is written always has neighbouring channels, `source` perhaps not.
+    another. If one pixel is written, its channels are neighbours in memory, but those of `source`
+    may not be.
     """
     bp, bc = tile(shape, blur, maps)
     columns = -(-shape.c // bc)
     tiles = _tiles_of_chunk(-(-shape.p // bp), shape.n * columns, places)
-    # shorter, the partial sums would outweigh what is read
+    # with shorter ones the partial sums would have more bytes than the maps
     tiles = min(tiles, MOST_TILES) if writes else max(tiles, TILE // (bp * bc))
     chunk = tiles * bp
     splits = -(-shape.p // chunk)

@@ -35,7 +35,7 @@ def chunk_of_program(
     P, C, splits, chunk, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
     BACKWARDS: tl.constexpr = False,
 ):  # fmt: skip
-    """Return group, sample, first pixel, number of pixels, channels and their mask of a program.
+    """Return a program's group, sample, first pixel, number of pixels, channels and their mask.
 
     A group is a chunk of a sample; a chunk is a multiple of AP. With BACKWARDS, as in kernels that
     write maps, the first programs cover the last groups. The reduction or convolution before has
@@ -62,7 +62,7 @@ def load_once(pointers, mask):
 def bytes_of_tile(
     n, start, begin, count, P, C, c, known, ALONG: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr
 ):  # fmt: skip
-    """Return offsets and a mask of the bytes with a tile's bits; a byte has eight neighbours.
+    """Return offsets and a mask of the bytes that hold a tile's bits, eight neighbours each.
 
     With ALONG 1 neighbours are channels: bits are (N, P, ceil(C / 8)). With 2 they are pixels: bits
     are (N, C, ceil(P / 8)).
