@@ -97,33 +97,6 @@ def test_a_contender_that_fails_or_is_stopped_leaves_the_table_and_the_record(
     assert (record_in(tmp_path)["rows"][1]["trace"] or [error])[-1] == error
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["train"], "at least one model to measure, got none"),
-        (["train", "tresnet_t@speed=high"], "tresnet_t: unknown setting 'speed'"),
-        (["train", "tresnet_t", "--batch-size"], "expected at least one batch size, got none"),
-        (
-            ["train", "tresnet_t", "--batch-size", "9" * 20],
-            "--batch-size: expected at most 2147483647, got",
-        ),
-        (
-            ["train", "tresnet_t", "--time-limit-s", "inf"],
-            "--time-limit-s: expected a finite number, got inf",
-        ),
-        (["train", "tresnet_t", "--rounds", "0"], "--rounds: expected at least 1, got 0"),
-        (["train", "tresnet_t", "--input-size", "33"], "divisible by 2"),
-        (["max-batch", "tresnet_t"], "expected at_most on cpu, got none"),
-    ],
-)
-def test_bad_input_leaves_nothing(arguments, message, tmp_path, capsys):
-    assert bench([*arguments, "--device", "cpu"], tmp_path / "a" / "b") == 2
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: ")
-    assert message in error
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("arguments", EVERY, ids=lambda arguments: arguments[0])
 def test_device_and_directory_are_checked_before_the_work(arguments, tmp_path, capsys):
     for device in ("meta", "cuda:99"):

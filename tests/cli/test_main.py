@@ -19,7 +19,6 @@ from tresnet.checkpoints.weights import open_weights
 from tresnet.cli import models
 from tresnet.cli.commands import parse
 from tresnet.cli.main import main as run
-from tresnet.cli.output import format_table
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,21 +66,6 @@ def test_arguments_that_do_not_parse(arguments, message, capsys):
     with pytest.raises(SystemExit, match=r"^2$"):
         run(arguments)
     assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("info tresnet_q", "unknown model 'tresnet_q'; did you mean 'tresnet_"),
-        ("demo tresnet_t.digits --port 99999", "--port: expected at most 65535, got 99999"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(line, message, capsys):
-    assert run(line.split()) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith(f"error: {message}")
-    assert printed.err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -187,14 +171,3 @@ def test_no_color_has_no_bold_either():
     assert b"\x1b[" in shown[""]
     assert b"\x1b[" not in shown["1"]
     assert b"predict" in shown["1"]
-
-
-def test_table_aligns_numbers_right_and_words_left():
-    table = format_table(["model", "n"], [["tresnet_t", "7"], ["b", "1,000.5"], ["c", "-"]])
-    assert table.splitlines() == [
-        "model            n",
-        "tresnet_t        7",
-        "b          1,000.5",
-        "c                -",
-    ]
-    assert format_table(["a", "b"], []) == "a  b"

@@ -31,6 +31,8 @@ def test_files_and_labels_are_in_torchvisions_order(tmp_path, make_images):
     for name in ("a.JPG", "Z.png", "sub.png", "no.gif"):
         (tmp_path / "val" / "a" / name).touch()
     (tmp_path / "val" / "c").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "val" / "a" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "val" / "a" / "lost.png").symlink_to(tmp_path / "nothing")
     make_images(tmp_path, {"elsewhere": 2})
     dataset, theirs = open_folder(tmp_path, "val"), ImageFolder(tmp_path / "val")
     found = list(zip(dataset.paths, dataset.targets.tolist(), strict=True))
