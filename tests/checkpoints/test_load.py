@@ -104,17 +104,6 @@ def test_another_class_count(path, tmp_path):
         assert torch.equal(model.head.fc.weight, head)
 
 
-@pytest.mark.gpu
-def test_devices_are_converted(path):
-    source = trained(small())
-    save_checkpoint(source.cuda(), path)
-    model = small(device="cuda")
-    load_checkpoint(model, path)
-    assert model.head.fc.weight.is_cuda
-    assert same(source.state_dict(), model.state_dict())
-    load_checkpoint(small(), path)
-
-
 def test_values_beyond_the_dtype(path):
     tensors = dict(trained(small()).state_dict())
     tensors["body.conv1.bn.running_var"] = torch.full((16,), 7e4)

@@ -154,9 +154,14 @@ def test_what_is_no_file(tmp_path, name):
         read_file(tmp_path / name)
 
 
+OF_ITSELF = {}
+OF_ITSELF["state_dict"] = OF_ITSELF
+
+
 @pytest.mark.parametrize(
     ("contents", "found"),
     [
+        (OF_ITSELF, "a dict with the keys"),
         (torch.ones(3), "Tensor"),
         ([torch.ones(3)], "list"),
         ({}, r"a dict with the keys \[\]"),

@@ -93,26 +93,3 @@ def test_cuda_columns_come_from_the_allocator_and_nvml(monkeypatch):
         "rss_peak_mib": None,
     }
     assert asked == [torch.device("cuda:1")]  # the handle is looked up once
-
-
-@pytest.mark.gpu
-def test_one_gibibyte_defined_deleted_released(cuda_device):
-    """The study's first case: a tensor of 1 GiB."""
-    torch.cuda.empty_cache()
-    meter = MemoryMeter(cuda_device)
-    start = meter.phase("initial")
-    assert start.max_allocated == start.allocated
-    block = torch.zeros(2**30 // 4, device=cuda_device)
-    defined = meter.snapshot()
-    del block
-    deleted = meter.snapshot()
-    torch.cuda.empty_cache()
-    released = meter.snapshot()
-    assert defined.allocated - start.allocated == 2**30
-    assert deleted.allocated == start.allocated
-    assert deleted.reserved == defined.reserved
-    assert released.reserved == start.reserved
-    assert released.max_allocated == defined.allocated
-    if defined.device_used is not None:
-        assert defined.device_used - released.device_used >= 2**30
-    assert defined.rss_peak is None

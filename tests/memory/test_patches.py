@@ -88,6 +88,15 @@ def copied_fake():
     return weight.fake_mode is model.weight.fake_mode
 
 
+def converted_modules():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    alive = [p.view(-1) for p in model.parameters()]  # as the fake mode's own views do
+    model.to("cuda", torch.bfloat16)
+    del alive
+    devices = {t.device.type for t in (*model.parameters(), *model.buffers())}
+    return devices, {(isinstance(p, nn.Parameter), p.dtype) for p in model.parameters()}
+
+
 class Counting(torch.optim.SGD):
     steps = 0
 
@@ -131,6 +140,10 @@ def unset_gradients():
         (patches.bfloat16_convolutions_on_cudnn, bfloat16_convolution, False, True),
         (patches.attention_layers_in_pieces, attention_layer, True, False),
         (patches.foreach_optimizers, optimizer, False, True),
+        (
+            *(patches.modules_converted, converted_modules, "RuntimeError"),
+            ({"cuda"}, {(True, torch.bfloat16)}),
+        ),
         (patches.fakes_deepcopied, copied_fake, False, True),
         (
             patches.generators_on_cpu,
@@ -166,64 +179,6 @@ def test_each_backward_is_a_graph_task_of_its_own():
         first = torch._C._current_graph_task_id()
     with patches.graph_task():
         assert torch._C._current_graph_task_id() != first
-
-
-def test_attributes_are_put_back_also_if_they_are_none():
-    class Base:
-        inherited = 1
-
-    class Owner(Base):
-        none = None
-
-    with patches._replaced(Owner, inherited=2, none=3):
-        assert (Owner.inherited, Owner.none) == (2, 3)
-    assert "inherited" not in vars(Owner)
-    assert (Owner.inherited, Owner.none) == (1, None)
-
-
-def test_modules_converted():
-    def build():
-        layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2))
-        layers[1].weight = layers[0].weight
-        return layers
-
-    with FakeTensorMode():
-        model = build()
-        alive = [p.view(-1) for p in model.parameters()]  # as the fake mode's own views do
-        with pytest.raises(RuntimeError, match="Couldn't swap"):
-            model.to("cuda")
-        del alive
-        with patches.modules_converted():
-            model = build().to("cuda", torch.bfloat16)
-        tensors = [*model.parameters(), *model.buffers()]
-        assert {t.device.type for t in tensors} == {"cuda"}
-        assert {t.dtype for t in model.parameters()} == {torch.bfloat16}
-        assert model[1].weight is model[0].weight
-        assert isinstance(model[0].weight, nn.Parameter)
-
-
-def test_backward(mode):
-    roots = []
-    with patches.backward_replaced(lambda *args, **kwargs: roots.append(args[0])):
-        loss = torch.empty(3, requires_grad=True).sum()
-        loss.backward()
-    assert roots == [loss]
-    assert torch.autograd.backward.__module__ == "torch.autograd"
-
-
-def test_saved_tensor_hooks():
-    pushed, popped = [], []
-
-    def wrap(pack, unpack):
-        pushed.append(pack)
-        return pack, unpack
-
-    with (
-        patches.saved_tensor_hooks_replaced(wrap, lambda: popped.append(1)),
-        torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
-    ):
-        torch.ones(2, requires_grad=True).exp()
-    assert (len(pushed), len(popped)) == (1, 1)
 
 
 def test_saved_tensors_let_go():

@@ -102,13 +102,7 @@ PARAMETERS = LAYERS * (WEIGHT_BYTES + 4 * WIDTH)
 @pytest.mark.parametrize(
     ("opt", "copies"),
     [
-        *(
-            (sgd, 0),
-            ("sgd", 1),
-            ("adamw", 2),
-            (torch.optim.RMSprop, 1),
-            ("lamb", 2),
-        ),
+        *((sgd, 0), ("sgd", 1), ("adamw", 2), (torch.optim.RMSprop, 1), ("lamb", 2)),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), 3),
     ],
 )
@@ -185,18 +179,14 @@ def test_checkpointing_keeps_less_and_recomputes_in_mixed_precision(model, what,
 
 def test_ranges_of_reserved_memory_and_of_the_context():
     prediction = vectors()
-    allocated, reserved, total = (
-        getattr(prediction, name) for name in ("allocated", "reserved", "device_total")
-    )
+    allocated, reserved = prediction.allocated, prediction.reserved
     assert reserved.low_bytes == min(allocated.low_bytes, reserved.expected_bytes)
     more = allocated.high_bytes - allocated.expected_bytes
     fragmented = int(1.1 * reserved.expected_bytes)
     assert reserved.high_bytes == max(fragmented, reserved.expected_bytes + more)
-    assert (
-        total.low_bytes - reserved.low_bytes,
-        total.expected_bytes - reserved.expected_bytes,
-        total.high_bytes - reserved.high_bytes,
-    ) == (300 * MIB, 600 * MIB, 1500 * MIB)
+    for bound, context in (("low", 300), ("expected", 600), ("high", 1500)):
+        total, held = (getattr(r, f"{bound}_bytes") for r in (prediction.device_total, reserved))
+        assert total - held == context * MIB
 
 
 def test_hopper_keeps_larger_cublas_workspaces():
