@@ -13,9 +13,7 @@ import pytest
 import tresnet
 from tests.engine.runs import closed_pipe, full_device
 from tresnet.checkpoints.creation import create
-from tresnet.checkpoints.layout import push
 from tresnet.checkpoints.save import save_checkpoint
-from tresnet.checkpoints.weights import open_weights
 from tresnet.cli import models
 from tresnet.cli.commands import parse
 from tresnet.cli.main import main as run
@@ -53,19 +51,13 @@ def test_help_of_a_command(command, words, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["lst"], "Unrecognized options: lst"),
-        (["bench"], "Expected one of {train, infer, max-batch}"),
-        (["bench", "train", "tresnet_t", "--batch-size", "many"], "many"),
-        (["predict", "image.png"], "--weights"),
-        ([], "Missing subcommand"),
-    ],
+    ("line", "message"),
+    [("lst", "Unrecognized options: lst"), ("predict a.png", "--weights"), ("", "subcommand")],
 )
-def test_arguments_that_do_not_parse(arguments, message, capsys):
+def test_arguments_that_do_not_parse(line, message, capsys):
     with pytest.raises(SystemExit, match=r"^2$"):
-        run(arguments)
-    assert message in " ".join(capsys.readouterr().err.replace("│", " ").split())
+        run(line.split())
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -82,21 +74,13 @@ def test_an_input_size_does_not_take_the_model_after_it(line, size):
     assert getattr(command, "task", command).input_size == size
 
 
-@pytest.mark.parametrize(
-    ("name", "file"),
-    [
-        ("DIR/tresnet_t.digits", "tresnet_t.digits.pt2"),
-        ("DIR/mine.v2.safetensors", "mine.v2.pt2"),
-    ],
-)
-def test_an_export_is_named_by_its_weights(name, file, tmp_path, monkeypatch):
-    save_checkpoint(create("tresnet_t", layers=(1, 1, 1, 1)), tmp_path / "mine.v2.safetensors")
-    push(open_weights(tmp_path / "mine.v2.safetensors"), str(tmp_path / "tresnet_t.digits"), "mit")
-    written = []
+def test_an_export_is_named_by_its_weights(tmp_path, monkeypatch):
+    weights, written = tmp_path / "mine.v2.safetensors", []
+    save_checkpoint(create("tresnet_t", layers=(1, 1, 1, 1)), weights)
     done = types.SimpleNamespace(difference=0.0, images=0, path="")
     monkeypatch.setattr("tresnet.export.export_model", lambda *a, **_: written.append(a[1]) or done)
-    assert run(["export", name.replace("DIR", str(tmp_path)), "--format", "pt2"]) == 0
-    assert written == [Path(file)]
+    assert run(["export", str(weights), "--format", "pt2"]) == 0
+    assert written == [Path("mine.v2.pt2")]
 
 
 def test_ctrl_c_is_exit_code_130_and_a_mistake_of_ours_a_traceback(monkeypatch, capsys):

@@ -25,6 +25,11 @@ bench train tresnet_t@speed=high --device cpu | tresnet_t: unknown setting 'spee
 bench train tresnet_t --device cpu --batch-size | expected at least one batch size, got none
 bench train tresnet_t --device cpu --rounds 0 | --rounds: expected at least 1, got 0
 bench train tresnet_t --device cpu --input-size 33 | divisible by 2
+bench train tresnet_t --device meta | expected a device that computes
+bench infer tresnet_t --device cuda:99 | expected a device of this machine
+bench infer tresnet_t --device cpu --output-dir image | expected a directory that records can be
+bench max-batch tresnet_t --device cpu --at-most 64 --output-dir image/sub | expected a directory
+bench max-batch tresnet_t --device meta --at-most 64 | expected a device that computes
 bench max-batch tresnet_t --device cpu | expected at_most on cpu, got none
 predict image --weights tresnet_m.miil_in2k | did you mean 'tresnet_m.miil_in
 predict image --weights missing.safetensors | missing.safetensors
@@ -34,6 +39,7 @@ predict image --weights three.pth --top-k 0 | --top-k: expected at least 1, got 
 predict image --weights three.pth --runtime onnx | is not a model written by tresnet
 predict no*.png --weights three.pth | expected images (jpg, png, ...) at no*.png, found none
 predict image --weights three.pth --device gpu | expected a device such as cpu or cuda:0
+predict image --weights three.pth --cam . | expected a new directory for --cam, but . exists
 predict --weights three.pth | expected at least one image file, got none
 convert three.pth new.pth --model tresnet_m | holds tresnet_t, got name='tresnet_m'
 convert three.pth new.onnx | expected a file name ending in

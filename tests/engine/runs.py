@@ -2,8 +2,10 @@
 
 import json
 import os
+import random
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from tresnet.cli import shell
@@ -42,6 +44,11 @@ def assert_same_run(run_dir, other):
     expected = tensors_of(other)
     for name, tensor in tensors_of(run_dir).items():
         assert torch.equal(tensor, expected[name]), name
+
+
+def draw():
+    """Draw from every global generator."""
+    return random.random(), np.random.rand(), torch.rand(1).item()  # noqa: NPY002
 
 
 def closed_pipe():

@@ -80,54 +80,6 @@ def test_paths_of_existing_files_are_stored_absolute(tmp_path, monkeypatch):
         assert configs.absolute(config) == config
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"data": None}, "--data: say what to train on"),
-        ({"model": None}, "--model: say which model to train"),
-        ({"new_head": True}, "--new-head replaces the head of --weights, but no weights"),
-        ({"recipe": "finetune"}, "--weights: the recipe finetune needs weights"),
-        ({"mixup": 0.2, "batch_size": 3}, "--batch-size: mixup and cutmix pair images"),
-        (
-            {"recompute": "outputs", "compile": "default"},
-            "--recompute outputs: only the fused kernels",
-        ),
-        (
-            {"compile": "reduce-overhead", "accumulate": 2},
-            "--accumulate: PyTorch loses gradients between micro-batches with --compile reduce",
-        ),
-        ({"recompute": "none", "norm": "batchnorm"}, "none: expected --norm abn, got batchnorm"),
-        ({"runs": "l\udcfcufe"}, r"--runs: expected printable UTF-8 text, got 'l\udcfcufe'"),
-        ({"name": "a\0b"}, r"--name: expected printable UTF-8 text, got 'a\x00b'"),
-        ({"loss": "semantic-softmax"}, "--hierarchy: --loss semantic-softmax needs a JSON file"),
-        (
-            {"loss": "semantic-softmax", "mixup": 0.2},
-            "--loss semantic-softmax needs one class an image: expected no --mixup",
-        ),
-        ({"recipe": "usi"}, "--teacher: the recipe usi needs a teacher: a tag, a file or timm:N"),
-        ({"teacher": "a.pth", "loss": "bce"}, "--teacher: expected --loss cross-entropy or one-"),
-        ({"teacher": "a.pth", "batch_size": "auto"}, "cannot be predicted with --teacher"),
-        (
-            {"progressive_sizes": (64, 128, 160), "epochs": 2},
-            "--progressive-sizes: expected at most as many sizes as the 2 epochs",
-        ),
-        ({"mix_off_epochs": 301}, "--mix-off-epochs: expected at most the 300 epochs"),
-        (
-            {"sync_bn": True, "norm": "inplace_abn"},
-            "--sync-bn: only --norm abn and batchnorm can be synchronised",
-        ),
-        (
-            {"sync_bn": True, "norm": "batchnorm", "device": "cpu"},
-            "--sync-bn: PyTorch synchronises batch norm on GPUs only",
-        ),
-    ],
-)
-def test_values_out_of_range_and_contradictions_are_refused(change, message):
-    with pytest.raises(ConfigError) as error:
-        validate(configs.replace(GOOD, **change))
-    assert message in str(error.value)
-
-
 # The nearest values that are outside of each range, and those at its ends.
 OUTSIDE = {
     **dict.fromkeys(("batch_size", "input_size", "block_size"), 0),

@@ -183,18 +183,13 @@ def test_all_processes_skip_the_step_that_is_bad_on_one(tiny, tmp_path):
 @pytest.mark.slow
 def test_evaluation_on_two_processes_counts_each_image_once(tiny, tmp_path, data):
     run_dir = train(tiny(epochs=1)).run_dir
-    results = []
-    for name in ("two", "one"):
-        output = tmp_path / f"{name}.json"
-        arguments = ["--data", data, "--weights", run_dir / "best.safetensors", "--workers", "0"]
-        arguments += ["--batch-size", "2", "--device", "cpu", "--output", output]
-        if name == "two":
-            done = torchrun("eval.py", *arguments)
-            assert done.returncode == 0, done.stderr
-        else:
-            assert eval_main([str(argument) for argument in arguments]) == 0
-        results.append(json.loads(output.read_text()))
-    two, one = results
+    arguments = ["--data", data, "--weights", run_dir / "best.safetensors", "--workers", "0"]
+    arguments += ["--batch-size", "2", "--device", "cpu", "--output"]
+    paths = tmp_path / "two.json", tmp_path / "one.json"
+    done = torchrun("eval.py", *arguments, paths[0])
+    assert done.returncode == 0, done.stderr
+    assert eval_main([*map(str, arguments), str(paths[1])]) == 0
+    two, one = (json.loads(path.read_text()) for path in paths)
     assert (two["processes"], one["processes"]) == (2, 1)
     assert two["images"] == one["images"] == 11
     for name in ("top1", "top5", "loss"):

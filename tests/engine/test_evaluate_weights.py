@@ -77,17 +77,6 @@ def test_how_long_compiling_took_is_said(config, plain, monkeypatch, capsys):
     assert capsys.readouterr().out.count("compiled in ") == 1
 
 
-def test_an_existing_output_is_replaced_only_if_asked_to(config, tmp_path):
-    output = tmp_path / "result.json"
-    output.write_text("precious")
-    config = dataclasses.replace(config, output=output)
-    with pytest.raises(ConfigError, match=r"--output: .*result\.json exists: choose another name"):
-        run(config)
-    assert output.read_text() == "precious"
-    run(dataclasses.replace(config, overwrite=True))
-    assert json.loads(output.read_text())["images"] == 11
-
-
 def test_some_of_the_classes_compete_by_their_names(config, data, tmp_path, capsys):
     """As in ImageNet-R and -A, whose folders are 200 of ImageNet's."""
     shutil.copytree(data, tmp_path / "some")

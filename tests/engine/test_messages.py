@@ -43,6 +43,25 @@ TRAIN = """
 --recipe digits --teacher WEIGHTS | /WEIGHTS: the weights have 3 classes, the data 10
 --recipe digits --teacher timm:resnet1 | expected a model of timm, got 'resnet1'
 --recipe digits --teacher timm:test_resnet | --teacher timm:test_resnet: timm cannot give
+--recipe paper | --data: say what to train on
+--recipe finetune --data DATA | --model: say which model to train
+--recipe finetune --data DATA | --weights: the recipe finetune needs weights
+--recipe usi --data DATA | --teacher: the recipe usi needs a teacher: a tag, a file or timm:N
+--recipe digits --new-head | --new-head replaces the head of --weights, but no weights
+--recipe digits --mixup 0.2 --batch-size 3 | --batch-size: mixup and cutmix pair images
+--recipe digits --recompute outputs --compile default | outputs: only the fused kernels
+--recipe digits --recompute none --norm batchnorm | none: expected --norm abn, got batchnorm
+--recipe digits --accumulate 2 --compile reduce-overhead | --accumulate: PyTorch loses gradients
+--recipe digits --runs l\udcfcufe | --runs: expected printable UTF-8 text, got 'l\\udcfcufe'
+--recipe digits --name a\0b | --name: expected printable UTF-8 text, got 'a\\x00b'
+--recipe digits --progressive-sizes 64 128 --epochs 1 | expected at most as many sizes as the 1 ep
+--recipe digits --epochs 9 --mix-off-epochs 10 | --mix-off-epochs: expected at most the 9 epochs
+--recipe digits --sync-bn --norm inplace_abn | only --norm abn and batchnorm can be synchronised
+--recipe digits --sync-bn --norm batchnorm --device cpu | synchronises batch norm on GPUs only
+--recipe digits --teacher a.pth --loss bce | --teacher: expected --loss cross-entropy or one-
+--recipe digits --teacher a.pth --batch-size auto | cannot be predicted with --teacher
+--recipe digits --loss semantic-softmax | --hierarchy: --loss semantic-softmax needs a JSON file
+--recipe digits --loss semantic-softmax --mixup 0.2 | needs one class an image: expected no --mixup
 --recipe multilabel --mixup 0.2 | --loss asymmetric takes labels as they are
 --recipe multilabel --label-smoothing 0.1 | --loss asymmetric takes labels as they are
 --recipe digits --loss semantic-softmax --hierarchy no.json | --hierarchy: no readable JSON in
@@ -59,6 +78,7 @@ EVAL = """
 --data DATA --weights WEIGHTS --batch-size 0 | --batch-size: expected at least 1, got 0
 --data DATA --weights WEIGHTS --workers -1 | --workers: expected at least 0, got -1
 --data DATA --weights WEIGHTS --output absent/r.json | --output: there is no directory absent
+--data DATA --weights WEIGHTS --output file | --output: file exists: choose another name
 --data DATA --weights WEIGHTS --crop-pct 2 | --crop-pct: expected at most 1, got 2.0
 --data DATA --weights WEIGHTS --threshold 2 | --threshold: expected at most 1, got 2.0
 """

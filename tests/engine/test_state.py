@@ -1,15 +1,13 @@
 import dataclasses
 import os
-import pickle
-import random
 import struct
 import zipfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
+from tests.engine.runs import draw
 from tresnet.checkpoints.weights import open_weights
 from tresnet.engine import rundir, state
 from tresnet.engine.batch_size import MicroBatches
@@ -32,10 +30,6 @@ def step(tiny):
 @pytest.fixture
 def record(tiny):
     return RunRecord(tiny(), IDENTITY, Progress())
-
-
-def draw():
-    return random.random(), np.random.rand(), torch.rand(3).tolist()  # noqa: NPY002
 
 
 def test_seeding_reaches_every_generator():
@@ -78,8 +72,6 @@ DAMAGES = {
     "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1000]),
     "flipped": flip_a_bit,
     "garbage": fill,
-    "empty": lambda path: path.write_bytes(b""),
-    "foreign": lambda path: torch.save({"format": 7}, path),
     "half": lambda path: torch.save({"format": state.FORMAT}, path),
     "no state": lambda path: torch.save([1, 2], path),
     "missing": Path.unlink,
@@ -154,9 +146,6 @@ def test_code_in_a_file_is_not_run(tmp_path):
     with pytest.raises(CheckpointError, match="damaged or was not written by this") as caught:
         state.read(path)
     assert "weights_only" not in str(caught.value)  # which tells how to run it
-    path.write_bytes(pickle.dumps(Bomb(str(mark)), protocol=2))
-    with pytest.raises(CheckpointError, match="damaged or was not written by this program"):
-        state.read(path)
     assert not mark.exists()
 
 

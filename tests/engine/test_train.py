@@ -34,7 +34,6 @@ from tresnet.errors import (
     CheckpointError,
     ConfigError,
     DataError,
-    InputError,
     TrainingError,
     WriteError,
 )
@@ -55,9 +54,11 @@ def at_step(monkeypatch, number, action):
     monkeypatch.setattr(TrainingStep, "optimizer_step", updating)
 
 
-def stop_at(monkeypatch, number, signum=signal.SIGTERM):
-    """Send a signal to this process during one of its optimizer steps."""
-    at_step(monkeypatch, number, lambda _: os.kill(os.getpid(), signum))
+def train_until(number, config, resume=None, signum=signal.SIGTERM):
+    """Train, and send a signal to this process during one of the optimizer steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        at_step(patch, number, lambda _: os.kill(os.getpid(), signum))
+        return train(config, resume)
 
 
 def run_dir_of(config):
@@ -163,14 +164,10 @@ def varied(data, tmp_path_factory):
 @pytest.mark.parametrize(
     ("update", "signum", "workers"), [(2, signal.SIGINT, 0), (3, signal.SIGTERM, 1)]
 )
-def test_a_stopped_run_goes_on_bit_for_bit(
-    tiny, varied, monkeypatch, capsys, update, signum, workers
-):
+def test_a_stopped_run_goes_on_bit_for_bit(tiny, varied, capsys, update, signum, workers):
     # 6 batches an epoch, 4 to an update: updates 1 and 3 end within an epoch, 2 and 4 at its end
     config = tiny(**VARIED, workers=workers)
-    with monkeypatch.context() as patch:
-        stop_at(patch, update, signum)
-        stopped = train(config)
+    stopped = train_until(update, config, signum=signum)
     assert stopped.stopped_by == signum
     assert stopped.metrics is None
     assert f"stopped by {signum.name} after step {update}, saved" in capsys.readouterr().out
@@ -240,12 +237,8 @@ def test_a_run_killed_anywhere_resumes_with_no_row_lost_or_doubled(
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe", b'{"a":\n'])
-def test_damaged_files_do_not_keep_a_run_from_going_on(
-    tiny, finished, monkeypatch, capsys, content
-):
-    with monkeypatch.context() as patch:
-        stop_at(patch, 8)
-        stopped = train(tiny()).run_dir
+def test_damaged_files_do_not_keep_a_run_from_going_on(tiny, finished, capsys, content):
+    stopped = train_until(8, tiny()).run_dir
     names = ["environment.json", "log.csv", "config.json"]
     if content is not None:
         names.append("last.pt")
@@ -317,12 +310,6 @@ def test_an_image_that_vanishes_stops_the_run_after_saving(
     assert saved >= 2
     victim.write_bytes(content)
     assert_same_run(train(tiny(**options), resume=run_dir).run_dir, varied)
-
-
-def test_a_run_whose_batches_are_too_small_frees_its_name(tiny):
-    with pytest.raises(InputError, match="need more than one value per channel"):
-        train(tiny(batch_size=1, mixup=0.0))
-    assert not run_dir_of(tiny()).exists()
 
 
 def test_a_full_disk_says_so_and_a_run_that_had_no_state_frees_its_name(
@@ -432,13 +419,11 @@ def test_bad_steps_change_nothing_are_counted_and_resume_bit_for_bit(tiny, monke
 
     with monkeypatch.context() as patch:
         spoil(patch, {2, 7})
-        stop_at(patch, 3)
-        stopped = train(tiny(**SKIPPING)).run_dir
-        assert state.read(stopped / "last.pt")[0].progress.bad_steps == 1
-        patch.undo()
-        spoil(patch, {1})
-        # the number of allowed steps may change
-        train(tiny(**SKIPPING | {"skip_bad_steps": 3}), resume=stopped)
+        stopped = train_until(3, tiny(**SKIPPING)).run_dir
+    assert state.read(stopped / "last.pt")[0].progress.bad_steps == 1
+    spoil(monkeypatch, {1})
+    # the number of allowed steps may change
+    train(tiny(**SKIPPING | {"skip_bad_steps": 3}), resume=stopped)
     assert_same_run(stopped, finished)
 
 
@@ -456,13 +441,11 @@ def test_sizes_follow_one_another_and_resume_where_they_were(tiny, monkeypatch):
     cfg = open_weights(progressive / "best.safetensors").pretrained_cfg
     assert cfg["input_size"] == (3, 12, 12)
     options |= {"workers": 1}
-    with monkeypatch.context() as patch:
-        stop_at(patch, 8)
-        assert train(tiny(**options), resume=Path("auto")).stopped_by == signal.SIGTERM
+    assert train_until(8, tiny(**options), Path("auto")).stopped_by == signal.SIGTERM
     assert_same_run(train(tiny(**options), resume=Path("auto")).run_dir, progressive)
 
 
-def test_a_file_that_is_no_image_is_named_or_skipped(tiny, tmp_path, monkeypatch, capsys):
+def test_a_file_that_is_no_image_is_named_or_skipped(tiny, tmp_path, capsys):
     write_images(tmp_path / "images", "train", 12)
     write_images(tmp_path / "images", "val", 6)
     for split in ("train", "val"):
@@ -471,9 +454,7 @@ def test_a_file_that_is_no_image_is_named_or_skipped(tiny, tmp_path, monkeypatch
     with pytest.raises(DataError, match=r"broken\.png cannot be read"):
         train(tiny(**options))
     config = tiny(**options, name="skipping", skip_bad_images=True)
-    with monkeypatch.context() as patch:
-        stop_at(patch, 3)  # when all images have been seen
-        run_dir = train(config).run_dir
+    run_dir = train_until(3, config).run_dir  # when all images have been seen
     result = train(config, resume=run_dir)
     assert (result.metrics.images, result.metrics.skipped) == (6, 1)
     assert "unreadable images left out: 1 to train, 1 to validate" in capsys.readouterr().out
@@ -482,18 +463,14 @@ def test_a_file_that_is_no_image_is_named_or_skipped(tiny, tmp_path, monkeypatch
 def test_finetuning_takes_all_but_the_head(tiny, tmp_path, finished, capsys):
     options = {"weights": str(finished / "best.safetensors"), "model": None, "epochs": 1}
     options |= {"layers": None, "width_factor": None}
-    for classes, message in (
-        (("cat",), "the weights have 3 classes, the data 1 (cat): expected the same; --new-head"),
-        (("cat", "dog", "red"), "only the weights have blue, green; only the data have cat, dog"),
-    ):
-        images = tmp_path / str(len(classes))
-        write_images(images, "train", 12, classes)
-        write_images(images, "val", 6, classes)
-        with pytest.raises(ConfigError) as error:
-            train(tiny(**options, data=str(images), name="kept"))
-        assert message in str(error.value)
-        result = train(tiny(**options, data=str(images), name=f"{len(classes)}", new_head=True))
-        assert open_weights(result.run_dir / "best.safetensors").classes == classes
+    for split, count in (("train", 12), ("val", 6)):
+        write_images(tmp_path / "cats", split, count, ("cat",))
+    options["data"] = str(tmp_path / "cats")
+    message = r"the weights have 3 classes, the data 1 \(cat\): expected the same; --new-head"
+    with pytest.raises(ConfigError, match=message):
+        train(tiny(**options, name="kept"))
+    result = train(tiny(**options, new_head=True))
+    assert open_weights(result.run_dir / "best.safetensors").classes == ("cat",)
     assert capsys.readouterr().out.count("warning: expected at least 2 classes, got 1 (cat)") == 1
 
 
@@ -507,9 +484,7 @@ def test_a_run_goes_on_without_the_weights_it_started_from(tiny, tmp_path, monke
     options = {"weights": str(weights)}
     options |= dict.fromkeys(("model", "layers", "width_factor", "input_size", "crop_mode"))
     uncut = train(tiny(**options, name="uncut")).run_dir
-    with monkeypatch.context() as patch:
-        stop_at(patch, 8)
-        stopped = train(tiny(**options)).run_dir
+    stopped = train_until(8, tiny(**options)).run_dir
     weights.unlink()
     copy = shutil.copytree(stopped, stopped.with_name("copy"))
     monkeypatch.chdir(copy)

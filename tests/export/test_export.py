@@ -20,8 +20,7 @@ from tresnet.errors import (
     MissingDependencyError,
 )
 from tresnet.export import FORMATS, ExportOptions, export_model, load_aoti
-from tresnet.export.plain import BlurByPools, plain_model
-from tresnet.ops.blur_pool import reference
+from tresnet.export.plain import plain_model
 
 WEIGHTS = "tresnet_t.digits"
 # The command exports a pt2 too, openvino begins with onnx; the fourth, aoti, compiles C++.
@@ -52,12 +51,6 @@ def images(count=3, height=32, width=32):
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     return digits.write(tmp_path_factory.mktemp("data"))
-
-
-@pytest.mark.parametrize("size", [(2, 2), (2, 3), (3, 2), (8, 8), (7, 9), (12, 5)])
-def test_the_blur_is_two_average_pools(size):
-    x = torch.randn(2, 3, *size, dtype=torch.float64)
-    torch.testing.assert_close(BlurByPools()(x), reference.blur_pool(x), rtol=1e-14, atol=1e-14)
 
 
 def test_what_is_exported_has_plain_operators_of_at_most_four_dimensions():
