@@ -1,6 +1,5 @@
 """The rules of the source tree: who imports whom, and how files are read."""
 
-import ast
 import importlib
 import re
 import shutil
@@ -62,49 +61,14 @@ def test_no_module_is_hidden_by_a_function_of_its_name():
         assert getattr(importlib.import_module(package), name) is module
 
 
-def unsafe_reading(call: ast.Call) -> str | None:
-    """Return the fault of a call that reads weights, or None."""
-    name = ast.unparse(call.func)
-    given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
-    if name == "torch.load" and given.get("weights_only") != "True":
-        return "torch.load without weights_only=True"
-    if name.endswith("load_state_dict") and (
-        given.get("strict", "True") != "True" or (len(call.args) > 1 and "optim" not in name)
-    ):
-        return "load_state_dict that is not plainly strict"
-    if re.fullmatch(r"(pickle|joblib|dill|cloudpickle)\.(load|loads|Unpickler)", name):
-        return f"{name} runs code from the file it reads"
-    return None
-
-
 def test_weights_are_read_strictly_and_safely():
-    found = [
-        f"{path}:{node.lineno}: {fault}"
-        for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text(), path.name))
-        if isinstance(node, ast.Call) and (fault := unsafe_reading(node))
-    ]
-    assert found == []
-
-
-@pytest.mark.parametrize(
-    ("code", "fault"),
-    [
-        ("torch.load(path)", "weights_only=True"),
-        ("torch.load(path, weights_only=False)", "weights_only=True"),
-        ("model.load_state_dict(state, strict=False)", "not plainly strict"),
-        ("model.load_state_dict(state, False)", "not plainly strict"),
-        ("pickle.loads(data)", "runs code"),
-        ("torch.load(path, weights_only=True)", ""),
-        ("model.load_state_dict(state, strict=True)", ""),
-    ],
-)
-def test_unsafe_reading_is_recognised(code: str, fault: str):
-    call = ast.parse(code, mode="eval").body
-    assert isinstance(call, ast.Call)
-    found = unsafe_reading(call) or ""
-    assert bool(found) == bool(fault)
-    assert fault in found
+    unsafe = (
+        r"torch\.load\((?!.*weights_only=True)",
+        r"load_state_dict\(.*(strict=|, *False)",
+        r"\b(pickle|joblib|dill|cloudpickle)\.(load|loads|Unpickler)\b",
+    )
+    for path in SOURCES:
+        assert re.findall("|".join(unsafe), path.read_text()) == [], path
 
 
 # The checkout, the home folder, and package registries (written so that it does not match itself).
@@ -125,8 +89,3 @@ def test_no_file_names_this_machine_or_a_registry():
             continue
         found += [f"{name}:{i}: {line}" for i, line in enumerate(lines, 1) if LOCAL.search(line)]
     assert found == []
-
-
-def test_this_machines_folders_are_recognised():
-    assert LOCAL.search(f"open('{ROOT}/weights')")
-    assert not LOCAL.search("/home/someone/imagenet and https://example.org/index")

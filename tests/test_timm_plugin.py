@@ -6,12 +6,9 @@ import sys
 import pytest
 import timm
 import timm.data
-import timm.optim
 import timm.utils
 import torch
 from timm.models import _hub, _registry
-from timm.models._features_fx import get_notrace_modules
-from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
 
 import tresnet
 from tests.checkpoints.small import CLASSES, same, small, small_public, trained
@@ -137,25 +134,6 @@ def test_data_config():
     assert timm.data.resolve_model_data_config(model)["crop_pct"] == 0.875
 
 
-def traced(model, training):
-    """A model traced symbolically, as timm and torchvision do."""
-    kinds = {"leaf_modules": list(get_notrace_modules())}
-    nodes = get_graph_node_names(model, tracer_kwargs=kinds)[not training]
-    model.train(training)
-    return create_feature_extractor(model, [nodes[-1]], tracer_kwargs=kinds)
-
-
-@pytest.mark.filterwarnings("ignore:The TorchScript type system")  # of fx's own GraphModule
-@pytest.mark.parametrize("name", ["tresnet_t", "tresnet_m", "tresnet_v2_l"])  # all kinds of blocks
-def test_torchvision_traces_our_models_with_timms_leaves(name):
-    model, x = create(name, num_classes=7).eval(), torch.rand(2, 3, 64, 64)
-    expected = model(x)
-    assert expected.shape == (2, 7)
-    assert torch.equal(next(iter(traced(model, False)(x).values())), expected)
-    next(iter(traced(model, True)(x).values())).sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-
-
 @pytest.mark.parametrize("name", timm.list_pretrained("tresnet_*") + list_models())
 def test_the_configuration_says_what_the_model_does(name):
     model = create(name, device="meta").eval()
@@ -188,19 +166,6 @@ def test_a_directory_in_timms_layout(tmp_path, monkeypatch, source, saved):
     found = timm.create_model(f"{source}{place}", pretrained=True)
     assert same(model.state_dict(), found.state_dict())
     assert found.config.layers == (1, 2, 1, 1)
-
-
-def test_timms_tools_for_training():
-    model = create(num_classes=CLASSES)
-    groups = timm.optim.param_groups_weight_decay(model, 0.1)
-    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
-    layers = timm.optim.param_groups_layer_decay(model, 0.1, layer_decay=0.5)
-    assert len({group["lr_scale"] for group in layers}) > 3
-    average = timm.utils.ModelEmaV3(model)
-    average.update(model)
-    model.set_grad_checkpointing()
-    model.reset_classifier(3)
-    assert model(torch.rand(2, 3, 64, 64)).shape == (2, 3)
 
 
 def start_plugin(*arguments):

@@ -260,37 +260,6 @@ def test_forward_mode_derivatives_and_transforms_take_plain_modules():
     torch.testing.assert_close(dual.tangent, slope)
 
 
-def test_export_sees_plain_operators_for_any_batch():
-    model, x = make().eval(), torch.rand(3, 3, 32, 24, device=DEVICE)
-    sizes = {"x": {0: torch.export.Dim("n")}}
-    program = torch.export.export(model, (x,), dynamic_shapes=sizes)
-    targets = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
-    assert all(target.startswith(("aten.", "<built-in")) for target in targets), targets
-    larger = torch.rand(5, 3, 32, 24, device=DEVICE)
-    torch.testing.assert_close(program.module()(larger), model(larger), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_the_compiler_takes_plain_modules_in_one_graph():
-    torch._dynamo.reset()
-    model = make()
-    expected = step(make(), images())
-    y = torch.compile(model, fullgraph=True, backend="aot_eager")(images())
-    y.square().sum().backward()
-    torch.testing.assert_close(y, expected["logits"], rtol=1e-4, atol=1e-4)
-    for name, parameter in model.named_parameters():
-        difference = (parameter.grad - expected[name]).norm()
-        assert difference <= 1e-4 * expected[name].norm(), name
-    torch._dynamo.reset()
-
-
-def test_set_impl_errors():
-    with pytest.raises(InputError, match=r"expected impl 'auto', .* got 'cuda'"):
-        make().set_impl("cuda")
-    with pytest.raises(InputError, match="norm='abn', got 'batchnorm'"):
-        tresnet.create("tresnet_t", norm="batchnorm").set_impl("triton")
-
-
 def test_plain_parts_take_bytes():
     model = make("auto").eval()
     pixels = (images() * 255).to(torch.uint8)

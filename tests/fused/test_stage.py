@@ -55,15 +55,6 @@ def test_definitions_equal_the_plain_modules(model, recompute):
     assert_near(step(ours, images(torch.float64, 3)), exact, 1e-10)
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_layouts_and_norms_in_eval_mode(layout, training):
-    ours = make("reference").double().to(memory_format=layout).train(training)
-    x = images(torch.float64).contiguous(memory_format=layout)
-    exact = step(plain(ours), x)
-    assert_near(step(ours, x), exact, 1e-10)
-
-
 @pytest.mark.parametrize(
     ("model", "recompute"),
     [
@@ -183,11 +174,8 @@ def test_one_buffer_per_convolution_is_kept():
     assert kept == pytest.approx(expected, rel=0.03)  # and a bit a join, and gates
 
 
-def test_checkpointed_models_have_the_same_gradients_and_their_statistics_move_once():
-    expected, checkpointed = step(make("reference"), images()), make("reference")
-    checkpointed.set_grad_checkpointing()
-    torch.testing.assert_close(step(checkpointed, images()), expected)
-    model = make("reference")  # by the user
+def test_a_user_may_checkpoint_a_whole_model():
+    expected, model = step(make("reference"), images()), make("reference")
     checkpoint(model, images(), use_reentrant=False).square().sum().backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name])

@@ -161,6 +161,9 @@ def test_a_tool_that_replaces_norms_keeps_the_function(tool: str):
     for which in (model, other):
         which.set_slopes(0.3, 0.2)
     torch.testing.assert_close(other(x), model(x))
+    if tool in ("synchronised", "unfrozen"):
+        torch.testing.assert_close(other.train()(x), model.train()(x))
+        torch.testing.assert_close(dict(other.named_buffers()), dict(model.named_buffers()))
 
 
 def test_a_synchronised_norm_is_not_traced(monkeypatch):

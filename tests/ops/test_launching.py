@@ -104,21 +104,13 @@ class Launcher:
         self.launch(x, y, z, stream, function, False, metadata, *hooks, *args)
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_the_python_of_tritons_launcher_runs_once(nested):
-    launcher = Launcher(nested, scratch=0)
+@pytest.mark.parametrize(("nested", "scratch"), [(False, 0), (True, 0), (True, 16)])
+def test_the_python_of_tritons_launcher_runs_once_unless_a_kernel_borrows_memory(nested, scratch):
+    launcher = Launcher(nested, scratch)
     compiled = SimpleNamespace(run=launcher, function=7, packed_metadata="packed")
     run = launching._run_of(compiled, GRID, (0.5,))
     launcher(5, 1, 1, 3, 7, "packed", None, None, None, 11, 0.5)
     run(3, [11])
-    assert launcher.calls == 1, "the last one was not its own"
-    assert launcher.launch.call_count == 2, "that shows the constants launches nothing"
-    assert launcher.launch.call_args_list[0] == launcher.launch.call_args_list[1]
-
-
-def test_a_kernel_that_borrows_memory_goes_through_tritons_launcher():
-    launcher = Launcher(True, scratch=16)
-    compiled = SimpleNamespace(run=launcher, function=7, packed_metadata="packed")
-    run = launching._run_of(compiled, GRID, (0.5,))
-    run(3, [11])
-    assert launcher.calls == 1
+    assert launcher.calls == (2 if scratch else 1)
+    first, again = launcher.launch.call_args_list  # which shows the constants launches nothing
+    assert first == again

@@ -479,6 +479,14 @@ def test_inference_by_graphs_gives_the_eager_logits(compute):
     assert replayed == [False] * 5 + [True] * 4 + [False] + [True] * 4
 
 
+@pytest.mark.parametrize("capturer", [Unchanging, Failing, NoRoom])
+def test_a_graph_of_inference_that_differs_or_fails_is_left(capturer):
+    (graphed, said), (eager, _) = inference(capturer), inference()
+    for images in torch.rand(8, 4, 3, 8, 8):
+        assert torch.equal(graphed(images), eager(images))
+    assert (len(said), graphed.replayed) == (1, False)
+
+
 def test_threads_use_a_graph_one_at_a_time():
     graphed, _ = inference(StandIn)
     batches = [torch.full((4, 3, 8, 8), value / 8) for value in range(8)]
