@@ -50,6 +50,7 @@ def trace(name, batch_size, **step):
 )
 def test_traces_of_other_batches_are_foreseen(step):
     two, four, real = (trace("tresnet_t", n, layers=(1, 1, 1, 1), **step) for n in (2, 4, 24))
+    assert trace("tresnet_t", 2, layers=(1, 1, 1, 1), **step).operations == two.operations
     foreseen = interpolated((2, two), (4, four))(24)
     assert foreseen.events == real.events
     assert [b.n_bytes for b in foreseen.buffers] == [b.n_bytes for b in real.buffers]

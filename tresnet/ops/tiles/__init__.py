@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 CutT = TypeVar("CutT")
 
@@ -102,8 +103,10 @@ def by_form(cut: Callable[..., CutT]) -> Callable[..., CutT]:
         limits: Any,
         *rest: Any,
     ) -> CutT:
-        x = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        return cut(x, multiprocessors(device), *rest)
+        # A step's trace must not depend on which forms are cached.
+        with _disable_current_modes():
+            x = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            return cut(x, multiprocessors(device), *rest)
 
     @functools.wraps(cut)
     def run(x: Tensor, dtypes: Any, *rest: Any) -> CutT:
