@@ -197,16 +197,12 @@ def fake_gpu(monkeypatch):
     return tried
 
 
-def test_what_is_taken_is_left_out(fake_gpu):
-    total, free = present_device(1), present_device(1, free_only=True)
-    assert (total.capacity_bytes, free.capacity_bytes) == (80 * GIB, 72 * GIB)
-    assert free.cublas_workspace_bytes == 32 * MIB  # it is a Hopper
-
-
 @pytest.mark.parametrize(("allowed", "expected"), [(None, 72), ("24GiB", 24), ("79GiB", 72)])
 def test_memory_may_be_limited_but_not_invented(fake_gpu, tiny, allowed, expected):
     gpu = batch_size.gpu_of(tiny(gpu_memory=allowed), torch.device("cuda", 1))
     assert gpu.capacity_bytes == expected * GIB
+    assert gpu.cublas_workspace_bytes == 32 * MIB  # it is a Hopper
+    assert present_device(1).capacity_bytes == 80 * GIB
     assert fake_gpu == [torch.device("cuda", 1)]  # first, whether its kernels run
 
 
