@@ -204,7 +204,8 @@ def explain_full_memory(
             said = f"what would fit cannot be predicted: {second}"
     return (
         f"the GPU's memory is full with --batch-size {tried}: {error}\n  {last}\n  {said}\n"
-        f"  try {'; or '.join(ways_out(config, plan.batches, fitting))}"
+        "  for a new run, as a resumed one keeps its options, try"
+        f" {'; or '.join(ways_out(config, plan.batches, fitting))}"
     )
 
 

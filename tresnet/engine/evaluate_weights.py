@@ -33,7 +33,8 @@ class EvalConfig(ScoreConfig, DeviceConfig, Build, ImageConfig):
     """Evaluate weights on the images of a folder, or on the digits."""
 
     data: str = dataclasses.field()
-    """Directory with val/CLASS/ image folders or val.csv, or `digits` or `digits_multilabel`."""
+    """Directory with val/CLASS/ image folders, shards of `tresnet shard`, or val.csv for several
+    labels per image; or `digits` or `digits_multilabel`."""
     weights: str
     """A tag of `tresnet list`, a file, a directory in timm's layout or hf-hub:USER/NAME."""
     model: str | None = None

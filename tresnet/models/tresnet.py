@@ -51,7 +51,6 @@ class TResNet(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create and initialise the layers."""
         super().__init__()
         self.config = config
         self.num_classes = config.num_classes

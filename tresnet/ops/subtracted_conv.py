@@ -32,16 +32,9 @@ def subtracted_conv(
     Under `torch.compile`, export and tracing the compiler decides what is kept, and 'recompute' is
     'branches'.
 
-    Args:
-        x: (N, C, H, W), floating point.
-        point: P, (h, C, 1, 1).
-        depth: D, (h, 1, k, k), k odd.
-        low: L, (h, h, k, k).
-        stride: Stride of P, in both directions.
-        mode: 'branches', 'composed' or 'recompute'.
-
-    Returns:
-        (N, 2 h, ceil(H / stride), ceil(W / stride)); under autocast in its dtype.
+    Shapes: x (N, C, H, W), P = `point` (h, C, 1, 1), D = `depth` (h, 1, k, k) with k odd, L = `low`
+    (h, h, k, k). P has the stride. The result (N, 2 h, ceil(H / stride), ceil(W / stride)) has the
+    dtype of the inputs, or autocast's.
 
     Raises:
         InputError: an unknown mode, or another shape or dtype of `x` than the weights need.

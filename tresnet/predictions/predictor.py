@@ -172,13 +172,9 @@ def predict(
 ) -> list[Prediction]:
     """Predict the classes of images; `weights`, `top_k` and `options` are those of `Predictor`.
 
-    Args:
-        images: Paths of files or folders, patterns, PIL images, or RGB in uint8: NumPy arrays
-            ([N,] H, W, 3) or tensors ([N,] 3, H, W); one or many. They are resized and cropped as
-            the weights require.
-        weights: Weights for `tresnet.create`, or with `runtime='onnx'` a file of `tresnet export`.
-        top_k: Number of classes to name, the likeliest first.
-        **options: Arguments of `Predictor`: batch_size, runtime, maps, device, build, compute.
+    `images` are one or many: paths of files or folders, patterns, PIL images, or RGB in uint8, as
+    NumPy arrays ([N,] H, W, 3) or tensors ([N,] 3, H, W). They are resized and cropped as the
+    weights require.
 
     Raises:
         InputError: something is not an image.
