@@ -51,6 +51,7 @@ _FORWARD: dict[type[nn.Module], Any] = {
         *(FoldedConv, GlobalPool2d, SpaceToDepth, SqueezeExcite),
     )
 }
+# Exact types, as subclasses may define operators of their own.
 _TENSORS = {Tensor, nn.Parameter, FakeTensor}
 
 
@@ -200,6 +201,7 @@ def _refuse(name: str, reason: _Plain, impl: Impl) -> None:
 
 def _wanted(parts: Iterable[nn.Module], x: Any, impl: Impl) -> bool:
     """Return whether `impl` chooses the program, and no tracer or transform is active."""
+    # forward-mode derivatives, which the program lacks, have levels from 0 on
     if type(x) not in _TENSORS or traced() or forward_ad._current_level >= 0:
         return False
     if impl != "auto" or x.is_cuda:

@@ -23,7 +23,7 @@ from tresnet.ops.abn import Norm
 if TYPE_CHECKING:
     from tresnet.fused.stage import Block, Layer
 
-MULTIPLE = 8
+MULTIPLE = 8  # channels, which NVIDIA's guide to convolutions asks of tensor cores in 16 bits
 # Values of a part's input. Below, by estimate, padding's launches take longer than it saves:
 # tresnet_l's convolutions do about 700 multiply-adds for a value that they read.
 FROM = 1 << 21  # 14 images of 224 pixels

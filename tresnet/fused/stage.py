@@ -517,7 +517,7 @@ def _differentiable(ctx: Any, saved: list[Any], grad: Tensor) -> list[Tensor | N
         )
     first = saved[ctx.records[0].inputs]
     y = _maps(ctx.part, first)
-    if ctx.part.pads:
+    if ctx.part.pads:  # the weights below are not padded, but the input map may be
         y = y[:, : ctx.records[0].block.layers[0].conv.weight.shape[1]]
     for record in ctx.records:
         block, x = record.block, y

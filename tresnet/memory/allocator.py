@@ -18,6 +18,7 @@ from itertools import groupby
 
 from tresnet.memory.device import MIB, mib
 
+# There: kMinBlockSize, kSmallSize, kSmallBuffer, kLargeBuffer, kMinLargeAlloc and kRoundLarge.
 MIN_BLOCK_BYTES = 512
 SMALL_REQUEST_BYTES = MIB
 SMALL_SEGMENT_BYTES = 2 * MIB

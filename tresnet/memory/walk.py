@@ -293,6 +293,7 @@ def _call_custom(node: Node, gradients: Gradients, edges: tuple) -> Gradients:
 
 
 def _fit(gradient: torch.Tensor, meta: Any) -> torch.Tensor:
+    # `validate_outputs` in torch's engine.cpp sums over broadcast dimensions, then casts
     shape = tuple(meta.shape)
     if tuple(gradient.shape) != shape:
         gradient = gradient.sum_to_size(shape)

@@ -24,8 +24,8 @@ _BACKWARD = aten.convolution_backward.default
 _FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward.default
 _RECURRENT = aten._cudnn_rnn.default
 _RECURRENT_BACKWARD = aten._cudnn_rnn_backward.default
-_FLASH_TILE = 128
-_FLASH_HEAD_TILE = 32
+_FLASH_TILE = 128  # flash_api.cpp rounds lengths up to its multiples
+_FLASH_HEAD_TILE = 32  # the same for sizes of heads
 
 
 def workspace_bytes(func: Any, args: tuple, outputs: list[torch.Tensor]) -> tuple[int, int]:

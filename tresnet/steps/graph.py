@@ -28,7 +28,7 @@ from tresnet.layers.norm import running_stats_frozen
 from tresnet.settings import Compute
 from tresnet.steps.compiled import CUDA_GRAPH_MODES
 
-WARMUP_RUNS = 3
+WARMUP_RUNS = 3  # as in the example of PyTorch's notes on CUDA graphs
 WARMUP_RUNS_DDP = 11  # DistributedDataParallel lays its buckets out again after the first runs
 CHECKED_AFTER = 2  # runs after the warm-up: one is captured, one is compared
 _MOST_GRAPHS = 8
