@@ -1,8 +1,7 @@
 """Write weights atomically, in our format or in timm's.
 
 `save_checkpoint` first checks that the file could be read again: layers as in the configuration,
-plain tensors, metadata that JSON can hold. timm's format is refused where timm's own class would
-compute another function.
+plain tensors, metadata that JSON can hold.
 """
 
 import json

@@ -1,8 +1,7 @@
 """Batches whose order and augmentation depend on (seed, epoch), with any number of workers.
 
 `EpochBatches` lists the images of each batch, with a seed for each, so that a resumed run continues
-in the middle of an epoch. torch's DataLoader runs the workers. On Linux they write batches into
-shared memory (`_Slots`), so that no batch is copied between processes.
+in the middle of an epoch. torch's DataLoader runs the workers; on Linux they share `_Slots`.
 """
 
 import dataclasses

@@ -1,8 +1,7 @@
 """Fold norms into the convolutions before them, for inference.
 
 `fold` checks the model first, then copies it and replaces each convolution and its norm by one
-convolution with bias. `merge_stem` also merges space-to-depth into the stem's convolution. Whatever
-cannot be folded exactly raises an error before anything is changed.
+convolution with bias. What cannot be folded exactly raises an error before anything is changed.
 """
 
 import copy
