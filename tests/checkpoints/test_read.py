@@ -19,6 +19,15 @@ def assert_reads(path, expected=TENSORS):
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
+def save(path, metadata=None):
+    """`TENSORS` in the format that the suffix names."""
+    if path.suffix == ".safetensors":
+        said = None if metadata is None else {"tresnet": json.dumps(metadata)}
+        safetensors.torch.save_file(TENSORS, path, said)
+    else:
+        torch.save({"state_dict": TENSORS, "tresnet": metadata}, path)
+
+
 class Payload:
     """Creates a file when unpickled."""
 
@@ -134,10 +143,7 @@ def test_code_is_refused_and_not_run(tmp_path, how, inside):
 )
 def test_a_truncated_file_and_garbage(tmp_path, suffix, damage):
     path = tmp_path / f"a{suffix}"
-    if suffix == ".pth":
-        torch.save(TENSORS, path)
-    else:
-        safetensors.torch.save_file(TENSORS, path)
+    save(path)
     data = path.read_bytes()
     path.write_bytes(damage if isinstance(damage, bytes) else data[: int(len(data) * damage)])
     with pytest.raises(CheckpointError, match=f"a{suffix} is not a readable.*copy or dow") as info:
@@ -178,9 +184,6 @@ def test_no_weights_inside(tmp_path, contents, found):
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
 def test_metadata_of_a_later_version(tmp_path, metadata, suffix):
     path = tmp_path / f"a{suffix}"
-    if suffix == ".pth":
-        torch.save({"state_dict": TENSORS, "tresnet": metadata}, path)
-    else:
-        safetensors.torch.save_file(TENSORS, path, {"tresnet": json.dumps(metadata)})
+    save(path, metadata)
     with pytest.raises(CheckpointError, match=r"reads up to 2: upgrade tresnet"):
         read_file(path)

@@ -114,10 +114,23 @@ def test_optimizer_state_is_counted(opt, copies):
     assert state == pytest.approx(copies * PARAMETERS, rel=1e-4)
 
 
-def test_weight_decay_of_sgd_copies_the_gradients():
-    """The foreach SGD of a GPU adds decay into new tensors."""
-    prediction = vectors(opt=lambda p: sgd(p, weight_decay=1e-4))
-    assert at_most(prediction, Category.TEMPORARY) == PARAMETERS
+@pytest.mark.parametrize(
+    ("step", "category", "phases", "n_bytes"),
+    [
+        # the foreach SGD of a GPU adds decay into new tensors
+        ({"opt": lambda p: sgd(p, weight_decay=1e-4)}, Category.TEMPORARY, Phase, PARAMETERS),
+        # biases are cast too, but not kept for backward, and nobody wants the input's gradient
+        ({"amp": "bf16"}, Category.CAST_WEIGHTS, Phase, (LAYERS - 1) * WEIGHT_BYTES / 2),
+        ({}, Category.GRADIENTS, [Phase.FORWARD], 0),
+        ({"accumulate": 2}, Category.GRADIENTS, [Phase.FORWARD], PARAMETERS),
+        ({"device": "a100"}, Category.WORKSPACE, Phase, 2 * 8_519_680),
+        ({"device": "h100"}, Category.WORKSPACE, Phase, 2 * 32 * MIB),
+    ],
+)
+def test_options_change_what_is_held(step, category, phases, n_bytes):
+    exact = category is not Category.CAST_WEIGHTS
+    held = at_most(vectors(**step), category, phases)
+    assert held == (n_bytes if exact else pytest.approx(n_bytes, rel=1e-3))
 
 
 def test_a_batch_of_bytes_takes_a_quarter():
@@ -142,19 +155,6 @@ def test_gradients_live_in_ddps_buckets():
     assert at_most(vectors(), Category.GRADIENTS) == PARAMETERS
     assert held < 3 * PARAMETERS
     assert prediction.end_allocated_bytes >= vectors().end_allocated_bytes + PARAMETERS
-
-
-def test_autocast_keeps_half_size_copies_of_the_weights():
-    prediction = vectors(amp="bf16")
-    # Biases are cast too, but not kept for backward, and nobody wants the input's gradient.
-    kept = at_most(prediction, Category.CAST_WEIGHTS)
-    assert kept == pytest.approx((LAYERS - 1) * WEIGHT_BYTES / 2, rel=1e-3)
-
-
-def test_accumulation_keeps_gradients_during_the_second_forward():
-    forward = Category.GRADIENTS, [Phase.FORWARD]
-    assert at_most(vectors(), *forward) == 0
-    assert at_most(vectors(accumulate=2), *forward) == PARAMETERS
 
 
 @pytest.mark.parametrize(
@@ -187,12 +187,6 @@ def test_ranges_of_reserved_memory_and_of_the_context():
     for bound, context in (("low", 300), ("expected", 600), ("high", 1500)):
         total, held = (getattr(r, f"{bound}_bytes") for r in (prediction.device_total, reserved))
         assert total - held == context * MIB
-
-
-def test_hopper_keeps_larger_cublas_workspaces():
-    h100, a100 = vectors(device="h100"), vectors(device="a100")
-    assert at_most(a100, Category.WORKSPACE) == 2 * 8_519_680
-    assert at_most(h100, Category.WORKSPACE) == 2 * 32 * MIB
 
 
 def test_model_is_left_alone_and_tied_weights_are_counted_once():
