@@ -66,11 +66,15 @@ def test_a_record_is_rewritten_atomically(tmp_path, monkeypatch):
     for count in (1, 2):
         path = record.write([{"op": "abn"}] * count)
         assert len(json.loads(path.read_text())["rows"]) == count
+    before = path.read_bytes()
 
     def full(path, text):
         raise WriteError("No space left on device")
 
     monkeypatch.setattr(records, "write_text", full)
+    with pytest.raises(WriteError):
+        record.write([{"op": "blur"}])
+    assert [one.read_bytes() for one in path.parent.iterdir()] == [before]
     with pytest.raises(WriteError):
         write(tmp_path / "other")
     assert list((tmp_path / "other").iterdir()) == []
