@@ -243,6 +243,17 @@ def kept_bytes(model, images):
     return sum(size for _, size in alive)
 
 
+@NEEDS_PACKAGE
+def test_abn_keeps_the_least():
+    """Measured bytes alive after the forward pass, per image, of each norm."""
+    images = torch.rand(2, 3, 64, 64)
+    models = {norm: make(norm) for norm in [*OWN_NORMS, "inplace_abn"]}
+    models["abn"].set_impl("reference")  # the program, on plain operators
+    kept = {norm: kept_bytes(model, images) for norm, model in models.items()}
+    assert kept["abn"] < 0.73 * kept["batchnorm"]
+    assert kept["abn"] < 0.95 * kept["inplace_abn"]
+
+
 def test_drop_path_drops_branches():
     torch.manual_seed(1)
     model = make(drop_path_rate=0.9).train()
