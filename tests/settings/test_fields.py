@@ -64,7 +64,7 @@ class Sample(Settings):
         ({"made_by": 3}, "--made-by: expected a function or text, got 3"),
         ({"inner": Inner(pair=(1.0, 0.5))}, "--pair: expected smallest first, got (1.0, 0.5)"),
         ({"inner": Inner(pair=(0.0, 0.5))}, "--pair: expected more than 0, got 0.0"),
-        ({"inner": Inner(pair=(0.5,))}, "--pair: expected as many values as it has, got (0.5,)"),
+        ({"inner": Inner(pair=(0.5,))}, "--pair: expected more values, got (0.5,)"),
         ({"inner": Inner(layers=(1, "2"))}, "--layers: expected a whole number, got '2'"),
         ({"count": 0, "flag": 1}, "--count: expected at least 1, got 0\n  --flag: expected true"),
     ],

@@ -165,7 +165,7 @@ def fingerprint_beside(config: TrainConfig) -> str:
 
 
 def _contents(path: Path) -> bytes:
-    """Return a file's bytes; safetensors writes the keys of its header in a random order."""
+    """Return a file's bytes, with the header of safetensors sorted, as its order is random."""
     data = path.read_bytes()
     size = 8 + int.from_bytes(data[:8], "little")
     try:

@@ -139,7 +139,7 @@ class Loop:
             return
         progress.images += sums.images
         progress.hits += sums.hits
-        for loss_sum in sums.loss_sums:  # one by one: rounding must not depend on the readings
+        for loss_sum in sums.loss_sums:  # added one by one, as sums of groups round differently
             progress.loss_sum += loss_sum
         figures = {"loss": sum(sums.loss_sums) / sums.images, "lr": self.step.lr}
         rate = self.throughput.images_per_s()

@@ -1,7 +1,8 @@
 """The state of a run, from which it resumes exactly: `last.pt`, and `previous.pt` before it.
 
 A state holds weights, optimizer, EMA, generators of all processes, progress and configuration. It
-is written by process 0 and read without running code. The older file replaces a damaged newer one.
+is written by process 0 and read without running code. If the newer file is damaged, the older one
+is read instead.
 """
 
 import dataclasses

@@ -93,10 +93,10 @@ def run(
 ) -> Tensor:
     """Run parts of a model one after another, by the program if it applies.
 
-    If all are unchanged, they are one node of the graph. Otherwise each part runs separately, by
-    the program or as a module. A part is a `ConvNormAct`, a residual block, or an `nn.Sequential`
-    of such. `x` is (N, C, H, W), bytes if `blocks` turns them into the first part's input. Raises
-    `InputError` if `how.impl` is 'triton' and kernels cannot run.
+    If the program applies to all, they are one node of the graph. Otherwise each part runs
+    separately, by the program or as a module. A part is a `ConvNormAct`, a residual block, or an
+    `nn.Sequential` of such. `x` is (N, C, H, W), bytes if `blocks` turns them into the first part's
+    input. Raises `InputError` if `how.impl` is 'triton' and kernels cannot run.
     """
     return run_row({0: parts}, x, how, blocks, (0,))[0]
 

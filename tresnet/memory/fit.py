@@ -1,7 +1,7 @@
 """Decide whether a batch fits, and find the largest batch that fits.
 
 Buffers grow linearly with the batch, so two traces of small batches give the trace of any other.
-The largest batch is found by bisection over these, and then confirmed by traces of its own.
+Bisection over such computed traces finds the largest batch. Real traces near it then confirm it.
 """
 
 import bisect

@@ -83,8 +83,8 @@ class MemoryPrediction:
     peak of the caching allocator's segments (`max_memory_reserved`). `device_total` adds the
     context, as NVML shows it. `end_allocated_bytes` is held after the steps.
 
-    `by_category` sums to the expected `allocated`, which `peak_operation` reached. `out_of_memory`
-    is the operation that did not fit into the device, or None.
+    `by_category` sums to `allocated.expected_bytes`, which `peak_operation` reached.
+    `out_of_memory` is the operation that did not fit into the device, or None.
     """
 
     model: str

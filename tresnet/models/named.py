@@ -57,8 +57,8 @@ def build_named(
 ) -> nn.Module:
     """Build a randomly initialised model by its name, without a download, or raise `InputError`.
 
-    `options` are those of `zoo.build` or of the peer's constructor; None means not given. On the
-    device `meta` nothing is allocated, unless a peer's constructor reads its new tensors.
+    `options` are those of `zoo.build` or of the constructor in timm or torchvision; None means not
+    given. On the device `meta` nothing is allocated, unless that constructor reads a new tensor.
     """
     check_name(name)
     source, model = split_name(name)

@@ -26,8 +26,8 @@ class Form:
         name: Folder of the operation, and its kernel, as in "abn.apply".
         warps: Of a program.
         grid: Programs along one or two axes.
-        numbers: All arguments of the kernel that are no tensors, constants included. The kernel
-            may leave some out.
+        numbers: All arguments of the kernel that are no tensors, constants included. Names that
+            the kernel does not have are ignored.
     """
 
     def __init__(self, name: str, warps: int, grid: tuple[int, ...], **numbers: Any) -> None:

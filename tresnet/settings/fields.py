@@ -136,7 +136,7 @@ _EXPECTED = {
     "less_than": "less than {lt}",
     "less_than_equal": "at most {le}",
     "literal_error": "{expected}",
-    "missing": "as many values as it has",
+    "missing": "more values",
     "sequence_str": "a Sequence",
     "string": "text",
     "too_long": "at most {max_length} values",

@@ -86,7 +86,7 @@ class TrainingStep:
 
     @property
     def lr(self) -> float:
-        """The highest learning rate of a group in the last optimizer step, or in the first."""
+        """The highest learning rate of the groups in the last step; before any, in the first."""
         return self._lr
 
     def _next_lr(self) -> float:
@@ -273,8 +273,8 @@ def create_training_step(
         made = optim.create_optimizer(model, optimizer, global_batch, on_gpu=device.type == "cuda")
     capturer = CudaCapturer(device) if graphed else None
     wrapped, no_sync = model, contextlib.nullcontext
-    # DistributedDataParallel keeps the nodes that accumulate gradients. They run on the stream they
-    # were made on, and a stream other than the captured one would end the capture.
+    # DistributedDataParallel keeps the nodes that accumulate gradients. Each node runs on the
+    # stream on which it was made. Any stream but the captured one would end the capture.
     with contextlib.nullcontext() if capturer is None else capturer.warming_up():
         if world_size > 1:
             ids = [device] if device.type == "cuda" else None

@@ -43,9 +43,10 @@ def fold(model: ModuleT, *, merge_stem: bool = False, inplace: bool = False) -> 
     stride 4, for blocks of 4); exact. `inplace` changes `model` itself.
 
     Raises:
-        InputError: training mode, a norm without running statistics, a compiled model, nothing to
-            fold, folded weights beyond the range of their dtype, or a convolution, norm or
-            `ConvNormAct` with hooks, a parametrization or of another class; `model` is unchanged.
+        InputError: `model` is in training mode or compiled, or has nothing to fold or a norm
+            without running statistics. A convolution, norm or `ConvNormAct` has hooks, a
+            parametrization or another class. Folded weights exceed the range of their dtype.
+            In all these cases `model` is unchanged.
     """
     _check(model, merge_stem)
     folded = copy.deepcopy(model)

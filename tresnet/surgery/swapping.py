@@ -76,7 +76,7 @@ def _check_gammas(norms: dict[str, NormAct]) -> None:
 def _counterpart(old: NormAct, target: type[NormAct]) -> NormAct:
     new = target(old.num_features, old.slope, eps=old.eps, momentum=old.momentum, device="meta")
     if isinstance(old, InplaceABN):
-        old.weight.copy_(old._gamma())  # the gamma of a weight below eps
+        old.weight.copy_(old._gamma())  # a weight below eps is not its gamma
     for name in _KEPT:  # a norm that ignores a choice keeps it for the next swap
         if hasattr(old, name):
             setattr(new, name, getattr(old, name))

@@ -153,8 +153,8 @@ def apply(
 ) -> tuple[Tensor, Tensor | None]:
     """Return relu(gate * blur(act((y - mean) * scale + bias)) + shortcut), each part if requested.
 
-    Without statistics, mean is 0 and scale 1. With `keeps_bits` the mask of the ReLU follows, a bit
-    for each value: (N, lines, ceil(length / 8)) bytes, see `_lines`.
+    Without statistics, mean is 0 and scale 1. With `keeps_bits` the second result is the ReLU's
+    mask, a bit for each value: (N, lines, ceil(length / 8)) bytes, see `_lines`.
     """
     y, stats, gate, bias = kept.y, kept.stats, kept.gate, norm.beta.contiguous()
     form, size = _apply(
