@@ -6,8 +6,8 @@
     model = tresnet.create("tresnet_m")
     model = tresnet.create("tresnet_m", weights="tresnet_m.miil_in1k")
 
-Importing the package is quick: the names below are loaded at their first use, and none of them
-initialises CUDA.
+Importing the package is quick: each public name is loaded at its first use. Loading initialises no
+CUDA.
 """
 
 import importlib

@@ -20,7 +20,7 @@ import torch
 
 from tresnet.errors import InputError
 
-__version__ = "0.1.0"  # of this package
+__version__ = "0.1.0"  # version of this package
 MIB = 2**20
 _PACKAGES = ("torch", "torchvision", "timm", "triton", "inplace-abn", "numpy")
 _CHECKOUT = Path(__file__).resolve().parent.parent
@@ -29,7 +29,8 @@ _CHECKOUT = Path(__file__).resolve().parent.parent
 def describe(device: torch.device | str | int | None = None) -> dict[str, Any]:
     """Describe the device, the machine, the versions and the commit, as plain values for JSON.
 
-    None as device is the CPU. Unknown values (an absent package, no NVML, no checkout) are None.
+    Without a device the CPU is described. A value that cannot be found, such as the version of an
+    absent package, is None.
     """
     chosen = torch.device("cpu" if device is None else device)
     return {
@@ -47,7 +48,7 @@ def describe(device: torch.device | str | int | None = None) -> dict[str, Any]:
 
 
 def usable_device(name: str | torch.device) -> torch.device:
-    """Return a device of this machine, a GPU with its index, or raise InputError."""
+    """Return a device, with its index if it is a GPU, or raise InputError if it is not there."""
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:
@@ -65,7 +66,7 @@ def usable_device(name: str | torch.device) -> torch.device:
         return torch.device("cuda", index)
     try:
         torch.empty(0, device=device)
-    except Exception as error:  # each backend has its own way to say that it is not there
+    except Exception as error:  # backends raise different types if they are absent
         raise InputError(
             f"expected a device of this machine, got {name!r} ({error}): use cpu or cuda"
         ) from error
@@ -73,7 +74,7 @@ def usable_device(name: str | torch.device) -> torch.device:
 
 
 def timed_device(name: str) -> torch.device:
-    """Return a device of this machine that can be timed (CPU, CUDA), or raise InputError."""
+    """Return a CPU or CUDA device of this machine, which can be timed, or raise InputError."""
     device = usable_device(name)
     if device.type not in ("cpu", "cuda"):
         raise InputError(f"expected a device that can be timed, cpu or cuda, got {name!r}")
@@ -81,7 +82,7 @@ def timed_device(name: str) -> torch.device:
 
 
 def device_or_default(name: str | None) -> str:
-    """Return `name`, else a GPU if there is one, else the CPU."""
+    """Return `name` if given, else 'cuda' if a GPU is available, else 'cpu'."""
     if name is not None:
         return name
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -91,8 +92,8 @@ def nvml_handle(device: torch.device | str | int) -> Any | None:
     """Return NVML's handle of the GPU behind a CUDA device, or None if NVML has none.
 
     NVML numbers every GPU of the machine in PCI order and ignores CUDA_VISIBLE_DEVICES and
-    CUDA_DEVICE_ORDER. So the GPU is found by its UUID, as CUDA reports it. A MIG slice named in
-    CUDA_VISIBLE_DEVICES is found by that name.
+    CUDA_DEVICE_ORDER. So the GPU is found by the UUID that CUDA reports. A MIG slice is found by
+    the name that CUDA_VISIBLE_DEVICES has for it.
     """
     pynvml = _nvml()
     if pynvml is None:
@@ -112,7 +113,7 @@ def nvml_handle(device: torch.device | str | int) -> Any | None:
 
 
 def device_used_bytes(handle: Any | None) -> int | None:
-    """Return bytes that all processes use on the GPU; None without a handle."""
+    """Return the bytes that all processes use on the GPU, or None if `handle` is None."""
     pynvml = _nvml()
     if pynvml is None or handle is None:
         return None
@@ -190,11 +191,11 @@ def _installed_version(package: str) -> str | None:
 def _git_state(root: Path) -> dict[str, Any] | None:
     top = _output_of("git", "-C", str(root), "rev-parse", "--show-toplevel")
     commit = _output_of("git", "-C", str(root), "rev-parse", "HEAD")
-    # An installed package must not report the repository that its environment lies in.
+    # An installed package must not report the repository around its virtual environment.
     if not top or not commit or Path(top).resolve() != root.resolve():
         return None
     changed = _output_of("git", "-C", str(root), "status", "--porcelain")
-    dirty = None  # git took too long
+    dirty = None  # if `git status` fails or takes too long
     if changed is not None:
         lines = changed.splitlines()
         dirty = any(line[:2] != "??" or line.startswith("?? tresnet/") for line in lines)
@@ -210,7 +211,7 @@ def _output_of(*command: str) -> str | None:
 
 
 def parse_size(size: str | int) -> int:
-    """Return the bytes of an int, `80GiB` or `24GB` (24 * 10^9), or raise InputError."""
+    """Convert an int, `80GiB` or `24GB` (24 * 10^9) to bytes, or raise InputError."""
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
     n_bytes = -1

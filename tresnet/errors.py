@@ -1,7 +1,7 @@
-"""Errors that a user can cause. Each message says what was expected, what came and what to do.
+"""Errors that a user can cause. Each message names what was expected, what came and what to do.
 
-Command lines print any of them as one line on stderr and end with exit code 2. As a library, catch
-`TResNetError` or the built-in class that fits (`ValueError`, `RuntimeError`, `ImportError`).
+Commands print such an error as one line on stderr and exit with code 2. Callers of the library
+catch `TResNetError`, or its built-in base class (`ValueError`, `RuntimeError`, `ImportError`).
 """
 
 import contextlib
@@ -13,11 +13,11 @@ class TResNetError(Exception):
 
 
 class InputError(TResNetError, ValueError):
-    """An argument or a tensor does not fit: a name, shape, dtype or range."""
+    """An argument has a wrong name, shape, dtype or range."""
 
 
 class ConfigError(TResNetError, ValueError):
-    """A configuration contradicts itself, the run it resumes, or the machine."""
+    """A configuration contradicts itself, the resumed run, or the machine."""
 
 
 class CheckpointError(TResNetError, RuntimeError):
@@ -25,7 +25,7 @@ class CheckpointError(TResNetError, RuntimeError):
 
 
 class ExportError(TResNetError, RuntimeError):
-    """An exported file computes other results than the model; it was removed."""
+    """An exported file computes other results than the model, so the file was removed."""
 
 
 class DataError(TResNetError, ValueError):
@@ -50,7 +50,7 @@ class BusyError(TResNetError, RuntimeError):
 
 @contextlib.contextmanager
 def needed(what: str, extra: str) -> Iterator[None]:
-    """Turn a failed import in the block into MissingDependencyError naming `extra`."""
+    """Turn a failed import in the block into a MissingDependencyError that names `extra`."""
     try:
         yield
     except ImportError as error:

@@ -1,7 +1,7 @@
 """Atomic writes of files, and locks on directories.
 
-Every file of the package is written by `atomic_write`, so that a crash leaves the old file or the
-new one. A run's directory is locked by one process. The rest handles signals and standard streams.
+The package writes every file by `atomic_write`, so that a crash leaves the old file or the new one.
+One process locks a run's directory. Other functions handle signals and standard streams.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ except ImportError:  # Windows
     fcntl = None
 
 LOCK = ".lock"
-PATIENCE_S = 1.0  # for the end of a process that is being killed
+PATIENCE_S = 1.0  # how long a lock is waited for, as a killed process may still be ending
 _TEMPORARY = re.compile(r"\..{1,48}\.[0-9a-f]{16}\.tmp")
-# Advice for system errors that only writing causes; the block may also read.
+# Advice for system errors that only writing causes. `atomic_write` may wrap reads too.
 _ADVICE = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some space",
@@ -48,12 +48,12 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     A failure in the block (a full disk, an exception, Ctrl-C) removes the temporary file and leaves
     the old `path`. Data are synced before the rename, so a crash leaves the old file or the new
-    one. Permissions follow the umask, though safetensors creates files for their owner alone. A
-    symbolic link is written through.
+    one. Permissions follow the umask, even where safetensors would let only the owner read. If
+    `path` is a symbolic link, its target is replaced.
 
     Raises:
         WriteError: the directory is missing or cannot be written, `path` is a directory, or there
-            is no space left. Other errors of the block pass as they are.
+            is no space left. Other errors of the block are raised unchanged.
     """
     target = Path(os.path.realpath(path))
     if target.is_dir():
@@ -89,8 +89,8 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
 def atomic_directory(path: Path) -> Iterator[Path]:
     """Yield a new directory, which gets the name `path` when the block succeeds.
 
-    A failure in the block removes it. Permissions follow the umask. A parent that cannot be
-    written, or another directory at `path`, raises WriteError.
+    A failure in the block removes the directory. Permissions follow the umask. WriteError is raised
+    if the parent cannot be written or `path` is another directory.
     """
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ def explained(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove temporary files of killed writes; no other process may be writing there."""
+    """Remove temporary files of killed processes; no other process may write to `directory` now."""
     with contextlib.suppress(OSError):
         for path in directory.iterdir():
             if _TEMPORARY.fullmatch(path.name):
@@ -130,7 +130,7 @@ def remove_leftovers(directory: Path) -> None:
 def lock(directory: Path) -> Iterator[None]:
     """Lock a directory for this process, or raise BusyError; the lock ends with the process.
 
-    A file system without locks causes only a warning, a read-only directory a WriteError.
+    A file system without locks causes only a warning. A read-only directory raises WriteError.
     """
     path = directory / LOCK
     with explained(path):
@@ -151,7 +151,7 @@ def lock(directory: Path) -> Iterator[None]:
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()
-        except OSError:  # a full disk: the lock holds without the number
+        except OSError:  # the disk is full: the lock holds without the process number
             pass
         try:
             yield
@@ -173,7 +173,7 @@ def _flock(file: IO[str]) -> None:
 
 
 def _let_go() -> None:
-    """Close the lock in a forked process (a data loader's), so that it ends with the parent."""
+    """Close the lock in a forked loader process, so that the lock ends with the parent."""
     for file in _held:
         with contextlib.suppress(OSError):
             file.close()
@@ -188,12 +188,12 @@ def _reason(error: BaseException | None) -> str | None:
     """Return the system's reason for a failed write; None if the error has another cause."""
     while error is not None:
         code = error.errno if isinstance(error, OSError) else None
-        # safetensors gives the number in its message alone
+        # safetensors gives the error number only in its message
         if spelled := re.search(r"\(os error (\d+)\)", str(error)):
             code = int(spelled[1])
         if code in _ADVICE:
             return f"{os.strerror(code)}: {_ADVICE[code]}"
-        error = error.__cause__ or error.__context__  # of torch.save: the system's error
+        error = error.__cause__ or error.__context__  # torch.save chains the system's error
     return None
 
 
@@ -208,17 +208,17 @@ def _fsync(path: Path) -> None:
 def prepare_streams() -> None:
     """Open missing standard streams on devnull, and escape characters they cannot encode."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the shell or a daemon's manager
+        if getattr(sys, name) is None:  # the shell or a daemon's manager closed the stream
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
-            with contextlib.suppress(ValueError):  # closed
+            with contextlib.suppress(ValueError):  # the stream is closed
                 stream.reconfigure(errors="backslashreplace")
 
 
 @contextlib.contextmanager
 def handled(numbers: Iterable[int], handler: Any) -> Iterator[None]:
-    """Handle signals by `handler` in the block; without effect outside the main thread."""
+    """Handle signals by `handler` in the block; do nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         numbers = ()
     before = [(number, signal.signal(number, handler)) for number in numbers]
@@ -230,7 +230,7 @@ def handled(numbers: Iterable[int], handler: Any) -> Iterator[None]:
 
 
 def redirect(stream: TextIO) -> None:
-    """Redirect a stream to devnull, for Python's flush at exit and for other libraries too."""
+    """Redirect a stream's descriptor to devnull, so that no later write or flush fails."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

@@ -1,1 +1,1 @@
-"""Files of weights: finding them, reading them safely, renaming their keys, writing them."""
+"""Files of weights: functions that find, read, rename, check and write them."""

@@ -1,4 +1,4 @@
-"""Make a model by name, with random, published or own weights."""
+"""Make a model by name, with random or published weights, or those of a file."""
 
 import os
 from collections.abc import Sequence
@@ -34,22 +34,22 @@ def create(
     """Make a TResNet.
 
     Args:
-        name: A name out of `list_models()`; None for that of the weights.
-        weights: A tag out of `list_weights()`, the path of a file in our format, timm's or the
-            public TResNet one, a directory in timm's layout (`local-dir:DIR` too),
-            `hf-hub:USER/NAME`, or the result of `open_weights`; None for random weights.
+        name: A name out of `list_models()`; None for the name stored with the weights.
+        weights: A tag out of `list_weights()`, `hf-hub:USER/NAME`, the result of `open_weights`, or
+            a path. The path is a directory in timm's layout (`local-dir:DIR` too) or a file in
+            our format, timm's or the public TResNet format. None for random weights.
         new_head: Leave out the head's weights, so that any `num_classes` fits.
         features_only: Return feature maps instead of logits.
-        out_indices: Indices of the maps, or the number of last maps; 0 is the stem, 1 to 4 the
-            stages.
+        out_indices: Indices of the maps, or the number of last maps. Index 0 is the stem; 1 to 4
+            are the stages.
         impl: 'auto', 'triton' or 'reference': see `TResNet.set_impl`.
         recompute: 'none', 'activations' or 'outputs': see `TResNet.set_recompute`.
-        device: Where the parameters are.
+        device: Device of the parameters.
         dtype: Floating-point type of the parameters.
         **options: Fields of `ModelConfig`: norm, jit, head, head_groups, head_channels, in_chans,
             num_classes, global_pool, drop_rate, drop_path_rate, width_factor, layers, block_size,
-            stem_slope, block_slope. None means not given: the weights then decide, or without
-            weights the variant. The stem of weights adapts to other `in_chans`.
+            stem_slope, block_slope. None means not given: the weights decide, or the variant if
+            there are none. The stem's weights are adapted to other `in_chans`.
 
     Returns:
         The model, in training mode.
@@ -99,7 +99,7 @@ def _create_loaded(
         )
     options = {**known.kwargs, **_head_kwargs(known, asked), "num_classes": known.num_classes}
     options = {**options, **asked}
-    # First on the meta device, so that weights that do not fit allocate nothing.
+    # The weights are checked on the meta device, so that a misfit allocates nothing.
     shape = build(name or known.model, **options, device="meta")
     staged = fit(known.weights, shape, model_tensors(shape), new_head)
     model = build(name or known.model, **options, **run)

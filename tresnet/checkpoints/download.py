@@ -18,11 +18,11 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def fetch(tag: str | WeightsEntry) -> Path:
-    """Return the file of a tag: from weights/, then from the hub's cache, then downloaded.
+    """Return the file of a tag, from weights/ or the hub's cache, or else downloaded.
 
-    A known hash is always checked. The authors no longer offer their original files: a copy of the
-    same weights is then returned, with a warning. An unknown tag raises InputError, a missing file
-    or another hash CheckpointError.
+    A known hash is always checked. For a file that its authors no longer offer, a copy of
+    the same weights is returned, with a warning. An unknown tag raises InputError. A missing file
+    or another hash raises CheckpointError.
     """
     entry = tag if isinstance(tag, WeightsEntry) else find(tag)
     local = weights_dir() / entry.file
@@ -50,13 +50,13 @@ def fetch(tag: str | WeightsEntry) -> Path:
 
 
 def from_hub_layout(repo_id: str) -> tuple[Path, Path | None]:
-    """Return weights and config.json, if any, of a repository, or raise CheckpointError."""
+    """Return paths of a repository's weights and config.json (or None); raise CheckpointError."""
     advice = "check the name and the network; a private repository needs the variable HF_TOKEN"
     path = _first_from_hub(repo_id, LAYOUT, advice)
     if (published := _hub_sha256(path)) is not None:
         verify(path, published, HUB + repo_id)
     try:
-        # from the weights' commit, as the repository may have changed since they were cached
+        # at the weights' commit, as the repository may have changed
         return path, _first_from_hub(repo_id, ("config.json",), advice, path.parent.name)
     except _AbsentError:
         return path, None
@@ -78,7 +78,7 @@ def _first_from_hub(
             try:
                 found = hf_hub_download(repo_id, name, revision=revision, local_files_only=cached)
                 return Path(found)
-            except Exception as error:  # the hub's client and its transports each have their own
+            except Exception as error:  # the hub's client and its transports raise many types
                 local = isinstance(error, LocalEntryNotFoundError)
                 if isinstance(error, EntryNotFoundError) and local == cached:
                     continue  # not in the cache, or not in the repository
@@ -89,7 +89,7 @@ def _first_from_hub(
 
 
 def from_layout(folder: Path) -> tuple[Path, Path | None]:
-    """Return weights and config.json, if any, of a folder, or raise CheckpointError."""
+    """Return paths of a folder's weights and config.json (or None), or raise CheckpointError."""
     for name in LAYOUT:
         if (folder / name).is_file():
             config = folder / "config.json"
@@ -98,15 +98,15 @@ def from_layout(folder: Path) -> tuple[Path, Path | None]:
 
 
 def _hub_sha256(path: Path) -> str | None:
-    """Return a large file's hash, which is the name of its blob in the hub's cache."""
-    if not path.is_symlink():  # a cache on a file system without links
+    """Return a large file's hash, the name of its blob in the hub's cache, or None."""
+    if not path.is_symlink():  # the cache's file system has no links
         return None
     name = Path(os.readlink(path)).name
     return name if _SHA256.fullmatch(name) else None
 
 
 def verify(path: Path, expected: str | None, tag: str) -> None:
-    """Raise CheckpointError if the file has another hash; warn if none is known."""
+    """Raise CheckpointError if the file has another hash; warn if `expected` is None."""
     with path.open("rb") as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
     if expected is None:

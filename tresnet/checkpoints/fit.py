@@ -1,7 +1,7 @@
 """Check weights against a model, key by key, and adapt the stem and the in-place gammas.
 
-`fit` returns one tensor for each of the model's, and changes nothing. All that does not fit is
-named in one error, with a hint at the model that the file was made for.
+`fit` returns one tensor for each tensor of the model, which it does not change. One error names
+every key that does not fit, with a hint at the model that the file was made for.
 """
 
 from collections.abc import Mapping
@@ -23,8 +23,8 @@ def fit(
 ) -> dict[str, Tensor]:
     """Return one tensor of the right shape for every expected name, and no other.
 
-    `model` is not changed and may be on the meta device. `expected` are its tensors; with
-    `new_head` those of the head are left out. CheckpointError names every key that does not fit.
+    `model` is not changed and may be on the meta device. `expected` has the model's tensors. With
+    `new_head` the head is left out. CheckpointError names every key that does not fit.
     """
     expected = dict(expected)
     tensors = _without_absent_parts(dict(weights.tensors), model, expected)
@@ -57,9 +57,9 @@ def _without_absent_parts(
 
 
 def _check_block_size(weights: Weights, model: TResNet) -> None:
-    """Check the block size: another one may have as many stem inputs in another order."""
+    """Check the block size, as another size may have as many stem inputs in another order."""
     found, wanted = identify(weights.tensors), architecture(model.config)
-    if found.body != wanted.body:  # another model: its keys are reported
+    if found.body != wanted.body:  # `misfits` reports the keys of another model
         return
     trained = 4 if weights.format == "public" else None
     if weights.config is not None:
@@ -82,10 +82,10 @@ def _fit_stem(stem: Tensor, weights: Weights, model: TResNet) -> Tensor:
 def adapt_stem(stem: Tensor, source: int, target: int) -> Tensor:
     """Adapt the stem's weights, (C, pixels * source, k, k), to (C, pixels * target, k, k).
 
-    The inputs are ordered by pixel, then by channel, as space-to-depth returns them. For one
-    channel the weights of a pixel's channels are summed, so that a gray image gives the same output
-    as three equal channels. For other numbers they are repeated cyclically and scaled by source /
-    target. The result is in float32 or better.
+    The inputs are ordered by pixel, then by channel, as space-to-depth returns them. If
+    `target` is 1, each pixel's weights are summed over channels, so that a gray image gives the
+    output of equal channels. Otherwise the channels' weights are repeated cyclically and scaled by
+    source / target. The result is in float32 or better.
     """
     if source == target:
         return stem
@@ -141,7 +141,7 @@ def _explain(weights: Weights, model: TResNet) -> str:
 
 
 def _fit_inplace_gammas(tensors: dict[str, Tensor], weights: Weights) -> dict[str, Tensor]:
-    """Raise gammas in [0, eps) to eps, the smallest of in-place ABN; refuse negative ones."""
+    """Raise gammas in [0, eps) to eps, in-place ABN's smallest gamma; refuse negative gammas."""
     gammas = {name: tensors[name] for name in tensors if name.endswith(".bn.weight")}
     if negative := [name for name, gamma in gammas.items() if bool((gamma < 0).any())]:
         raise CheckpointError(
@@ -154,7 +154,7 @@ def _fit_inplace_gammas(tensors: dict[str, Tensor], weights: Weights) -> dict[st
 def _check_values(
     tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], weights: Weights
 ) -> None:
-    """Raise for negative variances, and for values outside the range of the model's dtype."""
+    """Raise CheckpointError for negative variances and values beyond the model's dtype."""
     variances = [name for name in tensors if name.endswith(".running_var")]
     if below := [name for name in variances if bool((tensors[name] < 0).any())]:
         raise CheckpointError(

@@ -1,7 +1,7 @@
 """Weights in the layout of timm and the Hugging Face hub: tensors, config.json and a model card.
 
-`push` writes them to a new directory, which appears complete or not at all, or as one commit to the
-hub. The model card has the accuracy, the configuration and the machine of the run, without paths.
+`push` writes these files to a new directory, which appears complete or not at all, or in one commit
+to the hub. The model card has the run's accuracy, configuration and machine, without folders.
 """
 
 import json
@@ -39,12 +39,12 @@ def push(known: WeightsInfo, target: str, license: str | None = None, private: b
     """Write weights in timm's layout to a new directory or the hub; return its path or address.
 
     `target` is a new directory or `hf-hub:USER/NAME`, which is created if needed. `license` is an
-    SPDX identifier; None stands for that of published weights.
+    SPDX identifier. None stands for the licence of published weights.
 
     Raises:
         InputError: the directory exists, or no licence is known.
         CheckpointError: the weights are not finite, or the hub refuses.
-        WriteError: the directory cannot be written; nothing is left of it.
+        WriteError: the directory cannot be written; no part of it stays.
     """
     license = license or (known.entry.license if known.entry else None)
     if license is None:
@@ -70,8 +70,8 @@ def _upload(folder: Path, repo_id: str, private: bool) -> str:
         api.create_repo(repo_id, private=private, exist_ok=True)
         message = "Add weights, configuration and model card"
         return str(api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message))
-    except Exception as error:  # the hub's client and its transports each have their own
-        cause = error.__cause__ if type(error) is RuntimeError else error  # of an upload
+    except Exception as error:  # the hub's client and its transports raise many types
+        cause = error.__cause__ if type(error) is RuntimeError else error  # as uploads raise it
         raise CheckpointError(
             f"could not push to hf-hub:{repo_id} ({type(cause).__name__}: {cause}): check the name "
             "and the network; writing needs a token, in the variable HF_TOKEN"
@@ -96,7 +96,7 @@ def _write(known: WeightsInfo, folder: Path, name: str, license: str) -> None:
     path = folder / "config.json"
     save_config_for_hf(model, str(path), labels, args)
     config = json.loads(path.read_text(encoding="utf-8"))
-    # timm 1.0.31 writes num_classes here too; transformers then passes it twice, an error.
+    # timm 1.0.31 also writes num_classes here, which transformers then passes twice and fails.
     config.get("model_args", {}).pop("num_classes", None)
     path.write_text(json.dumps(config, indent=2), encoding="utf-8")
     accuracy, training = _history(known)
@@ -143,7 +143,7 @@ def _without_folders(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(folder: Path) -> list[str]:
-    """Return the model card's text on the run that wrote to a folder; empty for other folders."""
+    """Return the model card's text on the run in `folder`; empty if no run wrote to `folder`."""
     files = [folder / name for name in ("log.jsonl", "environment.json", "config.json")]
     if not all(file.is_file() for file in files):
         return []

@@ -1,4 +1,4 @@
-"""Load the weights of a file into a model: all of them, or none and an error."""
+"""Load all weights of a file into a model, or raise an error and change nothing."""
 
 import os
 from collections.abc import Mapping
@@ -16,16 +16,16 @@ from tresnet.models.tresnet import TResNet
 
 
 def load_checkpoint(model: nn.Module, path: str | os.PathLike[str], new_head: bool = False) -> None:
-    """Load a file of weights, in our format, timm's or the public TResNet one, into `model`.
+    """Load a file of weights into `model`; its format is ours, timm's or the public TResNet's.
 
-    The negative slopes of the activations, which belong to the weights, are set too. Tensors are
-    converted to the model's dtypes and devices. The stem adapts to another number of image
-    channels. A model without a classifier ignores the file's classifier.
+    The activations' negative slopes, which belong to the weights, are set too. Tensors are
+    converted to the model's dtypes and devices. The stem's weights are adapted to the model's
+    number of image channels. A model without a classifier ignores the file's classifier.
 
     Args:
         model: A TResNet, or a wrapper of one (compiled, DistributedDataParallel, features only).
-        path: A .safetensors file, or a torch file without code.
-        new_head: Keep the head's weights as they are.
+        path: A safetensors file, or a torch file without code.
+        new_head: Leave the head of `model` unchanged.
 
     Raises:
         CheckpointError: the file is unreadable, unsafe, or does not fit; the model is unchanged.
@@ -35,13 +35,13 @@ def load_checkpoint(model: nn.Module, path: str | os.PathLike[str], new_head: bo
 
 
 def load_weights(model: TResNet, weights: Weights, new_head: bool = False) -> None:
-    """Load weights that have been read; see `load_checkpoint`."""
+    """Load the result of `read_weights`; see `load_checkpoint`."""
     tensors = model_tensors(model)
     install(model, fit(weights, model, tensors, new_head), weights.slopes)
 
 
 def install(model: TResNet, staged: Mapping[str, Tensor], slopes: tuple[float, float]) -> None:
-    """Copy the tensors of `fit` into the model; the meta device raises `CheckpointError`."""
+    """Copy the result of `fit` into the model; raise CheckpointError for a model on `meta`."""
     tensors = model_tensors(model)
     if any(tensor.is_meta for tensor in tensors.values()):
         raise CheckpointError(
@@ -67,7 +67,7 @@ def model_tensors(model: TResNet) -> dict[str, Tensor]:
         )
     names = {}
     for prefix, module in model.named_modules():
-        prefix = f"{prefix}.".replace("_orig_mod.", "")  # of a compiled part
+        prefix = f"{prefix}.".replace("_orig_mod.", "")  # a compiled part has this prefix
         dot = "" if prefix == "." else prefix
         for name, parameter in module.named_parameters(recurse=False):
             names[dot + name] = parameter

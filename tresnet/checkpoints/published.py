@@ -24,7 +24,7 @@ class WeightsEntry:
     model: str
     format: str  # 'tresnet', 'timm' or 'public'
     file: str  # name below weights/
-    hub_id: str | None  # repository on the Hugging Face hub with the file as model.safetensors
+    hub_id: str | None  # repository on the Hugging Face hub, whose model.safetensors is the file
     url: str | None  # the authors' address of the file, which no longer works
     sha256: str | None
     license: str  # SPDX identifier
@@ -34,10 +34,10 @@ class WeightsEntry:
     crop_pct: float
     crop_mode: str
     interpolation: str
-    top1: float | None  # in per cent, on ImageNet or on the data it was trained on
+    top1: float | None  # in per cent, on ImageNet or on the training's data set
     top5: float | None
     accuracy_source: str | None  # who measured the accuracy, and how
-    command: str | None = None  # the one that trained the weights, for those of this project
+    command: str | None = None  # the command that trained the weights, if this project did
     copy: str | None = None  # tag of the same weights, if this file can no longer be downloaded
 
     @property
@@ -57,7 +57,7 @@ def class_names(entry: WeightsEntry) -> tuple[Sequence[str] | None, Sequence[str
     timm = find_spec("timm")
     if subset is None or "ImageNet" not in entry.trained_on or timm is None:
         return None, None
-    # the files of timm's ImageNetInfo, whose import takes three seconds
+    # timm's ImageNetInfo reads these files too, but its import takes three seconds
     folder = Path(str(timm.origin)).parent / "data" / "_info"
     names = (folder / f"{subset}_synsets.txt").read_text(encoding="utf-8").splitlines()
     lines = (folder / "imagenet_synset_to_lemma.txt").read_text(encoding="utf-8").splitlines()
@@ -66,7 +66,7 @@ def class_names(entry: WeightsEntry) -> tuple[Sequence[str] | None, Sequence[str
 
 
 def weights_dir() -> Path:
-    """Return the folder of the table: inside an installed package, or beside it in a checkout."""
+    """Return the table's folder: inside an installed package, or beside it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     inside = package / "weights"
     return inside if (inside / "manifest.json").is_file() else package.parent / "weights"
@@ -91,7 +91,7 @@ def entries() -> dict[str, WeightsEntry]:
 
 
 def list_weights(name: str | None = None) -> list[str]:
-    """Return the tags of published weights, sorted; of one variant if `name` is given.
+    """Return the sorted tags of published weights, only of the variant `name` if it is given.
 
     An unknown variant raises InputError.
     """
@@ -120,6 +120,6 @@ def locate(name: str | os.PathLike[str]) -> WeightsEntry | Path:
         path = Path(text)
         if path.exists() or os.sep in text or path.suffix in (".safetensors", ".pth", ".pt"):
             return path
-    except (TypeError, ValueError, OSError) as error:  # no path, a NUL in it, or far too long
+    except (TypeError, ValueError, OSError) as error:  # no path, a NUL, too long
         raise InputError(f"expected a tag or the path of weights, got {name!r:.80}") from error
     return find(text)

@@ -1,7 +1,7 @@
-"""Reads files of weights without ever running code from them.
+"""Read files of weights without running code from them.
 
-Two kinds of file are read: safetensors, which cannot hold code, and torch files through
-`weights_only=True`, which refuses it. Every failure is a `CheckpointError` that names the file.
+Two kinds of file are read: safetensors, which cannot hold code, and torch files with
+`weights_only=True`, which refuses code. Every failure is a `CheckpointError` that names the file.
 """
 
 import argparse
@@ -30,18 +30,18 @@ _INSIDE = re.compile(
     r"((?:.+\.)?)body\.(?:_orig_mod\.)?(?:conv1|layer[1-4]\.(?:_orig_mod\.)?\d+)\."
 )
 _EMA = re.compile(r"(?<![a-z])ema(?![a-z])", re.IGNORECASE)
-# Lightning's callback for an EMA stores the model under the first name, and the EMA as state_dict.
+# Lightning's EMA callback stores the model as current_model_state and the EMA as state_dict.
 _BESIDE_EMA, _MARK_OF_EMA = "current_model_state", "averaging_state"
-# PyTorch converts these into each other; float8 and smaller types it does not.
+# PyTorch converts these dtypes into each other, but not float8 and smaller dtypes.
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
 
 
 def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read a .safetensors or torch file, by its contents and not by its name.
+    """Read a safetensors or torch file.
 
-    Returns tensors by name, on the CPU, without prefixes of wrapping modules, and the metadata of
-    `save_checkpoint`, which other files do not have. A missing or damaged file, or one with code or
-    without a state dict, raises CheckpointError.
+    Returns tensors on the CPU, by names without prefixes of wrapping modules. The second result is
+    the metadata of `save_checkpoint`, empty for other files. A file that is missing or damaged,
+    holds code or has no state dict raises CheckpointError.
     """
     file = Path(path)
     if _is_safetensors(file):
@@ -80,20 +80,20 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Any], Any, Any]:
             header = file.metadata() or {}
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         metadata = json.loads(header[METADATA_KEY]) if METADATA_KEY in header else None
-    except Exception as error:  # nested JSON recurses, 4-bit types are no attribute of torch, ...
+    except Exception as error:  # many types: nested JSON recurses, torch lacks 4-bit types
         raise _damaged(path, "safetensors", error) from error
     return tensors, metadata, header.get(CHECKSUM_KEY)
 
 
 def _read_torch(path: Path) -> Any:
     try:
-        # timm's training checkpoints keep their options in a Namespace, which holds data only
+        # timm's training checkpoints store options in a Namespace, which holds only data
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about old layouts and pickle protocols
+            warnings.simplefilter("ignore")  # torch warns about old layouts and pickle protocols
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged pickles raise nearly anything
-        # torch's get_unsafe_globals_in_checkpoint reads only zip files. The message names the
-        # first foreign global of any file.
+        # torch's get_unsafe_globals_in_checkpoint reads only zip files. The error's text names the
+        # first foreign global of any kind of file.
         foreign = re.search(r"Unsupported global: GLOBAL (\S+) was not", str(error))
         if foreign is None or re.fullmatch(r"torch\.\w+", foreign[1]):  # a damaged name of torch's
             raise _damaged(path, "torch", error) from error
@@ -105,7 +105,7 @@ def _read_torch(path: Path) -> Any:
 
 
 def _damaged(path: Path, kind: str, error: Exception) -> CheckpointError:
-    # without torch's text, which advises to allow code
+    # torch's own text is left out, as it advises to allow code
     return CheckpointError(
         f"{path} is not a readable {kind} file ({type(error).__name__}): it is damaged, cut short "
         "or of another kind; copy or download it again"
@@ -115,9 +115,9 @@ def _damaged(path: Path, kind: str, error: Exception) -> CheckpointError:
 def unwrap(contents: Any, path: Path) -> dict[str, Tensor]:
     """Return the weights in a trainer's checkpoint, by their names without any prefix.
 
-    They are found in any nested dict and behind any prefix (`module.`, `_orig_mod.`, Lightning's
-    names of attributes). As in timm, an EMA is preferred to its model. A line in the log names the
-    prefix and what is left out. No weights, or those of two models, raise CheckpointError.
+    The weights may be in any nested dict and have any prefix (`module.`, `_orig_mod.`, Lightning's
+    attribute names). As in timm, an EMA is preferred to its model. A line in the log names the
+    prefix and all keys left out. A checkpoint of no or of two models raises CheckpointError.
     """
     if isinstance(contents, dict) and {"progress", "generators"} <= contents.keys():
         raise CheckpointError(
@@ -142,7 +142,7 @@ def unwrap(contents: Any, path: Path) -> dict[str, Tensor]:
 
 
 def _with_tensors(contents: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """Yield each dict that holds tensors, the outermost first, with the path of keys to it."""
+    """Yield each dict that holds tensors, with the path of keys to the dict; outermost first."""
     found, seen = [("", contents)], set()  # a dict can contain itself
     for place, value in found:
         if not isinstance(value, dict) or id(value) in seen:
@@ -155,7 +155,7 @@ def _with_tensors(contents: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
 
 
 def _choose(holders: Mapping[str, dict[Any, Any]], path: Path) -> tuple[str, str]:
-    """Return place and prefix of the only TResNet or its EMA; without one, of the first dict."""
+    """Return path of keys and prefix of the only TResNet or its EMA, else of the first dict."""
     models = {
         (place, match[1]): f"{place}{match[1]}*"
         for place, tensors in holders.items()
@@ -211,7 +211,7 @@ def plain(value: Any) -> Any:
 
 
 def checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any] | None) -> str:
-    """Return the SHA-256 of names, types, shapes and bytes of tensors and of the metadata."""
+    """Return the SHA-256 of the metadata and of the tensors' names, dtypes, shapes and bytes."""
     digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -221,7 +221,7 @@ def checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any] | None) 
 
 
 def listed(names: Iterable[str], limit: int = 20) -> str:
-    """Return the first `limit` names and how many more there are."""
+    """Return a text with the first `limit` names and the number of further names."""
     names = list(names)
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

@@ -1,4 +1,4 @@
-"""Names of weights: the format of a file, and the table that converts it into ours.
+"""Names of weights: find the format of a file, and rename its tensors by a table.
 
 Our names are timm's. The public TResNet format has other names for the same tensors and stores the
 weight w of in-place ABN, whose gamma is |w| + 1e-5 (arXiv 1712.02616; inplace-abn's source).
@@ -24,9 +24,9 @@ from tresnet.models.zoo import VARIANTS
 INPLACE_ABN_EPS = 1e-5
 PUBLIC_V2_SLOPE = 1e-6
 
-# A convolution with its norm. Where a blur follows, the public code nests it once more.
+# A convolution with its norm. The public code nests both once more if a blur follows.
 _UNIT = r"(body\.(?:conv1|layer\d+\.\d+\.(?:conv|downsample\.)\d))(?:\.0)?"
-# Public name -> our name; None for a blur filter, which is a constant. Other names are equal.
+# Public name -> our name; None for a blur filter, which is a constant. All other names stay.
 _PUBLIC_NAMES: tuple[tuple[str, str | None], ...] = (
     (rf"{_UNIT}\.0\.weight", r"\1.conv.weight"),
     (rf"{_UNIT}\.1\.(weight|bias|running_mean|running_var|num_batches_tracked)", r"\1.bn.\2"),
@@ -39,9 +39,8 @@ _TIMM_MARK = re.compile(r"body\.(layer\d+\.\d+\.)?(conv\d|downsample\.\d)\.(conv
 class Weights:
     """The contents of a file of weights, under our names, on the CPU, with plain gammas.
 
-    `format` is 'tresnet' (ours, with metadata), 'timm' or 'public'. `slopes` are the negative
-    slopes of the stem and of the blocks. Files in other formats than ours have no `metadata` and no
-    `config`.
+    `format` is 'tresnet', 'timm' or 'public'. `slopes` are the negative slopes of the stem and of
+    the blocks. Only the format 'tresnet' has `metadata` and `config`.
     """
 
     path: Path
@@ -53,15 +52,15 @@ class Weights:
 
 
 def read_weights(path: str | os.PathLike[str]) -> Weights:
-    """Read weights in our, timm's or the public format; errors are those of `to_ours`."""
+    """Read weights in our, timm's or the public format; raise CheckpointError as `to_ours`."""
     return to_ours(Path(path), *read_file(path))
 
 
 def to_ours(path: Path, tensors: dict[str, Tensor], metadata: dict[str, Any]) -> Weights:
     """Rename a file's tensors to ours and convert in-place ABN weights into gammas.
 
-    Slopes come from the metadata. Without metadata they are 1e-2 in the stem and 1e-3 in the
-    blocks, or 1e-6 everywhere for the public v2 code. Unknown names, metadata of another model and
+    Slopes come from the metadata. Without metadata, slopes are 1e-2 in the stem and 1e-3 in the
+    blocks, or 1e-6 in both for the public v2 code. Unknown names, metadata of another model and
     another blur filter raise CheckpointError.
     """
     if _format(path, tensors) == "public":
@@ -79,7 +78,7 @@ def to_ours(path: Path, tensors: dict[str, Tensor], metadata: dict[str, Any]) ->
             "upgrade tresnet, or save the file again"
         ) from error
     stated, found = architecture(config), identify(tensors)
-    if stated != found:  # before anything is built from it
+    if stated != found:  # checked before a model is built
         raise CheckpointError(
             f"{path} says it holds {stated}, but its tensors are of {found}: it is damaged; "
             "copy or download it again"
@@ -119,7 +118,7 @@ def _from_public(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def public_name(key: str) -> str | None:
-    """Return our name for a public one: None for a constant; unknown names stay unchanged."""
+    """Return our name for a public name, None for a constant, or an unknown name unchanged."""
     for pattern, name in _PUBLIC_NAMES:
         if match := re.fullmatch(pattern, key):
             return None if name is None else match.expand(name)
@@ -160,7 +159,7 @@ class Architecture(NamedTuple):
 
     @property
     def variant(self) -> str | None:
-        """The variant with these stages and this width; None if there is none."""
+        """The variant with this body, or None."""
         for name, row in VARIANTS.items():
             config = ModelConfig(name, row.layers, row.width_factor, row.bottlenecks)
             if self.body == (config.layers, config.planes, config.bottlenecks):
@@ -196,7 +195,7 @@ def identify(tensors: Mapping[str, Tensor]) -> Architecture:
             blocks[int(match[1]) - 1].add(match[2])
     stem = tensors.get("body.conv1.conv.weight")
     shape = stem.shape if stem is not None and stem.dim() == 4 else (0, 0)
-    # the second name is ML-Decoder's
+    # ML-Decoder has duplicate_pooling_bias in place of a weight
     rows = [tensors.get(f"head.fc.{name}") for name in ("weight", "duplicate_pooling_bias")]
     classes = [len(tensor) for tensor in rows if tensor is not None and tensor.dim()]
     return Architecture(

@@ -1,7 +1,7 @@
 """Write weights atomically, in our format or in timm's.
 
-`save_checkpoint` first checks that the file could be read again: layers as in the configuration,
-plain tensors, metadata that JSON can hold.
+`save_checkpoint` first checks that the file could be read again. Layers must match the
+configuration, tensors must be plain, and JSON must be able to hold the metadata.
 """
 
 import json
@@ -34,7 +34,7 @@ from tresnet.models.tresnet import TResNet
 FORMATS = ("tresnet", "timm")
 SUFFIXES = (".safetensors", ".pth", ".pt")
 TIMM_BLOCK_SIZE = 4
-# Parts of tensors' names from torch.nn.utils, and the calls that restore plain weights.
+# Parts of names that torch.nn.utils gives to tensors, and calls that restore plain weights.
 _UNDO = (
     (".parametrizations.", "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')"),
     ("weight_mask", "torch.nn.utils.prune.remove(layer, 'weight')"),
@@ -53,16 +53,16 @@ def save_checkpoint(
 
     Args:
         model: A TResNet, or a wrapper of one (compiled, DistributedDataParallel).
-        path: .safetensors, or .pth or .pt (read with `weights_only=True`).
-        format: 'tresnet' stores the result of `checkpoint_metadata` with the weights; 'timm' is the
-            plain state dict for timm's class.
-        metadata: Plain values to keep with the weights, such as classes or top1.
+        path: A file ending in .safetensors, .pth or .pt.
+        format: 'tresnet' stores the result of `checkpoint_metadata` with the weights; 'timm' writes
+            the plain state dict for timm's class.
+        metadata: Plain values to store with the weights, such as classes or top1.
 
     Raises:
         WriteError: the file cannot be written.
         CheckpointError: timm's class would compute another function.
-        InputError: an unknown format or suffix, no TResNet, layers that differ from the
-            configuration, or metadata that JSON cannot hold or that contradict the model.
+        InputError: the format or suffix is unknown, `model` is no TResNet, its layers differ from
+            its configuration, or `metadata` contradict the model or do not fit in JSON.
     """
     target = bare_model(model)
     file = Path(path)
@@ -118,7 +118,7 @@ def _plain_values(values: Mapping[str, Any], what: str) -> dict[str, Any]:
 
 def _plain_tensors(model: TResNet) -> dict[str, Tensor]:
     """Return contiguous copies on the CPU, so that no larger storage is written."""
-    model.state_dict()  # norm='inplace_abn' converts its weights into plain gammas here
+    model.state_dict()  # this call makes norm='inplace_abn' turn its weights into plain gammas
     tensors = model_tensors(model)
     faults = misfits(tensors, model_tensors(TResNet(model.config, device="meta")))
     kinds = {name: unusual_kind(tensor) for name, tensor in tensors.items()}
@@ -145,7 +145,7 @@ def computed_by_timm(model: TResNet) -> bool:
 
 
 def _other_than_timms(model: TResNet) -> list[str]:
-    """Return settings that timm's class ignores: it has one head, slope pair and stem."""
+    """Describe settings that timm's class lacks, as it has one head, slope pair and stem."""
     config = model.config
     wanted = {
         "stem_slope": STEM_SLOPE,

@@ -1,8 +1,7 @@
 """Weights, published or in a file, with the facts known about them.
 
-`open_weights` is the one place that finds and reads weights; every command opens a file through it,
-and once. Facts come from the file's metadata, then from config.json, then from the table of
-published weights.
+Every command finds and reads weights by `open_weights`, once for each file. Facts come from
+the file's metadata, then from config.json, then from the table of published weights.
 """
 
 import logging
@@ -25,7 +24,7 @@ from tresnet.models.zoo import VARIANTS, default_pretrained_cfg, make_config
 
 _log = logging.getLogger(__name__)
 _LOCAL = "local-dir:"  # timm's prefix
-# fields of the model that follow from the weights, beside the number of classes
+# fields of the configuration that the weights decide, besides num_classes
 _ARCHITECTURE = ("layers", "width_factor", "block_size", "in_chans", "global_pool")
 _HEAD = ("head", "head_groups", "head_channels")
 _DROPS = ("drop_rate", "drop_path_rate")  # from timm's config.json
@@ -35,11 +34,11 @@ _DROPS = ("drop_rate", "drop_path_rate")  # from timm's config.json
 class WeightsInfo:
     """Weights, published or in a file, with the facts from which `create` builds their model.
 
-    For ImageNet, `classes` are the ids that name its class folders, `descriptions` their meaning.
+    For ImageNet, `classes` are WordNet's ids, and `descriptions` are the classes in words.
     """
 
     name: str  # the requested tag or path
-    model: str  # the variant; if `guessed`, the nearest, as none has these stages and width
+    model: str  # variant; if `guessed`, no variant fits and this one is near
     kwargs: dict[str, Any]  # further arguments of `create` that build the weights' model
     num_classes: int  # 0 without a classifier
     classes: tuple[str, ...] | None  # names, if known
@@ -51,7 +50,7 @@ class WeightsInfo:
     weights: Weights = field(repr=False, compare=False)
 
     def check_finite(self) -> None:
-        """Raise CheckpointError for infinities and NaN, as after a run that diverged."""
+        """Raise CheckpointError for infinities and NaN, which a diverged run leaves."""
         bad = [key for key, t in self.weights.tensors.items() if not bool(t.isfinite().all())]
         if bad:
             raise CheckpointError(
@@ -61,10 +60,10 @@ class WeightsInfo:
 
 
 def open_weights(name: str | os.PathLike[str] | WeightsInfo) -> WeightsInfo:
-    """Read a tag, which is downloaded if needed, a file, a directory or `hf-hub:USER/NAME`.
+    """Read a file, a directory, `hf-hub:USER/NAME`, or a tag, which is downloaded if needed.
 
-    A directory (also with `local-dir:` before it) and a repository are in timm's layout. Their
-    config.json supplies images and class names that the weights' file lacks.
+    A directory (also as `local-dir:DIR`) and a repository are in timm's layout. If the weights
+    have no metadata, config.json gives the images' preparation and the class names.
 
     Raises:
         InputError: an unknown tag.
@@ -158,7 +157,7 @@ def _guess(found: Architecture, weights: Weights) -> ModelConfig:
 
 
 def _head(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the kind and sizes of the head; groups of classes are assumed to be even."""
+    """Return the head's kind and sizes, assuming even groups of classes."""
     queries = tensors.get("head.fc.embed_standart.weight")
     if queries is not None:
         return {"head": "ml_decoder", "head_channels": len(queries)}

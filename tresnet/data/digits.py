@@ -1,8 +1,8 @@
 """The data set `digits`: 1797 real handwritten digits (8 x 8 grey) that ship with scikit-learn.
 
-They are the test half of the UCI set "Optical Recognition of Handwritten Digits". Written once as
-PNG class folders, they are read like any other images. The split is by image, not by writer: the
-data name no writers, so both splits may hold digits of one hand.
+The digits are the test half of UCI's "Optical Recognition of Handwritten Digits". `write` makes
+PNG class folders, which are read like any other images. The split is by image, not by writer: the
+data name no writers, so both splits may hold digits of one writer.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ def write(root: str | Path) -> Path:
 def place(target: Path, fill: Callable[[Path], None], expected: str) -> Path:
     """Write a folder by `fill` beside `target`, and rename it; `expected` is its digest.
 
-    DataError is raised if the target, or the written files, have another digest.
+    DataError is raised if `target` or the written files have another digest.
     """
     if not target.exists() and not target.is_symlink():
         try:
@@ -52,7 +52,7 @@ def place(target: Path, fill: Callable[[Path], None], expected: str) -> Path:
                     )
             return target
         except WriteError:
-            if not target.exists():  # else another process was first
+            if not target.exists():  # otherwise another process wrote the folder first
                 raise
     if digest(target) != expected:
         raise DataError(
@@ -63,7 +63,7 @@ def place(target: Path, fill: Callable[[Path], None], expected: str) -> Path:
 
 
 def split_of(labels: np.ndarray) -> np.ndarray:
-    """Return a mask (N,), True for the held-out fifth of each class, by hashes of the indices."""
+    """Return a mask (N,), True for a fifth of each class, chosen by hashes of the indices."""
     ranks = [
         hashlib.sha256(f"{SPLIT_SEED}:{index}".encode()).digest() for index in range(len(labels))
     ]

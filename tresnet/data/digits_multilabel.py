@@ -1,8 +1,8 @@
 """A multi-label data set: one to four real handwritten digits on one canvas.
 
-The digits are those of `tresnet.data.digits`, each enlarged twice, in random cells of a 2 x 2 grid.
-Canvases of train show digits of its train split, those of val digits of val. Every draw comes from
-Python's `random()`, whose values are the same on any machine and version.
+Digits are those of `tresnet.data.digits`, each at twice its size, in random cells of a 2 x 2 grid.
+Each split shows only digits of the same split there. Every draw comes from Python's `random()`,
+whose values are the same on any machine and version.
 """
 
 import random
@@ -35,7 +35,7 @@ def canvas(
 ) -> tuple[np.ndarray, list[int]]:
     """Draw a grey image (40, 40), uint8, and 0 or 1 for each of the ten digits, from a seed.
 
-    Digits are (N, 8, 8) uint8, labels (N,), and `members` the indices to choose from.
+    `pixels` are (N, 8, 8) uint8, `labels` (N,). Digits are drawn from the indices in `members`.
     """
     draw = random.Random(seed).random
     image, marks = np.zeros((SIZE, SIZE), dtype=np.uint8), [0] * len(digits.CLASSES)

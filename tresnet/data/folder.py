@@ -1,6 +1,6 @@
 """Images in class folders, `<root>/<split>/<class>/*.png`, with errors that name the fault.
 
-`open_folder` lists the files in torchvision's order, so that labels and accuracies compare. An
+`open_folder` lists files in torchvision's order, so that labels and accuracies are comparable. An
 `ImageDataset` reads a file when it is indexed and gives a `Picture`, whose pixels the transform
 decodes. Shards and multi-label sets are `ImageDataset`s too.
 """
@@ -31,8 +31,8 @@ class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
     """One split of a data set: item i is (transformed image, its label or labels).
 
     Without a transform the image is a PIL image in RGB. The label is an int, or (classes,) float32
-    of 0 and 1. A file that cannot be decoded raises BadImageError; with `skip_bad_images` a loader
-    leaves it out. `targets` are (N,) int64, or (N, classes), uint8 of 0 and 1, if multi-label.
+    of 0 and 1. A file that cannot be decoded raises BadImageError. A loader skips such files if
+    `skip_bad_images`. `targets` are (N,) int64, or (N, classes), uint8 of 0 and 1, if multi-label.
     `digest` is a hash of the images, if the format stores it.
     """
 
@@ -71,9 +71,9 @@ def open_folder(
 ) -> ImageDataset:
     """Open `<root>/<split>` ("train" or "val") with one sub-folder of images for each class.
 
-    Labels number the class folders in sorted order. Hidden folders, and files without an image's
+    Labels are indices of the sorted class folders. Hidden folders, and files without an image's
     suffix, are ignored; files are in torchvision's order. `transform` takes a `Picture`. A damaged
-    image raises its error only when it is read, or the loader skips it (`skip_bad_images`). A
+    image raises an error only when it is read, or the loader skips it (`skip_bad_images`). A
     folder that is missing, or without classes or images, raises `DataError`.
     """
     folder = Path(root) / split
@@ -93,7 +93,7 @@ def open_folder(
 
 
 def image_files(folder: str) -> Iterator[str]:
-    """Yield the images below a folder, also through links, in torchvision's order.
+    """Yield the images below a folder in torchvision's order, following symbolic links.
 
     A folder that cannot be read raises DataError.
     """
@@ -137,7 +137,7 @@ def open_picture(path: str | Path) -> Picture:
 def load_rgb(path: str | Path) -> "Image":
     """Decode an image file as 8-bit RGB, as `Picture.rgb` does.
 
-    A file that is missing, truncated or no image, or has 32-bit pixels, raises BadImageError.
+    BadImageError is raised for a missing or truncated file, 32-bit pixels, or no image.
     """
     return open_picture(path).rgb()
 

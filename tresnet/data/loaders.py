@@ -1,7 +1,7 @@
 """Batches whose order and augmentation depend on (seed, epoch), with any number of workers.
 
-`EpochBatches` lists the images of each batch, with a seed for each, so that a resumed run continues
-in the middle of an epoch. torch's DataLoader runs the workers; on Linux they share `_Slots`.
+`EpochBatches` lists each batch's images and their seeds, so that a resumed run continues in the
+middle of an epoch. torch's DataLoader runs the workers. On Linux, workers share `_Slots`.
 """
 
 import dataclasses
@@ -46,9 +46,9 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
     """Lists of keys for one rank, a pure function of (seed, epoch).
 
     Training shuffles and distributes as torch's DistributedSampler: global batch b has the same
-    images for any number of ranks. With repeats the copies of an image follow each other, over all
-    ranks, and an epoch keeps its length. Evaluation goes in order, each image on one rank only,
-    without padding.
+    images for any number of ranks. With `repeats`, an image's copies are neighbours in the global
+    order, and an epoch keeps its length. Evaluation keeps the data set's order, does not pad, and
+    gives each image to one rank.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
             yield [self.key(order[place], copy) for place, copy in places]
 
     def key(self, index: int, copy: int = 0) -> Key:
-        """Return the key of an image, or in training of one of its copies."""
+        """Return an image's key; in training it depends on the image's copy."""
         parts = (self._seed, self._epoch, index, copy)[: 4 if copy else 3]
         return index, mix_seed(*parts) if self._training else None
 
@@ -104,10 +104,10 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
 class Loader:
     """Iterates over (images (N, C, H, W), labels (N,) int64) of one epoch.
 
-    Multi-label targets are (N, classes), float32. An unreadable image raises DataError. With the
-    data set's `skip_bad_images`, `skipped` gets its path and the reason, on this rank. In training
-    another image replaces it, so that batches keep their size; in evaluation the batch is smaller.
-    The workers live from the first iteration to `close`, across epochs.
+    Multi-label targets are (N, classes), float32. An unreadable image raises DataError. If the
+    data set has `skip_bad_images`, this rank's `skipped` maps such paths to reasons instead. In
+    training another image replaces an unreadable one. In evaluation the batch becomes smaller.
+    Worker processes run from the first iteration to `close`, across epochs.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Loader:
         self.skipped: dict[str, str] = {}
 
     def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
-        """Choose the next epoch and its first batch, or raise ConfigError if it has fewer."""
+        """Choose the next epoch and its first batch, or raise ConfigError for too large a batch."""
         self._sampler.set_epoch(epoch, start_batch)
 
     def __len__(self) -> int:
@@ -142,7 +142,7 @@ class Loader:
                 yield found.tensors()
 
     def close(self) -> None:
-        """Stop the workers; the garbage collector would be late, and wait 5 s for each."""
+        """Stop the workers now; the garbage collector would do so later and wait 5 s for each."""
         self._loader = None
 
     def _account(self, failures: list[BadImageError], unfilled: bool) -> None:
@@ -160,11 +160,10 @@ class Loader:
 
 
 class _Slots:
-    """Shared memory that workers write batches into and reuse, so that no batch is copied or sent.
+    """Shared memory into which forked workers write batches, so that no batch is copied or sent.
 
-    New memory for each batch would take longer than writing its pixels, as the system clears it and
-    maps it twice. Forked processes share this memory. A slot is free when no view of its batch is
-    left.
+    Slots are reused. New memory for each batch would take longer than writing the pixels, as the
+    system clears new memory and maps it twice. A slot is free when no view of its batch is left.
     """
 
     def __init__(self, count: int, batch_size: int, image: torch.Tensor) -> None:
@@ -191,7 +190,7 @@ class _Slots:
         return slot
 
     def images(self, slot: int, count: int) -> torch.Tensor:
-        """Return the first images of a slot, which stays taken while they exist."""
+        """Return a slot's first `count` images; the slot stays taken while these tensors exist."""
         shape = (count, *self._shape)
         array = np.ndarray(shape, self._dtype, self._memory, slot * self._bytes)
         self._held.add(slot)
@@ -209,7 +208,7 @@ def _slots_of(number: int) -> _Slots:
 
 
 class _Asked(torch.utils.data.Sampler[tuple[int | None, list[Key]]]):
-    """Batches requested from workers, each with a free slot to write it into, if any."""
+    """Batches requested from workers, each with the number of a free slot, or None."""
 
     def __init__(self, batches: EpochBatches, slots: _Slots | None) -> None:
         self._batches, self._slots = batches, slots
@@ -225,9 +224,9 @@ class _Asked(torch.utils.data.Sampler[tuple[int | None, list[Key]]]):
 class _Found:
     """A batch from a worker; `unfilled` if an unreadable image has no replacement.
 
-    `images` is an array, or (memory, slot), or None if none is readable. A worker sends no tensors:
-    torch would open a socket below TMPDIR, whose path may be too long. With `innermost` the images
-    are (H, W, C).
+    `images` is an array, (memory, slot), or None if no image is readable. A worker sends no tensor,
+    as torch would open a socket below TMPDIR, whose path may be too long. With `innermost` the
+    images are (H, W, C).
     """
 
     count: int
@@ -256,7 +255,7 @@ class _Found:
 
 
 class _Batches(Dataset[Any]):
-    """Data set in a worker; it returns exceptions, as torch would turn raised ones into text."""
+    """Data set in a worker; it returns exceptions, as torch turns raised exceptions into text."""
 
     def __init__(self, dataset: SizedDataset, replace: bool) -> None:
         self._dataset = dataset
@@ -264,7 +263,7 @@ class _Batches(Dataset[Any]):
         self._slots: _Slots | None = None
 
     def make_slots(self, count: int, batch_size: int, key: Key) -> _Slots | None:
-        """Allocate memory for batches of images like that of `key`, if it is readable."""
+        """Allocate memory for batches of images like that of `key`, if that image is readable."""
         with preserved_generators():
             found = self._sample(*key, [])
         if found is not None and isinstance(found[0], torch.Tensor):
@@ -272,7 +271,7 @@ class _Batches(Dataset[Any]):
         return self._slots
 
     def __getitems__(self, asked: tuple[int | None, list[Key]]) -> _Found:
-        """Read the images of the keys; copy each to its slot while it is in the CPU's cache."""
+        """Read the images of the keys; copy each to the slot while it is in the CPU's cache."""
         slot, keys = asked
         failures: list[BadImageError] = []
         place = None if self._slots is None or slot is None else (self._slots, slot)
@@ -330,11 +329,12 @@ def create_loader(
 ) -> Loader:
     """Make the loader of one rank; `distributed` is (rank, world size).
 
-    `batch_size` is per rank, and all ranks have one `seed`, for the order and the augmentation.
+    `batch_size` is per rank. All ranks have the same `seed` for order and augmentation.
     `training` shuffles by epoch, seeds the augmentation and drops a last batch that is not full.
-    `workers` are the processes that decode, at most one per core, or 0 for this process; batches do
-    not depend on them. `pin_memory` copies batches to page-locked memory, for a GPU. `repeats` is
-    the number of augmented copies of each image per epoch (arXiv 1902.05509).
+    `workers` is the number of processes that decode, at most one per core; with 0 this process
+    decodes. Batches do not depend on `workers`. `pin_memory` copies batches to page-locked
+    memory, for a GPU. `repeats` is the number of augmented copies of each image per epoch
+    (arXiv 1902.05509).
 
     Raises:
         ConfigError: a value is out of range.

@@ -1,6 +1,6 @@
 """Images with any number of labels each, listed in a CSV or a COCO-style JSON file.
 
-Both formats become the same listing of paths and sets of names, then an `ImageDataset` with a row
+Each format is read as a list of (path, set of class names), then as an `ImageDataset` with a row
 of 0 and 1 for each image. Errors name the file and the line.
 """
 
@@ -33,7 +33,7 @@ def open_multilabel(
 
     The labels are in `<root>/<split>.csv`, or in COCO's format in `<root>/<split>.json` or
     `<root>/annotations/instances_<split>.json`. A CSV has image paths below `<root>` in its first
-    column. The other columns are either one, `labels`, with names separated by semicolons, or a
+    column. It is followed by one column `labels`, of names separated by semicolons, or by a
     column of 0 and 1 for each class. In JSON, `file_name` is below `<root>/<split>`, as in COCO.
     `<root>/classes.txt`, one name a line, fixes the classes and their order. Without this file,
     classes are the CSV's columns, COCO's categories by id, or the sorted names in the labels. A
@@ -76,7 +76,7 @@ def _find(root: Path, split: str) -> Path:
 
 
 def read_csv(path: Path) -> tuple[list[str], Listing]:
-    """Return class names (columns, or sorted names) and images; errors name the line."""
+    """Return class names (columns, or sorted labels) and the listing; errors name the line."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, strict=True)
@@ -109,7 +109,7 @@ def read_csv(path: Path) -> tuple[list[str], Listing]:
 
 
 def read_coco(path: Path) -> tuple[list[str], Listing]:
-    """Return category names by id, and images, of a COCO file, or raise DataError."""
+    """Return a COCO file's category names, sorted by id, and listing, or raise DataError."""
     try:
         content = json.loads(path.read_text("utf-8-sig"))
         categories = [(one["id"], str(one["name"])) for one in content["categories"]]

@@ -1,4 +1,4 @@
-"""Encoded images, whose size is read at once and whose pixels are decoded on demand.
+"""Encoded images: the size is read at once, the pixels are decoded on demand.
 
 Pillow is the reference decoder. For baseline JPEGs nvImageCodec decodes only the part that a crop
 needs, with the same values. Anything that Pillow would refuse raises `BadImageError` with the path.
@@ -52,7 +52,7 @@ class BadImageError(DataError):
 
 @contextmanager
 def named(path: str) -> Iterator[None]:
-    """Turn any failure into a `BadImageError` of `path`, as decoders raise many types."""
+    """Turn any exception in the block into a `BadImageError`, as decoders raise many types."""
     try:
         yield
     except BadImageError:
@@ -82,7 +82,7 @@ class Picture:
         """Decode the complete image as 8-bit RGB, by Pillow.
 
         Alpha is dropped and EXIF orientation is not applied, as in torchvision and timm, so that
-        accuracies compare with theirs. Grey of 16 bits is scaled to 8 bits (Pillow would clip it).
+        accuracies are comparable. 16-bit grey is scaled to 8 bits, where Pillow would clip.
         A damaged file, 32-bit integers and floats raise BadImageError.
         """
         with named(self._path), self._image as image:
@@ -92,7 +92,7 @@ class Picture:
     def crop(self, box: Box) -> torch.Tensor:
         """Decode a box (in pixels) to (height, width, 3), uint8, as `rgb` would."""
         top, left, height, width = box
-        # nvImageCodec may decode wrong colours for a single column: decode its neighbour too
+        # nvImageCodec may decode wrong colours if a box has one column: decode two columns
         first = min(left, max(self.size[0] - 2, 0)) if width == 1 else left
         wide = max(width, min(2, self.size[0]))
         pixels = None
@@ -105,8 +105,8 @@ class Picture:
     def plain_size(self) -> tuple[int, int] | None:
         """Return width and height of a plain, complete, baseline JPEG in RGB; None for other files.
 
-        In such a file the first marker in the scan is the end of the file. So nothing is missing,
-        there is one scan, and Pillow would refuse no marker.
+        In such a file the first marker after the header ends the file. So the file is complete, has
+        one scan, and has no marker that Pillow would refuse.
         """
         if self._plain_size is None and self._image.format == "JPEG" and self._image.mode == "RGB":
             marker = _MARKER.search(self.data, cast(io.BytesIO, self._image.fp).tell())
@@ -189,7 +189,7 @@ def _codec(process: int) -> tuple[Any, Any, Any] | None:
 
 @contextmanager
 def _one_extension(folder: Path, pattern: str) -> Iterator[None]:
-    """Load only one extension of nvImageCodec, as others print errors about missing libraries."""
+    """Load one extension of nvImageCodec alone; others print errors about missing libraries."""
     name = "NVIMGCODEC_EXTENSIONS_PATH"
     before = os.environ.get(name)
     with tempfile.TemporaryDirectory() as place:

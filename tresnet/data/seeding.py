@@ -10,7 +10,7 @@ import torch
 
 
 def mix_seed(*parts: int) -> int:
-    """Return one seed in [0, 2**32) of several integers; close integers give unrelated seeds."""
+    """Hash integers to one seed in [0, 2**32); close integers give unrelated seeds."""
     text = ":".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
 
@@ -18,7 +18,7 @@ def mix_seed(*parts: int) -> int:
 def seed_cpu_generators(seed: int) -> None:
     """Seed Python's, NumPy's and PyTorch's global CPU generators, but not CUDA's.
 
-    timm draws from the first two, torchvision from the third. CUDA's is for dropout in training.
+    timm draws from Python's and NumPy's, torchvision from PyTorch's, and dropout from CUDA's.
     """
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002  timm's mixup draws from the global generator

@@ -1,9 +1,9 @@
 """Images in a few large files with random access: ArrayRecord, and a manifest for each split.
 
-The first record of a shard describes its source, the last lists its labels, and each other record
-is an image. A record has a checksum, a JSON text (name, label, original size, and the size if no
-header has it) and the image, encoded or as pixels. Item i of the shards is item i of the folder
-they were written from, so order, resume and distribution over ranks are the same.
+A shard's first record describes its source, its last record lists the labels, and all other records
+are images. Each image's record has a checksum, a JSON text (name, label, sizes) and the image,
+encoded or as pixels. Item i of the shards is item i of the original folder. So order, resume and
+distribution over ranks do not change.
 """
 
 import bisect
@@ -36,7 +36,7 @@ _HEAD = struct.Struct("<II")  # CRC-32 of the rest; length of the text in bytes
 
 
 class ShardDataset(ImageDataset):
-    """One split in shards; records are checked when read, and `digest` covers them in order."""
+    """One split in shards; reading checks each record; `digest` covers all records in order."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class ShardDataset(ImageDataset):
         super().__init__(split, classes, self._places, targets, transform, skip_bad_images)
 
     def picture(self, index: int) -> Picture:
-        """Read an image without its pixels, or raise BadImageError for a damaged record."""
+        """Read an image without decoding it, or raise BadImageError if its record is damaged."""
         file, number = self._places.place(index)
         path = f"{file}[{number}]"
         with named(path):
@@ -128,15 +128,15 @@ def write_shards(
     workers: int = 1,
     log: Callable[[str], object] = lambda line: None,
 ) -> dict[str, str]:
-    """Write one split into `out`, then its manifest, after all shards were read back.
+    """Write one split into `out`, read all shards back, then write the manifest.
 
-    Complete shards of the same files and settings are kept, so that a stopped command continues.
+    Complete shards of the same files and settings are kept, so that a stopped command can continue.
     Superfluous shards of an earlier command are removed. `root` is the folder to which stored names
-    are relative; `log` receives a line for each shard. Returns the images that `skip_bad_images`
-    left out, from name to reason.
+    are relative; `log` receives a line for each shard. Returns the skipped images, from name
+    to reason.
 
     Raises:
-        ConfigError: a setting is out of range, or other than that of the shards in `out`.
+        ConfigError: a setting is out of range, or differs from that of the shards in `out`.
         BusyError: another process is writing to `out`.
         DataError: an image cannot be decoded, or all were left out.
         WriteError: a file cannot be written, for example because the disk is full.
@@ -191,7 +191,7 @@ def write_shards(
         for file in out.glob(f"{dataset.split}-*.array_record"):
             number = file.stem.removeprefix(f"{dataset.split}-")
             if number.isdigit() and int(number) >= len(jobs):
-                file.unlink()  # of an earlier command, which made more shards
+                file.unlink()  # an earlier command made more shards
     return skipped
 
 
@@ -199,9 +199,9 @@ def _check_settings(manifest: Path, settings: dict[str, Any]) -> None:
     """Raise ConfigError if complete shards of other settings would be replaced."""
     try:
         before = json.loads(manifest.read_text(encoding="utf-8"))["settings"]
-    except (OSError, ValueError, KeyError, TypeError):  # there are none, or they cannot be read
+    except (OSError, ValueError, KeyError, TypeError):  # no readable manifest
         return
-    names = settings.keys() - {"images_per_shard"}  # the images are the same
+    names = settings.keys() - {"images_per_shard"}  # it does not change the images
     if differing := sorted(name for name in names if before.get(name) != settings[name]):
         raise ConfigError(
             f"{manifest.parent} holds shards that were written with other "
@@ -309,7 +309,7 @@ def _read_back(file: Path, source: str) -> _Done | None:
 
 
 def _shrunk(picture: Picture, settings: ShardSettings) -> tuple[dict[str, Any], bytes]:
-    """Return the image's metadata and bytes; a small enough file keeps its bytes."""
+    """Return the image's metadata and bytes; a file that needs no resizing keeps its bytes."""
     from PIL import Image
 
     width, height = picture.size
@@ -362,7 +362,7 @@ def _unpack(record: bytes) -> tuple[dict[str, Any], bytes]:
     return json.loads(record[_HEAD.size : begin]), record[begin:]
 
 
-@lru_cache(maxsize=256)  # number of open files, of which a process may have 1024
+@lru_cache(maxsize=256)  # open files; a process may have 1024
 def _reader(file: str, process: int) -> Any:
     """Return a file's reader for this process, as its threads do not survive a fork."""
     return _library().ArrayRecordReader(file, "readahead_buffer_size:0,max_parallelism:0")

@@ -1,8 +1,8 @@
 """Transforms from an image to RGB in [0, 1], without mean and standard deviation.
 
 timm's and torchvision's parts do the work. `train_transform` draws its random numbers from
-generators that the loader seeds for each sample; `eval_transform` is timm's own. Both return bytes
-if requested, which are a quarter of the size of floats.
+generators that the loader seeds for each sample; `eval_transform` is timm's own. Both can return
+bytes, which take a quarter of the memory of floats.
 """
 
 import math
@@ -32,7 +32,7 @@ from tresnet.settings.fields import (
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# A PIL image has to be in RGB.
+# A PIL image must be in RGB.
 Transform = Callable[["Image | Picture"], torch.Tensor]
 
 
@@ -63,7 +63,7 @@ class Augment(Settings):
     cutout_area: Annotated[tuple[FractionAbove0, FractionAbove0], Ascending] = (0.25, 0.25)
     """Smallest and largest fraction of the area that cutout blackens."""
     cutout_min_aspect: FractionAbove0 = 1.0
-    """Smallest height / width of that part; the largest is its inverse. 1: a square."""
+    """Smallest height / width of cutout's part; the largest is the inverse. 1: a square."""
 
 
 def train_transform(
@@ -109,11 +109,11 @@ def train_transform(
 
 
 class _Crop:
-    """Decode a random crop, resize it, mirror it at random.
+    """Decode a random crop, resize it, and mirror it at random.
 
     timm and torchvision draw the boxes and mirrors. torch resizes channels-last bytes three to four
-    times as fast as Pillow. Its bilinear values differ from Pillow's by at most 1, its bicubic ones
-    by 6, so bicubic resizing is left to Pillow.
+    times as fast as Pillow. torch's bilinear values differ from Pillow's by at most 1, its bicubic
+    values by 6. So Pillow does bicubic resizing.
     """
 
     def __init__(self, cfg: Augment, size: Sides, interpolation: str) -> None:
@@ -178,9 +178,9 @@ def _affine(cfg: Augment) -> list[Any]:
 def eval_transform(cfg: EvalTransform, *, dtype: torch.dtype = torch.float32) -> Transform:
     """Build the fixed transform of `cfg`: timm's, without mean and standard deviation.
 
-    It maps images as `train_transform` does. None stands for 224 pixels, a centre crop, the zoo's
-    `default_crop_pct` and bilinear interpolation. A value out of range, or an unknown dtype, raises
-    `ConfigError`.
+    Input and output are as in `train_transform`. None stands for 224 pixels, a centre crop, the
+    zoo's `default_crop_pct` and bilinear interpolation. A value out of range, or an unknown dtype,
+    raises `ConfigError`.
     """
     check(cfg)
     size, mode = cfg.input_size or DEFAULT_INPUT_SIZE, cfg.crop_mode or "center"
@@ -191,7 +191,7 @@ def eval_transform(cfg: EvalTransform, *, dtype: torch.dtype = torch.float32) ->
 
 @dataclass(frozen=True)
 class _ResizeAndCrop:
-    """timm's transform of evaluation, without torchvision: importing that takes two seconds."""
+    """timm's evaluation transform, without torchvision, whose import takes two seconds."""
 
     size: tuple[int, int]
     mode: str
@@ -225,7 +225,7 @@ class _ResizeAndCrop:
 
 
 def _middle(length: int, wanted: int) -> tuple[int, int]:
-    """Return where a centred part of `wanted` pixels begins and ends; it may exceed `length`."""
+    """Return begin and end of a centred part of `wanted` pixels, which may exceed `length`."""
     begin = round((length - wanted) / 2) if length >= wanted else -((wanted - length) // 2)
     return begin, begin + wanted
 

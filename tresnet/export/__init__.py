@@ -16,7 +16,7 @@ __all__ = ["FORMATS", "CompiledPackage", "ExportOptions", "Exported", "export_mo
 
 
 def __getattr__(name: str) -> Any:
-    """Import lazily: the command's help needs only the options."""
+    """Import lazily, as the command's help needs only the options."""
     if name not in __all__:
         raise AttributeError(f"module 'tresnet.export' has no attribute {name!r}")
     from tresnet.export import formats, write

@@ -1,4 +1,4 @@
-"""Formats of exported models: how each is written, opened and run.
+"""Formats of exported models: functions that write, open and run each format.
 
 `FORMATS` is the table. A writer gets a `Job` and a path with the format's suffix; the caller
 compares the file's logits with the model's. `read_onnx` and `load_aoti` open files for users.
@@ -106,9 +106,9 @@ def _run_onnx(session: Any) -> RunFunction:
 
 
 def read_onnx(path: Path) -> tuple[RunFunction, dict[str, Any]]:
-    """Open a file of format 'onnx': return its function of bytes and its metadata.
+    """Open an ONNX file of `export_model`; return its function of byte images and its metadata.
 
-    Other files raise CheckpointError, and without onnxruntime MissingDependencyError is raised.
+    Any other file raises CheckpointError. MissingDependencyError is raised without onnxruntime.
     """
     if not path.is_file():
         raise CheckpointError(f"no ONNX file at {path}: check the path")
@@ -149,7 +149,7 @@ def _quantise_pt2(job: Job) -> ExportedProgram:
         for batch in job.calibration:
             observed(batch)
         made = convert_pt2e(observed)
-        # A new module holds only what its graph uses, not also the 32-bit weights.
+        # A new module holds only what its graph uses, so the 32-bit weights are dropped.
         made = torch.fx.GraphModule(made, made.graph)
         return trace(made, job.images, torch.device("cpu"))
 
@@ -165,7 +165,7 @@ def _write_aoti(job: Job, path: Path) -> None:
     from torch._inductor import aoti_compile_and_package, config
 
     settings: dict[str, Any] = {"aot_inductor.metadata": job.texts()}
-    # PyTorch assumes that a dynamic number of images is at least 2: its check would refuse one.
+    # PyTorch assumes at least 2 images if their number is dynamic. Its check would refuse 1 image.
     for name in ("check_lowerbound", "check_upperbound"):
         if hasattr(config.aot_inductor, name):
             settings[f"aot_inductor.{name}"] = False
@@ -197,7 +197,7 @@ class CompiledPackage:
 def load_aoti(path: str | os.PathLike[str]) -> CompiledPackage:
     """Open a package that `export_model` wrote with format 'aoti'.
 
-    A package holds machine code that is run: open only files that you trust.
+    A package holds machine code, which is run: open only files that you trust.
 
     Raises:
         CheckpointError: the file does not exist, or is not such a package.
@@ -241,11 +241,11 @@ def open_openvino(path: Path, precision: str = "f32") -> RunFunction:
 class Format(NamedTuple):
     """A format of exported models."""
 
-    suffixes: tuple[str, ...]  # of its files, that of the user's path first
+    suffixes: tuple[str, ...]  # of its files; the first is that of the user's path
     write: Callable[[Job, Path], None]
     open: Callable[[Path], RunFunction]
     takes: tuple[str, ...]  # options that only some formats accept
-    packages: tuple[str, ...] = ()  # that writing and checking need besides torch
+    packages: tuple[str, ...] = ()  # packages besides torch that writing and checking need
     limit: float = 1e-5  # largest difference of logits, as a fraction of max(1, largest logit)
 
 
@@ -269,7 +269,7 @@ FORMATS = {
 
 
 def find_format(options: ExportOptions) -> Format:
-    """Return the format, or raise InputError (an option) or MissingDependencyError (a package)."""
+    """Return the format; raise InputError for an option, MissingDependencyError for a package."""
     name = options.format
     for option in ("dynamic_size", "channels_last", "int8"):
         able = [key for key, value in FORMATS.items() if option in value.takes]

@@ -1,4 +1,4 @@
-"""Images of an exported model: random ones to check it with, and real ones."""
+"""Images of an exported model: random images to check its logits, real ones to check top-1."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Images:
     """Images that an exported model accepts: (N, channels, height, width), any N."""
 
     channels: int
-    size: Sides  # in pixels; with `dynamic_size`, of the example that was traced
+    size: Sides  # in pixels; with `dynamic_size`, the size of the traced example
     multiple: int  # divisor of height and width
     dynamic_size: bool = False  # whether other heights and widths are accepted
     input: Input = "float"  # floats in [0, 1], or bytes
@@ -32,8 +32,8 @@ class Images:
     @property
     def least(self) -> int:
         """Smallest height and width in pixels."""
-        # The last stage has ceil(blocks / 8) pixels a side. torch.export needs 2 there for dynamic
-        # sizes. The reflected border of the blur before it needs 2 as input.
+        # The last stage has sides of ceil(blocks / 8) pixels, and torch.export needs 2 for dynamic
+        # sizes. Otherwise the last blur's reflected border needs an input of 2 pixels.
         return (9 if self.dynamic_size else 5) * self.multiple
 
     @property
@@ -50,7 +50,7 @@ class Images:
         if x.dtype != dtype:
             what = "bytes" if self.input == "uint8" else "floats in [0, 1]"
             raise InputError(f"expected {dtype} ({what}), got {x.dtype}: convert, or export anew")
-        if tuple(x.shape[2:]) != sides(self.size):  # a package is made for one size
+        if tuple(x.shape[2:]) != sides(self.size):  # a compiled package has one size
             raise InputError(
                 f"expected height and width {sides(self.size)}, got {tuple(x.shape[2:])}: resize"
             )
@@ -69,7 +69,7 @@ class Images:
         return unit_floats(images, memory_format=self.memory_format)
 
     def random(self, count: int, size: Sides | None = None) -> Tensor:
-        """Return bytes of noise (count, channels, height, width), the same each time."""
+        """Return bytes of noise (count, channels, height, width), seeded by `count`."""
         generator = torch.Generator().manual_seed(count)
         shape = (count, self.channels, *sides(size or self.size))
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
@@ -78,7 +78,7 @@ class Images:
         """Yield bytes of two batch sizes and, with `dynamic_size`, two more image sizes."""
         yield self.random(1)
         yield self.random(3)
-        if self.dynamic_size:  # neither is square, and one has odd feature maps
+        if self.dynamic_size:  # two sizes that are not square, the second with odd feature maps
             side, (height, width) = self.multiple, sides(self.size)
             yield self.random(2, (height + side, width + 4 * side))
             yield self.random(1, (11 * side, 9 * side))
@@ -87,7 +87,7 @@ class Images:
 def open_labelled(
     root: Path, split: str, model: TResNet, images: Images, classes: tuple[str, ...] | None
 ) -> ImageDataset:
-    """Open class folders as bytes of the model's size; other classes raise DataError."""
+    """Open class folders as bytes of the model's size; raise DataError if the classes differ."""
     wanted = {key: model.pretrained_cfg[key] for key in ("crop_mode", "crop_pct", "interpolation")}
     transform = eval_transform(EvalTransform(input_size=images.size, **wanted), dtype=torch.uint8)
     dataset = open_folder(root, split, transform)

@@ -15,13 +15,13 @@ class ExportOptions(StepInput):
     """onnx: for onnxruntime and others. pt2: the program of torch.export. aoti: compiled by
     AOTInductor for this kind of machine. openvino: for Intel's CPUs."""
     dynamic_size: bool = False
-    """Take other heights and widths too. The number of images is free in any case."""
+    """Accept other heights and widths too. Any number of images is always accepted."""
     channels_last: bool = False
-    """For aoti: take images in channels-last memory."""
+    """For aoti: accept images in channels-last memory."""
     int8: bool = False
-    """For onnx and pt2: 8-bit weights and activations, their ranges from --data."""
+    """For onnx and pt2: use 8-bit weights and activations, with ranges measured on --data."""
     data: Path | None = None
-    """Directory with train/CLASS and val/CLASS image folders. Top-1 on val must be the model's,
-    or with --int8, which takes its ranges from train, at most 0.3 points lower."""
+    """Directory with train/CLASS and val/CLASS image folders. Top-1 on val must be the model's.
+    With --int8, train gives the ranges, and top-1 may be 0.3 points lower."""
     overwrite: bool = False
     """Replace the output if it exists."""

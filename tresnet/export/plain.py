@@ -16,10 +16,10 @@ from tresnet.surgery.folding import fold
 
 
 class BlurByPools(nn.Module):
-    """`BlurPool2d`, reflected border included, as two average pools: no padded copy, no filter.
+    """Compute `BlurPool2d`, with its reflected border, by two average pools without a padded copy.
 
-    [1, 2, 1] / 4 is the mean of two neighbouring means; the second pool takes it at stride 2. At
-    the border, reflection makes both means equal, so this pool counts no padding.
+    [1, 2, 1] / 4 is the mean of two neighbouring means, which the second pool takes at stride 2. At
+    the border, reflection makes both means equal, so the second pool counts no padding.
     """
 
     def forward(self, x: Tensor) -> Tensor:

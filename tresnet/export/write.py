@@ -1,7 +1,7 @@
 """Write a model in another runtime's format and compare the file with the model.
 
 `export_model` folds and traces the model, writes a scratch file, and opens it in the runtime. Only
-after its logits and, with data, its top-1 agree does the file get its name.
+if its logits agree, and with data its top-1, does the file get its name.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ from tresnet.settings.fields import check
 
 CALIBRATION_IMAGES = 512
 TOP1_IMAGES = 5000
-# Allowed fall of top-1 in percentage points. 8 bits change the predicted class of some images,
-# rounding in float32 that of one image in ten thousand.
+# Allowed fall of top-1 in percentage points. 8 bits change the predicted class of some images.
+# Rounding in float32 changes the class of one image in ten thousand.
 INT8_TOP1_FALL = 0.3
 TOP1_FALL = 0.01
 
@@ -42,10 +42,10 @@ class Exported:
     """Result of an export, compared with the model: top-1 in percent, None without data."""
 
     path: Path
-    difference: float  # largest of the logits, as a fraction of max(1, largest logit)
-    images: int = 0  # real ones, on which top-1 was compared
+    difference: float  # largest one of logits, as a fraction of max(1, largest logit)
+    images: int = 0  # number of real images on which top-1 was compared
     model_top1: float | None = None
-    top1: float | None = None  # of the file
+    top1: float | None = None  # top-1 of the file
 
 
 def export_model(
@@ -57,22 +57,22 @@ def export_model(
     descriptions: tuple[str, ...] | None = None,
     labels: str = "single",
 ) -> Exported:
-    """Write a model, folded, in another runtime's format, and check the file in that runtime.
+    """Fold a model, write it in another runtime's format, and check the file in that runtime.
 
     Args:
-        model: a TResNet in eval mode, its weights in float32; unchanged.
+        model: a TResNet in eval mode with weights in float32; it is not changed.
         path: the file to write; openvino writes a second one beside it, ending in .bin.
-        options: the format and what the model takes.
+        options: the format and the images that the exported model accepts.
         classes: names of the classes, kept in the file.
-        descriptions: the classes in words, where their names are ids; kept in the file.
-        labels: 'single', or 'multi' where an image may have several; kept in the file.
+        descriptions: the classes in words, if their names are ids; kept in the file.
+        labels: 'single', or 'multi' if an image may have several labels; kept in the file.
 
     Raises:
         InputError: model, path or options do not fit.
         MissingDependencyError: a package that the format needs is not installed.
         DataError: the images are incomplete or cannot be read.
-        ExportError: the file's logits are not the model's; it was removed.
-        WriteError: it cannot be written.
+        ExportError: the file's logits are not the model's; the file was removed.
+        WriteError: the file cannot be written.
     """
     check(options, InputError)
     format = find_format(options)
@@ -178,7 +178,7 @@ def _metadata(model: TResNet, images: Images, options: ExportOptions) -> dict[st
 def _top1(
     run: RunFunction, model: TResNet, val: ImageDataset, options: ExportOptions
 ) -> tuple[int, float, float]:
-    """Return the number of real images compared, and top-1 of model and file in per cent."""
+    """Return the number of real images, top-1 of the model and top-1 of the file, in per cent."""
     count = right = model_right = 0
     for batch, targets in sample_evenly(val, TOP1_IMAGES):
         count += len(batch)
