@@ -48,7 +48,7 @@ def describe(device: torch.device | str | int | None = None) -> dict[str, Any]:
 
 
 def usable_device(name: str | torch.device) -> torch.device:
-    """Return a device, with its index if it is a GPU, or raise InputError if it is not there."""
+    """Return a usable device of this machine, a GPU with its index, or raise InputError."""
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:

@@ -117,7 +117,7 @@ def unwrap(contents: Any, path: Path) -> dict[str, Tensor]:
 
     The weights may be in any nested dict and have any prefix (`module.`, `_orig_mod.`, Lightning's
     attribute names). As in timm, an EMA is preferred to its model. A line in the log names the
-    prefix and all keys left out. A checkpoint of no or of two models raises CheckpointError.
+    prefix and first keys left out. A checkpoint of no or of two models raises CheckpointError.
     """
     if isinstance(contents, dict) and {"progress", "generators"} <= contents.keys():
         raise CheckpointError(

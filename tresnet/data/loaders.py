@@ -123,7 +123,7 @@ class Loader:
         self.skipped: dict[str, str] = {}
 
     def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
-        """Choose the next epoch and its first batch, or raise ConfigError for too large a batch."""
+        """Choose the next epoch and its first batch; raise ConfigError if that is out of range."""
         self._sampler.set_epoch(epoch, start_batch)
 
     def __len__(self) -> int:
