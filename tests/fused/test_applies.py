@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils.parametrize import register_parametrization
 
 import tresnet
@@ -283,3 +284,10 @@ def test_a_part_among_ranks_runs_plainly_in_a_node_that_may_be_retained(monkeypa
     torch.testing.assert_close(torch.autograd.grad(loss, parameters), first)
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(loss, parameters)
+
+
+def test_make_fx_records_plain_operators():
+    model = make(layers=(1, 1, 1, 1), impl="triton").eval()
+    with torch.no_grad():
+        graph = make_fx(model)(images() + 1)
+        torch.testing.assert_close(graph(images()), model(images()), rtol=1e-4, atol=1e-5)

@@ -317,7 +317,7 @@ class _Reader:
             raise _Plain(f"a hook of {type(self.modules[hooked.index(True)]).__name__}")
         for module in self.modules:
             own = module.__dict__
-            if "forward" in own or "_conv_forward" in own or "_compiled_call_impl" in own:
+            if "forward" in own or "_conv_forward" in own or own.get("_compiled_call_impl"):
                 name = type(module).__name__
                 raise _Plain(f"a forward or a compiled call put in the place of {name}'s")
         _, tensors, lengths = zip(*self.tensors, strict=True)

@@ -33,7 +33,12 @@ def traced() -> bool:
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()
         or torch._C._are_functorch_transforms_active()
+        or torch._C._get_dispatch_mode(_PROXY) is not None  # make_fx, which sees no launch
+        or torch._ops._get_dispatch_mode_pre_dispatch(_PROXY) is not None
     )
+
+
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 
 def runs_kernels(device: torch.device, dtype: torch.dtype, impl: Impl, fake: bool = False) -> bool:

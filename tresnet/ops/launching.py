@@ -76,8 +76,8 @@ def launch(form: Form, **tensors: Tensor) -> None:
     if _noted is not None:
         _noted.append(Launch(form.kernel, form.grid, form.options, tensors | form.numbers))
     values = [*tensors.values()]
-    if type(values[0]) not in _PLAIN:
-        return  # a fake
+    if type(values[-1]) not in _PLAIN:
+        return  # a fake: the last one is a result, while a parameter may have values
     # Triton compiles a kernel for addresses that 16 divides, and another one for those it does not
     addresses = [*map(Tensor.data_ptr, values)]
     misaligned = functools.reduce(or_, addresses) % 16 and tuple(a % 16 for a in addresses)

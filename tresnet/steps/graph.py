@@ -427,6 +427,7 @@ def _is_constant(criterion: object) -> bool:
     if not isinstance(criterion, FunctionType) or criterion.__closure__:
         return False
     values += criterion.__defaults__ or ()
+    values += (criterion.__kwdefaults__ or {}).values()
     return all(isinstance(value, int | float | str | None) for value in values)
 
 
