@@ -299,3 +299,17 @@ def test_ctrl_c_is_the_main_processs_to_handle(folder, workers_now):
         seen += ids(images)
     assert seen == list(range(26))
     loader.close()
+
+
+def test_a_signal_to_the_group_of_a_worker_that_just_starts_does_not_end_it(folder, monkeypatch):
+    signals = torch.utils.data._utils.signal_handling
+    set_handlers = signals._set_worker_signal_handlers
+
+    def start_and_signal():
+        set_handlers()
+        os.kill(os.getpid(), signal.SIGTERM)  # as torchrun does, to the complete process group
+
+    monkeypatch.setattr(signals, "_set_worker_signal_handlers", start_and_signal)
+    loader = create_loader(open_folder(folder, "train", EVAL), 2, training=False, workers=2)
+    assert len(list(loader)) == 13
+    loader.close()

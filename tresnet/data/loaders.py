@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 _REPLACEMENT_TRIES = 16
 _AHEAD = 2  # batches that a worker prepares in advance
 _IN_USE = 4  # batches that the training process holds at once
+_STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 Key = tuple[int, int | None]  # index of the image; seed of its augmentation, None in evaluation
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -132,7 +133,7 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         if self._loader is None:
             self._loader = self._start_workers()
-        for found in self._loader:
+        for found in _iterator(self._loader):
             try:
                 self._account(found.failures, found.unfilled)
             except DataError:
@@ -380,12 +381,26 @@ def _start(
     )
 
 
+def _iterator(loader: DataLoader[Any]) -> Iterator[_Found]:
+    """Return the loader's iterator; workers that start now block signals until `_start_worker`."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows, whose workers get none
+        return iter(loader)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
+    try:
+        return iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _start_worker(worker: int) -> None:
-    """Leave Ctrl-C to the main process, and drop the handlers that the fork copied from it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    """Leave signals to the process group to the main process; SIGTERM then ends this worker."""
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # leave the group that terminals and torchrun signal
+    for number in _STOPPING:
+        signal.signal(number, signal.SIG_IGN)  # also discards one that came before
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
 
 
 def usable_cores() -> int:
