@@ -1,4 +1,4 @@
-"""TResNet image classifiers for GPUs: models, training, evaluation, measured throughput and memory.
+"""TResNet image classifiers for GPUs: models, training, evaluation and benchmarks.
 
     import tresnet
 
@@ -6,8 +6,8 @@
     model = tresnet.create("tresnet_m")
     model = tresnet.create("tresnet_m", weights="tresnet_m.miil_in1k")
 
-Importing the package is quick: each public name is loaded at its first use. Loading initialises no
-CUDA.
+Importing `tresnet` is quick, because each public name is imported at its first use. No import
+initialises CUDA.
 """
 
 import importlib

@@ -1,7 +1,7 @@
-"""Description of the machine and the versions, stored with each measurement.
+"""Describe this machine and its package versions for the record of a measurement.
 
-No value contains a path, a host name or a user name. NVML and git are queried only when a function
-runs. CUDA is initialised only if the caller names a CUDA device.
+`describe` returns no path, host name or user name, and initialises CUDA only for a CUDA device.
+Other functions find devices, read the memory of a GPU, and parse sizes.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ _CHECKOUT = Path(__file__).resolve().parent.parent
 
 
 def describe(device: torch.device | str | int | None = None) -> dict[str, Any]:
-    """Describe the device, the machine, the versions and the commit, as plain values for JSON.
+    """Return the device, the machine, package versions and the git commit as values for JSON.
 
-    Without a device the CPU is described. A value that cannot be found, such as the version of an
-    absent package, is None.
+    `device` None means the CPU. An unknown value, such as the version of an absent package, is
+    None.
     """
     chosen = torch.device("cpu" if device is None else device)
     return {
@@ -48,7 +48,7 @@ def describe(device: torch.device | str | int | None = None) -> dict[str, Any]:
 
 
 def usable_device(name: str | torch.device) -> torch.device:
-    """Return a usable device of this machine, a GPU with its index, or raise InputError."""
+    """Return the device `name` (CUDA with an index), or raise InputError if it is unusable."""
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:
@@ -66,7 +66,7 @@ def usable_device(name: str | torch.device) -> torch.device:
         return torch.device("cuda", index)
     try:
         torch.empty(0, device=device)
-    except Exception as error:  # backends raise different types if they are absent
+    except Exception as error:  # an absent backend may raise any type
         raise InputError(
             f"expected a device of this machine, got {name!r} ({error}): use cpu or cuda"
         ) from error
@@ -74,7 +74,7 @@ def usable_device(name: str | torch.device) -> torch.device:
 
 
 def timed_device(name: str) -> torch.device:
-    """Return a CPU or CUDA device of this machine, which can be timed, or raise InputError."""
+    """Return the CPU or CUDA device `name`; raise InputError for others, which are not timed."""
     device = usable_device(name)
     if device.type not in ("cpu", "cuda"):
         raise InputError(f"expected a device that can be timed, cpu or cuda, got {name!r}")
@@ -89,11 +89,11 @@ def device_or_default(name: str | None) -> str:
 
 
 def nvml_handle(device: torch.device | str | int) -> Any | None:
-    """Return NVML's handle of the GPU behind a CUDA device, or None if NVML has none.
+    """Return NVML's handle of a CUDA device, or None if NVML is missing or has no such device.
 
     NVML numbers every GPU of the machine in PCI order and ignores CUDA_VISIBLE_DEVICES and
     CUDA_DEVICE_ORDER. So the GPU is found by the UUID that CUDA reports. A MIG slice is found by
-    the name that CUDA_VISIBLE_DEVICES has for it.
+    its name in CUDA_VISIBLE_DEVICES.
     """
     pynvml = _nvml()
     if pynvml is None:
@@ -113,7 +113,7 @@ def nvml_handle(device: torch.device | str | int) -> Any | None:
 
 
 def device_used_bytes(handle: Any | None) -> int | None:
-    """Return the bytes that all processes use on the GPU, or None if `handle` is None."""
+    """Return the GPU memory that all processes use, in bytes, or None if NVML cannot read it."""
     pynvml = _nvml()
     if pynvml is None or handle is None:
         return None
@@ -191,11 +191,11 @@ def _installed_version(package: str) -> str | None:
 def _git_state(root: Path) -> dict[str, Any] | None:
     top = _output_of("git", "-C", str(root), "rev-parse", "--show-toplevel")
     commit = _output_of("git", "-C", str(root), "rev-parse", "HEAD")
-    # An installed package must not report the repository around its virtual environment.
+    # An installed package must not report a repository that contains its virtual environment.
     if not top or not commit or Path(top).resolve() != root.resolve():
         return None
     changed = _output_of("git", "-C", str(root), "status", "--porcelain")
-    dirty = None  # if `git status` fails or takes too long
+    dirty = None  # None if `git status` fails or takes over 10 s
     if changed is not None:
         lines = changed.splitlines()
         dirty = any(line[:2] != "??" or line.startswith("?? tresnet/") for line in lines)
@@ -211,7 +211,7 @@ def _output_of(*command: str) -> str | None:
 
 
 def parse_size(size: str | int) -> int:
-    """Convert an int, `80GiB` or `24GB` (24 * 10^9) to bytes, or raise InputError."""
+    """Convert `80GiB`, `24GB` (24 * 10^9) or an int of bytes to bytes, or raise InputError."""
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
     n_bytes = -1

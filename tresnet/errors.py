@@ -1,7 +1,7 @@
-"""Errors that a user can cause. Each message names what was expected, what came and what to do.
+"""Errors that a user can cause. Each message says what was expected, what was given, what to do.
 
-Commands print such an error as one line on stderr and exit with code 2. Callers of the library
-catch `TResNetError`, or its built-in base class (`ValueError`, `RuntimeError`, `ImportError`).
+Commands print the message of a `TResNetError` on stderr and exit with code 2. Callers of the
+library catch `TResNetError`, or the built-in base of a subclass, such as `ValueError`.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ class TResNetError(Exception):
 
 
 class InputError(TResNetError, ValueError):
-    """An argument has a wrong name, shape, dtype or range."""
+    """An argument has an unknown name, a wrong shape or dtype, or a value out of range."""
 
 
 class ConfigError(TResNetError, ValueError):
@@ -21,7 +21,7 @@ class ConfigError(TResNetError, ValueError):
 
 
 class CheckpointError(TResNetError, RuntimeError):
-    """A file of weights is damaged, unsafe, or belongs to another model."""
+    """A file of weights is missing, damaged or unsafe, or belongs to another model."""
 
 
 class ExportError(TResNetError, RuntimeError):
@@ -45,12 +45,12 @@ class WriteError(TResNetError, OSError):
 
 
 class BusyError(TResNetError, RuntimeError):
-    """Another process is using a directory."""
+    """Another process has locked the directory."""
 
 
 @contextlib.contextmanager
 def needed(what: str, extra: str) -> Iterator[None]:
-    """Turn a failed import in the block into a MissingDependencyError that names `extra`."""
+    """Turn an ImportError in the block into a MissingDependencyError that names `extra`."""
     try:
         yield
     except ImportError as error:
@@ -59,7 +59,7 @@ def needed(what: str, extra: str) -> Iterator[None]:
 
 
 def to_install(what: str, package: str, extra: str) -> str:
-    """Return a message with the missing packages of `what`, and the command to install them."""
+    """Return the message that `what` needs `package`, with the command that installs `extra`."""
     return (
         f"{what} needs {package}, not installed: pip install 'tresnet[{extra}]' (from a clone: "
         f"pip install -e '.[{extra}]')"

@@ -1,7 +1,7 @@
 """Atomic writes of files, and locks on directories.
 
-The package writes every file by `atomic_write`, so that a crash leaves the old file or the new one.
-One process locks a run's directory. Other functions handle signals and standard streams.
+`atomic_write` replaces a file, so that a crash leaves the old file or the new one. `lock` keeps
+other processes out of a directory. Other functions handle signals and standard streams.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ except ImportError:  # Windows
     fcntl = None
 
 LOCK = ".lock"
-PATIENCE_S = 1.0  # how long a lock is waited for, as a killed process may still be ending
+PATIENCE_S = 1.0  # time to wait for a lock, as a killed process holds its lock until it has ended
 _TEMPORARY = re.compile(r"\..{1,48}\.[0-9a-f]{16}\.tmp")
-# Advice for system errors that only writing causes. `atomic_write` may wrap reads too.
+# Advice for errors that only writing causes, as a block of `atomic_write` may also read files.
 _ADVICE = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some space",
@@ -44,23 +44,23 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path beside `path`, which replaces `path` when the block succeeds.
+    """Yield a temporary path beside `path`; its file replaces `path` when the block succeeds.
 
     A failure in the block (a full disk, an exception, Ctrl-C) removes the temporary file and leaves
-    the old `path`. Data are synced before the rename, so a crash leaves the old file or the new
-    one. Permissions follow the umask, even where safetensors would let only the owner read. If
+    the old `path`. The new file is synced before the rename, so a crash leaves the old file or the
+    new one. Permissions follow the umask, even if safetensors allows only the owner to read. If
     `path` is a symbolic link, its target is replaced.
 
     Raises:
-        WriteError: the directory is missing or cannot be written, `path` is a directory, or there
-            is no space left. Other errors of the block are raised unchanged.
+        WriteError: the parent directory is missing or read-only, `path` is a directory, or the
+            disk is full. Other errors in the block are raised unchanged.
     """
     target = Path(os.path.realpath(path))
     if target.is_dir():
         raise WriteError(f"cannot write {path}: expected a file, got a directory")
     if not target.parent.is_dir():
         raise WriteError(f"cannot write {path}: the directory {target.parent} does not exist")
-    # cut to stay within the 255 bytes that file systems allow for a name
+    # shortened, as file systems allow only 255 bytes for a name
     name = os.fsdecode(os.fsencode(target.name)[:48])
     temporary = target.parent / f".{name}.{secrets.token_hex(8)}.tmp"
     try:
@@ -87,10 +87,10 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
-    """Yield a new directory, which gets the name `path` when the block succeeds.
+    """Yield a new temporary directory, which is renamed to `path` when the block succeeds.
 
     A failure in the block removes the directory. Permissions follow the umask. WriteError is raised
-    if the parent cannot be written or `path` is another directory.
+    if the parent is read-only, or `path` is a file or a directory with contents.
     """
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,14 +104,14 @@ def atomic_directory(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text file in UTF-8 atomically; errors are those of `atomic_write`."""
+    """Write a text file in UTF-8 atomically, with the errors of `atomic_write`."""
     with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8", newline="")
 
 
 @contextlib.contextmanager
 def explained(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn the system's errors in a block that only writes `path` into a WriteError."""
+    """Turn an OSError in the block into a WriteError; the block must only write `path`."""
     try:
         yield
     except OSError as error:
@@ -119,7 +119,7 @@ def explained(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove temporary files of killed processes; no other process may write to `directory` now."""
+    """Remove temporary files of killed processes; no process may be writing to `directory`."""
     with contextlib.suppress(OSError):
         for path in directory.iterdir():
             if _TEMPORARY.fullmatch(path.name):
@@ -128,9 +128,10 @@ def remove_leftovers(directory: Path) -> None:
 
 @contextlib.contextmanager
 def lock(directory: Path) -> Iterator[None]:
-    """Lock a directory for this process, or raise BusyError; the lock ends with the process.
+    """Lock a directory in the block, or raise BusyError if another process has locked it.
 
-    A file system without locks causes only a warning. A read-only directory raises WriteError.
+    The system releases the lock of a process that ends. A file system without locks causes only a
+    warning. A read-only directory raises WriteError.
     """
     path = directory / LOCK
     with explained(path):
@@ -151,7 +152,7 @@ def lock(directory: Path) -> Iterator[None]:
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()
-        except OSError:  # the disk is full: the lock holds without the process number
+        except OSError:  # the disk is full: the lock works without a process number in its file
             pass
         try:
             yield
@@ -173,7 +174,7 @@ def _flock(file: IO[str]) -> None:
 
 
 def _let_go() -> None:
-    """Close the lock in a forked loader process, so that the lock ends with the parent."""
+    """Close inherited lock files in a forked process, so that a lock ends with the parent."""
     for file in _held:
         with contextlib.suppress(OSError):
             file.close()
@@ -185,7 +186,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _reason(error: BaseException | None) -> str | None:
-    """Return the system's reason for a failed write; None if the error has another cause."""
+    """Return the system's reason if a failed write caused the error, else None."""
     while error is not None:
         code = error.errno if isinstance(error, OSError) else None
         # safetensors gives the error number only in its message
@@ -206,7 +207,7 @@ def _fsync(path: Path) -> None:
 
 
 def prepare_streams() -> None:
-    """Open missing standard streams on devnull, and escape characters they cannot encode."""
+    """Replace missing standard streams by devnull; escape characters that a stream lacks."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the shell or a daemon's manager closed the stream
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
@@ -218,7 +219,7 @@ def prepare_streams() -> None:
 
 @contextlib.contextmanager
 def handled(numbers: Iterable[int], handler: Any) -> Iterator[None]:
-    """Handle signals by `handler` in the block; do nothing outside the main thread."""
+    """Install `handler` for the signals in the block; do nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         numbers = ()
     before = [(number, signal.signal(number, handler)) for number in numbers]

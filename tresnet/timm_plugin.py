@@ -1,12 +1,12 @@
 """Make timm build our models: `import tresnet.timm_plugin`, then `timm.create_model('tresnet_m')`.
 
-timm's own scripts run on our models unchanged:
+Run timm's own scripts, unchanged, on our models:
 
     python -m tresnet.timm_plugin path/to/validate.py --model tresnet_m --pretrained ...
     torchrun --nproc-per-node 8 -m tresnet.timm_plugin path/to/train.py --model tresnet_m ...
 
-The plugin replaces timm's tresnet_m, tresnet_l, tresnet_xl and tresnet_v2_l. Tags and the default
-tag stay. `create_model` also accepts our arguments (norm, jit, block_size, ...).
+The plugin replaces timm's models tresnet_m, tresnet_l, tresnet_xl and tresnet_v2_l. Their tags and
+default tags stay timm's. `create_model` also accepts our models' options (norm, block_size, ...).
 """
 
 import importlib
@@ -35,14 +35,14 @@ from tresnet.models.features import FeatureExtractor
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import build, list_models
 
-# the first of these tags that has weights is the default, as in timm
+# A model's default tag is the first of these for which it has weights, as in timm.
 _DEFAULT_TAGS = ("miil_in21k_ft_in1k", "miil_in1k")
 
 
 def _timm_cfg(entry: WeightsEntry) -> dict[str, Any]:
     local = weights_dir() / entry.file
     file = str(local) if local.is_file() else None
-    source = find(entry.copy) if entry.copy else entry  # links to the originals are dead
+    source = find(entry.copy) if entry.copy else entry  # the authors' own links are dead
     own = {"file": file, "url": source.url, "hf_hub_id": source.hub_id}
     return {**entry.pretrained_cfg, **own, "paper_ids": "arXiv:2003.13630", **_COMMON}
 
@@ -82,7 +82,7 @@ def _create(
 ) -> TResNet | FeatureExtractor:
     if out_indices is not None and not features_only:
         raise InputError(f"out_indices={out_indices} needs features_only=True")
-    kwargs.pop("pretrained_model_args", None)  # the arguments that built the file's model
+    kwargs.pop("pretrained_model_args", None)  # arguments that built the file's model
     cfg = resolve_pretrained_cfg(name, pretrained_cfg, pretrained_cfg_overlay).to_dict()
     defaults = {"num_classes": cfg["num_classes"], "in_chans": cfg["input_size"][0]}
     if cfg.get("global_pool"):
@@ -97,7 +97,7 @@ def _create(
 
 
 def _load(model: TResNet, cfg: dict[str, Any], cache_dir: str | Path | None) -> None:
-    # Our reader keeps the file's metadata, which timm's would drop.
+    # `read_weights` keeps the file's metadata, which timm's reader would drop.
     if cfg.get("file") and not cfg.get("state_dict"):
         path = Path(cfg["file"])
         weights = read_weights(from_layout(path)[0] if path.is_dir() else path)
@@ -105,7 +105,7 @@ def _load(model: TResNet, cfg: dict[str, Any], cache_dir: str | Path | None) -> 
         return
     load_pretrained(
         model,
-        {**cfg, "first_conv": None},  # `_convert` adapts the stem, which reads blocks of pixels
+        {**cfg, "first_conv": None},  # `_convert` adapts the stem, which reads pixel blocks
         num_classes=model.num_classes,
         in_chans=model.in_chans,
         filter_fn=_convert,
@@ -118,10 +118,10 @@ def _needs_new_head(weights: Weights, model: TResNet) -> bool:
 
 
 def _convert(state_dict: dict[str, Any], model: TResNet) -> dict[str, Tensor]:
-    """Convert a state dict of any format for `model`, and set the slopes of `model`."""
+    """Return a state dict of any format converted for `model`; set the slopes of `model`."""
     cfg = model.pretrained_cfg
     name = Path(cfg.get("hf_hub_id") or cfg.get("url") or "the state dict")
-    # `to_ours` and `fit` check every key, as timm loads non-strictly if the classes differ.
+    # `to_ours` and `fit` check every key, as timm loads with strict=False for other classes.
     weights = to_ours(name, unwrap(state_dict, name), {})
     tensors = fit(weights, model, model_tensors(model), _needs_new_head(weights, model))
     model.set_slopes(*weights.slopes)
@@ -138,7 +138,7 @@ def _entrypoint(name: str) -> Callable[..., TResNet | FeatureExtractor]:
 
 
 def _register() -> None:
-    globals()["default_cfgs"] = _default_cfgs()  # timm reads this name of the module
+    globals()["default_cfgs"] = _default_cfgs()  # timm reads `default_cfgs` of this module
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Overwriting tresnet_")
         for name in list_models():

@@ -1,7 +1,7 @@
 """Check weights against a model, key by key, and adapt the stem and the in-place gammas.
 
-`fit` returns one tensor for each tensor of the model, which it does not change. One error names
-every key that does not fit, with a hint at the model that the file was made for.
+`fit` returns one tensor for each tensor of the model, and does not change the model. One error
+names up to 20 keys of each fault and says, if known, which model the file needs.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ def fit(
     """Return one tensor of the right shape for every expected name, and no other.
 
     `model` is not changed and may be on the meta device. `expected` has the model's tensors. With
-    `new_head` the head is left out. CheckpointError names every key that does not fit.
+    `new_head` the head is left out. CheckpointError names up to 20 keys of each fault.
     """
     expected = dict(expected)
     tensors = _without_absent_parts(dict(weights.tensors), model, expected)

@@ -71,7 +71,7 @@ def _upload(folder: Path, repo_id: str, private: bool) -> str:
         message = "Add weights, configuration and model card"
         return str(api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message))
     except Exception as error:  # the hub's client and its transports raise many types
-        cause = error.__cause__ if type(error) is RuntimeError else error  # as uploads raise it
+        cause = error.__cause__ if type(error) is RuntimeError else error  # wraps an upload's error
         raise CheckpointError(
             f"could not push to hf-hub:{repo_id} ({type(cause).__name__}: {cause}): check the name "
             "and the network; writing needs a token, in the variable HF_TOKEN"

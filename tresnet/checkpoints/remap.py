@@ -1,6 +1,6 @@
 """Names of weights: find the format of a file, and rename its tensors by a table.
 
-Our names are timm's. The public TResNet format has other names for the same tensors and stores the
+Our names are timm's. The public TResNet format names the same tensors differently. It stores the
 weight w of in-place ABN, whose gamma is |w| + 1e-5 (arXiv 1712.02616; inplace-abn's source).
 `identify` finds the architecture from names and shapes.
 """

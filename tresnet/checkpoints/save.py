@@ -53,7 +53,8 @@ def save_checkpoint(
 
     Args:
         model: A TResNet, or a wrapper of one (compiled, DistributedDataParallel).
-        path: A file ending in .safetensors, .pth or .pt.
+        path: A file ending in .safetensors, .pth or .pt; `torch.load(path, weights_only=True)`
+            reads the last two.
         format: 'tresnet' stores the result of `checkpoint_metadata` with the weights; 'timm' writes
             the plain state dict for timm's class.
         metadata: Plain values to store with the weights, such as classes or top1.

@@ -1,7 +1,7 @@
 """Images with any number of labels each, listed in a CSV or a COCO-style JSON file.
 
-Each format is read as a list of (path, set of class names), then as an `ImageDataset` with a row
-of 0 and 1 for each image. Errors name the file and the line.
+Each reader returns a list of (path, set of class names). `open_multilabel` makes an `ImageDataset`
+of the list, with a row of 0 and 1 for each image. Errors name the file; for CSV, also the line.
 """
 
 import csv
