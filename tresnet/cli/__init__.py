@@ -1,4 +1,4 @@
-"""The `tresnet` command: each subcommand is a dataclass of its options.
+"""The `tresnet` command; each subcommand is a dataclass whose fields are the options.
 
-Its `run(argv)` gets the complete command line for its record, and returns the exit code.
+A subcommand's `run(argv)` returns the exit code; records store `argv`, the whole command line.
 """

@@ -1,4 +1,4 @@
-"""`tresnet bench`: speed and peak memory of models side by side."""
+"""`tresnet bench`: compare the speed and the peak memory of models."""
 
 import dataclasses
 from typing import Annotated
@@ -13,7 +13,7 @@ from tresnet.measure.settings import LargestSettings, StepSettings
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _BenchSteps(StepSettings, Cases):
     def run(self, argv: list[str]) -> int:
-        """Measure, print the table and write the record."""
+        """Measure the cases, print a table and write a record."""
         from tresnet.measure.models import bench_models
 
         training = isinstance(self, BenchTrain)
@@ -21,7 +21,7 @@ class _BenchSteps(StepSettings, Cases):
 
 
 class BenchTrain(_BenchSteps):
-    """Time the training step of train.py on synthetic images, optimizer included."""
+    """Time the training step of train.py, with its optimizer, on synthetic images."""
 
 
 class BenchInfer(_BenchSteps):
@@ -30,10 +30,10 @@ class BenchInfer(_BenchSteps):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BenchMaxBatch(LargestSettings, Cases):
-    """Find the largest training batch that fits, by real steps."""
+    """Find the largest training batch that fits in memory, by running training steps."""
 
     def run(self, argv: list[str]) -> int:
-        """Search, print the table and write the record."""
+        """Find the largest batch of each case, print a table and write a record."""
         from tresnet.measure.largest_batch import largest_batches
 
         return report(largest_batches(self.cases(), self, argv, progress), _LARGEST_TABLE)

@@ -1,4 +1,4 @@
-"""The commands of `tresnet`, and the parsing of their options."""
+"""Parse the command line of `tresnet` into one of its commands."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -34,7 +34,7 @@ def parse(
 ) -> List | Info | Bench | Memory | Predict | Convert | Export | Push | Demo | Shard:
     """Return the command with its options, or raise InputError for a value out of range.
 
-    SystemExit is raised after `--help` (0) or arguments that do not parse (2).
+    `--help` raises SystemExit(0), and arguments that cannot be parsed SystemExit(2).
     """
     command = tyro.cli(
         Annotated[List, subcommand("list")]
@@ -59,7 +59,7 @@ def parse(
 
 
 def _input_size_last(arguments: list[str]) -> list[str]:
-    """Move `--input-size H [W]` to the end, as tyro would read a MODEL after it as the width."""
+    """Move `--input-size H [W]` to the end, so that tyro reads no MODEL after H as the width."""
     if "--input-size" not in arguments or "--" in arguments:
         return arguments
     begin = end = arguments.index("--input-size") + 1

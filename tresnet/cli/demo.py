@@ -1,4 +1,4 @@
-"""`tresnet demo`: a page to try a model in a browser."""
+"""`tresnet demo`: serve a web page to try a model."""
 
 import dataclasses
 from typing import Annotated
@@ -13,21 +13,21 @@ from tresnet.settings.fields import Count, Settings
 
 @dataclasses.dataclass(frozen=True)
 class Demo(Settings):
-    """Serve a page: drop an image, see its classes and the regions that support them (Grad-CAM)."""
+    """Serve a web page that shows an image's classes and a Grad-CAM picture of the likeliest."""
 
     weights: Annotated[Positional[str], arg(metavar="WEIGHTS")]
-    """A tag of `tresnet list`, a file, a directory in timm's layout or hf-hub:USER/NAME."""
+    """Weights: a tag of `tresnet list`, a file, a folder in timm's layout or hf-hub:USER/NAME."""
     top_k: Count = 5
     """Number of classes to show."""
     device: str = "cpu"
-    """Where to compute, such as cuda."""
+    """Device that computes, such as cuda."""
     host: str = "127.0.0.1"
-    """Address to listen at: by default only this machine; 0.0.0.0 for all networks."""
+    """Address to listen at. 127.0.0.1: only this machine. 0.0.0.0: all its networks."""
     port: Annotated[int, Ge(1), Le(65535)] = 7860
     """Port to listen at."""
 
     def run(self, argv: list[str]) -> int:
-        """Serve until Ctrl-C."""
+        """Serve the page until Ctrl-C."""
         from tresnet.predictions import Predictor
         from tresnet.predictions.page import make_page
 

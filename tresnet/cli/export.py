@@ -1,4 +1,4 @@
-"""`tresnet export`: a model for another runtime."""
+"""`tresnet export`: write a model for another runtime."""
 
 import dataclasses
 from pathlib import Path
@@ -14,15 +14,15 @@ _SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Export(ExportOptions):
-    """Write a model in another runtime's format; the file appears only after the comparison."""
+    """Export a model for another runtime; the file appears once its results match the model's."""
 
     model: Annotated[Positional[str], arg(metavar="MODEL")]
-    """A tag out of `tresnet list` or a file of weights; or a model's name, for random weights."""
+    """A tag of `tresnet list` or a file of weights. A model's name stands for random weights."""
     output: Path | None = None
-    """The file to write. None: the model's name, in the current directory."""
+    """File to write. None: a file in the current directory with the name of MODEL."""
 
     def run(self, argv: list[str]) -> int:
-        """Export and print the comparison of the file with the model."""
+        """Export the model, and print how the file's results differ from the model's."""
         from tresnet.checkpoints.creation import create
         from tresnet.checkpoints.weights import open_weights
         from tresnet.export import FORMATS, export_model
@@ -36,7 +36,7 @@ class Export(ExportOptions):
             known.check_finite()
             model = create(weights=known)
             if known.entry is None:
-                # not a directory or repository such as tresnet_t.digits
+                # only suffixes of files: the directory tresnet_t.digits keeps its whole name
                 name = path.stem if (path := Path(name)).suffix in _SUFFIXES else path.name
         suffix = FORMATS[self.format].suffixes[0]
         done = export_model(

@@ -9,16 +9,16 @@ from tresnet.cli.output import say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line (None: this process's) and return its exit code.
+    """Run a command line (None: that of this process) and return its exit code.
 
-    The code is 0, or 1 if a part of the work failed; for others see `shell.run`.
+    0 means success, and 1 that some of the work failed; `shell.run` lists the other codes.
     """
     return shell.run(lambda: _command(list(sys.argv[1:] if argv is None else argv)))
 
 
 def _command(arguments: list[str]) -> int:
     if os.environ.get("NO_COLOR"):
-        os.environ.setdefault("PYTHON_TYRO_ANSI_CODES", "False")  # read as tyro is imported
+        os.environ.setdefault("PYTHON_TYRO_ANSI_CODES", "False")  # tyro reads it at import
     if arguments == ["--version"]:
         from tresnet.env import __version__
 
@@ -35,4 +35,4 @@ def _command(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    shell.leave(main())  # torchrun -m tresnet.cli.main train
+    shell.leave(main())  # for torchrun -m tresnet.cli.main train

@@ -17,24 +17,24 @@ from tresnet.settings.fields import Settings, Size
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _EagerStep(ModelStep):
     compile: CompileMode = "none"
-    """Only none: the memory of compiled models is not predicted."""
+    """Only none, as the memory of compiled models cannot be predicted."""
     cuda_graph: Literal["off", "on", "auto"] = "auto"
-    """Only off or auto: the memory of graphs is not predicted."""
+    """Only off or auto, as the memory of CUDA graphs cannot be predicted."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Predicted(Settings):
     model: Annotated[Positional[str], arg(metavar="MODEL")]
-    """Model: ours (tresnet_m), timm:NAME or torchvision:NAME."""
+    """A model of `tresnet list`, timm:NAME or torchvision:NAME."""
     step: _EagerStep = dataclasses.field(default_factory=_EagerStep)
     infer: bool = False
-    """Inference instead of training."""
+    """Predict an inference step, not a training step."""
     ddp: bool = False
-    """Add DistributedDataParallel's gradient buckets."""
+    """Add the gradient buckets of DistributedDataParallel."""
     gpu_memory: str | None = None
-    """The GPU's memory, such as 80GiB."""
+    """Memory of the GPU, such as 80GiB."""
     gpu: str | None = None
-    """The GPU: a100, h100, h200, rtx3090, rtx4090 or v100; by default that of this machine."""
+    """Name of the GPU: a100, h100, h200, rtx3090, rtx4090 or v100. None: this machine's GPU."""
 
     def arguments(self) -> dict[str, Any]:
         return {
@@ -51,16 +51,16 @@ class MemoryPredict(_Predicted):
     """Predict the peak memory of a step, without a GPU."""
 
     batch_size: Size = 64
-    """Images of a micro-batch."""
+    """Number of images in a micro-batch."""
     snapshot: Path | None = None
-    """Also write a snapshot for PyTorch's memory viewer (pytorch.org/memory_viz)."""
+    """Snapshot file to write for PyTorch's memory viewer (pytorch.org/memory_viz)."""
     plot: Path | None = None
-    """Also draw the timeline: .png, .svg or .pdf."""
+    """File for a picture of the memory over time, ending in .png, .svg or .pdf."""
     json: bool = False
-    """Print JSON."""
+    """Print the prediction as JSON."""
 
     def run(self, argv: list[str]) -> int:
-        """Print the prediction; write the picture and the snapshot if requested."""
+        """Print the prediction, and write the picture and the snapshot if requested."""
         from tresnet.memory import predict
         from tresnet.memory.plot import plot
         from tresnet.memory.snapshot import write_snapshot
@@ -76,10 +76,10 @@ class MemoryPredict(_Predicted):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryMaxBatch(_Predicted):
-    """Find the largest batch that fits, without a GPU."""
+    """Predict the largest batch that fits, without a GPU."""
 
     def run(self, argv: list[str]) -> int:
-        """Print the largest batches."""
+        """Print the batches that fit, that may fit and that do not fit."""
         from tresnet.memory import max_batch
 
         say(str(max_batch(self.model, **self.arguments())))
@@ -88,10 +88,10 @@ class MemoryMaxBatch(_Predicted):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryMeasure(PhaseSettings, Cases):
-    """Measure memory by phase, each case in a fresh process."""
+    """Measure the memory of each phase of a run, with every case in a new process."""
 
     def run(self, argv: list[str]) -> int:
-        """Print one line per phase and write a record."""
+        """Measure the cases, print a line for each phase and write a record."""
         from tresnet.measure.phases import measure_memory
 
         outcome = measure_memory(self.cases(), self, argv, progress)
@@ -109,7 +109,7 @@ class MemoryMeasure(PhaseSettings, Cases):
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Predict and measure the GPU memory of a training step or an inference."""
+    """Predict or measure the GPU memory of a training or inference step."""
 
     task: (
         Annotated[MemoryPredict, subcommand("predict")]

@@ -1,4 +1,4 @@
-"""`tresnet list` and `tresnet info`: the models, their weights, configuration and cost."""
+"""`tresnet list` and `tresnet info`: show models, their weights, configuration and cost."""
 
 import dataclasses
 from typing import Annotated
@@ -15,7 +15,7 @@ class List:
     """List the models with their parameters, features and weights."""
 
     pattern: Annotated[Positional[str], arg(metavar="PATTERN")] = "*"
-    """Shell pattern of the names to list, such as '*_l'."""
+    """Shell pattern of the models' names, such as '*_l'."""
 
     def run(self, argv: list[str]) -> int:
         """Print one line per model."""
@@ -43,12 +43,12 @@ class Info(ImageSize):
     """Show a model's configuration, cost, stages, feature shapes and weights."""
 
     model: Annotated[Positional[str], arg(metavar="MODEL")]
-    """A name out of `tresnet list`."""
+    """Name of a model in `tresnet list`."""
     num_classes: int = 1000
-    """Width of the classifier."""
+    """Number of classes."""
 
     def run(self, argv: list[str]) -> int:
-        """Print the facts; nothing is downloaded."""
+        """Print facts about the model, without a download of its weights."""
         from tresnet.checkpoints.published import list_weights
         from tresnet.measure.macs import count_macs, count_parameters, output_sizes
         from tresnet.models.zoo import build, image_size

@@ -1,4 +1,4 @@
-"""Output of the commands: results on stdout, progress and errors on stderr."""
+"""Print the results of commands on stdout, and progress and errors on stderr."""
 
 import sys
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def fail(error: BaseException | str) -> None:
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return columns two spaces apart, as wide as their widest cell, numbers right-aligned."""
+    """Return a table as text; columns of numbers are right-aligned, the others left-aligned."""
     columns = list(zip(header, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     to_right = [bool(rows) and all(_is_number(cell) for cell in column[1:]) for column in columns]
@@ -46,7 +46,7 @@ def _is_number(cell: str) -> bool:
 
 
 def report(outcome: "Outcome", columns: Sequence[tuple[str, str, str]]) -> int:
-    """Print a row for each case and `finish`; a column has a title, a key and a format."""
+    """Print a row for each case, and `finish`; a column is (title, key of a row, format)."""
     header = ["case", *(title for title, _, _ in columns), "status"]
     lines = [
         [label, *(_cell(row, key, how) for _, key, how in columns), row["status"]]
@@ -59,12 +59,12 @@ def report(outcome: "Outcome", columns: Sequence[tuple[str, str, str]]) -> int:
 def _cell(row: dict[str, Any], key: str, how: str) -> str:
     value = row.get(key)
     if value is None and key == "max_allocated_mib":
-        value = row.get("rss_peak_mib")  # the only figure on a CPU
+        value = row.get("rss_peak_mib")  # on a CPU, only the process's peak is known
     return "-" if value is None else format(value, how)
 
 
 def finish(outcome: "Outcome") -> int:
-    """Print the reasons for missing figures, and the record's path; return the exit code."""
+    """Print the errors and notes of cases and the record's path; return the exit code."""
     notes: dict[str, str] = {}
     for label, row in zip(outcome.labels, outcome.rows, strict=True):
         for note in filter(None, (row["error"], row.get("note"))):

@@ -1,4 +1,4 @@
-"""`tresnet predict`: the classes of image files."""
+"""`tresnet predict`: name the classes of image files."""
 
 import csv
 import dataclasses
@@ -26,32 +26,32 @@ BAD_IMAGE_EXIT_CODE = 2
 
 @dataclasses.dataclass(frozen=True)
 class Predict(Settings):
-    """Name the class of each image file, with its probability."""
+    """Name the likeliest classes of each image file, with their probabilities."""
 
     images: Annotated[Positional[tuple[str, ...]], arg(metavar="IMAGE [IMAGE ...]")]
-    """Image files, folders of them, quoted patterns such as '*/7/*.png', or - for paths on standard
-    input. An image that cannot be read is an error; the others are still predicted."""
+    """Image files, folders, quoted patterns such as '*/7/*.png', or - to read paths from standard
+    input. An unreadable image is reported as an error; the other images are still predicted."""
     weights: str
-    """A tag of `tresnet list`, a file, a directory in timm's layout or hf-hub:USER/NAME."""
+    """Weights: a tag of `tresnet list`, a file, a folder in timm's layout or hf-hub:USER/NAME."""
     top_k: Count = 1
-    """Number of classes to name, the likeliest first."""
+    """Number of classes to name for each image, the likeliest first."""
     format: Literal["table", "json", "csv"] = "table"
-    """table: a line per image. json: a list of objects. csv: a row per named class."""
+    """Output. table: a line per image. json: a list of objects. csv: a row per named class."""
     batch_size: Size = 32
-    """Images that run together."""
+    """Number of images in a batch."""
     runtime: Literal["torch", "onnx"] = "torch"
-    """onnx: --weights is a file of `tresnet export --format onnx`, run by onnxruntime on the CPU;
-    the options from --device on are for torch."""
+    """onnx: onnxruntime runs --weights, a file of `tresnet export --format onnx`, on the CPU. The
+    options of device, model and step then have no effect."""
     cam: Path | None = None
-    """New directory for a Grad-CAM picture of each image; red regions support its likeliest class
-    most (needs torchcam)."""
+    """New directory for a Grad-CAM picture of each image (needs torchcam). Red regions support the
+    likeliest class most."""
     device: str = "cpu"
     """Device that computes, such as cuda."""
     build: Build = dataclasses.field(default_factory=Build)
     compute: InferenceCompute = dataclasses.field(default_factory=InferenceCompute)
 
     def run(self, argv: list[str]) -> int:
-        """Print predictions as they are made."""
+        """Predict the images and print each batch of predictions at once."""
         from tresnet.predictions import Predictor, find_images
 
         names = [line for name in self.images for line in (_lines() if name == "-" else [name])]
@@ -88,7 +88,7 @@ def _lines() -> list[str]:
 
 
 def _kept(found: "Iterator[Prediction]", folder: Path | None) -> "Iterator[Prediction]":
-    """Write a picture for each prediction, with a number, as two files may have one name."""
+    """Write the pictures under numbered names, as images of two folders may have one name."""
     for number, prediction in enumerate(found):
         picture: Image | None = prediction.map
         if folder is not None and picture is not None:
@@ -99,10 +99,10 @@ def _kept(found: "Iterator[Prediction]", folder: Path | None) -> "Iterator[Predi
 
 
 def _table(found: "Iterator[Prediction]", width: int) -> None:
-    """Print `digit.png: 7 (99.8 %), 1 (0.1 %)`, with file names padded to one width."""
+    """Print lines such as `digit.png: 7 (99.8 %), 1 (0.1 %)`; pad file names to one width."""
     for one in found:
         pairs = zip(one.classes, one.probabilities, strict=True)
-        # first part of a description such as "tench, Tinca tinca"
+        # keep "tench" of a description such as "tench, Tinca tinca"
         classes = [f"{name.split(', ')[0]} ({100 * chance:.1f} %)" for name, chance in pairs]
         say(f"{one.image + ':':{width + 1}} {', '.join(classes)}")
 

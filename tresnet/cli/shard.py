@@ -1,4 +1,4 @@
-"""`tresnet shard`: a folder of images as a few large files."""
+"""`tresnet shard`: write a data set of images into a few large files."""
 
 import dataclasses
 from pathlib import Path
@@ -14,25 +14,25 @@ from tresnet.settings.fields import CountOrZero
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shard(ShardSettings):
-    """Write a data set's images into shards, which train.py and eval.py accept as --data.
+    """Write the images of a data set into shards, which train.py and eval.py accept as --data.
 
-    Both splits are written, train and val, if they exist. Started again, the command keeps complete
-    shards and continues.
+    The splits train and val are written if they exist. After an interruption, the same command
+    keeps complete shards and continues.
     """
 
     data: Annotated[Positional[Path], arg(metavar="DATA")]
-    """The folder of the data set, as for train.py."""
+    """Folder of the data set, as for --data of train.py."""
     out: Annotated[Positional[Path], arg(metavar="OUT")]
-    """The folder to write; it is created."""
+    """Folder for the shards; it is created if needed."""
     multilabel: bool = False
-    """Images have any number of labels, in the files of the recipe multilabel."""
+    """Images have any number of labels, listed in train.csv and val.csv or in COCO's JSON."""
     skip_bad_images: bool = False
     """Leave out images that cannot be decoded, instead of stopping."""
     workers: CountOrZero = 0
-    """Processes that read and write; 0 for one per core."""
+    """Number of processes that write shards. 0: one per core."""
 
     def run(self, argv: list[str]) -> int:
-        """Write every split."""
+        """Write the splits, and print how many images each has."""
         from tresnet.data.folder import open_folder
         from tresnet.data.loaders import usable_cores
         from tresnet.data.multilabel import open_multilabel

@@ -1,6 +1,6 @@
-"""The shell around a command: its streams, interrupts, errors and exit code.
+"""Run a command with its standard streams, interrupts, errors and exit code handled.
 
-`run` prints an error that a user can cause as one line; faults of the package keep a traceback.
+`run` prints the message of an error that a user can cause; a fault of the package has a traceback.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ BAD_INPUT = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 
-# Messages for errors of the machine, by words in the error's own message.
+# Messages for errors of the machine; the keys are words in PyTorch's or the system's message.
 _KNOWN = {
     "Too many open files": (
         "the limit of open files of this process is reached: raise it by ulimit -n 4096, or try"
         " fewer --workers; a run continues from its last checkpoint by --resume"
     ),
-    # an error of the worker's own code has "in DataLoader worker" instead
+    # an exception in a worker's Python code says "in DataLoader worker" instead
     "DataLoader worker (pid": (
         "a process that loads images has ended: {}. Try fewer --workers; a run continues from its"
         " last checkpoint by --resume"
@@ -35,11 +35,11 @@ _KNOWN = {
 
 
 def run(command: Callable[[], int]) -> int:
-    """Run a command and return its exit code; an error that its user can cause is one message.
+    """Run a command and return its exit code; print an error that a user can cause as a message.
 
-    `command` imports what it needs within the call, so that Ctrl-C is caught there too. Other exit
-    codes are 2 for bad input, 1 if another process has ended, 130 on Ctrl-C, and 141 for a closed
-    pipe. SystemExit is raised after `--help` (0) or arguments that do not parse (2).
+    `command` should import its modules when called, so that Ctrl-C is caught during imports. Errors
+    return 2 (bad input, full memory or disk), 1 (such as a dead worker), 130 (Ctrl-C) or 141
+    (closed pipe). `--help` raises SystemExit(0), arguments that cannot be parsed SystemExit(2).
     """
     with _noted_interrupts() as interrupts:
         try:
@@ -54,8 +54,8 @@ def run(command: Callable[[], int]) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """Exit with a code; under torchrun, without the interpreter's own shutdown."""
-    # gloo's threads may abort a finished process with SIGABRT, for torchrun a failed run
+    """Exit with a code; under torchrun, skip the shutdown of the interpreter."""
+    # gloo's threads may raise SIGABRT at shutdown, which torchrun reports as a failed run
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -94,7 +94,7 @@ def _run(command: Callable[[], int]) -> int:
                 return _fail(message.format(text), FAILED)
         if isinstance(error, OSError):
             if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EIO):
-                raise  # another cause than the output
+                raise  # not a failed write to standard output
             redirect(sys.stdout)
             return _fail(f"the output cannot be written: {error.strerror}", BAD_INPUT)
         from tresnet.measure.memory import is_out_of_memory

@@ -1,4 +1,4 @@
-"""The command lines of train.py and eval.py: options are fields of the engine's dataclasses."""
+"""Parse and run the command lines of train.py and eval.py; configurations hold the options."""
 
 import argparse
 import dataclasses
@@ -19,21 +19,21 @@ from tresnet.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class TrainCommand:
-    """Train a TResNet on a folder of images, or on the digits: --data digits --recipe digits."""
+    """Train a TResNet on a folder of images, or on handwritten digits with --recipe digits."""
 
     config: TrainConfig
     resume: Path | None = None
-    """Continue the run in this directory from its last checkpoint. auto: continue the run of that
-    --name if it exists, else begin it; for jobs that a scheduler restarts."""
+    """Directory of a run to continue from its last checkpoint. auto: continue the run --name, or
+    begin it if it does not exist, for jobs that a scheduler restarts."""
     given: Annotated[Path | None, tyro.conf.arg(name="config")] = None
-    """Take the defaults from the config.json of another run instead of a recipe."""
+    """Path of another run's config.json, which gives the defaults in place of a recipe."""
     dry_run: bool = False
-    """Prepare the run up to its first batch, without a run directory, and print the complete
-    configuration."""
+    """Prepare the run up to its first batch, print the complete configuration and exit. No run
+    directory is made."""
 
 
 def train_command(arguments: Sequence[str], prog: str = "train.py") -> int:
-    """Train with these arguments of the program `prog`; return the exit code."""
+    """Train with these arguments; return the exit code. `prog` is the program's name in help."""
     command = parse_train(arguments, prog)
     if command.dry_run:
         dry_run(command.config, command.resume)
@@ -43,16 +43,16 @@ def train_command(arguments: Sequence[str], prog: str = "train.py") -> int:
 
 
 def eval_command(arguments: Sequence[str], prog: str = "eval.py") -> int:
-    """Evaluate with these arguments of the program `prog`; return the exit code."""
+    """Evaluate with these arguments; return 0. `prog` is the program's name in help."""
     omit = (tyro.conf.OmitArgPrefixes,)
     evaluate_weights.run(tyro.cli(EvalConfig, prog=prog, args=list(arguments), config=omit))
     return 0
 
 
 def parse_train(arguments: Sequence[str], prog: str = "train.py") -> TrainCommand:
-    """Parse options over the defaults of the named recipe or config.json, or of the resumed run.
+    """Parse the options; the defaults are those of --recipe, --config or the resumed run.
 
-    A missing recipe or run raises ConfigError, help SystemExit(0), and bad options SystemExit(2).
+    An unknown recipe or missing run raises ConfigError; help and bad options raise SystemExit.
     """
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--recipe")

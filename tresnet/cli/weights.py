@@ -1,4 +1,4 @@
-"""`tresnet convert` and `tresnet push`: weights in another format, for timm's users or the hub."""
+"""`tresnet convert` and `tresnet push`: write weights in another format or to the hub."""
 
 import dataclasses
 from pathlib import Path
@@ -12,16 +12,16 @@ from tresnet.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class Convert:
-    """Read weights in our, timm's or the public TResNet format and write them in another."""
+    """Read weights in tresnet's, timm's or the public TResNet format, and write them in another."""
 
     source: Annotated[Positional[str], arg(metavar="IN")]
-    """A tag of `tresnet list`, a file, a directory in timm's layout or hf-hub:USER/NAME."""
+    """Weights: a tag of `tresnet list`, a file, a folder in timm's layout or hf-hub:USER/NAME."""
     target: Annotated[Positional[Path], arg(metavar="OUT")]
-    """The file to write: .safetensors, .pth or .pt. It must not exist."""
+    """New file to write, ending in .safetensors, .pth or .pt."""
     format: Literal["tresnet", "timm"] = "tresnet"
-    """tresnet keeps the configuration and the class names with the weights; timm does not."""
+    """Format of OUT. Only tresnet stores the configuration and class names with the weights."""
     model: str | None = None
-    """The model that the weights must belong to; by default it follows from them."""
+    """Model that the weights must belong to. None: the model that the weights name."""
 
     def run(self, argv: list[str]) -> int:
         """Write the new file atomically."""
@@ -47,20 +47,20 @@ class Convert:
 
 @dataclasses.dataclass(frozen=True)
 class Push:
-    """Write weights, config.json and a model card in the layout of timm and the hub."""
+    """Write weights, config.json and a model card to a directory or the hub, as timm does."""
 
     weights: Annotated[Positional[str], arg(metavar="WEIGHTS")]
-    """A tag of `tresnet list`, a file such as a run's best.safetensors, a directory in timm's
-    layout or hf-hub:USER/NAME."""
+    """Weights: a tag of `tresnet list`, a file such as a run's best.safetensors, a directory in
+    timm's layout or hf-hub:USER/NAME."""
     target: Annotated[Positional[str], arg(metavar="DIR|hf-hub:USER/NAME")]
-    """A new directory, or a repository of the hub, created if needed (needs HF_TOKEN)."""
+    """New directory, or a hub repository, which is created if needed (with HF_TOKEN set)."""
     license: str | None = None
-    """SPDX identifier, such as apache-2.0. None: that of published weights."""
+    """SPDX identifier, such as apache-2.0. None: the licence of the published weights."""
     private: bool = False
-    """Make the new repository private."""
+    """Make the repository private when it is created."""
 
     def run(self, argv: list[str]) -> int:
-        """Write everything or nothing."""
+        """Write all files or none, and print where they are."""
         from tresnet.checkpoints.layout import push
         from tresnet.checkpoints.weights import open_weights
 
