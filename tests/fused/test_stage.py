@@ -2,6 +2,7 @@
 
 import copy
 import re
+import weakref
 
 import pytest
 import torch
@@ -193,6 +194,16 @@ def test_a_second_backward_and_saved_tensor_hooks():
     torch.testing.assert_close(tuple(p.grad for p in stage.parameters()), expected)
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
+
+
+def test_weights_of_a_functional_call_are_freed_by_backward():
+    model = make("reference")
+    weights = {name: parameter * 1 for name, parameter in model.named_parameters()}
+    references = [weakref.ref(weight) for weight in weights.values()]
+    loss = torch.func.functional_call(model, weights, (images(),)).sum()
+    del weights
+    loss.backward()
+    assert not any(reference() is not None for reference in references)
 
 
 def test_a_parameter_changed_between_forward_and_backward_is_an_error():

@@ -321,6 +321,8 @@ class _Blocks(torch.autograd.Function):
             for index in reversed(range(len(ctx.records))):
                 grads = walk.block(index, grads, live or index > 0)
             first, second = grads
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.records = ()  # the blocks contain weights, which the saved tensors no longer do
         if first is None or second is None:
             return None, None, second if first is None else first, *walk.found
         return None, None, first.add_(second), *walk.found
