@@ -1,4 +1,4 @@
-"""Anti-aliased downsampling (paper section 2.2)."""
+"""Anti-aliased downsampling by a blur (arXiv 2003.13630, section 2.2)."""
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from tresnet.ops.blur_pool import reference
 
 
 class BlurPool2d(nn.Module):
-    """3x3 binomial blur, reflected border, stride 2: to (N, C, ceil(H/2), ceil(W/2))."""
+    """Halve height and width, rounded up, by a 3x3 binomial blur with reflected border."""
 
     def __init__(self, jit: bool) -> None:
         super().__init__()

@@ -11,11 +11,11 @@ from tresnet.layers.norm import norm_class
 
 
 class ConvNormAct(nn.Module):
-    """k x k convolution without bias, zero padding of k // 2, norm, leaky ReLU, blur.
+    """Run a k x k convolution without bias, a norm, a leaky ReLU and, if `blur`, a blur.
 
-    A `slope` of None means no activation. `blur` halves height and width; `jit` runs the blur in
-    TorchScript. Norms of this package apply the activation themselves. After another norm
-    (synchronised, frozen, folded) this module applies it.
+    The convolution pads k // 2 zeros. `slope` None means no activation. The blur halves height and
+    width, in TorchScript if `jit`. Norms of this package apply the activation themselves. After
+    any other norm, such as `SyncBatchNorm`, this module applies the activation.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ConvNormAct(nn.Module):
         self.aa = BlurPool2d(jit) if blur else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (N, in, H, W) to (N, out, H, W), or to half the height and width, rounded up."""
+        """Map (N, in, H, W) to (N, out, H, W); a blur halves H and W, rounded up."""
         y = self.bn(self.conv(x))
         if self.slope is not None and not hasattr(self.bn, "slope"):
             y = F.leaky_relu(y, self.slope)

@@ -1,4 +1,4 @@
-"""Convolution and activation with a folded norm, for inference."""
+"""A convolution into which a batch norm was folded, and its activation, for inference."""
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,7 @@ from tresnet.errors import InputError
 
 
 class FoldedConv(nn.Module):
-    """Convolution with a folded norm, leaky ReLU, then the blur or identity `aa`, in eval mode."""
+    """Run a convolution with a folded norm, then a leaky ReLU, then `aa` (a blur or identity)."""
 
     def __init__(self, conv: nn.Conv2d, slope: float | None, aa: nn.Module) -> None:
         super().__init__()
@@ -18,10 +18,10 @@ class FoldedConv(nn.Module):
         self.eval()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (N, in, H, W) to (N, out, H, W), or to half the height and width, rounded up."""
+        """Map (N, in, H, W) to (N, out, H, W); a blur halves H and W, rounded up."""
         y = self.conv(x)
         if self.slope is not None:
-            # in place, unless a hook may keep the convolution's output
+            # in place, unless a forward hook may have stored the convolution's output
             y = F.leaky_relu(y, self.slope, torch.jit.is_scripting() or self._unhooked())
         return self.aa(y)
 
@@ -30,7 +30,7 @@ class FoldedConv(nn.Module):
         return not self.conv._forward_hooks
 
     def train(self, mode: bool = True) -> "FoldedConv":
-        """Stay in eval mode; `mode=True` raises `InputError`, as there is no norm to train."""
+        """Stay in eval mode; `mode=True` raises `InputError`, as no norm is left to train."""
         if mode:
             raise InputError(
                 "expected a model with its norms to train, got one folded for inference: train "

@@ -12,11 +12,11 @@ POOL_TYPES = ("avg", "fast", "max", "avgmax", "")
 
 
 class GlobalPool2d(nn.Module):
-    """Pool each channel over all pixels: (N, C, H, W) to (N, C).
+    """Map (N, C, H, W) to (N, C) by pooling each channel over all pixels.
 
-    'avg' (or 'fast', its name in timm) is the fast global average pool of the paper. 'avgmax' is
-    the mean of average and maximum, and '' returns the input. Another `pool_type` raises
-    `InputError`. `jit` runs the TorchScript form of the average.
+    'avg' takes the average by one `mean`; 'fast' is timm's name for 'avg'. 'avgmax' is the mean of
+    average and maximum, and '' returns the input. An unknown `pool_type` raises `InputError`.
+    `jit` computes the average in TorchScript.
     """
 
     def __init__(self, pool_type: str = "avg", jit: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Linear layers in parallel, each with its own features and number of outputs."""
+"""Parallel linear layers that read different features and may differ in number of outputs."""
 
 import math
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from tresnet.errors import InputError
 
 
 class GroupedLinear(nn.Module):
-    """G linear layers as one batched matrix product: group g maps C features to n_g outputs.
+    """Run G linear layers as one batched matrix product; layer g maps C features to n_g outputs.
 
-    `weight` (n_1 + ... + n_G, C) and `bias` (n_1 + ... + n_G) are those of the layers,
-    concatenated. Multiply-accumulates of a sample: G max(n) C, as shorter groups are padded with
-    zeros.
+    `weight` (n_1 + ... + n_G, C) concatenates the weights of the layers, and `bias` their biases.
+    Layers with fewer outputs are padded with zeros, so a sample costs G C max(n)
+    multiply-accumulates.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class GroupedLinear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create weights; `in_features` C and all `out_features` must be at least 1."""
+        """Create the weights; `in_features` (C) and all `out_features` must be at least 1."""
         super().__init__()
         self.in_features = in_features
         self.out_features = tuple(out_features)
@@ -45,7 +45,7 @@ class GroupedLinear(nn.Module):
     @classmethod
     @torch.no_grad()
     def from_linears(cls, layers: Sequence[nn.Linear]) -> "GroupedLinear":
-        """Copy linear layers that differ only in their outputs; others raise `InputError`."""
+        """Copy `nn.Linear` layers; raise `InputError` if more than `out_features` differs."""
         if not layers or not all(type(layer) is nn.Linear for layer in layers):
             raise InputError(f"expected linear layers (nn.Linear), got {list(layers)}")
         first = layers[0]
@@ -68,7 +68,7 @@ class GroupedLinear(nn.Module):
         return len(self.out_features)
 
     def reset_parameters(self) -> None:
-        """Draw weights and biases uniformly within 1 / sqrt(C), as `nn.Linear` does."""
+        """Draw all values uniformly from -1 / sqrt(C) to 1 / sqrt(C), as `nn.Linear` does."""
         bound = 1 / math.sqrt(self.in_features)
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:

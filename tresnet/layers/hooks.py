@@ -1,4 +1,4 @@
-"""Search for hooked or changed modules, which surgery must not skip, replace or resize."""
+"""Find modules with hooks or a changed forward, which surgery on a model must not replace."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def check_model(model: Any) -> None:
-    """Raise `InputError` unless `model` is a module that is not compiled."""
+    """Raise `InputError` if `model` is not an `nn.Module`, or is compiled."""
     if not isinstance(model, nn.Module):
         raise InputError(f"expected a model (torch.nn.Module), got {model!r}")
     if hasattr(model, "_orig_mod"):
@@ -22,7 +22,7 @@ def check_model(model: Any) -> None:
 
 
 def find_hooks(module: nn.Module) -> str | None:
-    """Return the hooks or changes that a module's replacement would lose, or None."""
+    """Describe hooks or changes that would be lost if `module` were replaced; None if none are."""
     hooks = [kind for kind in _HOOKS if getattr(module, kind)]
     if hooks:
         return f"hooks ({hooks[0]})"
@@ -32,7 +32,7 @@ def find_hooks(module: nn.Module) -> str | None:
 
 
 def refuse_hooked(modules: Mapping[str, nn.Module]) -> None:
-    """Raise `InputError` for the first module with hooks or its own forward."""
+    """Raise `InputError` for the first module with hooks, its own forward or a parametrization."""
     for name, module in modules.items():
         what = find_hooks(module)
         if what is not None:

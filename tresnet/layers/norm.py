@@ -1,9 +1,8 @@
-"""Batch normalisation with its activation: three classes with one parameter layout.
+"""Batch norm with its activation: three classes that compute the same function.
 
-Each class holds `weight` (gamma), `bias`, `running_mean`, `running_var` and `num_batches_tracked`,
-as `torch.nn.BatchNorm2d` does, and computes the same function. They differ in the tensors saved for
-backward: two for `BatchNormAct`, one for `InplaceABN`, and one for `ABN` on a GPU
-(`tresnet.fused`).
+Each class has the parameters and buffers of `torch.nn.BatchNorm2d`; `weight` is gamma. The classes
+differ in the number of feature maps (N, C, H, W) that are saved for backward. `BatchNormAct` saves
+two and `InplaceABN` one. `ABN` saves one on a GPU, where `tresnet.fused` runs the model.
 """
 
 import threading
@@ -29,9 +28,9 @@ _frozen = _Frozen()
 
 
 class FrozenRunningStats:
-    """Context that keeps running statistics unchanged, for the second forward of checkpointing.
+    """Context that keeps running statistics unchanged in a forward that checkpointing repeats.
 
-    It may be entered again: after `retain_graph` that forward runs once for each backward.
+    The context may be entered again: with `retain_graph`, each backward repeats the forward.
     """
 
     def __enter__(self) -> None:
@@ -42,17 +41,17 @@ class FrozenRunningStats:
 
 
 def running_stats_frozen() -> bool:
-    """Return whether running statistics are kept unchanged now."""
+    """Return whether this thread is inside a `FrozenRunningStats` context."""
     return _frozen.depth > 0
 
 
 class NormAct(nn.BatchNorm2d):
-    """BN and leaky ReLU with plain operations: the definition, and the base of the other classes.
+    """Batch norm and leaky ReLU in plain PyTorch; base class of this package's norms.
 
-    Tools that search for batch norms find it. If a tool replaces it, the `ConvNormAct` around it
-    applies the activation. `slope` is the negative slope of the leaky ReLU, or None for no
-    activation. `momentum` is the weight of a batch in the running statistics, or None for the mean
-    of all batches.
+    Tools that search for `nn.BatchNorm2d` find this class. If a tool replaces the norm, the
+    `ConvNormAct` around the norm applies the activation. `slope` is the negative slope of the leaky
+    ReLU; None means no activation. `momentum` is the weight of a batch in the running statistics;
+    None means the mean of all batches.
     """
 
     weight: Tensor
@@ -75,7 +74,7 @@ class NormAct(nn.BatchNorm2d):
         self.slope = slope
 
     def zero_init(self) -> None:
-        """Start at zero, so that a residual block starts as the identity (paper section 2.6)."""
+        """Set gamma to 0, so that a residual block starts as the identity (paper section 2.6)."""
         nn.init.zeros_(self.weight)
 
     def _count_batch(self) -> float:
@@ -85,7 +84,7 @@ class NormAct(nn.BatchNorm2d):
         return self.momentum
 
     def _statistics(self) -> tuple[Tensor, Tensor, float]:
-        """Return running mean and variance, or copies if they must not change, and the momentum."""
+        """Return running mean, running variance and momentum; frozen statistics are copied."""
         if not self.training:
             return self.running_mean, self.running_var, 0.0
         if running_stats_frozen() or not self.track_running_stats:
@@ -121,7 +120,7 @@ class NormAct(nn.BatchNorm2d):
         )
 
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Normalise and activate `x`: (N, C, H, W) to the same shape and dtype."""
+        """Normalise and activate `x` (N, C, H, W), keeping its shape and dtype."""
         if torch.jit.is_scripting() or self.running_mean is None:
             return self._plain(x)
         if symbolic(x):
@@ -134,11 +133,11 @@ class NormAct(nn.BatchNorm2d):
 
 
 class BatchNormAct(NormAct):
-    """BN and leaky ReLU as PyTorch runs them: two tensors saved for backward."""
+    """Batch norm, then leaky ReLU, each run by PyTorch; backward needs two saved maps."""
 
 
 class _Synchronised(torch.autograd.Function):
-    """Norm with the same collectives as `tresnet.fused`, which other ranks may run instead."""
+    """Synchronised norm, which must call the same collectives as `tresnet.fused` on other ranks."""
 
     @staticmethod
     def forward(ctx: Any, norm: Norm, x: Tensor, gamma: Tensor, beta: Tensor) -> Tensor:
@@ -161,14 +160,14 @@ class _Synchronised(torch.autograd.Function):
 
 
 class ABN(NormAct):
-    """BN and leaky ReLU that saves one tensor in `tresnet.fused`; may be `synchronised`."""
+    """Batch norm and leaky ReLU; `synchronised` shares batch statistics between processes."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.synchronised = False
 
     def group(self) -> Any:
-        """Return the statistics' process group or None; a module storing it could not be copied."""
+        """Return the process group for statistics, or None; a stored group would prevent copies."""
         if not (self.synchronised and self.training and dist.is_initialized()):
             return None
         return dist.group.WORLD if dist.get_world_size() > 1 else None
@@ -192,11 +191,11 @@ class ABN(NormAct):
 
 
 class InplaceABN(NormAct):
-    """BN and leaky ReLU by the inplace-abn package, which overwrites its input.
+    """Batch norm and leaky ReLU by the inplace-abn package, which overwrites its input.
 
-    The package computes gamma = |w| + eps. Here `weight` is gamma, so w = weight - eps. If an
-    optimizer step makes w negative, `weight` becomes |w| + eps, which is the same function. A gamma
-    below eps cannot be represented.
+    The package computes gamma = |w| + eps from its weight w. Here `weight` is gamma, and w is
+    `weight` - eps. If an optimizer step makes w negative, `weight` is set to |w| + eps, which
+    leaves the outputs unchanged. A gamma below eps cannot be represented.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -206,7 +205,7 @@ class InplaceABN(NormAct):
         self.register_state_dict_pre_hook(_reflect)
 
     def zero_init(self) -> None:
-        """Start at w = 0, that is gamma = eps, the smallest gamma of the package."""
+        """Set gamma to eps, the smallest value that inplace-abn can represent."""
         nn.init.constant_(self.weight, self.eps)
 
     def _gamma(self) -> Tensor:
@@ -250,17 +249,17 @@ def inplace_abn_function() -> Any:
 
 @torch.no_grad()
 def _reflect(module: InplaceABN, *_: Any) -> None:
-    """Replace each weight g < eps by 2 eps - g, as gamma is |g - eps| + eps for both."""
+    """Replace each weight g < eps by 2 eps - g, which has the same gamma |g - eps| + eps."""
     module.weight.copy_(module._gamma())
 
 
 NORMS: dict[str, type[NormAct]] = {"abn": ABN, "batchnorm": BatchNormAct, "inplace_abn": InplaceABN}
-# Batch norms whose function follows from their tensors; a subclass may compute another one.
+# Exact classes that can be folded; a subclass may compute another function than a batch norm.
 PLAIN_NORMS = (NormAct, *NORMS.values(), nn.BatchNorm2d, nn.SyncBatchNorm)
 
 
 def norm_class(name: str) -> type[NormAct]:
-    """Return the class behind `norm=name`, or raise `InputError`."""
+    """Return the norm class called `name`, or raise `InputError`."""
     if name not in NORMS:
         raise InputError(f"expected norm out of {sorted(NORMS)}, got {name!r}")
     return NORMS[name]

@@ -1,4 +1,4 @@
-"""Bottleneck branches in parallel, run as one with grouped convolutions."""
+"""Parallel bottleneck branches, run together by grouped convolutions."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ from tresnet.layers.conv_norm_act import ConvNormAct
 
 
 class ParallelBottleneck(nn.Module):
-    """Run G branches: 1x1, ABN, 3x3, ABN, 1x1, ABN without activation, add, ReLU.
+    """Run G residual branches of a 1x1, a 3x3 and a 1x1 convolution, each with a norm.
 
-    Each branch has C `channels` in and out and C / r inside, where r is the `reduction`. With
+    A branch has C = `channels` inputs and outputs and C / r channels inside; r is `reduction`. With
     `shared_input` all branches read the same C channels, and the first 1x1 is one dense convolution
-    to G C / r channels. Otherwise branch g reads its own C of G C channels. Multiply-accumulates of
-    a pixel: 2 G C^2 / r + 9 G C^2 / r^2. `norm` is 'abn', 'batchnorm' or 'inplace_abn', and `slope`
-    the negative slope of the activations inside a branch.
+    to G C / r channels. Otherwise the input has G C channels, of which each branch reads C. A pixel
+    costs 2 G C^2 / r + 9 G C^2 / r^2 multiply-accumulates. `norm` is 'abn', 'batchnorm' or
+    'inplace_abn'. `slope` is the negative slope of the leaky ReLUs inside a branch.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class ParallelBottleneck(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create the layers; raise `InputError` for values below 1 or an uneven `reduction`."""
+        """Create the layers from positive numbers; `reduction` must divide `channels`."""
         super().__init__()
         if min(groups, channels, reduction) < 1 or channels % reduction:
             raise InputError(
@@ -47,13 +47,13 @@ class ParallelBottleneck(nn.Module):
         self.conv3 = ConvNormAct(middle, wide, 1, groups=groups, slope=None, **same)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (N, C, H, W), or (N, G C, H, W) if not shared, to (N, G C, H, W)."""
+        """Map (N, C, H, W), or (N, G C, H, W) without `shared_input`, to (N, G C, H, W)."""
         if not torch.jit.is_scripting():
             expected = self.channels if self.shared_input else self.groups * self.channels
             if x.shape[1] != expected:
                 raise InputError(f"expected {expected} channels, got {x.shape[1]}")
         y = self.conv3(self.conv2(self.conv1(x)))
-        if self.shared_input:  # broadcast rather than repeat: no G copies of x
+        if self.shared_input:  # broadcasting avoids G copies of x
             y = (y.unflatten(1, [self.groups, self.channels]) + x.unsqueeze(1)).flatten(1, 2)
         else:
             y = y + x

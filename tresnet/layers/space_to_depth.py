@@ -9,7 +9,7 @@ from tresnet.ops.space_to_depth import reference
 
 
 class SpaceToDepth(nn.Module):
-    """Turn b x b blocks of pixels into channels: (N, C, H, W) to (N, b*b*C, H/b, W/b)."""
+    """Map (N, C, H, W) to (N, b*b*C, H/b, W/b): pixels of a b x b block become channels."""
 
     def __init__(self, block_size: int, jit: bool) -> None:
         super().__init__()

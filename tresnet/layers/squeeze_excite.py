@@ -1,4 +1,4 @@
-"""Squeeze and excitation."""
+"""Squeeze and excitation (arXiv 1709.01507; section 2.5 of TResNet's paper)."""
 
 import torch
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ from tresnet.layers.global_pool import GlobalPool2d
 
 
 class SqueezeExcite(nn.Module):
-    """Global mean, 1x1, ReLU, 1x1, sigmoid, scale (arXiv 1709.01507; paper section 2.5)."""
+    """Multiply channels by gates, computed by global mean, 1x1, ReLU, 1x1 and sigmoid."""
 
     def __init__(
         self,
@@ -23,6 +23,6 @@ class SqueezeExcite(nn.Module):
         self.fc2 = nn.Conv2d(reduced, channels, 1, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scale each channel of `x` (N, C, H, W) by a gate computed from all its pixels."""
+        """Multiply each channel of `x` (N, C, H, W) by its gate."""
         gate = self.pool(x)[:, :, None, None]
         return x * torch.sigmoid(self.fc2(torch.relu(self.fc1(gate))))

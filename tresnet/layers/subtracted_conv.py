@@ -1,8 +1,8 @@
-"""A convolution replaced by three smaller linear ones, or by the single one that they equal.
+"""Three small convolutions without activation or bias, which replace one large convolution.
 
-`SubtractedConv` has fewer parameters than the convolution that it replaces, and must be trained
-anew. After training, `to_conv` and `tresnet.surgery.compose` return plain convolutions. The
-arithmetic is in `tresnet.ops.subtracted_conv`.
+`SubtractedConv.replace_in` replaces convolutions of a model where this saves parameters; the model
+must then be trained. After training, `to_conv` and `tresnet.surgery.compose` return plain
+convolutions. The arithmetic is in `tresnet.ops.subtracted_conv`.
 """
 
 from typing import Any
@@ -17,15 +17,14 @@ from tresnet.ops.subtracted_conv import MODES, Mode
 
 
 class SubtractedConv(nn.Module):
-    """Concatenate D P x - P x and L P x: 1x1 P, depthwise D, dense L, without bias.
+    """Concatenate D P x - P x and L P x, where P is a 1x1, D a depthwise and L a dense convolution.
 
-    It replaces a k x k convolution with padding k // 2. With C channels in and 2 h out it has
-    C h + h k^2 + h^2 k^2 parameters. The modes have the same parameters and function, and differ in
-    memory and time:
+    The result replaces a k x k convolution with padding k // 2. With C input and 2 h output
+    channels, P, D and L have C h + h k^2 + h^2 k^2 parameters. `mode` changes only memory and time:
 
-    'branches' runs three convolutions and keeps P x for backward. 'composed' runs one convolution
-    of 2 h C k^2 multiply-accumulates a pixel, whose weight is computed from P, D and L in every
-    forward. 'recompute' runs three convolutions, and computes P x and D P x again in backward.
+    'branches' runs three convolutions and keeps P x for backward. 'composed' computes one weight
+    from P, D and L in every forward, and runs one convolution of 2 h C k^2 multiply-accumulates per
+    pixel. 'recompute' runs three convolutions, and computes P x and D P x again in backward.
     """
 
     def __init__(
@@ -39,9 +38,10 @@ class SubtractedConv(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create the three convolutions, initialised as `nn.Conv2d`; P has the stride.
+        """Create the convolutions P (which has the stride), D and L, initialised as `nn.Conv2d`.
 
-        Half of the output channels come from D P - P, half from L P. `mode` may be changed later.
+        D P - P gives the first half of the output channels, L P the other half. `mode` may be set
+        later.
         """
         super().__init__()
         _check(in_channels, out_channels, kernel_size, stride, mode)
@@ -67,7 +67,7 @@ class SubtractedConv(nn.Module):
 
     @torch.no_grad()
     def to_conv(self) -> nn.Conv2d:
-        """Return one plain convolution with the same outputs, its weight composed in float64."""
+        """Return one `nn.Conv2d` with the same outputs; its weight is computed in float64."""
         parts = (self.point_wise, self.depth_wise, self.low_pass)
         weight = op.compose(*(part.weight.double() for part in parts))
         own = self.point_wise.weight
@@ -80,13 +80,13 @@ class SubtractedConv(nn.Module):
 
     @classmethod
     def replace_in(cls, model: nn.Module, mode: Mode = "composed") -> list[str]:
-        """Replace convolutions of `model` by new, random ones, in place, and return their names.
+        """Replace convolutions of `model` by this class, in place, and return their names.
 
-        A convolution is replaced if a `SubtractedConv` fits (see the error's text) and has fewer
-        parameters. The result is another network: train it.
+        A convolution is replaced if a `SubtractedConv` can take its place with fewer parameters
+        (see `_fits`). The new weights are random, so the model must be trained.
 
-        In torchvision's and timm's ResNet50 (25.56 M parameters) it replaces the sixteen 3x3
-        convolutions and sixteen 1x1, which leaves 15.87 M. The last 1x1 of a block would grow.
+        In torchvision's and timm's ResNet50 (25.56 M parameters), this replaces the sixteen 3x3 and
+        sixteen of the 1x1 convolutions. 15.87 M parameters remain.
         """
         check_model(model)
         named = list(model.named_modules(remove_duplicate=False))
@@ -103,7 +103,7 @@ class SubtractedConv(nn.Module):
                 "dilation, groups, bias or hooks, even output channels), found none"
             )
         new = {conv: _counterpart(conv, mode) for conv in set(found.values())}
-        for name, conv in found.items():  # a shared convolution stays shared
+        for name, conv in found.items():  # a convolution with several names keeps all of them
             model.set_submodule(name, new[conv])
         return list(found)
 

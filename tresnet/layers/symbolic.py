@@ -1,4 +1,4 @@
-"""Calls that symbolic tracing records as one node, as their code reads shapes and dtypes."""
+"""Record a module's call as one node of a `torch.fx` trace, whose proxies have no shape."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ from torch.fx import Proxy
 
 
 def symbolic(x: Any) -> bool:
-    """Return whether `x` stands for a tensor in a symbolic trace, without shape or dtype."""
+    """Return whether `x` is a proxy of `torch.fx`, which has neither shape nor dtype."""
     return isinstance(x, Proxy)
 
 
 def record_call(module: nn.Module, x: Any, *args: Any) -> Tensor:
-    """Record a call of `module` on the proxy `x`, for any tracer."""
+    """Record a call of `module` on the proxy `x` as one node of the trace."""
     return x.tracer.create_proxy("call_module", x.tracer.path_of_module(module), (x, *args), {})
