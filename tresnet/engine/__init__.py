@@ -3,14 +3,14 @@
 | to change | file |
 |---|---|
 | a recipe | `recipes.py` |
-| an option | `config.py`; one of the model, its images or its step: `tresnet/settings/` |
+| an option | `config.py`, or `tresnet/settings/` for options of the model, images and step |
 | which options exclude each other | `validate.py` |
-| the phases of a run | `train.py`: `plan.py`, `prepare.py`, `loop.py`, and its `finish` |
+| the phases of a run | `train.py`, which calls `plan.py`, `prepare.py` and `loop.py` |
 | an epoch; when a run saves, stops or skips | `loop.py` |
 | the checkpoints of a run, and how it is resumed | `recovery.py`, `state.py` |
 | the files in a run's directory | `rundir.py`, `logs.py` |
 | the messages of a run | `words.py`, `console.py` |
-| its processes, and signals to stop | `distributed.py` |
+| the processes of a run, and signals to stop | `distributed.py` |
 | a loss, a metric | `losses.py`, `evaluate.py` |
 | `--batch-size auto`, advice about full memory | `batch_size.py` |
 """

@@ -1,8 +1,8 @@
-"""The batch size: the largest that is predicted to fit the GPU, and advice if one did not fit.
+"""Predict the largest batch that fits the GPU, and advise if a batch did not fit.
 
-`resolve` replaces `--batch-size auto` by a number, from the memory prediction of the run's own
-step. `divide` splits an optimizer step into micro-batches, also on another number of processes.
-`explain_full_memory` writes the message when a batch did not fit after all.
+`resolve` replaces `--batch-size auto` by the largest batch whose training step is predicted to fit.
+`divide` splits an optimizer step into micro-batches, even if a resumed run has another number of
+processes. `explain_full_memory` writes the message for a batch that did not fit.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatches:
-    """Micro-batches of each process: `size` images each, `accumulate` in an optimizer step."""
+    """Micro-batches of a process: images in each, number per optimizer step, number per epoch."""
 
     size: int
     accumulate: int
@@ -42,27 +42,27 @@ class MicroBatches:
 
     @property
     def images_per_step(self) -> int:
-        """Images of an optimizer step on each process."""
+        """Number of images of an optimizer step on one process."""
         return self.size * self.accumulate
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps of an epoch; the last may have fewer micro-batches."""
+        """Number of optimizer steps of an epoch; the last step may have fewer micro-batches."""
         return math.ceil(self.per_epoch / self.accumulate)
 
 
 def divide(config: TrainConfig, began: int, world_size: int, images: int) -> MicroBatches:
     """Divide the images of an optimizer step among `world_size` processes, or raise ConfigError.
 
-    A step keeps the number of images that it had on the `began` processes at the run's beginning,
-    so micro-batches may become smaller. `images` is the number of training images.
+    A step keeps the number of images that it had when the run began with `began` processes, so
+    micro-batches may become smaller. `images` is the number of training images.
     """
     batch, accumulate = config.data.resolved_batch_size, config.optim.accumulate
     in_epoch = images // (batch * began) * (batch * began)
     if world_size == began:
         return MicroBatches(batch, accumulate, in_epoch // (batch * began))
     per_process, rest = divmod(batch * accumulate * began, world_size)
-    # the fewest, and so the largest, micro-batches within the configured size
+    # try few large micro-batches before many small ones, none above the configured size
     for parts in range(-(-per_process // batch), per_process + 1) if not rest else ():
         size = per_process // parts
         pairs = not (config.augment.mixes and size % 2)
@@ -85,8 +85,8 @@ def resolve(
 ) -> TrainConfig:
     """Replace `--batch-size auto` by a number, the same on every process, or raise ConfigError.
 
-    The process with the least memory decides. `say` receives a line with the number and its reason.
-    With `assumed`, `--gpu-memory` stands for a GPU that this machine lacks.
+    The GPU with the least memory decides. `say` receives a line with the number and its reason.
+    With `assumed`, the prediction may be for an absent GPU with the memory of `--gpu-memory`.
     """
     if config.data.batch_size != AUTO:
         return config
@@ -125,7 +125,7 @@ def resolve(
 
 
 def gpu_of(config: TrainConfig, device: torch.device, assumed: bool = False) -> "Device":
-    """Return this process's GPU with its free or configured memory, or raise ConfigError."""
+    """Return this process's GPU with free memory up to --gpu-memory, or raise ConfigError."""
     from tresnet.memory import find_device, present_device
 
     allowed = config.compute.gpu_memory
@@ -136,7 +136,7 @@ def gpu_of(config: TrainConfig, device: torch.device, assumed: bool = False) -> 
             f"--batch-size auto: expected a GPU whose memory decides, got device {device}: give a"
             " number (or, to see what a GPU would take, --dry-run --gpu-memory 24GiB)"
         )
-    lacking(device)  # checks the kernels on the GPU now; predictions on fakes use the result
+    lacking(device)  # checks the kernels on the GPU now, as fake tensors cannot
     gpu = present_device(device.index or 0, free_only=True)
     if allowed is None or gpu.capacity_bytes is None:
         return gpu
@@ -146,18 +146,18 @@ def gpu_of(config: TrainConfig, device: torch.device, assumed: bool = False) -> 
 def largest(
     model: TResNet, config: TrainConfig, classes: Sequence[str], gpu: "Device", world_size: int
 ) -> "MaxBatch":
-    """Predict the run's largest batch, from its model on the CPU, or raise InputError."""
+    """Predict the largest batch of the run's training step on `gpu`, or raise InputError."""
     from tresnet.memory import max_batch
 
     return max_batch(model, device=gpu, **step_of(config, classes, world_size))
 
 
 def step_of(config: TrainConfig, classes: Sequence[str], world_size: int) -> dict[str, Any]:
-    """Return a configuration's training step as arguments of `tresnet.memory.predict`."""
+    """Return the configured training step as arguments of `tresnet.memory.predict`."""
     sizes = (config.data.resolved_input_size, *config.data.sizes)
     height, width = max(map(sides, sizes), key=math.prod)
     mixes = config.augment.mixes
-    # Not sync_bn, whose memory differs from that of plain batch norm by a few vectors.
+    # sync_bn is left out, as it changes the memory of batch norm only by a few vectors.
     return {
         **config.compute.values(Compute),
         **vars(config.optim),
@@ -173,7 +173,7 @@ def step_of(config: TrainConfig, classes: Sequence[str], world_size: int) -> dic
 
 
 def round_down(batch_size: int, *, pairs: bool) -> int:
-    """Round down to a multiple of 8, or below 8 to an even number for mixing in pairs."""
+    """Round down to a multiple of 8; below 8, to an even number if images are mixed in `pairs`."""
     # kernels for 16-bit types are fastest with multiples of 8
     return batch_size - batch_size % (8 if batch_size >= 8 else 2 if pairs else 1)
 
@@ -185,7 +185,7 @@ def explain_full_memory(
     processes: Processes,
     last: str,
 ) -> str:
-    """Return the message about full GPU memory: the batch that would fit, and options to pass."""
+    """Return a message about full GPU memory, with the batch that fits and options that help."""
     config, tried, fitting = plan.config, plan.batches.size, None
     if config.distill.teacher is not None:
         said = "what a teacher keeps in memory beside the model cannot be predicted"
@@ -200,7 +200,7 @@ def explain_full_memory(
             said = f"predicted to fit on this {gpu.name}: {fitting} images at most"
             if fitting >= tried:
                 said += ", yet these did not: look for other processes on the GPU"
-        except (TResNetError, RuntimeError) as second:  # must not hide the first error
+        except (TResNetError, RuntimeError) as second:  # must not hide `error`
             said = f"what would fit cannot be predicted: {second}"
     return (
         f"the GPU's memory is full with --batch-size {tried}: {error}\n  {last}\n  {said}\n"
@@ -210,7 +210,7 @@ def explain_full_memory(
 
 
 def ways_out(config: TrainConfig, batches: MicroBatches, fitting: int | None) -> Iterator[str]:
-    """Yield options that help if `fitting` images fit (None: unknown), a smaller batch first."""
+    """Yield options that save memory, a smaller batch first; `fitting` images fit, if known."""
     tried, pairs = batches.size, config.augment.mixes
     limit = tried // 2 if fitting is None or fitting >= tried else fitting
     halves = range(-(-limit // 2), limit + 1)  # sizes from half the limit to the limit

@@ -1,8 +1,7 @@
-"""Configuration of a training run: frozen dataclasses, one per concern.
+"""Configuration of a training run: a frozen dataclass for each group of options.
 
-Every field is an option of `train.py`. Names are unique over all groups, so
-`config.schedule.epochs` is `--epochs`. The text under a field is its help on the command line, and
-its type holds its range.
+Every field is an option of `train.py`. Groups share no field name, so `config.schedule.epochs` is
+`--epochs`. The text under a field is its help, and the type of a field holds its range.
 """
 
 import dataclasses
@@ -37,9 +36,9 @@ from tresnet.settings.fields import (
     Size,
 )
 
-# Value of `batch_size` for the largest batch that fits.
+# Value of --batch-size (the largest batch that fits) and of --resume (the run --name).
 AUTO = "auto"
-WRITTEN = ("digits", "digits_multilabel")  # data sets that are written where they are missing
+WRITTEN = ("digits", "digits_multilabel")  # data sets that a run writes if they are missing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,12 +46,12 @@ class NetworkConfig(TrainingBuild, ModelShape):
     """The model and its initial weights."""
 
     model: str | None = None
-    """Variant, such as tresnet_m. None: the one that the weights name."""
+    """Name of the model, such as tresnet_m. None: the model that the weights name."""
     weights: str | None = None
-    """Start from these weights: a tag of `tresnet list`, a file, a directory in timm's layout or
+    """Initial weights: a tag of `tresnet list`, a file, a directory in timm's layout or
     hf-hub:USER/NAME. None: random weights."""
     new_head: bool = False
-    """Leave the head of the weights out and start a new one for the classes of the data."""
+    """Replace the classifier of --weights by a new one for the classes of the data."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,14 +59,14 @@ class ImageConfig(EvalTransform):
     """The images of a data set, their loading and their test crop."""
 
     data: str | None = None
-    """Directory with train/CLASS/ and val/CLASS/ image folders, shards of `tresnet shard`, or
-    train.csv and val.csv for several labels per image; or `digits` or `digits_multilabel`."""
+    """Directory of image folders train/CLASS/ and val/CLASS/, of shards (`tresnet shard`), or of
+    train.csv and val.csv for several labels per image. Built in: digits, digits_multilabel."""
     data_root: str = "data"
-    """Directory in which the digits are written."""
+    """Directory for the built-in data sets digits and digits_multilabel."""
     workers: CountOrZero = 4
-    """Processes that load images, per process that computes. 0: that process itself."""
+    """Loader processes for each computing process. 0: the computing process loads images."""
     skip_bad_images: bool = False
-    """Count unreadable images and go on, instead of stopping."""
+    """Leave out and count unreadable images. By default an unreadable image stops the run."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,36 +74,36 @@ class DataConfig(ImageConfig):
     """Images and batches of a training run."""
 
     batch_size: Size | Literal["auto"] = 128
-    """Images per process (per GPU) and forward pass. auto: the largest predicted to fit the GPU."""
+    """Images per micro-batch of each process (GPU). auto: the most predicted to fit the GPU."""
     progressive_sizes: tuple[Size, ...] | None = None
-    """Train at these square sizes one after the other, each for an equal fraction of the epochs,
-    and test at --input-size. None: train at --input-size."""
+    """Sides of square training images, in order, each for an equal fraction of the epochs. Tests
+    use --input-size. None: train at --input-size."""
 
     @property
     def resolved_batch_size(self) -> int:
-        """`batch_size` of a resolved configuration, in which it is a number."""
+        """`batch_size`, which is a number in a resolved configuration."""
         assert isinstance(self.batch_size, int), "filled in by batch_size.resolve"
         return self.batch_size
 
     @property
     def resolved_input_size(self) -> Sides:
-        """`input_size` of a resolved configuration, which is filled in."""
+        """`input_size`, which is not None in a resolved configuration."""
         assert self.input_size is not None, "filled in by resolve"
         return self.input_size
 
     @property
     def sizes(self) -> tuple[Sides, ...]:
-        """Sizes of training images, in their order, of a resolved configuration."""
+        """Sizes of training images, in the order of use; the configuration is resolved."""
         return self.progressive_sizes or (self.resolved_input_size,)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AugmentConfig(Augment):
-    """Augmentation of training images and labels, in this order."""
+    """Augmentation of training images and labels."""
 
     aug_repeats: Count = 1
-    """Augmented copies of each image per epoch (repeated augmentation, arXiv 1902.05509). An epoch
-    keeps its length, so it has fewer different images."""
+    """Number of augmented copies of each image per epoch (repeated augmentation, arXiv 1902.05509).
+    The epoch keeps its length, and so has fewer different images."""
     mixup: PositiveOrZero = 0.0
     """Alpha of mixup. 0: no mixup."""
     cutmix: PositiveOrZero = 0.0
@@ -112,22 +111,22 @@ class AugmentConfig(Augment):
     mix_prob: Fraction = 1.0
     """Probability that a batch is mixed, if mixup or cutmix is on."""
     mix_off_epochs: CountOrZero = 0
-    """Number of last epochs without mixup and cutmix."""
+    """Number of epochs without mixup and cutmix at the end of the run."""
     label_smoothing: FractionBelow1 = 0.0
-    """Probability distributed evenly over all classes."""
+    """Fraction of each target that is distributed evenly over all classes."""
 
     @property
     def mixes(self) -> bool:
-        """Whether images and labels are mixed."""
+        """Whether mixup or cutmix is on."""
         return self.mixup > 0 or self.cutmix > 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreConfig(Settings):
-    """The metrics of images with any number of labels."""
+    """Options of the metrics for images with any number of labels."""
 
     threshold: Fraction = 0.5
-    """Probability from which a label counts as predicted, for F1."""
+    """Lowest probability at which a label counts as predicted, for F1."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,29 +134,29 @@ class DeviceConfig(Settings):
     """The device of a run."""
 
     device: str = "auto"
-    """cpu, cuda, cuda:N, or auto: a GPU if there is one."""
+    """cpu, cuda, cuda:N or auto. auto: a GPU if there is one, else the CPU."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LabelConfig(ScoreConfig):
-    """Labels, one or several per image, and the loss."""
+    """Options of the labels and of the loss."""
 
     loss: Literal["cross-entropy", "one-vs-all", "semantic-softmax", "bce", "asymmetric"] = (
         "cross-entropy"
     )
-    """For one label an image: cross-entropy, one-vs-all (a binary cross-entropy for each class,
-    arXiv 2110.00476) or semantic-softmax (arXiv 2104.10972). For any number of them, listed in
+    """For one label per image: cross-entropy, one-vs-all (a binary cross-entropy for each class,
+    arXiv 2110.00476) or semantic-softmax (arXiv 2104.10972). For any number of labels, listed in
     train.csv and val.csv or in COCO's JSON: bce or asymmetric (arXiv 2009.14119)."""
     bce_target_thresh: FractionBelow1 | None = None
-    """One-vs-all: targets of mixed labels above this become 1, others 0. None: unchanged."""
+    """For one-vs-all: targets above this value become 1, the others 0. None: keep targets."""
     hierarchy: str | None = None
-    """Semantic softmax: a JSON file, {"class": "the class above it"}."""
+    """For semantic-softmax: a JSON file that maps each class to its parent class."""
     gamma_neg: PositiveOrZero = 4.0
-    """Asymmetric loss: focusing exponent of negatives; higher reduces easy ones more."""
+    """For asymmetric: exponent for negative labels; a higher one weights easy negatives less."""
     gamma_pos: PositiveOrZero = 1.0
-    """Asymmetric loss: focusing exponent of positives; higher reduces easy ones more."""
+    """For asymmetric: exponent for positive labels; a higher one weights easy positives less."""
     prob_margin: FractionBelow1 = 0.05
-    """Asymmetric loss: negatives below this probability have no loss."""
+    """For asymmetric: negative labels below this probability have no loss."""
 
     @property
     def multi(self) -> bool:
@@ -167,25 +166,25 @@ class LabelConfig(ScoreConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistillConfig(Settings):
-    """Knowledge distillation from a teacher, beside the labels."""
+    """Knowledge distillation: the model also learns from the logits of a teacher."""
 
     teacher: str | None = None
-    """Weights of the teacher: a tag of `tresnet list`, a file or hf-hub:USER/NAME, or timm:NAME for
-    timm's model with its pretrained weights. None: no teacher."""
+    """Teacher: a tag of `tresnet list`, a file, hf-hub:USER/NAME, or timm:NAME for a pretrained
+    model of timm. None: no teacher."""
     kd_weight: PositiveOrZero = 5.0
-    """Weight of the distillation loss; that of the labels is 1."""
+    """Weight of the distillation loss; the loss of the labels has weight 1."""
     kd_temperature: Positive = 1.0
     """Softmax temperature of teacher and model in the distillation loss."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComputeConfig(DeviceConfig, Compute):
-    """Device, precision and memory format."""
+    """Device, precision, memory format and compiler of a training run."""
 
     sync_bn: bool = False
-    """Compute batch statistics over the images of all GPUs."""
+    """Compute the statistics of batch norm over the images of all GPUs."""
     gpu_memory: str | None = None
-    """Memory for --batch-size auto, such as 24GiB. None: the free memory of the GPU."""
+    """GPU memory that --batch-size auto may use, such as 24GiB. None: all free memory."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,35 +192,35 @@ class RunConfig(Settings):
     """Name, directory, logs and checkpoints of a run."""
 
     name: str | None = None
-    """Name of the run directory. It must not exist, unless --resume. None: model, data and date."""
+    """Name of the run directory, new unless --resume is given. None: model, data and date."""
     runs: str = "runs"
     """Directory that holds the run directories."""
     seed: Annotated[int, Ge(0), Lt(2**63)] = 0
     """Seed of weights, data order and augmentation."""
     eval_interval: Count = 1
-    """Epochs between evaluations; the last epoch always has one."""
+    """Number of epochs between evaluations. The last epoch is always evaluated."""
     checkpoint_interval_s: PositiveOrZero = 600.0
-    """Seconds between checkpoints within an epoch; each epoch ends with one anyway."""
+    """Seconds between checkpoints within an epoch. Every epoch also ends with a checkpoint."""
     log_interval: Count = 50
-    """Optimizer steps between readings of the loss, and between lines without a progress bar."""
+    """Optimizer steps between reports of the loss, in the progress bar or as printed lines."""
     skip_bad_steps: CountOrZero = 0
-    """Largest number of optimizer steps to skip as their loss or gradient is not finite; then the
-    run stops. More than 0 waits for the device in every step."""
+    """Skip at most this many optimizer steps whose loss or gradient is not finite, then stop the
+    run. A value above 0 makes every step wait for the device."""
     progress: bool = True
-    """Show a progress bar, if the output is a terminal."""
+    """Show a progress bar if standard error is a terminal."""
     tensorboard: bool = True
-    """Write TensorBoard events, if it is installed."""
+    """Write TensorBoard events if TensorBoard is installed."""
     track: Literal["wandb", "trackio"] | None = None
-    """Also send the log to W&B or trackio, which must be installed."""
+    """Send the log also to W&B or trackio, whose package must be installed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig(Settings):
-    """The complete configuration of a training run; saved with it as config.json."""
+    """The complete configuration of a training run, saved in its directory as config.json."""
 
     recipe: str = "paper"
-    """Source of the defaults of all other options: paper, usi, rsb-a2, in21k, finetune, digits or
-    multilabel."""
+    """Recipe that sets the defaults of all other options: paper, usi, rsb-a2, in21k, finetune,
+    digits or multilabel."""
     model: NetworkConfig = dataclasses.field(default_factory=NetworkConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     augment: AugmentConfig = dataclasses.field(default_factory=AugmentConfig)
@@ -234,12 +233,12 @@ class TrainConfig(Settings):
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return nested plain values, as config.json holds them; tuples are lists."""
+        """Return the nested dicts and plain values of config.json; tuples become lists."""
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
 
-# Options that may change when a run is resumed, as they do not change its results. The images are
-# compared by fingerprint, so a data set may move, but another one is refused.
+# Options that may change when a run is resumed, as they do not change its results. `data` may
+# change because a data set may move; its fingerprint must not change.
 FREE_AT_RESUME = frozenset(
     [
         "data",
@@ -257,7 +256,7 @@ FREE_AT_RESUME = frozenset(
 )
 
 
-# Fields that a run fills in if they are None.
+# Fields that the model or the weights fill in if they are None.
 RESOLVED = ("model", "input_size", "crop_pct", "crop_mode", "interpolation")
 
 
@@ -267,7 +266,7 @@ def to_json(config: TrainConfig) -> str:
 
 
 def from_json(text: str, source: str = "the configuration") -> TrainConfig:
-    """Return the configuration of a text by `to_json`, or raise `ConfigError` with `source`."""
+    """Read a text of `to_json`, or raise `ConfigError` that names its `source`."""
     return fields.read(TrainConfig, text, source)
 
 
@@ -281,7 +280,7 @@ def load(path: Path) -> TrainConfig:
 
 
 def flatten(config: TrainConfig) -> dict[str, Any]:
-    """Return each option's value by its name without its group."""
+    """Return the value of every option by its name, without the groups."""
     flat: dict[str, Any] = {}
     for name, value in vars(config).items():
         flat |= vars(value) if dataclasses.is_dataclass(value) else {name: value}
@@ -307,7 +306,7 @@ def replace(config: TrainConfig, **changes: object) -> TrainConfig:
 
 
 def absolute(config: TrainConfig) -> TrainConfig:
-    """Return a copy whose existing files have absolute paths, to resume it from anywhere."""
+    """Return a copy with absolute paths of existing files, to resume from any directory."""
     flat = flatten(config)
     names = [name for name in ("data", "hierarchy", "teacher") if flat[name] not in WRITTEN]
     found = [name for name in names if os.path.exists(flat[name] or "")]
@@ -315,7 +314,7 @@ def absolute(config: TrainConfig) -> TrainConfig:
 
 
 def differences(first: dict[str, Any], other: dict[str, Any], text: str) -> list[str]:
-    """Return `text` with both values for each option that differs and changes the results."""
+    """Describe each differing option that changes the results; `text` formats its two values."""
     return [
         f"{fields.option(name)} {text.format(value, other[name])}"
         for name, value in first.items()
@@ -324,11 +323,11 @@ def differences(first: dict[str, Any], other: dict[str, Any], text: str) -> list
 
 
 def resumed(saved: TrainConfig, wanted: TrainConfig, best: Path) -> TrainConfig:
-    """Return `wanted` with its open fields filled in from the run's first configuration.
+    """Return `wanted` with fields that are None filled in from the `saved` configuration.
 
-    More epochs are possible with a constant rate, if no option counts epochs from the end; the
-    warm-up keeps its length. Other options that change the results raise a `ConfigError` with
-    `best`, the path of the run's weights.
+    A run with a constant learning rate may get more epochs if no option counts epochs from the end.
+    Its warm-up keeps its length. Other differences that change the results raise a `ConfigError`
+    that names `best`, the path of the run's best weights.
     """
     before, now = flatten(saved), flatten(wanted)
     filled = {name: before[name] for name in RESOLVED if now[name] is None}

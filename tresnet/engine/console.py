@@ -1,4 +1,4 @@
-"""Progress bars on a terminal, lines elsewhere; a run continues when its terminal closes."""
+"""Show progress bars on a terminal, lines elsewhere; a run outlives a closed terminal."""
 
 import contextlib
 import sys
@@ -12,12 +12,12 @@ from tresnet.files import redirect
 
 
 class Console:
-    """Lines on standard output and progress bars on standard error; only process 0 shows them."""
+    """Lines on a standard stream and bars on standard error, shown by process 0 only."""
 
     def __init__(self, is_main: bool, progress: bool, stream: str = "stdout") -> None:
         self._is_main, self._stream = is_main, stream
         self.shows_bars = is_main and progress and sys.stderr.isatty()
-        self.broken: OSError | None = None  # of a stream that cannot be written
+        self.broken: OSError | None = None  # the error of a stream that cannot be written
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -29,7 +29,7 @@ class Console:
 
     @contextlib.contextmanager
     def surviving(self) -> Iterator[None]:
-        """Stop writing to standard output and error once either is closed or full."""
+        """If a stream cannot be written, hide the bars and redirect the stream to devnull."""
         try:
             yield
         except OSError as error:
@@ -42,10 +42,7 @@ class Console:
 
 
 class Bar:
-    """Progress bar of a loop over `total` steps of which `done` are done; enter it before the loop.
-
-    Without a terminal it is hidden.
-    """
+    """Context with a progress bar from `done` to `total` steps, hidden without a terminal."""
 
     def __init__(self, console: Console, title: str, total: int, done: int = 0) -> None:
         self._console = console
@@ -67,12 +64,12 @@ class Bar:
             self._entered.close()
 
     def advance(self, steps: int = 1) -> None:
-        """Count steps."""
+        """Advance the bar by a number of steps."""
         with self._console.surviving():
             self._tqdm.update(steps)
 
     def note(self, text: str, line: bool) -> None:
-        """Show figures after the bar; without a terminal, print them if `line`."""
+        """Show `text` after the bar; if the bar is hidden and `line` is true, print `text`."""
         if not self._tqdm.disable:
             with self._console.surviving():
                 self._tqdm.set_postfix_str(text)

@@ -19,12 +19,12 @@ _TIMM = "timm:"
 
 
 class Teacher:
-    """A trained model in evaluation mode, which is not part of the run's checkpoints."""
+    """A pretrained model in evaluation mode, which the checkpoints of the run do not include."""
 
     def __init__(
         self, model: nn.Module, mapping: list[int] | None, config: TrainConfig, device: torch.device
     ) -> None:
-        """Fold the model on the device; `mapping` gives its class for each label, None if equal."""
+        """Prepare inference; `mapping` has the model's class for each label (None: equal)."""
         given = getattr(model, "pretrained_cfg", None) or {}
         mean, std = given.get("mean") or (0.0,), given.get("std") or (1.0,)
         self._mean, self._std = (torch.tensor(v, device=device).view(-1, 1, 1) for v in (mean, std))
@@ -34,7 +34,7 @@ class Teacher:
             amp=config.compute.amp,
             channels_last=config.compute.channels_last,
             fold=isinstance(model, TResNet),
-            cuda_graph="off",  # it may run inside the model's graph
+            cuda_graph="off",  # runs eagerly, outside the graph of the training step
         )
         self._step = InferenceStep(model, compute, device)
 
@@ -49,9 +49,9 @@ class Teacher:
 def create_teacher(
     config: TrainConfig, classes: Sequence[str], device: torch.device
 ) -> Teacher | None:
-    """Return the configured teacher, if any, after a test on one image of each size.
+    """Return the configured teacher, or None, after a test on one image of each size.
 
-    Other classes or sizes raise ConfigError, missing weights CheckpointError or InputError.
+    Unsuitable classes or sizes raise ConfigError, missing weights CheckpointError or InputError.
     """
     name = config.distill.teacher
     if name is None:
@@ -88,7 +88,7 @@ def _from_timm(name: str) -> nn.Module:
     check_name(name)
     try:
         return timm.create_model(name.removeprefix(_TIMM), pretrained=True)
-    except Exception as error:  # the network, the hub's library or timm
+    except Exception as error:  # from the network, the hub's client or timm
         raise CheckpointError(
             f"--teacher {name}: timm cannot give its pretrained weights"
             f" ({type(error).__name__}: {error})"

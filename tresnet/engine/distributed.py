@@ -1,7 +1,7 @@
-"""The processes of one run: torchrun's environment, collectives, and signals to stop.
+"""The processes of a run: torchrun's environment, collectives, and signals that stop a run.
 
-`join` yields a `Processes`, whose methods are collectives and work for one process too. Small
-values travel over gloo, so that reading them does not wait for a GPU; tensors travel over nccl.
+`join` yields a `Processes`, whose collectives also work with one process. Plain values are sent by
+gloo, which does not wait for queued GPU work. GPU tensors are sent by nccl.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ from tresnet.env import device_or_default, timed_device
 from tresnet.errors import ConfigError, InputError
 from tresnet.files import handled
 
-# Timeout of collectives, longer than compilation or a checkpoint on a slow disk. After it torchrun
-# restarts the processes from the last checkpoint.
+# Timeout of collectives, longer than compilation or a checkpoint on a slow disk. After a timeout
+# torchrun may restart the processes from the last checkpoint.
 TIMEOUT_MIN = 10
-# The terminal and torchrun both send Ctrl-C to a process: two within this time are one request.
+# The terminal and torchrun both send Ctrl-C to a process. Signals within this time count as one.
 ECHO_S = 2.0
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 HANGUP = getattr(signal, "SIGHUP", None)  # Windows has none
@@ -33,7 +33,7 @@ HANGUP = getattr(signal, "SIGHUP", None)  # Windows has none
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-    """This process among those of the run; its methods are collectives."""
+    """Rank, world size and device of this process; the methods are collectives."""
 
     rank: int
     world_size: int
@@ -45,22 +45,22 @@ class Processes:
         return self.rank == 0
 
     def sum(self, *values: float, op: Any = dist.ReduceOp.SUM) -> list[float]:
-        """Return each value reduced over all processes in float64; by default, summed."""
+        """Return each value's sum over all processes in float64; `op` may replace the sum."""
         reduced = torch.tensor(values, dtype=torch.float64)
         if self.world_size > 1:
             dist.all_reduce(reduced, op=op)
         return reduced.tolist()
 
     def max(self, *values: float) -> list[float]:
-        """Return the largest of each value over all processes."""
+        """Return the maximum of each value over all processes."""
         return self.sum(*values, op=dist.ReduceOp.MAX)
 
     def from_main(self, value: Any) -> Any:
-        """Return process 0's value; plain Python values only."""
+        """Return the value, of plain Python types, that process 0 has passed."""
         return self.gather(value)[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every process's value, in order of rank."""
+        """Return the values of all processes, in order of rank."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -75,10 +75,10 @@ class Processes:
 
 
 class StopRequest(contextlib.ExitStack[bool | None]):
-    """While entered, the first signal sets `signum`; a second one after `ECHO_S` stops at once.
+    """Context in which a signal to stop sets `signum`; another one after `ECHO_S` stops at once.
 
-    A hangup is ignored, so that a run outlives its terminal. Under torchrun a hangup stops the run,
-    as torchrun forwards it for that purpose.
+    SIGHUP is ignored, so that a run outlives its terminal. Under torchrun SIGHUP is a signal to
+    stop too, as torchrun forwards SIGHUP to end its processes.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class StopRequest(contextlib.ExitStack[bool | None]):
 
     def __enter__(self) -> Self:
         self.enter_context(handled(STOPPING, self._handle))
-        if HANGUP is not None and signal.getsignal(HANGUP) == signal.SIG_DFL:  # nohup ignores it
+        if HANGUP is not None and signal.getsignal(HANGUP) == signal.SIG_DFL:  # not under nohup
             stops = "TORCHELASTIC_RUN_ID" in os.environ
             self.enter_context(handled([HANGUP], self._handle if stops else signal.SIG_IGN))
         return super().__enter__()
@@ -102,22 +102,22 @@ class StopRequest(contextlib.ExitStack[bool | None]):
 
 @contextlib.contextmanager
 def join(device: str) -> Iterator[Processes]:
-    """Join the processes that torchrun started, or be the only one.
+    """Join the other processes of torchrun, if any, and choose the device of this process.
 
-    `device` is `cpu`, `cuda`, `cuda:N` or `auto`; one that does not exist raises ConfigError.
+    `device` is `cpu`, `cuda`, `cuda:N` or `auto`; a device that does not exist raises ConfigError.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     chosen = pick_device(device, int(os.environ.get("LOCAL_RANK", "0")), world_size)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-        torch.backends.cudnn.benchmark = True  # batches keep their size, so the search runs once
-        torch.backends.cudnn.benchmark_limit = 0  # search all algorithms, as `tresnet bench`
+        torch.backends.cudnn.benchmark = True  # batches keep their size, so cuDNN searches once
+        torch.backends.cudnn.benchmark_limit = 0  # try all algorithms, as `tresnet bench` does
     if world_size == 1:
         yield Processes(0, 1, chosen)
         return
     backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     timeout = datetime.timedelta(minutes=TIMEOUT_MIN)
-    # Python's signal handlers do not run while C++ waits
+    # Python's signal handlers do not run during a wait in C++; SIG_DFL ends the process
     with handled(STOPPING, signal.SIG_DFL):
         store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
         store = dist.PrefixStore(meet(store, rank, world_size, timeout), store)
@@ -125,18 +125,18 @@ def join(device: str) -> Iterator[Processes]:
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout
         )
     yield Processes(rank, world_size, chosen)
-    # Only after success: if one process fails, the others wait in a collective until torchrun ends
-    # them, and destroying the group would wait for them.
+    # Only after success. If one process fails, the others wait in a collective until torchrun ends
+    # them, and destroy_process_group would wait for these processes.
     dist.destroy_process_group()
 
 
 def meet(store: dist.Store, rank: int, world_size: int, timeout: datetime.timedelta) -> str:
-    """Return a name for the store's keys that only the live processes use.
+    """Return a prefix of the store's keys that only the live processes use.
 
-    torchrun keeps one store over its restarts. Under constant names, a quick process reads the
-    address of a neighbour's dead predecessor, and the restart fails (two of three tries with torch
-    2.15). So each process sends its own random name, and process 0 answers it. All processes
-    continue once each has its answer.
+    torchrun keeps one store over its restarts. With constant keys, a process may read the address
+    of a process that has ended, and the restart fails (two of three tries with torch 2.15). So each
+    process writes a random name, and process 0 answers each name with the prefix. Process 0 waits
+    until all have read the answer.
     """
     own = uuid.uuid4().hex
     if rank:
@@ -149,7 +149,7 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout: datetime.timede
     deadline = time.monotonic() + timeout.total_seconds()
     while not store.check(heard):
         for key in asked:
-            if store.check([key]):  # also answers ended processes, which do not read it
+            if store.check([key]):  # may also answer a process that has ended
                 store.set(f"answer/{store.get(key).decode()}", own)
         if time.monotonic() > deadline:
             came = sum(store.check([key]) for key in heard)
@@ -162,7 +162,7 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout: datetime.timede
 
 
 def pick_device(name: str, local_rank: int, world_size: int) -> torch.device:
-    """Return a device (`auto`, `cuda`: this local rank's GPU), or raise ConfigError."""
+    """Return the device `name`, or raise ConfigError; `cuda` is the GPU of the local rank."""
     if name.startswith("cuda:") and world_size > 1:
         raise ConfigError(
             f"--device: {world_size} processes need a GPU each, got the one GPU {name!r}"
