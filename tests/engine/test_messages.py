@@ -22,8 +22,12 @@ TRAIN = """
 --data DATA/train --workers 0 --device cpu | there is no folder 'train'
 --recipe digits --input-size 33 | expected height and width divisible by 2, got (33, 33)
 --recipe digits --sync-bn | on GPUs only, expected one, got cpu: leave it out
---resume absent | no readable config.json of a run at absent
---recipe digits --resume absent | --resume: expected the directory of a run, got absent
+--resume absent | --resume: expected the directory of a run, got nothing at absent
+--resume file | --resume: expected the directory of a run, got a file at file
+--resume empty | no readable config.json of a run at empty
+--resume ended | ended/best.safetensors is missing, the best weights of epoch 2: put the file back
+--config layers.json | layers.json: model: layers: expected more values, got [1, 2]
+--recipe digits --resume absent | --resume: expected the directory of a run, got nothing at absent
 --recipe digits --resume auto | --resume auto: expected --name
 --recipe digits --resume empty | expected a checkpoint to resume from in empty, found none
 --recipe digits --name a/b | --name: expected a directory name without a path
@@ -34,6 +38,7 @@ TRAIN = """
 --recipe digits --dry-run --impl triton --device cpu | impl='triton' needs a tensor on a GPU
 --recipe digits --lr 1e308 | --lr: expected at most 1000000000000000, got 1e+308
 --recipe digits --runs file/runs --name new --epochs 1 | file/runs: Not a directory
+--recipe digits --dry-run --impl triton --device cpu --gpu-memory 9GiB | needs a tensor on a GPU
 --recipe digits --batch-size auto | expected a GPU whose memory decides, got device cpu
 --recipe digits --batch-size auto --dry-run | --dry-run --gpu-memory 24GiB
 --recipe digits --batch-size auto --compile default | predicted with --compile, expected a number
@@ -97,6 +102,9 @@ def place(tmp_path_factory, data, finished):
     shutil.copy(finished / "best.safetensors", folder / "WEIGHTS")
     (folder / "file").touch()
     (folder / "empty").mkdir()
+    shutil.copytree(finished, folder / "ended")
+    (folder / "ended" / "best.safetensors").unlink()
+    (folder / "layers.json").write_text('{"model": {"layers": [1, 2]}}')
     return folder
 
 

@@ -1,5 +1,6 @@
 """Parse the command line of `tresnet` into one of its commands."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -62,7 +63,7 @@ def _input_size_last(arguments: list[str]) -> list[str]:
     """Move `--input-size H [W]` to the end, so that tyro reads no MODEL after H as the width."""
     if "--input-size" not in arguments or "--" in arguments:
         return arguments
-    begin = end = arguments.index("--input-size") + 1
-    while end < len(arguments) and arguments[end].isdecimal():
-        end += 1
-    return [*arguments[: begin - 1], *arguments[end:], *arguments[begin - 1 : end]]
+    begin = arguments.index("--input-size")
+    sides = list(itertools.takewhile(str.isdecimal, arguments[begin + 1 :]))
+    end = begin + 1 + len(sides)
+    return [*arguments[:begin], *arguments[end:], *arguments[begin:end]] if sides else arguments

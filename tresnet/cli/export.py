@@ -35,9 +35,8 @@ class Export(ExportOptions):
             known = open_weights(name)
             known.check_finite()
             model = create(weights=known)
-            if known.entry is None:
-                # only suffixes of files: the directory tresnet_t.digits keeps its whole name
-                name = path.stem if (path := Path(name)).suffix in _SUFFIXES else path.name
+            # only suffixes of files: a tag or a directory such as tresnet_t.digits keeps its name
+            name = path.stem if (path := Path(name)).suffix in _SUFFIXES else path.name
         suffix = FORMATS[self.format].suffixes[0]
         done = export_model(
             model.eval(),

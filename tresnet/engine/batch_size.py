@@ -129,7 +129,7 @@ def gpu_of(config: TrainConfig, device: torch.device, assumed: bool = False) -> 
     from tresnet.memory import find_device, present_device
 
     allowed = config.compute.gpu_memory
-    if device.type != "cuda" and assumed and config.compute.device != "cpu":
+    if assumed:
         return find_device(gpu_memory=allowed)
     if device.type != "cuda":
         raise ConfigError(

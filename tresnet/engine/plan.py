@@ -61,7 +61,10 @@ def make_plan(
     if path is not None and not processes.is_main:
         found = state.read(path)
     saved, content = found or (None, None)
-    assumed = dry_run and wanted.compute.gpu_memory is not None  # stands for an absent GPU
+    compute = wanted.compute
+    absent = processes.device.type != "cuda" and compute.device != "cpu"
+    # whether --gpu-memory stands for the GPU
+    assumed = dry_run and absent and compute.gpu_memory is not None
     if wanted.model.impl == "triton" and not assumed:
         # raises an error if kernels cannot run
         runs_kernels(processes.device, torch.float32, "triton")

@@ -40,8 +40,7 @@ def claim(
     directory = _named(config) if auto else resume
     if auto and not os.path.lexists(directory):
         return None, None
-    if not directory.is_dir():
-        raise ConfigError(f"--resume: expected the directory of a run, got {directory}")
+    check_directory(directory)
     others = {path.name for path in directory.iterdir()} - {files.LOCK}
     if auto and others and not others & {CONFIG, state.LAST, state.PREVIOUS}:
         raise ConfigError(f"--name: {directory} exists and is not a run's: choose another name")
@@ -53,6 +52,13 @@ def claim(
             " before its first one, or this is not a run's directory"
         )
     return directory, found
+
+
+def check_directory(path: Path) -> None:
+    """Raise ConfigError for a path that is no directory to resume from."""
+    if not path.is_dir():
+        found = "a file" if path.exists() else "nothing"
+        raise ConfigError(f"--resume: expected the directory of a run, got {found} at {path}")
 
 
 def create(config: TrainConfig, held: contextlib.ExitStack) -> Path:

@@ -25,7 +25,7 @@ from tresnet.engine.prepare import Parts, prepare
 from tresnet.engine.recovery import Checkpoints
 from tresnet.engine.state import BEST
 from tresnet.engine.validate import validate
-from tresnet.errors import WriteError
+from tresnet.errors import CheckpointError, WriteError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,9 +102,14 @@ def finish(
 ) -> Metrics | MultiLabelMetrics:
     """Load the best checkpoint from its file, evaluate it, and show the result."""
     run_dir, progress = checkpoints.run_dir, plan.record.progress
-    evaluated = parts.step.eval_model
+    evaluated, best = parts.step.eval_model, run_dir / BEST
     if parts.processes.is_main:
-        load_checkpoint(evaluated, run_dir / BEST)
+        if not best.exists():
+            raise CheckpointError(
+                f"{best} is missing, the best weights of epoch {progress.best_epoch}: put the file"
+                " back, or start a new run"
+            )
+        load_checkpoint(evaluated, best)
     parts.processes.broadcast(evaluated.state_dict().values())
     metrics = parts.evaluate(plan.config)
     if log is not None:

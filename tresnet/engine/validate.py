@@ -105,7 +105,7 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
         )
     for name in ("runs", "name"):  # safetensors opens only such names
         text = getattr(config.run, name) or ""
-        if not text.isprintable() or text.encode(errors="replace").decode() != text:
+        if not text.isprintable():
             yield f"--{name}: expected printable UTF-8 text, got {text!a}"
     if augment.mix_off_epochs > config.schedule.epochs:
         yield (

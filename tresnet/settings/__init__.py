@@ -94,7 +94,7 @@ class ModelShape(Settings):
     """Channels of each group of group_attention (None: 512) or of ml_decoder (None: 768)."""
     width_factor: Positive | None = None
     """Multiply the channels. None: the variant's own."""
-    layers: tuple[int, ...] | None = None
+    layers: tuple[Count, Count, Count, Count] | None = None
     """Blocks in each stage. None: the variant's own."""
     block_size: Count | None = None
     """Side of the space-to-depth blocks: 2 suits small images. None: the variant's own."""

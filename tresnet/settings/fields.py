@@ -84,7 +84,16 @@ def read(cls: type[T], text: str, source: str) -> T:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{source} is not JSON: {error}") from error
     with _explained(cls, ConfigError, lambda path: ": ".join([source, *path])):
-        return _adapter(cls).validate_python(values)
+        made = _adapter(cls).validate_python(values)  # refuses unknown and misplaced fields
+        return _adapter(cls).validate_python(_unconverted(made, values), strict=True)
+
+
+def _unconverted(made: Any, value: Any) -> Any:
+    """Return the settings `made` from JSON with its own values, in which "3" is not a number."""
+    if isinstance(value, dict):
+        changes = {name: _unconverted(getattr(made, name), own) for name, own in value.items()}
+        return dataclasses.replace(made, **changes)
+    return tuple(value) if isinstance(value, list) else value
 
 
 def checked(cls: type[T], values: Mapping[str, Any]) -> T:
@@ -171,7 +180,8 @@ def _explained(
             key = spell(path), repr(one["input"])
             found.setdefault(key, []).append(expected)  # a union has an error for each kind
         lines = [
-            f"{name}: expected {' or '.join(w)}, got {got}" for (name, got), w in found.items()
+            f"{name}: expected {' or '.join(dict.fromkeys(kinds))}, got {got}"
+            for (name, got), kinds in found.items()
         ]
         raise error("\n  ".join(lines)) from None
 

@@ -31,6 +31,7 @@ from tresnet.steps.compiled import CUDA_GRAPH_MODES
 WARMUP_RUNS = 3  # as in the example of PyTorch's notes on CUDA graphs
 WARMUP_RUNS_DDP = 11  # DistributedDataParallel lays its buckets out again after the first runs
 CHECKED_AFTER = 2  # runs after the warm-up: one is captured, one is compared
+# Not measured: two shapes of images, each of which takes three graphs with accumulation, and spare.
 _MOST_GRAPHS = 8
 # Allowed difference of a replay from an eager run: four times the difference of two eager runs,
 # plus this fraction of the eager value. Norms are compared: single gradients differ between runs.
