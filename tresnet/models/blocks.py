@@ -1,4 +1,4 @@
-"""The residual blocks and their shortcut (paper section 2.4)."""
+"""The residual blocks of TResNet (arXiv 2003.13630, section 2.4) and their shortcut."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -24,13 +24,13 @@ class BlockSettings:
     def conv(
         self, in_channels: int, out_channels: int, kernel: int, act: bool = True, blur: bool = False
     ) -> ConvNormAct:
-        """Build a convolution with norm and, where `act`, activation."""
+        """Build a convolution with a norm and, if `act`, a leaky ReLU."""
         kind: Any = {"norm": self.norm, "jit": self.jit, "device": self.device, "dtype": self.dtype}
         slope = self.slope if act else None
         return ConvNormAct(in_channels, out_channels, kernel, slope=slope, blur=blur, **kind)
 
     def se(self, channels: int, reduced: int) -> SqueezeExcite:
-        """Build a squeeze and excitation with at least 64 channels inside."""
+        """Build a squeeze and excitation with `reduced` hidden channels, but at least 64."""
         return SqueezeExcite(channels, max(reduced, 64), self.jit, self.device, self.dtype)
 
 
@@ -46,11 +46,11 @@ def drop_path(rate: float) -> nn.Module:
 def shortcut(
     in_channels: int, out_channels: int, stride: int, settings: BlockSettings
 ) -> nn.Module:
-    """Average pool (stride 2 only), 1x1, norm; the identity where the shape does not change."""
+    """Return the identity if the shape stays, else 1x1 and norm, after average pool at stride 2."""
     if stride == 1 and in_channels == out_channels:
         return nn.Identity()
     layers: list[nn.Module] = []
-    if stride == 2:  # an odd border averages the pixels that are there, not zeros
+    if stride == 2:  # at an odd border, average existing pixels without zeros
         layers.append(nn.AvgPool2d(2, 2, ceil_mode=True, count_include_pad=False))
     layers.append(settings.conv(in_channels, out_channels, 1, act=False))
     return nn.Sequential(*layers)
@@ -58,7 +58,7 @@ def shortcut(
 
 @residual_block("conv1", "conv2")
 class BasicBlock(nn.Module):
-    """3x3, ABN, (blur), 3x3, ABN without activation, SE, add, ReLU."""
+    """3x3, norm, leaky ReLU, blur (only for stride 2), 3x3, norm, SE, add shortcut, ReLU."""
 
     expansion = 1
 
@@ -79,15 +79,15 @@ class BasicBlock(nn.Module):
         self.drop_path = drop_path(drop_path_rate)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, C, H, W) to (N, planes, H / stride, W / stride)."""
-        shortcut = self.downsample(x)  # first, as in `fused.stage`: ranks share its statistics
+        """Map (N, C, H, W) to (N, planes, H / stride, W / stride)."""
+        shortcut = self.downsample(x)  # all ranks synchronise norms in one order: shortcut first
         y = self.se(self.conv2(self.conv1(x)))
         return torch.relu_(self.drop_path(y) + shortcut)
 
 
 @residual_block("conv1", "conv2", "conv3")
 class Bottleneck(nn.Module):
-    """1x1, ABN, 3x3, ABN, (blur), SE, 1x1, ABN without activation, add, ReLU."""
+    """1x1, norm, leaky ReLU, 3x3, norm, leaky ReLU, blur (stride 2), SE, 1x1, norm, add, ReLU."""
 
     expansion = 4
 
@@ -110,7 +110,7 @@ class Bottleneck(nn.Module):
         self.drop_path = drop_path(drop_path_rate)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, C, H, W) to (N, 4 planes, H / stride, W / stride)."""
-        shortcut = self.downsample(x)  # first, as in `fused.stage`: ranks share its statistics
+        """Map (N, C, H, W) to (N, 4 planes, H / stride, W / stride)."""
+        shortcut = self.downsample(x)  # all ranks synchronise norms in one order: shortcut first
         y = self.conv3(self.se(self.conv2(self.conv1(x))))
         return torch.relu_(self.drop_path(y) + shortcut)

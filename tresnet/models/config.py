@@ -1,8 +1,8 @@
-"""Configuration of a model, and the options that choose one.
+"""Configuration of a model, and optional arguments of `create` that set its fields.
 
 A `ModelConfig` determines the parameters and the function of a model, and is saved in every
-checkpoint. It checks all its values, so that damaged or hostile files cannot request absurd models.
-`ModelOptions` are the same fields as keyword arguments of `create`, all of them optional.
+checkpoint. All values are checked, so that damaged or hostile files cannot request absurd models.
+`ModelOptions` has the same fields, without `variant` and `bottlenecks`.
 """
 
 import math
@@ -17,8 +17,8 @@ STEM_SLOPE, BLOCK_SLOPE = 1e-2, 1e-3
 HEADS = ("linear", "group_attention", "ml_decoder")
 DEFAULT_GROUPS = 12
 
-# Bounds of integers, both included. A damaged or hostile file can hold any number; a model within
-# these bounds is built in seconds and fits into memory.
+# Smallest and largest valid value of integer fields. A damaged or hostile file can hold any number.
+# A model within these bounds is built in seconds and fits into memory.
 _RANGES = {
     "block_size": (1, 64),
     "in_chans": (1, 4096),
@@ -29,7 +29,7 @@ _MOST_BLOCKS, _MOST_PLANES = 1000, 4096
 
 
 class ModelOptions(TypedDict, total=False):
-    """Fields of `ModelConfig` as options of `create` and `build`; None means not given."""
+    """Optional fields of `ModelConfig` for `create` and `build`; None keeps the variant's value."""
 
     layers: Sequence[int] | None
     width_factor: float | None
@@ -53,23 +53,23 @@ class ModelConfig:
     """Everything that determines a model's parameters and its function.
 
     Attributes:
-        variant: name in the table of variants.
-        layers: blocks in each of the four stages.
-        width_factor: channels of the first stage over 64.
-        bottlenecks: bottleneck blocks also in the first two stages (version 2).
+        variant: name in the table of variants, such as 'tresnet_m'.
+        layers: number of blocks in each of the four stages.
+        width_factor: number of the stem's output channels, divided by 64.
+        bottlenecks: whether the first two stages have bottleneck blocks too, as in version 2.
         block_size: side of the stem's space-to-depth block; 2 suits images of about 32 pixels.
-        in_chans: channels of the image.
-        num_classes: width of the classifier; 0 returns pooled features.
-        norm: 'abn' (saves one map for backward), 'batchnorm' or 'inplace_abn' (the package).
-        jit: run the helper functions as TorchScript.
-        head: 'linear', 'group_attention' or 'ml_decoder'.
-        head_groups: classes of each group of 'group_attention', or the number of even groups
-            (default 12).
-        head_channels: channels of each group of 'group_attention' (None: 512), or width of the
+        in_chans: number of image channels.
+        num_classes: number of classes; a model with 0 classes returns pooled features.
+        norm: 'abn', 'batchnorm' or 'inplace_abn'; see `tresnet.layers.norm`.
+        jit: run space-to-depth, blurs and average pools in TorchScript.
+        head: kind of classifier: 'linear', 'group_attention' or 'ml_decoder'.
+        head_groups: number of classes in each group of 'group_attention', or the number of
+            groups, which then have about equal numbers of classes. Default: 12 groups.
+        head_channels: channels of each group of 'group_attention' (None: 512), or channels of the
             decoder of 'ml_decoder' (None: 768).
-        global_pool: pooling in front of the linear head: 'avg', 'max', 'avgmax' or '' for none.
-        drop_rate: dropout in front of the classifier; 'ml_decoder' has its own.
-        drop_path_rate: stochastic depth of the last block, rising linearly from 0 at the first.
+        global_pool: pooling before the linear classifier: 'avg', 'max', 'avgmax', or '' for none.
+        drop_rate: dropout probability before the classifier; must be 0 for head 'ml_decoder'.
+        drop_path_rate: probability of stochastic depth in the last block; 0 in the first block.
         stem_slope: negative slope of the stem's leaky ReLU.
         block_slope: negative slope of the blocks' leaky ReLUs.
     """
@@ -93,7 +93,7 @@ class ModelConfig:
     block_slope: float = BLOCK_SLOPE
 
     def __post_init__(self) -> None:
-        """Check types and values, or raise `InputError`; distribute classes over the groups."""
+        """Check types and values, or raise `InputError`; divide the classes into groups."""
         if isinstance(self.layers, list):
             object.__setattr__(self, "layers", tuple(self.layers))
         for name, fits, expected in self._requirements():
@@ -103,7 +103,7 @@ class ModelConfig:
         self._check_head()
 
     def _requirements(self) -> Iterator[tuple[str, bool, str]]:
-        """Yield names of fields, whether the value fits, and what is expected, in order."""
+        """Yield the name of each field, whether its value is valid, and the valid values."""
         layers, head_channels = self.layers, self.head_channels
         four = isinstance(layers, tuple) and len(layers) == 4
         fits = four and all(_is_int(count, 1, _MOST_BLOCKS) for count in layers)
@@ -151,12 +151,12 @@ class ModelConfig:
 
     @property
     def planes(self) -> int:
-        """Channels of the stem; version 2 rounds to a multiple of 8."""
+        """Number of the stem's output channels; version 2 rounds to a multiple of 8."""
         planes = int(64 * self.width_factor)
         return (planes + 4) // 8 * 8 if self.bottlenecks else planes
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values that JSON can hold."""
+        """Return the fields as values that JSON can hold."""
         values = asdict(self)
         return {**values, "layers": list(self.layers), "head_groups": list(self.head_groups)}
 
@@ -180,11 +180,11 @@ def _is_number(value: object) -> bool:
 def class_groups(
     kind: str, num_classes: int, groups: int | Sequence[int] | None
 ) -> tuple[int, ...]:
-    """Return the number of classes of each group, or raise `InputError` where `groups` do not fit.
+    """Return the number of classes in each group, or raise `InputError` if `groups` is invalid.
 
-    `groups` are those numbers, or the number of groups, which then get equal numbers of classes.
-    If the division leaves a rest, the first groups get one class more. None: 12 groups, or one
-    for each class if there are fewer.
+    `groups` lists these numbers, or is the number of groups. An integer divides the classes evenly;
+    if a remainder is left, the first groups get one class more. None means 12 groups, or fewer if
+    there are fewer classes.
     """
     if kind != "group_attention":
         if groups:

@@ -1,4 +1,4 @@
-"""TResNet as a backbone: images in, feature maps out."""
+"""TResNet as a backbone, which turns images into feature maps."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,16 +10,16 @@ from tresnet.models.tresnet import TResNet
 
 
 class FeatureExtractor(nn.Module):
-    """Return the feature maps of chosen stages: 0 is the stem, 1 to 4 the stages (default: 1 to 4).
+    """Return feature maps of the stem (index 0) or of stages 1 to 4; the default is all stages.
 
-    Parameters have the names that they have in the complete model. `feature_info` is timm's
+    Parameters have their names in `TResNet` after the prefix `model.`. `feature_info` is timm's
     `FeatureInfo`: `channels()`, `reduction()` and `module_name()` list one value for each map.
     """
 
     __jit_unused_properties__ = ("default_cfg",)
 
     def __init__(self, model: TResNet, out_indices: int | Sequence[int] | None = None) -> None:
-        """Keep the body of `model` up to the last of the indices (or number of last maps)."""
+        """Prune `model` in place; `out_indices` lists maps, or is the number of last maps."""
         super().__init__()
         from timm.models import FeatureInfo
 
@@ -32,7 +32,7 @@ class FeatureExtractor(nn.Module):
 
     @property
     def default_cfg(self) -> dict[str, Any]:
-        """The pretrained configuration, under timm's older name."""
+        """The value of `pretrained_cfg`, under timm's older name."""
         return self.pretrained_cfg
 
     def forward(self, x: Tensor) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Classifier heads: modules built from the channels of the feature map and a `ModelConfig`."""
+"""Classifier heads, which turn the last feature map into logits."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ DEFAULT_CHANNELS = {"group_attention": 512, "ml_decoder": 768}
 
 
 class LinearHead(nn.Module):
-    """Global pool, dropout, linear; no linear layer where `num_classes` is 0."""
+    """Global pool, dropout and, unless `num_classes` is 0, a linear layer."""
 
     def __init__(self, in_features: int, config: ModelConfig, **factory_kwargs: Any) -> None:
         super().__init__()
@@ -39,9 +39,9 @@ class LinearHead(nn.Module):
 
 
 class GroupAttentionHead(nn.Module):
-    """1x1, ABN, attention bottlenecks in parallel, global max pool, dropout, grouped linear.
+    """Classify each group of classes by a bottleneck and a linear layer of its own.
 
-    Each group of classes has its own bottleneck on the reduced features, and its own linear layer.
+    In order: 1x1 with norm, parallel bottlenecks, global max pool, dropout, grouped linear layer.
     """
 
     def __init__(self, in_features: int, config: ModelConfig, **factory_kwargs: Any) -> None:
@@ -75,7 +75,7 @@ class GroupAttentionHead(nn.Module):
 
 
 class _DecoderLayers(nn.Module):
-    """timm's decoder layers without `nn.TransformerDecoder`, which requires self-attention."""
+    """Run timm's decoder layers in order; `nn.TransformerDecoder` would require self-attention."""
 
     def __init__(self, layers: nn.ModuleList) -> None:
         super().__init__()
@@ -88,10 +88,10 @@ class _DecoderLayers(nn.Module):
 
 
 class MLDecoderHead(nn.Module):
-    """timm's ML-Decoder (arXiv 2111.12933): queries attend to the feature map."""
+    """timm's ML-Decoder (arXiv 2111.12933), whose queries attend to the feature map."""
 
     def __init__(self, in_features: int, config: ModelConfig, device: Any, dtype: Any) -> None:
-        """Create timm's layer; `InputError` for `head_channels` that 8 heads do not divide."""
+        """Create timm's layer; raise `InputError` if 8 does not divide `head_channels`."""
         super().__init__()
         from timm.layers.ml_decoder import MLDecoder
 
@@ -110,7 +110,7 @@ class MLDecoderHead(nn.Module):
 
     def forward(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Map (N, C, H, W) to (N, num_classes), or to the mean of pixels (N, C) if `pre_logits`."""
-        if not torch.jit.is_scripting():  # noqa: SIM102 TorchScript leaves out the inner one
+        if not torch.jit.is_scripting():  # noqa: SIM102 TorchScript skips the inner condition
             if symbolic(x):
                 return record_call(self, x, pre_logits)
         return x.mean(dim=(2, 3)) if pre_logits else self.fc(x)
@@ -125,7 +125,7 @@ _HEADS: dict[str, Any] = {
 
 
 def build_head(in_features: int, config: ModelConfig, **factory_kwargs: Any) -> Head:
-    """Build the head of a configuration; with `num_classes` of 0 it is a global pool."""
+    """Build the head that `config` names; without classes, the head is a global pool."""
     return _HEADS[config.head if config.num_classes else "linear"](
         in_features, config, **factory_kwargs
     )

@@ -1,4 +1,4 @@
-"""Models by name: ours (`tresnet_m`), timm's (`timm:resnet50`), torchvision's."""
+"""Build models by name: `tresnet_m`, `timm:resnet50` or `torchvision:resnet50`."""
 
 import functools
 import importlib
@@ -15,7 +15,7 @@ from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import DEFAULT_INPUT_SIZE, build, find_variant, nearest
 
 SOURCES = ("tresnet", "timm", "torchvision")
-# Options that only our models have. A peer's constructor may ignore such an argument silently.
+# Options that only our models have. Constructors of timm may silently ignore such an argument.
 _OURS_ALONE = ("norm", "impl", "recompute", "jit", "head")
 
 
@@ -44,7 +44,7 @@ def check_name(name: str) -> None:
         return
     library = "timm" if source == "timm" else "torchvision.models"
     known = importlib.import_module(library).list_models()
-    # timm's names may end in the tag of their weights, which are not loaded
+    # a name in timm may end in a tag of weights, such as `.a1_in1k`; weights are not loaded
     if (model.partition(".")[0] if source == "timm" else model) not in known:
         raise InputError(
             f"expected a model of {source}, got {model!r}{nearest(model, known)}"
@@ -57,8 +57,8 @@ def build_named(
 ) -> nn.Module:
     """Build a randomly initialised model by its name, without a download, or raise `InputError`.
 
-    `options` are those of `zoo.build` or of the constructor in timm or torchvision; None means not
-    given. On the device `meta` nothing is allocated, unless that constructor reads a new tensor.
+    `options` are arguments of `zoo.build`, or of the constructor in timm or torchvision. None means
+    the default. The device `meta` allocates nothing, unless the constructor reads a new tensor.
     """
     check_name(name)
     source, model = split_name(name)
@@ -82,7 +82,7 @@ def build_named(
 
 
 def build_without_data(construct: Callable[[], nn.Module]) -> nn.Module:
-    """Construct on the meta device, or with data if the constructor reads its new tensors."""
+    """Construct a model on the meta device, or with data if the constructor reads new tensors."""
     try:
         with torch.device("meta"):
             return construct()
@@ -91,7 +91,7 @@ def build_without_data(construct: Callable[[], nn.Module]) -> nn.Module:
 
 
 def default_input_shape(model: nn.Module) -> tuple[int, int, int]:
-    """Return (C, H, W) of a model's images by its `pretrained_cfg`, else 224 x 224 pixels."""
+    """Return (C, H, W) of a model's images; H and W are 224 if `pretrained_cfg` has no size."""
     config = getattr(model, "pretrained_cfg", None)
     usual = tuple(config.get("input_size") or ()) if isinstance(config, Mapping) else ()
     size = usual[1:] if len(usual) == 3 else (DEFAULT_INPUT_SIZE, DEFAULT_INPUT_SIZE)

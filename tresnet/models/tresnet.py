@@ -1,8 +1,8 @@
 """TResNet (arXiv 2003.13630): stem, four stages, head, and timm's model interface.
 
-This file reads like the paper: plain PyTorch modules, no kernels. `forward` passes the parts of the
-body to `tresnet.fused`, which runs each part by its own program on a GPU or as plain modules.
-Methods after `forward` are those that timm's training scripts call.
+The model consists of plain PyTorch modules, as in the paper. `forward` passes stem and stages to
+`tresnet.fused`, which runs them by Triton kernels on a GPU, or as plain modules. timm's scripts
+call most of the methods after `forward`.
 """
 
 import functools
@@ -35,11 +35,11 @@ STAGES = ("layer1", "layer2", "layer3", "layer4")
 
 
 class TResNet(nn.Module):
-    """Space-to-depth stem, two stages of basic blocks, two of bottlenecks, head.
+    """Space-to-depth stem, four stages of residual blocks, and a classifier head.
 
-    Input: (N, in_chans, H, W), floating point in [0, 1] without normalisation by mean and standard
-    deviation, or uint8, which is divided by 255. H and W are divisible by the block size and at
-    least 5 blocks. On a GPU channels_last is fastest. Output: logits (N, num_classes).
+    The input is (N, in_chans, H, W): uint8, which the model divides by 255, or floats in [0, 1],
+    not normalised by mean and standard deviation. H and W must be divisible by the block size b and
+    at least 5 b. On a GPU channels_last is fastest. The output is logits (N, num_classes).
     """
 
     __jit_unused_properties__ = ("default_cfg", "head_hidden_size", "impl", "recompute")
@@ -98,9 +98,9 @@ class TResNet(nn.Module):
         return info
 
     def _initialise(self) -> None:
-        """Draw Kaiming normal convolutions; the last norm of each block starts at zero."""
+        """Draw Kaiming normal convolution weights; set gamma of each block's last norm to zero."""
         for module in self.body.modules():
-            # normal_ on the meta device would import torch._dynamo, 1.8 s
+            # normal_ on the meta device would import torch._dynamo, which takes 1.8 s
             if isinstance(module, nn.Conv2d) and not module.weight.is_meta:
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="leaky_relu")
         for module in self.body.modules():
@@ -126,7 +126,7 @@ class TResNet(nn.Module):
                 "convert with x.float() / 255, or x.to(torch.uint8)"
             )
         dtype = next(self.body.parameters()).dtype
-        # autocast casts float16, bfloat16 and float32 to one dtype, but leaves float64
+        # autocast casts float16, bfloat16 and float32 to one dtype, but does not cast float64
         reconciled = autocast_dtype(x.device.type) and torch.float64 not in (x.dtype, dtype)
         if x.is_floating_point() and x.dtype != dtype and not reconciled:
             raise InputError(
@@ -146,22 +146,22 @@ class TResNet(nn.Module):
 
     @torch.jit.unused
     def _run_parts(self, x: Tensor, wanted: Sequence[int]) -> dict[int, Tensor]:
-        """Return the outputs of the `wanted` parts of the body; no part after them runs."""
+        """Return the outputs of the body's parts with indices `wanted`; run no later part."""
         if not (symbolic(x) or torch.compiler.is_exporting() or torch.jit.is_tracing()):
             self.check_input(x)
         (_, s2d), *parts = list(self.body.named_children())[: max(wanted) + 1]
         of_bytes = not symbolic(x) and x.dtype == torch.uint8
-        if of_bytes and not isinstance(s2d, SpaceToDepth):  # surgery.fold may have merged the stem
+        if of_bytes and not isinstance(s2d, SpaceToDepth):  # a stem merged by surgery.fold
             x, of_bytes = unit_floats(x, dtype=next(self.body.parameters()).dtype), False
         row, waiting = {}, {}
         for index, (name, part) in enumerate(parts, start=1):
             waiting[f"body.{name}"] = part
             if index == 1 and index not in wanted and len(parts) > 1:
-                continue  # only the first stage reads the stem's output, so both run together
+                continue  # stem and first stage run together: no other part reads the stem's output
             row[index], waiting = waiting, {}
         blocks: Any = s2d if of_bytes else None
         if not (self.grad_checkpointing and torch.is_grad_enabled()):
-            # without a name here, the map of space-to-depth is freed after its last use
+            # no variable holds the output of s2d, so that its memory is freed after the last use
             return fused.run_row(row, x if of_bytes else s2d(x), self.how, blocks, wanted)
         outputs, x = {}, x if of_bytes else s2d(x)
         for index, parts in row.items():
@@ -171,11 +171,11 @@ class TResNet(nn.Module):
         return outputs
 
     def _run_checkpointed(self, parts: dict[str, nn.Module], x: Tensor, s2d: Any) -> Tensor:
-        """Run parts of the body, each block checkpointed."""
+        """Run parts of the body with `torch.utils.checkpoint` around each residual block."""
         from torch.utils.checkpoint import checkpoint
 
         options: dict[str, Any] = {}
-        if not torch.compiler.is_compiling():  # which itself updates the running statistics once
+        if not torch.compiler.is_compiling():  # the compiler updates running statistics only once
             options["context_fn"] = lambda: (nullcontext(), FrozenRunningStats())
         for name, part in parts.items():
             if not isinstance(part, nn.Sequential):
@@ -212,11 +212,11 @@ class TResNet(nn.Module):
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
         """Return feature maps of chosen stages, as timm's models do.
 
-        `indices` are indices of the maps (0 the stem, 1 to 4 the stages, negative from the end) or
-        the number of last maps; None is all five. `stop_early` runs no stage after the last of
-        them. The result is (final features, list of maps), or the list if `intermediates_only`.
-        timm's callers pass `norm`, which changes nothing. An index out of range, or another
-        `output_fmt`, raises `InputError`.
+        `indices` lists maps, or is the number of last maps; None means all five. Index 0 is the
+        stem, 1 to 4 are the stages, and negative indices count from the end. `stop_early` runs no
+        stage after the last listed map. The result is (final features, list of maps), or only the
+        list if `intermediates_only`. timm's callers pass `norm`, which has no effect. An index out
+        of range, or an `output_fmt` other than 'NCHW', raises `InputError`.
         """
         if output_fmt != "NCHW":
             raise InputError(f"expected output_fmt 'NCHW', got {output_fmt!r}")
@@ -229,7 +229,7 @@ class TResNet(nn.Module):
     def prune_intermediate_layers(
         self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove the stages after the last of `indices`, and the head; return the indices."""
+        """Remove the stages after the last of `indices`, and the head; return all indices."""
         taken = take_indices(indices, len(self.body) - 1)
         last = max(taken)
         shorter = last + 2 < len(self.body)
@@ -240,7 +240,7 @@ class TResNet(nn.Module):
         return taken
 
     def get_classifier(self) -> nn.Module:
-        """Return the linear layer, or the identity if there is none."""
+        """Return the classifier `head.fc`; without classes, this is an `nn.Identity`."""
         return self.head.fc
 
     def reset_classifier(
@@ -249,18 +249,18 @@ class TResNet(nn.Module):
         global_pool: str | None = None,
         head_groups: int | Sequence[int] | None = None,
     ) -> None:
-        """Replace the classifier by a freshly initialised one of the same kind, or by none for 0.
+        """Replace the head by a new one of the same kind, or by a global pool for 0 classes.
 
-        `global_pool` is the pooling before a linear classifier; None keeps the present one.
-        `head_groups` are the classes of each group of 'group_attention', or the number of groups.
-        None keeps the number of groups, or takes one for each class if classes are fewer.
-        `InputError`: the class counts do not add up, or the head has no groups or pool to set.
+        `global_pool` is the pooling before a linear classifier; None keeps the present pooling.
+        `head_groups` is the number of groups of 'group_attention', or lists their numbers of
+        classes. None keeps the number of groups, but at most one group per class. `InputError`: the
+        list does not add up to `num_classes`, or the head has no groups or no pool to set.
         """
         config = self.config
         if global_pool is not None and num_classes and config.head != "linear":
             raise InputError(f"head {config.head!r} has a pool of its own, got {global_pool!r}")
         if num_classes and config.head != "linear":
-            global_pool = "avg"  # also where there was no pool, between two classifiers
+            global_pool = "avg"  # ModelConfig requires it; a reset to 0 classes may have set ''
         if head_groups is None and config.head_groups and num_classes > 0:
             head_groups = min(len(config.head_groups), num_classes)
         config = replace(
@@ -271,13 +271,13 @@ class TResNet(nn.Module):
         )
         example = next(self.body.parameters())
         head = build_head(self.num_features, config, device=example.device, dtype=example.dtype)
-        # the new head is complete before it replaces the old one
+        # the old head is replaced only now, and stays if building the new head fails
         self.head = head.train(self.head.training)
         self._set_how(self.how)
         self.config, self.num_classes = config, num_classes
 
     def set_slopes(self, stem: float, block: float) -> None:
-        """Set the negative slopes of the leaky ReLUs, which belong to the weights."""
+        """Set the negative slopes of the leaky ReLUs to those with which weights were trained."""
         self.config = replace(self.config, stem_slope=stem, block_slope=block)
         for name, module in self.named_modules():
             ours = isinstance(module, NormAct | ConvNormAct | FoldedConv)
@@ -285,24 +285,24 @@ class TResNet(nn.Module):
                 module.slope = stem if name.startswith("body.conv1") else block
 
     def set_impl(self, impl: Impl) -> None:
-        """Choose how a model with norm='abn' runs: see `tresnet.fused`.
+        """Choose how a model with norm='abn' runs.
 
-        'auto' runs the fused program on a GPU and plain modules on a CPU. 'triton' runs the program
-        by its kernels, or raises an error. 'reference' runs the program by plain operators. Parts
-        with hooks, or under `torch.compile`, run as plain modules. Another choice, or another norm,
-        raises `InputError`.
+        'auto' runs the program `tresnet.fused` on a GPU, and plain modules on a CPU. 'triton' runs
+        the program by Triton kernels, or raises an error. 'reference' runs the program by plain
+        PyTorch operators. Stages with hooks, or under `torch.compile`, run as plain modules.
+        Another `impl`, or a model with another norm, raises `InputError`.
         """
         check_impl("set_impl", impl)
         self._choose("set_impl", impl=impl)
 
     def set_recompute(self, what: str) -> None:
-        """Choose which tensors backward of the fused program recomputes; results stay exact.
+        """Choose which tensors `tresnet.fused` recomputes in backward; results stay exact.
 
-        'activations' (the default) recomputes the outputs of norms, blurs and SE scales; most cost
-        one additional write. 'outputs' also recomputes the output of every second block, and saves
-        about a sixth more memory. 'none' keeps everything. In a model compiled by `compile_model`
-        the compiler recomputes, except with 'none'. Another choice, or another norm, raises
-        `InputError`.
+        'none' keeps all tensors. 'activations' (the default) recomputes the outputs of norms, blurs
+        and SE, most of them by one additional write. 'outputs' also recomputes the output of every
+        second block, and saves about a sixth more memory. In a model compiled by `compile_model`
+        the compiler recomputes, except with 'none'. Another choice, or a model with another norm
+        than 'abn', raises `InputError`.
         """
         if what not in fused.RECOMPUTE:
             raise InputError(
@@ -331,12 +331,12 @@ class TResNet(nn.Module):
         return self.how.recompute
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Keep only the input of each block for backward, and run its forward again there."""
+        """Keep only the input of each block, and run the block's forward again in backward."""
         self.grad_checkpointing = enable
 
     @property
     def default_cfg(self) -> dict[str, Any]:
-        """The pretrained configuration, under timm's older name."""
+        """The value of `pretrained_cfg`, under timm's older name."""
         return self.pretrained_cfg
 
     @default_cfg.setter
@@ -357,12 +357,12 @@ class TResNet(nn.Module):
         return {"stem": r"^body\.conv1", "blocks": blocks}
 
     def no_weight_decay(self) -> set[str]:
-        """Return names exempt from weight decay beyond biases and norms: none."""
+        """Return no names: only biases and norms are exempt from weight decay."""
         return set()
 
 
 def take_indices(indices: int | Sequence[int] | None, count: int) -> list[int]:
-    """Return non-negative indices of `count` feature maps, or raise `InputError`."""
+    """Return `indices` of `count` feature maps as a non-negative list, or raise `InputError`."""
     if indices is None:
         return list(range(count))
     if isinstance(indices, int):

@@ -1,8 +1,7 @@
-"""Table of variants, and the function that builds a row of it.
+"""Table of model variants, and `build`, which builds a variant with random weights.
 
-A row of `VARIANTS` gives depth, width and image size of a model. `create`, every command and timm's
-plugin read the table. `build` makes a model with random weights, and
-`tresnet.checkpoints.creation.create` is the user's function, which also loads weights.
+A row of `VARIANTS` gives depth, width and image size of a model. `tresnet.create`, all commands and
+the plugin for timm read the table. Users call `tresnet.create`, which also loads weights.
 """
 
 import dataclasses
@@ -22,12 +21,12 @@ from tresnet.ops.dispatch import Impl
 from tresnet.settings import sides
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-DEFAULT_INPUT_SIZE = 224  # of every variant but the one for small images, and of most peers
+DEFAULT_INPUT_SIZE = 224  # pixels, of all variants except tresnet_t
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One row of the table: fields of `ModelConfig`, and the side of its images in pixels."""
+    """One row of the table: fields of `ModelConfig`, and the side of square images in pixels."""
 
     layers: tuple[int, int, int, int]
     width_factor: float = 1.0
@@ -36,8 +35,8 @@ class Variant:
     input_size: int = DEFAULT_INPUT_SIZE
 
 
-# Sources: m, l and xl are from table 2 of the paper, v2_l from the authors' ImageNet-21K release,
-# and s from their code. t is this project's own, for small images, tests and demonstrations.
+# Sources: m, l and xl are from table 2 of the paper, v2_l is from the authors' ImageNet-21K
+# release, and s from the authors' code. This project adds t for small images, tests and demos.
 VARIANTS: dict[str, Variant] = {
     "tresnet_t": Variant((2, 2, 3, 2), 0.25, block_size=2, input_size=32),
     "tresnet_s": Variant((3, 4, 7, 3)),
@@ -60,7 +59,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def default_crop_pct(input_size: int | tuple[int, int], crop_mode: str = "center") -> float:
-    """Return the fraction of a side that a centre crop keeps: 0.875 from 224 pixels, else 1."""
+    """Return the fraction of a side that a crop keeps: 0.875 for 'center' from 224 on, else 1."""
     large = min(sides(input_size)) >= DEFAULT_INPUT_SIZE
     return 0.875 if crop_mode == "center" and large else 1.0
 
@@ -101,11 +100,11 @@ def build(
 ) -> TResNet:
     """Build a variant of `list_models()` with random weights, in training mode.
 
-    `impl` and `recompute` are those of `TResNet.set_impl` and `set_recompute`. The device `meta`
-    allocates nothing. `dtype` is float32, float64, bfloat16 or float16; None is PyTorch's default.
-    `options` are fields of `ModelConfig`; None means not given. `InputError`: a name or value is
-    unknown, or the device is not usable. `MissingDependencyError`: `norm='inplace_abn'` without the
-    package.
+    `impl` and `recompute` are arguments of `TResNet.set_impl` and `TResNet.set_recompute`. The
+    device `meta` allocates nothing. `dtype` is float32, float64, bfloat16 or float16; None is
+    PyTorch's default. `options` are fields of `ModelConfig`; None keeps the variant's value.
+    `InputError`: a name or value is unknown, or the device is not usable.
+    `MissingDependencyError`: norm='inplace_abn' needs the inplace-abn package.
     """
     if device is not None and not str(device).startswith("meta"):
         usable_device(device)
@@ -121,7 +120,7 @@ def build(
 
 
 def default_pretrained_cfg(name: str, config: ModelConfig) -> dict[str, Any]:
-    """Return the preparation of images in timm's terms: a centre crop, as 'squash' distorts."""
+    """Return timm's `pretrained_cfg` of a variant, with a centre crop, as 'squash' distorts."""
     size = find_variant(name).input_size
     side = size // (8 * config.block_size)
     return {
