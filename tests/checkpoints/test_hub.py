@@ -19,6 +19,7 @@ from tresnet.errors import CheckpointError
 
 HUB = f"hf-hub:{REPO}"
 CLASSES = list("abcde")
+FACTS = {"top1": 81.5, "top5": "no number", "data": "flowers"}
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +35,7 @@ def mine(tmp_path):
     """A small model and its file: (model, path)."""
     model = trained(small()).eval()
     path = tmp_path / "mine.safetensors"
-    save_checkpoint(model, path, metadata={"classes": CLASSES, "top1": 81.5, "data": "flowers"})
+    save_checkpoint(model, path, metadata={"classes": CLASSES, **FACTS})
     return model, path
 
 
@@ -81,7 +82,7 @@ def test_a_new_directory_is_written(mine, tmp_path, capsys):
     assert open_weights(target).user["top1"] == 81.5
 
 
-def test_weights_of_a_run_say_how_they_were_trained(mine, tmp_path):
+def test_weights_of_a_run_say_how_they_were_trained(mine, tmp_path, capsys):
     folder = tmp_path / "run"
     folder.mkdir()
     mine[1].rename(folder / "best.safetensors")
@@ -89,6 +90,10 @@ def test_weights_of_a_run_say_how_they_were_trained(mine, tmp_path):
     (folder / "log.jsonl").write_text('{"epoch": 9, "step": 90, "elapsed_s": 61.2}\n')
     arguments = ["push", str(folder / "best.safetensors"), str(tmp_path / "out"), "--license=mit"]
     environment = {"device": {"type": "cpu"}, "packages": {"torch": "2.15.0"}, "git": None}
+    for damaged in ("[]", "[5]", "{"):
+        (folder / "environment.json").write_text(damaged)
+        assert run(arguments) == 2
+        assert f"expected the files of a run in {folder} (" in capsys.readouterr().err
     (folder / "environment.json").write_text(json.dumps([environment]))
     assert run(arguments) == 0
     card = (tmp_path / "out" / "README.md").read_text()
@@ -120,12 +125,14 @@ def test_imagenets_names_travel_with_the_tag(tmp_path):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
+        ("hash", r"is not the published hf-hub:user/name: expected sha256 .* damaged"),
         ("no repository", r"could not get hf-hub:user/name \(RepositoryNotFoundError"),
         ("no weights", r"expected model.safetensors or pytorch_model.bin in hf-hub:user/name"),
     ],
 )
 def test_what_cannot_be_had_is_said(fault, message, pushed):
     hub, _ = pushed
+    hub.fault = fault
     if fault == "no repository":
         hub.repos.clear()
     if fault == "no weights":

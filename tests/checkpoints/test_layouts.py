@@ -107,5 +107,7 @@ def test_images_that_are_prepared_otherwise_are_refused(layout, wanted, message,
 def test_what_is_missing_is_said(layout, tmp_path):
     with pytest.raises(CheckpointError, match=r"model\.safetensors or pytorch_model\.bin in .*nei"):
         tresnet.create(weights=f"local-dir:{tmp_path}")
+    (layout[1] / "config.json").write_text('{"crop_pct": null}')
+    assert open_weights(layout[1]).pretrained_cfg["crop_pct"] == 0.875
     (layout[1] / "config.json").unlink()
     assert open_weights(layout[1]).classes is None

@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 from tests.checkpoints.small import same, small, small_public, snapshot, trained, zeros
+from tresnet.checkpoints.fit import adapt_stem
 from tresnet.checkpoints.load import load_checkpoint
 from tresnet.checkpoints.save import save_checkpoint
 from tresnet.errors import CheckpointError, InputError
@@ -125,6 +126,11 @@ def write_source(kind, path):
     else:
         torch.save(source.state_dict(), path)
     return source
+
+
+def test_a_stem_of_half_precision_is_summed_in_float32():
+    stem = trained(small()).body.conv1.conv.weight.detach().bfloat16()
+    assert torch.equal(adapt_stem(stem, 3, 1), adapt_stem(stem.float(), 3, 1))
 
 
 @pytest.mark.parametrize("kind", ["ours", "timm", "public"])

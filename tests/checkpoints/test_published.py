@@ -1,6 +1,7 @@
 import pytest
 from timm.data import ImageNetInfo
 
+from tests.checkpoints.conftest import entry
 from tresnet.checkpoints import published
 from tresnet.checkpoints.published import class_names, find, list_weights, locate
 from tresnet.errors import CheckpointError, InputError
@@ -76,6 +77,11 @@ def test_a_package_without_its_table_says_so(tmp_path, monkeypatch):
     for use in (list_weights, lambda: locate("mine.safetensors")):
         with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read \(No such file"):
             use()
+
+
+@pytest.mark.parametrize("changes", [{"num_classes": 10}, {"trained_on": "Places365"}])
+def test_other_classes_have_no_known_names(changes):
+    assert class_names(entry(**changes)) == (None, None)
 
 
 @pytest.mark.parametrize(

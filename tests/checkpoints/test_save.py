@@ -6,6 +6,7 @@ import timm
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.checkpoints.small import CLASSES, LAYERS, PLANES, same, small, snapshot, trained
 from tresnet.checkpoints.creation import create
@@ -30,6 +31,7 @@ def test_round_trip_is_exact_and_says_what_built_the_model(tmp_path, suffix, dty
     model = trained(small(block_size=2, in_chans=1, dtype=dtype))
     model.set_slopes(1e-6, 0.25)
     model.body.layer3 = torch.compile(model.body.layer3)
+    model.body.register_buffer("scratch", torch.ones(1), persistent=False)
     save_checkpoint(torch.compile(model), path, metadata={"classes": tuple("abcde"), "top1": 98.5})
     other = small(block_size=2, in_chans=1, dtype=dtype)
     other.body.layer3 = torch.compile(other.body.layer3)
@@ -131,6 +133,9 @@ def test_bad_arguments(tmp_path, arguments, message):
     assert not list(tmp_path.iterdir())
 
 
+BIAS = torch.zeros(CLASSES)
+
+
 def conv(model):
     return model.body.layer2[0].conv1.conv
 
@@ -151,6 +156,10 @@ def conv(model):
             r"call torch.nn.utils.parametrize.remove_parametrizations\(layer, 'weight'\)",
         ),
         (lambda model: nn.utils.spectral_norm(conv(model)), "call .*remove_spectral_norm"),
+        (
+            lambda model: setattr(model.head.fc, "bias", nn.Parameter(TwoTensor(BIAS, BIAS))),
+            "head.fc.bias as TwoTensor",
+        ),
         (lambda model: model.to(torch.float8_e4m3fn), "weight as torch.strided of torch.float8"),
     ],
 )

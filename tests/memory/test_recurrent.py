@@ -54,7 +54,7 @@ def test_reserve_space_is_what_the_formula_was_derived_from(layer, n_bytes):
     assert reserve_bytes(mode, 25_000, 320, 4, itemsize=4) == n_bytes
 
 
-@pytest.mark.parametrize(("layer", "kept"), [(nn.LSTM, 5), (nn.GRU, 6)], ids=["lstm", "gru"])
+@pytest.mark.parametrize(("layer", "kept"), [(nn.RNN, 2), (nn.LSTM, 5), (nn.GRU, 6)])
 def test_a_layer_keeps_its_output_and_its_reserve_space(layer, kept):
     """Not a tensor for each step, as PyTorch's own kernels would."""
     prediction = sequences(layer)
@@ -98,6 +98,11 @@ def test_inference_keeps_nothing_for_backward():
     workspace = 4 * (4 * HIDDEN * (FEATURES + HIDDEN + 2) + BATCH * LENGTH * FEATURES)
     assert made[:2] == [workspace, n_bytes]
     assert 0 in made  # where the reserve space would be
+
+
+def test_projections_of_both_directions_are_the_output():
+    prediction = sequences(nn.LSTM, {"proj_size": 64, "bidirectional": True})
+    assert 2 * 4 * BATCH * LENGTH * 64 in born(prediction, "aten._cudnn_rnn")
 
 
 class Tokens(nn.Module):

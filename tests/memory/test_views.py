@@ -9,7 +9,7 @@ from torch.cuda import _memory_viz
 
 from tresnet.errors import InputError, MissingDependencyError, WriteError
 from tresnet.memory import Category, Phase, predict
-from tresnet.memory.plot import COLORS, plot, timeline
+from tresnet.memory.plot import COLORS, _draw, plot, timeline
 from tresnet.memory.snapshot import snapshot, write_snapshot
 
 
@@ -37,6 +37,17 @@ def test_picture_is_drawn(prediction, tmp_path, suffix):
     content = plot(prediction, tmp_path / f"memory{suffix}").read_bytes()
     assert content.startswith(b"\x89PNG" if suffix == ".png" else b"<?xml")
     assert len(content) > 10_000
+
+
+def test_phases_and_the_peak_are_named_where_they_are(prediction):
+    figure, points = pytest.importorskip("matplotlib.figure").Figure(), timeline(prediction)
+    axes = figure.subplots()
+    _draw(axes, prediction)
+    *phases, peak = axes.texts
+    named = [points[int(text.get_position()[0])].operation.phase for text in phases]
+    assert [text.get_text() for text in phases] == named == ["forward", "backward"]
+    index, mib = peak.xy
+    assert mib * 2**20 == points[index].allocated_bytes == max(p.allocated_bytes for p in points)
 
 
 def test_views_need_a_format_a_directory_and_matplotlib(prediction, tmp_path, monkeypatch):

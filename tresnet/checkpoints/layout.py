@@ -124,7 +124,7 @@ def _history(known: WeightsInfo) -> tuple[str, str]:
         training = [f"On {on}."]
         training += [f"`{entry.command}`"] if entry.command else []
     training += _run(known.weights.path.parent)
-    figures = {_KINDS[key]: found[key] for key in _KINDS if found.get(key) is not None}
+    figures = {_KINDS[k]: found[k] for k in _KINDS if isinstance(found.get(k), int | float)}
     accuracy = "Not known."
     if figures:
         header = ["data", *figures, "measured by"]
@@ -147,13 +147,19 @@ def _run(folder: Path) -> list[str]:
     files = [folder / name for name in ("log.jsonl", "environment.json", "config.json")]
     if not all(file.is_file() for file in files):
         return []
-    log, environment, config = (file.read_text(encoding="utf-8") for file in files)
-    last, where = json.loads(log.splitlines()[-1]), json.loads(environment)[-1]
-    device = where["device"].get("name") or where["device"]["type"]
-    commit = (where["git"] or {}).get("commit", "an unknown commit")
-    settings = json.loads(config, object_hook=_without_folders)
-    return [
-        f"{last['epoch']} epochs, {last['step']} optimizer steps, {last['elapsed_s']:.0f} s, on"
-        f" {device} with PyTorch {where['packages']['torch']}; this package at {commit}.",
-        f"```json\n{json.dumps(settings, indent=2)}\n```",
-    ]
+    try:
+        log, environment, config = (file.read_text(encoding="utf-8") for file in files)
+        last, where = json.loads(log.splitlines()[-1]), json.loads(environment)[-1]
+        device = where["device"].get("name") or where["device"]["type"]
+        commit = (where["git"] or {}).get("commit", "an unknown commit")
+        settings = json.loads(config, object_hook=_without_folders)
+        return [
+            f"{last['epoch']} epochs, {last['step']} optimizer steps, {last['elapsed_s']:.0f} s, on"
+            f" {device} with PyTorch {where['packages']['torch']}; this package at {commit}.",
+            f"```json\n{json.dumps(settings, indent=2)}\n```",
+        ]
+    except Exception as error:  # damaged JSON raises many types
+        raise CheckpointError(
+            f"expected the files of a run in {folder} ({type(error).__name__}: {error}): move the "
+            "weights elsewhere to push them alone"
+        ) from error

@@ -100,7 +100,8 @@ def _info(
         kept = (*kept, *_DROPS)
     known = entry or entries().get(metadata.get("tag", ""))
     cfg: dict[str, Any] = default_pretrained_cfg(config.variant, config)
-    cfg.update(metadata.get("pretrained_cfg", {}))
+    stated = metadata.get("pretrained_cfg", {})
+    cfg.update({key: value for key, value in stated.items() if value is not None})
     cfg.update({} if entry is None else entry.pretrained_cfg)
     cfg = {key: tuple(v) if isinstance(v, list) else v for key, v in cfg.items()}
     if any(cfg["mean"]) or any(value != 1 for value in cfg["std"]):

@@ -58,23 +58,20 @@ class _Sequence(torch.autograd.Function):
         ctx: Any, settings: tuple, x: Tensor, hx: Tensor, cx: Tensor | None, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        per_layer = len(weights) // settings[3] // (1 + settings[-1])
         flat = weights[0]
         if x.dtype != flat.dtype or not are_flat(weights):
             flat = x.new_empty(sum(w.numel() for w in weights))
-        ctx.arguments = per_layer, settings
-        *outputs, reserve, _ = aten._cudnn_rnn(
-            x, weights, per_layer, flat, hx, cx, *settings, [], None
-        )
+        ctx.settings = settings
+        # 0 stands for the weights of a layer, whose number only a real kernel reads
+        *outputs, reserve, _ = aten._cudnn_rnn(x, weights, 0, flat, hx, cx, *settings, [], None)
         ctx.save_for_backward(x, hx, cx, outputs[0], reserve, flat, *weights)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         x, hx, cx, output, reserve, flat, *weights = ctx.saved_tensors
-        per_layer, settings = ctx.arguments
         dx, dhx, dcx, made = aten._cudnn_rnn_backward(
-            x, weights, per_layer, flat, hx, cx, output, *gradients, *settings, [], None, reserve,
+            x, weights, 0, flat, hx, cx, output, *gradients, *ctx.settings, [], None, reserve,
             [True] * 4,
         )  # fmt: skip
         return None, dx, dhx, dcx, *made

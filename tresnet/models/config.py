@@ -108,7 +108,8 @@ class ModelConfig:
         four = isinstance(layers, tuple) and len(layers) == 4
         fits = four and all(_is_int(count, 1, _MOST_BLOCKS) for count in layers)
         yield "layers", fits, f"as four whole numbers from 1 to {_MOST_BLOCKS}"
-        fits = _is_number(self.width_factor) and 1 <= self.planes <= _MOST_PLANES
+        fits = _is_number(self.width_factor) and abs(self.width_factor) <= _MOST_PLANES
+        fits = fits and 1 <= self.planes <= _MOST_PLANES
         yield "width_factor", fits, f"from 1/64 to {_MOST_PLANES // 64}"
         for name, (least, most) in _RANGES.items():
             fits = _is_int(getattr(self, name), least, most)
