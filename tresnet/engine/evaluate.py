@@ -1,7 +1,7 @@
-"""Evaluation: a loop over images that counts each image once, on any number of processes.
+"""Evaluate a model so that each image counts once, on any number of processes.
 
-`evaluate` runs the inference step over a loader. Sums of one-label metrics stay on the device;
-multi-label metrics keep all logits, as average precision sorts them.
+`evaluate` runs the inference step over a loader. Metrics of one label per image are sums on the
+device. Multi-label metrics keep all logits on the CPU, as average precision sorts them.
 """
 
 import dataclasses
@@ -23,26 +23,26 @@ from tresnet.steps import InferenceStep
 
 @dataclasses.dataclass(frozen=True)
 class Metrics:
-    """Metrics of images with one label each, over all processes."""
+    """Metrics of a split with one label per image, over all processes."""
 
     images: int
     loss: float  # mean cross-entropy without label smoothing
     top1: float  # percent
-    top5: float  # percent; among all classes if there are fewer than 5
-    images_per_s: float | None = None  # with loading; None if too fast to measure
-    skipped: int = 0  # unreadable files
+    top5: float  # percent; always 100 with at most 5 classes
+    images_per_s: float | None = None  # includes loading; None if too fast to measure
+    skipped: int = 0  # number of unreadable files
 
     @property
     def score(self) -> float:
-        """The percentage by which the best checkpoint is chosen."""
+        """Top-1 accuracy in percent, which decides the best checkpoint."""
         return self.top1
 
     def figures(self) -> dict[str, float]:
-        """Return columns of the log."""
+        """Return the metrics as columns of the log."""
         return {"val_loss": self.loss, "val_top1": self.top1, "val_top5": self.top5}
 
     def saved(self) -> dict[str, Any]:
-        """Return metadata to save with the weights."""
+        """Return the metrics as metadata of the weights."""
         loss = self.loss if math.isfinite(self.loss) else None
         return {"top1": self.top1, "top5": self.top5, "loss": loss}
 
@@ -53,29 +53,29 @@ class Metrics:
 
 @dataclasses.dataclass(frozen=True)
 class MultiLabelMetrics:
-    """Metrics of images with any number of labels each, over all processes."""
+    """Metrics of a split with any number of labels per image, over all processes."""
 
     images: int
     loss: float  # mean binary cross-entropy over images and classes
-    map: float  # mean average precision in percent, over the classes that occur
+    map: float  # mean average precision in percent, over classes with at least one image
     per_class_ap: tuple[float | None, ...]  # percent; None for a class that no image has
     f1_micro: float  # percent, over all labels together
-    f1_macro: float  # percent, mean over classes; 0 for a class neither labelled nor predicted
-    threshold: float  # probability from which a label counts as predicted
-    images_per_s: float | None = None  # with loading; None if too fast to measure
-    skipped: int = 0  # unreadable files
+    f1_macro: float  # percent, mean over classes; a class without labels and predictions has 0
+    threshold: float  # lowest probability of a label that counts as predicted
+    images_per_s: float | None = None  # includes loading; None if too fast to measure
+    skipped: int = 0  # number of unreadable files
 
     @property
     def score(self) -> float:
-        """The percentage by which the best checkpoint is chosen."""
+        """Mean average precision in percent, which decides the best checkpoint."""
         return self.map
 
     def figures(self) -> dict[str, float]:
-        """Return columns of the log."""
+        """Return the metrics as columns of the log."""
         return {"val_loss": self.loss, "val_map": self.map, "val_f1": self.f1_micro}
 
     def saved(self) -> dict[str, Any]:
-        """Return metadata to save with the weights."""
+        """Return the metrics as metadata of the weights."""
         scores = {"map": self.map, "f1": self.f1_micro, "threshold": self.threshold}
         loss = self.loss if math.isfinite(self.loss) else None
         return {"labels": "multi", **scores, "loss": loss}
@@ -97,15 +97,15 @@ def evaluate(
     console: Console | None = None,
     levels: Tensor | None = None,
 ) -> Metrics | MultiLabelMetrics:
-    """Evaluate a model on this process's part of a split (a collective).
+    """Evaluate `step` on this process's images; return metrics of all processes (a collective).
 
-    `class_map` gives the model's class for each label, if the two differ; outputs of other classes
-    are left out. With the `levels` (classes,) of a hierarchy, only the classes of a label's level
-    compete. DataError is raised if no image can be read, or none has a label.
+    `class_map` has the model's class of each label (None: equal); other classes are left out.
+    `levels` (classes,) has each class's level in a hierarchy; only classes of the label's level
+    compete. DataError is raised if no image can be read, or no image has a label.
     """
     sums = _ManyLabels(labels.threshold) if labels.multi else _OneLabel(processes.device)
     meter = ThroughputMeter(processes.device)
-    if len(loader) == 1:  # else the first batch, with its start-up cost, is not timed
+    if len(loader) == 1:  # with more batches, the first one, which starts up, is not timed
         meter.start()
     seen = 0
     bar = Bar(console or Console(False, False), "evaluating", len(loader))
@@ -177,10 +177,10 @@ class _ManyLabels:
 
 
 def average_precision(scores: Tensor, targets: Tensor) -> float | None:
-    """Return the sum over thresholds of precision times gained recall, from 0 to 1.
+    """Return a class's average precision, from 0 to 1, or None if no image has the class.
 
-    Scores and targets (0 or 1) are (N,). Images of equal score have one threshold, as in
-    scikit-learn. None if no image has the label.
+    `scores` and `targets` (0 or 1) are (N,). Precision times the gain in recall is summed over
+    thresholds. Equal scores have one threshold, as in scikit-learn.
     """
     if not bool(targets.any()):
         return None
@@ -190,11 +190,11 @@ def average_precision(scores: Tensor, targets: Tensor) -> float | None:
     last_of_equals[:-1] = ranked[1:] != ranked[:-1]
     hits, passed = hits[last_of_equals], torch.arange(1, len(ranked) + 1)[last_of_equals]
     gained = torch.diff(hits, prepend=hits.new_zeros(1)) / hits[-1]
-    return min(1.0, float((gained * hits / passed).sum()))  # the last bit may round up
+    return min(1.0, float((gained * hits / passed).sum()))  # rounding may exceed 1
 
 
 def f1_scores(predicted: Tensor, targets: Tensor) -> tuple[float, float]:
-    """Return micro and macro F1 of booleans (N, C); 0 where there is no label."""
+    """Return micro and macro F1 of booleans (N, C); F1 is 0 without labels and predictions."""
     both = (predicted & targets).sum(0).double()
     either = predicted.sum(0).double() + targets.sum(0).double()
     micro = 2 * both.sum() / either.sum().clamp(min=1)

@@ -1,7 +1,7 @@
-"""Evaluation of weights on a folder of images, for eval.py.
+"""Evaluate weights on a data set of images, for eval.py.
 
-`EvalConfig` holds its options. `run` opens the weights once, prepares the images as the weights
-require, and compares the classes of both before it evaluates.
+`EvalConfig` holds the options of eval.py. `run` prepares the images as the weights require, and
+compares the classes of weights and data before it evaluates.
 """
 
 import dataclasses
@@ -30,38 +30,38 @@ from tresnet.steps import InferenceStep
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalConfig(ScoreConfig, DeviceConfig, Build, ImageConfig):
-    """Evaluate weights on the images of a folder, or on the digits."""
+    """Evaluate weights on a data set of images."""
 
     data: str = dataclasses.field()
-    """Directory with val/CLASS/ image folders, shards of `tresnet shard`, or val.csv for several
-    labels per image; or `digits` or `digits_multilabel`."""
+    """Directory of image folders val/CLASS/, of shards (`tresnet shard`), or of val.csv for several
+    labels per image. Built in: digits, digits_multilabel."""
     weights: str
-    """A tag of `tresnet list`, a file, a directory in timm's layout or hf-hub:USER/NAME."""
+    """Weights: a tag of `tresnet list`, a file, a folder in timm's layout or hf-hub:USER/NAME."""
     model: str | None = None
-    """Variant, if it does not follow from the weights."""
+    """Name of the model, such as tresnet_m. None: the model that the weights name."""
     labels: Literal["single", "multi"] | None = None
-    """One label an image, in class folders, or any number, in SPLIT.csv or COCO's JSON. None: as
-    the weights were trained."""
+    """single: one label per image, from class folders. multi: any number of labels, from SPLIT.csv
+    or COCO's JSON. None: as the weights were trained."""
     split: str = "val"
-    """Sub-directory of the data."""
+    """Split of the data set, such as val."""
     batch_size: Size = 128
-    """Images per process (per GPU) and forward pass."""
+    """Images per forward pass of each process (GPU)."""
     compute: InferenceCompute = dataclasses.field(default_factory=InferenceCompute)
     progress: bool = True
-    """Show a progress bar, if the output is a terminal."""
+    """Show a progress bar if standard error is a terminal."""
     output: Path | None = None
-    """Write the result to this JSON file."""
+    """JSON file to write the result to."""
     overwrite: bool = False
-    """Replace the output file if it exists."""
+    """Replace the file of --output if it exists."""
 
 
 def run(config: EvalConfig) -> dict[str, Any]:
-    """Evaluate weights on all processes; show, write and return the result.
+    """Evaluate weights on all processes; print, write and return the result.
 
     Raises:
-        ConfigError: An option does not fit, the output exists, or the classes differ.
-        CheckpointError, DataError: The weights or the images cannot be read or do not fit.
-        WriteError: The result can be written neither to the output nor to the screen.
+        ConfigError: An option does not fit, the output file exists, or the classes differ.
+        CheckpointError, DataError: The weights or the images cannot be read or used.
+        WriteError: The output file, or without one standard output, cannot be written.
     """
     _check(config)
     opened = open_weights(config.weights)
@@ -111,7 +111,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
         result = {
             **dataclasses.asdict(metrics),
             "processes": processes.world_size,
-            "options": options | options.pop("compute"),  # flat, without the group
+            "options": options | options.pop("compute"),  # without the group
             **used.to_dict(),
             "environment": env.describe(processes.device),
         }

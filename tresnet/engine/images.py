@@ -1,7 +1,7 @@
-"""The run's images: the data set by its name, its transforms, loaders and fingerprint.
+"""Open a run's data set: its splits, transforms, loaders and fingerprints.
 
-`open_splits` opens class folders, shards, multi-label lists or the written digits. The fingerprint
-is compared when a run resumes, so that it cannot continue on other images.
+`open_splits` opens class folders, shards, multi-label lists or the built-in digits. Fingerprints
+are compared when a run resumes, so that the run cannot continue on other images.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from tresnet.engine.distributed import Processes
 from tresnet.errors import DataError
 from tresnet.settings import Sides
 
-_LAYOUT = (".json", ".safetensors", ".bin")  # files of a teacher's directory
+_LAYOUT = (".json", ".safetensors", ".bin")  # files of a model's directory in timm's layout
 _WRITTEN = dict(zip(WRITTEN, (digits, digits_multi), strict=True))
 
 
@@ -35,16 +35,16 @@ class Splits:
 
     train: ImageDataset
     val: ImageDataset
-    fingerprints: dict[str, str]  # of a split's files, their sizes, order and labels
+    fingerprints: dict[str, str]  # of each split's paths, sizes, order and labels
 
     @property
     def classes(self) -> list[str]:
-        """Names in the order of the labels."""
+        """Names of the classes, in the order of the labels."""
         return self.train.classes
 
 
 def locate(data: ImageConfig, processes: Processes) -> Path:
-    """Return the folder of the splits; process 0 writes the digits while the others wait."""
+    """Return the data set's folder; process 0 writes built-in digits while the others wait."""
     assert data.data is not None, "checked by validate"
     if data.data not in _WRITTEN:
         return Path(data.data)
@@ -55,7 +55,7 @@ def locate(data: ImageConfig, processes: Processes) -> Path:
 
 
 def open_splits(config: TrainConfig, processes: Processes) -> Splits:
-    """Open both splits of a resolved configuration (a collective), or raise DataError."""
+    """Open train and val of a resolved configuration (a collective), or raise DataError."""
     data, multi = config.data, config.labels.multi
     folder = locate(data, processes)
     transforms = {
@@ -68,7 +68,7 @@ def open_splits(config: TrainConfig, processes: Processes) -> Splits:
     }
     check_same_classes(**splits)
     prints = None
-    if processes.is_main:  # reads the size of each file, so only once
+    if processes.is_main:  # only once, as it reads the size of every file
         prints = {name: fingerprint(split, folder) for name, split in splits.items()}
     return Splits(**splits, fingerprints=processes.from_main(prints))
 
@@ -76,7 +76,7 @@ def open_splits(config: TrainConfig, processes: Processes) -> Splits:
 def open_split(
     folder: Path, split: str, transform: Any, multi: bool, skip_bad_images: bool = False
 ) -> ImageDataset:
-    """Open a split in shards, class folders, or a multi-label list, or raise DataError."""
+    """Open a split from shards, class folders or a multi-label list, or raise DataError."""
     if not manifest_path(folder, split).is_file():
         opener = open_multilabel if multi else open_folder
         return opener(folder, split, transform, skip_bad_images)
@@ -91,7 +91,7 @@ def open_split(
 
 
 def set_training_size(config: TrainConfig, splits: Splits, epoch: int) -> bool:
-    """Set the training image size of an epoch (from 0); return whether it may have changed."""
+    """Set the training image size of an epoch (from 0); return whether epochs vary in size."""
     sizes = config.data.sizes
     if len(sizes) == 1:
         return False
@@ -109,7 +109,7 @@ def _train_transform(config: TrainConfig, size: Sides) -> Any:
 def create_loaders(
     config: TrainConfig, splits: Splits, batch_size: int, processes: Processes
 ) -> tuple[Loader, Loader]:
-    """Create this process's loaders, or raise DataError for too few training images."""
+    """Create this process's loaders of train and val; too few images raise DataError."""
     data = config.data
     training = create_loader(
         splits.train,
@@ -125,7 +125,7 @@ def create_loaders(
 def create_eval_loader(
     data: ImageConfig, dataset: ImageDataset, batch_size: int, processes: Processes
 ) -> Loader:
-    """Create this process's loader of a split that is evaluated."""
+    """Create this process's loader to evaluate a split."""
     return create_loader(dataset, batch_size, training=False, **_loading(data, processes))
 
 
@@ -138,20 +138,20 @@ def _loading(data: ImageConfig, processes: Processes) -> dict[str, Any]:
 
 
 def fingerprint(dataset: ImageDataset, folder: Path) -> str:
-    """Return a hash of the files' ordered paths below `folder`, their sizes and their labels."""
+    """Return a hash of the images' paths below `folder`, sizes, order and labels."""
     digest = hashlib.sha256((dataset.digest or "").encode())
     for path in dataset.paths if dataset.digest is None else ():
         digest.update(os.fsencode(os.path.relpath(path, folder)))
         try:
             digest.update(b"\n%d\n" % os.stat(path).st_size)
-        except OSError:  # reading it raises the error
+        except OSError:  # reading the file raises the error
             digest.update(b"\n?\n")
     digest.update(dataset.targets.numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
 def fingerprint_beside(config: TrainConfig) -> str:
-    """Return a hash of the files of the hierarchy and the teacher."""
+    """Return a hash of the contents of the hierarchy's file and of the teacher's files."""
     digest = hashlib.sha256()
     for name in (config.labels.hierarchy, config.distill.teacher):
         path = Path((name or "").removeprefix("local-dir:"))
@@ -165,10 +165,10 @@ def fingerprint_beside(config: TrainConfig) -> str:
 
 
 def _contents(path: Path) -> bytes:
-    """Return a file's bytes, with the header of safetensors sorted, as its order is random."""
+    """Return a file's bytes; a safetensors header is sorted, as its order is random."""
     data = path.read_bytes()
     size = 8 + int.from_bytes(data[:8], "little")
     try:
         return json.dumps(json.loads(data[8:size]), sort_keys=True).encode() + data[size:]
-    except ValueError:  # another kind of file
+    except ValueError:  # not a safetensors file
         return data

@@ -1,7 +1,7 @@
-"""The log of a run: one table as JSONL and CSV, a picture, TensorBoard events, and trackers.
+"""The log of a run: a table as JSONL and CSV, a picture, TensorBoard events, W&B or trackio.
 
-A row is appended and synced before the checkpoint that it belongs to. On resume, rows after the
-checkpoint are dropped, so that no row is lost or doubled.
+An epoch's row is synced to disk before the epoch's checkpoint. On resume, rows after the checkpoint
+are dropped, so that no row is lost or doubled.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ COLUMNS = (
 )
 
 PICTURE = "run.svg"
-# Panels: the axis, and the columns of the log with their names.
+# Panels of the picture: label of the axis, and columns of the log with their labels.
 _PANELS: tuple[tuple[str, dict[str, str]], ...] = (
     ("loss", {"loss": "training", "val_loss": "validation"}),
     (
@@ -67,18 +67,18 @@ _COLORS = ("#0072b2", "#d55e00", "#009e73")
 
 
 class RunLog:
-    """The table of a run: a row for each epoch, and for the phases initial, model and final.
+    """The table of a run: one row per epoch, and a row for each phase initial, model and final.
 
     `step` counts optimizer steps. `accuracy`, `val_top*`, `val_map` and `val_f1` are in percent,
-    and `images_per_s` is over all processes. `data_wait_pct` is the percentage of the time in which
-    training waited for images, `bad_steps` the optimizer steps skipped so far. A cell that does not
-    apply, or is not finite, is null in `log.jsonl` and empty in `log.csv`.
+    and `images_per_s` is over all processes. `data_wait_pct` is the percentage of training time
+    spent waiting for images. `bad_steps` counts the optimizer steps skipped so far. A missing or
+    non-finite value is null in `log.jsonl` and empty in `log.csv`.
     """
 
     def __init__(
         self, directory: Path, rows: list[dict[str, Any]], step: int, config: TrainConfig
     ) -> None:
-        """Begin a log, or continue the one of a resumed state after its `rows`."""
+        """Begin a log, or continue after `rows`; TensorBoard then drops events after `step`."""
         self.rows = rows
         self._jsonl, self._csv = directory / TABLE, directory / CSV
         files.write_text(self._jsonl, "".join(map(_json_line, rows)))
@@ -95,7 +95,7 @@ class RunLog:
         elapsed_s: float,
         **figures: float | None,
     ) -> None:
-        """Append the row of a phase, or raise WriteError; columns that are not given are empty."""
+        """Append the row of a phase, or raise WriteError; columns without a value are empty."""
         numbers = {
             name: value  # JSON has no NaN
             for name, value in (figures | memory.to_dict()).items()
@@ -107,12 +107,12 @@ class RunLog:
         with files.explained(self._jsonl), self._jsonl.open("a", encoding="utf-8") as file:
             file.write(_json_line(row))
             file.flush()
-            os.fsync(file.fileno())  # before the checkpoint of this row is written
+            os.fsync(file.fileno())  # on disk before the epoch's checkpoint
         files.write_text(self._csv, _to_csv(self.rows))
         self.scalars(progress.global_step, "epoch", numbers)
 
     def scalars(self, step: int, prefix: str, values: dict[str, float]) -> None:
-        """Send figures only to TensorBoard and to the tracker."""
+        """Send figures to TensorBoard and the tracker, but not to the table."""
         named = {f"{prefix}/{name}": value for name, value in values.items()}
         if self._events is not None:
             for name, value in named.items():
@@ -121,7 +121,7 @@ class RunLog:
             self._tracker.log(named, step=step)
 
     def close(self) -> None:
-        """Flush TensorBoard and the tracker."""
+        """Close TensorBoard's events and the tracker."""
         if self._events is not None:
             self._events.close()
         if self._tracker is not None:
@@ -129,7 +129,7 @@ class RunLog:
 
 
 def read_rows(directory: Path, epochs: int) -> list[dict[str, Any]]:
-    """Return rows up to `epochs` complete epochs; a kill may have left more, or a part of one."""
+    """Return the rows of the first `epochs` epochs; a killed run may have left a later row."""
     rows = []
     with contextlib.suppress(AttributeError, OSError, ValueError):
         for line in (directory / TABLE).read_text(encoding="utf-8").splitlines():
@@ -162,7 +162,7 @@ def _event_writer(directory: Path, step: int | None) -> Any:
 
 
 def _tracker(name: str, directory: Path, config: dict[str, Any]) -> Any:
-    """Begin or continue the run in W&B, or in trackio, which has the same interface."""
+    """Begin or continue the run in W&B or trackio, which have the same interface."""
     known = directory / TRACKED
     if not known.exists():
         files.write_text(known, secrets.token_hex(4))
@@ -178,7 +178,7 @@ def _tracker(name: str, directory: Path, config: dict[str, Any]) -> Any:
 
 
 def draw(directory: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
-    """Draw the log's `rows` as `run.svg` if matplotlib is installed, or raise WriteError."""
+    """Draw the log's `rows` as `run.svg` if matplotlib is installed; may raise WriteError."""
     try:
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure
@@ -189,7 +189,7 @@ def draw(directory: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
     panels = [(axis, columns) for axis, columns in _PANELS if known & columns.keys()]
     if not panels:
         return
-    # Not by pyplot, which would keep the figure and may need a display.
+    # Without pyplot, which keeps every figure in memory and may need a display.
     figure = Figure(figsize=(7.5, 1 + 1.7 * len(panels)), layout="constrained")
     FigureCanvasSVG(figure)
     grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]

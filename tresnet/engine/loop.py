@@ -1,7 +1,7 @@
-"""The third phase of a run trains its epochs, with evaluations and checkpoints.
+"""Third phase of a run: train the epochs, with evaluations and checkpoints.
 
-Micro-batches of a step are fetched before anything is computed. Then all processes agree on stop
-signals, due checkpoints and unreadable images, so that each checkpoint is between two steps.
+The micro-batches of an optimizer step are loaded before the step begins. Then the processes share
+stop signals, due checkpoints and load errors, so that each checkpoint lies between two steps.
 """
 
 import itertools
@@ -24,14 +24,14 @@ STALL_PCT = 10
 
 
 class Loop:
-    """Trains the epochs that remain."""
+    """Trains the remaining epochs of a run."""
 
     def __init__(
         self,
         plan: RunPlan,
         parts: Parts,
         checkpoints: Checkpoints,
-        log: RunLog | None,  # None except on process 0
+        log: RunLog | None,  # only on process 0, else None
         stop: StopRequest,
     ) -> None:
         self.plan, self.parts, self.checkpoints = plan, parts, checkpoints
@@ -52,11 +52,11 @@ class Loop:
         return self._poll(None)[0]
 
     def _train_epoch(self) -> int:
-        """Train the rest of the current epoch; return a signal's number if one stopped it."""
+        """Train the rest of the current epoch; return the number of a signal to stop, or 0."""
         progress, loader = self.progress, self.parts.train_loader
         per_epoch = self.plan.batches.per_epoch
         if set_training_size(self.config, self.plan.splits, progress.epoch):
-            loader.close()  # its workers have the former size
+            loader.close()  # its workers use the former image size
         loader.set_epoch(progress.epoch, progress.micro_batches)
         self.throughput.reset()
         self.throughput.start()
@@ -65,7 +65,7 @@ class Loop:
             batches = itertools.islice(loader, per_epoch - progress.micro_batches)
             while True:
                 group, failure = [], None
-                try:  # none at the epoch's end
+                try:  # an empty group ends the epoch
                     group = list(itertools.islice(batches, self.plan.batches.accumulate))
                 except DataError as error:
                     failure = error
@@ -84,7 +84,7 @@ class Loop:
         return stopped_by
 
     def _poll(self, failure: DataError | None) -> tuple[int, bool, bool]:
-        """Return any process's signal, whether a checkpoint is due, and whether any has failed."""
+        """Return a signal of any process, whether a checkpoint is due, and whether any failed."""
         signum, due, failed = self.processes.max(
             self.stop.signum, self.checkpoints.are_due, failure is not None
         )
@@ -109,7 +109,7 @@ class Loop:
             bar.advance()
 
     def _skip_if_bad(self) -> bool:
-        """Skip the step on all processes if it is bad on any, as often as allowed."""
+        """Skip the step on all processes if it is bad on any; too many raise TrainingError."""
         progress, allowed = self.progress, self.config.run.skip_bad_steps
         if not allowed or not self.processes.max(self.step.is_bad())[0]:
             return False
@@ -129,7 +129,7 @@ class Loop:
         return True
 
     def _read_meter(self, bar: Bar) -> None:
-        """Show the figures of the last micro-batches; raise if one is not finite."""
+        """Show the figures since the last call; raise TrainingError if a loss is not finite."""
         sums, progress = self.meter.read(self.processes), self.progress
         if sums.first_bad is not None:
             raise self.checkpoints.diverged(
@@ -139,7 +139,7 @@ class Loop:
             return
         progress.images += sums.images
         progress.hits += sums.hits
-        for loss_sum in sums.loss_sums:  # added one by one, as sums of groups round differently
+        for loss_sum in sums.loss_sums:  # one by one, as rounding would depend on the interval
             progress.loss_sum += loss_sum
         figures = {"loss": sum(sums.loss_sums) / sums.images, "lr": self.step.lr}
         rate = self.throughput.images_per_s()

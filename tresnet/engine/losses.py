@@ -1,7 +1,7 @@
-"""The losses, the mixing of batches, and the meter of the training loss.
+"""Loss functions, mixing of batches, and the meter of the training loss.
 
-`Losses.prepare` mixes a batch and returns its targets with the loss that accepts them. `LossMeter`
-collects losses on the device, and waits for it only when it is read.
+`Losses.prepare` mixes a batch, and returns the targets and the loss function for these targets.
+`LossMeter` collects losses on the device, and waits for the device only in `read`.
 """
 
 import dataclasses
@@ -22,11 +22,11 @@ from tresnet.errors import ConfigError
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
-_MOST_WEIGHT = 20.0  # of a level of a hierarchy, from the authors' code
+_MOST_WEIGHT = 20.0  # largest weight of a hierarchy's level, from the authors' code
 
 
 class Losses:
-    """The loss of each epoch, and the mixing of its batches."""
+    """Mixes the batches of an epoch and chooses their loss function."""
 
     def __init__(
         self, config: TrainConfig, classes: Sequence[str], rank: int, teacher: Teacher | None = None
@@ -55,22 +55,22 @@ class Losses:
         self._seed = mix_seed(config.run.seed, rank)  # each rank mixes differently
 
     def mixes(self, epoch: int) -> bool:
-        """Return whether the batches of an epoch are mixed, and so have no accuracy."""
+        """Return whether the batches of an epoch (from 0) are mixed."""
         return self._mixup is not None and epoch < self._mixing_epochs
 
     def has_accuracy(self, epoch: int) -> bool:
-        """Return whether each training image has one correct class."""
+        """Return whether training has an accuracy: each image has one correct class."""
         return not self._multi and not self.mixes(epoch) and self.levels is None
 
     def prepare(
         self, images: Tensor, labels: Tensor, epoch: int, step: int
     ) -> tuple[Tensor, Tensor, Loss]:
-        """Mix a batch if `mixes(epoch)` (from 0); return images, targets and the loss of these.
+        """Mix a batch if `mixes(epoch)`; return the images, the targets and the loss function.
 
-        Mixing overwrites the images (N, 3, H, W), which are floats if there is a teacher. Labels
-        are (N,), or (N, classes) of 0 and 1. Targets are labels (N,), label distributions (N,
-        classes), or (N, 2, classes) with the teacher's logits. `step` is the index of the batch in
-        the run.
+        Mixing overwrites `images` (N, 3, H, W), which are floats if there is a teacher. `labels`
+        are (N,), or (N, classes) of 0 and 1. Targets are the labels, label distributions (N,
+        classes), or (N, 2, classes): distributions and the teacher's logits. `step` is the index
+        of the micro-batch in the run, which seeds the mixing.
         """
         targets, criterion = labels, self._plain
         if self._mixup is not None and self.mixes(epoch):
@@ -89,7 +89,7 @@ class Losses:
 
 
 def loss_of(config: TrainConfig, classes: Sequence[str], mixed: bool) -> Loss:
-    """Return the loss of logits (N, C) and labels: (N,), or distributions (N, C) if `mixed`."""
+    """Return the loss function of logits (N, C) and labels; if `mixed`, of distributions (N, C)."""
     from timm.loss import AsymmetricLossMultiLabel, BinaryCrossEntropy
 
     labels, smoothing = config.labels, config.augment.label_smoothing
@@ -117,7 +117,7 @@ class DistillationLoss(nn.Module):
         self._temperature = temperature
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss () of logits (N, C) and targets (N, 2, C): labels, teacher's logits."""
+        """Return the loss (); targets (N, 2, C) hold distributions and the teacher's logits."""
         labels, teacher = targets.unbind(1)
         t = self._temperature
         divergence = functional.kl_div(
@@ -130,10 +130,10 @@ class DistillationLoss(nn.Module):
 
 
 def read_hierarchy(path: str, classes: Sequence[str]) -> list[list[int]]:
-    """Return for each class the labels [itself, parent, grandparent, ...], or raise ConfigError.
+    """Return the labels [class, parent, grandparent, ...] of each class, or raise ConfigError.
 
-    The file is a JSON object from names to their parents' names. `classes` are in the order of the
-    labels. Names that are not classes are skipped, but not their parents.
+    The file is a JSON object that maps each name to its parent's name. `classes` are in the order
+    of the labels. An ancestor that is no class is left out, but its ancestors are not.
     """
     try:
         parents = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -164,23 +164,23 @@ def _line(name: str, parents: Mapping[str, str], path: str) -> list[str]:
 
 
 class SemanticSoftmaxLoss(nn.Module):
-    """Weighted sum over levels of a cross-entropy among the classes of that level.
+    """Weighted sum of cross-entropies, one among the classes of each level of a hierarchy.
 
-    A class's level is its number of ancestors. An image counts on its class's level and, with the
-    ancestor as label, on each level above. Deep levels get fewer images, so a level weighs C / (the
-    number of classes at or below it), at most 20. `levels` (C,) has the level of each class.
-    Logits of different levels cannot be compared.
+    A class's level is the number of its ancestors. An image counts on the level of its class and,
+    with the ancestor as label, on each level above. Deep levels get fewer images, so the weight of
+    a level is C / (number of classes on this level or deeper), at most 20. `levels` (C,) has the
+    level of each class. Logits of different levels cannot be compared.
     """
 
     def __init__(self, ancestors: list[list[int]], smoothing: float) -> None:
-        """Group the classes by level; `ancestors` are those of `read_hierarchy`."""
+        """Group the classes by level; `ancestors` is the result of `read_hierarchy`."""
         super().__init__()
         self._smoothing = smoothing
         self.levels = depths = torch.tensor([len(line) - 1 for line in ancestors])
         self._levels: list[tuple[Tensor, Tensor, float]] = []
         for level in range(int(depths.max()) + 1):
             members = torch.nonzero(depths == level).flatten()
-            if len(members) < 2:  # a single class has no loss
+            if len(members) < 2:  # the loss of a single class is 0
                 continue
             place = {label: i for i, label in enumerate(members.tolist())}
             targets = [place[line[-1 - level]] if len(line) > level else -1 for line in ancestors]
@@ -188,7 +188,7 @@ class SemanticSoftmaxLoss(nn.Module):
             self._levels.append((members, torch.tensor(targets), min(weight, _MOST_WEIGHT)))
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss (), a mean over images, of logits (N, C) and labels (N,)."""
+        """Return the mean loss () over the images of logits (N, C) and labels (N,)."""
         total = logits.new_zeros(())
         self._levels = [(m.to(logits.device), t.to(logits.device), w) for m, t, w in self._levels]
         for members, targets, weight in self._levels:
@@ -205,22 +205,22 @@ class SemanticSoftmaxLoss(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class LossSums:
-    """Sums over the micro-batches since the last reading, of all processes."""
+    """Sums of all processes over the micro-batches since the last `LossMeter.read`."""
 
     images: int
-    loss_sums: list[float]  # of each micro-batch
+    loss_sums: list[float]  # one for each micro-batch
     hits: int
     first_bad: int | None  # the first optimizer step whose loss is NaN or infinite
 
 
 class LossMeter:
-    """Collects losses without waiting for the device; a reading waits once."""
+    """Collects losses without waiting for the device; only `read` waits."""
 
     def __init__(self) -> None:
         self._batches: list[tuple[int, int, Tensor]] = []
 
     def add(self, global_step: int, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Add a micro-batch: mean loss (), logits (N, classes), labels (N,) or (N, classes)."""
+        """Add a micro-batch: mean loss (), logits (N, classes), and labels (N,) or (N, classes)."""
         hits = loss.new_zeros(()) if labels.dim() > 1 else (logits.argmax(1) == labels).sum()
         self._batches.append(
             (global_step, len(labels), torch.stack([loss.double(), hits.double()]))
@@ -231,14 +231,14 @@ class LossMeter:
         self._batches = [batch for batch in self._batches if batch[0] != global_step]
 
     def read(self, processes: Processes) -> LossSums:
-        """Return the sums since the last reading (a collective)."""
+        """Return the sums since the last `read` (a collective)."""
         steps, images, values = zip(*self._batches, strict=True) if self._batches else ((),) * 3
         self._batches.clear()
         losses, hits = torch.stack(values).T.tolist() if values else ((), ())  # waits
         bad = [n for n, loss in zip(steps, losses, strict=True) if not math.isfinite(loss)]
         sums = [n * loss for n, loss in zip(images, losses, strict=True)]
         count, all_hits, *loss_sums = processes.sum(sum(images), sum(hits), *sums)
-        # the first bad step of all processes: a minimum by the maximum of negatives
+        # the first bad step of any process; its negative is the maximum of the negatives
         (negative,) = processes.max(-min(bad) if bad else -math.inf)
         first_bad = None if negative == -math.inf else int(-negative)
         return LossSums(int(count), loss_sums, int(all_hits), first_bad)
