@@ -1,30 +1,30 @@
-"""GPU memory predicted before the run, and explained.
+"""Predict and explain the GPU memory of a step before it runs.
 
-A step of `tresnet.steps` runs on fake tensors; its allocations and frees are a trace; the trace is
-run through a simulated allocator. If a prediction is wrong, make a small module of the suspected
-layers. Its prediction prints the buffers that are alive at the peak. `[one.name for one in
-prediction.trace.operations]` are the operations that ran; they should be those of a GPU. Then read
-here:
+A step of `tresnet.steps` runs on fake tensors, which have no data. A trace records the step's
+allocations and frees, and a simulated allocator replays the trace. If a result is wrong, predict a
+small module of the suspected layers. `print(prediction)` shows each category's bytes at the peak.
+`[one.name for one in prediction.trace.operations]` lists the operations that ran. A GPU should run
+the same operations. Then find the cause in this table:
 
-| what is wrong | where |
+| what is wrong | file to read |
 |---|---|
 | the wrong step is predicted: model, settings, batch, loss | `plan.py`, `prediction.py` |
 | the arguments of a model that takes no images | `inputs.py` |
 | the optimizer, the EMA, loss scaling, clipping | `tresnet/steps`, `patches.py` |
-| other operations run than on a GPU, or return another layout or dtype (autocast) | `patches.py` |
+| an operation, its layout or its dtype (autocast) differs from that on a GPU | `patches.py` |
 | the weights and buffers, their order on the device, DDP's buckets | `machine.py` |
-| attention: which kernel runs and what it keeps | `attention.py` |
-| recurrent layers: what cuDNN keeps of them | `recurrent.py` |
+| attention: the kernel that runs, the tensors that it saves | `attention.py` |
+| recurrent layers: the memory that cuDNN keeps for backward | `recurrent.py` |
 | a tensor lives too long or dies too early in backward | `walk.py` |
 | a buffer is missing, counted twice or in the wrong category | `recorder.py` |
 | cuDNN's or another kernel's workspace | `workspaces.py` |
 | allocated is right but reserved is not | `allocator.py` |
-| the sums, the peak, its band | `replay.py`, `prediction.py` |
+| the sums, the peak, the range around the peak | `replay.py`, `prediction.py` |
 | cuBLAS's workspace, the context, the size of a GPU | `device.py` |
 | the largest batch | `fit.py` |
 
-Every change to torch's internals is in `patches.py`; a test in `tests/memory/test_patches.py` fails
-when torch has changed.
+Every patch of torch's internals is in `patches.py`. `tests/memory/test_patches.py` fails if torch
+no longer needs or calls a patch.
 """
 
 from tresnet.memory.device import Device, describe_device, find_device, list_devices, present_device

@@ -1,13 +1,13 @@
-"""A simulation of CUDACachingAllocator: one device, one stream, its default settings.
+"""Simulate PyTorch's CUDACachingAllocator for one device and one stream, with default settings.
 
-It follows the rules of `c10/cuda/CUDACachingAllocator.cpp`. A request is rounded up to 512 B. The
-small pool serves requests up to 1 MiB from segments of 2 MiB. The large pool serves larger ones
-from segments of 20 MiB or, from 10 MiB on, of their own size rounded up to 2 MiB. The smallest free
-block that is large enough serves a request, lowest address first. A block is split if the remainder
-is at least 512 B (small pool) or more than 1 MiB (large pool); free neighbours merge. When the
-device is full, completely free segments return to it and the request is tried once more. Expandable
-segments, `max_split_size_mb`, rounding to powers of two and garbage collection are off, as by
-default.
+The rules are those of `c10/cuda/CUDACachingAllocator.cpp`. A request is rounded up to 512 B. The
+small pool serves requests up to 1 MiB from segments of 2 MiB. The large pool serves larger requests
+from segments of 20 MiB; for a request of at least 10 MiB, a new segment has the request's size,
+rounded up to 2 MiB. A request gets the smallest free block that is large enough; of equal blocks,
+the one at the lowest address. A block is split if the remainder is at least 512 B (small pool) or
+more than 1 MiB (large pool). Free neighbours merge. If the device is full, the allocator frees its
+unused segments and tries again. By default, expandable segments, `max_split_size_mb`, rounding to
+powers of two and garbage collection are off.
 """
 
 import bisect
@@ -18,7 +18,7 @@ from itertools import groupby
 
 from tresnet.memory.device import MIB, mib
 
-# There: kMinBlockSize, kSmallSize, kSmallBuffer, kLargeBuffer, kMinLargeAlloc and kRoundLarge.
+# In C++: kMinBlockSize, kSmallSize, kSmallBuffer, kLargeBuffer, kMinLargeAlloc and kRoundLarge.
 MIN_BLOCK_BYTES = 512
 SMALL_REQUEST_BYTES = MIB
 SMALL_SEGMENT_BYTES = 2 * MIB
@@ -26,12 +26,12 @@ LARGE_SEGMENT_BYTES = 20 * MIB
 OWN_SEGMENT_FROM_BYTES = 10 * MIB
 SEGMENT_ROUNDING_BYTES = 2 * MIB
 
-# Distance of segments, so that no two are ever neighbours.
+# Gap between the addresses of segments, so that blocks of two segments never merge.
 _SEGMENT_GAP_BYTES = MIB
 
 
 class SimulatedOutOfMemoryError(Exception):
-    """The simulated device cannot serve a request, even after its cache was emptied."""
+    """The simulated device cannot serve a request, even after the cache was emptied."""
 
     def __init__(self, requested_bytes: int, free_bytes: int) -> None:
         super().__init__(f"{mib(requested_bytes)} requested, {mib(free_bytes)} free")
@@ -46,7 +46,7 @@ def round_request(n_bytes: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class MemoryBlock:
-    """A piece of the segment that begins at address `segment`."""
+    """Block of memory in the segment that begins at address `segment`."""
 
     address: int
     n_bytes: int
@@ -61,10 +61,10 @@ class MemoryBlock:
 
 
 class CachingAllocator:
-    """Serves `malloc` and `free` as the CUDA caching allocator would, and keeps its statistics.
+    """Simulated CUDA caching allocator, which counts allocated and reserved bytes.
 
-    `capacity_bytes` limits its segments (None: no limit). `on_segment` receives `segment_alloc` or
-    `segment_free`, the address and the bytes.
+    `capacity_bytes` limits the sum of all segments; None means no limit. `on_segment` is called
+    with `segment_alloc` or `segment_free`, the segment's address and its bytes.
     """
 
     def __init__(
@@ -75,15 +75,15 @@ class CachingAllocator:
         self._capacity_bytes = math.inf if capacity_bytes is None else capacity_bytes
         self._on_segment = on_segment
         self.allocated_bytes = self.reserved_bytes = 0
-        self._segments: dict[int, int] = {}  # bytes by address
+        self._segments: dict[int, int] = {}  # size in bytes by address
         self._next_address = 0
-        self._starting: dict[int, MemoryBlock] = {}  # all blocks by address; no two segments touch
+        self._starting: dict[int, MemoryBlock] = {}  # all blocks by first address
         self._ending: dict[int, MemoryBlock] = {}
-        # free blocks of the large and the small pool: bytes and addresses, sorted
+        # sorted (bytes, address) of free blocks: first the large pool, then the small pool
         self._free: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
 
     def malloc(self, n_bytes: int) -> MemoryBlock | None:
-        """Return a block, None for zero bytes, or raise SimulatedOutOfMemoryError."""
+        """Allocate a block (None for zero bytes); raise SimulatedOutOfMemoryError if none fits."""
         if n_bytes == 0:
             return None
         wanted = round_request(n_bytes)
@@ -105,7 +105,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: MemoryBlock | None) -> None:
-        """Return a block to its pool and merge free neighbours."""
+        """Return a block to its pool, merged with its free neighbours."""
         if block is None:
             return
         self.allocated_bytes -= block.n_bytes
@@ -120,7 +120,7 @@ class CachingAllocator:
         self._put(block)
 
     def empty_cache(self) -> None:
-        """Return every completely free segment to the device."""
+        """Return every segment without allocated blocks to the device."""
         for address, n_bytes in list(self._segments.items()):
             block = self._starting[address]
             if block.free and block.n_bytes == n_bytes:

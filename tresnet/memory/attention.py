@@ -1,8 +1,8 @@
-"""Choice of the attention kernel that a CUDA device would run.
+"""Choose the attention kernel that a GPU would run.
 
-PyTorch's own choice reads the device's properties. Without a driver it takes the plain math path,
-which keeps the complete attention matrix. So the choice is made here, by the rules of
-`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp` for devices since Ampere.
+PyTorch chooses the kernel by the GPU's properties. Without a driver, PyTorch runs the math kernel,
+which keeps the complete attention matrix. This file chooses by PyTorch's rules for Ampere and newer
+GPUs, from `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`.
 """
 
 import torch
@@ -24,7 +24,7 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Return attention of q, k, v (N, heads, L, head size) by the kernel of a GPU."""
+    """Compute attention of q, k, v (N, heads, L, head size) by the kernel that a GPU would run."""
     if torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
         q, k, v = (t.to(dtype) for t in (q, k, v))
@@ -60,13 +60,13 @@ def _flash(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
 
 
 def _efficient(q: torch.Tensor, v: torch.Tensor) -> bool:
-    """Return whether rows of heads are multiples of 16 bytes, as the efficient kernel requires."""
+    """Return whether the memory-efficient kernel supports q and v (16-byte rows, not float64)."""
     aligned = all(t.shape[-1] * t.itemsize % 16 == 0 for t in (q, v))
     return aligned and q.dtype != torch.float64
 
 
 def _as_bias(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Return the mask as an expanded bias of q's dtype, its rows aligned to 16 elements."""
+    """Return the mask as an expanded bias of q's dtype, with rows aligned to 16 elements."""
     if mask.dtype == torch.bool:
         bias = torch.zeros_like(mask, dtype=q.dtype)
         mask = bias.masked_fill_(mask.logical_not(), float("-inf"))

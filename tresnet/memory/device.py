@@ -1,4 +1,4 @@
-"""Description of a GPU for predictions: its memory, cuBLAS's workspace and the context."""
+"""Describe a GPU for memory predictions: capacity, cuBLAS's workspace and CUDA context."""
 
 from dataclasses import dataclass, replace
 
@@ -9,17 +9,17 @@ from tresnet.errors import InputError
 
 MIB = 2**20
 GIB = 2**30
-# PyTorch allocates 8,519,680 B for cuBLAS before Hopper and 32 MiB on Hopper, per handle.
+# Workspace that PyTorch allocates per cuBLAS handle: 32 MiB on Hopper, 8,519,680 B before Hopper.
 _CUBLAS_WORKSPACE_BYTES = 8_519_680
 _CUBLAS_WORKSPACE_HOPPER_BYTES = 32 * MIB
 
 
 @dataclass(frozen=True)
 class Device:
-    """Description of a GPU for predictions.
+    """Description of a GPU for predictions; `capacity_bytes` is None for unlimited memory.
 
-    `context_*_bytes` is the range of the process's memory outside the caching allocator: CUDA
-    context, loaded kernels, cuBLAS and cuDNN handles. `capacity_bytes` is None for no limit.
+    The `context_*_bytes` are the lowest, expected and highest memory of a process outside the
+    caching allocator: CUDA context, loaded kernels, cuBLAS and cuDNN handles.
     """
 
     name: str
@@ -47,10 +47,10 @@ def list_devices() -> list[str]:
 
 
 def find_device(name: str | Device | None = None, gpu_memory: str | int | None = None) -> Device:
-    """Return a GPU by its name in `list_devices()`, with `gpu_memory` (`80GiB` or bytes) if given.
+    """Return the GPU named `name`; `gpu_memory` (`80GiB` or bytes) overrides its capacity.
 
-    None is the GPU of this machine if it has one, else a device without limit and with the
-    workspaces of an A100. An unknown name or a malformed size raises `InputError`.
+    If `name` is None, return this machine's GPU. Without a GPU, return a device of unlimited memory
+    with an A100's cuBLAS workspace. An unknown name or a malformed size raises `InputError`.
     """
     if isinstance(name, Device):
         device = name
@@ -69,10 +69,10 @@ def find_device(name: str | Device | None = None, gpu_memory: str | int | None =
 
 
 def present_device(index: int = 0, *, free_only: bool = False) -> Device:
-    """Return a GPU of this machine; with `free_only` without the memory in use.
+    """Describe a GPU of this machine; with `free_only`, its capacity excludes memory in use.
 
-    Memory of this process's allocator counts as free. An existing context is subtracted twice, as
-    `Device` includes one, so the result is an underestimate.
+    Memory of this process's allocator counts as free. Predictions subtract a CUDA context from the
+    capacity. An existing context is therefore subtracted twice, and the result is an underestimate.
     """
     properties = torch.cuda.get_device_properties(index)
     capacity_bytes = properties.total_memory
@@ -82,12 +82,12 @@ def present_device(index: int = 0, *, free_only: bool = False) -> Device:
 
 
 def describe_device(name: str, capacity_bytes: int, capability: tuple[int, int]) -> Device:
-    """Return a GPU by its memory and its compute capability, which decides cuBLAS's workspace."""
+    """Return the `Device` of a GPU; the compute capability determines cuBLAS's workspace."""
     hopper = capability == (9, 0)
     workspace = _CUBLAS_WORKSPACE_HOPPER_BYTES if hopper else _CUBLAS_WORKSPACE_BYTES
     return Device(name, capacity_bytes, workspace)
 
 
 def mib(n_bytes: float) -> str:
-    """Return bytes as text, such as `1234.5 MiB`."""
+    """Return a size in bytes as text, such as `1234.5 MiB`."""
     return f"{n_bytes / MIB:.1f} MiB"

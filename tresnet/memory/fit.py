@@ -1,7 +1,7 @@
-"""Decide whether a batch fits, and find the largest batch that fits.
+"""Decide whether a batch fits into a GPU's memory, and find the largest batch that fits.
 
-Buffers grow linearly with the batch, so two traces of small batches give the trace of any other.
-Bisection over such computed traces finds the largest batch. Real traces near it then confirm it.
+Buffers grow linearly with the batch, so two traces of small batches give the trace of any batch.
+Bisection over these computed traces estimates the largest batch. Recorded traces then confirm it.
 """
 
 import bisect
@@ -18,16 +18,16 @@ from tresnet.memory.replay import held_at_peak_bytes, replay
 from tresnet.memory.trace import Trace
 from tresnet.memory.workspaces import HIGH_LIMIT_BYTES
 
-# Two small batches from which all others are predicted. One image is too few, as batch norm refuses
-# it if the last features are 1x1.
+# Sizes of the two small batches. A batch of one image is avoided, as batch norm in training rejects
+# one image with 1x1 features.
 _SMALL_BATCHES = (2, 4)
-_LIMIT = 2**20  # no larger batch is tried
-# Relative error of the trace itself.
+_LIMIT = 2**20  # largest batch that is tried
+# Relative error of the bytes in a trace.
 _DOUBT = 0.01
 
 
 class Fits(StrEnum):
-    """Answer to whether a batch fits."""
+    """Whether a batch fits into the memory of a device."""
 
     YES = "yes"
     UNCERTAIN = "uncertain"
@@ -36,9 +36,9 @@ class Fits(StrEnum):
 
 @dataclass(frozen=True)
 class MaxBatch:
-    """Largest batch: `batch_size` fits (0 if not even one image does), `no_from` and larger do not.
+    """Batches up to `batch_size` fit (0 if none fits); batches of `no_from` and more do not fit.
 
-    Whether sizes between them fit depends on the size of the context and on cuDNN's workspaces.
+    Whether a batch between these sizes fits depends on the CUDA context and cuDNN's workspaces.
     """
 
     batch_size: int
@@ -59,10 +59,10 @@ class MaxBatch:
 
 
 def fits(trace: Trace, device: Device) -> Fits:
-    """Return whether the traced step fits into the device, whose capacity must be known.
+    """Return whether the traced step fits into a device of known capacity.
 
-    YES if it fits with the largest context, both with the highest workspaces and without any. NO if
-    the tensors at the peak exceed the capacity without any fragmentation.
+    YES means that the step fits beside the largest context, with and without the largest
+    workspaces. NO means that the tensors and the smallest context exceed the capacity.
     """
     capacity = _capacity(device)
     worst = int((capacity - device.context_high_bytes) * (1 - _DOUBT))
@@ -78,12 +78,12 @@ def fits(trace: Trace, device: Device) -> Fits:
 
 @by_keywords(StepPlan)
 def max_batch(model: ModelLike, plan: StepPlan) -> MaxBatch:
-    """Find the largest batch that fits; arguments are those of `predict` without the batch size.
+    """Find the largest batch that fits; the arguments are those of `predict` without `batch_size`.
 
-    Other batches are extrapolated from traces of two small ones; the result is traced itself.
+    The search extrapolates from traces of two small batches, and records traces near its result.
 
     Raises:
-        InputError: neither a memory nor a device with one is given, or as for `predict`.
+        InputError: the GPU's memory is not known, or `predict` would raise this error.
     """
     described = find_device(plan.device, plan.gpu_memory)
     _capacity(described)
@@ -104,7 +104,7 @@ def max_batch(model: ModelLike, plan: StepPlan) -> MaxBatch:
         try:
             return fits(trace(batch_size), described)
         except InputError:
-            # Batch norm in training refuses one image; there is nothing smaller to try.
+            # Batch norm in training may reject one image, and no smaller batch exists.
             if batch_size > 1:
                 raise
             return Fits.NO
@@ -115,7 +115,7 @@ def max_batch(model: ModelLike, plan: StepPlan) -> MaxBatch:
 
 
 def _edge(predicted: Callable[[int], bool], holds: Callable[[int], bool]) -> int:
-    """Find the largest batch for which `holds`, in growing strides from the predicted one."""
+    """Return the largest n with `holds(n)`; start at the largest n with `predicted(n)`."""
     edge, stride = _bisect(predicted, 0, _LIMIT), 1
     while edge > 0 and not holds(edge):
         edge, stride = max(edge - stride, 0), stride * 2
@@ -127,7 +127,7 @@ def _edge(predicted: Callable[[int], bool], holds: Callable[[int], bool]) -> int
 
 
 def _bisect(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """Return the largest n in [low, high) for which `holds`; `low` is assumed to hold."""
+    """Return the largest n in [low, high) for which `holds(n)`; `holds(low)` is assumed."""
     return low + bisect.bisect_left(range(low + 1, high), True, key=lambda n: not holds(n))
 
 
@@ -138,10 +138,10 @@ def _capacity(device: Device) -> int:
 
 
 def interpolated(first: tuple[int, Trace], second: tuple[int, Trace]) -> Callable[[int], Trace]:
-    """Return a function that gives the trace of any batch size, from two batches with theirs.
+    """Return a function from a batch size to its trace, given two batch sizes with their traces.
 
     Raises:
-        InputError: the model does other operations in the two.
+        InputError: the model's operations depend on the batch size.
     """
     (n, trace), (other_n, other) = first, second
     if trace.events != other.events:

@@ -1,4 +1,4 @@
-"""Inputs of models that take no images: tensors by shape and dtype, with the batch first."""
+"""Describe the inputs of models that take no images, by shape and dtype of each tensor."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from tresnet.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class ModelArguments:
-    """Arguments of one call of a model, by position or name; a step treats them as images."""
+    """Tensor arguments of one model call, by position or name; steps handle them like images."""
 
     tensors: dict[int | str, Tensor]
     dtype: None = None
@@ -21,7 +21,7 @@ class ModelArguments:
         return len(next(iter(self.tensors.values())))
 
     def to(self, device: torch.device, dtype: torch.dtype, **_: Any) -> "ModelArguments":
-        """Move the tensors; those of floats get the dtype."""
+        """Move all tensors to `device`, and convert floating-point tensors to `dtype`."""
         return ModelArguments(
             {
                 key: tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
@@ -38,12 +38,12 @@ class ModelArguments:
 
 @dataclasses.dataclass(frozen=True)
 class InputShapes:
-    """Shapes of one sample and dtypes of a model's arguments, by position or by name."""
+    """Shape per sample and dtype of each argument of a model, by position or name."""
 
     shapes: dict[int | str, tuple[tuple[int, ...], torch.dtype]]
 
     def batch(self, batch_size: int) -> ModelArguments:
-        """Return a batch on the CPU."""
+        """Return a batch of uninitialised tensors on the CPU, with the batch dimension first."""
         return ModelArguments(
             {
                 key: torch.empty((batch_size, *shape), dtype=dtype)
@@ -59,7 +59,7 @@ class InputShapes:
 
 
 def read_inputs(given: Any) -> InputShapes:
-    """Return the inputs that `StepPlan.inputs` describes, or raise `InputError`."""
+    """Parse the value of `StepPlan.inputs`; raise `InputError` if its form is not valid."""
     if _form(given) is not None:
         given = [given]
     if isinstance(given, tuple | list):
@@ -74,7 +74,7 @@ def read_inputs(given: Any) -> InputShapes:
 
 
 def _form(one: Any) -> tuple[tuple[int, ...], torch.dtype] | None:
-    """Return shape and dtype of one sample of an argument; None if this is no argument."""
+    """Return the shape of one sample and the dtype; None if `one` does not describe an argument."""
     match one:
         case Tensor() if one.dim():
             return tuple(one.shape[1:]), one.dtype

@@ -1,7 +1,8 @@
-"""Fake GPU: fake tensors, a recorder, patches of torch and the backward walk together.
+"""Combine fake tensors, the recorder, the patches of torch and the backward walk into a fake GPU.
 
-Any code may run on it inside `running()`; `tresnet.memory.prediction.record` shows how. The hooks
-of a step of `tresnet.steps` attribute its operations to forward, backward and optimizer.
+Any code can run on the fake GPU inside `FakeMachine.running()`; `tresnet.memory.prediction.record`
+is an example. A step of `tresnet.steps` takes a `FakeMachine` as its hooks, which assign each
+operation to forward, backward or optimizer.
 """
 
 import contextlib
@@ -21,16 +22,16 @@ from tresnet.memory.trace import Category, Phase
 from tresnet.memory.walk import BackwardWalk, SavedTensors
 from tresnet.steps import StepHooks
 
-# Sizes of DDP's buckets; the first is small, so that communication starts early.
+# Sizes of DDP's gradient buckets; the first bucket is small, so that communication starts early.
 _BUCKET_BYTES = 25 * MIB
 _FIRST_BUCKET_BYTES = MIB
 
 
 class FakeMachine(StepHooks):
-    """Runs any code on fakes of a GPU's tensors and records its allocations.
+    """Runs code on fake GPU tensors (tensors without data), and records its allocations.
 
-    `device_type` is `cuda` or `cpu`; None is CUDA, or the CPU if torch was built without CUDA.
-    Tests compare the backward walk with the `real_engine`, which needs fakes of CPU tensors.
+    `device_type` is `cuda` or `cpu`; None means `cuda`, or `cpu` if torch was built without CUDA.
+    `real_engine` is for tests: autograd's C++ engine then runs backward, which needs `cpu`.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class FakeMachine(StepHooks):
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Run the code inside on fakes, recorded."""
+        """Run the code inside on fake tensors, and record its operations."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.mode)
             stack.enter_context(patches.gpu_answers())
@@ -62,7 +63,7 @@ class FakeMachine(StepHooks):
             yield
 
     def adopt(self, model: nn.Module, *, ddp: bool = False) -> None:
-        """Attribute a model's parameters and buffers on the device, and DDP's buckets."""
+        """Set the category and module of a model's parameters and buffers; add DDP's buckets."""
         for name, tensor in model.named_parameters(remove_duplicate=False):
             self.recorder.claim(tensor, Category.PARAMETERS, name.rpartition(".")[0])
         for name, tensor in model.named_buffers(remove_duplicate=False):
@@ -76,11 +77,11 @@ class FakeMachine(StepHooks):
     def during(
         self, part: str, category: Category | None = None
     ) -> contextlib.AbstractContextManager[None]:
-        """Attribute the operations inside to a part of the step, and new buffers to a category."""
+        """Assign the operations inside to a part of the step, and new buffers to a category."""
         return self.recorder.during(Phase(part), category)
 
     def start_step(self) -> None:
-        """Mark the beginning of a step; DDP lays its buckets out again before the second."""
+        """Mark the beginning of a step; before the second step, DDP rebuilds its buckets."""
         self.recorder.start_step()
         if self._buckets is not None and self.recorder.step == 2:
             with self.during(Phase.SETUP, Category.BUCKETS):
@@ -96,7 +97,7 @@ class FakeMachine(StepHooks):
 class _Buckets:
     """Gradient buckets of DistributedDataParallel with `gradient_as_bucket_view`.
 
-    They follow the reversed parameters; from the second step, the order in which gradients arrived.
+    The first step reverses the parameters' order; later steps use the order of gradient arrival.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -135,10 +136,7 @@ class _Buckets:
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """Return a copy of fakes on the CPU without data, for a machine that is not yet running.
-
-    Tied parameters stay tied.
-    """
+    """Copy a model to fake CPU tensors, before `FakeMachine.running()`; tied weights stay tied."""
     memo: dict[int, object] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
@@ -160,7 +158,7 @@ def _fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     fake = FakeTensor(mode, meta, torch.device("cpu"))
     if isinstance(tensor, nn.Parameter):
-        # As nn.Parameter does, without a dispatched detach.
+        # nn.Parameter itself would also dispatch a detach.
         fake._is_param = True  # type: ignore[attr-defined]
         fake.requires_grad_(tensor.requires_grad)
     return fake

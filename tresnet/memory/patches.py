@@ -1,8 +1,8 @@
-"""Every change that a prediction makes to torch while it runs, and undoes afterwards.
+"""Patch torch while a memory prediction runs, and undo every patch afterwards.
 
-PyTorch queries the GPU, or a C++ engine that needs one, at the places below. There is none, so the
-patches answer as a GPU would. Each function is one patch. `tests/memory/test_patches.py` has a test
-for each, which fails when torch no longer needs the patch, or when the patch has no effect.
+A prediction runs a step on fake CUDA tensors (tensors without data), without a GPU. The functions
+below replace code of PyTorch that queries a GPU. Each patch has a test in
+`tests/memory/test_patches.py`, which fails if torch no longer needs or calls the patch.
 """
 
 import contextlib
@@ -27,17 +27,17 @@ from tresnet.memory.attention import attend
 Patch = AbstractContextManager[Any]
 aten = torch.ops.aten
 
-# Operators with several kernels, of which PyTorch chooses one by the device's properties.
+# Functions that replace operators whose kernel PyTorch chooses by the properties of the GPU.
 GPU_KERNELS = {aten.scaled_dot_product_attention.default: attend, **recurrent.KERNELS}
 
 _task_ids = itertools.count(1)
 _MATERIALIZE = "_tresnet_materialize_grads"
-_INHERITED = object()  # in place of an attribute that its owner does not have itself
+_INHERITED = object()  # marks an attribute that the patched class inherits
 
 
 @contextlib.contextmanager
 def gpu_answers() -> Iterator[None]:
-    """Let fakes of CUDA tensors run as on a GPU: all patches of operators."""
+    """Apply all patches except those of backward, so that fake CUDA tensors run as on a GPU."""
     with contextlib.ExitStack() as stack:
         for patch in (
             kernels_chosen_by_rule,
@@ -73,7 +73,7 @@ def _replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kernels_chosen_by_rule() -> Iterator[None]:
-    """Attention and recurrent layers run the kernels that a GPU runs, of `GPU_KERNELS`."""
+    """Run attention and recurrent layers by `GPU_KERNELS`, the kernels that a GPU would run."""
     library = torch.library.Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
@@ -87,13 +87,13 @@ def kernels_chosen_by_rule() -> Iterator[None]:
 
 
 def recurrent_weights_flattened() -> Patch:
-    """`flatten_parameters` asks cuDNN for the layout of a recurrent layer's weights."""
+    """Replace `nn.RNNBase.flatten_parameters`, as PyTorch's version needs cuDNN and a real GPU."""
     return _replaced(nn.RNNBase, flatten_parameters=recurrent.flatten)
 
 
 @contextlib.contextmanager
 def autocast_without_gpu() -> Iterator[None]:
-    """`torch.autocast("cuda")` and `torch.GradScaler("cuda")` stay enabled without a GPU."""
+    """Keep `torch.autocast("cuda")` and `torch.GradScaler("cuda")` enabled without a GPU."""
     with (
         _replaced(torch.cuda.amp.common, amp_definitely_not_available=lambda: False),
         _replaced(torch.cuda, is_bf16_supported=lambda including_emulation=True: True),
@@ -103,10 +103,10 @@ def autocast_without_gpu() -> Iterator[None]:
 
 @contextlib.contextmanager
 def bfloat16_convolutions_on_cudnn() -> Iterator[None]:
-    """Run convolutions in bfloat16 by cuDNN, as on GPUs since Ampere, with its memory format.
+    """Make PyTorch choose cuDNN for bfloat16 convolutions, as it does on Ampere and newer GPUs.
 
-    Without a GPU, PyTorch chooses another kernel, whose output is never channels last. All fake
-    modes share one cache of results, which is emptied before and after.
+    Without a GPU, PyTorch chooses another kernel, whose output is never channels last. The patch
+    empties FakeTensorMode's cache of results at its start and its end.
     """
     real = torch._C._select_conv_backend
 
@@ -130,13 +130,13 @@ def bfloat16_convolutions_on_cudnn() -> Iterator[None]:
 
 
 def attention_layers_in_pieces() -> Patch:
-    """`nn.MultiheadAttention` runs its operators one by one, instead of as one fused operator."""
+    """Run attention layers as separate operators instead of PyTorch's fused fast path."""
     return _replaced(torch.backends.mha, _is_fastpath_enabled=False)
 
 
 @contextlib.contextmanager
 def foreach_optimizers() -> Iterator[None]:
-    """Optimizers and clipping use the foreach operators, their default on a GPU."""
+    """Make optimizers and gradient clipping use foreach operators, PyTorch's default on a GPU."""
     _foreach_supported_types.append(FakeTensor)
     try:
         yield
@@ -145,7 +145,7 @@ def foreach_optimizers() -> Iterator[None]:
 
 
 def modules_converted() -> Patch:
-    """`module.to(...)` replaces parameters by new ones, as fakes cannot be swapped in place."""
+    """Make `module.to(...)` create new parameters, as PyTorch cannot swap fake ones in place."""
     made = WeakIdKeyDictionary()
 
     def apply(
@@ -170,7 +170,7 @@ def modules_converted() -> Patch:
 
 
 def fakes_deepcopied() -> Patch:
-    """`copy.deepcopy` clones a fake; PyTorch would also copy its fake mode."""
+    """Make `copy.deepcopy` clone a fake tensor without copying its fake mode."""
 
     def deepcopied(fake: FakeTensor, memo: dict[int, Any]) -> torch.Tensor:
         if id(fake) not in memo:
@@ -191,12 +191,12 @@ class _CpuGenerator(torch.Generator):
 
 
 def generators_on_cpu() -> Patch:
-    """`torch.Generator("cuda")`, which timm's EMA makes, is one of the CPU."""
+    """Make `torch.Generator("cuda")`, which timm's EMA calls, return a CPU generator."""
     return _replaced(torch, Generator=_CpuGenerator)
 
 
 def properties_without_gpu() -> Patch:
-    """`torch.cuda.get_device_properties`, which timm's optimizers read, describes an A100."""
+    """Make `torch.cuda.get_device_properties`, which timm's optimizers call, describe an A100."""
     if torch.cuda.is_available():
         return contextlib.nullcontext()
     a100 = SimpleNamespace(major=8, minor=0, multi_processor_count=108, L2_cache_size=40 * 2**20)
@@ -204,7 +204,7 @@ def properties_without_gpu() -> Patch:
 
 
 def scaled_updates_are_made() -> Patch:
-    """`GradScaler.step` always steps, as fakes have no value that could overflow."""
+    """Make `GradScaler.step` always step the optimizer, as fake gradients cannot overflow."""
     return _replaced(
         torch.amp.GradScaler,
         _maybe_opt_step=lambda scaler, optimizer, state, *args, **kw: optimizer.step(*args, **kw),
@@ -213,13 +213,13 @@ def scaled_updates_are_made() -> Patch:
 
 @contextlib.contextmanager
 def backward_replaced(backward: Callable[..., None]) -> Iterator[None]:
-    """Replace the engine, which refuses absent devices, by `backward`."""
+    """Replace `torch.autograd.backward`, whose C++ engine rejects absent devices."""
     with _replaced(torch.autograd, backward=backward), unset_gradients_remembered():
         yield
 
 
 def unset_gradients_remembered() -> Patch:
-    """Keep the argument of `ctx.set_materialize_grads`, which torch does not expose."""
+    """Store the argument of `ctx.set_materialize_grads` on `ctx`, as torch does not expose it."""
     real = FunctionCtx.set_materialize_grads
 
     def remember(ctx: Any, value: bool) -> None:
@@ -230,17 +230,17 @@ def unset_gradients_remembered() -> Patch:
 
 
 def wants_zeros(node: Any) -> bool:
-    """Return whether a custom Function gets zeros for outputs without a gradient."""
+    """Return whether a custom Function's backward gets zeros for outputs without a gradient."""
     return getattr(node, _MATERIALIZE, True)
 
 
 def saved_tensors_released(release: Callable[[], None]) -> Patch:
-    """`ctx.maybe_clear_saved_tensors()` calls `release` instead of the engine's function."""
+    """Make `ctx.maybe_clear_saved_tensors()` call `release` instead of PyTorch's C++ engine."""
     return _replaced(BackwardCFunction, maybe_clear_saved_tensors=lambda ctx: release())
 
 
 def graph_task() -> Patch:
-    """Give one backward one task id: torch.utils.checkpoint recomputes once for each id."""
+    """Set one graph task id for a whole backward: torch.utils.checkpoint recomputes once per id."""
     task_id = next(_task_ids)
     return _replaced(torch._C, _current_graph_task_id=lambda: task_id)
 
@@ -248,7 +248,7 @@ def graph_task() -> Patch:
 def saved_tensor_hooks_replaced(
     wrap: Callable[[Any, Any], tuple[Any, Any]], popped: Callable[[], object]
 ) -> Patch:
-    """Pass pairs of hooks for saved tensors through `wrap`; call `popped` after each is popped."""
+    """Push `wrap(pack, unpack)` for each pair of saved-tensor hooks; call `popped` after a pop."""
     push = _autograd._push_saved_tensors_default_hooks
     pop = _autograd._pop_saved_tensors_default_hooks
     return _replaced(

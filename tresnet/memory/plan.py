@@ -1,11 +1,11 @@
 """Check the model and the settings of one step before anything runs.
 
-A `MemoryPlan` holds the settings of a step, by the names of train.py's options, and functions take
-them as typed keywords (`by_keywords`). `make_plan` builds the model without data and fills in the
-defaults that depend on it.
+A `MemoryPlan` holds the settings of a step, named like train.py's options. `by_keywords` lets a
+function take these settings as typed keywords. `make_plan` builds the model without data, and fills
+in the defaults that depend on the model.
 """
 
-# A plan takes more types than a command line, which has no functions and no tuples.
+# A plan's fields accept functions and tuples, which the overridden command-line options do not.
 # pyright: reportIncompatibleVariableOverride=false
 
 import dataclasses
@@ -43,22 +43,22 @@ class StepPlan(ModelStep, ModelShape):
     """One training step or one inference, without the batch size.
 
     Attributes:
-        device: One of `tresnet.memory.list_devices()` or a `Device`; None for the GPU of this
-            machine, or for no particular one.
-        gpu_memory: Replaces the device's memory, such as `80GiB`.
-        train: Forward, backward and optimizer step; else inference.
-        num_classes: Classes of a model given by name; None for its own. `in_chans` likewise.
-        input_size: Side of the square, (H, W), or a complete shape without the batch; None for the
-            model's own.
+        device: Name in `tresnet.memory.list_devices()` or a `Device`. None means this machine's
+            GPU, or without a GPU a device of unlimited memory.
+        gpu_memory: Memory of the GPU, such as `80GiB`; overrides the memory of `device`.
+        train: True for a training step, False for an inference.
+        num_classes: Number of classes of a model given by name; None for the model's default.
+        in_chans: Number of input channels of a model given by name; None for the model's default.
+        input_size: Side of a square image, (H, W), or shape of a sample; None for the default size.
         inputs: Arguments of a model that takes no images, as a list by position or a dict by name.
-            Each is an example tensor, the batch first, or (shape of one sample, dtype).
-        opt: timm's name of an optimizer, a class, or a function from parameters to an optimizer.
-        grad_checkpointing: True for the model's own choice, or the names of the submodules whose
-            forward runs again in backward.
-        mixes: Whether images are mixed on the GPU, so that they must be floats.
-        loss: Function from output and target to a scalar; None for cross entropy.
-        target_size: Shape of an image's float target; None for a class index.
-        ddp: Include the gradient buckets of DistributedDataParallel.
+            Each argument is an example batch (tensor) or a tuple (shape of one sample, dtype).
+        opt: timm's name of an optimizer, an optimizer class, or a function that builds one.
+        grad_checkpointing: Names of submodules whose forward runs again in backward; True lets the
+            model choose.
+        mixes: Whether mixup or CutMix runs on the GPU, which needs floating-point images.
+        loss: Function of output and target that returns a scalar; None for cross entropy.
+        target_size: Shape of one sample's floating-point target; None if targets are class indices.
+        ddp: Whether to include the gradient buckets of DistributedDataParallel.
     """
 
     device: str | Device | None = None
@@ -90,7 +90,7 @@ class MemoryPlan(StepPlan):
         return getattr(self.opt, "__name__", "custom").lower()
 
     def batch(self) -> tuple[Any, torch.Tensor]:
-        """Return the model's input and the targets on the CPU, as a loader would."""
+        """Return uninitialised inputs and targets on the CPU, in the form of a loader's batch."""
         if isinstance(self.inputs, InputShapes):
             images = self.inputs.batch(self.batch_size)
         else:
@@ -110,7 +110,7 @@ class MemoryPlan(StepPlan):
         return "x".join(map(str, self.input_size))
 
     def describe(self) -> str:
-        """Return `train, batch 128 of 3x224x224, fp32, sgd`."""
+        """Return the settings in one line: `train, batch 128 of 3x224x224, fp32, sgd`."""
         training = self.train
         parts = {
             "train" if training else "inference": True,
@@ -133,7 +133,7 @@ class MemoryPlan(StepPlan):
 def by_keywords(
     plan: Callable[P, S],
 ) -> Callable[[Callable[[ModelLike, S], R]], Callable[Concatenate[ModelLike, P], R]]:
-    """Let a function of a model and a plan accept the fields of the plan as typed keywords."""
+    """Decorate a function of a model and a plan to take the plan's fields as typed keywords."""
 
     def decorate(function: Callable[[ModelLike, S], R]) -> Callable[Concatenate[ModelLike, P], R]:
         own = inspect.signature(function)
@@ -145,7 +145,7 @@ def by_keywords(
         def call(model: ModelLike, *args: P.args, **settings: P.kwargs) -> R:
             try:
                 signature.bind(model, *args, **settings)
-            except TypeError as error:  # the message of `plan` would name that class
+            except TypeError as error:  # the message of `plan(...)` would name its class
                 raise TypeError(f"{function.__name__}() {error}") from None
             return function(model, plan(*args, **settings))
 
@@ -157,9 +157,9 @@ def by_keywords(
 
 @by_keywords(MemoryPlan)
 def make_plan(model: ModelLike, plan: MemoryPlan) -> tuple[str, nn.Module, MemoryPlan]:
-    """Return a printable name, the model (without data if built here), and the checked plan."""
+    """Return the model's name, the model (without data if built here) and the checked plan."""
     check(plan, InputError, spell=str)
-    # where there is no room for a graph, auto goes on eagerly
+    # cuda_graph=auto is allowed: if no memory is left for a graph, the step runs eagerly.
     for name, most in (("compile", "none"), ("cuda_graph", "off or auto")):
         if (value := getattr(plan, name)) not in most.split(" or "):
             raise InputError(f"{name}: expected {most}, got {value}: its memory is not predicted")
@@ -195,7 +195,7 @@ def make_plan(model: ModelLike, plan: MemoryPlan) -> tuple[str, nn.Module, Memor
 
 
 def default_loss(output: object, target: torch.Tensor) -> torch.Tensor:
-    """Sum the cross entropy of outputs that fit the target and the mean of all others."""
+    """Add the cross entropies of outputs that fit the target and the means of all other outputs."""
     losses = [
         F.cross_entropy(y, target)
         if y.shape == target.shape or (target.dim() == 1 and y.dim() == 2)
@@ -209,7 +209,7 @@ def default_loss(output: object, target: torch.Tensor) -> torch.Tensor:
 
 
 def apply_checkpointing(model: nn.Module, what: bool | Sequence[str]) -> None:
-    """Checkpoint the named submodules, or with True those that the model itself chooses."""
+    """Checkpoint the submodules named in `what`; True lets the model choose the submodules."""
     if what is True:
         enable = getattr(model, "set_grad_checkpointing", None)
         if enable is None:

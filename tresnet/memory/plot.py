@@ -1,8 +1,8 @@
-"""Draw memory over one step, with matplotlib.
+"""Plot the predicted memory over one step, with matplotlib.
 
-The x axis has the operations of the last traced step, at the highest allocation within each.
-Allocated bytes are stacked by category, reserved bytes are a dashed line, and the peak names its
-operation. Phases are separated by vertical lines.
+The x axis lists the operations of the last traced step. For each operation, the plot shows the
+moment with most allocated bytes: allocated bytes stacked by category, reserved bytes as a dashed
+line. Vertical lines separate the phases, and a label names the operation of the peak.
 """
 
 from collections import defaultdict
@@ -20,8 +20,8 @@ from tresnet.memory.trace import Category, Operation
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# In the order of stacking: long-lived categories first. Colours of Okabe and Ito's set, which
-# can be distinguished with colour blindness.
+# In the order of stacking: long-lived categories first. Five colours are from Okabe and Ito's
+# palette, which people with colour blindness can distinguish.
 COLORS = {
     Category.PARAMETERS: "#0072b2",
     Category.BUFFERS: "#5fa8d3",
@@ -42,7 +42,7 @@ _SUFFIXES = (".png", ".svg", ".pdf")
 
 @dataclass(frozen=True)
 class Point:
-    """The fullest moment of one operation, with its bytes by category."""
+    """Memory at the moment of one operation when most bytes are allocated."""
 
     operation: Operation
     allocated_bytes: int
@@ -51,7 +51,7 @@ class Point:
 
 
 def timeline(prediction: MemoryPrediction) -> list[Point]:
-    """Return the points of the last step, in the order in which operations ran."""
+    """Return a point for each operation that allocates or frees in the last step, in order."""
     trace, replayed = prediction.trace, prediction.replay
     first = trace.step_starts[-1] if trace.step_starts else 0
     sizes: dict[Category, int] = defaultdict(int)
@@ -73,10 +73,10 @@ def timeline(prediction: MemoryPrediction) -> list[Point]:
 
 
 def plot(prediction: MemoryPrediction, path: str | Path) -> Path:
-    """Draw the last step to a .png, .svg or .pdf: allocated by category, reserved, phases, peak.
+    """Plot the memory over the last traced step into a .png, .svg or .pdf file.
 
-    Another suffix raises InputError, a file that cannot be written WriteError, and a missing
-    matplotlib MissingDependencyError.
+    Another suffix raises InputError. A file that cannot be written raises WriteError. Without
+    matplotlib, MissingDependencyError is raised.
     """
     path = Path(path)
     kind = path.suffix.lower()
@@ -85,7 +85,7 @@ def plot(prediction: MemoryPrediction, path: str | Path) -> Path:
     with needed("a picture", "plot"):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    # Not by pyplot, which would keep the figure and may need a display.
+    # pyplot is avoided, because it would keep the figure in memory and may need a display.
     figure = Figure(figsize=(11, 5.5), layout="constrained")
     FigureCanvasAgg(figure)
     _draw(figure.subplots(), prediction)
@@ -98,7 +98,7 @@ def plot(prediction: MemoryPrediction, path: str | Path) -> Path:
 def _draw(axes: "Axes", prediction: MemoryPrediction) -> None:
     axes.set_title(f"{prediction.model}: {prediction.plan.describe()}", loc="left")
     points = timeline(prediction)
-    if not points:  # an earlier step does not fit
+    if not points:  # the device was full before the last step began
         return
     series = {c: [p.by_category_bytes.get(c, 0) / MIB for p in points] for c in COLORS}
     shown = {str(category): mib for category, mib in series.items() if any(mib)}
@@ -108,7 +108,7 @@ def _draw(axes: "Axes", prediction: MemoryPrediction) -> None:
     reserved = [p.reserved_bytes / MIB for p in points]
     axes.plot(x, reserved, color="black", linewidth=1, linestyle="--", label="reserved")
     axes.margins(x=0)
-    axes.set_ylim(0, max(reserved) * 1.3)  # with space for the names of the phases and of the peak
+    axes.set_ylim(0, max(reserved) * 1.3)  # leaves space for the labels of the phases and the peak
     axes.set_xlabel("operation of the step")
     axes.set_ylabel("MiB")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, reverse=True)
@@ -116,7 +116,7 @@ def _draw(axes: "Axes", prediction: MemoryPrediction) -> None:
     for phase, run in groupby(p.operation.phase for p in points):
         length = len(list(run))
         axes.axvline(first, color="#999999", linewidth=0.6)
-        if length > len(points) / 25:  # else the name does not fit
+        if length > len(points) / 25:  # a shorter phase has no space for its name
             middle, top = first + length / 2, axes.get_ylim()[1] * 0.99
             axes.text(middle, top, phase.value, ha="center", va="top", color="#444444")
         first += length

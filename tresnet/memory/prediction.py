@@ -1,8 +1,8 @@
 """Predict the memory of a training step or an inference, before it runs and without a GPU.
 
-`record` runs two steps of `tresnet.steps` on fake tensors and returns their trace. `predict`
-replays the trace through the simulated allocator and states each figure with a band. Errors of the
-model on fakes are explained with the operation and the module at which they happened.
+`record` runs two steps of `tresnet.steps` on fake tensors (tensors without data) and returns a
+trace of their memory. `predict` replays the trace on a simulated allocator, and returns sizes with
+a lower and an upper bound. If a model fails on fake tensors, the error names the operation.
 """
 
 import contextlib
@@ -38,24 +38,25 @@ from tresnet.steps import InferenceStep, create_training_step
 # Predictions patch torch's globals, so only one thread predicts at a time.
 _ALONE = threading.RLock()
 
-# The first step makes gradients and optimizer state, the second reaches the peak that all later
-# ones reach too.
+# The first step creates gradients and optimizer state. The second step has the same peak as all
+# later steps.
 STEPS = 2
 
-# Factor by which reserved may exceed its simulation: the order of backward and the sizes of
-# workspaces fragment the cache.
+# Upper bound of reserved bytes, as a multiple of the simulated bytes. On a real GPU, workspaces and
+# the order of backward fragment the cache.
 _RESERVED_ABOVE = 1.10
 
-# Without workspaces, the largest error on a published notebook's models is 0.5 % (ViT-B/16).
+# Relative error of allocated bytes. The largest error on the models of a published notebook is
+# 0.5 % (ViT-B/16, without workspaces).
 _DOUBT = 0.01
-# Fakes of CPU tensors differ from CUDA in what mixed precision keeps.
+# With fake CPU tensors, mixed precision saves other tensors for backward than on CUDA.
 _DOUBT_CPU_FAKE_FP32 = 0.02
 _DOUBT_CPU_FAKE_AMP = 0.10
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number of bytes with its band."""
+    """Predicted number of bytes, with a lower and an upper bound."""
 
     expected_bytes: int
     low_bytes: int
@@ -67,7 +68,7 @@ class Estimate:
         return self.expected_bytes / MIB
 
     def to_dict(self) -> dict[str, float]:
-        """Return the three sizes in MiB."""
+        """Return the expected size and its two bounds in MiB."""
         low_mib, high_mib = self.low_bytes / MIB, self.high_bytes / MIB
         return {"mib": self.mib, "low_mib": low_mib, "high_mib": high_mib}
 
@@ -80,11 +81,11 @@ class MemoryPrediction:
     """Predicted memory of one step.
 
     `allocated` is the peak of the tensors (`torch.cuda.max_memory_allocated`). `reserved` is the
-    peak of the caching allocator's segments (`max_memory_reserved`). `device_total` adds the
-    context, as NVML shows it. `end_allocated_bytes` is held after the steps.
+    peak of the caching allocator's segments (`max_memory_reserved`). `device_total` is `reserved`
+    plus the CUDA context, as in NVML. `end_allocated_bytes` are still allocated after the step.
 
-    `by_category` sums to `allocated.expected_bytes`, which `peak_operation` reached.
-    `out_of_memory` is the operation that did not fit into the device, or None.
+    `peak_operation` reaches the peak, `allocated.expected_bytes`, which is the sum of
+    `by_category`. Operation `out_of_memory` did not fit into the device; None if all fitted.
     """
 
     model: str
@@ -116,7 +117,7 @@ class MemoryPrediction:
         return "\n".join([*lines, *self.notes])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the prediction as plain values, in MiB."""
+        """Return the prediction as plain values, with sizes in MiB."""
         known = self.device.capacity_bytes is not None
         return {
             "model": self.model,
@@ -137,17 +138,17 @@ def predict(model: ModelLike, plan: MemoryPlan) -> MemoryPrediction:
     """Predict the peak memory of one training step or inference, without a GPU or any computation.
 
     Args:
-        model: `tresnet_m`, `timm:resnet50`, `torchvision:vgg16_bn`, a `torch.nn.Module` on the CPU
-            or meta device, which stays unchanged, or a function that builds one. A model that
-            takes no images needs `inputs`.
-        plan: As keywords, of which only `batch_size` is required. `tresnet.memory.plan.StepPlan`
-            lists them, by the names of train.py's options. Options of the model's build (norm,
-            impl) and shape (num_classes, ...) are for models given by name.
+        model: Name (`tresnet_m`, `timm:resnet50`, `torchvision:vgg16_bn`), `torch.nn.Module` on the
+            CPU or meta device, or function that builds a module. A module stays unchanged. A model
+            that takes no images needs `inputs`.
+        plan: Fields of `tresnet.memory.plan.MemoryPlan` as keyword arguments, named like train.py's
+            options. Only `batch_size` is required. Options that build the model (norm, impl,
+            num_classes, ...) need a model given by name.
 
     Raises:
-        InputError: an argument does not fit, the model rejects its input, or one of its operations
-            cannot be faked; the message names it and says what to do.
-        ConfigError: timm has no optimizer of that name.
+        InputError: an argument is not valid, the model rejects its input, or an operation cannot
+            run on fake tensors. The message names the cause and says what to do.
+        ConfigError: timm has no optimizer named `opt`.
     """
     began = time.perf_counter()
     device = find_device(plan.device, plan.gpu_memory)
@@ -195,9 +196,9 @@ def predict(model: ModelLike, plan: MemoryPlan) -> MemoryPrediction:
 
 
 def record(model: nn.Module, plan: MemoryPlan, device: Device, **machine_options: Any) -> Trace:
-    """Run two steps on fakes and return their trace; a model that cannot raises `InputError`."""
-    # A step imports these at its first use: their modules compute constants, which the trace
-    # would count among the step's operations.
+    """Run two steps on fake tensors and return their trace; raise `InputError` if one fails."""
+    # A step imports timm at its first use. This import computes constants, which the trace would
+    # count as operations of the step.
     import timm.optim
     import timm.utils  # noqa: F401
 
@@ -205,12 +206,12 @@ def record(model: nn.Module, plan: MemoryPlan, device: Device, **machine_options
         stack.enter_context(_ALONE)
         machine = FakeMachine(device, **machine_options)
         copied = [fake_copy(model, machine.mode)]
-        if gc.isenabled():  # it frees cycles at times that depend on earlier work
+        if gc.isenabled():  # the collector frees cycles at times that depend on earlier work
             gc.disable()
             stack.callback(gc.enable)
         stack.enter_context(machine.running())
         try:
-            # Only the step holds the model, as it may fold it.
+            # Only the step keeps a reference to the model, as the step may fold the model.
             run = (_training if plan.train else _inference)(copied.pop(), plan, machine)
             for number in range(1, STEPS + 1):
                 machine.start_step()
@@ -219,12 +220,12 @@ def record(model: nn.Module, plan: MemoryPlan, device: Device, **machine_options
             raise
         except Exception as error:
             raise _explained(error, machine.recorder.trace, plan) from error
-        # The teardown that follows is not part of the run.
+        # Copy the trace now, because leaving the contexts frees further buffers.
         return machine.recorder.trace.settled()
 
 
 def _training(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Callable[[int], None]:
-    """Return a function that runs optimizer step `number` of train.py."""
+    """Return a function that runs optimizer step `number` as train.py does."""
     if not any(p.requires_grad for p in model.parameters()):
         raise InputError(
             "expected a model with parameters to train, got none that requires a gradient: "
@@ -285,7 +286,7 @@ def _inference(model: nn.Module, plan: MemoryPlan, machine: FakeMachine) -> Call
 
 
 class _Outputs:
-    """Outputs that are not one tensor, with the methods that a step calls on logits."""
+    """Model output that is not one tensor, with the tensor methods that a step calls on logits."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -304,7 +305,7 @@ class _Outputs:
 
 
 def _adapt(model: nn.Module) -> None:
-    """Unpack batches into the model's arguments, and wrap outputs that are not one tensor."""
+    """Add hooks that unpack a batch into the model's arguments and wrap non-tensor outputs."""
 
     def unpacked(model: nn.Module, args: tuple, kwargs: dict) -> Any:
         given = args[0]
@@ -323,7 +324,7 @@ def _doubt(plan: MemoryPlan) -> float:
     return _DOUBT_CPU_FAKE_FP32 if plan.amp == "off" else _DOUBT_CPU_FAKE_AMP
 
 
-# In the messages of errors about a GPU, or a tensor's data, that is not there.
+# Parts of error messages that mean that the GPU or a tensor's data is missing.
 _NOT_THERE = (
     "data is not allocated",
     "CUDA support was not enabled",
@@ -377,7 +378,7 @@ def _explained(error: Exception, trace: Trace, plan: MemoryPlan) -> InputError:
 
 
 def _innermost(error: Exception) -> str | None:
-    """Return the model's line that failed: the last one outside of torch."""
+    """Return the line of code that failed: the innermost one outside torch and tresnet.memory."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [f for f in frames if "/torch/" not in f.filename and "tresnet/memory" not in f.filename]
     return f"{ours[-1].line} in {ours[-1].name}" if ours else None

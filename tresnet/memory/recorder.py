@@ -1,8 +1,8 @@
-"""Turns the life of fake tensors into a trace: every dispatched operation, every storage.
+"""Record the operations and the storages of fake tensors (tensors without data) in a trace.
 
-`Recorder` is a dispatch mode over the fake tensors. It records the birth of each new storage with a
-category and a module, and a weak reference records its death. Workspaces of kernels are added by
-rule, as fakes do not allocate them.
+`Recorder` is a `TorchDispatchMode`. It records the birth of each new storage with a category and a
+module. A weak reference records when the storage is freed. Kernels on fake tensors allocate no
+workspaces, so the recorder adds their estimated sizes.
 """
 
 import contextlib
@@ -32,8 +32,8 @@ _BORN_IN = {
     Phase.BACKWARD: Category.ACTIVATION_GRADIENTS,
     Phase.OPTIMIZER: Category.TEMPORARY,
 }
-# Results of `.item()` where the value has no effect on memory: step counts and flags of optimizers
-# are 1, and checks during the set-up find no fault. In other phases `.item()` is an error.
+# Results of `.item()` in phases where the value has no effect on memory: in the optimizer, step
+# counts are 1 and flags true; in the set-up, flags are false. Other phases raise an error.
 _ANSWERS = {
     Phase.SETUP: {torch.bool: False},
     Phase.OPTIMIZER: {torch.bool: True, torch.int32: 1, torch.int64: 1},
@@ -41,11 +41,11 @@ _ANSWERS = {
 
 
 class Recorder(TorchDispatchMode):
-    """Records births and deaths of storages on a fake `device_type` (cuda or cpu) into `trace`."""
+    """Records in `trace` the birth and death of storages on a fake `device_type` (cuda or cpu)."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # the wrapper around every dispatch is only for torch.compile
+        return False  # avoids a slow wrapper that only torch.compile needs
 
     def __init__(self, device_type: str, device: Device, shapes: ShapeMemory) -> None:
         super().__init__()
@@ -58,13 +58,13 @@ class Recorder(TorchDispatchMode):
         self._device = device
         self._blas_handles: set[bool] = set()
         self._buffers: dict[int, tuple[int, weakref.ref]] = {}
-        self.module = ""  # owner of the parameter that was read last
+        self.module = ""  # the module whose parameter was read last
         self._owners: dict[int, str] = {}
         self._masters: set[int] = set()
 
     @contextlib.contextmanager
     def during(self, phase: Phase, category: Category | None = None) -> Iterator[None]:
-        """Attribute the operations inside to `phase`, and new buffers to `category`."""
+        """Assign the operations inside to `phase`, and new buffers to `category`."""
         before = self.phase, self.category
         self.phase, self.category = phase, category
         self.trace.operations.append(Operation(phase.value, phase, "", self.step))
@@ -75,12 +75,12 @@ class Recorder(TorchDispatchMode):
             self.module = ""
 
     def start_step(self) -> None:
-        """Mark where a step begins."""
+        """Mark the beginning of a step in the trace."""
         self.trace.step_starts.append(len(self.trace.events))
         self.step += 1
 
     def see(self, tensor: torch.Tensor, category: Category | None = None) -> None:
-        """Record the birth of the tensor's storage, unless it is recorded or on another device."""
+        """Record the birth of a tensor's storage, if it is new and on the recorded device."""
         fake_device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
         if fake_device.type != self._device_type:
             return
@@ -99,7 +99,7 @@ class Recorder(TorchDispatchMode):
         self._buffers[key] = buffer, weakref.ref(storage, died)
 
     def claim(self, tensor: torch.Tensor, category: Category, module: str | None = None) -> None:
-        """Attribute the tensor's storage to a category and a module after its birth."""
+        """Set the category and the module of a tensor's storage, and record it if it is new."""
         self.see(tensor)
         known = self._buffers.get(tensor.untyped_storage()._cdata)
         if known is not None:
@@ -109,13 +109,13 @@ class Recorder(TorchDispatchMode):
                 buffer.module = self._owners[tensor.untyped_storage()._cdata] = module
 
     def relabel(self, tensors: Iterable[object], category: Category) -> None:
-        """Attribute all tensors among these objects to a category."""
+        """Set the category of every tensor; objects that are not tensors are ignored."""
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
                 self.claim(tensor, category)
 
     def mark_masters(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Record the parameters, so that autocast's copies of them are recognised."""
+        """Mark parameters, so that autocast's copies of parameters get their own category."""
         self._masters.update(p.untyped_storage()._cdata for p in parameters)
 
     def __torch_dispatch__(
@@ -123,7 +123,7 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
-            # half of all dispatches; this is the mode's own result, but faster
+            # half of all dispatches: return FakeTensorMode's result, but faster
             fake = isinstance(args[0], FakeTensor)
             if fake and not args[0].fake_mode.in_kernel_invocation:
                 return args[0].fake_device
@@ -132,7 +132,7 @@ class Recorder(TorchDispatchMode):
             return _ANSWERS[self.phase].get(args[0].dtype, 1.0)
         if self.phase is Phase.OPTIMIZER and _changes_nothing(func):
             return None
-        if torch.is_inference_mode_enabled():  # operations arrive undecomposed there
+        if torch.is_inference_mode_enabled():  # operations arrive undecomposed
             kernel = GPU_KERNELS.get(func) if self._device_type == "cuda" else None
             with self:
                 out = (kernel or func.decompose)(*args, **kwargs)
@@ -169,7 +169,7 @@ class Recorder(TorchDispatchMode):
         return Category.CAST_WEIGHTS if is_master else None
 
     def _blas_workspace(self) -> None:
-        """Allocate cuBLAS's workspace, one for the forward thread and one for the backward."""
+        """Record cuBLAS's workspace at its first use in the forward or the backward thread."""
         handle = self.phase is Phase.BACKWARD
         n_bytes = self._device.cublas_workspace_bytes
         if n_bytes and handle not in self._blas_handles:
@@ -178,7 +178,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _changes_nothing(func: Any) -> bool:
-    """Return whether `func` changes many tensors in place: no allocations, and slow to fake."""
+    """Return whether `func` changes lists of tensors in place, so that it allocates nothing."""
     name = func._schema.name
     return name.startswith("aten::_amp_") or (
         name.startswith(("aten::_foreach_", "aten::_fused_")) and name.endswith("_")

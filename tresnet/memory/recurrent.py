@@ -1,11 +1,10 @@
-"""Recurrent layers as cuDNN runs them: one kernel for all layers and steps of a sequence.
+"""Run recurrent layers on fake tensors as cuDNN does: one operator for all layers and time steps.
 
-cuDNN asks the device how much memory it needs, and PyTorch's fake kernel answers zero. So its
-reserve space, which is kept from forward to backward, is counted here. NVIDIA does not publish its
-size. The numbers below are derived from PyTorch's issue 2895 (2017), with four layers of 320 units
-in fp32. cuDNN returned 736,000,000 bytes for an LSTM and 864,000,000 for a GRU. The number of steps
-is taken to be 25,000: the LSTM then keeps exactly its four gates, its cell and the outputs between
-layers. The number of a plain RNN is a guess.
+cuDNN keeps a buffer, the reserve space, from forward to backward. PyTorch's fake kernel sets its
+size to zero, and NVIDIA does not publish the size. The numbers below are derived from PyTorch's
+issue 2895 (2017), with four layers of 320 units in fp32. There cuDNN needed 736,000,000 bytes for
+an LSTM and 864,000,000 for a GRU. We assume 25,000 time steps: the LSTM then keeps exactly its four
+gates, its cell and the outputs between layers. The number for a plain RNN is a guess.
 """
 
 import contextlib
@@ -17,15 +16,15 @@ from torch import Tensor, nn
 
 aten = torch.ops.aten
 
-# Each kind's number in cuDNN, and the values that a layer keeps for a hidden unit and a step.
+# cuDNN's number of each kind of layer, and the values kept per layer, hidden unit and time step.
 _RELU, _TANH, _LSTM, _GRU = range(4)
 _KEPT = {_RELU: 2, _TANH: 2, _LSTM: 5, _GRU: 6}
 
 
 def reserve_bytes(mode: int, steps: int, hidden: int, layers: int, itemsize: int) -> int:
-    """Return the bytes kept for backward; `steps` are those of all samples and directions.
+    """Return the bytes that cuDNN keeps for backward; `steps` counts all samples and directions.
 
-    Each layer keeps its gates and states; all but the last keep their outputs too.
+    Each layer keeps its gates and states. All layers except the last also keep their outputs.
     """
     return steps * hidden * (layers * _KEPT[mode] + layers - 1) * itemsize
 
@@ -34,12 +33,12 @@ def run(
     mode: int, x: Tensor, hidden: Any, weights: list[Tensor], has_biases: bool, layers: int,
     dropout: float, train: bool, bidirectional: bool, batch_first: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Run `aten.lstm.input` and its like by cuDNN; `mode` is cuDNN's number of the kind."""
+    """Run an LSTM, GRU or plain RNN by cuDNN; `mode` is cuDNN's number of the kind of layer."""
     hx, cx = hidden if mode == _LSTM else (hidden, None)
     size = (hx if cx is None else cx).shape[2]
     projected = hx.shape[2] if hx.shape[2] != size else 0
     autocast = torch.is_autocast_enabled("cuda")
-    if autocast:  # to float16, also where autocast's dtype is another (AutocastRNN.cpp)
+    if autocast:  # casts to float16 even if autocast's dtype is bfloat16 (AutocastRNN.cpp)
         x, hx, cx = x.half(), hx.half(), None if cx is None else cx.half()
     settings = mode, size, projected, layers, batch_first, dropout, train, bidirectional
     with torch.autocast("cuda", enabled=False) if autocast else contextlib.nullcontext():
@@ -48,9 +47,10 @@ def run(
 
 
 class _Sequence(torch.autograd.Function):
-    """cuDNN's forward and backward; PyTorch's own node copies the reserve space if Python runs it.
+    """Custom Function around cuDNN's forward and backward operators.
 
-    `settings` are the arguments of `aten._cudnn_rnn` from `mode` to `bidirectional`.
+    PyTorch's own node would copy the reserve space when Python calls the node. `settings` are the
+    arguments of `aten._cudnn_rnn` from `mode` to `bidirectional`.
     """
 
     @staticmethod
@@ -82,7 +82,7 @@ def fake_forward(
     mode: int, size: int, projected: int, layers: int, batch_first: bool, dropout: float,
     train: bool, bidirectional: bool, *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return what `aten._cudnn_rnn` allocates: outputs, states, and its reserve space."""
+    """Return fake results of `aten._cudnn_rnn`: output, states, reserve space and flat weights."""
     batch, length = x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
     directions = 1 + bidirectional
     output = x.new_empty(length, batch, (projected or size) * directions)
@@ -101,7 +101,7 @@ def fake_backward(
     x: Tensor, weights: list[Tensor], per_layer: int, flat: Tensor, hx: Tensor, cx: Tensor | None,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:  # fmt: skip
-    """Return the gradients of `aten._cudnn_rnn_backward`; those of the weights share a buffer."""
+    """Return fake results of `aten._cudnn_rnn_backward`; weight gradients share one buffer."""
     made = x.new_empty(sum(w.numel() for w in weights))
     parts = made.split([w.numel() for w in weights])
     return (
@@ -113,7 +113,7 @@ def fake_backward(
 
 
 def are_flat(weights: list[Tensor] | tuple[Tensor, ...]) -> bool:
-    """Return whether weights are views into one buffer."""
+    """Return whether all weights are views into one buffer."""
     return len({w.untyped_storage()._cdata for w in weights}) == 1
 
 

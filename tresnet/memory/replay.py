@@ -1,4 +1,4 @@
-"""Run a trace through the allocator: allocated and reserved bytes after every event."""
+"""Replay a trace of allocations and frees on the simulated allocator, and find the peak."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ from tresnet.memory.trace import Category, Trace
 
 @dataclass(frozen=True)
 class Replay:
-    """A trace on one device.
+    """Memory of one trace on one device.
 
-    `allocated_bytes[i]` and `reserved_bytes[i]` are those after event i. `peak_event` is the event
-    that reached the peak of allocated, `out_of_memory_event` the one that did not fit, or None.
-    `high_bytes` bounds allocated with every kernel's workspace at its highest.
+    `allocated_bytes[i]` and `reserved_bytes[i]` are the bytes after event i of the trace. Allocated
+    bytes peak at event `peak_event`. Event `out_of_memory_event` did not fit; None if all fitted.
+    `high_bytes` is the peak of allocated bytes if every kernel takes its largest workspace.
     """
 
     allocated_bytes: list[int]
@@ -42,7 +42,7 @@ class Replay:
 
 
 def free_bytes(device: Device) -> int | None:
-    """Return a device's memory without its context; None for no limit."""
+    """Return the device's memory minus its CUDA context; None if the memory has no limit."""
     if device.capacity_bytes is None:
         return None
     return max(device.capacity_bytes - device.context_bytes, SMALL_SEGMENT_BYTES)
@@ -51,10 +51,10 @@ def free_bytes(device: Device) -> int | None:
 def replay(
     trace: Trace, capacity_bytes: int | None = None, *, highest_workspaces: bool = False
 ) -> Replay:
-    """Serve every birth and death of `trace`, up to the first that does not fit.
+    """Allocate and free the buffers of `trace` in order, up to the first that does not fit.
 
-    `capacity_bytes` limits the allocator (None: no limit). `highest_workspaces` also serves each
-    operation's highest workspace.
+    `capacity_bytes` limits the allocator; None means no limit. With `highest_workspaces`, each
+    operation also allocates its largest possible workspace.
     """
     allocator = CachingAllocator(capacity_bytes)
     blocks: dict[int, MemoryBlock | None] = {}
@@ -83,7 +83,7 @@ def replay(
 
 
 def held_at_peak_bytes(trace: Trace) -> int:
-    """Return the peak of requests, rounded to 512 B, the least that any allocator needs."""
+    """Return the peak sum of live buffers, each rounded up to 512 B: no allocator needs less."""
     sizes = (
         round_request(trace.buffers[event.buffer].n_bytes) * (1 if event.alive else -1)
         for event in trace.events
@@ -92,7 +92,7 @@ def held_at_peak_bytes(trace: Trace) -> int:
 
 
 def breakdown(trace: Trace, replayed: Replay) -> dict[Category, int]:
-    """Return bytes by category at the peak, largest first; they sum to the peak of allocated."""
+    """Return bytes by category at the peak, largest first; their sum is the peak allocation."""
     sizes: Counter = Counter()
     for event in trace.events[: replayed.peak_event + 1]:
         buffer = trace.buffers[event.buffer]

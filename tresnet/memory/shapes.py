@@ -1,9 +1,9 @@
-"""Faster fakes: results of operations on arguments of the same form are cached.
+"""Speed up fake tensors (tensors without data) by a cache of the results of operations.
 
-FakeTensorMode needs a third of a millisecond or more for one operation, even from its own cache.
-Models repeat operations on the same shapes, and two steps are traced. So results that are new
-tensors or arguments are cached by a smaller key. FakeTensorMode computes all others, and the first
-result of each form.
+FakeTensorMode needs a third of a millisecond or more for one operation, even with its own cache.
+Models repeat operations on equal shapes, and two steps are traced. This cache therefore has a
+smaller key: shapes, strides, dtypes and devices. FakeTensorMode computes each result that is not
+yet cached, and each result that is neither a new tensor nor one of the arguments.
 """
 
 from collections.abc import Callable
@@ -25,20 +25,20 @@ _PLAIN = (int, float, bool, str, torch.dtype, torch.device, torch.layout, torch.
 
 
 class _Unremembered(Exception):  # noqa: N818
-    """These arguments have no small key."""
+    """The arguments of an operation cannot be a key of the cache."""
 
 
 class ShapeMemory:
-    """Runs operations on fakes, from a cache where that is safe."""
+    """Runs operations on fake tensors, and caches their results where possible."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
-        # By operation and arguments: whether the result is a tuple, and its parts. A part is None,
-        # the index of an argument, or shape, strides, dtype and device.
+        # By operation and arguments: whether the result is a tuple, and the outputs; None means not
+        # cached. An output is None, an argument's index, or (shape, strides, dtype, device).
         self._known: dict[tuple, tuple[bool, list[Any]] | None] = {}
 
     def run(self, func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """Return the result of `func`, as FakeTensorMode would."""
+        """Return the result that FakeTensorMode would compute for `func`."""
         if self._mode.in_kernel_invocation:
             return func(*args, **kwargs)
         if func in _VIEWS and type(args[0]) is FakeTensor:
@@ -70,7 +70,7 @@ class ShapeMemory:
 
 
 def _key(value: Any) -> Any:
-    """Return a hashable form of arguments, or raise `_Unremembered` for tensors with values."""
+    """Return a hashable key of an argument, or raise `_Unremembered` if there is none."""
     kind = type(value)
     if kind is FakeTensor and value.constant is None:
         form = value.shape, value.stride(), value.dtype, value.fake_device

@@ -1,8 +1,8 @@
 """Write a prediction as a snapshot of the caching allocator, for PyTorch's own memory viewer.
 
-The file has the format of `torch.cuda.memory._dump_snapshot`: open it at pytorch.org/memory_viz, or
-with `python -m torch.cuda._memory_viz`. In place of Python frames, each allocation has its
-operation and the modules around it. A frame's file is the phase, and its line the step.
+The file has the format of `torch.cuda.memory._dump_snapshot`. Open it at pytorch.org/memory_viz or
+with `python -m torch.cuda._memory_viz`. The stack frames of an allocation are its operation and the
+modules around this operation. A frame's file name is the phase, its line number the step.
 """
 
 import pickle
@@ -17,7 +17,7 @@ from tresnet.memory.trace import Buffer, Event, Trace
 
 
 def write_snapshot(prediction: MemoryPrediction, path: str | Path) -> Path:
-    """Write the allocations of the traced steps and those alive after them, or raise WriteError."""
+    """Write the allocations and frees of the traced steps to `path`, or raise WriteError."""
     content = snapshot(prediction)
     with atomic_write(path) as temporary, temporary.open("wb") as file:
         pickle.dump(content, file)
@@ -25,7 +25,7 @@ def write_snapshot(prediction: MemoryPrediction, path: str | Path) -> Path:
 
 
 def snapshot(prediction: MemoryPrediction) -> dict[str, Any]:
-    """Return a prediction of `torch.cuda.memory._snapshot` after the steps."""
+    """Return what `torch.cuda.memory._snapshot()` would return after the traced steps."""
     trace = prediction.trace
     recording = _Recording(trace, free_bytes(prediction.device))
     for event in trace.events:

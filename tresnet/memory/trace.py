@@ -1,6 +1,6 @@
-"""Memory events of a traced step: buffers, their births and deaths, and the operations around them.
+"""Trace of a run: its operations, its buffers, and the allocation and free of each buffer.
 
-A trace is independent of a device: `tresnet.memory.replay` runs one trace through allocators of any
+A trace does not depend on the GPU's capacity: `tresnet.memory.replay` can replay one trace with any
 capacity.
 """
 
@@ -10,7 +10,7 @@ from itertools import groupby
 
 
 class Category(StrEnum):
-    """Purpose of a buffer; every byte at the peak belongs to one of these."""
+    """Purpose of a buffer; every byte at the peak belongs to one category."""
 
     PARAMETERS = "parameters"
     BUFFERS = "buffers"
@@ -28,7 +28,7 @@ class Category(StrEnum):
 
 
 class Phase(StrEnum):
-    """The part of the run to which an operation belongs."""
+    """Part of a run; every operation belongs to one phase."""
 
     SETUP = "setup"
     INPUT = "input"
@@ -39,7 +39,7 @@ class Phase(StrEnum):
 
 @dataclass(slots=True)
 class Operation:
-    """One dispatched operation; its workspace may exceed the expected by `workspace_high_bytes`."""
+    """Dispatched operation; its workspace is at most `workspace_high_bytes` more than expected."""
 
     name: str
     phase: Phase
@@ -56,7 +56,7 @@ class Operation:
 
 @dataclass(slots=True)
 class Buffer:
-    """One storage on the device, with the operation and the module that created it."""
+    """Storage on the device; `op` is the index of the operation that created the storage."""
 
     n_bytes: int
     category: Category
@@ -66,7 +66,7 @@ class Buffer:
 
 @dataclass(slots=True, frozen=True)
 class Event:
-    """Birth (`alive`) or death of a buffer during operation `op`."""
+    """Birth (if `alive`) or death of a buffer in an operation; `buffer` and `op` are indices."""
 
     buffer: int
     alive: bool
@@ -75,7 +75,7 @@ class Event:
 
 @dataclass(slots=True)
 class Trace:
-    """The recorded run; `step_starts` are the indices of the first event of each step."""
+    """Recorded run of a model; `step_starts` has the index of each step's first event."""
 
     buffers: list[Buffer] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
@@ -90,14 +90,14 @@ class Trace:
         return len(self.buffers) - 1
 
     def death(self, buffer: int) -> None:
-        """Record the end of a buffer."""
+        """Record that the buffer with this index is freed."""
         self.events.append(Event(buffer, False, len(self.operations) - 1))
 
     def settled(self) -> "Trace":
-        """Return a copy of the trace so far, with consecutive deaths sorted.
+        """Return a copy of the trace in which consecutive deaths are sorted by buffer.
 
-        Some come in a hash table's order (autocast's cache), on which no allocator's result
-        depends.
+        Autocast's cache frees its tensors in the arbitrary order of a hash table. The order of
+        consecutive frees does not change what an allocator computes.
         """
         events: list[Event] = []
         for _, run in groupby(self.events, key=lambda e: (e.alive, e.op)):

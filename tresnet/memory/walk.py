@@ -1,12 +1,12 @@
-"""Backward in Python that runs nodes and frees memory as the autograd engine does.
+"""Run backward in Python, with nodes and frees in the order of the C++ autograd engine.
 
-The C++ engine refuses tensors of an absent device. `BackwardWalk` calls the nodes of the graph
-itself: highest sequence number first, gradients into leaves at once. Tests compare it with the real
-engine on fakes of CPU tensors.
+The C++ engine rejects tensors on an absent device. `BackwardWalk` therefore calls the nodes of the
+autograd graph itself. Leaves run at once, other nodes by descending sequence number. Tests compare
+this walk with the C++ engine on fake CPU tensors.
 
-The engine releases a node's saved tensors after the node has run, even if the caller's loss keeps
-the node alive. Python cannot. So `SavedTensors` packs every saved tensor into a `Box` that can be
-emptied, also those of the model's own hooks (activation checkpointing, `save_on_cpu`).
+The C++ engine releases a node's saved tensors after the node has run, even if the loss keeps the
+node alive. Python cannot release them. `SavedTensors` therefore packs each saved tensor into a
+`Box`, which can be emptied. Activation checkpointing and `save_on_cpu` are supported.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ from tresnet.memory import patches
 Node = Any  # torch.autograd.graph.Node, or the Python node of a custom Function
 Gradients = list[torch.Tensor | None]
 
-# References to a tensor that only a local variable holds: the variable and the argument of
+# Reference count of a tensor that only a local variable holds: the variable and the argument of
 # sys.getrefcount.
 _LOCAL = 2
-# Owners of the storage of such a tensor: the tensor and the Python storage made for the query.
+# Use count of a storage that one tensor owns: this tensor and the Python object of the query.
 _LONE_STORAGE = 2
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class _Hooks:
-    """Pair of hooks, owned only by their scope and by boxes with content, as in autograd."""
+    """Pack and unpack hooks, owned only by their scope and by boxes that are not empty."""
 
     pack: Callable[[torch.Tensor], Any]
     unpack: Callable[[Any], torch.Tensor]
@@ -43,7 +43,7 @@ class _Hooks:
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Box:
-    """The result of a pack hook, and its hooks, until `empty`."""
+    """Result of a pack hook, and the hooks that unpack the result, until `empty` releases both."""
 
     content: object
     hooks: _Hooks | None
@@ -54,7 +54,7 @@ class Box:
 
 
 class SavedTensors:
-    """Boxes every tensor that autograd saves inside `recording()`."""
+    """Puts every tensor that autograd saves inside `recording()` into a `Box`."""
 
     def __init__(self) -> None:
         self._scopes: list[_Hooks] = []
@@ -64,19 +64,19 @@ class SavedTensors:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Box all saved tensors, also those that go through hooks pushed inside."""
+        """Put every saved tensor into a `Box`, also tensors that the model's own hooks pack."""
         with patches.saved_tensor_hooks_replaced(self._boxed, self._scopes.pop):
             _autograd._push_saved_tensors_default_hooks(_identity, _identity)
             try:
                 yield
             finally:
                 _autograd._pop_saved_tensors_default_hooks()
-                # A box with the output of its own node is a cycle outside Python's collector.
+                # If a node saves its own output, Python's collector cannot free their cycle.
                 self.empty_all()
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Run a node: release what it has read afterwards; nested openings are left out."""
+        """Empty the boxes that a node has read inside, except boxes that unpack hooks have read."""
         outer, self._read = self._read, []
         depth, self._depth = self._depth, 0
         try:
@@ -86,12 +86,12 @@ class SavedTensors:
             self._read, self._depth = outer, depth
 
     def release(self) -> None:
-        """Empty the boxes that the running node has opened."""
+        """Empty the boxes that the running node has read."""
         for box in self._read:
             box.empty()
 
     def empty_all(self) -> None:
-        """Empty every box that is left, as a complete backward would."""
+        """Empty every box, including boxes that no node has read."""
         for box in list(self._all):
             box.empty()
         self._all.clear()
@@ -101,7 +101,7 @@ class SavedTensors:
         self._scopes.append(hooks)
         reference = weakref.ref(hooks)
 
-        # Autograd owns these two functions until the node dies: they must not own the hooks.
+        # Autograd owns pack_box until its node is freed, so pack_box must not own the hooks.
         def pack_box(tensor: torch.Tensor) -> Box:
             owner = reference()
             if owner is None:
@@ -110,7 +110,7 @@ class SavedTensors:
             self._all.add(box)
             return box
 
-        # torch.utils.checkpoint reads these marks, to distinguish our hooks from a user's.
+        # torch.utils.checkpoint reads these attributes to distinguish our hooks from a user's.
         if pack is _identity or getattr(pack, "_checkpoint_internal", False):
             pack_box._checkpoint_internal = True  # type: ignore[attr-defined]
             pack_box._user_hooks = getattr(pack, "_user_hooks", None)  # type: ignore[attr-defined]
@@ -134,10 +134,10 @@ def _identity(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class BackwardWalk:
-    """Runs backward from roots, over tensors saved in the boxes of `saved`.
+    """Runs the nodes of backward, whose saved tensors are in the boxes of `saved`.
 
-    `sum_in_place` adds gradients for one input in place where the engine would; the engine never
-    does so for fake tensors. `on_gradient` is called with each parameter whose `.grad` has changed.
+    `sum_in_place` adds gradients in place where the C++ engine does so with real tensors. With fake
+    tensors, the engine never does. `on_gradient` gets each parameter whose `.grad` has changed.
     """
 
     def __init__(
@@ -159,9 +159,9 @@ class BackwardWalk:
         *_: object,
         **__: object,
     ) -> None:
-        """Accumulate gradients into the leaves below `tensors`, like `torch.autograd.backward`.
+        """Accumulate gradients of `tensors` into the leaves, like `torch.autograd.backward`.
 
-        The graph is freed, whatever the other arguments are. Nodes may call this recursively.
+        The graph is always freed; other arguments are ignored. Nodes may call this recursively.
         """
         roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         if grad_tensors is None or isinstance(grad_tensors, torch.Tensor):
@@ -184,7 +184,7 @@ class BackwardWalk:
                 del node, gradients
         self._depth -= 1
         if self._depth == 0:
-            self._saved.empty_all()  # tensors that no node has read
+            self._saved.empty_all()  # includes tensors that no node has read
 
     def _run(self, task: "_Task", node: Node, gradients: Gradients) -> None:
         if _is_leaf(node):
@@ -234,7 +234,7 @@ class _Task:
             _add(buffer, input_nr, gradient, in_place=self._sum_in_place)
 
     def count_dependencies(self) -> None:
-        """Count the edges into every node below the roots, and make the roots ready."""
+        """Count the edges into every node, and make the roots without such edges ready."""
         todo = list(self._buffers)
         roots, seen = list(todo), set(todo)
         while todo:
@@ -256,7 +256,7 @@ class _Task:
             self._push(node)
 
     def next(self) -> tuple[Node, Gradients] | None:
-        """Return the next node and its gradients, which the caller then owns."""
+        """Return the next node to run and its gradients, without keeping a reference to either."""
         if not self._ready:
             return None
         node = heapq.heappop(self._ready)[2]
@@ -268,7 +268,7 @@ class _Task:
 
 
 def _call(node: Node, gradients: Gradients, edges: tuple) -> Gradients:
-    """Run one node. `gradients` is emptied, so that only the node owns them."""
+    """Run one node; the list `gradients` is emptied, so that only the node owns its gradients."""
     if hasattr(node, "_forward_cls"):
         return _call_custom(node, gradients, edges)
     arguments = tuple(gradients)
@@ -278,7 +278,7 @@ def _call(node: Node, gradients: Gradients, edges: tuple) -> Gradients:
 
 
 def _call_custom(node: Node, gradients: Gradients, edges: tuple) -> Gradients:
-    """Run a custom Function, whose backward also returns values for arguments without an edge."""
+    """Run a custom Function's backward, and drop results for arguments that need no gradient."""
     for index, meta in enumerate(node._input_metadata):
         if gradients[index] is None and patches.wants_zeros(node):
             gradients[index] = torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
@@ -293,7 +293,7 @@ def _call_custom(node: Node, gradients: Gradients, edges: tuple) -> Gradients:
 
 
 def _fit(gradient: torch.Tensor, meta: Any) -> torch.Tensor:
-    # `validate_outputs` in torch's engine.cpp sums over broadcast dimensions, then casts
+    # As `validate_outputs` in torch's engine.cpp: sum over broadcast dimensions, then cast.
     shape = tuple(meta.shape)
     if tuple(gradient.shape) != shape:
         gradient = gradient.sum_to_size(shape)
@@ -305,7 +305,7 @@ def _is_leaf(node: Node) -> bool:
 
 
 def _add(buffer: Gradients, index: int, gradient: torch.Tensor, *, in_place: bool) -> None:
-    """Sum two gradients for one input; in place if the first has no other owner."""
+    """Add `gradient` to `buffer[index]`, in place if `buffer` is the only owner of that tensor."""
     held, buffer[index] = buffer[index], None
     assert held is not None
     if (
@@ -319,7 +319,7 @@ def _add(buffer: Gradients, index: int, gradient: torch.Tensor, *, in_place: boo
 
 
 def _layout_follows(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
-    """Return whether strides agree, except in dimensions of size one; else the engine copies."""
+    """Return whether strides agree, ignoring dimensions of size one; if not, autograd copies."""
     return all(
         size == 1 or mine == theirs
         for size, mine, theirs in zip(leaf.shape, gradient.stride(), leaf.stride(), strict=True)

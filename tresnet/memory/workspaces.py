@@ -1,11 +1,11 @@
-"""Workspaces that kernels allocate while they run.
+"""Estimate the workspaces that kernels allocate while they run.
 
-Known sizes are counted. cuDNN chooses a convolution's algorithm, and so its workspace, at run time.
-The expected size is therefore 0, and the upper bound is `HIGH_FACTOR` times the bytes of the
-convolution's tensors, at most 1 GiB. VGG16 at batch 128 in fp32 seems to take 714 MiB at conv5 (107
-MiB of tensors). A recurrent layer's expected size is that of its weights, with the same upper
-bound: cuDNN took 1.4 times their size for the layers of PyTorch's issue 2895. Batch-first sequences
-are also copied.
+cuDNN chooses a convolution's algorithm, and with it the workspace, at run time. A convolution's
+expected workspace is therefore 0. Its upper bound is `HIGH_FACTOR` times the bytes of the tensors,
+at most 1 GiB. VGG16's conv5 (batch 128, fp32, 107 MiB of tensors) seems to take 714 MiB.
+A recurrent layer's expected workspace is as large as its weights, plus copies of batch-first
+sequences. The upper bound is that of convolutions. cuDNN took 1.4 times the weights' size in
+PyTorch's issue 2895.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from tresnet.memory.device import GIB
 
 aten = torch.ops.aten
 
-HIGH_FACTOR = 8  # VGG16's conv5 takes 714 / 107 MiB = 6.7
+HIGH_FACTOR = 8  # VGG16's conv5 takes 714 MiB, 6.7 times its tensors
 HIGH_LIMIT_BYTES = GIB
 
 _FORWARD = aten.convolution.default
@@ -24,12 +24,12 @@ _BACKWARD = aten.convolution_backward.default
 _FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward.default
 _RECURRENT = aten._cudnn_rnn.default
 _RECURRENT_BACKWARD = aten._cudnn_rnn_backward.default
-_FLASH_TILE = 128  # flash_api.cpp rounds lengths up to its multiples
-_FLASH_HEAD_TILE = 32  # the same for sizes of heads
+_FLASH_TILE = 128  # flash_api.cpp rounds sequence lengths up to multiples of 128
+_FLASH_HEAD_TILE = 32  # flash_api.cpp rounds head sizes up to multiples of 32
 
 
 def workspace_bytes(func: Any, args: tuple, outputs: list[torch.Tensor]) -> tuple[int, int]:
-    """Return the workspace bytes of `func` for these arguments: expected, and upper bound."""
+    """Return the expected bytes and the upper bound of the workspace of `func`."""
     if func is _FORWARD:
         return 0, _highest_bytes(args[0], args[1], outputs[0])
     if func is _BACKWARD:
@@ -59,12 +59,12 @@ def _recurrent_bytes(
 
 def _highest_bytes(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> int:
     if weight.shape[1] == 1 and x.shape[1] == weight.shape[0] > 1:
-        return 0  # depthwise: PyTorch's own kernels, without a workspace
+        return 0  # depthwise: PyTorch runs its own kernels, which need no workspace
     return min(HIGH_FACTOR * (x.nbytes + weight.nbytes + y.nbytes), HIGH_LIMIT_BYTES)
 
 
 def _flash_backward_bytes(q: torch.Tensor) -> int:
-    """Return bytes of dq's fp32 accumulator and the row sums, padded to tiles (flash_api.cpp)."""
+    """Return the bytes of dq's fp32 accumulator and of the row sums, both padded to tiles."""
     batch, heads, length, head = (int(n) for n in q.shape)
     rows = batch * heads * -(-length // _FLASH_TILE) * _FLASH_TILE
     return 4 * rows * (-(-head // _FLASH_HEAD_TILE) * _FLASH_HEAD_TILE + 1)
