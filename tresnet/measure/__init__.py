@@ -1,1 +1,1 @@
-"""Measured time, throughput and memory of models and operations, and their records."""
+"""Measure time, throughput and memory of models and operations, and record the results."""

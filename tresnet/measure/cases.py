@@ -1,7 +1,7 @@
-"""Cases of a benchmark of models: a model with every setting that changes its speed.
+"""Parse and check a benchmark's cases; a case is a model with all settings that affect its speed.
 
-A case is written `MODEL@key=value,...` on the command line. `Cases` parses all of them with their
-common options, and `BenchCase.checked` fills in the defaults of model and device.
+On the command line, a case is written `MODEL@key=value,...`. `Cases` parses all cases with their
+common options. `BenchCase.checked` fills in defaults that depend on the model and the device.
 """
 
 import dataclasses
@@ -17,21 +17,22 @@ from tresnet.settings.fields import Positive, Size, check, parse
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CaseSettings(ModelStep):
-    """Settings of a case. None leaves the choice to the model and the device."""
+    """Settings of a case. None means that the model or the device determines the value."""
 
-    # None is allowed here, as there is no recipe that decides.
+    # None is allowed, because a benchmark has no training recipe that sets the value.
     amp: Amp | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Autocast; fp16 scales the loss in training. By default bf16 to train on a GPU."""
+    """Autocast's dtype; fp16 also scales the loss in training. By default bf16 for training on a
+    GPU, otherwise off."""
     dtype: Dtype | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Type of the weights in inference. By default bf16 on a GPU, unless --amp is given."""
+    """Dtype of the weights in inference. By default bf16 on a GPU without autocast, else fp32."""
     recompute: Recompute | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     """Tensors that backward recomputes: none, activations (the default of our models) or outputs.
-    Other models accept none (their default) or activations, if compiled."""
+    Other models accept none (their default) or, if compiled, activations."""
     lr: Positive = 1e-3
     """Learning rate: small, so that the timed steps do not diverge."""
     layout_opt: bool = False
-    """Compile with Inductor's layout optimisation forced (TORCHINDUCTOR_FORCE_LAYOUT_OPT=1):
-    without it PyTorch 2.12 and later may lose channels_last in backward."""
+    """Force Inductor's layout optimisation (TORCHINDUCTOR_FORCE_LAYOUT_OPT=1). Without this option,
+    PyTorch 2.12 and later may lose channels_last in backward."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,7 @@ class BenchCase(CaseSettings):
         return split_name(self.model)[0] == "tresnet"
 
     def checked(self, training: bool, on_gpu: bool = False) -> "BenchCase":
-        """Return the case with defaults filled in, or raise an error if a setting does not fit."""
+        """Return the case with all defaults filled in; raise an error if a setting is not valid."""
         from tresnet.models.named import check_name
         from tresnet.steps.training import check_compiled_accumulation
 
@@ -84,17 +85,17 @@ class BenchCase(CaseSettings):
             )
 
     def columns(self) -> dict[str, Any]:
-        """Return the columns of a record; None for settings that other models than ours lack."""
+        """Return the case's columns of a record; settings that the model lacks are None."""
         row = dataclasses.asdict(self)
         return row if self.ours else row | dict.fromkeys(self.values(Build))
 
     def label(self) -> str:
-        """Return the model and its settings that differ from the defaults, in one short line."""
+        """Return one short line: model, batch size, and settings that differ from the defaults."""
         parts = [self.model, f"batch {self.batch_size}"]
         if self.amp is not None:
             parts.append(self.dtype or "fp32" if self.amp == "off" else f"amp {self.amp}")
         elsewhere = {"input_size", "amp", "dtype"}
-        if self.dtype is None or not self.ours:  # in training, and for others, nothing is folded
+        if self.dtype is None or not self.ours:  # only inference of our models folds norms
             elsewhere.add("fold")
         for field in dataclasses.fields(CaseSettings):
             name, value = field.name, getattr(self, field.name)
@@ -106,16 +107,16 @@ class BenchCase(CaseSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cases(CaseSettings):
-    """Models, and the common settings of those that have none of their own."""
+    """Models to measure, and settings for each model that does not set its own."""
 
     models: Annotated[Positional[tuple[str, ...]], arg(metavar="MODEL [MODEL ...]")] = ()
-    """Ours (tresnet_m), timm:NAME or torchvision:NAME. A model may have its own settings, by the
-    names of the options: tresnet_m@norm=inplace_abn,amp=fp16 or timm:resnet50@compile=default."""
+    """Model of this package (tresnet_m), timm:NAME or torchvision:NAME. A model's own settings are
+    named like options: tresnet_m@norm=inplace_abn,amp=fp16 or timm:resnet50@compile=default."""
     batch_size: tuple[Size, ...] = (64,)
-    """Images of a micro-batch; several give one case each."""
+    """Images per micro-batch; each of several values makes a case."""
 
     def cases(self) -> list[BenchCase]:
-        """Return a case for every model and batch size; `InputError` if one cannot be read."""
+        """Return a case for every model and batch size; raise `InputError` if one is malformed."""
         if not self.models:
             raise InputError("expected at least one model to measure, got none")
         if not self.batch_size:
@@ -128,7 +129,7 @@ class Cases(CaseSettings):
 
 
 def build(case: BenchCase, device: str = "cpu") -> Any:
-    """Build a case's model; norm `inplace_abn` raises `MissingDependencyError` without it."""
+    """Build a case's model; raise `MissingDependencyError` if its norm's package is missing."""
     from tresnet.models.named import build_named
 
     return build_named(case.model, device=device, **(case.build if case.ours else {}))
@@ -136,21 +137,21 @@ def build(case: BenchCase, device: str = "cpu") -> Any:
 
 @functools.cache
 def _rehearse(case: BenchCase) -> None:
-    """Create one of our models without data, so that its errors appear before the measurements."""
+    """Build one of our models without data, so that errors are raised before any measurement."""
     import torch
 
     from tresnet.models.named import default_input_shape
 
     try:
         model = build(case, "meta")
-    except MissingDependencyError:  # its row will say so
+    except MissingDependencyError:  # the row of the record will report this
         return
     size = case.input_size or default_input_shape(model)[-1]
     model.check_input(torch.empty(1, 3, *sides(size), device="meta"))
 
 
 def parse_case(text: str, defaults: CaseSettings, batch_size: int = 64) -> BenchCase:
-    """Read `timm:resnet50@compile=default`; `defaults` has the other settings of the model."""
+    """Parse a case such as `timm:resnet50@compile=default`; `defaults` has all other settings."""
     model, _, options = text.partition("@")
     given: dict[str, str] = {}
     for option in filter(None, options.split(",")):

@@ -1,8 +1,7 @@
-"""Points in time on a device, taken without waiting and compared later.
+"""Measure the time between marks (points in time) on a device, without waiting at a mark.
 
-On CUDA a mark is an event in the current stream. The time between two marks is then GPU time, and a
-mark costs microseconds and no synchronisation. Elsewhere a mark is a reading of
-`time.perf_counter`.
+On CUDA a mark is an event in the current stream, which costs microseconds and no synchronisation.
+The time between two events is GPU time. On a CPU a mark is the value of `time.perf_counter`.
 """
 
 import time
@@ -10,15 +9,15 @@ from typing import Any
 
 import torch
 
-# The result of mark(), opaque to callers: a float or a torch.cuda.Event.
+# Result of `mark()`, which callers do not inspect: a float or a torch.cuda.Event.
 Mark = Any
 
 
 class HostClock:
-    """Marks are seconds of the host's monotonic clock."""
+    """Clock whose marks are seconds of the host's monotonic clock."""
 
     def mark(self) -> Mark:
-        """Return this point in time, in the order of the device's work."""
+        """Return a mark of the present time."""
         return time.perf_counter()
 
     def reached(self, mark: Mark) -> bool:
@@ -29,18 +28,18 @@ class HostClock:
         """Wait until the device has reached `mark`."""
 
     def seconds(self, begin: Mark, end: Mark) -> float:
-        """Return seconds from one mark to another; the device must have reached both."""
+        """Return the seconds from `begin` to `end`; the device must have reached both marks."""
         return end - begin
 
 
 class CudaClock(HostClock):
-    """Marks are timing events of the device's current stream; their resolution is about 0.5 us."""
+    """Clock whose marks are CUDA timing events, with a resolution of about 0.5 us."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def mark(self) -> Mark:
-        """Return an event behind all work queued so far in the current stream."""
+        """Record an event in the current stream, after all work queued so far, and return it."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -54,7 +53,7 @@ class CudaClock(HostClock):
         mark.synchronize()
 
     def seconds(self, begin: Mark, end: Mark) -> float:
-        """Return the GPU time between events."""
+        """Return the seconds of GPU time between two events."""
         return begin.elapsed_time(end) / 1000
 
 

@@ -1,7 +1,7 @@
 """`tresnet bench max-batch`: the largest training batch that fits, found by running real steps.
 
-Two small batches predict the largest one, as every buffer grows linearly with the batch. Steps near
-this prediction then bracket the true value. `find_edge` is the search, without any PyTorch.
+The peaks of two small batches predict the largest batch, as buffers grow linearly with the batch.
+Real steps near the prediction find the exact batch. `find_edge` is the search, without PyTorch.
 """
 
 import contextlib
@@ -22,13 +22,13 @@ from tresnet.measure.models import prepare
 from tresnet.measure.records import RecordFile
 from tresnet.measure.settings import LargestSettings
 
-# The first step has no optimizer state yet: memory is at its peak in the second.
+# The second step has the peak, because the first step begins without optimizer state.
 _STEPS = 2
-# The first stride past the predicted edge, as a fraction of it.
+# First stride from the predicted batch, as a fraction of this batch.
 _STRIDE = 1 / 32
-# Fraction of a case's time after which no batch is tried: the rest is for the one that is running.
+# Fraction of a case's time limit after which no batch is tried: a running batch needs the rest.
 _TRYING_FRACTION = 0.75
-_NO_BATCH = 2**20  # a bound where none is given
+_NO_BATCH = 2**20  # largest batch to try if at_most is not given
 
 
 def largest_batches(
@@ -36,10 +36,9 @@ def largest_batches(
 ) -> runner.Outcome:
     """Find the largest training batch of each case, and record it.
 
-    During the search cuDNN does not try its algorithms, which would cost seconds for each new
-    batch. The result is then run with the trial of algorithms, and reduced if it does not fit. The
-    cases' own batch sizes are not used. A case that cannot run raises InputError before anything
-    has run.
+    During the search cuDNN does not time its algorithms, which would take seconds for each new
+    batch. The result is then run with this timing, and reduced until it fits. The cases' own batch
+    sizes are ignored. Settings that are not valid raise InputError before the first measurement.
     """
     settings.check()
     device = env.timed_device(env.device_or_default(settings.device))
@@ -59,10 +58,10 @@ def largest_batches(
 
 
 class LargestContender(runner.Contender):
-    """The search for one case.
+    """Search for the largest batch of one case.
 
-    `limited_by` is `memory`, the given bound or the time limit; `tries` has each batch and whether
-    it ran; `max_allocated_mib` is that of the largest batch.
+    Column `limited_by` is `memory`, `at most N` or `the time limit`. Column `tries` has each tried
+    batch and whether it fitted. Column `max_allocated_mib` is the peak of the largest batch.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class LargestContender(runner.Contender):
         }
 
     def _with_search(self, largest: int) -> int:
-        """Return the largest batch up to `largest` that fits while cuDNN tries algorithms."""
+        """Reduce the batch `largest` until it fits while cuDNN times all its algorithms."""
         if self._device.type != "cuda":
             return largest
         with runner.searching_algorithms():
@@ -121,7 +120,7 @@ class LargestContender(runner.Contender):
         return largest
 
     def _predicted(self) -> int | None:
-        """Return the batch at which the last two peaks reach the limit; None if unknown."""
+        """Extrapolate the peaks of two batches to the memory limit; return the batch or None."""
         if self._limit_bytes is None or len(self._peaks) < 2:
             return None
         (small, low), (large, high) = sorted(self._peaks.items())[-2:]
@@ -143,12 +142,12 @@ class LargestContender(runner.Contender):
                 raise
             fits = False
         peak = meter.snapshot().max_allocated
-        step = None  # frees the memory, as does leaving the handler
+        step = None  # frees the model and its tensors
         runner.tidy()
         if fits and peak is not None:
             self._peaks[batch] = peak
         self.columns["tries"].append((batch, fits))
-        if fits:  # the result of an interrupted search
+        if fits:  # the result if the time limit ends the search
             self.columns["largest_batch"] = max(batch, self.columns["largest_batch"] or 0)
         self._log(f"{case.label()}: {'fits' if fits else 'does not fit'}")
         return fits
@@ -163,8 +162,8 @@ def find_edge(
 ) -> int:
     """Return the largest multiple of `grain` that fits; 0 if none does.
 
-    `fits` is called once for each batch tried, `first` to begin with and none above `bound`.
-    `first` and `bound` must be multiples of `grain`. `predicted` estimates the result after two
+    `fits(batch)` is called once for each tried batch, first for `first` and never above `bound`.
+    `first` and `bound` must be multiples of `grain`. `predicted()` estimates the result after two
     batches have fitted, or returns None.
     """
     fitting, failing = 0, bound + grain
@@ -174,11 +173,11 @@ def find_edge(
         fit = fits(batch)
         fitting, failing = (batch, failing) if fit else (fitting, batch)
         seen[fit] = True
-        if all(seen):  # the edge lies between
+        if all(seen):  # one batch fits and another does not: bisect
             target = (fitting + failing) // 2
         elif batch == 2 * first and (guess := predicted()) is not None:
             target, stride, seen = guess, max(int(guess * _STRIDE), grain), [False, False]
-        else:  # step away in strides that double, up or down
+        else:  # step up or down in strides that double
             target = batch + stride if fit else batch - stride
             stride = stride if batch == first else 2 * stride
     return fitting
@@ -186,7 +185,7 @@ def find_edge(
 
 @contextlib.contextmanager
 def _limited(device: torch.device, limit: str | None) -> Iterator[int | None]:
-    """Limit PyTorch's allocator inside; yield the limit in bytes, None on a CPU."""
+    """Limit PyTorch's GPU allocator inside; yield the limit in bytes, or None on a CPU."""
     if device.type != "cuda":
         yield None
         return

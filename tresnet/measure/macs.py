@@ -1,4 +1,4 @@
-"""Multiply-accumulates and parameters of a model."""
+"""Count the multiply-accumulates and the parameters of a model."""
 
 import torch
 from torch import Tensor, nn
@@ -9,10 +9,10 @@ from tresnet.models.zoo import build
 
 
 def output_sizes(model: TResNet, height: int, width: int) -> dict[str, tuple[int, ...]]:
-    """Return the height and width of each module's output, by its name, for images of one size.
+    """Return (height, width) of each module's output by module name, for images of one size.
 
-    A thin model of the same variant computes them, as they do not depend on the widths. `model` may
-    be on the meta device. To run it there, PyTorch would load its compiler for a second.
+    `model` may be on the meta device. A thin model of the same variant computes the sizes on the
+    CPU; running `model` on the meta device would make PyTorch load its compiler for a second.
     """
     thin = build(model.config.variant, width_factor=1 / 8, num_classes=1).eval()
     sizes: dict[str, tuple[int, ...]] = {}
@@ -30,14 +30,15 @@ def output_sizes(model: TResNet, height: int, width: int) -> dict[str, tuple[int
 def count_macs(model: TResNet, sizes: dict[str, tuple[int, ...]]) -> int:
     """Return multiply-accumulates of convolutions and linear layers for one image.
 
-    This is half of `torch.utils.flop_counter.FlopCounterMode`. `sizes` are those of `output_sizes`.
+    The count is half of that of `torch.utils.flop_counter.FlopCounterMode`. `sizes` is the result
+    of `output_sizes`.
     """
     macs, channels = 0, 0
     for name, module in model.named_modules():
         weights = 0
         if isinstance(module, nn.Conv2d | nn.Linear):
             weights, channels = module.weight.numel(), len(module.weight)
-        elif isinstance(module, BlurPool2d):  # of the convolution before it
+        elif isinstance(module, BlurPool2d):  # 3x3 for each channel of the last convolution
             weights = 9 * channels
         if weights:
             macs += weights * torch.Size(sizes[name]).numel()

@@ -1,4 +1,4 @@
-"""Memory of a run by phase: that of PyTorch's allocator and that of the device.
+"""Measure the memory of PyTorch's allocator and of the device in each phase of a run.
 
 The columns and the phases (initial, model, train, final) are those of the study "GPU memory usage
 for deep learning image processing". On a CPU the only column is the process's peak resident memory.
@@ -28,10 +28,10 @@ _OUT_OF_MEMORY_SIGNS = (
 
 @dataclasses.dataclass(frozen=True)
 class MemorySnapshot:
-    """Memory at one moment, in bytes. None means "does not apply", never "nothing used".
+    """Memory at one moment, in bytes. None means unknown or not applicable, never zero bytes.
 
-    `max_allocated` is the peak since `MemoryMeter.reset_peak()`. `device_used` is that of all
-    processes (NVML). `rss_peak` is this process's; None on a CUDA device.
+    `max_allocated` is the peak since `MemoryMeter.reset_peak()`. `device_used` counts all processes
+    (NVML). `rss_peak` is this process's peak resident memory, or None on a CUDA device.
     """
 
     allocated: int | None = None
@@ -42,18 +42,18 @@ class MemorySnapshot:
 
     @property
     def peak_mib(self) -> float | None:
-        """The peak of the run in MiB: on a GPU that of its tensors, else that of the process."""
+        """Peak in MiB: of allocated tensors on a GPU, of the process's memory on a CPU."""
         return to_mib(self.max_allocated if self.rss_peak is None else self.rss_peak)
 
     def to_dict(self) -> dict[str, float | None]:
-        """Return the five columns in MiB for a log row; None stays None (an empty cell)."""
+        """Return the five columns in MiB for a row of a log; unknown values are None."""
         return {
             f"{field.name}_mib": to_mib(getattr(self, field.name))
             for field in dataclasses.fields(self)
         }
 
     def format(self) -> str:
-        """Return a line of the known columns: `allocated 97.8 MiB, reserved 604.0 MiB`."""
+        """Return the known columns in one line: `allocated 97.8 MiB, reserved 604.0 MiB`."""
         known = [
             f"{name.removesuffix('_mib').replace('_', ' ')} {value:.1f} MiB"
             for name, value in self.to_dict().items()
@@ -63,10 +63,10 @@ class MemorySnapshot:
 
 
 class MemoryMeter:
-    """Reads the memory of one device and keeps one snapshot per phase.
+    """Reads the memory of one device and stores one snapshot per phase.
 
-    Only the first reading initialises CUDA. `log` receives a line at each `phase`; by default this
-    module's logger, level info.
+    CUDA is initialised at the first snapshot or reset. `log` is called with a line for each phase;
+    the default is `info` of this module's logger.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class MemoryMeter:
         )
 
     def phase(self, name: Phase) -> MemorySnapshot:
-        """Store and log the snapshot of a phase; `initial` also resets the peaks."""
+        """Take, store and log the snapshot of a phase; phase `initial` first resets the peaks."""
         if name == "initial":
             self.reset_peak()
         snapshot = self.snapshot()
@@ -110,14 +110,14 @@ class MemoryMeter:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error of PyTorch, one of its libraries or Python means full memory."""
+    """Return whether an exception of PyTorch, its libraries or Python reports full memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return any(sign in str(error) for sign in _OUT_OF_MEMORY_SIGNS)
 
 
 def failure_in_short(error: Exception) -> str:
-    """Return an exception's first line, with its type unless it is PyTorch's or Triton's."""
+    """Return an exception's first line, with the type unless PyTorch or Triton has raised it."""
     lines, kind = str(error).strip().splitlines(), type(error)
     if not lines:
         return kind.__name__
@@ -128,15 +128,15 @@ def failure_in_short(error: Exception) -> str:
 
 
 def to_mib(count_bytes: int | None) -> float | None:
-    """Convert bytes to MiB (2**20 bytes); None stays None."""
+    """Convert bytes to MiB (2**20 bytes); return None for None."""
     return None if count_bytes is None else count_bytes / env.MIB
 
 
 def peak_rss_bytes() -> int | None:
-    """Return the largest resident memory of this process in bytes; None where unknown.
+    """Return the peak resident memory of this process in bytes, or None if unknown.
 
-    Linux's VmHWM is read first, as a process inherits ru_maxrss from a larger parent. macOS gives
-    ru_maxrss in bytes, others in KiB.
+    VmHWM of Linux is read first, because a process inherits ru_maxrss from a larger parent process.
+    ru_maxrss is in bytes on macOS, and in KiB on other systems.
     """
     with contextlib.suppress(OSError, IndexError):
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")

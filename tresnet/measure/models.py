@@ -1,9 +1,9 @@
-"""`tresnet bench train` and `infer`: images per second and peak memory of models side by side.
+"""`tresnet bench train` and `bench infer`: compare models' images per second and peak memory.
 
-The timed step is that of `train.py` and `eval.py` (`tresnet.steps`), on a synthetic batch that is
-already on the device. Peak memory is that of steady steps, after warm-up. Memory of other cases on
-the GPU (weights, optimizer state) is subtracted from `max_allocated` and `reserved`. `device_used`
-and `rss_peak` cannot be split by case: they are right for a run's first case, or with `sequential`.
+The timed step is the step of `train.py` or `eval.py` (`tresnet.steps`), on a synthetic batch that
+is already on the device. Peak memory is measured after the warm-up. Memory of other cases on the
+GPU (weights, optimizer state) is subtracted from `allocated`, `reserved` and `max_allocated`.
+`device_used` and `rss_peak` include all cases, except in a first case or with `sequential`.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from tresnet.steps.graph import CHECKED_AFTER, WARMUP_RUNS
 
 SETTLE_STEPS = 2
 _CLASSES = 1000
-# Method of the measurement, for the record.
+# Description of the method of measurement, which is written to the record.
 _METHOD = {
     "input": "one synthetic batch, already on the device; of bytes where input is uint8, which our "
     "channels_last stem reads, and others divide by 255 within the step",
@@ -58,9 +58,9 @@ def bench_models(
     argv: Sequence[str],
     log: Log,
 ) -> Outcome:
-    """Time training steps, or forward passes in inference, of each case, and record it.
+    """Time training steps or inference steps of each case, and record the results.
 
-    Ratios are relative to the first case. A case that cannot run raises InputError at once.
+    Ratios are relative to the first case. Settings that are not valid raise InputError at once.
     """
     settings.check()
     device = env.timed_device(env.device_or_default(settings.device))
@@ -89,7 +89,7 @@ def bench_models(
 
 
 class ModelContender(Contender):
-    """A case, timed step by step."""
+    """Case of a model whose steps are timed."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class ModelContender(Contender):
         }
 
     def set_up(self) -> None:
-        """Build the model, warm up and read the peak memory of steady steps."""
+        """Build the model, warm up, and measure the peak memory of steps after the warm-up."""
         before, began_s = self._meter.snapshot(), time.perf_counter()
         ready = prepare(self._case, self._training, self._device)
         graphs = self._device.type == "cuda" and self._case.cuda_graph != "off"
@@ -129,7 +129,7 @@ class ModelContender(Contender):
             "input_size": ready.input_size,
             "parameters": count_parameters(ready.model),
         }
-        torch.cuda.empty_cache()  # the search for algorithms may have taken more than a step
+        torch.cuda.empty_cache()  # cuDNN's search for algorithms may need more than a step
         self._meter.reset_peak()
         self._step = ready.run
         self._settled()
@@ -138,9 +138,9 @@ class ModelContender(Contender):
         self.columns |= _own_memory(self._meter.snapshot(), before, self._primed).to_dict()
 
     def visit(self) -> Sequence[float]:
-        """Return seconds of each step of a round."""
+        """Time the steps of one round; return the seconds of each step."""
         assert self._step is not None, "set up before"
-        torch.cuda.empty_cache()  # else the allocator would do so while the clock runs
+        torch.cuda.empty_cache()  # now, as the allocator may otherwise do so in a timed step
         output = self._settled()
         marks = [self._clock.mark()]
         for _ in range(self._settings.steps):
@@ -173,10 +173,10 @@ class ModelContender(Contender):
 
 
 def speed(times_s: Sequence[float], images: float) -> dict[str, float | None]:
-    """Return percentiles over steps of `images` images each.
+    """Return percentiles of images/s over steps of `images` images each.
 
-    80 % of the steps exceed p20 images/s, the number of images over the 80th percentile of the
-    time. Percentiles are interpolated linearly.
+    p20 is `images` divided by the 80th percentile of the step times, so 80 % of the steps are
+    faster. Percentiles are interpolated linearly.
     """
     names = ("p20_images_per_s", "p50_images_per_s", "p80_images_per_s")
     if not times_s:
@@ -189,7 +189,7 @@ def speed(times_s: Sequence[float], images: float) -> dict[str, float | None]:
 
 
 class Prepared(NamedTuple):
-    """A step with its batch: `run` returns the loss or the logits; `input_size` is in pixels."""
+    """Step with its batch: `run` executes the step and returns its loss or logits."""
 
     run: Callable[[], Tensor]
     model: nn.Module
@@ -246,7 +246,7 @@ def _training_step(
 
 
 def _fed(feed: Any, raw: Tensor, case: BenchCase) -> Callable[[], Tensor]:
-    """Return a function that gives a step's images; only bytes are converted inside the timing."""
+    """Return a function that returns a step's images; only bytes are converted in each step."""
     if case.input == "uint8":
         return functools.partial(feed.images, raw)
     images = feed.images(raw)
@@ -254,7 +254,7 @@ def _fed(feed: Any, raw: Tensor, case: BenchCase) -> Callable[[], Tensor]:
 
 
 def inductor_options(case: BenchCase) -> contextlib.AbstractContextManager[Any]:
-    """Return a context that compiles with a case's own options of Inductor."""
+    """Return a context with the case's options of the Inductor compiler."""
     if not case.layout_opt:
         return contextlib.nullcontext()
     from torch._inductor import config
@@ -263,7 +263,7 @@ def inductor_options(case: BenchCase) -> contextlib.AbstractContextManager[Any]:
 
 
 def _prime(device: torch.device) -> MemorySnapshot:
-    """Allocate workspaces of matrix products, which the first case would otherwise include."""
+    """Allocate cuBLAS's workspaces, which the first case's memory would otherwise include."""
     if device.type == "cuda":
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             block = torch.ones(256, 256, device=device, dtype=dtype, requires_grad=True)
@@ -277,7 +277,7 @@ def _prime(device: torch.device) -> MemorySnapshot:
 def _own_memory(
     after: MemorySnapshot, before: MemorySnapshot, primed: MemorySnapshot
 ) -> MemorySnapshot:
-    """Return `after` without the memory of other cases (`before`); workspaces belong to all."""
+    """Subtract from `after` the memory of other cases: `before` minus the shared `primed`."""
 
     def own(name: str, of: str) -> int | None:
         now, earlier, shared = getattr(after, name), getattr(before, of), getattr(primed, of)

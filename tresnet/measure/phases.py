@@ -1,6 +1,6 @@
-"""Memory of a case by phase, each case in its own process.
+"""Measure the memory of a case in each phase, in a process of its own.
 
-The process is `python -m tresnet.measure.phases JSON`, which prints one JSON object.
+The process runs `python -m tresnet.measure.phases JSON` and prints one JSON object.
 """
 
 import dataclasses
@@ -19,14 +19,14 @@ from tresnet.measure.records import RecordFile
 from tresnet.measure.runner import Contender, NoResultError, Outcome, run
 from tresnet.measure.settings import PhaseSettings
 
-# The peak comes in the second step; in the others cuDNN and the allocator's cache settle.
+# The second step has the peak; in further steps, cuDNN and the allocator's cache settle.
 STEPS = 5
 
 
 def measure_phases(
     case: BenchCase, training: bool, device: str, steps: int = STEPS
 ) -> dict[str, dict[str, float | None]]:
-    """Run steps of a case; return MiB by column for each phase, or raise InputError."""
+    """Run steps of a case; return the memory columns of each phase in MiB, or raise InputError."""
     where = env.timed_device(device)
     checked = case.checked(training, where.type == "cuda")
     meter = MemoryMeter(where, log=lambda line: None)
@@ -47,7 +47,7 @@ def measure_memory(
     argv: Sequence[str],
     log: Callable[[str], object],
 ) -> Outcome:
-    """Measure and record each case in its own process, or raise InputError."""
+    """Measure each case in its own process, and record its memory; may raise InputError."""
     settings.check()
     device = env.timed_device(env.device_or_default(settings.device))
     training = not settings.infer
@@ -74,7 +74,7 @@ class _PhaseContender(Contender):
 def measure_in_new_process(
     case: BenchCase, training: bool, device: str, timeout_s: float | None
 ) -> dict[str, Any]:
-    """Return the `phases` of a case from a fresh process, or its `error`."""
+    """Measure a case in a new process; return a dict with `phases`, or with `error` if it fails."""
     task = {"case": dataclasses.asdict(case), "training": training, "device": device}
     command = [sys.executable, "-m", "tresnet.measure.phases", json.dumps(task)]
     try:

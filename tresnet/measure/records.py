@@ -1,4 +1,4 @@
-"""Records: one JSON file per measurement, with all that is needed to repeat it."""
+"""Write each measurement to a JSON file, with the command, settings and environment."""
 
 import contextlib
 import itertools
@@ -18,16 +18,16 @@ from tresnet import env
 from tresnet.errors import InputError
 from tresnet.files import explained, write_text
 
-# Raised when a key or its meaning changes.
+# Version of a record's format, increased when a key or its meaning changes.
 FORMAT = 2
 
 
 class RecordFile:
-    """One record, `<what>_<device>_torch<version>_<date>.json`, rewritten with each new result.
+    """One record: the file `<what>_<device>_torch<version>_<date>.json`.
 
-    The first `write` creates a new file: a taken name gets a counter, `..._2.json`. `settings` are
-    plain values that apply to all rows; `runs` are the timed steps, over which percentiles are
-    taken. `argv` is by default this process's; its absolute paths lose their directories.
+    The first `write` creates the file; if the name is taken, the name gets a counter, `..._2.json`.
+    `settings` are plain values that apply to all rows. `runs` is the number of timed steps. `argv`
+    defaults to this process's command line; its absolute paths are cut to their last part.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class RecordFile:
         runs: int = 1,
         argv: Sequence[str] | None = None,
     ) -> None:
-        check_directory(directory)  # now, not at the end of a long measurement
+        check_directory(directory)  # fails before a long measurement, not after
         self.path: Path | None = None
         self._directory, self._device = Path(directory), device
         self._head: dict[str, Any] = {
@@ -55,9 +55,9 @@ class RecordFile:
         }
 
     def write(self, rows: Sequence[Mapping[str, Any]]) -> Path:
-        """Write the record with these rows, in place of its former ones.
+        """Write the record with `rows`, which replace the rows of an earlier call.
 
-        Rows have plain values, None for what was not measured; NaN and infinity raise ValueError.
+        Values are plain; None means not measured. NaN and infinity raise ValueError.
         """
         self._head["environment"] = self._head["environment"] or env.describe(self._device)
         content = {**self._head, "rows": [dict(row) for row in rows]}
@@ -75,7 +75,7 @@ class RecordFile:
         return path
 
     def _reserve(self) -> Path:
-        """Create the first free of `stem.json`, `stem_2.json`, ..., which reserves the name."""
+        """Create an empty file with the first free name of `stem.json`, `stem_2.json`, ...."""
         device = self._head["environment"]["device"]
         name = str(device.get("name") or device["type"]).lower().removeprefix("nvidia ")
         slug = re.sub(r"[^a-z0-9]+", "-", name).strip("-")
@@ -94,7 +94,7 @@ def check_directory(directory: str | os.PathLike[str]) -> None:
     """Create `directory`; raise InputError unless records can be written to it."""
     try:
         os.makedirs(directory, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):  # permissions do not suffice
+        with tempfile.TemporaryFile(dir=directory):  # permissions do not prove that writing works
             pass
     except OSError as error:
         raise InputError(

@@ -1,9 +1,9 @@
-"""The runner of every benchmark: turns, time limit, failures, interruption, the record.
+"""Run every benchmark: take turns, limit time, handle failures and signals, write the record.
 
-A benchmark is a list of groups of contenders. A contender is set up, warmed up and timed for one
-round. Then its group is timed in further rounds, forwards and backwards through the list, so that
-drifting clocks or temperature affect all contenders alike. The record is written after each
-contender and each round, so a failure, hang, signal or power cut costs only the current one.
+A benchmark is a list of groups of contenders, the things to measure. Each contender of a group is
+set up, warmed up and timed for one round. Further rounds time the whole group, in alternating
+order, so that drifting clocks or temperature affect all contenders alike. The record is written
+after each set-up and each round, so a failure, hang, signal or power cut loses at most one round.
 """
 
 import abc
@@ -28,10 +28,10 @@ from tresnet.measure.memory import failure_in_short, is_out_of_memory
 from tresnet.measure.records import RecordFile
 from tresnet.measure.settings import RunSettings
 
-# Fraction of the time limit after which no contender is set up: the rest is for the rounds.
+# Fraction of the time limit after which no contender is set up: further rounds need the rest.
 _SET_UP_FRACTION = 0.75
-# Cases of one architecture run the same code objects. torch.compile compiles each only 8 times by
-# default, and would silently time further cases in eager mode.
+# Cases of one architecture share code objects. By default, torch.compile compiles a code object at
+# most 8 times, and silently runs further cases in eager mode.
 _RECOMPILE_LIMIT = 256
 _TRACE_LINES = 12
 
@@ -41,7 +41,7 @@ Log = Callable[[str], object]
 
 
 class NoResultError(Exception):
-    """A contender has no figures; `status` goes into its row."""
+    """A contender cannot be measured; `status` is written to its row of the record."""
 
     def __init__(self, status: str, reason: str) -> None:
         super().__init__(reason)
@@ -49,14 +49,14 @@ class NoResultError(Exception):
 
 
 class _OutOfTime(BaseException):
-    """The time limit has passed; a BaseException, as libraries catch Exception."""
+    """The time limit has passed. A BaseException, because libraries catch Exception."""
 
 
 class Contender(abc.ABC):
     """One thing to measure, with its columns in the record.
 
-    `units` are images or bytes of one timed step. Contenders with equal `compared_with` are
-    compared with the first of them, in the column `ratio_column`.
+    `units` is the number of images or bytes per timed step. Column `ratio_column` has the speed
+    relative to the first contender with an equal `compared_with`.
     """
 
     label: str
@@ -67,18 +67,18 @@ class Contender(abc.ABC):
 
     @abc.abstractmethod
     def set_up(self) -> None:
-        """Build and warm up, so that `visit` can time it."""
+        """Build and warm up the contender, so that `visit` can time its steps."""
 
     def visit(self) -> Sequence[float]:
         """Time one round; return the seconds of each step."""
         return []
 
     def figures(self, rounds: Rounds) -> dict[str, Any]:
-        """Return further columns from the times of any number of rounds."""
+        """Return further columns of the record, computed from the step times of all rounds."""
         return {}
 
-    def close(self) -> None:  # noqa: B027  most have nothing to close
-        """Free its memory. It may be called in any state and more than once."""
+    def close(self) -> None:  # noqa: B027  most contenders have nothing to close
+        """Free the contender's memory; may be called in any state and more than once."""
 
 
 @dataclasses.dataclass
@@ -107,12 +107,12 @@ class _Row:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Result of a run, with one row per contender, in order.
+    """Result of a run, with one row per contender in the given order.
 
-    A row has the contender's columns; `status` (`ok`, `failed`, `out_of_memory`, `out_of_time`,
-    `left_out`, `not_begun`, `interrupted`, or one of the contender's own); `error`, a line on why
-    it is not `ok`; `trace`, the last lines of an exception; and its figures, None if nothing was
-    timed. `interrupted` means that the user or a signal ended the run.
+    A row has the contender's own columns and figures, which are None if nothing was timed. `status`
+    is `ok`, `failed`, `out_of_memory`, `out_of_time`, `left_out`, `not_begun`, `interrupted`, or a
+    contender's own status. `error` is a line on what went wrong, `trace` has the last lines of an
+    exception. `interrupted` means that the user or a signal ended the run.
     """
 
     rows: list[dict[str, Any]]
@@ -122,7 +122,7 @@ class Outcome:
 
     @property
     def complete(self) -> bool:
-        """Whether every row was measured, or left out for a reason that is no failure."""
+        """Whether every contender was measured, or left out as its dependency is missing."""
         return not self.interrupted and all(
             row["status"] in ("ok", "left_out") for row in self.rows
         )
@@ -136,11 +136,11 @@ def run(
     record: RecordFile | None = None,
     compiles: bool = False,
 ) -> Outcome:
-    """Measure all contenders; an error in one of them ends only that one.
+    """Measure all contenders; an error in a contender ends only that contender.
 
-    Contenders of a group take turns, and a group is closed before the next one starts. `compiles`
-    raises torch.compile's limit for the number of cases. KeyboardInterrupt is raised again only if
-    no contender has finished.
+    Contenders of a group take turns. A group is closed before the next group starts. `compiles`
+    raises torch.compile's limit of recompilations. KeyboardInterrupt is raised only if no contender
+    has a result.
     """
     rows = [[_Row(contender) for contender in group] for group in groups]
     return _Measurement(rows, settings, log, record, compiles).measure()
@@ -191,7 +191,7 @@ class _Measurement:
             self._guarded(row, self._begin)
             self._save()
         for number in range(1, self.settings.rounds):
-            # after a stop, its later rounds would be compared with earlier rounds of others
+            # A stopped contender is not timed again, because ratios compare equal rounds.
             alive = [row for row in group if row.status == "ok" and row.error is None]
             if not alive:
                 break
@@ -221,7 +221,7 @@ class _Measurement:
         row.rounds.append(list(row.contender.visit()))
 
     def _guarded(self, row: _Row, action: Callable[[_Row], None]) -> None:
-        """Run `action`: an error ends only this contender, and its times are kept."""
+        """Run `action`; an error ends only this contender, and its earlier times are kept."""
         timed = bool(row.rounds)
         try:
             with _alarm(min(self._left_s(), self.settings.case_limit_s or math.inf)):
@@ -239,7 +239,7 @@ class _Measurement:
             row.error = failure_in_short(error)
             lines = "".join(traceback.format_exception(error)).splitlines()
             row.trace = [line[:200] for line in lines[-_TRACE_LINES:]]
-        # outside the handlers, as the exception keeps the contender's tensors alive
+        # Below the except blocks, because an exception keeps the contender's tensors alive.
         self.log(f"{row.contender.label}: {row.status}: {row.error}")
         if row.status != "ok":
             row.contender.close()
@@ -252,7 +252,7 @@ class _Measurement:
         return fraction * limit_s - (time.perf_counter() - self.began_s)
 
     def _save(self) -> bool:
-        """Write the record once there are results; return whether there are."""
+        """Write the record if any contender has a result; return whether one has."""
         if all(row.status in ("not_begun", "begun", "interrupted") for row in self.rows):
             return False
         for group in self.groups:
@@ -263,7 +263,7 @@ class _Measurement:
 
 
 def _compare(group: Sequence[_Row]) -> None:
-    """Set each row's ratio to the first row's speed: the median over their common rounds."""
+    """Set each row's speed relative to the first row, as the median over their common rounds."""
     if len(group) < 2:
         return
     firsts: dict[str, _Row] = {}
@@ -274,7 +274,7 @@ def _compare(group: Sequence[_Row]) -> None:
 
 
 def tidy() -> None:
-    """Free unreferenced memory, on a GPU too."""
+    """Collect garbage, and return unused memory of PyTorch's allocator to the GPU."""
     gc.collect()
     torch.cuda.empty_cache()  # a no-op where CUDA is not initialised
 
@@ -293,7 +293,7 @@ def stopped_by_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _alarm(limit_s: float) -> Iterator[None]:
-    """Raise `_OutOfTime` in the block after `limit_s` seconds, once Python code runs again."""
+    """Raise `_OutOfTime` inside after `limit_s` seconds, when the next Python code runs."""
     main = threading.current_thread() is threading.main_thread()
     if limit_s == math.inf or not main or not hasattr(signal, "setitimer"):
         yield
@@ -321,7 +321,7 @@ def _room_to_compile(compiles: bool) -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def searching_algorithms(searches: bool = True) -> Iterator[None]:
-    """Let cuDNN try all its algorithms for each new shape; with False, none."""
+    """Let cuDNN time all its algorithms for each new shape; `searches=False` turns this off."""
     cudnn = torch.backends.cudnn
     before = cudnn.benchmark, cudnn.benchmark_limit
     cudnn.benchmark, cudnn.benchmark_limit = searches, 0
@@ -333,7 +333,7 @@ def searching_algorithms(searches: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def timing_on(device: torch.device) -> Iterator[None]:
-    """Make a GPU the current one, where cuDNN tries all its algorithms."""
+    """Make `device` the current GPU, and let cuDNN time all its algorithms for each new shape."""
     current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
     with current, searching_algorithms():
         yield

@@ -1,6 +1,6 @@
-"""Options of each benchmark's command, with their checks.
+"""Options of each benchmark's command, with checks of their values.
 
-The text under a field is its help. This module imports neither models nor PyTorch.
+The text under a field is the help of its option. This module imports neither models nor PyTorch.
 """
 
 import dataclasses
@@ -18,22 +18,23 @@ class RunSettings(Settings):
     """Options of every benchmark."""
 
     rounds: Count = 5
-    """Visits to each contender; every round visits every one."""
+    """Number of rounds; each round times every case once."""
     device: str | None = None
     """Device, such as cuda, cuda:1 or cpu; by default a GPU if there is one."""
     time_limit_s: Positive | None = None
-    """Seconds. No case starts after three quarters of it; the record has what was measured."""
+    """Time limit of the whole run in seconds. No case starts after three quarters of this time.
+    Cases measured by then are in the record."""
     case_limit_s: Positive | None = None
-    """Seconds after which a contender's set-up and first round, or a later round, is stopped."""
+    """Time limit in seconds of a case's set-up with its first round, and of each later round."""
     output_dir: Path = Path("benchmarks/records")
-    """Directory of the record, which never replaces another one."""
+    """Directory of the record. An existing record is never replaced."""
 
     def check(self) -> None:
         """Raise `InputError` if an option is out of range."""
         check(self, InputError)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the options for a record; a path becomes its last part."""
+        """Return the options as plain values for a record; a path is cut to its last part."""
         values = {name: value for name, value in vars(self).items() if name != "output_dir"}
         return {k: v.resolve().name if isinstance(v, Path) else v for k, v in values.items()}
 
@@ -45,29 +46,29 @@ class StepSettings(RunSettings):
     warmup_steps: Count = 10
     """Untimed steps of each case, including compilation."""
     steps: Count = 10
-    """Timed steps of each visit."""
+    """Timed steps of each case in each round."""
     sequential: bool = False
-    """Finish each case before the next is built, instead of taking turns: for cases that
-    do not fit on the device together. Ratios are then not reported."""
+    """Finish each case before building the next, for cases that do not fit on the device together.
+    Ratios are then not reported."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LargestSettings(RunSettings):
-    """Options of `bench max-batch`; each case has an equal part of the time limit."""
+    """Options of `bench max-batch`; the time limit is divided equally among the cases."""
 
     rounds: Suppress[int] = 0
     first: Size = 64
-    """The batch tried first."""
+    """Batch size that is tried first."""
     granularity: Count = 16
-    """The result is a multiple of this."""
+    """The resulting batch size is a multiple of this number."""
     at_most: Size | None = None
-    """Try no larger batch; needed on a CPU."""
+    """Largest batch size to try; required on a CPU."""
     gpu_memory: str | None = None
-    """Limit of PyTorch's allocator, such as 79GiB, to emulate a smaller GPU. The CUDA context needs
-    about half a GiB more."""
+    """Memory limit of PyTorch's allocator, such as 79GiB, to emulate a smaller GPU. The CUDA
+    context needs about half a GiB in addition."""
 
     def check(self) -> None:
-        """Raise `InputError` if one is out of range."""
+        """Raise `InputError` if an option is out of range."""
         super().check()
         if self.first % self.granularity:
             raise InputError(
@@ -83,6 +84,6 @@ class PhaseSettings(RunSettings):
 
     rounds: Suppress[int] = 0
     infer: bool = False
-    """Inference instead of training."""
+    """Measure inference instead of training."""
     case_limit_s: Positive | None = 300.0
-    """Seconds a case may take."""
+    """Time limit of each case in seconds."""

@@ -1,4 +1,4 @@
-"""Images per second of a running loop, measured without slowing it down."""
+"""Measure images per second of a running loop without slowing the loop down."""
 
 import collections
 import dataclasses
@@ -36,8 +36,8 @@ class _Totals:
 class ThroughputMeter:
     """Images per second over the last `window` steps of a training or evaluation loop.
 
-    On CUDA every step records timing events without waiting for them: a reading covers the steps
-    that the GPU has finished. `mean_images_per_s` waits once, at the end of an epoch.
+    On CUDA every step records timing events and does not wait for them. `images_per_s` covers the
+    steps that the GPU has finished. `mean_images_per_s` waits for the GPU: call it once per epoch.
 
         meter.start()
         for images, targets in loader:
@@ -55,24 +55,24 @@ class ThroughputMeter:
         self.reset()
 
     def reset(self) -> None:
-        """Drop all steps, as at the beginning of an epoch; call `start()` next."""
+        """Drop all steps, for example before an epoch; call `start()` afterwards."""
         self._steps: collections.deque[_Step] = collections.deque()
         self._older = _Totals()
         self._begin: Mark | None = None
         self._ready: Mark | None = None
 
     def start(self) -> None:
-        """Begin a step: call it before a loop, and after a pause such as evaluation."""
+        """Begin a step; call `start()` before a loop, and after a pause such as evaluation."""
         self._begin, self._ready = self._clock.mark(), None
 
     def data_ready(self) -> None:
-        """Mark the arrival of the step's batch; the time since the step began was waiting."""
+        """Mark the arrival of the step's batch; the step waited for data until this call."""
         self._ready = self._clock.mark()
 
     def step(self, images: int) -> None:
-        """Count a queued step over `images` images, and begin the next.
+        """End a step of `images` images, whose work may still be queued, and begin the next step.
 
-        Without a `start()` before it, the first call only begins a step and counts nothing.
+        If `start()` was not called, the first call only begins a step and counts nothing.
         """
         end = self._clock.mark()
         if self._begin is not None:
@@ -80,34 +80,34 @@ class ThroughputMeter:
             self._steps.append(_Step(images, self._begin, ready, end))
         if len(self._steps) > self._window:
             oldest = self._steps.popleft()
-            # A full window was queued since, so this waits only if the host is that far ahead.
+            # The host waits only if it is a whole window of steps ahead of the GPU.
             self._clock.wait(oldest.end)
             self._older.add(oldest, self._clock)
         self._begin, self._ready = end, None
 
     def images_per_s(self) -> float | None:
-        """Return the rate of the window's finished steps; None before the first has finished."""
+        """Return images per second of the window's finished steps, or None if there are none."""
         return self._finished(_Totals()).images_per_s()
 
     def data_wait_fraction(self) -> float | None:
-        """Return the fraction of the window's time spent waiting for data, or None.
+        """Return the fraction of time that the window's finished steps waited for data, or None.
 
-        On CUDA this is the time that the GPU was idle, not the time that the host waited.
+        On CUDA the idle time of the GPU counts, not the time that the host waited.
         """
         totals = self._finished(_Totals())
         return 1 - totals.work_s / totals.elapsed_s if totals.elapsed_s > 0 else None
 
     def mean_images_per_s(self, exclude_data_wait: bool = False) -> float | None:
-        """Return the rate over all steps since the last `reset`; waits for the device once.
+        """Wait for the device; return images per second over all steps since the last `reset`.
 
-        `exclude_data_wait` leaves out the time between a step's begin and its `data_ready()`.
+        `exclude_data_wait` excludes the time from the begin of a step to `data_ready()`.
         """
         if self._steps:
             self._clock.wait(self._steps[-1].end)
         return self._finished(dataclasses.replace(self._older)).images_per_s(exclude_data_wait)
 
     def _finished(self, totals: _Totals) -> _Totals:
-        """Add the window's finished steps to totals, and return these."""
+        """Add the window's finished steps to `totals`, and return `totals`."""
         for step in itertools.takewhile(lambda step: self._clock.reached(step.end), self._steps):
             totals.add(step, self._clock)
         return totals
