@@ -1,4 +1,4 @@
-"""Exact rewrites of a built model: the same function by fewer or larger operations."""
+"""Exact rewrites of a model, which replace operations and keep the outputs up to rounding."""
 
 from tresnet.surgery.composing import compose
 from tresnet.surgery.folding import fold

@@ -1,8 +1,8 @@
-"""Compose consecutive linear convolutions into one, where that is exact.
+"""Compose consecutive linear convolutions into one, where the result is exact.
 
-A convolution reads the input, zero outside its borders, at stride * i + tap - padding. Kernels are
-first expanded to have neither dilation nor groups. Two of them compose by a transposed convolution
-of one with the other. Arrays of two hold values for rows and columns.
+Output i of a convolution reads input position stride * i + tap - padding; inputs outside the border
+are zero. Kernels are first expanded to one group without dilation. A transposed convolution of two
+expanded kernels gives the composed kernel. NumPy arrays hold a value for rows and one for columns.
 """
 
 from dataclasses import dataclass
@@ -19,19 +19,19 @@ from tresnet.layers.subtracted_conv import SubtractedConv
 
 
 def compose(*parts: nn.Module) -> nn.Module:
-    """Return the one convolution that equals the given ones in sequence.
+    """Return one convolution that equals the given convolutions in sequence.
 
-    Parts are `nn.Conv2d`, `SubtractedConv` or `nn.Sequential` of such; they are not changed. The
-    result has one group, and the dtype and device of the first weight. It is composed in float64,
-    and may cost more than its factors.
+    `parts` are `nn.Conv2d`, `SubtractedConv`, or `nn.Sequential` of these, and are not changed. The
+    result has one group, and the dtype and device of the first weight. Its weight is computed in
+    float64. One convolution may take more operations than its parts.
 
-    The result is exact for every input size if only the first part pads. If a later part pads, the
-    part before must have no bias and pad by at least dilation * (kernel - 1), 0 for a 1x1.
+    If only the first part pads, the result is exact for every input size. If a later part pads, the
+    part before it must have no bias and pad by at least dilation * (kernel - 1), 0 for a 1x1.
 
-    In a single model with other modules, such as a ResNet50, each `SubtractedConv` becomes an
-    `nn.Conv2d`, in place, and the model is returned. Train first, as the factors are lost.
-    `InputError` names a part that is not a linear convolution, has hooks or a parametrization, or
-    does not compose exactly, or a model without `SubtractedConv`.
+    Given one model with other modules, such as a ResNet50, `compose` replaces each `SubtractedConv`
+    in place by an `nn.Conv2d`, and returns the model. Train before, as this loses the factors.
+    `InputError`: a part is not a linear convolution, has hooks or a parametrization, or does not
+    compose exactly, or a model has no `SubtractedConv`.
     """
     for index, part in enumerate(parts):
         check_model(part)
@@ -47,7 +47,7 @@ def compose(*parts: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class _Linear:
-    """A convolution as a value: its kernel expanded in float64, (out, in, rows, columns)."""
+    """A convolution with one group and dilation 1; `weight` (out, in, rows, columns) is float64."""
 
     name: str
     weight: Tensor
@@ -64,7 +64,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _compose_inside(model: nn.Module) -> nn.Module:
-    """Replace each `SubtractedConv` of a model; one with several names stays one module."""
+    """Replace each `SubtractedConv` of a model; a module with several names stays one module."""
     named = model.named_modules(remove_duplicate=False)
     places = {name: module for name, module in named if isinstance(module, SubtractedConv)}
     if not places:
@@ -86,7 +86,7 @@ def _flattened(module: nn.Module, name: str) -> list[_Linear]:
     if isinstance(module, nn.Identity):
         return []
     if type(module) is nn.Sequential:
-        # not named_children, which names a repeated convolution only once
+        # named_children would leave out the second use of a convolution
         parts = module._modules.items()
         return [c for key, child in parts if child for c in _flattened(child, f"{name}.{key}")]
     if type(module) is not nn.Conv2d or module.weight.is_complex():
@@ -115,10 +115,10 @@ def _flattened(module: nn.Module, name: str) -> list[_Linear]:
 
 
 def _after(first: _Linear, second: _Linear) -> _Linear:
-    """Return `second` applied to the output of `first`.
+    """Return one convolution that equals `first`, then `second`.
 
-    Tap v of the second reads output position s2 i + v - p2 of the first. There, tap u of the first
-    reads input position s1 s2 i + s1 v + u - (s1 p2 + p1).
+    With strides s and paddings p, tap v of `second` reads position s2 i + v - p2 of the output of
+    `first`. At that position, tap u of `first` reads input s1 s2 i + s1 v + u - (s1 p2 + p1).
     """
     _check_exact(first, second)
     bias = second.bias
@@ -136,9 +136,9 @@ def _after(first: _Linear, second: _Linear) -> _Linear:
 
 
 def _check_exact(first: _Linear, second: _Linear) -> None:
-    """Check that channels fit, and that `second` pads only where `first` would give zeros.
+    """Check that channels are equal, and `second` pads only where `first` would give zeros.
 
-    Past its outermost outputs, `first` reads no pixel if its padding is at least its extent.
+    `first` gives zeros beyond its output if it has no bias and pads by at least its extent.
     """
     gives, takes = len(first.weight), second.weight.shape[1]
     if gives != takes:

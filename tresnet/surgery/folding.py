@@ -1,7 +1,7 @@
 """Fold norms into the convolutions before them, for inference.
 
-`fold` checks the model first, then copies it and replaces each convolution and its norm by one
-convolution with bias. What cannot be folded exactly raises an error before anything is changed.
+`fold` checks the model, copies it, and replaces each convolution and its norm by one convolution
+with bias. A model that cannot be folded exactly raises an error and stays unchanged.
 """
 
 import copy
@@ -23,35 +23,36 @@ from tresnet.models.tresnet import TResNet
 from tresnet.ops.tiles import interpreted
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-# What timm's `freeze` puts in place of a batch norm; its module is slow to import.
+# Class that timm's `freeze` puts in place of a batch norm, by name, as the import is slow.
 _FROZEN = ("torchvision.ops.misc", "FrozenBatchNorm2d")
 
 
 def fold(model: ModuleT, *, merge_stem: bool = False, inplace: bool = False) -> ModuleT:
-    """Return `model` for inference: each norm folded into its convolution, with the same outputs.
+    """Return a model for inference with the same outputs, its norms folded into convolutions.
 
-    y = gamma (conv(x) - mean) / sqrt(var + eps) + beta becomes one convolution with bias, computed
-    in float64 and rounded once. `fold` handles TResNets, also inside another module, and in any
-    `nn.Sequential` a `Conv2d` followed by a `BatchNorm2d`, one of our norms or one that timm has
-    frozen. The model must call such an `nn.Sequential` as one module: if it calls the children one
-    by one and computes something between them, the result is wrong without an error. The result has
-    no gradients and refuses training mode and checkpoints. Load before folding, and export after.
-    Fold a model on the GPU and in the dtype and layout in which it will run. Weights whose widths
-    are no multiple of 8 then lie in padded memory, and no call pads them.
+    y = gamma (conv(x) - mean) / sqrt(var + eps) + beta becomes one convolution with bias, whose
+    weight is computed in float64 and rounded once. `fold` handles TResNets, also inside another
+    module. In any `nn.Sequential` it folds a `Conv2d` with the norm after it: a `BatchNorm2d`, a
+    norm of this package, or a norm that timm froze. The model must call the `nn.Sequential` as a
+    whole. If it calls the children one by one and computes something between them, the result is
+    wrong, without an error. The result has no gradients, and cannot be trained, saved or loaded:
+    load weights before folding, and export after. Fold with the device, dtype and memory format
+    with which the model will run. On a GPU, `fold` stores weights with widths padded to multiples
+    of 8, so that no call pads them.
 
-    `merge_stem` replaces space-to-depth and the stem's 3x3 by one strided convolution (12x12,
-    stride 4, for blocks of 4); exact. `inplace` changes `model` itself.
+    `merge_stem` replaces space-to-depth and the stem's 3x3 exactly by one convolution (12x12 with
+    stride 4, if the block size is 4). `inplace` changes `model` itself.
 
     Raises:
-        InputError: `model` is in training mode or compiled, or has nothing to fold or a norm
-            without running statistics. A convolution, norm or `ConvNormAct` has hooks, a
-            parametrization or another class. Folded weights exceed the range of their dtype.
-            In all these cases `model` is unchanged.
+        InputError: `model` is in training mode, is compiled, has nothing to fold, or has a norm
+            without running statistics. A convolution, norm or `ConvNormAct` has hooks or a
+            parametrization, or is of an unknown class. Folded weights exceed the range of their
+            dtype. In all these cases `model` is unchanged.
     """
     _check(model, merge_stem)
     folded = copy.deepcopy(model)
     networks = [module for module in folded.modules() if isinstance(module, TResNet)]
-    # a block that several parents share stays shared
+    # a `ConvNormAct` with several parents is folded once
     new = {
         id(m): FoldedConv(fold_norm(m.conv, m.bn), getattr(m.bn, "slope", m.slope), m.aa)
         for m in folded.modules()
@@ -76,7 +77,7 @@ def fold(model: ModuleT, *, merge_stem: bool = False, inplace: bool = False) -> 
 
 def _pairs(parent: nn.Sequential) -> list[tuple[str, str]]:
     if type(parent).forward is not nn.Sequential.forward or "forward" in vars(parent):
-        return []  # it may call its children in another order
+        return []  # a changed forward may call the children in another order
     return [
         (name, next_name)
         for (name, conv), (next_name, norm) in itertools.pairwise(parent._modules.items())
@@ -154,7 +155,7 @@ def _fold_pairs(parent: nn.Sequential) -> None:
 
 @torch.no_grad()
 def fold_norm(conv: nn.Conv2d, norm: Any) -> nn.Conv2d:
-    """Return a convolution that equals `conv` and `norm` in eval mode, without activation."""
+    """Return a convolution that equals `conv`, then `norm` in eval mode without its activation."""
     mean, var = norm.running_mean, norm.running_var
     gamma = norm._gamma() if isinstance(norm, NormAct) else norm.weight
     scale = torch.rsqrt(var.double() + norm.eps) * (1.0 if gamma is None else gamma.double())
@@ -188,7 +189,7 @@ def _convolution(conv: nn.Conv2d, weight: Tensor, bias: Tensor, **changes: Any) 
 
 
 def _store_padded(model: TResNet) -> None:
-    """Store weights in padded memory, which the fused program then reads without a copy."""
+    """Store weights in padded memory, so that `tresnet.fused` need not copy and pad them."""
     stem = model.body._modules.get("conv1")
     for module in model.body.modules():
         if isinstance(module, FoldedConv) and module.conv.groups == 1:
@@ -210,13 +211,13 @@ def _store(module: nn.Module, name: str, *dims: int) -> None:
 
 @torch.no_grad()
 def _merge_stem(model: TResNet) -> None:
-    """Make the stem one convolution on pixels, without space-to-depth."""
+    """Replace space-to-depth and the stem's convolution by one convolution of the image."""
     blocks, stem = model.body.get_submodule("s2d"), model.body.get_submodule("conv1")
     if not (isinstance(blocks, SpaceToDepth) and isinstance(stem, FoldedConv)):
         raise InputError("merge_stem expected the stem of a TResNet, got one that was replaced")
     side, conv = blocks.block_size, stem.conv
     out_channels, _, height, width = conv.weight.shape
-    # inputs are ordered (block row, block column, image channel)
+    # space-to-depth orders channels by (row in the block, column in the block, image channel)
     weight = conv.weight.reshape(out_channels, side, side, -1, height, width)
     weight = weight.permute(0, 3, 4, 1, 5, 2).reshape(out_channels, -1, height * side, width * side)
     assert conv.bias is not None

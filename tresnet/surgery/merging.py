@@ -13,11 +13,11 @@ from tresnet.layers.hooks import refuse_hooked
 
 
 class ParallelBranches(nn.Module):
-    """G branches as one module: (N, C, ...), or (N, G C, ...) if not shared, to (N, G C', ...).
+    """Run G branches of equal structure as one module.
 
-    `merged` is a branch with the parameters and buffers of all branches, stacked along a first
-    dimension. `torch.vmap` runs it: convolutions become grouped, or dense on a shared input, and
-    linear layers become a batched matrix product.
+    `merged` is one branch, whose parameters and buffers stack the tensors of all branches along a
+    new first dimension. `torch.vmap` runs `merged`: convolutions become grouped (or dense, for a
+    shared input), and linear layers become a batched matrix product.
     """
 
     def __init__(self, branches: list[nn.Module], shared_input: bool) -> None:
@@ -34,7 +34,7 @@ class ParallelBranches(nn.Module):
         self.training = branches[0].training
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run all branches and concatenate their outputs along dimension 1."""
+        """Map (N, C, ...), or (N, G C, ...) without `shared_input`, to (N, G C', ...)."""
         if not self.shared_input:
             x = x.unflatten(1, (self.groups, -1))
         run = torch.vmap(self._run, (0, None if self.shared_input else 1), randomness="different")
@@ -45,16 +45,16 @@ class ParallelBranches(nn.Module):
 
 
 def merge_parallel(branches: Iterable[nn.Module], *, shared_input: bool = True) -> ParallelBranches:
-    """Return one module that runs G branches together; weights are copied, branches unchanged.
+    """Return one module that runs copies of all branches together.
 
-    The outputs are those of the branches, concatenated along dimension 1, and the gradients are
-    theirs, in eval and training mode. `torch.vmap` must be able to run the branches. For linear
-    layers with unequal numbers of outputs use `tresnet.layers.GroupedLinear`. Dropout and drop path
-    draw for each branch. With `shared_input` all branches read the same (N, C, ...), else branch g
-    reads the g-th C channels.
+    Outputs are concatenated along dimension 1. Outputs and gradients equal those of the branches,
+    in eval and training mode. `torch.vmap` must be able to run the branches. For linear layers with
+    unequal numbers of outputs use `tresnet.layers.GroupedLinear`. Dropout and drop path draw
+    separately for each branch. With `shared_input` all branches read the same (N, C, ...).
+    Otherwise branch g reads the g-th C of G C channels.
 
-    `InputError` names the tensor or setting if branches differ in structure or settings, share or
-    tie tensors, have none, or have hooks.
+    `InputError`: branches differ in structure or settings, share tensors, have no tensors, or have
+    hooks. The message names the tensor or setting.
     """
     modules = list(branches)
     if not modules or not all(isinstance(m, nn.Module) and _tensors(m) for m in modules):
@@ -103,5 +103,5 @@ def _structure(branch: nn.Module) -> dict[str, Any]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Return whether two settings are equal; tensors are only if they are one object."""
+    """Return whether two settings are equal; two tensors are equal only if they are one object."""
     return a is b or (type(a) is type(b) and not isinstance(a, Tensor) and bool(a == b))

@@ -1,4 +1,4 @@
-"""Exchange the norms of a model for another class with the same function."""
+"""Replace the norms of a model by another class of norm that computes the same function."""
 
 from dataclasses import replace
 from typing import TypeVar
@@ -21,18 +21,17 @@ _KEPT = (
 
 
 def swap_norm(model: ModuleT, norm: str) -> ModuleT:
-    """Replace every norm of `model` by one of the class `norm`, in place, and return the model.
+    """Replace every norm of `model` in place by the class that `norm` names; return the model.
 
-    The function stays the same. Parameters and buffers stay the same objects, so optimizers and
-    EMAs stay valid. Choices of `set_impl` and `set_recompute` stay, and apply again with norm
-    'abn'. A model that was compiled or scripted before keeps its old norms: swap first. `norm` is
-    'abn', 'batchnorm' or 'inplace_abn'. The last cannot represent a gamma below its eps (1e-5),
-    such as the zeros that a new model starts with; without the package it is a
-    `MissingDependencyError`.
+    `norm` is 'abn', 'batchnorm' or 'inplace_abn'. The model computes the same function. Parameters
+    and buffers stay the same objects, so optimizers and EMAs stay valid. Choices of `set_impl` and
+    `set_recompute` are stored, and have an effect only while the norm is 'abn'. Swap before
+    compiling or scripting, as a compiled or scripted model keeps its old norms.
 
     Raises:
-        InputError: an unknown norm, no norms in the model, norms with hooks or changes, or gammas
-            that in-place ABN cannot represent; the model is then unchanged.
+        InputError: `norm` is unknown, the model has no norms, a norm has hooks or changes, or a
+            gamma is below eps (1e-5) for 'inplace_abn'. The model is then unchanged.
+        MissingDependencyError: 'inplace_abn' needs the inplace-abn package.
     """
     target = norm_class(norm)
     check_model(model)
@@ -47,7 +46,7 @@ def swap_norm(model: ModuleT, norm: str) -> ModuleT:
         _check_gammas(old)
     new = {id(module): _counterpart(module, target) for module in old.values()}
     for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):  # a shared child once for each name
+        for name, child in list(parent._modules.items()):  # a shared child has several names
             if child is not None and id(child) in new:
                 parent.register_module(name, new[id(child)])
         if isinstance(parent, TResNet | FeatureExtractor):
@@ -76,8 +75,8 @@ def _check_gammas(norms: dict[str, NormAct]) -> None:
 def _counterpart(old: NormAct, target: type[NormAct]) -> NormAct:
     new = target(old.num_features, old.slope, eps=old.eps, momentum=old.momentum, device="meta")
     if isinstance(old, InplaceABN):
-        old.weight.copy_(old._gamma())  # a weight below eps is not its gamma
-    for name in _KEPT:  # a norm that ignores a choice keeps it for the next swap
+        old.weight.copy_(old._gamma())  # a weight below eps differs from gamma
+    for name in _KEPT:  # also attributes that `new` ignores, for the next swap
         if hasattr(old, name):
             setattr(new, name, getattr(old, name))
     return new.train(old.training)
