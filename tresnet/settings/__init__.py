@@ -1,8 +1,8 @@
-"""Settings of a model's build, of its step and of its images, each declared once.
+"""Settings of models, of their images and of their steps, each declared once.
 
-The training configuration, `eval.py`, benchmarks and predictions of memory are made of these
-classes. The text under a field is its help on the command line, and its type holds its range. This
-module does not import PyTorch, so that `--help` is quick.
+The training configuration, `eval.py`, benchmarks and memory predictions are made of these classes.
+The text under a field is the option's help on the command line, and the field's type holds the
+range. Importing this module does not import PyTorch, so that `--help` is quick.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ CompileMode = Literal[
 Dtype = Literal["fp32", "bf16", "fp16"]
 Impl = Literal["auto", "triton", "reference"]
 Input = Literal["float", "uint8"]
-Sides = Size | tuple[Size, Size]  # of a square, or height and width, in pixels
+Sides = Size | tuple[Size, Size]  # one number for a square, or height and width, in pixels
 Recompute = Literal["none", "activations", "outputs"]
 
 
@@ -45,7 +45,7 @@ def sides(size: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def torch_dtype(name: Dtype) -> "torch.dtype":
-    """Return the dtype that a setting names."""
+    """Return PyTorch's dtype for a setting such as 'bf16'."""
     import torch
 
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
@@ -56,55 +56,56 @@ def torch_dtype(name: Dtype) -> "torch.dtype":
 
 @dataclass(frozen=True, kw_only=True)
 class Build(Settings):
-    """Implementation of a model; its function and its checkpoints do not depend on these."""
+    """Implementation of a model; no choice changes the model's function or checkpoints."""
 
     norm: Literal["abn", "batchnorm", "inplace_abn"] = "abn"
-    """Implementation of batch norm + activation."""
+    """Implementation of batch norm with its activation."""
     impl: Impl = "auto"
-    """Implementation of the norms and what follows them: Triton kernels, or plain operators."""
+    """Operations between convolutions. triton: Triton kernels. reference: plain PyTorch operators.
+    auto: Triton kernels on a GPU, plain modules on a CPU."""
     jit: bool = False
-    """Use the scripted helper functions."""
+    """Run space-to-depth, blurs and average pools in TorchScript."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingBuild(Build):
-    """Build of a model that is trained."""
+    """Implementation of a model for training."""
 
     recompute: Recompute = "activations"
-    """Tensors of norm abn that backward recomputes. none is the least work. outputs (also those
-    of every second block, on a GPU and without --compile) is the least memory."""
+    """Tensors that backward recomputes, for norm abn. none: no tensors. activations: outputs of
+    norms. outputs: also outputs of every second block, on a GPU without --compile."""
     grad_checkpointing: bool = False
     """Run the forward of each block again in backward, to save memory."""
 
     @property
     def build(self) -> dict[str, Any]:
-        """Arguments of `tresnet.create`; `grad_checkpointing` is switched on afterwards."""
+        """Arguments of `tresnet.create`, without `grad_checkpointing`, which is set afterwards."""
         return {**self.values(Build), "recompute": self.recompute}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape(Settings):
-    """Options that decide a model's parameters and function, beside its variant."""
+    """Options that, with the variant, determine a model's parameters and function."""
 
     head: str | None = None
-    """Kind of classifier: linear, group_attention, ml_decoder. None: the weights', else linear."""
+    """Classifier: linear, group_attention or ml_decoder. None: as in the weights, or linear."""
     head_groups: tuple[int, ...] | None = None
-    """Classes of each group of the head group_attention. None: 12 groups of about equal size."""
+    """Number of classes in each group of the head group_attention. None: 12 about equal groups."""
     head_channels: int | None = None
-    """Channels of each group of group_attention (None: 512) or of ml_decoder (None: 768)."""
+    """Channels per group of the head group_attention (None: 512), or of ml_decoder (None: 768)."""
     width_factor: Positive | None = None
-    """Multiply the channels. None: the variant's own."""
+    """Width of the model: the stem has 64 times this number of channels. None: as the variant."""
     layers: tuple[Count, Count, Count, Count] | None = None
-    """Blocks in each stage. None: the variant's own."""
+    """Number of blocks in each stage. None: as the variant."""
     block_size: Count | None = None
-    """Side of the space-to-depth blocks: 2 suits small images. None: the variant's own."""
+    """Side of the space-to-depth blocks in pixels; 2 suits small images. None: as the variant."""
     drop_rate: FractionBelow1 = 0.0
-    """Dropout before the classifier."""
+    """Probability of dropout before the classifier."""
     drop_path_rate: FractionBelow1 = 0.0
-    """Stochastic depth of the last block; earlier blocks get less."""
+    """Probability of stochastic depth in the last block; earlier blocks have lower ones."""
 
 
-# -- its images -------------------------------------------------------------------------------
+# -- a model's images -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,53 +113,53 @@ class ImageSize(Settings):
     """The size of a model's images."""
 
     input_size: Sides | None = None
-    """Height and width of the input in pixels, or one number for both. None: the model's own."""
+    """Height and width of the input in pixels, or one number for both. None: the model's size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalTransform(ImageSize):
-    """Resizing and cropping of an image to the size that a model is tested at."""
+    """Resizing and cropping of images for evaluation."""
 
     crop_pct: FractionAbove0 | None = None
-    """Fraction of the resized image that evaluation keeps. None: the model's own."""
+    """Fraction of each side that evaluation keeps of the resized image. None: the model's value."""
     crop_mode: Literal["center", "squash", "border"] | None = None
-    """How evaluation crops. center: keep the aspect ratio and cut the middle out. squash: resize to
-    the input size. border: keep the aspect ratio and all of the image, between black borders. None:
-    the model's own."""
+    """How evaluation crops. center: keep the aspect ratio and cut off the edges. squash: change the
+    aspect ratio to the input's. border: keep the aspect ratio and add black borders. None: the
+    model's mode."""
     interpolation: Literal["bilinear", "bicubic"] | None = None
-    """Resampling filter. None: the model's own."""
+    """Resampling filter. None: the model's filter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSettings(Settings):
     """Conversion of an image before it is written into a shard.
 
-    An image that is no larger than requested keeps its bytes. Others are resized (Lanczos) and
-    become JPEGs, or all of them are kept as pixels. Only one of the two sides is limited.
+    Larger images than requested are resized by a Lanczos filter and encoded as JPEG. Other images
+    keep the bytes of their files. `max_side` and `short_side` exclude each other.
     """
 
     max_side: Count | None = None
-    """Make images smaller until the longer side has at most so many pixels; 500 keeps accuracy."""
+    """Shrink images whose longer side has more pixels than this; 500 keeps the accuracy."""
     short_side: Count | None = None
-    """Make images smaller until the shorter side has at most so many pixels; 256 is fastest."""
+    """Shrink images whose shorter side has more pixels than this; 256 is fastest."""
     quality: Annotated[int, Ge(1), Le(100)] = 90
-    """JPEG quality of the images that are resized."""
+    """JPEG quality of resized images."""
     pixels: bool = False
-    """Keep pixels instead of JPEGs: nothing to decode, on about ten times the space."""
+    """Store all images as pixels: nothing to decode in training, but about ten times the space."""
     images_per_shard: Count = 8192
-    """Images in a file."""
+    """Number of images in one file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepInput(ImageSize):
-    """The images that reach a step."""
+    """Size and type of the images that a step reads."""
 
     input: Input = "float"
-    """float: images in [0, 1]. uint8: bytes, which the step divides by 255; our channels-last stem
-    reads the bytes directly."""
+    """Type of the images. float: values in [0, 1]. uint8: bytes, which the step divides by 255. Our
+    models in channels-last format read bytes directly."""
 
 
-# -- its step ---------------------------------------------------------------------------------
+# -- a model's step ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,28 +167,28 @@ class Compute(Settings):
     """Precision, memory format and compiler of a step."""
 
     amp: Amp = "off"
-    """Autocast to 16 bits; fp16 scales the loss in training."""
+    """16-bit type of autocast. In training, fp16 also scales the loss."""
     channels_last: bool = False
     """Keep images and weights in channels-last memory."""
     compile: CompileMode = "none"
     """Mode of torch.compile. none: run eagerly."""
     cuda_graph: Literal["off", "on", "auto"] = "auto"
-    """Replay batches of frequent shapes as a CUDA graph, which saves CPU time. auto: on for models
-    that are not compiled, on one GPU."""
+    """Replay batches of frequent shapes as a CUDA graph, which saves CPU time. auto: only on one
+    GPU and without --compile."""
 
     @property
     def amp_dtype(self) -> "torch.dtype | None":
-        """The dtype of autocast; None for no autocast."""
+        """The dtype of autocast, or None without autocast."""
         return None if self.amp == "off" else torch_dtype(self.amp)
 
     def autocast(self, device: "torch.device") -> AbstractContextManager[Any]:
-        """Return the context of autocast, or one that does nothing."""
+        """Return the context of autocast, or a null context if `amp` is 'off'."""
         if self.amp_dtype is None:
             return contextlib.nullcontext()
         import torch
 
-        # Each weight is cast once per forward anyway, and copies cached across a captured graph
-        # would be stale.
+        # A cache saves nothing, as each weight is cast once per forward. A replayed CUDA graph
+        # would read stale copies from it.
         return torch.autocast(device.type, dtype=self.amp_dtype, cache_enabled=False)
 
     @property
@@ -200,15 +201,14 @@ class Compute(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceCompute(Compute):
-    """Precision, memory format and compiler for a model whose weights no longer change."""
+    """Settings of a step for a model whose weights no longer change."""
 
     dtype: Dtype = "fp32"
-    """Type of the weights."""
+    """Dtype of the weights."""
     fold: bool = True
-    """Fold each batch norm of our models into the convolution before it: the same outputs up to
-    rounding."""
+    """Fold the batch norms of our models into convolutions; outputs change only by rounding."""
     freeze: bool = False
-    """With --compile: compile the weights in as constants."""
+    """With --compile: compile the weights as constants."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,20 +216,20 @@ class OptimConfig(Settings):
     """Optimizer, learning rate and gradient accumulation."""
 
     opt: str = "sgd"
-    """Optimizer by timm's name; sgd is SGD with Nesterov momentum."""
+    """Name of the optimizer in timm; sgd is SGD with Nesterov momentum."""
     lr: Positive = 0.1
-    """Highest learning rate."""
+    """Peak learning rate."""
     lr_batch: Count | None = None
-    """Images per optimizer step for which `lr` is given; it scales linearly. None: no scaling."""
+    """Multiply `lr` by (images per optimizer step) / (this number). None: no scaling."""
     momentum: FractionBelow1 = 0.9
-    """Momentum, where the optimizer has one."""
+    """Momentum, for optimizers with momentum."""
     weight_decay: PositiveOrZero = 1e-4
-    """Weight decay of convolution and linear weights; biases and norms have none."""
+    """Weight decay of convolution and linear weights; biases and norms do not decay."""
     layer_decay: FractionAbove0 = 1.0
-    """Learning rate of each block as a fraction of the next one's; the head has the full rate. 1:
-    the same rate for all."""
+    """Learning rate of a block, divided by the rate of the next block. The head has the full rate.
+    1: equal rates."""
     clip_grad: Positive | None = None
-    """Largest norm of the gradients. None: no limit."""
+    """Clip the norm of all gradients to this number. None: no clipping."""
     accumulate: Count = 1
     """Micro-batches per optimizer step, each of --batch-size images."""
 
@@ -241,23 +241,23 @@ class ScheduleConfig(Settings):
     epochs: Count = 300
     """Number of epochs over the training images."""
     lr_schedule: Literal["one-cycle", "cosine", "constant"] = "one-cycle"
-    """Schedule after the warm-up; one-cycle warms up along a cosine, the others linearly."""
+    """Schedule of the learning rate. one-cycle warms up along a cosine, the others linearly."""
     warmup_fraction: Fraction = 0.2
-    """Fraction of all optimizer steps in which the learning rate rises."""
+    """Fraction of all optimizer steps that are warm-up, in which the learning rate rises."""
     start_factor: FractionAbove0 = 0.04
-    """First learning rate, as a fraction of the highest."""
+    """Learning rate of the first optimizer step, as a fraction of the peak rate."""
     end_factor: FractionAbove0 = 4e-6
-    """Last learning rate, as a fraction of the highest."""
+    """Learning rate of the last optimizer step, as a fraction of the peak rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmaConfig(Settings):
-    """Exponential moving average (EMA) of the weights, which is evaluated and kept as best."""
+    """Exponential moving average (EMA) of the weights, which is evaluated and saved as best."""
 
     ema_decay: FractionBelow1 = 0.0
-    """Fraction of the EMA kept at each optimizer step. 0: no EMA."""
+    """Fraction of the EMA that each optimizer step retains. 0: no EMA."""
     ema_warmup: bool = True
-    """Let the decay grow from 0, so that the first weights have little influence in a short run."""
+    """Increase the decay from 0, so that a short run's EMA depends little on early weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,7 +265,7 @@ class ModelStep(StepInput, EmaConfig, OptimConfig, InferenceCompute, TrainingBui
     """All settings that affect the speed and the memory of a training or inference step."""
 
     def check_applies(self, *, training: bool, model: str, ours: bool) -> None:
-        """Raise `InputError` for a setting that is not at its default and has no effect."""
+        """Raise `InputError` for a setting that differs from its default but has no effect."""
         learning = _names(TrainingBuild, OptimConfig, EmaConfig)
         common = _names(Build, Compute)
         reasons = dict.fromkeys(

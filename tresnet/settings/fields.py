@@ -1,8 +1,8 @@
-"""Checks of settings: a field's type holds its range, and pydantic checks values against it.
+"""Check settings by pydantic against the types of their fields, which hold the ranges.
 
-`check`, `read` and `parse` check an instance, JSON and texts of the command line. Each turns
-pydantic's errors into one line per value, in the words of the other errors. pydantic is imported at
-the first check, so that importing the package stays quick.
+`check` checks an instance, `read` reads JSON, and `parse` reads texts of the command line. Each
+turns pydantic's errors into one line per value, worded as other errors of this package. pydantic is
+imported at the first check, so that importing the package stays quick.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ T = TypeVar("T")
 Count = Annotated[int, Ge(1)]
 Size = Annotated[int, Ge(1), Le(2**31 - 1)]  # PyTorch counts images and pixels in 32 bits
 CountOrZero = Annotated[int, Ge(0)]
-# Far below the largest of float32: kernels take such numbers, and products of them, as float32.
+# Kernels compute products of settings in float32, so 1e15 is far below float32's largest number.
 Positive = Annotated[float, Gt(0), Le(1e15)]
 PositiveOrZero = Annotated[float, Ge(0), Le(1e15)]
 Fraction = Annotated[float, Ge(0), Le(1)]
@@ -34,19 +34,19 @@ FractionBelow1 = Annotated[float, Ge(0), Lt(1)]
 
 
 def smallest_first(values: tuple[float, float]) -> bool:
-    """Return whether the first value of a range is not larger than the second."""
+    """Return whether the first value of a range is at most the second."""
     return values[0] <= values[1]
 
 
 Ascending = Predicate(smallest_first)
 
 
-REVALIDATED: Any = {"revalidate_instances": "always"}  # for a class's `__pydantic_config__`
+REVALIDATED: Any = {"revalidate_instances": "always"}  # a class's `__pydantic_config__`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Base of the settings: NaN and infinity are in no range, and instances are checked."""
+    """Base class of settings: no value is NaN or infinite, and pydantic checks instances again."""
 
     __pydantic_config__: ClassVar = {
         "allow_inf_nan": False,
@@ -56,7 +56,7 @@ class Settings:
     }
 
     def values(self, of: "type[Settings]") -> dict[str, Any]:
-        """Return the fields that the base class `of` declares, by name."""
+        """Return name and value of each field that the base class `of` has."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(of)}
 
 
@@ -67,7 +67,7 @@ def check(
 ) -> None:
     """Raise `error` with a line (`--lr: expected more than 0, got -1.0`) for each bad value.
 
-    Dataclasses in fields are checked too. `spell` names a field in the message; None for `option`.
+    Nested dataclasses are checked too. `spell` names a field in messages; `option` is the default.
     """
     cls = type(settings)
     with _explained(cls, error, lambda path: (spell or option)(path[-1])):
@@ -75,21 +75,21 @@ def check(
 
 
 def read(cls: type[T], text: str, source: str) -> T:
-    """Return an instance of `cls` from JSON, or raise ConfigError with `source`.
+    """Return an instance of `cls` from JSON, or raise ConfigError that names `source`.
 
-    Absent fields keep their defaults, lists become tuples, and floats may be whole numbers.
+    Missing fields get their defaults, lists become tuples, and whole numbers may stand for floats.
     """
     try:
-        values = json.loads(text)  # pydantic's own reader refuses lone surrogates in paths
+        values = json.loads(text)  # pydantic's reader rejects lone surrogates, as in some paths
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{source} is not JSON: {error}") from error
     with _explained(cls, ConfigError, lambda path: ": ".join([source, *path])):
-        made = _adapter(cls).validate_python(values)  # refuses unknown and misplaced fields
+        made = _adapter(cls).validate_python(values)  # raises for unknown or misplaced fields
         return _adapter(cls).validate_python(_unconverted(made, values), strict=True)
 
 
 def _unconverted(made: Any, value: Any) -> Any:
-    """Return the settings `made` from JSON with its own values, in which "3" is not a number."""
+    """Return `made` with the values as in the JSON, where pydantic has turned "3" into 3."""
     if isinstance(value, dict):
         changes = {name: _unconverted(getattr(made, name), own) for name, own in value.items()}
         return dataclasses.replace(made, **changes)
@@ -97,12 +97,12 @@ def _unconverted(made: Any, value: Any) -> Any:
 
 
 def checked(cls: type[T], values: Mapping[str, Any]) -> T:
-    """Return an instance of a dataclass with `REVALIDATED`, or raise TypeError or ValueError."""
+    """Return a checked instance of a `REVALIDATED` dataclass, or raise TypeError or ValueError."""
     return _adapter(cls).validate_python(cls(**values), strict=True)
 
 
 def parse(cls: type[T], texts: Mapping[str, str], source: str) -> T:
-    """Return an instance from texts of some fields, or raise InputError about `source`."""
+    """Return an instance of `cls` from texts of fields, or raise InputError that names `source`."""
     with _explained(cls, InputError, lambda path: ": ".join([source, *path])):
         return _adapter(cls).validate_strings(dict(texts))
 
@@ -131,7 +131,7 @@ def _kinds(cls: type) -> dict[str, Any]:
     return {field.name: field.type for field in dataclasses.fields(cls)}
 
 
-# From pydantic's name of an error, or its first word, to what was expected.
+# The expected value in words, by pydantic's type of error, or by the first word of that type.
 _EXPECTED = {
     "bool": "true or false",
     "callable": "a function",
@@ -158,7 +158,7 @@ _EXPECTED = {
 def _explained(
     cls: type, error: type[TResNetError], spell: Callable[[tuple[str, ...]], str]
 ) -> Iterator[None]:
-    """Raise `error` for pydantic's errors: `NAME: expected ..., got ...` for each value."""
+    """Turn pydantic's errors into one `error` with a line `NAME: expected ..., got ...` each."""
     from pydantic import ValidationError
 
     try:
@@ -172,13 +172,13 @@ def _explained(
             if kind == "unexpected_keyword_argument":
                 what = unknown("setting", path[-1], known)
                 raise error(f"{spell(path[:-1])}: {what}") from None
-            if kind == "predicate_failed":  # the predicate's name says what it requires
+            if kind == "predicate_failed":  # the function's name, such as `smallest_first`
                 expected = expected.split("'")[1].replace("_", " ")
             elif template is not None:
                 context = {key: _plain(value) for key, value in one.get("ctx", {}).items()}
                 expected = template.format(**context)
             key = spell(path), repr(one["input"])
-            found.setdefault(key, []).append(expected)  # a union has an error for each kind
+            found.setdefault(key, []).append(expected)  # a union has one error for each type
         lines = [
             f"{name}: expected {' or '.join(dict.fromkeys(kinds))}, got {got}"
             for (name, got), kinds in found.items()
@@ -187,7 +187,7 @@ def _explained(
 
 
 def _path(cls: type, place: tuple[int | str, ...]) -> tuple[tuple[str, ...], Iterable[str]]:
-    """Return the fields of a location, without pydantic's types after them, and their siblings."""
+    """Return the path of fields to an error, and the names of all fields beside the last one."""
     path: list[str] = []
     for part in map(str, place):
         path.append(part)
