@@ -1,17 +1,16 @@
-"""Tensor operations: each is defined in plain PyTorch, with faster forms beside the definition.
+"""Tensor operations, each defined in plain PyTorch; some also have faster Triton kernels.
 
-An operation is a folder; with kernels it has four files:
+Most operations have a folder. A folder with kernels has four files:
 
 | file | holds |
 |---|---|
-| `__init__.py` | the function: checks its arguments and picks the implementation |
+| `__init__.py` | the public function: checks its arguments and picks the implementation |
 | `reference.py` | the definition in plain PyTorch |
-| `kernels.py` | Triton kernels; only `launching.py` imports triton too |
-| `launch.py` | a function for each launch, of the name and arguments of its definition |
+| `kernels.py` | Triton kernels; besides these files, only `launching.py` imports triton |
+| `launch.py` | functions that launch kernels, with the names and arguments of `reference.py` |
 
-None has a gradient of its own: autograd differentiates the definitions, and `tresnet.fused` calls
-forward and backward. The common pattern, for a function `double` of a tensor (`tiles`
-divides maps into programs):
+No operation defines an `autograd.Function`. Autograd differentiates the plain definitions, and
+`tresnet.fused` calls the kernels of forward and backward. This example adds the operation `double`:
 
     # __init__.py
     def double(x: Tensor, *, kernels: bool) -> Tensor:
@@ -20,15 +19,15 @@ divides maps into programs):
     # launch.py
     def double(x: Tensor) -> Tensor:
         out = torch.empty_like(x)
-        launch(_double(x, None), x=x, out=out)  # launching.py; the names are the kernel's
+        launch(_double(x, None), x=x, out=out)  # from launching.py; the kernel has arguments x, out
         return out
 
-    @by_form  # tiles: once for each shape, strides and dtype
+    @by_form  # from tiles; caches the Form for a shape, strides and dtype
     def _double(x: Tensor, processors: int) -> Form:
         grid = (-(-x.numel() // BLOCK),)
         return Form("double.double", WARPS, grid, N=x.numel(), BLOCK=BLOCK)
 
-`selfcheck.check` runs all kernels on a GPU before their first use there: a new one is added to it.
-`tests/ops/test_abn_kernels.py` is a test to copy. `benchmarks/ops.py` times what it lists;
-`tests/ops/compile_kernels.py` compiles what it lists, to count registers.
+Add a new kernel to `selfcheck.check`, which runs every kernel on a GPU before its first use there.
+Copy a test from `tests/ops/test_abn_kernels.py`. List the kernel in `benchmarks/ops.py` to time it,
+and in `tests/ops/compile_kernels.py` to count its registers.
 """

@@ -1,4 +1,4 @@
-"""State of autocast, and a context without it."""
+"""Autocast's present dtype, and a context that disables autocast."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -6,14 +6,14 @@ import torch
 
 
 def autocast_off(device_type: str) -> AbstractContextManager[object]:
-    """Return a context without autocast on `device_type` ('meta' has none)."""
+    """Return a context that disables autocast on `device_type`; 'meta' has no autocast."""
     if autocast_dtype(device_type) is not None:
         return torch.autocast(device_type, enabled=False)
     return nullcontext()  # entering an autocast context takes as long as a launch
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return the dtype of autocast on `device_type`, or None if it is off."""
+    """Return the dtype of autocast on `device_type`, or None if autocast is off."""
     # not torch.amp.is_autocast_available, which the compiler of torch 2.11 cannot trace
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)

@@ -1,4 +1,4 @@
-"""Choice of the implementation that runs an operation."""
+"""Choice between Triton kernels and plain PyTorch for an operation."""
 
 import functools
 import importlib.util
@@ -17,7 +17,7 @@ IMPLS: tuple[Impl, ...] = get_args(Impl)
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_CAPABILITY = (8, 0)
 
-_found: dict[int, str | None] = {}  # results of `lacking` by GPU; every call of a part reads one
+_found: dict[int, str | None] = {}  # results of `lacking` by GPU, as every forward needs one
 
 
 def check_impl(operation: str, impl: str) -> None:
@@ -33,7 +33,7 @@ def traced() -> bool:
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()
         or torch._C._are_functorch_transforms_active()
-        or torch._C._get_dispatch_mode(_PROXY) is not None  # make_fx, which sees no launch
+        or torch._C._get_dispatch_mode(_PROXY) is not None  # make_fx, which cannot record launches
         or torch._ops._get_dispatch_mode_pre_dispatch(_PROXY) is not None
     )
 
@@ -42,10 +42,10 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 
 def runs_kernels(device: torch.device, dtype: torch.dtype, impl: Impl, fake: bool = False) -> bool:
-    """Return whether Triton kernels run; "auto" means where available and correct.
+    """Return whether Triton kernels run for maps of this device and dtype.
 
-    Device, dtype and `fake` (for fake tensors) are those of the maps. Raises `InputError` with the
-    reason if `impl` is "triton" and they cannot run.
+    With "auto", kernels run where they are available and passed their check. `fake` maps are fake
+    tensors. Raises `InputError` with the reason if `impl` is "triton" and kernels cannot run.
     """
     if impl == "reference":
         return False
@@ -58,9 +58,9 @@ def runs_kernels(device: torch.device, dtype: torch.dtype, impl: Impl, fake: boo
 
 
 def lacking(device: torch.device, fake: bool = False) -> str | None:
-    """Return why the kernels cannot run on a device, or are wrong there; None if they can.
+    """Return why the kernels cannot run on a device or are wrong there; None if they are usable.
 
-    Fake tensors may represent another GPU, so for them nothing is run on this machine's.
+    With `fake`, no check runs on a GPU, as fake tensors may represent a GPU of another machine.
     """
     index = device.index or 0
     if device.type == "cuda" and index in _found:
@@ -79,7 +79,7 @@ def lacking(device: torch.device, fake: bool = False) -> str | None:
     elif torch.cuda.is_current_stream_capturing():
         return None
     else:
-        from tresnet.ops import selfcheck  # which imports this
+        from tresnet.ops import selfcheck  # imported only where a GPU is checked
 
         reason = selfcheck.failure(torch.device("cuda", index))
     _found[index] = reason

@@ -1,8 +1,8 @@
 """Launches of Triton kernels.
 
-A launch function allocates its results, and gives `launch` the tensors and a `Form`, all by the
-names of the kernel's arguments. Tensors without values (fakes, and those on `meta`) are allocated
-but not computed, so that predictions of memory run these functions too.
+The functions of each `launch.py` allocate results. They call `launch` with a `Form` (kernel, grid
+and numeric arguments) and with tensors named as the kernel's arguments. Results that are fake or
+meta tensors are allocated but not computed, so predictions of memory run these functions too.
 """
 
 import copy
@@ -18,32 +18,32 @@ from torch import Tensor, nn
 
 
 class Form:
-    """A kernel with its grid and numbers, for tensors of one form (`tiles.by_form`).
+    """A kernel with its grid and numeric arguments, for maps of one shape, strides and dtype.
 
-    Their dtypes and device are always the same, as `launch` does not read them again.
+    All launches of a form have tensors of the same dtypes and device: `launch` reads these once.
 
     Args:
-        name: Folder of the operation, and its kernel, as in "abn.apply".
-        warps: Of a program.
-        grid: Programs along one or two axes.
-        numbers: All arguments of the kernel that are no tensors, constants included. Names that
-            the kernel does not have are ignored.
+        name: Folder of the operation and name of the kernel, as in "abn.apply".
+        warps: Number of warps of a program.
+        grid: Number of programs along one or two axes.
+        numbers: The kernel's arguments other than tensors, including constants. Names that the
+            kernel does not have are ignored.
     """
 
     def __init__(self, name: str, warps: int, grid: tuple[int, ...], **numbers: Any) -> None:
         folder, kernel = name.split(".")
-        # at the first launch: Triton may be absent, and is slow to import
+        # imported only here, as Triton may be absent and is slow to import
         self.kernel = getattr(importlib.import_module(f"tresnet.ops.{folder}.kernels"), kernel)
         self.grid = (*grid, 1, 1)[:3]
-        # Triton 3.9 warns unless this or TRITON_DEFAULT_FP_FUSION is set, even to the default
+        # Triton 3.9 warns unless enable_fp_fusion or TRITON_DEFAULT_FP_FUSION is set
         self.options = {"num_warps": warps, "enable_fp_fusion": True}
         self.numbers = {name: numbers[name] for name in self.kernel.arg_names if name in numbers}
-        self.compiled: dict[Any, _Compiled] = {}  # by alignment
+        self.compiled: dict[Any, _Compiled] = {}  # by addresses modulo 16
         self.dtypes: list[torch.dtype] | None = None
 
 
 class Launch(NamedTuple):
-    """One launch of a kernel; its arguments by name, in order."""
+    """One launch of a kernel, with the arguments by name, in the kernel's order."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -52,13 +52,13 @@ class Launch(NamedTuple):
 
 
 class _Compiled(NamedTuple):
-    """A compiled kernel, and how to launch it."""
+    """A compiled kernel, its device, and what launches it."""
 
-    kernel: Any  # Triton's object, whose launches call all hooks
+    kernel: Any  # Triton's object; launching it calls Triton's hooks
     device: int
-    run: Callable[[int, list[int]], object]  # called with the stream and addresses
+    run: Callable[[int, list[int]], object]  # launches on a stream with tensors' addresses
     driver: Any
-    settings: Any  # Triton's, which contain the hooks
+    settings: Any  # Triton's runtime settings, which contain the hooks
 
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -68,17 +68,17 @@ _noted: list[Launch] | None = None
 def launch(form: Form, **tensors: Tensor) -> None:
     """Launch a Triton kernel with all its tensors, in the order of its arguments.
 
-    Triton's own function takes several times as long as a launch of the compiled kernel. It
-    therefore runs only once for a form and its alignments. Later launches pass addresses, which is
-    faster than passing tensors. Raises `ValueError` if that first launch has tensors on several
-    devices.
+    Triton's own launcher takes several times as long as a direct launch of the compiled kernel. So
+    Triton's launcher runs only at the first launch for a form and an alignment of addresses. Later
+    launches pass addresses, which is faster than passing tensors. The first launch raises
+    `ValueError` if the tensors are on several devices.
     """
     if _noted is not None:
         _noted.append(Launch(form.kernel, form.grid, form.options, tensors | form.numbers))
     values = [*tensors.values()]
     if type(values[-1]) not in _PLAIN:
-        return  # a fake: the last one is a result, while a parameter may have values
-    # Triton compiles a kernel for addresses that 16 divides, and another one for those it does not
+        return  # the last tensor, a result, is fake; other tensors may be real parameters
+    # Triton compiles one kernel for addresses that 16 divides, and another for other addresses
     addresses = [*map(Tensor.data_ptr, values)]
     misaligned = functools.reduce(or_, addresses) % 16 and tuple(a % 16 for a in addresses)
     found = form.compiled.get(misaligned)
@@ -100,14 +100,14 @@ def _launch_first(form: Form, misaligned: Any, tensors: dict[str, Tensor]) -> No
         raise ValueError(f"expected tensors on one device, got {device} and {others[0]}")
     if device.type == "meta":
         return
-    # later launches pass neither names nor dtypes
+    # checked only here, as later launches pass neither names nor dtypes
     assert [*tensors, *form.numbers] == [*form.kernel.arg_names]
     dtypes = [tensor.dtype for tensor in tensors.values()]
     assert form.dtypes in (None, dtypes), (form.kernel, form.dtypes, dtypes)
     form.dtypes, index = dtypes, next(iter(tensors.values())).get_device()
-    with torch.cuda.device(index):  # Triton launches on the current one
+    with torch.cuda.device(index):  # Triton launches on the current device
         compiled = form.kernel[form.grid](**tensors, **form.numbers, **form.options)
-    if compiled is None:  # in the interpreter
+    if compiled is None:  # Triton's interpreter compiles nothing
         return
     from triton import knobs
     from triton.runtime import driver
@@ -119,10 +119,10 @@ def _launch_first(form: Form, misaligned: Any, tensors: dict[str, Tensor]) -> No
 def _run_of(
     compiled: Any, grid: tuple[int, ...], numbers: tuple[Any, ...]
 ) -> Callable[[int, list[int]], object]:
-    """Return a function that launches a compiled kernel.
+    """Return a function that launches a compiled kernel, from a stream and addresses.
 
-    On NVIDIA's GPUs it bypasses the Python of Triton's launcher, which allocates scratch memory and
-    adds constant arguments. These kernels need no scratch; a first call records the constants.
+    On NVIDIA GPUs, this function bypasses the Python code of Triton's launcher. That code allocates
+    scratch memory, which no kernel here needs, and adds constants, which a first call records.
     """
     launcher, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
     passed, mark = list[Any](), object()
@@ -132,7 +132,7 @@ def _run_of(
         first(1, 2, 3, 4, function, metadata, None, None, None, mark)
     if passed[:5] == [1, 2, 3, 4, function] and passed[-1] in (mark, (mark,)):
         launch, (x, y, z), constants = launcher.launch, grid, passed[5:-1]
-        if passed[-1] is mark:  # as in Triton 3.6
+        if passed[-1] is mark:  # Triton 3.6 takes no tuple of arguments
             return lambda stream, addresses: launch(
                 x, y, z, stream, function, *constants, *addresses, *numbers
             )
@@ -144,14 +144,14 @@ def _run_of(
 
 
 def _hooked(settings: Any) -> bool:
-    """Return whether a profiler may have set hooks; Triton's chain without hooks has no `calls`."""
+    """Return whether a profiler may have set hooks; without hooks, a chain's `calls` is empty."""
     enter, leave = settings.launch_enter_hook, settings.launch_exit_hook
     return getattr(enter, "calls", True) or getattr(leave, "calls", True)
 
 
 @contextmanager
 def noted() -> Iterator[list[Launch]]:
-    """Collect the launches in the block, also those of tensors without values."""
+    """Collect the launches in the context, including launches with fake and meta tensors."""
     global _noted
     before, _noted = _noted, []
     try:

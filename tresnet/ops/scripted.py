@@ -1,7 +1,7 @@
-"""TorchScript forms of the helper functions, compiled at their first use.
+"""Functions compiled by TorchScript at their first use.
 
-Scripting at first use keeps `import tresnet` quick and construction free of side effects. The cache
-is keyed by the function, so modules stay picklable: they hold a flag, never a `ScriptFunction`.
+Compiling at first use keeps `import tresnet` quick and construction free of side effects. Modules
+hold a flag, never a `ScriptFunction`, so they stay picklable; compiled functions are cached here.
 """
 
 import functools
@@ -13,9 +13,9 @@ import torch
 
 
 def scripted_if(jit: bool, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the TorchScript form of `function` if `jit`, except under `torch.compile` and export.
+    """Return `function` compiled by TorchScript if `jit`, but not in `torch.compile` or export.
 
-    `function` is at module level and fully annotated.
+    `function` must be at module level and fully annotated.
     """
     return _scripted(function) if jit and not torch.compiler.is_compiling() else function
 
@@ -23,6 +23,6 @@ def scripted_if(jit: bool, function: Callable[..., Any]) -> Callable[..., Any]:
 @functools.cache
 def _scripted(function: Callable[..., Any]) -> Callable[..., Any]:
     with warnings.catch_warnings():
-        # torch >= 2.15 announces that TorchScript is deprecated; `jit=True` asks for it knowingly.
+        # torch warns that TorchScript is deprecated; callers with `jit=True` still want it.
         warnings.filterwarnings("ignore", message=r".*torch\.jit\.script.*")
         return torch.jit.script(function)

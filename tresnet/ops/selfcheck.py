@@ -1,10 +1,10 @@
-"""Comparison of the kernels with plain PyTorch on a GPU, before their first use there.
+"""Check of the Triton kernels against plain PyTorch, before their first use on a GPU.
 
-Every kernel runs forward and backward on small maps, and some on one map beyond 32-bit offsets; the
-reference is the definition in float64. An illegal address ends the CUDA context for good, so the
-comparison runs in a separate process: `python -m tresnet.ops.selfcheck cuda:0` shows it. A file
-stores agreement for this GPU, driver and version of everything that compiles. After a difference
-the next process compares again, as its cause may be gone.
+The check runs every kernel on small maps, and some kernels on one map beyond 32-bit offsets. The
+expected results are computed by the plain definitions in float64. An illegal address would break
+the CUDA context, so the check runs in a separate process; `python -m tresnet.ops.selfcheck cuda:0`
+runs it by hand. Success is stored as a file for this GPU, driver, sources and versions. After a
+failure the next process checks again, as the cause may be gone.
 """
 
 import contextlib
@@ -29,15 +29,15 @@ from torch import Tensor
 from tresnet.files import fcntl
 from tresnet.ops import tiles
 
-LIMIT_S = 120.0  # to compile and run all kernels; without a cache it takes some seconds
-# Allowed error over the largest value: of float32 sums, and of one or two roundings to 16 bits.
+LIMIT_S = 120.0  # limit of the check, which takes some seconds without a compilation cache
+# Allowed error relative to the largest value, for float32 sums or one or two 16-bit roundings.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-_SAYS = "tresnet.ops.selfcheck: "  # prefix of the lines for the parent process
+_SAYS = "tresnet.ops.selfcheck: "  # prefix of lines that the parent process reads
 _BEGINS, _RIGHT, _NO_MEMORY = "has the GPU", "right", "out of memory"
 
 
 class _Case(NamedTuple):
-    """A use of the kernels; together the cases launch every kernel."""
+    """A norm and map to check; all cases together launch every kernel of `abn` and `excite`."""
 
     dtype: torch.dtype
     layout: torch.memory_format
@@ -48,7 +48,7 @@ class _Case(NamedTuple):
     join: bool = False
     again: bool = False
     training: bool = True
-    copies: int = 1  # repetitions of the samples, which change no output
+    copies: int = 1  # repetitions of the samples; every copy must give the same output
 
 
 _CASES = (
@@ -61,10 +61,10 @@ _CASES = (
 
 
 def failure(device: torch.device) -> str | None:
-    """Return why the kernels must not be used on `device`, or None if they are right; warns once.
+    """Return why the kernels must not be used on `device`, or None if they are right.
 
-    Processes take turns for each type of GPU, and a process that waited uses the result of the
-    first.
+    A failure is also a warning. Of all processes with the same type of GPU, one runs the check, and
+    the others wait for its result.
     """
     known = _memory(device)
     if known.is_file():
@@ -77,7 +77,7 @@ def failure(device: torch.device) -> str | None:
             if found != _NO_MEMORY:
                 file.write(found)
     if found in ("", _RIGHT):
-        with contextlib.suppress(OSError):  # a home that cannot be written to
+        with contextlib.suppress(OSError):  # the home folder may be read-only
             known.touch()
         return None
     reason = f"cannot use the Triton kernels on {device} ({found})"
@@ -87,11 +87,11 @@ def failure(device: torch.device) -> str | None:
 
 @contextlib.contextmanager
 def _turn(path: Path) -> Iterator[tuple[IO[str], bool]]:
-    """Yield the locked file, and whether another process had it."""
+    """Yield the locked file, and whether another process had locked it before."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file: IO[str] = path.open("a+", encoding="utf-8")
-    except OSError:  # a home that cannot be written to: every process compares
+    except OSError:  # the home folder is read-only, so every process runs the check
         file = io.StringIO()
     waited = False
     with file:
@@ -107,7 +107,7 @@ def _turn(path: Path) -> Iterator[tuple[IO[str], bool]]:
 
 
 def _found_by_child(device: torch.device, key: str) -> str | None:
-    """Return the verdict of a new process, or None if it had no GPU or no memory."""
+    """Return the verdict of a new process, or None if that process lacked the GPU or memory."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
     try:
         child = subprocess.run(
@@ -141,7 +141,7 @@ def _end(code: int) -> str:
 
 
 def _found_here(device: torch.device) -> str:
-    # A thread has no fake tensors, autocast or other modes in force, and can be left to hang.
+    # A new thread has no fake tensors, autocast or other modes, and may hang without harm.
     found: list[str] = []
     thread = threading.Thread(target=lambda: found.append(_verdict(device)), daemon=True)
     thread.start()
@@ -152,7 +152,7 @@ def _found_here(device: torch.device) -> str:
 def _verdict(device: torch.device) -> str:
     try:
         check(device)
-    except Exception as error:  # whatever the compiler, the linker or the driver says
+    except Exception as error:  # compilers, linkers and drivers raise errors of any type
         text = str(error).strip() or "no message"
         if isinstance(error, MemoryError) or "out of memory" in text:
             return _NO_MEMORY
@@ -161,9 +161,9 @@ def _verdict(device: torch.device) -> str:
 
 
 def main(device: torch.device, key: str | None = None) -> int:
-    """Compare on `device` and print the verdict; return 0 if the kernels are right.
+    """Check the kernels on `device` and print the verdict; return 0 if the kernels are right.
 
-    A GPU other than that of `key` ends the process before the first line, without a verdict.
+    `key` is `_memory`'s file name for the expected GPU. On another GPU, no verdict is printed.
     """
     torch.ones(1, device=device).item()
     if key not in (None, _memory(device).name):
@@ -180,11 +180,11 @@ def _say(line: str) -> None:
 
 
 def check(device: torch.device) -> None:
-    """Run all kernels on `device` and compare.
+    """Run all kernels on `device`, and compare the results with the definitions.
 
     Raises:
-        ArithmeticError: a result differs from the definition's by more than rounding.
-        Exception: they cannot be compiled or launched.
+        ArithmeticError: a result differs from its definition by more than rounding.
+        Exception: a kernel cannot be compiled or launched.
     """
     for index, case in enumerate((*_CASES, *_large(device))):
         _check_norm(case, torch.Generator().manual_seed(index), device)
@@ -192,12 +192,12 @@ def check(device: torch.device) -> None:
 
 
 def _large(device: torch.device) -> list[_Case]:
-    """Return a case of more than 2^31 values, or of as many as fit in 3/4 of the memory."""
+    """Return a case of over 2^31 values, or of fewer that fit in 3/4 of the free GPU memory."""
     if device.type != "cuda":
         return []
     shape = 4, 64, 56, 56
     values = math.prod(shape)
-    room = torch.cuda.mem_get_info(device)[0] * 3 // 4 // (values * 20)  # ten maps of 16 bits
+    room = torch.cuda.mem_get_info(device)[0] * 3 // 4 // (values * 20)  # ten maps, 2 bytes a value
     copies = min(2**31 // values + 1, room)
     case = _Case(torch.bfloat16, torch.channels_last, shape, 1e-3, se=True, copies=copies)
     return [case] if copies else []
@@ -217,17 +217,17 @@ def _check_norm(case: _Case, random: torch.Generator, device: torch.device) -> N
         parts |= {"fc2_weight": draw(channels, 8) / 2, "fc2_bias": draw(channels) / 2}
     running = draw(channels) / 4, draw(channels).square() + 0.5
     exact = _defined(case, parts, running)
-    # PyTorch may multiply the matrices of an SE in TF32, which rounds like float16
+    # float32 results of an SE get the tolerance of float16
     dtype = torch.float16 if case.se and case.dtype == torch.float32 else case.dtype
     found = _launched(case, parts, running, exact["output"])
-    if device.type == "cuda":  # again, now by the launch that bypasses Triton's
+    if device.type == "cuda":  # this second run tests launches that bypass Triton's launcher
         found = _launched(case, parts, running, exact["output"])
     for name, expected in exact.items():
         _compare(f"{name}, {case}", found[name], expected, TOLERANCE[dtype])
 
 
 def _probes(case: _Case, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return gradients of the output from two readers; the second is zero without a join."""
+    """Return gradients of the output from two consumers; without a join the second is 0."""
     probe = torch.linspace(-1, 1, y.numel(), device=y.device).view(y.shape).to(case.dtype)
     second = probe / 4 if case.join else torch.zeros_like(probe)
     return probe - second, second
@@ -236,7 +236,7 @@ def _probes(case: _Case, y: Tensor) -> tuple[Tensor, Tensor]:
 def _defined(
     case: _Case, parts: dict[str, Tensor], running: tuple[Tensor, Tensor]
 ) -> dict[str, Tensor]:
-    """Return results and gradients by the definition, in float64."""
+    """Return outputs and gradients of the plain definition in float64."""
     from tresnet.ops.abn import reference
 
     leaves = {name: part.double().requires_grad_() for name, part in parts.items()}
@@ -256,7 +256,7 @@ def _defined(
 def _launched(
     case: _Case, parts: dict[str, Tensor], running: tuple[Tensor, Tensor], exact: Tensor
 ) -> dict[str, Tensor]:
-    """Return results and gradients by the kernels; vectors' gradients are divided by the copies."""
+    """Return outputs and gradients of the kernels; vectors' gradients are divided by `copies`."""
     from tresnet.ops import abn
 
     def repeated(part: Tensor) -> Tensor:
@@ -299,12 +299,12 @@ def _compare(name: str, found: Tensor, expected: Tensor, tolerance: float) -> No
     errors = [(part.double() - expected).abs().max() for part in parts]
     error = torch.stack(errors).max().item()  # waits for the GPU
     allowed = tolerance * expected.abs().max().item()
-    if not error <= allowed:  # NaN is not
+    if not error <= allowed:  # also true for NaN
         raise ArithmeticError(f"{name}: off by {error:.3g}, allowed are {allowed:.3g}")
 
 
 def _memory(device: torch.device) -> Path:
-    """Return the path of a file that exists if the kernels were right here with these versions."""
+    """Return the path of the file that records success for this GPU, sources and versions."""
     parts = [torch.__version__, str(device.type), str(torch.version.cuda), str(torch.version.hip)]
     parts.append(_or_none(lambda: importlib.metadata.version("triton")))
     parts.append(_or_none(Path("/proc/driver/nvidia/version").read_text))
@@ -317,7 +317,7 @@ def _memory(device: torch.device) -> Path:
 
 @functools.cache
 def _sources() -> str:
-    """Return a hash of the sources of the kernels and their definitions."""
+    """Return a hash of all sources of `tresnet.ops`."""
     sources = sorted(Path(__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
 
@@ -325,7 +325,7 @@ def _sources() -> str:
 def _or_none(ask: Callable[[], str]) -> str:
     try:
         return ask()
-    except Exception:  # an unknown value is equal on all machines
+    except Exception:  # an unknown version is written as "none"
         return "none"
 
 

@@ -1,4 +1,4 @@
-"""Three linear convolutions as one operation: concat(D P x - P x, L P x)."""
+"""The operation concat(D P x - P x, L P x), where P, D and L are convolutions."""
 
 from typing import Literal, cast
 
@@ -24,20 +24,20 @@ def subtracted_conv(
     *,
     mode: Mode = "composed",
 ) -> Tensor:
-    """Return concat(D P x - P x, L P x); the three modes differ in what backward keeps.
+    """Return concat(D P x - P x, L P x); `mode` decides which maps are kept for backward.
 
-    'branches' keeps x and P x, which has h values for each output pixel; 'composed' and 'recompute'
-    keep only x. 'composed' computes the weight of one k x k convolution from the factors in forward
-    and again in backward. 'recompute' runs the three convolutions, and P and D again in backward.
-    Under `torch.compile`, export and tracing the compiler decides what is kept, and 'recompute' is
-    'branches'.
+    'branches' runs three convolutions, and keeps x and P x, which has h values for each output
+    pixel. The other modes keep only x. 'composed' runs one k x k convolution; its weight is
+    computed from P, D and L in forward and again in backward. 'recompute' runs three convolutions,
+    and P and D again in backward. Under `torch.compile`, export and tracing, the compiler decides
+    what is kept, and 'recompute' equals 'branches'.
 
     Shapes: x (N, C, H, W), P = `point` (h, C, 1, 1), D = `depth` (h, 1, k, k) with k odd, L = `low`
-    (h, h, k, k). P has the stride. The result (N, 2 h, ceil(H / stride), ceil(W / stride)) has the
-    dtype of the inputs, or autocast's.
+    (h, h, k, k). Only P is strided. The result (N, 2 h, ceil(H / stride), ceil(W / stride)) has the
+    dtype of the inputs, or of autocast.
 
     Raises:
-        InputError: an unknown mode, or another shape or dtype of `x` than the weights need.
+        InputError: `mode` is unknown, or the weights do not fit the shape or dtype of `x`.
     """
     if mode not in MODES:
         raise InputError(f"expected mode out of {', '.join(MODES)}, got {mode!r}")
@@ -50,12 +50,12 @@ def subtracted_conv(
     run = composed if mode == "composed" else branches
     if mode == "branches" or traced() or not torch.is_grad_enabled():
         return run(x, point, depth, low, stride)
-    # The last convolution keeps only its inputs, so backward runs `run` only up to it.
+    # Backward reruns `run` only up to the last convolution, which keeps nothing but its inputs.
     return cast(Tensor, checkpoint(run, x, point, depth, low, stride, use_reentrant=False))
 
 
 def branches(x: Tensor, point: Tensor, depth: Tensor, low: Tensor, stride: int) -> Tensor:
-    """Return the result by its definition, three convolutions."""
+    """Compute the definition by three convolutions."""
     half, border = depth.shape[0], depth.shape[-1] // 2
     p = F.conv2d(x, point, stride=stride)
     d = F.conv2d(p, depth, padding=border, groups=half)
@@ -64,17 +64,17 @@ def branches(x: Tensor, point: Tensor, depth: Tensor, low: Tensor, stride: int) 
 
 
 def composed(x: Tensor, point: Tensor, depth: Tensor, low: Tensor, stride: int) -> Tensor:
-    """Return the result of `branches`, by one convolution."""
+    """Compute the result of `branches` by one convolution."""
     weight = compose(point, depth, low)
     step, padding, dilation = geometry(depth.shape[-1], stride)
     return F.conv2d(x, weight, None, step, padding, dilation)
 
 
 def compose(point: Tensor, depth: Tensor, low: Tensor) -> Tensor:
-    """Return the weight (2 h, C, k, k) of the single convolution; differentiable.
+    """Return the weight (2 h, C, k, k) of the single convolution, by differentiable operations.
 
-    It is (D - 1) P and L P, where 1 is the identity kernel. P only mixes channels, so each tap of a
-    product is that tap of D or L times P.
+    The weight stacks (D - 1) P and L P, where 1 is the identity. P only mixes channels, so each tap
+    of (D - 1) P or L P is the same tap of D - 1 or L, times P.
     """
     centre = depth.shape[-1] // 2
     impulse = torch.zeros_like(depth[:1])
@@ -86,8 +86,8 @@ def compose(point: Tensor, depth: Tensor, low: Tensor) -> Tensor:
 def geometry(kernel_size: int, stride: int) -> tuple[int, int, int]:
     """Return stride, padding and dilation of the single convolution.
 
-    Neighbours in P x are `stride` pixels of x apart, so the kernel is dilated. Padding is exact: D
-    and L read zeros beyond the border of P x, and P of the zeros around x is zero too.
+    Neighbours in P x are `stride` pixels of x apart, so the kernel is dilated. Padding x with zeros
+    is exact: P of these zeros is 0, and D and L read zeros beyond the border of P x.
     """
     dilation = stride if kernel_size > 1 else 1
     return stride, dilation * (kernel_size // 2), dilation

@@ -1,4 +1,4 @@
-"""Images of bytes as floats in [0, 1]."""
+"""Conversion of uint8 images to floats in [0, 1]."""
 
 import torch
 from torch import Tensor
@@ -13,9 +13,9 @@ def unit_floats(
 ) -> Tensor:
     """Divide uint8 images (N, C, H, W) by 255 in fp32, in one pass that writes `dtype`.
 
-    The memory format is that of the images by default. `largest` is 255 as a number, or as a tensor
-    () on the images' device. A GPU multiplies by the inverse of a number, which rounds a second
-    time; with a tensor the result equals torchvision's conversion to the bit.
+    By default, the memory format stays. `largest` is 255, as a number or as a tensor of shape () on
+    the images' device. To divide by a number, a GPU multiplies by its inverse, which rounds twice.
+    With a tensor, the result equals torchvision's conversion bit for bit.
     """
     floats = torch.empty_like(images, dtype=dtype, memory_format=memory_format)
     return torch.div(images, largest, out=floats)

@@ -1,13 +1,14 @@
 """The operations between two convolutions, forward and backward, by kernels or plain PyTorch.
 
-They are relu(gate * blur(act(gamma * (y - mean) / sqrt(var + eps) + beta)) + shortcut), each part
-if requested, in a few passes over the convolution's output y. Forward reads y twice (statistics,
-apply), or three times with an SE after an activation. Backward reads y twice: one pass takes the
-sums that BN, SE and the ReLU of the join need, one writes the gradient. Kept for backward are y,
-vectors, and the sign of each value of a join, in one bit.
+For a convolution's output y, forward returns, with each operation if requested,
+relu(gate * blur(act(gamma * (y - mean) / sqrt(var + eps) + beta)) + shortcut). In training, forward
+reads y twice: for the statistics and for the output. An SE (squeeze and excitation, which computes
+gate) after an activation or a blur needs a third pass. Backward reads y twice. The first pass
+computes sums for BN and SE, and masks a join's gradient. The second pass writes the gradient of y.
+Forward keeps y, vectors, and the mask of a join's ReLU, with one bit for each value.
 
-`tresnet.fused` runs these functions between its convolutions. Each uses the launches of `launch`,
-or with `kernels=False` the functions of the same names in `reference`.
+`tresnet.fused` calls `forward` and the other functions between its convolutions. With `kernels`,
+the work is done by functions of `launch`, otherwise by functions of the same names in `reference`.
 """
 
 from types import ModuleType
@@ -35,12 +36,12 @@ def forward(
     passed: Tensor | None = None,
     keeps: bool = False,
 ) -> tuple[Tensor, Kept]:
-    """Return the output, and the tensors that backward reads, if it `keeps` them.
+    """Return the output, and the tensors that backward reads; `keeps` adds the ReLU's mask.
 
-    `y` (N, C, H, W) is the dense output of a convolution. `shortcut` has the output's shape, and
-    dtype and memory format of `y`, and is added before a ReLU. `passed` (N, 1) holds factors of the
-    samples: 0 where stochastic depth drops one. Raises `InputError` if statistics that are not
-    synchronised have one value per channel, or a blurred map has less than 2 x 2 pixels.
+    `y` (N, C, H, W) is the dense output of a convolution. `shortcut` has the shape of the output,
+    and the dtype and memory format of `y`; a ReLU follows its addition. `passed` (N, 1) holds a
+    factor for each sample, 0 for one that stochastic depth drops. Raises `InputError` if
+    unsynchronised batch statistics have one value per channel, or a blur gets under 2 x 2 pixels.
     """
     if y.numel() == 0:
         return _absent(y, norm)
@@ -52,7 +53,7 @@ def forward(
     gate = excited = squeezed = hidden = None
     if norm.se is not None:
         kept = Kept(y, stats)
-        if partial is None:  # else the squeeze is linear, and follows from the samples' means
+        if partial is None:  # a linear squeeze is computed from each sample's moments
             partial = ops.squeeze(kept, norm)
         squeezed, hidden, gate = _excite(kernels).forward(partial, kept, norm, linear=linear)
     if passed is not None:
@@ -74,11 +75,11 @@ def rebuild(norm: Norm, kept: Kept, *, kernels: bool, shortcut: Tensor | None = 
 def gradient_sums(
     grad: Tensor, second: Tensor | None, norm: Norm, kept: Kept, *, kernels: bool, rebuilds: bool
 ) -> Sums:
-    """Run the first pass of backward: the sums of arXiv 1502.03167, section 3, and those of the SE.
+    """Run the first pass of backward: sums for BN (arXiv 1502.03167, section 3) and for the SE.
 
-    `grad` is the gradient of the output, in dtype and memory format of `kept.y`; `second`, from
-    another reader of the output, is added to it. The running statistics of `norm` are not read.
-    `rebuilds` writes the output again, for a layer without blur and join.
+    `grad` is the gradient of the output, with the dtype and memory format of `kept.y`. `second`,
+    the gradient from a second consumer of the output, is added to `grad`. `rebuilds` recomputes the
+    output of a layer without blur and join. The running statistics of `norm` are not read.
     """
     if kept.y.numel() == 0:
         return _absent_sums(grad, norm, kept)
@@ -102,7 +103,7 @@ def gradient_sums(
 def gradient(grad: Tensor, norm: Norm, kept: Kept, sums: Sums, *, kernels: bool) -> Tensor:
     """Run the second pass of backward: return the gradient of `kept.y`.
 
-    `grad` is the gradient of the output, or for a join the map that `gradient_sums` wrote.
+    `grad` is the gradient of the output, or for a join `sums.written`.
     """
     if kept.y.numel() == 0:
         return torch.zeros_like(kept.y)
@@ -116,7 +117,7 @@ def _excite(kernels: bool) -> ModuleType:
 def _statistics(
     y: Tensor, norm: Norm, ops: ModuleType, per_sample: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return statistics (4, C), moments `per_sample`, and the count per channel if synchronised."""
+    """Return statistics (4, C), moments if `per_sample`, and values per channel if synchronised."""
     if norm.gamma is None:
         return None, None, None
     if not norm.training:
@@ -135,10 +136,10 @@ def _statistics(
 
 
 def _synchronised(stats: Tensor, count: int, norm: Norm) -> tuple[Tensor, Tensor]:
-    """Return the statistics over all processes, (4, C), and the values per channel on the device.
+    """Return the statistics (4, C) over all processes, and their number of values per channel.
 
-    The running statistics are updated too. `stats` (4, C) are those of this process, weighted by
-    its `count` of values per channel. They must be finite even if `count` is 0.
+    Running statistics are updated in place. `stats` (4, C) are this process's statistics of `count`
+    values per channel; `stats` must be finite even if `count` is 0.
     """
     mean, _, _, var = stats[:, : norm.channels]
     own = torch.cat((mean, var, stats.new_full((1,), count)))
@@ -152,7 +153,7 @@ def _synchronised(stats: Tensor, count: int, norm: Norm) -> tuple[Tensor, Tensor
     invstd = torch.rsqrt(var + norm.eps)
     weight, *running = norm.vectors()
     if norm.momentum is not None:
-        momentum = norm.momentum * total.clamp(max=1)  # without values nothing changes
+        momentum = norm.momentum * total.clamp(max=1)  # 0 if no process has a sample
         unbiased = var * (total / (total - 1).clamp(min=1))
         for old, new in zip(running, (mean, unbiased), strict=True):
             old[: norm.channels].lerp_(new.to(old.dtype), momentum.to(old.dtype))
@@ -161,16 +162,16 @@ def _synchronised(stats: Tensor, count: int, norm: Norm) -> tuple[Tensor, Tensor
 
 
 def _widened(values: Tensor, norm: Norm) -> Tensor:
-    """Return `values` (K, channels) with zeros for padded channels."""
+    """Return `values` (K, norm.channels) with zeros appended for padded channels."""
     if norm.channels is None:
         return values
     return F.pad(values, (0, len(norm.beta) - norm.channels))
 
 
 def _synchronised_factors(merged: Tensor, kept: Kept, norm: Norm) -> Tensor:
-    """Return `merged` with k1 and k0 computed again from the sums over all processes.
+    """Return `merged` with the factors k1 and k0 recomputed from sums over all processes.
 
-    The gradients of weight and bias stay this process's, as data-parallel training averages them.
+    The gradients of weight and bias remain this process's own, because DDP averages them.
     """
     sums = merged[:2, : norm.channels].clone()
     dist.all_reduce(sums, group=norm.group)
@@ -186,7 +187,7 @@ def _empty_output(y: Tensor, norm: Norm) -> Tensor:
 
 
 def _absent(y: Tensor, norm: Norm) -> tuple[Tensor, Kept]:
-    """Run `forward` for an empty batch, with the collectives for which other processes wait."""
+    """Run `forward` for an empty batch, and take part in the other processes' collectives."""
     stats = total = None
     if norm.training and norm.group is not None:
         dtype = torch.float64 if y.dtype == torch.float64 else torch.float32
@@ -195,7 +196,7 @@ def _absent(y: Tensor, norm: Norm) -> tuple[Tensor, Kept]:
 
 
 def _absent_sums(grad: Tensor, norm: Norm, kept: Kept) -> Sums:
-    """Run `gradient_sums` for an empty batch, which adds zeros to the other processes' sums."""
+    """Run `gradient_sums` for an empty batch, and add zeros to the all-reduced sums."""
     dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
     merged = norm.beta.new_zeros(4, len(norm.beta), dtype=dtype)
     if kept.total is not None:

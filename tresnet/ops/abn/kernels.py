@@ -1,17 +1,17 @@
 """Triton kernels of the activated batch norm and of the operations after it: blur, SE scale, join.
 
-All kernels view a batch as (n, p, c): sample, pixel, channel, with one stride each. So the same
-kernel reads channels_last (stride of c is 1) and contiguous (stride of p is 1) memory along its
-contiguous direction. A program covers one chunk of pixels of one sample and a tile's width of
-channels, and loops over tiles of BP pixels. If samples need not be distinguished, a channels_last
-batch is passed as one sample of N * P pixels. AP divides the number of pixels, and AC that of
-channels (`tresnet.ops.tiles`). Everything is computed in float32.
+A kernel views a batch as samples n, pixels p and channels c, with one stride for each. So one
+kernel reads both channels_last memory (c has stride 1) and contiguous memory (p has stride 1) in
+the order of addresses. A program covers a chunk of pixels of one sample and BC channels, and loops
+over tiles of BP pixels. Where samples need not be told apart, a channels_last batch is passed as
+one sample of N * P pixels. AP divides the number of pixels, and AC the number of channels
+(`tresnet.ops.tiles`). Everything is computed in float32.
 
-Notation: x the convolution's output, z = (x - mean) * scale + bias, a = act(z), b = blur(a), s =
-gate * b, out = relu(s + shortcut). Without blur b is a, and so on. Forward is algorithm 1 of arXiv
-1502.03167, and backward the equations of its section 3:
+Notation: x is the convolution's output, z = (x - mean) * scale + bias, a = act(z), b = blur(a),
+s = gate * b, out = relu(s + shortcut). An absent operation is the identity: without blur, b = a.
+Forward is algorithm 1 of arXiv 1502.03167, and backward the equations of its section 3:
 
-    m = act'(z), g = gradient of s times gate, through the transposed blur, plus the squeeze's
+    m = act'(z), g = transposed blur of (gate * gradient of s + gradient through the squeeze)
     grad_bias = sum m g                  grad_weight = sum m g (x - mean) * invstd
     grad_x = scale * (m g - grad_bias / count - (x - mean) * invstd * grad_weight / count)
            = scale * m g + k1 * (x - mean) + k0
@@ -38,14 +38,14 @@ from tresnet.ops.tiles.kernels import (
     weights_of_pixel,
 )
 
-# Reductions load two tiles into shared memory, which takes no registers, while they sum a third.
-# With a blur one stage suffices: a tile has many loads, and neighbouring tiles hit the cache.
+# A reduction sums a tile while it loads the next two into shared memory, which takes no registers.
+# A kernel with a blur needs one stage: a tile has many loads, and neighbouring tiles hit the cache.
 STAGES = tl.constexpr(3)
 
 
 @triton.jit
 def activate(z, slope, HAS_ACT: tl.constexpr):
-    """Return the leaky ReLU of z, or z without an activation."""
+    """Return the leaky ReLU of z, or without HAS_ACT z itself."""
     if HAS_ACT:
         z = tl.where(z > 0, z, z * slope)
     return z
@@ -53,7 +53,7 @@ def activate(z, slope, HAS_ACT: tl.constexpr):
 
 @triton.jit
 def activation_slope(z, slope, HAS_ACT: tl.constexpr):
-    """Return the derivative of the activation; act(z) is z times this."""
+    """Return the derivative m of the activation at z; act(z) = m * z."""
     m = tl.full(z.shape, 1.0, tl.float32)
     if HAS_ACT:
         m = tl.where(z > 0, m, slope)
@@ -62,7 +62,7 @@ def activation_slope(z, slope, HAS_ACT: tl.constexpr):
 
 @triton.jit
 def group_sizes(g, G, P, splits, chunk):
-    """Return the number of pixels that each group g covers."""
+    """Return the number of pixels in each group g (a chunk of a sample); 0 from group G on."""
     return tl.where(g < G, tl.minimum(chunk, P - (g % splits) * chunk), 0).to(tl.float32)
 
 
@@ -71,9 +71,9 @@ def moments(
     x, partial, P, C, xn, xp, xc, splits, chunk,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
-    """Write mean and sum of squared deviations of a chunk to a row of partial (N * splits, 2, C).
+    """Write a chunk's mean and sum of squared deviations to a row of partial (N * splits, 2, C).
 
-    Sums are taken about the chunk's first pixel, as squares of large means would cancel.
+    The chunk's first pixel is subtracted from each pixel, as squares of large means would cancel.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -87,7 +87,7 @@ def moments(
         p = begin + rows
         mask = (p < count)[:, None] & known[None, :]
         value = tl.load(x + p[:, None] * xp + c[None, :] * xc, mask=mask, other=0.0)
-        # masked values are loaded as 0, not as the pivot
+        # a masked value is loaded as 0, so its difference from the pivot is not 0
         delta = tl.where(mask, value.to(tl.float32) - pivot[None, :], 0.0)
         total += delta
         squares += delta * delta
@@ -104,10 +104,10 @@ def merge_moments(
     partial, weight, running_mean, running_var, out, G, C, P, splits, chunk, momentum, eps,
     UPDATE: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Merge the groups' moments into out (4, C): mean, scale, invstd, var.
+    """Merge the moments of all G chunks into out (4, C): mean, scale, invstd, var.
 
-    A program covers BC channels and reads all groups twice: once for the mean, once for the
-    deviations about it (Chan, Golub and LeVeque 1983).
+    A program covers BC channels and reads all chunks twice: first for the mean, then for the
+    deviations from the mean (Chan, Golub and LeVeque 1983).
     """
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     known = c < C
@@ -150,7 +150,7 @@ def merge_moments(
 
 @kernel
 def running_moments(weight, running_mean, running_var, out, C, eps, BC: tl.constexpr):
-    """Write mean, scale, invstd and var of the running statistics to out (4, C)."""
+    """Write mean, scale, invstd and var to out (4, C), from the running statistics."""
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     known = c < C
     var = tl.load(running_var + c, mask=known, other=1.0).to(tl.float32)
@@ -169,9 +169,9 @@ def squeeze(
     HAS_ACT: tl.constexpr, BLUR: tl.constexpr, NORM: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
-    """Write the sum of b over a chunk to a row of partial (N * splits, C).
+    """Write the sum of b = blur(act(z)) over a chunk to a row of partial (N * splits, C).
 
-    With BLUR, P counts the pixels of b, each of which covers four of x.
+    With BLUR, P is the number of pixels of b. A program reads four pixels of x for each pixel of b.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -193,7 +193,7 @@ def squeeze(
             a = activate((value.to(tl.float32) - mu) * k + beta, slope, HAS_ACT)
             if BLUR:
                 a = a * weights_of_pixel(u0, u1, v0, v1, corner // 2, corner % 2)
-            total += tl.where(inside, a, 0.0)  # a of a masked 0 is act((0 - mean) * scale + bias)
+            total += tl.where(inside, a, 0.0)  # a masked 0 gives a = act(bias - mean * scale)
     tl.store(partial + group * C + c, tl.sum(total, 0), mask=known)
 
 
@@ -204,10 +204,9 @@ def apply(
     NORM: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
-    """Write a chunk of out, without blur; x is read once.
+    """Write a chunk of out for a layer without blur; x is read once.
 
-    BITS is the direction of a join's bits, or 0; unless it is 0, the mask of the ReLU is written
-    too.
+    BITS 1 also writes the mask of a join's ReLU with eight channels in a byte, 2 with eight pixels.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -230,20 +229,21 @@ def apply(
             y = y * factor
         if JOIN:
             y += load_once(shortcut + offsets, mask)
-            y = tl.where(y < 0, 0.0, y)  # NaN stays
+            y = tl.where(y < 0, 0.0, y)  # keeps NaN
         y = y.to(out.dtype.element_ty)
         tl.store(out + offsets, y, mask=mask)
         if BITS:
-            # like torch's ReLU: no gradient where y was rounded to zero, but one where y is NaN
+            # as in torch's ReLU, y has no gradient if it was rounded to 0, but has one if it is NaN
             at, inside = bytes_of_tile(n, start, begin, count, P, C, c, known, BITS, BP, BC)
             tl.store(bits + at, packed((y <= 0) == 0, BITS), mask=inside)
 
 
 @triton.jit
 def blurred_rows(x, line, j, c, mask, right, W, xp, xc, mu, k, beta, slope, HAS_ACT: tl.constexpr):
-    """Return the row sums of two neighbouring outputs, weighted by 1, 2, 1.
+    """Return a row's sums, weighted by 1, 2, 1, for two neighbouring outputs.
 
-    They share the third of five pixels of a, from column 4 j - 1 on; `right` masks the second sum.
+    Five activations are read from column 4 j - 1 on. Both sums use the third. The second sum is
+    masked by `right`.
     """
     x += line[:, None] * xp + c[None, :] * xc
     first = load_activated(x, 4 * j - 1, mask, W, xp, mu, k, beta, slope, HAS_ACT)
@@ -257,7 +257,7 @@ def blurred_rows(x, line, j, c, mask, right, W, xp, xc, mu, k, beta, slope, HAS_
 
 @triton.jit
 def load_activated(x, w, mask, W, xp, mu, k, beta, slope, HAS_ACT: tl.constexpr):
-    """Return the activation of column w of a row of x, reflected at the border."""
+    """Return the activation at column w of a row of x; w is reflected at the border."""
     value = tl.load(x + reflect(w, W)[:, None] * xp, mask=mask, other=0.0).to(tl.float32)
     return activate((value - mu) * k + beta, slope, HAS_ACT)
 
@@ -269,9 +269,10 @@ def apply_blurred(
     HAS_ACT: tl.constexpr, HAS_GATE: tl.constexpr, NORM: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, AP: tl.constexpr, AC: tl.constexpr,
 ):  # fmt: skip
-    """Write a chunk of out, with blur; P counts squares of two by two outputs.
+    """Write a chunk of out for a layer with blur; P is the number of squares of 2 x 2 outputs.
 
-    A square needs 25 pixels of x, four separate outputs 36. Their activation is most of the work.
+    A square reads 25 pixels of x; four separate outputs would read 36. Activating these pixels is
+    most of the work.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -321,12 +322,12 @@ def grad_sums(
 ):  # fmt: skip
     """Write a chunk's sums for the backward of BN and SE to partial (N * splits, 2 or 4, C).
 
-    Let m = act'(z), g the gradient of s through the transposed blur, and w the transposed blur of
-    ones. The sums are those of m g and m g (x - mean), and with HAS_GATE of m w and m w (x - mean).
-    With SECOND the gradient is grad + second_grad. With JOIN, the direction of the bits of `apply`,
-    the gradient is masked by the ReLU and stored in written, for `grad_apply` and the shortcut.
-    With AGAIN, which excludes JOIN and BLUR, s is stored there instead. With BLUR, P counts the
-    pixels of grad, each of which covers four of x.
+    Let m = act'(z), g the transposed blur of the gradient of s, and w the transposed blur of ones.
+    Two rows sum m g and m g (x - mean); with HAS_GATE, two more sum m w and m w (x - mean). With
+    SECOND, the gradient is grad + second_grad. With JOIN, which equals BITS of `apply`, the
+    gradient is masked by the ReLU and written for `grad_apply` and the shortcut. AGAIN writes s,
+    and excludes JOIN and BLUR. With BLUR, P is the number of pixels of grad. A program reads four
+    pixels of x for each pixel of grad.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -369,7 +370,7 @@ def grad_sums(
             if JOIN:
                 g = tl.where(unpacked(ahead, JOIN, BP, BC), g, 0.0)
                 to, there = bytes_of_tile(n, start, begin + BP, count, P, C, c, known, JOIN, BP, BC)
-                ahead = tl.load(bits + to, mask=there, other=0)  # of the next tile
+                ahead = tl.load(bits + to, mask=there, other=0)  # the next tile's bits
                 tl.store(written + offsets, g.to(written.dtype.element_ty), mask=inside)
             if AGAIN:
                 s = activate(delta * k + beta, slope, HAS_ACT)
@@ -380,7 +381,7 @@ def grad_sums(
             s1 += m * g
             s2 += m * g * delta
             if HAS_GATE:
-                w = tl.where(inside, m, 0.0)  # above, g is 0 outside the map
+                w = tl.where(inside, m, 0.0)  # g needs no mask: it is 0 outside the map
                 if BLUR:
                     w = w * weights_of_pixel(u0, u1, v0, v1, corner // 2, corner % 2)
                 s3 += w
@@ -399,10 +400,10 @@ def merge_grad_sums(
     partial, gate, squeeze_grad, stats, out, G, C, splits, count,
     HAS_GATE: tl.constexpr, BG: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Merge the sums of all groups into out (4, C): gradients of weight and bias, k1, k0.
+    """Merge the sums of all G chunks into out (4, C): gradients of weight and bias, k1, k0.
 
-    A program covers BC channels. stats (4, C) is that of `merge_moments`; squeeze_grad (N, C) is
-    the gradient of the squeeze over its pixels.
+    A program covers BC channels. stats (4, C) is the out of `merge_moments`. squeeze_grad (N, C) is
+    the gradient that each pixel of a map gets through the squeeze.
     """
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     known = c < C
@@ -445,9 +446,9 @@ def grad_apply(
 ):  # fmt: skip
     """Write a chunk of the gradient of x: scale * m g + k1 * (x - mean) + k0.
 
-    merged (4, C) is that of `merge_grad_sums`. Without TRAINING, k1 and k0 are left out rather than
-    multiplied by zero, so the gradient is finite even where x is infinite. With BLUR, P counts the
-    pixels of grad, each of which covers four of x.
+    merged (4, C) is the out of `merge_grad_sums`. Without TRAINING, the terms of k1 and k0 are
+    omitted; as products with 0 they would be NaN where x is infinite. With BLUR, P is the number of
+    pixels of grad. A program covers four pixels of x for each pixel of grad.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)

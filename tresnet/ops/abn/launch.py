@@ -1,7 +1,7 @@
-"""Launches of the kernels of the activated batch norm: `reference` defines each function.
+"""Launches of the kernels of the activated batch norm; `reference` defines each public function.
 
-A function allocates its results and launches one kernel, or two. `by_form` caches each launch's
-grid and numeric arguments, which depend only on the map's shape, strides and dtype.
+A public function allocates its results and launches one or two kernels. `by_form` caches the grid
+and the numeric arguments of a launch for each shape, strides and dtype of a map.
 """
 
 from typing import Any
@@ -23,9 +23,8 @@ from tresnet.ops.tiles import (
     plan,
 )
 
-# Programs that run at once on a multiprocessor, as the registers of an H100 allow
-# (tests/ops/test_kernel_traffic.py compiles them); backward's sums have one number for each (gated,
-# blur).
+# Programs for which a multiprocessor of an H100 has registers, as tests/ops/test_kernel_traffic.py
+# checks. SUMS_RESIDENT is for `grad_sums`, by (gated, blur).
 RESIDENT = 8
 SUMS_RESIDENT = {(False, False): 6, (True, False): 4, (False, True): 4, (True, True): 3}
 RUNNING_CHANNELS, RUNNING_WARPS = 256, 4
@@ -36,7 +35,7 @@ def _pass(
     kernel: str, x: Tensor, shape: Geometry, source: Geometry, cut: Plan, slope: float | None,
     blur: bool, **switches: Any,
 ) -> Form:  # fmt: skip
-    """Return the form of a pass over a dense `x`, viewed as `source`; `shape` is divided."""
+    """Return the `Form` of a kernel that reads `x` in the view `source`; `cut` divides `shape`."""
     h, w, ho, wo = (*x.shape[-2:], *blurred(x.shape)) if blur else (1, 1, 1, 1)
     xn, xp, xc = source.strides
     on, op, oc = geometry(_output(x, blur), as_one_sample=False).strides if blur else (xn, xp, xc)
@@ -48,10 +47,10 @@ def _pass(
 
 
 def _merge(kernel: str, groups: int, tile: int, channels: int, **numbers: Any) -> Form:
-    """Return the form of a kernel that merges groups.
+    """Return the `Form` of a kernel that merges the results of `groups` chunks.
 
-    Latency limits it, not bandwidth, so a program covers few channels and many groups at once. BG
-    has two values only, so that not every batch size compiles its own kernel.
+    Latency limits this kernel, not bandwidth, so a program covers few channels and many groups. BG
+    takes only two values, so that all batch sizes share two compiled kernels.
     """
     bg = tile // (4 if groups > tile // 16 else 16)
     bc = min(tile // bg, 16)
@@ -67,10 +66,10 @@ def _output(x: Tensor, blur: bool) -> Tensor:
 
 
 def statistics(y: Tensor, norm: Norm, *, per_sample: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the batch's statistics (4, C), float32; the running ones are updated in place.
+    """Return the batch's statistics (4, C) in float32.
 
-    If `per_sample`, mean and sum of squared deviations of each chunk of each sample follow, as
-    (chunks, 2, C).
+    If `per_sample`, the second result (chunks, 2, C) holds the mean and the sum of squared
+    deviations of each chunk of each sample. Without `norm.group`, running statistics are updated.
     """
     channels = y.shape[1]
     weight, *running = norm.vectors()
@@ -89,7 +88,7 @@ def statistics(y: Tensor, norm: Norm, *, per_sample: bool) -> tuple[Tensor, Tens
     if merge.numbers["UPDATE"]:
         torch.autograd.graph.increment_version(running)
         for part, updated in zip(running, (mean, var), strict=True):
-            if part is not updated:  # it has strides, so the kernel updated a copy
+            if part is not updated:  # `part` is not contiguous, so the kernel updated a copy
                 part.copy_(updated)
     return stats, partial if per_sample else None
 
@@ -110,7 +109,7 @@ def _moments(
 
 
 def running_statistics(norm: Norm) -> Tensor:
-    """Return mean, gamma * invstd, invstd and variance, (4, C), of the running statistics."""
+    """Return (4, C): mean, gamma * invstd, invstd and variance, from the running statistics."""
     weight, mean, var = (vector.contiguous() for vector in norm.vectors())
     stats = weight.new_empty(4, len(weight), dtype=torch.float32)
     form = _running(weight, (mean.dtype, var.dtype), norm.eps)
@@ -126,9 +125,9 @@ def _running(weight: Tensor, processors: int, eps: float) -> Form:
 
 
 def squeeze(kept: Kept, norm: Norm) -> Tensor:
-    """Return sums over the pixels of each sample's chunks, after activation and blur: (chunks, C).
+    """Return the sum over each chunk of each sample, after activation and blur: (chunks, C).
 
-    Without statistics, `y` is already normalised, but not shifted.
+    If `kept.stats` is None, the convolution has normalised `y`, and only `beta` is added.
     """
     y, stats, bias = kept.y, kept.stats, norm.beta.contiguous()
     groups, form = _squeeze(y, bias.dtype, norm.slope, norm.blur, stats is not None)
@@ -153,8 +152,8 @@ def apply(
 ) -> tuple[Tensor, Tensor | None]:
     """Return relu(gate * blur(act((y - mean) * scale + bias)) + shortcut), each part if requested.
 
-    Without statistics, mean is 0 and scale 1. With `keeps_bits` the second result is the ReLU's
-    mask, a bit for each value: (N, lines, ceil(length / 8)) bytes, see `_lines`.
+    If `kept.stats` is None, mean is 0 and scale is 1. With `keeps_bits`, the second result is the
+    ReLU's mask with one bit for each value: (N, lines, ceil(length / 8)) bytes, see `_lines`.
     """
     y, stats, gate, bias = kept.y, kept.stats, kept.gate, norm.beta.contiguous()
     form, size = _apply(
@@ -191,7 +190,7 @@ def _apply(
 
 
 def _lines(x: Tensor) -> tuple[int, int, int, int]:
-    """Return the direction of the bits of a dense `x`, the lines and their length."""
+    """Return (direction, N, lines, line length): direction 1 packs bits of channels, 2 pixels."""
     n, p, c, strides, _ = geometry(x, as_one_sample=False)
     return (1, n, p, c) if strides[2] == 1 else (2, n, c, p)
 
@@ -199,10 +198,10 @@ def _lines(x: Tensor) -> tuple[int, int, int, int]:
 def grad_sums(
     grad: Tensor, second: Tensor | None, kept: Kept, norm: Norm, *, rebuilds: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Run backward's first pass: sums (groups, 2 or 4, C), and for a join the masked gradient.
+    """Return the sums of backward's first pass (chunks, 2 or 4, C), and a join's masked gradient.
 
-    If the output has two readers, the gradient is `grad + second`, added in float32 and never
-    written. Without join and blur, `rebuilds` writes the output in place of that gradient.
+    An output with two consumers has the gradient `grad + second`, added in float32. For a layer
+    without join and blur, `rebuilds` returns the recomputed output as the second result.
     """
     y, bits, gate, stats = kept.y, kept.bits, kept.gate, kept.stats
     assert stats is not None
@@ -237,7 +236,7 @@ def _grad_sums(
 def _grad_cut(
     x: Tensor, processors: int, gated: bool, blur: bool, *, sums: bool
 ) -> tuple[Geometry, Geometry, Plan]:
-    """Return the views of a dense `x` and of the pixels or squares to divide, and their plan."""
+    """Return the views of `x` and of the pixels (with blur, squares) to divide, and the plan."""
     source = geometry(x, as_one_sample=not (blur or gated))
     shape = halved(x) if blur else source
     resident = SUMS_RESIDENT[gated, blur] if sums else RESIDENT
@@ -246,7 +245,7 @@ def _grad_cut(
 
 
 def merge_grad_sums(partial: Tensor, squeeze_grad: Tensor | None, kept: Kept) -> Tensor:
-    """Return gradients of weight and bias, k1 and k0, as (4, C): see the kernel."""
+    """Return (4, C): gradients of weight and bias, and the factors k1 and k0 of `grad_apply`."""
     y, gate, stats = kept.y, kept.gate, kept.stats
     assert stats is not None
     merged = torch.empty_like(stats)
@@ -261,7 +260,7 @@ def merge_grad_sums(partial: Tensor, squeeze_grad: Tensor | None, kept: Kept) ->
 @by_form
 def _merged(x: Tensor, processors: int, groups: int, gated: bool, tile: int) -> Form:
     n, channels = x.shape[:2]
-    # six values for each group and channel with a gate, else two
+    # with a gate, the kernel loads six values for each group and channel, otherwise two
     return _merge(
         "merge_grad_sums", groups, tile // (4 if gated else 1), channels, HAS_GATE=gated,
         splits=groups // n if gated else 1, count=float(x.numel() // channels),

@@ -1,8 +1,8 @@
 """Batch normalisation, leaky ReLU and the operations after them in a block, in plain PyTorch.
 
-`abn` and `tail` define the operation; autograd differentiates them. The other functions are the
-definitions of those of the same names and arguments in `launch`. They compute in float32, or for
-float64 inputs in float64.
+`abn` and `tail` define forward, and autograd differentiates them. Each other public function
+defines the function of `launch` with the same name and arguments. Every definition but `abn` and
+`tail` computes in float32, or in float64 for float64 inputs.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,21 +29,21 @@ def abn(
     """Normalise each channel, scale by `weight`, shift by `bias`, apply the activation.
 
     y = act(weight * (x - mean) / sqrt(var + eps) + bias) (arXiv 1502.03167, algorithm 1). In
-    training the batch's statistics are used, and the running ones, unless None, are updated in
-    place (with the unbiased variance). Otherwise the running statistics are used. Shapes: `x` (N,
-    C, ...), the other tensors (C,); the output has the dtype of `x`. `momentum` is the weight of
-    the batch. `slope` is that of the leaky ReLU, or None for no activation.
+    training, mean and var are the batch's, and the running statistics, unless None, are updated in
+    place with the unbiased variance. Otherwise mean and var are the running statistics. `x` is
+    (N, C, ...), other tensors are (C,); the output has the dtype of `x`. `momentum` is the batch's
+    weight in the update. `slope` is the leaky ReLU's negative slope; None means no activation.
     """
     y = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
-    # with a negative slope, an in-place output does not determine the sign of its input
+    # with a negative slope, backward cannot read the input's sign from an in-place output
     return y if slope is None else F.leaky_relu(y, slope, inplace=slope >= 0)
 
 
 def tail(y: Tensor, blur: bool, se: Sequence[Tensor] | None, shortcut: Tensor | None) -> Tensor:
-    """Blur, squeeze and excite, and join, each if requested (paper sections 2.1, 2.4, 2.5).
+    """Apply blur, squeeze and excitation, and join, if requested (paper sections 2.2, 2.4, 2.5).
 
-    `y` is (N, C, H, W), floating point; a blur halves H and W, rounded up. `se` are the weights and
-    biases of `SEWeights`. The shortcut is added before a ReLU.
+    `y` is (N, C, H, W), floating point. A blur halves H and W, rounded up. `se` holds the tensors
+    of `SEWeights`. A join adds `shortcut` and applies a ReLU.
     """
     if blur:
         y = blur_pool(y)
@@ -95,7 +95,7 @@ def apply(
 def grad_sums(
     grad: Tensor, second: Tensor | None, kept: Kept, norm: Norm, *, rebuilds: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the sums over each sample, (N, 2 or 4, C), and the map that `launch` writes."""
+    """Return sums over each sample (N, 2 or 4, C), and a join's masked gradient or the output."""
     y, written = kept.y, None
     g = _wide(grad) if second is None else _wide(grad) + second
     if kept.bits is not None:
@@ -113,7 +113,7 @@ def grad_sums(
 
 
 def merge_grad_sums(partial: Tensor, squeeze_grad: Tensor | None, kept: Kept) -> Tensor:
-    """Return the gradients of weight and bias, and the factors k1 and k0 of `grad_apply`."""
+    """Return (4, C): gradients of weight and bias, and the factors k1 and k0 of `grad_apply`."""
     sums, stats = partial[:, :2], kept.stats
     assert stats is not None
     if kept.gate is not None and squeeze_grad is not None:
@@ -127,7 +127,7 @@ def merge_grad_sums(partial: Tensor, squeeze_grad: Tensor | None, kept: Kept) ->
 
 
 def grad_apply(grad: Tensor, kept: Kept, norm: Norm, sums: Sums) -> Tensor:
-    """Return the gradient of `y`; the factors k1 and k0 only apply in training."""
+    """Return the gradient of `y`; only training uses the factors k1 and k0."""
     g, stats = _wide(grad), kept.stats
     assert stats is not None
     if kept.gate is not None and sums.squeeze_grad is not None:

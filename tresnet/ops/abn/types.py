@@ -1,6 +1,6 @@
 """Tensors and settings of the operations between two convolutions.
 
-`launch` and `reference` take them whole: a function reads the fields that it needs.
+The functions of `launch` and `reference` take these tuples, and read the fields that they need.
 """
 
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class SEWeights(NamedTuple):
-    """Layers from C channels to R and back: weights (R, C) and (C, R), or with (1, 1) after."""
+    """Layers of an SE, from C channels to R and back: weights (R, C) and (C, R), or 1x1 filters."""
 
     fc1_weight: Tensor
     fc1_bias: Tensor
@@ -21,17 +21,17 @@ class Norm(NamedTuple):
     """Tensors and settings of a batch norm and of the operations after it.
 
     Attributes:
-        gamma: (C,); None if the norm is folded into the convolution, whose bias is then `beta`.
-        beta: (C,).
+        gamma: Scale (C,); None if the norm is folded into the convolution, with `beta` as bias.
+        beta: Shift (C,).
         mean: Running mean (C,), updated in place while training.
-        var: Unbiased running variance (C,), updated likewise.
+        var: Unbiased running variance (C,), updated in place while training.
         momentum: Weight of the batch in the running statistics; None for no update.
         slope: Negative slope of the leaky ReLU; None for no activation.
-        blur: Blur and keep every second pixel, as `blur_pool`.
-        se: Layers of the squeeze and excitation that follows.
-        group: Process group that synchronises the statistics. One of its processes may have a
-            single value per channel, or an empty batch.
-        channels: Number of channels to synchronise; further ones are padding. None for all.
+        blur: Whether `blur_pool` halves the map after the activation.
+        se: Layers of the squeeze and excitation; None for no SE.
+        group: Process group that synchronises batch statistics, or None. A process of the group
+            may have one value per channel, or an empty batch.
+        channels: Number of channels before padding; None for an unpadded norm.
     """
 
     gamma: Tensor | None
@@ -61,13 +61,13 @@ class Kept(NamedTuple):
     Attributes:
         y: (N, C, H, W), the convolution's output.
         stats: (4, C): mean, gamma * invstd, invstd, biased variance; None if the norm is folded.
-        total: Values per channel over all processes; None for this process only.
-        gate: (N, C), factors of the map.
-        excited: (N, C), the gate of the SE, if `passed` changed it.
-        passed: (N, 1), factors of the samples.
-        squeezed: (N, C), input of the SE's layers.
-        hidden: (N, R), their hidden layer.
-        bits: Mask of the join's ReLU: bits by kernels, booleans by plain PyTorch.
+        total: Number of values per channel over all processes; None if not synchronised.
+        gate: (N, C), factors of each map: the SE's gate, `passed`, or their product.
+        excited: (N, C), the SE's gate if `gate` is its product with `passed`; otherwise None.
+        passed: (N, 1), the factor of stochastic depth for each sample.
+        squeezed: (N, C), input of the SE's first layer.
+        hidden: (N, R), output of the SE's first layer after its ReLU.
+        bits: Mask of the join's ReLU: bits from kernels, booleans from plain PyTorch.
     """
 
     y: Tensor
@@ -85,10 +85,10 @@ class Sums(NamedTuple):
     """Results of the first pass of backward.
 
     Attributes:
-        merged: (4, C): gradients of gamma and beta, and the factors of the second pass.
-        squeeze_grad: (N, C), gradient of the squeeze over its pixels; None without a gate.
-        written: The masked gradient of a join, else the layer's output, if requested.
-        se: Gradients of the SE's layers.
+        merged: (4, C): gradients of gamma and beta, and the factors k1 and k0 of the second pass.
+        squeeze_grad: (N, C), gradient of each pixel through the squeeze; None without a gate.
+        written: For a join its masked gradient, else the recomputed output if requested.
+        se: Gradients of the SE's weights and biases.
     """
 
     merged: Tensor

@@ -9,11 +9,11 @@ from tresnet.ops.scripted import scripted_if
 
 
 def blur_pool(x: Tensor, *, jit: bool = False) -> Tensor:
-    """Blur with the 3x3 binomial filter (reflected border) and keep every second pixel.
+    """Blur with the 3x3 binomial filter, reflecting the border, and keep every second pixel.
 
-    Maps (N, C, H, W), floating point, to (N, C, ceil(H / 2), ceil(W / 2)) in the same dtype. Raises
-    `InputError` below 2 x 2 pixels, where the border cannot be reflected. `jit` runs the
-    TorchScript form.
+    `x` (N, C, H, W) is floating point. The result (N, C, ceil(H / 2), ceil(W / 2)) has its dtype.
+    Raises `InputError` below 2 x 2 pixels, where the border cannot be reflected. `jit` runs the
+    function compiled by TorchScript.
     """
     if not torch.jit.is_tracing():
         check_shape(x)

@@ -8,33 +8,33 @@ from tresnet.ops.tiles import memory_format
 
 
 def binomial_filter(x: Tensor) -> Tensor:
-    """Return the filter [1, 2, 1] (x) [1, 2, 1] / 16 as (C, 1, 3, 3) for the channels of `x`.
+    """Return the outer product of [1, 2, 1] / 4 with itself, for each channel of `x`: (C, 1, 3, 3).
 
-    It is computed on the device, so CUDA graphs can capture it, and a model built on the meta
-    device has no buffer to initialise. All nine values are exact in float16 and bfloat16.
+    CUDA graphs can capture the filter, which is computed on the device. The filter is no buffer, so
+    a model from the meta device need not initialise it. Its values are exact in float16, bfloat16.
     """
     row = (2 - torch.arange(-1, 2, device=x.device).abs()).to(x.dtype) / 4
     return (row[:, None] * row[None, :]).expand(x.shape[1], 1, 3, 3)
 
 
 def blur_pool(x: Tensor) -> Tensor:
-    """Blur with the 3x3 binomial filter and keep every second pixel (Zhang 2019; paper 2.1).
+    """Blur by a 3x3 binomial filter and keep every second pixel (Zhang 2019; paper section 2.2).
 
-    Maps (N, C, H, W), H and W at least 2, to (N, C, ceil(H / 2), ceil(W / 2)); the border is
-    reflected.
+    `x` is (N, C, H, W), H and W at least 2; the result is (N, C, ceil(H / 2), ceil(W / 2)). The
+    border is reflected.
     """
     padded = F.pad(x, [1, 1, 1, 1], mode="reflect")
     return F.conv2d(padded, binomial_filter(x), stride=2, groups=x.shape[1])
 
 
 def transposed_blur_pool(grad: Tensor, height: int, width: int) -> Tensor:
-    """Apply the transpose of `blur_pool`: from its output's shape to (N, C, height, width)."""
+    """Return the gradient (N, C, height, width) for `blur_pool`'s input; `grad` is its output's."""
     rows = height + 2 - (2 * grad.shape[2] + 1)
     columns = width + 2 - (2 * grad.shape[3] + 1)
     padded = F.conv_transpose2d(
         grad, binomial_filter(grad), stride=2, output_padding=(rows, columns), groups=grad.shape[1]
     )
-    # The reflected border's gradient is added to the pixels that were copied: rows, then columns.
+    # The border's gradients are added to the pixels that padding copied: rows, then columns.
     padded[:, :, 2] += padded[:, :, 0]
     padded[:, :, height - 1] += padded[:, :, height + 1]
     padded[:, :, :, 2] += padded[:, :, :, 0]
@@ -43,9 +43,9 @@ def transposed_blur_pool(grad: Tensor, height: int, width: int) -> Tensor:
 
 
 def blur_pool_by_slices(x: Tensor) -> Tensor:
-    """Compute `blur_pool` by sums of strided slices, which a compiler fuses with other operations.
+    """Compute `blur_pool` by sums of strided slices, which `torch.compile` fuses with other code.
 
-    A compiler would run a depthwise convolution as a separate kernel, on a padded copy of `x`.
+    A compiled depthwise convolution would be a separate kernel, on a padded copy of `x`.
     """
     y = F.pad(x, [1, 1, 1, 1], mode="reflect")
     for dim in (2, 3):

@@ -1,9 +1,9 @@
 """Triton kernels of squeeze and excitation (arXiv 1709.01507) between two passes over the maps.
 
-N samples, C channels, R hidden units. In `excite` and `excite_grads` a program covers BN samples
-and goes through the weights in tiles of BI rows and BJ columns. In `excite_weight_grads` it covers
-a tile of the weights and goes through the samples. One kernel serves all widths. Everything is
-float32.
+There are N samples, C channels and R hidden units. A program of `excite` or `excite_grads` covers
+BN samples, and loops over the weights in tiles of BI rows and BJ columns. A program of
+`excite_weight_grads` covers a tile of the weights, and loops over the samples. A compiled kernel
+serves all N, C and R. Everything is computed in float32.
 """
 
 import triton
@@ -14,7 +14,7 @@ from tresnet.ops.tiles.kernels import kernel, load_norm
 
 @triton.jit
 def load_matrix(x, rows, columns, ROWS, COLUMNS):
-    """Load a tile of a dense matrix in float32, zero beyond its ends."""
+    """Load a tile of a dense matrix as float32, with zeros outside the matrix."""
     mask = (rows < ROWS)[:, None] & (columns < COLUMNS)[None, :]
     return tl.load(x + rows[:, None] * COLUMNS + columns, mask=mask, other=0.0).to(tl.float32)
 
@@ -31,7 +31,7 @@ def linear(
     x, weight, bias, n, i, N, ROWS, COLUMNS,
     BN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
-    """Return values i of `x weight^T + bias` for samples n; these are too few for tensor cores."""
+    """Return columns i of x weight^T + bias for samples n; BN is too small for tensor cores."""
     total = tl.zeros((BN, BI), tl.float32)
     for begin in range(0, COLUMNS, BJ):
         j = begin + tl.arange(0, BJ)
@@ -44,7 +44,7 @@ def linear(
 def linear_grad(
     grad, weight, n, j, N, ROWS, COLUMNS, BN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr
 ):
-    """Return values j of `grad weight`, the gradient of `linear`'s input, for samples n."""
+    """Return columns j of grad weight, the gradient of the input of `linear`, for samples n."""
     total = tl.zeros((BN, BJ), tl.float32)
     for begin in range(0, ROWS, BI):
         i = begin + tl.arange(0, BI)
@@ -61,9 +61,9 @@ def excite(
 ):  # fmt: skip
     """Write squeezed (N, C), hidden (N, R) and gate (N, C) = sigmoid(fc2 relu(fc1 squeezed)).
 
-    Both layers have biases; fc1 is (R, C), fc2 (C, R). partial (N * splits, C) holds the sums of
-    the squeezed maps over chunks of their P pixels (equation 2). With LINEAR it is (N * splits, 2,
-    C) of `moments`: the means of x, from which those of z follow.
+    fc1 (R, C) and fc2 (C, R) have biases. partial (N * splits, C) holds sums over chunks of the P
+    pixels of a map (equation 2). With LINEAR, partial is instead the result (N * splits, 2, C) of
+    `moments` on x, and the means of x are normalised here.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     kinds: tl.constexpr = 2 if LINEAR else 1
@@ -86,7 +86,7 @@ def excite(
     for begin in range(0, R, BI):
         r = begin + tl.arange(0, BI)
         value = linear(squeezed, fc1_weight, fc1_bias, n, r, N, R, C, BN, BI, BJ)
-        store_matrix(hidden, tl.where(value <= 0, 0.0, value), n, r, N, R)  # NaN stays
+        store_matrix(hidden, tl.where(value <= 0, 0.0, value), n, r, N, R)  # keeps NaN
     tl.debug_barrier()
     for begin in range(0, C, BI):
         c = begin + tl.arange(0, BI)
@@ -99,11 +99,11 @@ def excite_grads(
     partial, stats, bias, gate, hidden, fc1_weight, fc2_weight, grad_logit, grad_hidden,
     squeeze_grad, N, C, R, splits, count, BN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of both layers' outputs, and squeeze_grad (N, C).
+    """Write grad_logit (N, C), grad_hidden (N, R) and squeeze_grad (N, C).
 
-    squeeze_grad is the gradient of the squeeze divided by `count`, the pixels of a mean. The gate's
-    gradient is the sum of g * act(z), where act(z) = m * ((x - mean) * scale + bias). It follows
-    from the sums of `grad_sums` in partial, without another pass over the maps.
+    squeeze_grad is the gradient of the squeezed mean divided by `count`, a map's pixels. The
+    gate's gradient is the sum of g * act(z), where act(z) = m * ((x - mean) * scale + bias). So
+    this gradient is computed from the sums of m g and m g (x - mean), which are in partial.
     """
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     for begin in range(0, C, BJ):
@@ -134,7 +134,7 @@ def excite_grads(
 
 @triton.jit
 def weight_grad(grad, x, weight, bias, N, ROWS, COLUMNS, BN: tl.constexpr, BW: tl.constexpr):
-    """Write a square tile of grad^T x to weight (ROWS, COLUMNS), and sums of grad to bias."""
+    """Write a square tile of grad^T x to weight (ROWS, COLUMNS), and grad's sum to bias."""
     columns = tl.cdiv(COLUMNS, BW)
     i = (tl.program_id(0) // columns) * BW + tl.arange(0, BW)
     j = (tl.program_id(0) % columns) * BW + tl.arange(0, BW)
@@ -157,7 +157,7 @@ def excite_weight_grads(
     squeezed, hidden, grad_logit, grad_hidden, fc1_weight, fc1_bias, fc2_weight, fc2_bias, N, C, R,
     BN: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of both layers' weights and biases to fc1, fc1_bias and so on."""
+    """Write the gradients of the weights and biases of fc1 (program_id(1) is 0) or fc2 (1)."""
     if tl.program_id(1) == 0:
         weight_grad(grad_hidden, squeezed, fc1_weight, fc1_bias, N, R, C, BN, BW)
     else:

@@ -1,4 +1,4 @@
-"""Launches of squeeze and excitation between two passes over the maps."""
+"""Launches of the kernels of squeeze and excitation; `reference` defines each public function."""
 
 import torch
 from torch import Tensor
@@ -8,12 +8,13 @@ from tresnet.ops.abn.types import Kept, Norm, SEWeights
 from tresnet.ops.launching import Form, launch
 from tresnet.ops.tiles import by_form, geometry, halved, plan
 
-# Samples of a program, and rows and columns of the weights that it reads at once. Batch 256 has 64
-# programs, each on its own multiprocessor. In stage 3 of tresnet_m each reads 256 KiB of weights
-# from the second-level cache in 18 rounds: 16 MiB in all, or 3 microseconds. Tensor cores need 16
-# samples: 16 programs of 72 rounds. cuBLAS moves as many bytes with ten more launches.
+# Samples of a program, then rows and columns of the weight tile that a program loads at once. A
+# batch of 256 has 64 programs, each on its own multiprocessor. In stage 3 of tresnet_m, a program
+# reads 256 KiB of weights from the L2 cache in 18 rounds. All programs read 16 MiB in 3
+# microseconds. Tensor cores would need 16 samples for each program, so 16 programs of 72 rounds.
+# cuBLAS would move as many bytes with ten more launches.
 TILE = 4, 32, 128
-WEIGHTS_TILE = 64, 16  # samples at once; side of the square tiles of the weights' gradients
+WEIGHTS_TILE = 64, 16  # samples loaded at once; side of the square tiles of a weight's gradient
 WARPS = 16
 
 
@@ -22,8 +23,8 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the squeezed maps (N, C), the hidden layer (N, R) and the gate (N, C), all float32.
 
-    `partial` is the result of `tresnet.ops.abn.launch.squeeze`. If the maps are a `linear` function
-    of `y`, it is the second result of `statistics`.
+    `partial` is the result of `tresnet.ops.abn.launch.squeeze`. With `linear`, where neither
+    activation nor blur comes before the SE, it is the second result of `statistics`.
     """
     se, stats = _dense(norm), kept.stats
     samples, channels = kept.y.shape[:2]
@@ -64,10 +65,10 @@ def _excite(
 
 
 def backward(partial: Tensor, kept: Kept, norm: Norm) -> tuple[Tensor, SEWeights]:
-    """Return the gradient of the squeeze over its pixels (N, C), and those of the parameters.
+    """Return each pixel's gradient through the squeeze (N, C), and the SE's weight gradients.
 
-    `partial` is the result of `tresnet.ops.abn.launch.grad_sums`. The parameters' gradients have
-    their dtypes.
+    `partial` is the first result of `tresnet.ops.abn.launch.grad_sums`. Each weight's gradient has
+    the weight's dtype.
     """
     gate = kept.gate if kept.excited is None else kept.excited
     hidden, squeezed, stats, se = kept.hidden, kept.squeezed, kept.stats, _dense(norm)

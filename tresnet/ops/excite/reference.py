@@ -1,4 +1,4 @@
-"""Squeeze and excitation between two passes over the maps, in plain PyTorch: see `launch`."""
+"""Squeeze and excitation in plain PyTorch: the definitions of the functions of `launch`."""
 
 import math
 
@@ -15,8 +15,8 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the squeezed maps (N, C), the hidden layer (N, R) and the gate (N, C).
 
-    `partial` (N, C) holds the means of the squeezed maps; if `linear`, the means of `y`, from
-    which those of the normalised maps follow.
+    `partial` (N, C) holds the means of the maps to squeeze. With `linear`, it holds the means of
+    `y`, which are normalised here.
     """
     squeezed, dtype = partial, partial.dtype
     if linear and kept.stats is not None:
@@ -33,7 +33,7 @@ def _matrices(norm: Norm, dtype: torch.dtype) -> SEWeights:
 
 
 def backward(partial: Tensor, kept: Kept, norm: Norm) -> tuple[Tensor, SEWeights]:
-    """Return the gradient of the squeeze over its pixels (N, C), and those of the parameters."""
+    """Return each pixel's gradient through the squeeze (N, C), and the SE's weight gradients."""
     gate = kept.gate if kept.excited is None else kept.excited
     assert kept.stats is not None
     assert gate is not None

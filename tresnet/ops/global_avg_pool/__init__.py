@@ -7,9 +7,9 @@ from tresnet.ops.scripted import scripted_if
 
 
 def global_avg_pool(x: Tensor, flatten: bool = True, *, jit: bool = False) -> Tensor:
-    """Average each channel over all pixels: (N, C, H, W) to (N, C), or else to (N, C, 1, 1).
+    """Average each channel over all pixels: to (N, C), or without `flatten` to (N, C, 1, 1).
 
-    `jit` runs the TorchScript form.
+    `jit` runs the function compiled by TorchScript.
     """
     return scripted_if(jit, reference.global_avg_pool)(x, flatten)
 

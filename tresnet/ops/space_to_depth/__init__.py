@@ -11,9 +11,9 @@ from tresnet.ops.space_to_depth import launch, reference
 def space_to_depth(x: Tensor, block_size: int = 4, *, jit: bool = False) -> Tensor:
     """Move each b x b block of pixels into the channels: (N, C, H, W) to (N, b*b*C, H/b, W/b).
 
-    Channels are ordered (block row, block column, input channel). Dtype and memory format stay.
-    `jit` runs the TorchScript form. Raises `InputError` if `x` has not four dimensions, or
-    `block_size` does not divide H and W.
+    Output channels are ordered (row in block, column in block, input channel). The output has the
+    dtype and memory format of `x`. `jit` runs the function compiled by TorchScript. Raises
+    `InputError` unless `x` has four dimensions, and b = `block_size` divides H and W.
     """
     if not torch.jit.is_tracing():
         _check(x, block_size)
@@ -21,11 +21,11 @@ def space_to_depth(x: Tensor, block_size: int = 4, *, jit: bool = False) -> Tens
 
 
 def stem_input(x: Tensor, block_size: int, dtype: torch.dtype, *, kernels: bool) -> Tensor:
-    """Turn images of bytes into the input of the stem's convolution.
+    """Divide uint8 images by 255 and apply `space_to_depth`: the input of the stem's convolution.
 
-    Maps (N, C, H, W), uint8 of any strides, to (N, b*b*C, H/b, W/b) in `dtype` and channels_last
-    memory. Values are divided by 255, and ordered as by `space_to_depth`. With `kernels` one launch
-    reads each byte once. Raises `InputError` if `x` is not uint8 or does not fit the block.
+    `x` is (N, C, H, W) with any strides. The result is (N, b*b*C, H/b, W/b) in `dtype` and
+    channels_last memory, with b = `block_size`. With `kernels`, one launch reads each byte once.
+    Raises `InputError` unless `x` is uint8 with four dimensions, and `block_size` divides H and W.
     """
     if x.dtype != torch.uint8:
         raise InputError(f"stem_input expected uint8 images, got {x.dtype}")

@@ -1,15 +1,15 @@
-"""Triton kernel of the stem's input: bytes to scaled values in space-to-depth order."""
+"""Triton kernel of the stem's input: uint8 images as scaled values in space-to-depth order."""
 
 import triton
 import triton.language as tl
 
-# 1 / 255 in two parts. The first part times a byte is exact, so the product with their sum is
-# rounded once, as a division is. A division needs a dozen instructions more.
+# HIGH + LOW is 1 / 255. A byte times HIGH is exact, so byte * HIGH + byte * LOW is rounded once,
+# like a division. A division would take a dozen more instructions.
 HIGH = tl.constexpr(257 / 65536)
 LOW = tl.constexpr(1 / 255 - 257 / 65536)
 
 
-# no specialisation: the channels are a constant, and RUN divides the strides
+# not specialised to `rows` and strides: RUN tells the compiler what divides the strides
 @triton.jit(do_not_specialize=("rows",), do_not_specialize_on_alignment=("xn", "xc", "xh", "xw"))
 def stem_input(
     x, out, xn, xc, xh, xw, rows,
@@ -17,10 +17,10 @@ def stem_input(
 ):  # fmt: skip
     """Write part of a row of blocks: out[n, i, j, (r, q, c)] = x[n, c, i B + r, j B + q] / 255.
 
-    A program covers BLOCK neighbouring values of a row, which has WIDTH = W / B * B * B * C. RUN is
-    0 for any strides. Otherwise channels and columns of x are neighbours in memory, so that each
-    B * C values of out are neighbours in x too. RUN of them are then read and written at once; RUN
-    divides B * C and the strides of samples and rows.
+    A row of blocks has WIDTH = W / B * B * B * C values; a program covers BLOCK neighbouring ones.
+    RUN is the number of values that are read and written at once, or 0 for any strides. If RUN is
+    not 0, channels and columns of x are neighbours in memory, so B * C neighbours of out are
+    neighbours in x. RUN divides B * C and the strides of samples and rows.
     """
     row = tl.program_id(0)
     n = (row // rows).to(tl.int64)

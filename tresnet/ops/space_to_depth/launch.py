@@ -9,11 +9,11 @@ from tresnet.ops.launching import Form, launch
 from tresnet.ops.tiles import by_form
 
 BLOCK = 1024
-WIDEST = 4  # values at once: bytes in, 8 or 16 out
+WIDEST = 4  # most values that are read and written at once: 4 bytes in, 8 or 16 bytes out
 
 
 def stem_input(x: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
-    """Map bytes (N, C, H, W) of any strides to (N, b*b*C, H/b, W/b) in [0, 1], channels_last."""
+    """Turn uint8 images (N, C, H, W) into channels_last (N, b*b*C, H/b, W/b) in [0, 1]."""
     size, form = _stem(x, dtype, block_size)
     out = torch.empty(size, dtype=dtype, device=x.device)
     launch(form, x=x, out=out)
@@ -25,7 +25,7 @@ def _stem(x: Tensor, processors: int, block_size: int) -> tuple[tuple[int, ...],
     (n, c, h, w), (xn, xc, xh, xw) = x.shape, x.stride()
     size = n, h // block_size, w // block_size, block_size * block_size * c
     rows, width = n * size[1], size[2] * size[3]
-    # values, 1, 2 or 4, that are neighbours in `x` and in the output; 0 for any strides
+    # RUN of the kernel: 1, 2 or 4 neighbours in both `x` and the output; 0 for other strides
     run = math.gcd(block_size * c, xn, xh, WIDEST)
     if (xc != 1 and c > 1) or xw != c:
         run = 0

@@ -7,8 +7,8 @@ from torch import Tensor
 def space_to_depth(x: Tensor, block_size: int) -> Tensor:
     """Move each block of pixels into the channels (paper section 2.1, "SpaceToDepth stem").
 
-    The channel order is (block row, block column, input channel), as in the published weights;
-    `torch.nn.functional.pixel_unshuffle` orders them (input channel, row, column).
+    Output channels are ordered (row, column, input channel), as the published weights need them.
+    `torch.nn.functional.pixel_unshuffle` orders channels (input channel, row, column).
     """
     n, c, h, w = x.shape
     rows, columns = h // block_size, w // block_size
@@ -23,6 +23,6 @@ def space_to_depth(x: Tensor, block_size: int) -> Tensor:
 
 
 def stem_input(x: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
-    """Turn images of bytes into the input of the stem's convolution, in channels_last memory."""
+    """Divide uint8 images by 255 and apply `space_to_depth`, into channels_last memory."""
     y = space_to_depth(x.contiguous(memory_format=torch.channels_last), block_size)
     return (y.float() / 255).to(dtype).contiguous(memory_format=torch.channels_last)

@@ -1,11 +1,11 @@
-"""The kernels' view of a batch of feature maps, and its division into programs and tiles.
+"""Division of a batch of feature maps into the programs and tiles of Triton kernels.
 
-A batch is (n, p, c): sample, pixel, channel, with one stride each. So one kernel reads both
-channels_last and contiguous memory along its contiguous direction. A program covers a chunk of
-pixels of one sample, and a tile's width of channels; it goes through the chunk in tiles. A tile
-gives each of 128 threads 16 values, or 8. Reductions have as many programs as a GPU runs at once,
-or a few times as many. Programs are ordered with the channels first, as neighbours share sectors of
-memory if a row's bytes are no multiple of 32.
+A kernel views a batch as samples n, pixels p and channels c, with one stride for each. So one
+kernel reads both channels_last and contiguous memory in the order of addresses. A program covers a
+chunk of pixels of one sample, and the channels of one tile; it loops over the tiles of the chunk. A
+tile has up to 16 values for each of 128 threads. A reduction has as many programs as a GPU runs at
+once, or a few times as many. Consecutive programs cover neighbouring channels: they share a 32-byte
+sector of memory if 32 does not divide a pixel's bytes.
 """
 
 import functools
@@ -20,15 +20,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 CutT = TypeVar("CutT")
 
-# Values of a tile, and of the blur's in 16 bits with neighbours in memory. The blur has several
-# pixels in registers at once. With 2048 values they would spill, in float32 with 1024, and with 512
-# if each value is loaded alone.
+# Most values of a tile, without and with a blur. A blur holds several pixels in registers at once.
+# Registers would spill with 2048 values in 16 bits, 1024 in float32, or 512 that are loaded one by
+# one; so `tile` halves or quarters BLUR_TILE.
 TILE, BLUR_TILE = 2048, 1024
 WARPS = 4
-CHANNELS = 64  # of a tile, and as many side by side are 128 bytes in 16 bits
-MOST_TILES = 4  # of one program that writes: enough to share the loads of the channels' factors
-WIDEST_LOAD = 16  # bytes
-MULTIPROCESSORS = 132  # of an H100, where there is no GPU
+CHANNELS = 64  # most channels of a tile: 128 bytes in 16 bits
+MOST_TILES = 4  # most tiles of a program that writes a map; they share loads of vectors
+WIDEST_LOAD = 16  # bytes that a thread loads at once
+MULTIPROCESSORS = 132  # of an H100, assumed where there is no GPU
 
 
 class Geometry(NamedTuple):
@@ -42,11 +42,11 @@ class Geometry(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Division of a tensor into programs: their number, and arguments of the kernels.
+    """Division of a tensor into programs: their number, and the kernels' arguments.
 
     Each sample has `splits` chunks of `chunk` pixels. A tile has BP pixels and BC channels. AP
-    divides the number of pixels and AC that of channels, so that a thread may load AP or AC values
-    at once. Triton itself detects only divisibility by 16.
+    divides the number of pixels, and AC the number of channels, so a thread may load AP or AC
+    values at once. Triton itself detects only divisibility by 16.
     """
 
     programs: int
@@ -59,19 +59,19 @@ class Plan(NamedTuple):
 
 
 def interpreted() -> bool:
-    """Return whether Triton interprets its kernels, so that they run on a CPU."""
+    """Return whether Triton's interpreter runs the kernels, on a CPU."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def memory_format(x: Tensor) -> torch.memory_format:
-    """Return the dense format that `x` is in, or the nearest."""
+    """Return channels_last if a map's channels are neighbours in memory, else contiguous_format."""
     if x.dim() == 4 and not x.is_contiguous() and x.stride(1) == 1:
         return torch.channels_last
     return torch.contiguous_format
 
 
 def dense(x: Tensor, like: Tensor | None = None) -> Tensor:
-    """Return `x` in the memory format of a dense `like` (None: its own), copied only if needed."""
+    """Return `x` dense, in the memory format of `like` if given; copy `x` only if needed."""
     if like is not None:
         if x.stride() == like.stride() and x.shape == like.shape:
             return x
@@ -88,9 +88,9 @@ def _is_odd(x: Tensor) -> bool:
 def by_form(cut: Callable[..., CutT]) -> Callable[..., CutT]:
     """Cache the results of `cut`, which takes longer than a launch.
 
-    The first argument of `cut` is a tensor of which it may read only shape, strides and dtype. The
-    second is the number of multiprocessors. In its place the returned function takes the dtypes of
-    the launch's other tensors, as far as they may differ.
+    `cut` takes a tensor, of which it may read only shape, strides and dtype, and the number of
+    multiprocessors. Instead of that number, the returned function takes the dtypes of the launch's
+    other tensors, or None if these cannot vary, as a key of the cache.
     """
 
     @functools.lru_cache(maxsize=4096)
@@ -103,14 +103,14 @@ def by_form(cut: Callable[..., CutT]) -> Callable[..., CutT]:
         limits: Any,
         *rest: Any,
     ) -> CutT:
-        # A step's trace must not depend on which forms are cached.
+        # Modes are disabled, as a step's trace must not depend on which results are cached.
         with _disable_current_modes():
             x = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
             return cut(x, multiprocessors(device), *rest)
 
     @functools.wraps(cut)
     def run(x: Tensor, dtypes: Any, *rest: Any) -> CutT:
-        limits = TILE, BLUR_TILE, multiprocessors  # which tests replace
+        limits = TILE, BLUR_TILE, multiprocessors  # tests replace these values
         return known(x.shape, x.stride(), x.dtype, x.device, dtypes, limits, *rest)
 
     return run
@@ -118,16 +118,16 @@ def by_form(cut: Callable[..., CutT]) -> Callable[..., CutT]:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Return the number of a device's multiprocessors, constant, so that sums keep their order."""
+    """Return a device's number of multiprocessors, a constant, so that sums keep their order."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def geometry(x: Tensor, as_one_sample: bool) -> Geometry:
-    """Return the kernels' view of a result of `dense` (N, C, ...).
+    """Return the kernels' view of a tensor (N, C, ...) that `dense` returned.
 
-    `as_one_sample` allows the pixels of all samples to be treated as those of one.
+    `as_one_sample` views a channels_last batch as one sample that has the pixels of all samples.
     """
     n, c = x.shape[:2]
     p = x.numel() // (n * c)
@@ -139,7 +139,7 @@ def geometry(x: Tensor, as_one_sample: bool) -> Geometry:
 
 
 def halved(x: Tensor, times: int = 1) -> Geometry:
-    """Return the view that a dense `x`, with separate samples, has after `times` blurs."""
+    """Return the view of a dense `x` after `times` blurs, with separate samples."""
     shape = geometry(x, as_one_sample=False)
     size = x.shape
     for _ in range(times):
@@ -157,17 +157,17 @@ def power(value: int, most: int) -> int:
 
 
 def tile(shape: Geometry, blur: bool = False, maps: int = 1) -> tuple[int, int]:
-    """Return pixels and channels of a tile, which is longest along contiguous memory."""
+    """Return a tile's numbers of pixels and channels; tiles are longest along contiguous memory."""
     values = TILE if maps == 1 else TILE // 2
     if blur:
         alone = shape.strides[2] > 1 or shape.c % 2 > 0
         values = BLUR_TILE // 4 if alone else BLUR_TILE * 2 // shape.itemsize
     if shape.strides[2] == 1:
-        # wider only where no thread is without a channel
+        # at most 64 channels
         bc = power(shape.c, max(math.gcd(shape.c, CHANNELS), 64))
         columns = -(-shape.c // bc)
         if bc > 32 and shape.c < 0.8 * columns * bc and -(-shape.c // 32) < 2 * columns:
-            bc = 32  # more than a fifth of the wider tiles' threads would have no channel
+            bc = 32  # in wider tiles, over a fifth of the threads would have no channel
         return power(shape.p, max(values // bc, 1)), bc
     bp = power(shape.p, values)
     return bp, power(shape.c, values // bp)
@@ -181,38 +181,38 @@ def plan(
     source: Geometry | None = None,
     maps: int = 1,
 ) -> Plan:
-    """Divide the pixels of each sample into chunks, one for each program.
+    """Divide the pixels of each sample into chunks, each for one program.
 
-    `places` programs run at once. A kernel that `writes` a map has at most `MOST_TILES` in a chunk.
-    A reduction of `maps` leaves partial sums, so its chunks are as long as `places` allow. `blur`
-    is for kernels with the blur's index arithmetic. `source` is the tensor that is read, if it is
-    another. If one pixel is written, its channels are neighbours in memory, but those of `source`
-    may not be.
+    A GPU runs `places` programs at once. A kernel that `writes` a map has at most `MOST_TILES`
+    tiles in a chunk. Other kernels reduce `maps` tensors to partial sums, in chunks as long as
+    `places` allow. `blur` is for kernels that compute a blur or its transpose. `source` is the view
+    that is read, if not `shape`. Channels of a single pixel are neighbours in memory in `shape`,
+    but maybe not in `source`.
     """
     bp, bc = tile(shape, blur, maps)
     columns = -(-shape.c // bc)
     tiles = _tiles_of_chunk(-(-shape.p // bp), shape.n * columns, places)
-    # with shorter ones the partial sums would have more bytes than the maps
+    # partial sums of shorter chunks would have more bytes than the maps
     tiles = min(tiles, MOST_TILES) if writes else max(tiles, TILE // (bp * bc))
     chunk = tiles * bp
     splits = -(-shape.p // chunk)
     widest = WIDEST_LOAD // shape.itemsize
     along_c = shape.strides[2] == (source or shape).strides[2] == 1
-    # the blur's pixels are no neighbours in memory
+    # pixels that a blur reads are not neighbours in memory
     ap = 1 if along_c or blur else math.gcd(shape.p, widest)
     ac = math.gcd(shape.c, widest) if along_c else 1
     return Plan(shape.n * splits * columns, splits, chunk, bp, bc, ap, ac)
 
 
 def _tiles_of_chunk(tiles: int, rows: int, places: int) -> int:
-    """Return the number of a row's `tiles` that each program covers, for the shortest total time.
+    """Return how many of the `tiles` in a row each program covers, for the least estimated time.
 
-    Programs run in waves of `places`; each needs about a tile's time to begin and end.
+    Programs run in waves of `places`. A program takes about one tile's time to begin and end.
     """
     chunks = (-(-tiles // max(waves * places // rows, 1)) for waves in range(1, 5))
     return min(chunks, key=lambda chunk: -(-rows * -(-tiles // chunk) // places) * (chunk + 1))
 
 
 def blurred(size: tuple[int, ...] | torch.Size) -> tuple[int, int]:
-    """Return height and width after the blur, from (..., H, W)."""
+    """Return height and width of a map of size (..., H, W) after a blur."""
     return (size[-2] + 1) // 2, (size[-1] + 1) // 2

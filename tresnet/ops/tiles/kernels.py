@@ -1,15 +1,15 @@
-"""Common parts of the kernels: the chunk of a program, and the arithmetic of the blur.
+"""Functions that kernels share: the chunk of a program, and the arithmetic of the blur.
 
-A row of `size` pixels has `size_out` blurred ones. Each is the mean, weighted by 1, 2, 1, of the
-pixel at twice its position and its two neighbours. Beyond the border the row is reflected. The
-transposed blur works on squares of two by two pixels (see `square_of`).
+The blur maps a row of `size` pixels to `size_out` outputs. Output i is the mean, weighted by
+1, 2, 1, of the pixels 2 i - 1, 2 i and 2 i + 1. Beyond its border, the row is reflected. The
+transposed blur computes squares of 2 x 2 pixels (see `square_of`).
 """
 
 import triton
 import triton.language as tl
 
-# A kernel is compiled once for all sizes: AP and AC give the divisibility that Triton would find
-# for each size. Of the strides only a value of 1 is specialised.
+# A kernel is compiled once for all sizes. Triton would specialise it to sizes that 16 divides; AP
+# and AC state divisibility instead. Of the strides, only the value 1 is specialised.
 kernel = triton.jit(
     do_not_specialize=(
         *("N", "P", "C", "R", "G", "H", "W", "HO", "WO", "splits", "chunk", "count"),
@@ -26,7 +26,7 @@ def aligned(value, BY: tl.constexpr):
 
 @triton.jit
 def aligned_strides(n, p, c, AP: tl.constexpr, AC: tl.constexpr):
-    """Return the strides of samples, pixels and channels as multiples, like `aligned`."""
+    """Return the strides of samples, pixels and channels, each marked by `aligned`."""
     return aligned(n, AP * AC), aligned(p, AC), aligned(c, AP)
 
 
@@ -37,9 +37,9 @@ def chunk_of_program(
 ):  # fmt: skip
     """Return a program's group, sample, first pixel, number of pixels, channels and their mask.
 
-    A group is a chunk of a sample; a chunk is a multiple of AP. With BACKWARDS, as in kernels that
-    write maps, the first programs cover the last groups. The reduction or convolution before has
-    just read the end of the map, which is still in the second-level cache.
+    A group is the index of a chunk among those of all samples; AP divides a chunk's pixels. With
+    BACKWARDS, as in kernels that write maps, the first programs cover the last groups: the previous
+    reduction or convolution has just read the end of the map, which is still in the L2 cache.
     """
     chunk = aligned(chunk, AP)
     columns = tl.cdiv(C, BC)
@@ -62,10 +62,10 @@ def load_once(pointers, mask):
 def bytes_of_tile(
     n, start, begin, count, P, C, c, known, ALONG: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr
 ):  # fmt: skip
-    """Return offsets and a mask of the bytes that hold a tile's bits, eight neighbours each.
+    """Return the offsets of the bytes that hold a tile's bits, and the mask of these bytes.
 
-    With ALONG 1 neighbours are channels: bits are (N, P, ceil(C / 8)). With 2 they are pixels: bits
-    are (N, C, ceil(P / 8)).
+    With ALONG 1, a byte holds eight channels, and all bytes are (N, P, ceil(C / 8)). With ALONG 2,
+    a byte holds eight pixels, and all bytes are (N, C, ceil(P / 8)).
     """
     if ALONG == 1:
         line = n * P + start + begin + tl.arange(0, BP)
@@ -83,7 +83,7 @@ def bytes_of_tile(
 
 @triton.jit
 def packed(flags, ALONG: tl.constexpr):
-    """Return a tile (BP, BC) of booleans as bytes, the first value in the lowest bit."""
+    """Return a tile (BP, BC) of booleans as bytes, each with its first value in the lowest bit."""
     if ALONG == 2:
         flags = tl.trans(flags)
     W: tl.constexpr = min(flags.shape[1], 8)
@@ -93,7 +93,7 @@ def packed(flags, ALONG: tl.constexpr):
 
 @triton.jit
 def unpacked(bits, ALONG: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
-    """Return the tile of booleans from its bytes of `packed`."""
+    """Return the tile (BP, BC) of booleans for which `packed` returned `bits`."""
     W: tl.constexpr = min(BC if ALONG == 1 else BP, 8)
     flags = (bits.to(tl.int32)[:, :, None] >> tl.arange(0, W)[None, None, :]) & 1
     if ALONG == 2:
@@ -103,10 +103,7 @@ def unpacked(bits, ALONG: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr):
 
 @triton.jit
 def load_norm(stats, bias, C, c, known, NORM: tl.constexpr = True):
-    """Return mean, scale and bias at channels c, as rows of a tile; stats (4, C): mean, scale, ...
-
-    Without NORM stats is not read: the mean is 0 and the scale 1.
-    """
+    """Return mean, scale and bias (1, BC) at channels c; without NORM, mean is 0 and scale is 1."""
     beta = tl.load(bias + c, mask=known, other=0.0).to(tl.float32)
     mu = tl.zeros_like(beta)
     k = mu + 1.0
@@ -118,17 +115,17 @@ def load_norm(stats, bias, C, c, known, NORM: tl.constexpr = True):
 
 @triton.jit
 def reflect(i, size):
-    """Return the index in a row of `size` whose border is reflected without repeating the edge."""
+    """Return index i of a row, reflected at the row's border without repeating the edge pixel."""
     i = tl.where(i < 0, -i, i)
     return tl.where(i >= size, 2 * size - 2 - i, i)
 
 
 @triton.jit
 def odd_pixel_weights(i, size, size_out):
-    """Return the weights of pixel 2 i + 1 in outputs i and i + 1 of a row; zero if there is none.
+    """Return the weights of pixel 2 i + 1 in outputs i and i + 1 of a row; 0 if there is none.
 
-    The outermost outputs read it twice, as its reflection is their border. Pixel 2 i has the weight
-    one half in output i and none in others.
+    A weight is 1/4, or 1/2 in an outermost output that also reads the pixel's reflection. Pixel 2 i
+    has the weight 1/2 in output i, and 0 in other outputs.
     """
     near = tl.where(2 * i + 1 < size, tl.where(i == 0, 0.5, 0.25), 0.0)
     far = tl.where(i + 1 < size_out, tl.where(2 * i + 3 == size, 0.5, 0.25), 0.0)
@@ -139,9 +136,9 @@ def odd_pixel_weights(i, size, size_out):
 def square_of(p, H, W, HO, WO):
     """Return row i and column j of output p, and their `odd_pixel_weights`.
 
-    The pixels (2 i, 2 j) to (2 i + 1, 2 j + 1) are a square of four. Only output p and its right,
-    lower and lower right neighbours read them, so the transposed blur maps four values to four
-    pixels.
+    The square of output p is the pixels (2 i, 2 j) to (2 i + 1, 2 j + 1). Only p and its right,
+    lower and lower right neighbours read these four pixels. So the transposed blur computes four
+    pixels from four gradients.
     """
     u0, u1 = odd_pixel_weights(p // WO, H, HO)
     v0, v1 = odd_pixel_weights(p % WO, W, WO)
@@ -150,14 +147,14 @@ def square_of(p, H, W, HO, WO):
 
 @triton.jit
 def pixel_of_square(i, j, mask, H, W, DI: tl.constexpr, DJ: tl.constexpr):
-    """Return the index of pixel (2 i + DI, 2 j + DJ), and a mask of those existing."""
+    """Return the index of pixel (2 i + DI, 2 j + DJ), and a mask of the pixels inside the map."""
     h, w = 2 * i + DI, 2 * j + DJ
     return h * W + w, mask & ((h < H) & (w < W))[:, None]
 
 
 @triton.jit
 def load_square_gradients(grad, p, c, mask, u1, v1, WO, op, oc):
-    """Load the gradients of output p and its right, lower and lower right neighbours, or 0."""
+    """Load the gradients of output p and its right, lower and lower right neighbours; 0 outside."""
     grad += p[:, None] * op + c[None, :] * oc
     right, lower = mask & (v1 > 0)[:, None], mask & (u1 > 0)[:, None]
     t00 = tl.load(grad, mask=mask, other=0.0).to(tl.float32)
@@ -169,7 +166,10 @@ def load_square_gradients(grad, p, c, mask, u1, v1, WO, op, oc):
 
 @triton.jit
 def transposed_row(near, far, u0, u1, ODD: tl.constexpr):
-    """Return the gradient of the even pixel at the first of two outputs, or the odd one between."""
+    """Return the gradient of pixel 2 i, or with ODD of pixel 2 i + 1, of a row.
+
+    near and far are the gradients of outputs i and i + 1; u0 and u1 are the odd pixel's weights.
+    """
     if ODD:
         return u0[:, None] * near + u1[:, None] * far
     return 0.5 * near
@@ -177,7 +177,7 @@ def transposed_row(near, far, u0, u1, ODD: tl.constexpr):
 
 @triton.jit
 def transposed_blur_at(t00, t01, t10, t11, u0, u1, v0, v1, DI: tl.constexpr, DJ: tl.constexpr):
-    """Return the transposed blur at `pixel_of_square`, from the gradients and `square_of`."""
+    """Return the gradient of pixel (DI, DJ) of a square, from four gradients and their weights."""
     upper = transposed_row(t00, t01, v0, v1, DJ)
     lower = transposed_row(t10, t11, v0, v1, DJ)
     return transposed_row(upper, lower, u0, u1, DI)
