@@ -1,4 +1,4 @@
-"""The first phase of a run resolves its configuration from options, data and last state."""
+"""First phase of a run: complete its configuration from the options, the data and the state."""
 
 import contextlib
 import dataclasses
@@ -23,13 +23,13 @@ from tresnet.ops.dispatch import runs_kernels
 
 @dataclasses.dataclass(frozen=True)
 class RunPlan:
-    """A run with a complete configuration, and the micro-batches of each process."""
+    """A run with a complete configuration, its data, and the micro-batches of each process."""
 
     record: RunRecord
     splits: Splits
     batches: MicroBatches
     run_dir: Path | None  # None for a new run, whose directory is made later
-    resumed_from: Path | None  # the state that was read, if any
+    resumed_from: Path | None  # file of the state that was read, if any
 
     @property
     def config(self) -> TrainConfig:
@@ -45,12 +45,12 @@ def make_plan(
     held: contextlib.ExitStack,
     dry_run: bool = False,
 ) -> tuple[RunPlan, WeightsInfo | None, dict[str, Any] | None]:
-    """Resolve the open fields of a configuration, and read the state to resume (a collective).
+    """Fill in the fields of `wanted` that are None, and read the state to resume (a collective).
 
-    `held` keeps the lock of a resumed run's directory. A `dry_run` accepts `--gpu-memory` in place
-    of a GPU. Returns the plan and the tensors that the run begins with: `--weights`, or a state. A
-    configuration that does not fit raises `ConfigError`, and another process in the run's
-    directory `BusyError`.
+    `held` receives the lock of a resumed run's directory. With `dry_run`, `--gpu-memory` may stand
+    for an absent GPU. Returns the plan, the weights of `--weights` and the state, each None if
+    absent. A configuration that does not fit raises `ConfigError`, and a directory that another
+    process uses `BusyError`.
     """
     check_same_options(wanted, processes)
     run_dir = path = found = None
@@ -70,7 +70,7 @@ def make_plan(
         runs_kernels(processes.device, torch.float32, "triton")
     if saved is not None:
         assert run_dir is not None, "a state is in a directory"
-        weights = None  # the state has its own
+        weights = None  # the state holds the weights
         filled = configs.resumed(configs.absolute(saved.config), wanted, run_dir / BEST)
     else:
         name = wanted.model.weights
@@ -90,14 +90,14 @@ def make_plan(
     batches = batch_size.divide(config, identity.world_size, processes.world_size, images)
     if content is not None:
         before = batch_size.divide(config, identity.world_size, len(content["generators"]), images)
-        # continue at the same fraction of the epoch on the present number of processes
+        # keep the fraction of the epoch, as the number of processes may have changed
         progress.micro_batches = progress.micro_batches * batches.per_epoch // before.per_epoch
     record = RunRecord(config, identity, progress)
     return RunPlan(record, splits, batches, run_dir, path), weights, content
 
 
 def check_same_options(config: TrainConfig, processes: Processes) -> None:
-    """Raise `ConfigError` for processes with different options (a collective)."""
+    """Raise `ConfigError` if processes have different options (a collective)."""
     if config.compute.sync_bn and processes.device.type != "cuda":
         raise ConfigError(
             "--sync-bn: PyTorch synchronises batch norm on GPUs only, expected one, got"

@@ -1,4 +1,4 @@
-"""The second phase of a run builds loaders, model, training step and losses of this process."""
+"""Second phase of a run: build loaders, model, training step and losses of this process."""
 
 import dataclasses
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from tresnet.steps import InferenceStep, TrainingStep, create_training_step
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Loaders, steps and losses of this process; `tested` runs the weights that are evaluated."""
+    """Loaders, steps and losses of this process; `tested` is the step that runs evaluations."""
 
     train_loader: Loader
     val_loader: Loader
@@ -38,8 +38,8 @@ class Parts:
     console: Console
 
     def evaluate(self, config: TrainConfig) -> Metrics | MultiLabelMetrics:
-        """Evaluate the EMA, or the model if there is none (a collective)."""
-        self.processes.broadcast(self.step.eval_model.buffers())  # running statistics differ
+        """Evaluate the EMA if there is one, else the model (a collective)."""
+        self.processes.broadcast(self.step.eval_model.buffers())  # processes differ in them
         return evaluate(
             config.labels,
             self.tested,
@@ -62,7 +62,7 @@ def prepare(
     processes: Processes,
     console: Console,
 ) -> Parts:
-    """Build the parts of this process with `weights`, or with the content of a resumed state."""
+    """Build the parts of this process from `weights`, or from the `content` of a resumed state."""
     config, classes, seed = plan.config, plan.splits.classes, plan.config.run.seed
     train_loader, val_loader = create_loaders(config, plan.splits, plan.batches.size, processes)
     memory = MemoryMeter(processes.device)

@@ -1,8 +1,8 @@
-"""Recipes: named starting points of a configuration, as functions that return a `TrainConfig`.
+"""Recipes: functions that return a `TrainConfig` with the defaults for one kind of training.
 
-The docstrings of paper, usi, rsb-a2 and in21k name the source of every figure; the figures of
-finetune, digits and multilabel are this package's choice. `tests/golden/recipes.json` holds the
-complete configurations, so that a change of a default shows.
+The docstrings of paper, usi, rsb-a2 and in21k name the source of every value. The values of
+finetune, digits and multilabel are this package's choice. A test compares all recipes with
+`tests/golden/recipes.json`, so that a changed default shows.
 """
 
 from collections.abc import Callable
@@ -25,14 +25,13 @@ from tresnet.settings import fields
 
 
 def paper() -> TrainConfig:
-    """ImageNet from random weights, as arXiv 2003.13630 trains TResNet.
+    """Train on ImageNet from random weights, as arXiv 2003.13630 trains TResNet.
 
-    From the paper's section on ImageNet results: input 224, 300 epochs, SGD, one cycle,
-    auto-augment, cutout, label smoothing, "true weight decay" (of weights only), RGB in 0..1
-    without mean and standard deviation. The paper gives no values for them. The usual ones are
-    taken: 0.1 per 256 images and 1e-4 for SGD (arXiv 1706.02677), smoothing 0.1, mixup 0.2 (arXiv
-    1710.09412). The warm-up of 0.2 and the EMA of 0.9997 are from the authors' later training code
-    (ASL).
+    From the paper: input size 224, 300 epochs, SGD, one cycle, auto-augment, cutout and label
+    smoothing. Weight decay is for weights only, and images are RGB in [0, 1] without mean and
+    standard deviation. The paper gives no other values. Rate 0.1 per 256 images and decay 1e-4 are
+    from arXiv 1706.02677, mixup 0.2 is from arXiv 1710.09412. Smoothing 0.1 is the usual value. The
+    warm-up of 0.2 and the EMA of 0.9997 are from the authors' later training code (ASL).
     """
     return TrainConfig(
         recipe="paper",
@@ -49,13 +48,13 @@ def paper() -> TrainConfig:
 
 
 def usi() -> TrainConfig:
-    """ImageNet with a teacher: one scheme for all models, arXiv 2204.03475.
+    """Train on ImageNet with a teacher, by one recipe for all models (arXiv 2204.03475).
 
-    From the paper: plain distillation, loss = cross-entropy + 5 KL at temperature 1, 300 epochs,
-    AdamW, mixup and cutmix, an EMA. The other values are defaults of train.py in the authors'
-    repository: rate 2e-3 for 8 x 128 images, from 1e-4 over 5 epochs, to 1e-6; decay 2e-2,
-    RandAugment 7, three repeats, mixup 0.8, cutmix 1, EMA 0.99996, test crop 0.95. Their teacher is
-    TResNet-L v2.
+    From the paper: loss = cross-entropy + 5 KL at temperature 1, 300 epochs, AdamW, mixup, cutmix
+    and an EMA. The other values are defaults of train.py in the authors' repository. The rate rises
+    from 1e-4 to 2e-3 (for 8 x 128 images) over 5 epochs, and falls to 1e-6. The decay is 2e-2, the
+    EMA 0.99996, the test crop 0.95. Augmentation: RandAugment 7, three repeats, mixup 0.8, cutmix
+    1. The authors' teacher is TResNet-L v2.
     """
     return TrainConfig(
         recipe="usi",
@@ -79,13 +78,13 @@ def usi() -> TrainConfig:
 
 
 def rsb_a2() -> TrainConfig:
-    """ImageNet without a teacher, "ResNet strikes back" (arXiv 2110.00476), procedure A2.
+    """Train on ImageNet by procedure A2 of "ResNet strikes back" (arXiv 2110.00476).
 
-    From its Table 2: test crop 0.95, 300 epochs, 2048 images per optimizer step, LAMB with 5e-3 and
-    decay 0.02, cosine, 5 epochs of warm-up, no smoothing, no dropout, stochastic depth 0.05, three
-    repeats, RandAugment 7 / 0.5, mixup 0.1, cutmix 1, no erasing, no EMA, binary cross-entropy. The
-    first rate, 1e-4, and the threshold 0.2 of mixed labels are from commands published for timm's
-    weights. The last rate, 1e-6, is this package's choice.
+    From the paper's Table 2: 300 epochs with 5 of warm-up, 2048 images per optimizer step, LAMB
+    with a cosine rate of 5e-3 and decay 0.02. Also binary cross-entropy, stochastic depth 0.05,
+    three repeats, RandAugment 7 / 0.5, mixup 0.1, cutmix 1, test crop 0.95. Smoothing, dropout,
+    erasing and EMA are off. The first rate, 1e-4, and the threshold 0.2 of mixed labels are from
+    commands published for timm's weights. The last rate, 1e-6, is this package's choice.
     """
     return TrainConfig(
         recipe="rsb-a2",
@@ -108,14 +107,13 @@ def rsb_a2() -> TrainConfig:
 
 
 def in21k() -> TrainConfig:
-    """ImageNet-21K with the semantic softmax, arXiv 2104.10972.
+    """Train on ImageNet-21K with the semantic softmax (arXiv 2104.10972, section 3).
 
-    The scheme is that of the paper's section 3. The values are defaults of
-    train_semantic_softmax.py in the authors' repository: 80 epochs, Adam with 3e-4 (for 64 images a
-    GPU, on any number of GPUs), decay 1e-4 of weights only, smoothing 0.2, cutout and RandAugment.
-    One cycle rises for a tenth of the steps, from a twentieth of the peak. Images are squashed to
-    224 x 224 without crops or mirroring. They start from ImageNet-1K: `--weights
-    tresnet_m.miil_in1k --new-head`.
+    The values are defaults of train_semantic_softmax.py in the authors' repository: 80 epochs,
+    smoothing 0.2, cutout and RandAugment. Adam has rate 3e-4 (for 64 images per GPU, on any number
+    of GPUs) and decay 1e-4 of weights only. The rate rises for a tenth of the steps, from a
+    twentieth of its peak. Images are squashed to 224 x 224 without crops or mirroring. The authors
+    start from ImageNet-1K weights: `--weights tresnet_m.miil_in1k --new-head`.
     """
     return TrainConfig(
         recipe="in21k",
@@ -142,7 +140,7 @@ def in21k() -> TrainConfig:
 
 
 def finetune() -> TrainConfig:
-    """Other classes, from pretrained weights: a new head, a lower rate, milder augmentation."""
+    """Train pretrained weights on other classes: new head, lower rate, milder augmentation."""
     return TrainConfig(
         recipe="finetune",
         model=NetworkConfig(new_head=True),
@@ -161,7 +159,7 @@ def finetune() -> TrainConfig:
 
 
 def digits() -> TrainConfig:
-    """1797 handwritten digits with tresnet_t, on a CPU in under 3 minutes."""
+    """Train tresnet_t on 1797 handwritten digits, on a CPU in under 3 minutes."""
     return TrainConfig(
         recipe="digits",
         model=NetworkConfig(model="tresnet_t", block_size=2),
@@ -184,7 +182,7 @@ def digits() -> TrainConfig:
 
 
 def multilabel() -> TrainConfig:
-    """One to four digits on a canvas: any number of labels, on a CPU in 5 minutes."""
+    """Train on images of one to four digits, with several labels each, on a CPU in 5 minutes."""
     return TrainConfig(
         recipe="multilabel",
         model=NetworkConfig(model="tresnet_t", block_size=2),
@@ -205,7 +203,7 @@ RECIPES: dict[str, Callable[[], TrainConfig]] = {
 
 
 def recipe(name: str) -> TrainConfig:
-    """Return a recipe's configuration, or raise ConfigError with the nearest name."""
+    """Return the configuration of a recipe, or raise ConfigError with the nearest name."""
     if name not in RECIPES:
         raise ConfigError(fields.unknown("recipe", name, RECIPES))
     return RECIPES[name]()

@@ -1,4 +1,4 @@
-"""The checkpoints that a run saves, and the advice when it ends early."""
+"""Save the checkpoints of a run, and say how to continue if the run ends early."""
 
 import contextlib
 import time
@@ -17,7 +17,7 @@ from tresnet.errors import DataError, TrainingError, TResNetError, WriteError
 
 
 class Checkpoints:
-    """The states and the best weights in a run's directory."""
+    """Writes states and the best weights to a run's directory, and explains errors."""
 
     def __init__(self, run_dir: Path, plan: RunPlan, parts: Parts) -> None:
         self.run_dir = run_dir
@@ -29,12 +29,12 @@ class Checkpoints:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds of training so far, including those before the run was resumed."""
+        """Seconds of training so far, including the time before the run was resumed."""
         return time.monotonic() - self._started_s
 
     @property
     def are_due(self) -> bool:
-        """Whether the last state is too old by process 0's clock."""
+        """Whether process 0 saved its last state `checkpoint_interval_s` ago; False elsewhere."""
         age_s = time.monotonic() - self._saved_s
         return (
             self._parts.processes.is_main
@@ -43,7 +43,7 @@ class Checkpoints:
         )
 
     def save(self) -> None:
-        """Write the state of all processes (a collective); bad weights raise TrainingError."""
+        """Write the state of all processes (a collective); NaN or inf weights raise an error."""
         progress, processes = self._progress, self._parts.processes
         if not self._parts.step.is_finite():
             raise self.diverged(f"the weights are not finite after step {progress.global_step}")
@@ -54,7 +54,7 @@ class Checkpoints:
         self._saved_s, self._saved_step = time.monotonic(), progress.global_step
 
     def save_best(self, metrics: Metrics | MultiLabelMetrics, epoch: int) -> None:
-        """Save the weights as the best so far; `epoch` counts from 1."""
+        """Save the evaluated weights as the best so far; `epoch` counts from 1."""
         progress, config = self._progress, self._plan.config
         progress.best_score, progress.best_loss = metrics.score, metrics.loss
         progress.best_epoch = epoch
@@ -72,7 +72,7 @@ class Checkpoints:
             )
 
     def last_good(self) -> str:
-        """Return a text about the last checkpoint, and how to resume from it."""
+        """Return a text that names the last checkpoint and the option to resume from it."""
         if self._saved_step is None:
             return "there is no checkpoint yet"
         return (
@@ -89,7 +89,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def explaining(self) -> Iterator[None]:
-        """Add the resume command to errors; before the first state, also free a new run's name."""
+        """Add the resume command to errors in the block; remove a run directory without a state."""
         try:
             yield
         except (TResNetError, torch.OutOfMemoryError) as error:

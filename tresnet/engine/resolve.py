@@ -1,4 +1,4 @@
-"""Fill in the open fields of a configuration from the model or the weights, and build the model."""
+"""Fill in configuration fields that are None from the model or weights, and build the model."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -22,8 +22,8 @@ _CROP = ("crop_pct", "crop_mode", "interpolation")
 def resolve(config: TrainConfig, weights: WeightsInfo | None = None) -> TrainConfig:
     """Return the configuration with the model's name, input size and test crop filled in.
 
-    Options have priority over the weights, and weights over the variant. An unknown model raises
-    `InputError`.
+    Options have priority over values of the weights, and these over defaults of the model. An
+    unknown model raises `InputError`.
     """
     model = config.model.model
     if weights is not None:
@@ -35,7 +35,7 @@ def resolve(config: TrainConfig, weights: WeightsInfo | None = None) -> TrainCon
 
 
 def missing(data: EvalTransform, cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the open options of image preparation from a `pretrained_cfg`."""
+    """Return values of a `pretrained_cfg` for the fields of `data` that are None."""
     known = {name: cfg[name] for name in _CROP}
     if data.input_size is None:
         known["input_size"] = zoo.image_size(cfg)
@@ -45,7 +45,7 @@ def missing(data: EvalTransform, cfg: Mapping[str, Any]) -> dict[str, Any]:
 def create_model(
     config: TrainConfig, classes: Sequence[str], weights: WeightsInfo | None = None
 ) -> TResNet:
-    """Build the model of a resolved configuration, or raise an error for what does not fit."""
+    """Build the model of a resolved configuration; unsuitable weights or sizes raise errors."""
     options, data = dataclasses.asdict(config.model), config.data
     for name in ("model", "grad_checkpointing", "weights"):
         del options[name]
@@ -63,10 +63,10 @@ def create_model(
 
 
 def rebuild_model(config: TrainConfig, metadata: dict[str, Any]) -> TResNet:
-    """Build a resumed run's model from its state, without the weights that it started from."""
+    """Build a resumed run's model from the metadata of its state, with random weights."""
     options = check_metadata(metadata).to_dict()
     name = options.pop("variant")
-    del options["bottlenecks"]  # the variant's
+    del options["bottlenecks"]  # follows from the variant
     model = zoo.build(name, **(config.model.build | options))
     model.pretrained_cfg = metadata["pretrained_cfg"]
     return model
@@ -75,10 +75,10 @@ def rebuild_model(config: TrainConfig, metadata: dict[str, Any]) -> TResNet:
 def class_map(
     trained: Sequence[str] | None, outputs: int, found: Sequence[str], subset: bool = False
 ) -> list[int] | None:
-    """Return the model's class of each label of a data set, or None if the indices are the same.
+    """Return the model's class index for each label of a data set, or None if they are equal.
 
-    `trained` are the model's classes in the order of its outputs, if known, and `found` those of
-    the labels. With `subset`, the data may have only some of the classes, as ImageNet-R has.
+    `trained` are the model's classes in the order of its outputs, if known, and `found` the data's
+    classes in the order of labels. With `subset`, the data may lack classes, as ImageNet-R does.
     Other differences raise `ConfigError`.
     """
     places = {name: number for number, name in enumerate(trained or ())}
@@ -93,7 +93,7 @@ def class_map(
         return None
     numbers = [int(name) if name.isdecimal() else -1 for name in found]
     named = not all(name.isdecimal() for name in trained)
-    if named and sorted(numbers) == list(range(outputs)):  # numbered folders, as of ImageNet
+    if named and sorted(numbers) == list(range(outputs)):  # folders named by class indices
         return None if numbers == sorted(numbers) else numbers
     if set(trained) != set(found):
         raise ConfigError(
@@ -116,5 +116,5 @@ def _check_head(info: WeightsInfo, classes: Sequence[str]) -> None:
 
 
 def some(names: Sequence[str]) -> str:
-    """Return the first names of a list, for a message."""
+    """Return a text with the first five names of a list."""
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "none"

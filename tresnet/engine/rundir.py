@@ -1,4 +1,4 @@
-"""Run directories: a new run never uses another's, and each belongs to one process."""
+"""Make, lock and reopen run directories; a new run never uses the directory of another run."""
 
 import contextlib
 import itertools
@@ -25,12 +25,12 @@ def claim(
     held: contextlib.ExitStack,
     say: Callable[[str], object],
 ) -> tuple[Path | None, tuple[Path, tuple[RunRecord, dict[str, Any]]] | None]:
-    """Find the run to resume and lock its directory; only process 0 calls this.
+    """Find the run to resume, lock its directory and read its state; only process 0 calls this.
 
-    `resume` is a run's directory, `auto` for that of `--name` if it exists, or None for a new run.
-    `held` keeps the lock, and `say` receives a line about damage. Returns the directory and its
-    `state.load`, both None for a new run. If the directory has no state, the run begins in it.
-    ConfigError, CheckpointError or BusyError is raised if the run cannot be resumed.
+    `resume` is a run's directory, `auto` (the directory of `--name`) or None for a new run. `held`
+    receives the lock, and `say` a line about a damaged state. Returns the directory and the result
+    of `state.load`, both None for a new run. With `auto`, the run begins in a directory that has no
+    state. ConfigError, CheckpointError or BusyError is raised if the run cannot be resumed.
     """
     if resume is None:
         if config.run.name and os.path.lexists(directory := _named(config)):
@@ -64,13 +64,13 @@ def check_directory(path: Path) -> None:
 def create(config: TrainConfig, held: contextlib.ExitStack) -> Path:
     """Make a new run's directory, lock it until `held` closes, and write its configuration.
 
-    A directory that exists raises ConfigError; a WriteError leaves nothing behind.
+    A directory that exists raises ConfigError. If writing fails, the directory is removed.
     """
     parent = Path(config.run.runs)
     with files.explained(parent):
         parent.mkdir(parents=True, exist_ok=True)
         for directory in [_named(config)] if config.run.name else _free_names(config):
-            with contextlib.suppress(FileExistsError):  # another run may take it at this moment
+            with contextlib.suppress(FileExistsError):  # another run may have just made it
                 directory.mkdir()
                 break
         else:
@@ -85,7 +85,7 @@ def create(config: TrainConfig, held: contextlib.ExitStack) -> Path:
 
 
 def reopen(directory: Path, config: TrainConfig, taken: Path | None) -> None:
-    """Prepare a claimed directory for its run, which continues from the state `taken`, if any."""
+    """Prepare the directory of a run that continues from the state file `taken` (None: begins)."""
     files.remove_leftovers(directory)
     if taken is not None and taken.name == state.PREVIOUS:  # the newer state is damaged
         with files.explained(taken):
@@ -94,9 +94,9 @@ def reopen(directory: Path, config: TrainConfig, taken: Path | None) -> None:
 
 
 def discard(directory: Path) -> None:
-    """Remove the directory of a run that could not begin, so that its name is free again."""
+    """Remove the directory of a run that could not begin, so that the name is free again."""
     own = (CONFIG, ENVIRONMENT, files.LOCK, logs.TRACKED, logs.TABLE, logs.CSV)
-    with contextlib.suppress(OSError):  # it is gone, or holds other files
+    with contextlib.suppress(OSError):  # the directory is gone, or holds other files
         for path in directory.iterdir():
             if path.name in own or path.name.startswith(logs.EVENTS):
                 path.unlink()
@@ -109,7 +109,7 @@ def write_config(directory: Path, config: TrainConfig) -> None:
 
 
 def add_environment(directory: Path, record: dict[str, Any]) -> None:
-    """Append the environment of a process that starts or resumes the run, or raise WriteError."""
+    """Append `record`, the environment in which the run starts or resumes; may raise WriteError."""
     path, records = directory / ENVIRONMENT, []
     with contextlib.suppress(OSError, ValueError):  # the file is missing or damaged
         records = json.loads(path.read_text(encoding="utf-8"))

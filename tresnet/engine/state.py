@@ -1,8 +1,8 @@
-"""The state of a run, from which it resumes exactly: `last.pt`, and `previous.pt` before it.
+"""Write and read the state from which a run resumes exactly: `last.pt`, or the older `previous.pt`.
 
-A state holds weights, optimizer, EMA, generators of all processes, progress and configuration. It
-is written by process 0 and read without running code. If the newer file is damaged, the older one
-is read instead.
+A state holds weights, optimizer, EMA, random generators of all processes, progress and
+configuration. Process 0 writes the state, and reading runs no code of the file. If `last.pt` is
+damaged, `previous.pt` is read.
 """
 
 import dataclasses
@@ -34,26 +34,26 @@ LAST, PREVIOUS, BEST = "last.pt", "previous.pt", "best.safetensors"
 
 @dataclasses.dataclass
 class Progress:
-    """The progress of a run; images, losses and skipped files are those of all processes."""
+    """The progress of a run; images, losses and skipped files are counted over all processes."""
 
     __pydantic_config__: ClassVar = fields.REVALIDATED
 
-    epoch: int = 0  # complete epochs
+    epoch: int = 0  # number of complete epochs
     micro_batches: int = 0  # of the current epoch so far, on each process
     global_step: int = 0  # optimizer steps of the run
     images: int = 0  # of the current epoch so far
-    loss_sum: float = 0.0  # over these images
-    hits: int = 0  # correctly classified images among these
-    elapsed_s: float = 0.0  # with evaluation, without the time between stop and resume
+    loss_sum: float = 0.0  # sum of the losses of `images`
+    hits: int = 0  # correctly classified ones of `images`
+    elapsed_s: float = 0.0  # includes evaluations, but no time between stop and resume
     best_score: float = -1.0  # accuracy or mAP in percent; -1 before the first evaluation
-    best_loss: float = math.inf  # of the best epoch; decides between equal scores
-    best_epoch: int = 0  # from 1
-    last_score: float = -1.0  # as best_score
-    bad_steps: int = 0  # optimizer steps skipped as their loss or gradient was not finite
+    best_loss: float = math.inf  # validation loss of the best epoch; decides between equal scores
+    best_epoch: int = 0  # counts from 1
+    last_score: float = -1.0  # of the last evaluation, as `best_score`
+    bad_steps: int = 0  # optimizer steps skipped for a non-finite loss or gradient
     skipped: tuple[str, ...] = ()  # unreadable files
 
     def next_epoch(self) -> None:
-        """Reset the counts of the epoch for the next one."""
+        """Count a complete epoch, and reset the counts of the current epoch."""
         self.epoch += 1
         self.micro_batches = self.images = self.hits = 0
         self.loss_sum = 0.0
@@ -61,14 +61,14 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """Facts that must not change between saving and resuming a state."""
+    """Facts that are compared when a state is resumed: fingerprints of files, and classes."""
 
     __pydantic_config__: ClassVar = fields.REVALIDATED
 
-    world_size: int  # at the run's beginning
-    train: str  # fingerprint of the images, as `val`
-    val: str
-    beside: str  # fingerprint of hierarchy and teacher
+    world_size: int  # number of processes when the run began
+    train: str  # fingerprint of the training images
+    val: str  # fingerprint of the validation images
+    beside: str  # fingerprint of the files of --hierarchy and --teacher
     classes: tuple[str, ...]
 
 
@@ -84,7 +84,7 @@ class RunRecord:
 def save(directory: Path, step: TrainingStep, record: RunRecord, processes: Processes) -> None:
     """Write the state of all processes to `last.pt` (a collective; process 0 writes).
 
-    The former `last.pt` becomes `previous.pt`. A WriteError leaves the former state complete.
+    The old `last.pt` becomes `previous.pt`. After a WriteError the old state is still complete.
     """
     generators = processes.gather(random_state(processes.device))
     if not processes.is_main:
@@ -100,7 +100,7 @@ def save(directory: Path, step: TrainingStep, record: RunRecord, processes: Proc
     }
     path, previous = directory / LAST, directory / PREVIOUS
     with atomic_write(path) as temporary:
-        with temporary.open("wb") as stream:  # given a path, torch hides the system's error
+        with temporary.open("wb") as stream:  # torch.save(path) would hide the system's error
             torch.save(content, stream)
         if path.exists():
             with explained(previous):
@@ -110,10 +110,10 @@ def save(directory: Path, step: TrainingStep, record: RunRecord, processes: Proc
 def load(
     directory: Path, say: Callable[[str], object]
 ) -> tuple[Path, tuple[RunRecord, dict[str, Any]]] | None:
-    """Read `last.pt` or, if that is damaged or missing, `previous.pt`; `say` receives the reason.
+    """Read `last.pt`, or `previous.pt` if `last.pt` is damaged or missing; `say` gets the reason.
 
-    Returns the file and its contents, or None if the run has saved no state yet. CheckpointError is
-    raised if neither can be read.
+    Returns the file's path and its contents, or None if the run has saved no state yet.
+    CheckpointError is raised if neither file can be read.
     """
     last, previous = directory / LAST, directory / PREVIOUS
     if not (last.exists() or previous.exists()):
@@ -135,7 +135,7 @@ def load(
 def read(path: Path) -> tuple[RunRecord, dict[str, Any]]:
     """Read a state's record and contents without running any code in the file.
 
-    A damaged file raises CheckpointError, another version's configuration ConfigError.
+    A damaged file raises CheckpointError, and a configuration of another version ConfigError.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -164,7 +164,7 @@ def read(path: Path) -> tuple[RunRecord, dict[str, Any]]:
 
 
 def check(saved: Identity, now: Identity) -> None:
-    """Raise ConfigError if the data are not those of the run."""
+    """Raise ConfigError if the data, hierarchy or teacher changed since the run began."""
     if saved.classes != now.classes:
         raise ConfigError(
             f"the run was trained on {len(saved.classes)} classes ({some(saved.classes)}), the"
@@ -182,10 +182,10 @@ def check(saved: Identity, now: Identity) -> None:
 
 
 def restore(content: dict[str, Any], step: TrainingStep, processes: Processes) -> None:
-    """Restore the step and this process's generators, or raise CheckpointError."""
+    """Restore the step and this process's random generators, or raise CheckpointError."""
     try:
         step.load_state_dict(content)
-        # an additional process keeps its own generators
+        # a process beyond those of the state keeps its generators
         if processes.is_main or processes.rank < len(content["generators"]):
             set_random_state(content["generators"][processes.rank], processes.device)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -196,19 +196,19 @@ def restore(content: dict[str, Any], step: TrainingStep, processes: Processes) -
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Return this process's generators, in types that load without running code."""
+    """Return this process's random generators, in types that `weights_only=True` can load."""
     numpy_state: Any = np.random.get_state()  # noqa: NPY002
     name, key, *rest = numpy_state
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "numpy": (name, torch.from_numpy(key.astype(np.int64)), *rest),  # uint32 does not travel
+        "numpy": (name, torch.from_numpy(key.astype(np.int64)), *rest),  # uint32 cannot be pickled
         "python": random.getstate(),
     }
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Restore this process's generators from `random_state`."""
+    """Restore this process's random generators from a result of `random_state`."""
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], device)
@@ -218,7 +218,7 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 
 def seed_everything(seed: int, device: torch.device) -> None:
-    """Seed the global generators of Python, NumPy, PyTorch and this process's GPU."""
+    """Seed the global random generators of Python, NumPy, PyTorch and this process's GPU."""
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002
     torch.default_generator.manual_seed(seed)

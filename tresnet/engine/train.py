@@ -1,7 +1,7 @@
 """Train a model in four phases: plan, prepare, run the loop, finish.
 
-`train` is the function behind train.py, and `dry_run` its first two phases. Each phase takes the
-values of the one before. Only the first phase completes the options.
+`train` runs all phases, for train.py, and `dry_run` only the first two. Each phase takes the
+results of the phase before. Only the first phase changes the configuration.
 """
 
 import contextlib
@@ -30,26 +30,26 @@ from tresnet.errors import CheckpointError, WriteError
 
 @dataclasses.dataclass(frozen=True)
 class TrainResult:
-    """The result of a run."""
+    """The result of `train`."""
 
     run_dir: Path
-    metrics: Metrics | MultiLabelMetrics | None  # of the best weights; None if stopped
-    best_epoch: int  # from 1; 0 before the first evaluation
+    metrics: Metrics | MultiLabelMetrics | None  # of the best weights; None if stopped early
+    best_epoch: int  # counts from 1; 0 before the first evaluation
     last_score: float  # top-1 accuracy or mAP in percent; -1 before the first evaluation
     stopped_by: int = 0  # number of the signal that stopped the run early, or 0
 
 
 def train(wanted: TrainConfig, resume: Path | None = None) -> TrainResult:
-    """Train to the end or until a signal; under torchrun, on all its processes.
+    """Train to the end or until a signal; under torchrun, every process calls this function.
 
-    A resumed run gets the configuration that it began with. `resume` is a run's directory, `auto`
-    for that of the configured name if it exists, or None for a new run.
+    `resume` is a run's directory, `auto` (the directory of the configured name) or None for a new
+    run. A resumed run keeps the configuration that it began with.
 
     Raises:
         ConfigError: The configuration does not fit, or differs from the resumed run's.
         DataError, CheckpointError: Images, weights or a state cannot be read.
         WriteError: A state or the log cannot be written.
-        BusyError: Another process is at work on the run.
+        BusyError: Another process uses the run's directory.
         TrainingError: The loss is no longer finite, or the GPU's memory is full.
     """
     validate(wanted)
@@ -60,7 +60,7 @@ def train(wanted: TrainConfig, resume: Path | None = None) -> TrainResult:
         plan, weights, state = make_plan(wanted, resume, processes, console, held)
         parts = prepare(plan, weights, state, processes, console)
         held.callback(parts.close)
-        del weights, state  # as large as the model and its optimizer
+        del weights, state  # they hold as much as model and optimizer
         run_dir = plan.run_dir
         if processes.is_main:
             if run_dir is None:
@@ -82,9 +82,9 @@ def train(wanted: TrainConfig, resume: Path | None = None) -> TrainResult:
 
 
 def dry_run(wanted: TrainConfig, resume: Path | None = None) -> None:
-    """Prepare a run as `train` does up to its first batch, and print the complete configuration.
+    """Prepare a run up to its first batch, as `train` does; print the complete configuration.
 
-    No run's directory is made or changed; errors are those of `train`.
+    No run directory is made or changed. Errors are those of `train`.
     """
     validate(wanted)
     wanted = configs.absolute(wanted)
@@ -100,7 +100,7 @@ def dry_run(wanted: TrainConfig, resume: Path | None = None) -> None:
 def finish(
     plan: RunPlan, parts: Parts, checkpoints: Checkpoints, log: RunLog | None
 ) -> Metrics | MultiLabelMetrics:
-    """Load the best checkpoint from its file, evaluate it, and show the result."""
+    """Load the best weights from their file, evaluate the weights, and show the result."""
     run_dir, progress = checkpoints.run_dir, plan.record.progress
     evaluated, best = parts.step.eval_model, run_dir / BEST
     if parts.processes.is_main:
@@ -129,7 +129,7 @@ def finish(
 def _open_log(
     plan: RunPlan, parts: Parts, checkpoints: Checkpoints, held: contextlib.ExitStack
 ) -> RunLog | None:
-    """Show the introduction and open the log; None on other processes and after the run's end."""
+    """Show the run's first lines; return the log, or None on other processes and after the end."""
     run_dir, config, progress = checkpoints.run_dir, plan.config, plan.record.progress
     for line in words.introduction(plan, parts.processes, run_dir):
         parts.console.say(line)
@@ -137,7 +137,7 @@ def _open_log(
     ended = progress.epoch == config.schedule.epochs
     if not parts.processes.is_main or (ended and any(row["phase"] == "final" for row in rows)):
         return None
-    rows = [row for row in rows if row["phase"] != "final"]  # of a run that goes on for longer
+    rows = [row for row in rows if row["phase"] != "final"]  # a run with more epochs gets a new one
     start = {"processes": parts.processes.world_size, "from_step": progress.global_step}
     rundir.add_environment(run_dir, env.describe(parts.processes.device) | start)
     log = RunLog(run_dir, rows, progress.global_step, config)

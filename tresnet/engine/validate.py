@@ -1,4 +1,4 @@
-"""Refuse configurations whose values are out of range or contradict each other."""
+"""Check configurations for values that are out of range or contradict each other."""
 
 import os
 from collections.abc import Iterator
@@ -103,7 +103,7 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
             "--name: expected a directory name without a path, of at most 255 bytes, got"
             f" {name!r:.80}"
         )
-    for name in ("runs", "name"):  # safetensors opens only such names
+    for name in ("runs", "name"):  # safetensors opens no other paths
         text = getattr(config.run, name) or ""
         if not text.isprintable():
             yield f"--{name}: expected printable UTF-8 text, got {text!a}"

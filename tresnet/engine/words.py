@@ -1,4 +1,4 @@
-"""The lines that a run shows, and the messages of its errors."""
+"""The lines that a run shows: introduction, figures, warnings and result."""
 
 import math
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ _FIGURES = {
 
 
 def introduction(plan: RunPlan, processes: Processes, run_dir: Path) -> Iterator[str]:
-    """Yield the first lines of a run."""
+    """Yield the lines that introduce a run."""
     config, splits, batches = plan.config, plan.splits, plan.batches
     began, size = plan.record.identity.world_size, processes.world_size
     per_step = batches.images_per_step
@@ -49,7 +49,7 @@ def introduction(plan: RunPlan, processes: Processes, run_dir: Path) -> Iterator
 
 
 def figures(values: dict[str, Any], memory: MemorySnapshot) -> str:
-    """Return a row's figures, such as `loss 1.2345  top-1 67.89 %`, and the peak memory."""
+    """Return a line of figures and the peak memory, such as `loss 1.2345  top-1 67.89 %`."""
     texts = [
         text.format(values[name]) for name, text in _FIGURES.items() if values.get(name) is not None
     ]
@@ -61,8 +61,8 @@ def stall(waiting_pct: float, workers: int, processes: int) -> str:
     """Return a warning about waiting for data, with the number of workers that would suffice."""
     waiting, cores = waiting_pct / 100, usable_cores()
     busy = min(workers, cores)
-    # In each second, 1 - waiting is computation. Loading is `busy` seconds of work, or `waiting`
-    # without workers. Enough workers finish it within the time of computation.
+    # Of each second, `1 - waiting` is computation. Loading takes `busy` seconds of work, or
+    # `waiting` without workers. `needed` workers do this work during the computation.
     needed = math.ceil((busy or waiting) / max(1 - waiting, 0.01))
     text = f"data is the bottleneck: {waiting_pct:.0f} % of the time was spent waiting for it"
     if needed * processes <= cores:
