@@ -1,4 +1,4 @@
-"""Predictions: the likeliest classes of files, pictures or bytes."""
+"""Predict the likeliest classes of images in files or in memory."""
 
 from tresnet.predictions.predictor import Prediction, Predictor, predict
 from tresnet.predictions.sources import find_images

@@ -1,4 +1,4 @@
-"""Grad-CAM: pictures of the regions in which a model found a class."""
+"""Grad-CAM, which shows the regions of an image that support a class."""
 
 from typing import TYPE_CHECKING
 
@@ -18,9 +18,9 @@ with needed("Grad-CAM", "cam"):
 
 
 def class_maps(model: TResNet, images: Tensor, classes: list[int]) -> list["Image"]:
-    """Colour each image by its Grad-CAM map for a class; red supports the class most.
+    """Return each image with its Grad-CAM map in colours; red regions support the class most.
 
-    `model` is in evaluation mode and not folded; `images` are bytes (N, 3, H, W), one class each.
+    `model` is in eval mode and not folded. `images` are uint8 (N, 3, H, W); `classes` has N items.
     """
     from torchvision.transforms.functional import to_pil_image
 

@@ -1,4 +1,4 @@
-"""A page for the browser: it shows the classes of an image and their Grad-CAM picture."""
+"""A web page that shows the likeliest classes of an image, and a Grad-CAM picture of the first."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def make_page(predictor: Predictor, title: str) -> Any:
-    """Return a `gradio.Interface` of a predictor with maps, or raise MissingDependencyError."""
+    """Return a `gradio.Interface` for a predictor with maps, or raise MissingDependencyError."""
     with needed("the page", "demo"):
         import gradio  # pyright: ignore[reportMissingImports]
 

@@ -1,7 +1,7 @@
 """Predict the likeliest classes of images, in PyTorch or from an exported file.
 
-`Predictor` loads weights once and predicts many images; `predict` does both in one call. Images are
-read and transformed one by one and run in batches.
+`Predictor` loads weights once and predicts many images. `predict` loads weights and predicts in one
+call. Threads read and transform single images, which the model then runs in batches.
 """
 
 import collections
@@ -36,14 +36,14 @@ Runtime = Literal["torch", "onnx"]
 
 @dataclass(frozen=True)
 class Prediction:
-    """The likeliest classes of one image, the likeliest first.
+    """The likeliest classes of one image, by decreasing probability.
 
     Attributes:
         image: Path or name of the image.
-        classes: Names of the classes, or numbers where the weights have no names.
+        classes: Names of the classes; 'class 7' if the weights have no names.
         probabilities: Probability of each class, in [0, 1].
         numbers: Index of each class, from 0.
-        map: Grad-CAM picture, if requested.
+        map: Grad-CAM picture of the likeliest class, if requested.
     """
 
     image: str
@@ -54,16 +54,16 @@ class Prediction:
 
 
 class _Runner(NamedTuple):
-    run: Callable[[Tensor], Tensor]  # bytes (N, 3, H, W) to logits (N, classes)
+    run: Callable[[Tensor], Tensor]  # from uint8 (N, 3, H, W) to logits (N, classes)
     num_classes: int
     names: tuple[str, ...] | None
-    several: bool  # labels of an image
-    transform: Callable[["Image"], Tensor]  # to bytes (3, H, W)
-    model: TResNet | None = None  # before folding; None for runtime onnx
+    several: bool  # whether an image may have several labels
+    transform: Callable[["Image"], Tensor]  # to uint8 (3, H, W)
+    model: TResNet | None = None  # the model for maps, not folded; None for runtime onnx
 
 
 class Predictor:
-    """Weights that are loaded once to predict the classes of any number of images."""
+    """Loads weights once, and predicts the classes of any number of images."""
 
     def __init__(
         self,
@@ -78,15 +78,15 @@ class Predictor:
         compute: InferenceCompute | None = None,
         say: Callable[[str], object] | None = None,
     ) -> None:
-        """Load weights for `tresnet.create`, or for runtime 'onnx' a file of `tresnet export`.
+        """Load `weights` as `tresnet.create` does, or for runtime 'onnx' an exported file.
 
-        Each image gets its `top_k` classes, and with `maps` a Grad-CAM picture of the likeliest.
+        A prediction has `top_k` classes, and with `maps` a Grad-CAM picture of the likeliest class.
         `batch_size` images run together, in PyTorch on `device`, or in onnxruntime on the CPU.
-        `build` and `compute` are settings of model and step, None for the defaults. `say` receives
-        a line on the time of compilation; None for the log.
+        `build` holds settings of the model, `compute` of the inference step; None means the
+        defaults. `say` receives a message with the time of compilation; None writes to the log.
 
         Raises:
-            InputError: a value is out of range, or the model gives no classes of RGB images.
+            InputError: a value is out of range, or the model does not classify RGB images.
             CheckpointError: the weights cannot be found or read, or are not finite.
             MissingDependencyError: torchcam or onnxruntime is not installed.
         """
@@ -118,10 +118,10 @@ class Predictor:
         images: Source | Iterable[Source],
         bad: Callable[[BadImageError], object] | None = None,
     ) -> Iterator[Prediction]:
-        """Yield predictions of images (see `predict`), in order; other objects raise InputError.
+        """Yield predictions in the order of `images` (see `predict`), or raise InputError.
 
-        Threads, one per core, read the images of the next batches. `bad` receives the error of each
-        image that cannot be read, which is then left out; None raises the BadImageError.
+        One thread per core reads images of the next batches. If an image cannot be read, `bad`
+        receives the BadImageError, and the image is left out. Without `bad` the error is raised.
         """
         good: list[tuple[str, Tensor]] = []
         for name, image in self._read(images):
@@ -170,14 +170,14 @@ def predict(
     top_k: int = 1,
     **options: Any,
 ) -> list[Prediction]:
-    """Predict the classes of images; `weights`, `top_k` and `options` are those of `Predictor`.
+    """Predict the classes of images; `weights`, `top_k` and `options` go to `Predictor`.
 
-    `images` are one or many: paths of files or folders, patterns, PIL images, or RGB in uint8, as
-    NumPy arrays ([N,] H, W, 3) or tensors ([N,] 3, H, W). They are resized and cropped as the
-    weights require.
+    `images` is one image or an iterable: paths of files or folders, glob patterns, PIL images, or
+    uint8 RGB as NumPy arrays ([N,] H, W, 3) or tensors ([N,] 3, H, W). Images are resized and
+    cropped as the weights require.
 
     Raises:
-        InputError: something is not an image.
+        InputError: an object is not an image.
         BadImageError: an image cannot be read.
     """
     return list(Predictor(weights, top_k=top_k, **options)(images))
@@ -226,5 +226,5 @@ def _onnx(path: Path) -> _Runner:
 
 def _transform(size: Sides, known: dict[str, Any]) -> Callable[["Image"], Tensor]:
     wanted = {key: known[key] for key in ("crop_mode", "crop_pct", "interpolation")}
-    size = size if isinstance(size, int) else (size[0], size[1])  # a list in JSON
+    size = size if isinstance(size, int) else (size[0], size[1])  # JSON gives a list
     return eval_transform(EvalTransform(input_size=size, **wanted), dtype=torch.uint8)

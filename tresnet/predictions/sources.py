@@ -1,4 +1,4 @@
-"""The images to predict: files, folders, patterns, PIL images, arrays and tensors."""
+"""Read the images to predict: files, folders, patterns, PIL images, arrays and tensors."""
 
 import glob
 import os
@@ -19,10 +19,10 @@ Source: TypeAlias = Union[str, os.PathLike[str], "Image", np.ndarray, Tensor]
 
 
 def find_images(names: Iterable[str | os.PathLike[str]]) -> list[str]:
-    """Return image files in order, from files, folders, or patterns such as '*/7/*.png'.
+    """Return image files in the order of `names`: files, folders, or patterns like '*/7/*.png'.
 
-    A missing file raises its error when it is read. A folder or pattern without images raises
-    InputError, and a folder that cannot be read DataError.
+    A missing file raises no error before it is read. A folder or pattern without images raises
+    InputError. A folder that cannot be read raises DataError.
     """
     found: list[str] = []
     for name in (os.fspath(name) for name in names):
@@ -39,7 +39,7 @@ def find_images(names: Iterable[str | os.PathLike[str]]) -> list[str]:
 
 
 def pictures(images: Source | Iterable[Source]) -> Iterator[tuple[str, Callable[[], "Image"]]]:
-    """Yield names, and functions that read 8-bit RGB; other objects raise InputError."""
+    """Yield each image's name, and a function that returns 8-bit RGB or raises InputError."""
     from PIL.Image import Image
 
     if isinstance(images, str | os.PathLike | Image) or (
