@@ -1,7 +1,7 @@
 """The training step and the inference step.
 
-`engine` runs them, `measure` times them and `memory` traces them on fake tensors. So the images per
-second of a benchmark, those of a run's log and the predicted memory are of the same operations.
+`engine` runs these steps, `measure` times them, and `memory` traces them on fake tensors. So
+benchmarks, training logs and memory predictions describe the same operations.
 """
 
 from tresnet.steps.hooks import StepHooks

@@ -1,4 +1,4 @@
-"""`torch.compile` with the settings that suit these models, in one function."""
+"""`compile_model`: `torch.compile` with settings that suit the models of this package."""
 
 import logging
 import time
@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from tresnet.errors import InputError
 from tresnet.settings import CompileMode
 
-# With this setting the compiler keeps 14.9 MB an image for backward (tresnet_m at 224, bf16)
-# instead of 28.8, and runs no convolution twice.
+# With this setting the compiler keeps 14.9 MB per image for backward instead of 28.8 MB
+# (tresnet_m, 224 pixels, bf16), and runs no convolution twice.
 TRAINING_PARTITIONER: dict[str, Any] = {"aggressive_recomputation": True}
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 
 class CompiledModel:
-    """Compiled function of a model, which logs `warmup_s`, the seconds of its first call.
+    """A compiled model as a function; `warmup_s` is the time of the first call in seconds.
 
-    `partitioner` holds settings of `torch._functorch.config`, which are read while a graph is
-    compiled. With `cuda_graphs` each output is cloned, as the next call overwrites it.
+    `partitioner` holds settings of `torch._functorch.config` that apply while a graph is compiled.
+    With `cuda_graphs` each output is cloned, as the next call overwrites the original.
     """
 
     def __init__(
@@ -71,17 +71,17 @@ def compile_model(
     recompute: str | None = None,
     say: Callable[[str], object] | None = None,
 ) -> CompiledModel:
-    """Compile a model for training or for inference; returns a function from images to logits.
+    """Compile a model for training or for inference; return a function from images to logits.
 
-    `mode` is that of `torch.compile`, not "none". "reduce-overhead" and "max-autotune" replay CUDA
-    graphs: less work for the CPU, static shapes, and additional memory. `freeze` compiles the
-    weights as constants, packed for the device; in training it is a ValueError. `say` receives the
-    time of compilation in words.
+    `mode` is a mode of `torch.compile`, but not "none". "reduce-overhead" and "max-autotune" replay
+    CUDA graphs, which saves CPU time, but needs static shapes and more memory. `freeze` compiles
+    the weights as constants, packed for the device, and raises ValueError in training. `say`
+    receives a message with the time of compilation.
 
-    If the model recomputes anything in training, the partitioner may recompute all operations but
-    convolutions, matrix products and reductions in backward. They are fused into kernels that run
-    anyway, so less memory is kept. `recompute` "none" keeps PyTorch's default partitioner, and None
-    is the model's own setting ("none" for other models than ours).
+    `recompute` "none" keeps PyTorch's default partitioner. Any other choice lets backward recompute
+    all operations but convolutions, matrix products and reductions. Recomputed operations are fused
+    into kernels that run anyway, so less memory is kept. None is the model's own choice, "none" for
+    models other than ours.
     """
     if training and freeze:
         raise ValueError("expected freeze=False in training: the weights change")
@@ -91,7 +91,7 @@ def compile_model(
     else:
         function = torch.compile(model, mode=mode)
     if recompute is None:
-        bare = getattr(model, "module", model)  # inside DistributedDataParallel
+        bare = getattr(model, "module", model)  # the model in DistributedDataParallel
         recompute = getattr(bare, "recompute", "none")
     recomputes = training and recompute != "none"
     return CompiledModel(

@@ -1,4 +1,4 @@
-"""Batches on their way from the loader to the model, as bytes or as floats."""
+"""Move batches from the loader to the device, as bytes or as floats."""
 
 import torch
 from torch import Tensor, nn
@@ -9,9 +9,9 @@ from tresnet.settings import Compute
 
 
 class Feed:
-    """Moves batches to the device, as the bytes or floats that the model reads.
+    """Moves batches to the device, and turns bytes into floats if the model reads floats.
 
-    Loaders give bytes, which take a quarter of the memory and transfer of floats.
+    Loaders give bytes, which take a quarter of the memory and transfer time of float32.
     """
 
     def __init__(
@@ -22,9 +22,9 @@ class Feed:
         keep_bytes: bool,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Store the settings; `keep_bytes` is for a stem that reads bytes (`reads_bytes`).
+        """Store the settings; `keep_bytes` is for a model that reads bytes (see `reads_bytes`).
 
-        Other images become floats in [0, 1] of `dtype` on the device.
+        Without `keep_bytes`, bytes become floats in [0, 1] of `dtype` on the device.
         """
         self._layout = compute.memory_format
         self._device = device
@@ -35,7 +35,7 @@ class Feed:
     def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Move images (N, 3, H, W), bytes or floats in [0, 1], and labels (N,) or (N, classes).
 
-        Bytes keep their memory format; floats get the configured one.
+        Images that stay bytes keep their memory format; floats get the format of `compute`.
         """
         return self.images(images), labels.to(self._device, non_blocking=True)
 
@@ -54,5 +54,5 @@ class Feed:
 
 
 def reads_bytes(model: nn.Module, compute: Compute) -> bool:
-    """Return whether a model's stem itself turns bytes into channels-last floats."""
+    """Return whether the model's stem reads bytes and turns them into channels-last floats."""
     return compute.channels_last and isinstance(model, TResNet)

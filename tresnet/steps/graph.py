@@ -1,9 +1,9 @@
-"""CUDA graphs: one launch in place of a thousand, for a micro-batch or an inference.
+"""CUDA graphs of a training micro-batch or an inference: one launch instead of a thousand.
 
-The first runs of a shape are eager. Then one is captured, which computes nothing. The next run is
-both a replay and eager, and the results are compared. Only a graph with the results of the eager
-run is replayed from then on. Optimizer, schedule, EMA and scaler stay outside the graph. If a
-capture fails or differs, the step continues eagerly, and one line says so.
+The first batches of a shape run eagerly. Then a batch runs eagerly and is captured, which computes
+nothing. The next batch is replayed and run eagerly, and the results are compared. If both agree,
+later batches are replayed. If the results differ or a capture fails, later batches run eagerly, and
+one message gives the reason. Optimizer, schedule, EMA and scaler stay outside the graph.
 """
 
 import contextlib
@@ -29,21 +29,21 @@ from tresnet.settings import Compute
 from tresnet.steps.compiled import CUDA_GRAPH_MODES
 
 WARMUP_RUNS = 3  # as in the example of PyTorch's notes on CUDA graphs
-WARMUP_RUNS_DDP = 11  # DistributedDataParallel lays its buckets out again after the first runs
+WARMUP_RUNS_DDP = 11  # DistributedDataParallel rebuilds gradient buckets after the first runs
 CHECKED_AFTER = 2  # runs after the warm-up: one is captured, one is compared
 # Not measured: two shapes of images, each of which takes three graphs with accumulation, and spare.
 _MOST_GRAPHS = 8
-# Allowed difference of a replay from an eager run: four times the difference of two eager runs,
-# plus this fraction of the eager value. Norms are compared: single gradients differ between runs.
+# A replay may differ from an eager run by four times the difference of two eager runs, plus this
+# fraction of the eager value. Norms over all tensors are compared, as single gradients vary.
 _CLOSE = 1e-3
-_UNKNOWN = "no finite numbers to compare"  # as in fp16, until the scale fits
+_UNKNOWN = "no finite numbers to compare"  # in fp16, until the scaler has lowered its scale
 
 Say = Callable[[str], object]
 Run = Callable[..., Sequence[Tensor]]
 
 
 class CudaCapturer:
-    """Captures on its own stream; all graphs use one pool of memory."""
+    """Captures CUDA graphs on a stream of its own, with one memory pool for all graphs."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -52,7 +52,7 @@ class CudaCapturer:
 
     @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:
-        """Run on the stream of later captures, in order with the current stream."""
+        """Context that runs on the capture stream, in order with the current stream."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -61,22 +61,22 @@ class CudaCapturer:
 
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Run on the current stream, after the last use of a graph."""
+        """Context that runs on the current stream, after the previous use of a graph."""
         current = torch.cuda.current_stream(self._stream.device)
         current.wait_event(self._used)
         yield
         self._used.record(current)
 
     def capture(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """Return the results of the captured `function`, and a function that replays it.
+        """Capture `function`; return its result, and a function that replays the graph.
 
-        If ending a capture fails, PyTorch leaves the current stream, the generator and the
-        allocator as in a capture. They are restored here.
+        If a capture fails at its end, PyTorch does not restore the current stream, the random
+        generator and the allocator, so this method restores them.
         """
         graph, device = torch.cuda.CUDAGraph(), self._stream.device
         generator = torch.cuda.default_generators[device.index]
         before = generator.clone_state()
-        # The thread that pins the loader's batches calls CUDA during the capture.
+        # "thread_local": the loader's thread that pins batches may call CUDA during the capture.
         options: Any = {"stream": self._stream, "capture_error_mode": "thread_local"}
         try:
             with (
@@ -86,21 +86,21 @@ class CudaCapturer:
                 found = function()
         except Exception:
             generator.graphsafe_set_state(before)
-            with contextlib.suppress(RuntimeError):  # the allocation has ended
+            with contextlib.suppress(RuntimeError):  # allocation to the pool may have ended
                 torch._C._cuda_endAllocateToPool(device.index, self._pool)
             raise
         return found, graph.replay
 
     def same_random_numbers(self) -> AbstractContextManager[Any]:
-        """Restore the generators of the CPU and of this GPU after the context."""
+        """Return a context that restores the random generators of CPU and GPU at its end."""
         return torch.random.fork_rng([self._stream.device])
 
 
 def uses_graph(compute: Compute, device: torch.device, captures: bool = True) -> bool:
     """Return whether a step on `device` tries CUDA graphs.
 
-    'auto' does for an eager model on a GPU, if the rest of the step `captures`. 'on' raises
-    `ConfigError` without a GPU, or with a compiler mode that makes graphs itself.
+    'auto' uses graphs for an eager model on a GPU, if the step permits captures (`captures`). 'on'
+    raises `ConfigError` without a GPU, or with a mode of `torch.compile` that makes CUDA graphs.
     """
     if compute.cuda_graph == "auto":
         return captures and device.type == "cuda" and compute.compile == "none"
@@ -121,7 +121,7 @@ _hooks = itemgetter(
 )
 _tensor_hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _trains = attrgetter("requires_grad")
-# Flags by which PyTorch chooses the kernels of a run.
+# Global flags by which PyTorch chooses kernels.
 _flags = attrgetter(
     "cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic", "cudnn.conv.fp32_precision",
     "cuda.matmul.fp32_precision", "cuda.matmul.allow_fp16_accumulation",
@@ -131,10 +131,10 @@ _flags = attrgetter(
 
 
 class _Reading:
-    """State of a model or criterion that a captured run has read.
+    """State of a model or criterion on which captured graphs depend.
 
-    A replay reads the same addresses, so `holds` is checked before each one. It runs while the GPU
-    still computes, in two loops over all modules. `parameters` holds each parameter once.
+    A replay reads the captured addresses, so `holds` is checked before each replay. The check takes
+    two loops over all modules, while the GPU still computes. `parameters` has no duplicates.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -157,18 +157,18 @@ class _Reading:
         return [*map(Tensor.data_ptr, self._tensors), *map(_trains, self.parameters)]
 
     def holds(self) -> bool:
-        """Return whether the modules still have the state that was read."""
+        """Return whether the modules are unchanged since `__init__` read their state."""
         now = self._read_kinds_and_members()
         if not _same(now, self._kinds_and_members):
             return False
         try:
             unchanged = [*map(_attributes, self._modules)] == self._copies
-        except (RuntimeError, ValueError):  # tensors or arrays compare by element
+        except (RuntimeError, ValueError):  # == compares tensors and arrays by element
             return False
         return unchanged and self._read_values() == self._values
 
     def is_hooked(self) -> bool:
-        """Return whether a replay would skip Python functions of hooks."""
+        """Return whether modules or parameters have hooks, which a replay would skip."""
         of_modules = chain.from_iterable(map(_hooks, map(_attributes, self._modules)))
         of_tensors = chain.from_iterable(map(_tensor_hooks, self.parameters))
         return bool(torch_module._has_any_global_hook()) or any(of_modules) or any(of_tensors)
@@ -181,15 +181,15 @@ class _Graph:
     gradients: list[Tensor | None]
     replay: Callable[[], None]
     criterion: _Reading
-    checked: bool = False  # a replay had the results of an eager run
+    checked: bool = False  # whether a replay has agreed with an eager run
 
 
 class Graphs:
-    """Runs of one model: eager at first and for rare shapes, else by a CUDA graph.
+    """Runs one model: eagerly at first and for rare shapes, otherwise by replaying CUDA graphs.
 
-    A graph has its own inputs, into which each batch is copied, and its outputs are copied. In
-    training the first micro-batch of an optimizer step sets the gradients of its graph, and later
-    ones add to them: two graphs. `replayed` says whether the last run was a graph's.
+    Each batch is copied into the inputs of a graph, and the graph's outputs are copied out. In
+    training, one graph sets the gradients for the first micro-batch of an optimizer step, and
+    others add those of later micro-batches. `replayed` says whether the last run was a replay.
     """
 
     def __init__(
@@ -202,12 +202,12 @@ class Graphs:
         agree: Callable[[bool], bool] | None = None,
         say: Say | None = None,
     ) -> None:
-        """Store the arguments; `model` is the bare model.
+        """Store the arguments; `model` is not wrapped in DistributedDataParallel.
 
-        A shape is captured after `warmup_runs`, which must be in a row if the model `trains`.
-        `agree` returns whether something holds in every process, and is None for one process. With
-        several a failed capture is an error, as the others wait for its reductions. `say` gets a
-        line for each decision.
+        A shape is captured after `warmup_runs` eager runs, which must be consecutive if the model
+        `trains`. `agree(x)` returns whether x is true in all processes; None means one process. In
+        several processes a failed capture raises an error, as other processes wait for collectives.
+        `say` receives a message about each decision.
         """
         self.replayed = False
         self._model, self._capturer = model, capturer
@@ -216,7 +216,7 @@ class Graphs:
         self._lock = threading.Lock()
         self._graphs: dict[Any, _Graph] = {}
         self._seen: Counter[Any] = Counter()
-        self._left = _MOST_GRAPHS  # captures left: limits memory, and a model that always changes
+        self._left = _MOST_GRAPHS  # captures left, to limit memory and repeated captures
         self._read()
 
     def __call__(
@@ -227,9 +227,9 @@ class Graphs:
         micro_batches: int = 1,
         is_last: bool = True,
     ) -> Sequence[Tensor]:
-        """Return the results of `run(*inputs)`, which adds to the gradients in training.
+        """Return the results of `run(*inputs)`; in training, `run` adds to the gradients.
 
-        The other arguments are those of `TrainingStep.backward`, which `run` reads.
+        The other arguments are those of `TrainingStep.backward`; each combination has a graph.
         """
         with self._lock, self._capturer.in_turn():
             self.replayed = False
@@ -239,7 +239,7 @@ class Graphs:
             is_first = all(gradient is None for gradient in held)
             shape = *map(_layout, inputs), criterion, micro_batches, *_surroundings()
             if self._trains and shape not in self._seen:
-                self._seen.clear()  # an epoch's smaller last batch is not worth a graph's memory
+                self._seen.clear()  # a graph for an epoch's smaller last batch costs memory
             self._seen[shape] += 1
             key = shape, is_first, is_last
             graph = self._graphs.get(key)
@@ -255,7 +255,7 @@ class Graphs:
                 self.replayed = True
                 return self._replay(graph, inputs)
             frequent = self._seen[shape] > self._warmup_runs and self._left > 0
-            # A graph of a later micro-batch adds to the gradients of a graph's first one.
+            # A later micro-batch is captured only if it adds to gradients that another graph owns.
             starts = is_first or any(_same(held, g.gradients) for g in self._graphs.values())
             captures = graph is None and replays and frequent and starts
             with self._stream(captures):
@@ -269,7 +269,7 @@ class Graphs:
             return found
 
     def _read(self) -> None:
-        """Read the model, and drop all graphs of its state before."""
+        """Read the state of the model, and drop all graphs that were captured before."""
         self._reading = _Reading(self._model)
         self._parameters = self._reading.parameters if self._trains else []
         self._graphs.clear()
@@ -311,7 +311,7 @@ class Graphs:
     def _compare(
         self, key: Any, run: Run, inputs: Sequence[Tensor], held: list[Tensor | None]
     ) -> Sequence[Tensor]:
-        """Replay a graph on a new batch, then run it eagerly twice; return the last results."""
+        """Replay a graph on a batch, run the batch eagerly twice, and return the last results."""
         buffers = list(self._model.buffers()) if self._trains else []
         sums = [gradient for gradient in held if gradient is not None]
         start = [[t.clone() for t in tensors] for tensors in (buffers, sums)]
@@ -346,7 +346,7 @@ class Graphs:
         return eager[0]
 
     def _judge(self, key: Any, found: list[str | None], count: int) -> None:
-        """Accept a graph for batches of `count`, or give up by the differences `found`."""
+        """Accept a graph for batches of `count` samples, or give up, by the differences `found`."""
         agree = self._agree or bool
         wrong = next((d for d in found if d not in (None, _UNKNOWN)), None)
         if not agree(wrong is None):
@@ -361,7 +361,7 @@ class Graphs:
         self._say(f"runs eagerly, without a CUDA graph: {reason}")
 
     def _take_over(self, key: Any) -> None:
-        """Copy gradients of an eager run to the tensors to which graphs of later ones add."""
+        """Copy gradients of an eager run into the tensors to which later graphs will add."""
         if (graph := self._graphs.get(key)) is None:
             return
         for own, parameter in zip(graph.gradients, self._parameters, strict=True):
@@ -370,10 +370,10 @@ class Graphs:
                 parameter.grad = own
 
     def _stream(self, captures: bool = False) -> AbstractContextManager[Any]:
-        """Return the context of eager runs, all of which share the captures' stream in training.
+        """Return the context of eager runs, all of which use the capture stream in training.
 
-        Nodes that accumulate gradients run on the stream they were made on. The results of
-        inference belong to the caller's stream.
+        Autograd nodes that accumulate gradients run on the stream on which they were created.
+        Results of inference are allocated on the caller's stream.
         """
         aside = self._trains or captures
         return self._capturer.warming_up() if aside else contextlib.nullcontext()
@@ -393,9 +393,9 @@ def _difference(
     eager: Sequence[Tensor],
     start: Sequence[Tensor] = (),
 ) -> str | None:
-    """Return the difference of a replay in words, or None if it is within the tolerance.
+    """Describe the difference of a replay from an eager run; None if the difference is tolerable.
 
-    `start` are the gradients to which a later micro-batch was added.
+    `start` holds the gradients before the run, if the run added to gradients.
     """
     if not eager and not replayed:
         return None
@@ -420,7 +420,7 @@ def _same(some: list[Any], others: list[Any]) -> bool:
 
 
 def _is_constant(criterion: object) -> bool:
-    """Return whether a function, or a partial one, reads no variable that others can change."""
+    """Return whether a function or `partial` has no closure and holds only numbers and strings."""
     values: list[object] = []
     while isinstance(criterion, functools.partial):
         values += [*criterion.args, *criterion.keywords.values()]
@@ -437,7 +437,7 @@ def _layout(x: Tensor) -> tuple[Any, ...]:
 
 
 def _surroundings() -> tuple[Any, ...]:
-    """Return the settings outside a model by which a run chooses its operations."""
+    """Return settings outside the model, such as autocast, that decide which operations run."""
     return (
         torch.is_autocast_enabled("cuda"),
         torch.get_autocast_dtype("cuda"),

@@ -1,4 +1,4 @@
-"""Hooks around the parts of a step, which a memory prediction uses to attribute operations."""
+"""Hooks by which a memory prediction assigns operations to the parts of a step."""
 
 import contextlib
 from contextlib import AbstractContextManager
@@ -11,5 +11,5 @@ class StepHooks:
     """Hooks around the parts of a step; the default does nothing."""
 
     def during(self, part: Part) -> AbstractContextManager[Any]:
-        """Return the context of a part: "forward" with the loss, "backward", or "optimizer"."""
+        """Return the context of "forward" (which includes the loss), "backward" or "optimizer"."""
         return contextlib.nullcontext()

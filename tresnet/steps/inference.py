@@ -1,4 +1,4 @@
-"""Inference step: a model in evaluation mode, in the chosen precision and memory format."""
+"""Inference step, which runs a model in eval mode, in the chosen dtype and memory format."""
 
 from collections.abc import Callable
 from itertools import chain
@@ -17,9 +17,9 @@ from tresnet.surgery.folding import fold
 
 
 class InferenceStep:
-    """Moves batches to the device (`feed`) and computes their logits (a call).
+    """Moves batches to the device by `feed`, and computes logits when called.
 
-    `model` is the given model, or a folded copy of it.
+    The attribute `model` is the given model, or a folded copy.
     """
 
     def __init__(
@@ -31,13 +31,13 @@ class InferenceStep:
         hooks: StepHooks | None = None,
         say: Say | None = None,
     ) -> None:
-        """Move the model to its device and memory format, in place.
+        """Move the model to `device` and to the memory format of `compute`, in place.
 
-        With a plain `Compute` the model may be trained further. An `InferenceCompute` may also
-        convert the weights, fold and freeze them, and run as a CUDA graph; the weights must then
-        not change any more. `say` receives messages about compilation and graphs (None: the log).
-        `ConfigError`: no CUDA graph is possible. `InputError`: the model cannot be folded, or has
-        complex numbers, whose imaginary part a conversion would drop.
+        With a plain `Compute` the model may be trained further. An `InferenceCompute` may convert,
+        fold and freeze the weights and replay CUDA graphs, so the weights must not change any more.
+        `say` receives messages about compilation and CUDA graphs; None writes to the log.
+        `ConfigError`: CUDA graphs are requested but not possible. `InputError`: the model cannot be
+        folded, or has complex weights, which cannot be converted.
         """
         self._compute = compute
         self._device = device
@@ -55,7 +55,7 @@ class InferenceStep:
         self.model = move_model(model, compute, device)
         if isinstance(compute, InferenceCompute) and compute.fold:
             self.model = fold(self.model)
-            if compute.compile != "none":  # which would copy padded weights at each call
+            if compute.compile != "none":  # compiled code would copy padded weights at each call
                 self.model = move_model(self.model, compute, device)
         keep_bytes = reads_bytes(self.model, compute)
         self.feed = Feed(compute, device, keep_bytes=keep_bytes, dtype=dtype)
@@ -64,7 +64,7 @@ class InferenceStep:
             self._forward = compile_model(
                 self.model, compute.compile, training=False, freeze=freeze, say=say
             )
-        self._images = 0  # of the largest batch yet
+        self._images = 0  # size of the largest batch so far
         self._graphs: Graphs | None = None
         if isinstance(compute, InferenceCompute) and uses_graph(compute, device, hooks is None):
             self.capture_with(CudaCapturer(device), say)
@@ -75,7 +75,7 @@ class InferenceStep:
 
     @property
     def replayed(self) -> bool:
-        """Whether the last batch was a CUDA graph's."""
+        """Whether the last batch was a replay of a CUDA graph."""
         return self._graphs is not None and self._graphs.replayed
 
     def __call__(self, images: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ class InferenceStep:
             return logits.float()[:count]
 
     def _filled_up(self, images: Tensor) -> Tensor:
-        """Pad a smaller batch to the size for which the model is compiled."""
+        """Pad a batch to the size of the largest batch, for which the model is compiled."""
         missing = self._images - len(images)
         if missing <= 0:
             self._images = len(images)
@@ -106,6 +106,6 @@ class InferenceStep:
 
 
 def move_model(model: nn.Module, compute: Compute, device: torch.device) -> nn.Module:
-    """Move the model to the device and to the configured memory format, in place."""
+    """Move the model to the device and to the memory format of `compute`, in place."""
     model.to(device=device)
     return model.to(memory_format=compute.memory_format)  # pyright: ignore[reportCallIssue]

@@ -22,11 +22,11 @@ def create_optimizer(
 ) -> torch.optim.Optimizer:
     """Build timm's optimizer `config.opt`; only convolution and linear weights decay.
 
-    `model` is a model, whose `no_weight_decay()` may name further parameters without decay, or
-    parameter groups with their own decay. `global_batch` is the number of images of an optimizer
-    step over all processes. `on_gpu` fuses the step into one kernel if the optimizer can. That
-    saves launches, and the check of a scaled loss for overflow then does not wait for the GPU.
-    `ConfigError`: timm has no optimizer of that name, it refuses an option, or it needs second
+    `model` is a model or a list of parameter groups. A model's `no_weight_decay()` may name further
+    parameters without decay; groups have their own decay. `global_batch` is the number of images
+    per optimizer step over all processes. `on_gpu` uses PyTorch's fused optimizer if there is one,
+    which saves launches, and does not wait for the GPU to check scaled gradients for overflow.
+    `ConfigError`: timm has no such optimizer, or the optimizer rejects an option or needs second
     derivatives.
     """
     from timm.optim import create_optimizer_v2, get_optimizer_class
@@ -58,7 +58,7 @@ def create_optimizer(
 
 
 def peak_lr(config: OptimConfig, global_batch: int) -> float:
-    """Return the highest learning rate: `lr`, scaled linearly if `lr_batch` is given."""
+    """Return the peak learning rate: `lr`, times `global_batch` / `lr_batch` if that is given."""
     if config.lr_batch is None:
         return config.lr
     return config.lr * global_batch / config.lr_batch
@@ -70,7 +70,7 @@ def create_schedule(
     """Return the learning rate schedule of `total_steps` optimizer steps."""
     if config.lr_schedule == "one-cycle":
         rising = config.warmup_fraction * total_steps
-        total = total_steps + (rising == total_steps)  # torch divides by the falling steps too
+        total = total_steps + (rising == total_steps)  # torch divides by the falling steps' number
         if rising == 1:  # torch divides by rising - 1
             rising = 1.001
         return lr_scheduler.OneCycleLR(
@@ -85,10 +85,10 @@ def create_schedule(
     return lr_scheduler.LambdaLR(optimizer, lambda step: factor(config, step, total_steps))
 
 
-# Not torch's LinearLR + CosineAnnealingLR: they end at one absolute rate for all parameter groups.
-# Layer-wise rates need a fraction of each group's own rate.
+# torch's CosineAnnealingLR ends at one absolute rate for all parameter groups. Layer-wise learning
+# rates need a fraction of each group's own rate.
 def factor(config: ScheduleConfig, step: int, total_steps: int) -> float:
-    """Return the fraction of the peak rate at `step` (from 0): warm-up, then cosine or constant."""
+    """Return the learning rate at `step` (from 0) as a fraction of the peak rate."""
     warmup = config.warmup_fraction * total_steps
     if step < warmup:
         return config.start_factor + (1 - config.start_factor) * step / warmup

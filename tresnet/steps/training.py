@@ -1,8 +1,8 @@
 """Training step: a model with its optimizer, EMA, schedule and gradient scaler.
 
-`create_training_step` moves a model to its device and builds the parts that the settings ask for.
-A `TrainingStep` then runs micro-batches (`backward`) and optimizer steps (`optimizer_step`). The
-engine, benchmarks and memory predictions all run this step, so that their figures mean the same.
+`create_training_step` moves a model to its device and builds the objects that the settings request.
+`TrainingStep.backward` runs a micro-batch, and `optimizer_step` updates the weights. The engine,
+benchmarks and memory predictions all run this step, so that their figures are comparable.
 """
 
 import contextlib
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 class TrainingStep:
     """Forward, loss and backward of micro-batches, then one optimizer step.
 
-    `model` is the bare model, which is saved, and `model_ema` its EMA or None. `schedule` steps
-    once per optimizer step; None keeps the learning rate. `scaler` scales the loss in fp16 and does
-    nothing otherwise. `feed` moves a loader's batch to the device, as `backward` expects it.
+    `model` is the plain model, which is saved. `model_ema` is its EMA, or None. `schedule` sets the
+    learning rate of each optimizer step; None keeps the rate. `scaler` scales the loss in fp16, and
+    has no effect otherwise. `feed` moves a batch from the loader to the device.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class TrainingStep:
         skips: bool = False,
         hooks: StepHooks | None = None,
     ) -> None:
-        """Store the parts; the model is on its device already.
+        """Store the arguments; the model must be on its device already.
 
-        `forward` computes the logits in place of the model: compiled, or in
-        DistributedDataParallel. `no_sync` surrounds micro-batches after which processes exchange no
-        gradients. `mixes` means mixed images, which are floats. `skips` stores what `is_bad` and
-        `skip` need.
+        `forward` is the model compiled or in DistributedDataParallel; None means `model`. `no_sync`
+        is the context of micro-batches after which processes exchange no gradients. `mixes` makes
+        `feed` return floats, which mixup needs. `skips` stores losses and buffers of each optimizer
+        step, for `is_bad` and `skip`.
         """
         self.model = model
         self.optimizer = optimizer
@@ -76,17 +76,17 @@ class TrainingStep:
         self._no_sync = no_sync
         self._graphs: Graphs | None = None
         self._lr = self._next_lr()
-        self._losses: list[Tensor] = []  # of this optimizer step, if it may be skipped
+        self._losses: list[Tensor] = []  # losses of this optimizer step, if `skips`
         self._kept = [buffer.clone() for buffer in model.buffers()] if skips else None
 
     @property
     def eval_model(self) -> nn.Module:
-        """The EMA if there is one, else the model: the weights that are evaluated."""
+        """The model to evaluate: the EMA if there is one, else `model`."""
         return self.model if self.model_ema is None else self.model_ema.module
 
     @property
     def lr(self) -> float:
-        """The highest learning rate of the groups in the last step; before any, in the first."""
+        """The highest learning rate of all groups in the last step; initially, in the first."""
         return self._lr
 
     def _next_lr(self) -> float:
@@ -100,12 +100,12 @@ class TrainingStep:
         micro_batches: int = 1,
         is_last: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """Run forward and backward of one of `micro_batches` micro-batches of an optimizer step.
+        """Run forward and backward of a micro-batch; an optimizer step has `micro_batches`.
 
         Images (N, 3, H, W) are on the device, floats in [0, 1] or bytes. Targets are labels (N,) or
         label distributions (N, classes). `criterion` maps float32 logits and targets to the mean
-        loss, which is divided by `micro_batches`. Processes exchange gradients after the last
-        micro-batch (`is_last`). Returns the detached loss () and logits (N, classes), both float32.
+        loss; its gradient is divided by `micro_batches`. Processes exchange gradients after the
+        last micro-batch (`is_last`). Returns the detached loss () and logits (N, classes), float32.
         """
         if not self.model.training:
             self.model.train()
@@ -140,16 +140,16 @@ class TrainingStep:
         return loss.detach(), logits.detach()
 
     def capture_with(self, capturer: CudaCapturer, **options: Any) -> None:
-        """Replay micro-batches as CUDA graphs from now on; `options` are those of `Graphs`."""
+        """Replay micro-batches as CUDA graphs from now on; `options` are passed to `Graphs`."""
         self._graphs = Graphs(self.model, capturer, trains=True, **options)
 
     @property
     def replayed(self) -> bool:
-        """Whether the last micro-batch was a CUDA graph's."""
+        """Whether the last micro-batch was a replay of a CUDA graph."""
         return self._graphs is not None and self._graphs.replayed
 
     def optimizer_step(self, global_step: int) -> None:
-        """Update the weights by the accumulated gradients; `global_step` counts from 1."""
+        """Update weights, EMA and learning rate; `global_step` counts optimizer steps from 1."""
         self._lr = self._next_lr()
         with self._hooks.during("optimizer"):
             if self._clip_grad is not None:
@@ -175,7 +175,7 @@ class TrainingStep:
 
     @torch.no_grad()
     def skip(self) -> None:
-        """Skip this optimizer step: restore running statistics and step only the schedule."""
+        """Drop this step's gradients, restore the running statistics, and step the schedule."""
         assert self._kept is not None, "asked for by `skips`"
         self._lr = self._next_lr()
         torch._foreach_copy_(list(self.model.buffers()), self._kept)
@@ -194,7 +194,7 @@ class TrainingStep:
         return bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs, the same on every process."""
+        """Return the state that a resumed run needs; all processes have an equal state."""
         return {
             "model": self.model.state_dict(),
             "model_ema": None if self.model_ema is None else self.model_ema.module.state_dict(),
@@ -236,21 +236,21 @@ def create_training_step(
     hooks: StepHooks | None = None,
     say: Callable[[str], object] | None = None,
 ) -> TrainingStep:
-    """Move a freshly created model to its device and build its training step around it.
+    """Move a new model to its device, and build its training step.
 
-    `optimizer` may be None for the defaults, `ema` for no EMA, `schedule` for a constant learning
-    rate. `global_batch` is images of an optimizer step over all processes, for `lr_batch`. More
-    processes than one wrap the model in DistributedDataParallel, and `sync_bn` lets its batch norms
-    share statistics. `recompute` is that of `compile_model`, for models other than ours. `mixes`,
-    `skips` and `hooks` are those of `TrainingStep`. `build_optimizer` makes the optimizer in place
-    of timm. `say` receives messages about compilation and graphs. `ConfigError`: timm has no such
-    optimizer, it refuses an option, or micro-batches cannot be compiled or captured.
+    `optimizer` None means the defaults, `ema` None no EMA, and `schedule` None a constant learning
+    rate. `global_batch` is the number of images per optimizer step over all processes. If
+    `world_size` is above 1, DistributedDataParallel wraps the model. With `sync_bn` the processes
+    share batch statistics. `recompute` is passed to `compile_model`, for models other than ours.
+    `mixes`, `skips` and `hooks` are passed to `TrainingStep`. `build_optimizer` builds the
+    optimizer instead of timm. `say` receives messages about compilation and CUDA graphs.
+    `ConfigError`: timm cannot build the optimizer, or micro-batches cannot be compiled or captured.
     """
     optimizer = optimizer or OptimConfig()
     check_compiled_accumulation(compute.compile, optimizer.accumulate)
     model = move_model(model, compute, device)
     compiles = compute.compile != "none"
-    # not with DistributedDataParallel, untested in graphs, nor with hooks, which a replay skips
+    # a replay skips hooks; graphs with DistributedDataParallel are not tested
     captures = not grad_checkpointing and hooks is None and world_size == 1
     graphed = uses_graph(compute, device, captures)
     if graphed and grad_checkpointing:
@@ -273,8 +273,8 @@ def create_training_step(
         made = optim.create_optimizer(model, optimizer, global_batch, on_gpu=device.type == "cuda")
     capturer = CudaCapturer(device) if graphed else None
     wrapped, no_sync = model, contextlib.nullcontext
-    # DistributedDataParallel keeps the nodes that accumulate gradients. Each node runs on the
-    # stream on which it was made. Any stream but the captured one would end the capture.
+    # DistributedDataParallel creates the nodes that accumulate gradients. Each node runs on the
+    # stream on which it was created, and work on any stream but the captured one ends a capture.
     with contextlib.nullcontext() if capturer is None else capturer.warming_up():
         if world_size > 1:
             ids = [device] if device.type == "cuda" else None
@@ -312,10 +312,10 @@ def _agree(device: torch.device, holds: bool) -> bool:
 
 
 def check_compiled_accumulation(mode: str, accumulate: int) -> None:
-    """Raise `ConfigError` for gradient accumulation over CUDA graphs of the compiler.
+    """Raise `ConfigError` for gradient accumulation with CUDA graphs of `torch.compile`.
 
-    The gradients of the first micro-batch lie in memory of its graph, which the next replay
-    overwrites. PyTorch then gives an error or wrong sums (its issues 169545 and 96693).
+    The gradients of a micro-batch lie in the memory of a graph, which the next replay overwrites.
+    PyTorch then raises an error or returns wrong sums (pytorch issues 169545 and 96693).
     """
     if accumulate > 1 and mode in CUDA_GRAPH_MODES:
         raise ConfigError(
@@ -325,10 +325,10 @@ def check_compiled_accumulation(mode: str, accumulate: int) -> None:
 
 
 def synchronise(model: nn.Module, compiles: bool) -> nn.Module:
-    """Make every batch norm of `model` share its statistics between processes, in place.
+    """Synchronise the batch norms of `model` between processes, in place; return the model.
 
-    Returns the model. An `ABN` shares statistics itself, in the fused program and as a module. A
-    model without such norms, or one to be compiled, gets PyTorch's `SyncBatchNorm`.
+    Norms of class `ABN` synchronise statistics themselves, also in `tresnet.fused`. If a model has
+    no `ABN` or will be compiled, its norms become PyTorch's `SyncBatchNorm`.
     """
     norms = [module for module in model.modules() if isinstance(module, ABN)]
     if compiles or not norms:
