@@ -1,15 +1,15 @@
-"""The program that runs a plain model on a GPU, with fewer passes over maps and fewer maps kept.
+"""The fused program, which runs a model with fewer passes over its maps and keeps fewer maps.
 
     x = fused.run({"body.layer1": model.body.layer1}, x, fused.How(impl="auto"))
 
 | file | holds |
 |---|---|
-| `applies.py` | reads the modules of a part at each call, and decides whether the program runs |
-| `stage.py` | forward and backward of consecutive blocks, as one node of the graph |
-| `padding.py` | channels padded to multiples of 8 within the program |
+| `applies.py` | at each call, reads a part's modules and chooses the program or plain modules |
+| `stage.py` | forward and backward of consecutive blocks, as one node of the autograd graph |
+| `padding.py` | pads channels to multiples of 8 within the program |
 
-Nothing is kept between calls. Parts with hooks or other classes, and all parts under tracing or
-transforms, run as plain modules; on a CPU, everything does.
+No state is kept between calls. A part runs as plain modules if it has hooks or unknown classes,
+if a tracer or transform is active, or if `impl` is "auto" on a CPU.
 """
 
 from tresnet.fused.applies import RECOMPUTE, How, residual_block, run, run_row

@@ -1,8 +1,7 @@
-"""Choice between the modules of a part and the program of `stage`.
+"""Choice between plain modules and the fused program of `stage`, for parts of a model.
 
-A call reads all modules, parameters, buffers, hooks and flags of the part once, into a `Part`.
-Anything that was changed since the model was built raises `_Plain`, whose message is the reason;
-the part then runs as plain modules.
+A call reads all modules, parameters, buffers, hooks and flags of a part once, into a `Part`. If the
+program cannot run the part, `_Plain` is raised with the reason, and plain modules run instead.
 """
 
 import warnings
@@ -37,13 +36,13 @@ from tresnet.ops.unit_floats import unit_floats
 
 BlockT = TypeVar("BlockT", bound=type[nn.Module])
 
-# Choices of what backward recomputes, from the least work to the least memory.
+# Values of `How.recompute`, from the least work to the least memory.
 RECOMPUTE = ("none", "activations", "outputs")
 
 _residual: dict[type, tuple[tuple[str, ...], Any]] = {
     ParallelBottleneck: (("conv1", "conv2", "conv3"), ParallelBottleneck.forward)
 }
-# The forwards as they were at import, to detect replaced ones.
+# Each class's `forward` at import, to detect a `forward` that is replaced later.
 _FORWARD: dict[type[nn.Module], Any] = {
     kind: kind.forward
     for kind in (
@@ -51,16 +50,16 @@ _FORWARD: dict[type[nn.Module], Any] = {
         *(FoldedConv, GlobalPool2d, SpaceToDepth, SqueezeExcite),
     )
 }
-# Exact types, as subclasses may define operators of their own.
+# Exact types of tensors that the program reads; subclasses may define other operators.
 _TENSORS = {Tensor, nn.Parameter, FakeTensor}
 
 
 class How(NamedTuple):
-    """Settings of a model for the runs of its parts.
+    """Settings with which a model runs its parts.
 
-    `impl` 'triton' runs the program by kernels, or raises `InputError`; 'reference' runs it by
-    plain operators. 'auto' runs it on a GPU, by kernels if they passed their check, else by plain
-    operators; on a CPU 'auto' runs plain modules. `recompute` is one of `RECOMPUTE`.
+    `impl` 'triton' runs the program by Triton kernels, or raises `InputError`. 'reference' runs the
+    program by plain operators. On a GPU, 'auto' runs the program by kernels if they passed their
+    check, else by operators. On a CPU, 'auto' runs plain modules. `recompute` is in `RECOMPUTE`.
     """
 
     impl: Impl = "auto"
@@ -72,13 +71,14 @@ class _Plain(Exception):  # noqa: N818 it never leaves this file
 
 
 class _OtherNorm(_Plain):
-    """The norms are of another class, whose models run as plain modules."""
+    """The norms are `BatchNormAct` or `InplaceABN`; the part runs as modules without a warning."""
 
 
 def residual_block(*layers: str) -> Callable[[BlockT], BlockT]:
-    """Register a block class by its consecutive layers, for the program to run.
+    """Register a class of blocks, with the names of its consecutive layers, for the fused program.
 
-    Its other modules are `se` after the second layer, `drop_path`, and `downsample`, the shortcut.
+    The class also has the modules `drop_path`, `downsample` (the shortcut), and `se`, which runs
+    after the second layer.
     """
 
     def register(kind: BlockT) -> BlockT:
@@ -91,12 +91,12 @@ def residual_block(*layers: str) -> Callable[[BlockT], BlockT]:
 def run(
     parts: Mapping[str, nn.Module], x: Tensor, how: How, blocks: SpaceToDepth | None = None
 ) -> Tensor:
-    """Run parts of a model one after another, by the program if it applies.
+    """Run parts of a model one after another, by the fused program where it applies.
 
-    If the program applies to all, they are one node of the graph. Otherwise each part runs
-    separately, by the program or as a module. A part is a `ConvNormAct`, a residual block, or an
-    `nn.Sequential` of such. `x` is (N, C, H, W), bytes if `blocks` turns them into the first part's
-    input. Raises `InputError` if `how.impl` is 'triton' and kernels cannot run.
+    If the program applies to all parts, they are one node of the autograd graph. Otherwise each
+    part runs separately, by the program or as a module. A part is a `ConvNormAct`, a residual
+    block, or an `nn.Sequential` of these. `x` is (N, C, H, W), or uint8 images if space-to-depth
+    (`blocks`) is given. Raises `InputError` if `how.impl` is 'triton' and kernels cannot run.
     """
     return run_row({0: parts}, x, how, blocks, (0,))[0]
 
@@ -108,9 +108,9 @@ def run_row(
     blocks: SpaceToDepth | None,
     wanted: Container[int],
 ) -> dict[int, Tensor]:
-    """Run groups of parts as `run` does, and return the outputs of the wanted ones.
+    """Run groups of parts as `run` does, and return the outputs of the `wanted` groups.
 
-    Padded maps go from one group to the next; what is returned has the model's channels.
+    Channels may stay padded between groups. Returned maps have the model's channels.
     """
     outputs, channels = {}, None
     for key, parts in row.items():
@@ -128,7 +128,7 @@ def _run(
     how: How,
     blocks: SpaceToDepth | None,
 ) -> tuple[Tensor, int | None]:
-    """Return the output and, if padded, its unpadded channels; `channels` is the same for `x`."""
+    """Return the output and, if padded, its number of real channels; `channels` is that of `x`."""
     wanted = _wanted(parts.values(), x, how.impl)
     try:
         if wanted:
@@ -138,7 +138,7 @@ def _run(
             return stage.run(part, x), len(part.blocks[-1].layers[-1].conv.weight)
     except _Plain as reason:
         if len(parts) == 1 and not isinstance(reason, _OtherNorm):
-            # other ranks would wait for the statistics of one that raises
+            # a rank must not raise while other ranks wait for its statistics
             impl = "auto" if _shares_statistics(parts.values()) else how.impl
             _refuse(next(iter(parts)), reason, impl)
 
@@ -159,10 +159,10 @@ def _run(
 
 
 class _OneNode(torch.autograd.Function):
-    """Plain modules as one node of the graph, where other ranks may run the program instead.
+    """Plain modules as one node of the autograd graph, where other ranks may run the program.
 
-    As in the program, all gradients of parameters arrive when the node ends. So the all-reduces of
-    DistributedDataParallel have the same order among the norms' collectives on every rank.
+    The node returns all gradients of parameters at its end, as the program does. So all-reduces of
+    DistributedDataParallel and collectives of the norms have the same order on every rank.
     """
 
     @staticmethod
@@ -180,7 +180,7 @@ class _OneNode(torch.autograd.Function):
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, ...]:
         wanted = {id(t): t for t in ctx.inputs if t.requires_grad}
-        # a second backward is possible if that of the graph around is
+        # the inner graph is kept if the caller's backward keeps the outer graph
         retained = _autograd._get_current_graph_task_keep_graph()
         grads = torch.autograd.grad(
             ctx.output, [*wanted.values()], grad, retain_graph=retained, allow_unused=True
@@ -200,8 +200,8 @@ def _refuse(name: str, reason: _Plain, impl: Impl) -> None:
 
 
 def _wanted(parts: Iterable[nn.Module], x: Any, impl: Impl) -> bool:
-    """Return whether `impl` chooses the program, and no tracer or transform is active."""
-    # forward-mode derivatives, which the program lacks, have levels from 0 on
+    """Return whether `impl` selects the fused program, and no tracer or transform is active."""
+    # a level of 0 or more means forward-mode derivatives, which the program lacks
     if type(x) not in _TENSORS or traced() or forward_ad._current_level >= 0:
         return False
     if impl != "auto" or x.is_cuda:
@@ -222,7 +222,7 @@ def _call(part: nn.Module, x: Tensor, blocks: SpaceToDepth | None) -> Tensor:
 
 
 def _dtype(x: Tensor, own: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a convolution with weights of `own` computes under autocast."""
+    """Return the dtype in which a convolution computes, given its weights' dtype and autocast."""
     return own if own == torch.float64 else autocast_dtype(x.device.type) or own
 
 
@@ -266,7 +266,7 @@ def _read_parts(
 
 
 def _pads(blocks: list[Block], weights: list[Tensor], x: Tensor, channels: int | None) -> bool:
-    """Return whether a part that reads `x` pads its channels, as it does if `x` is padded."""
+    """Return whether a part pads its channels: `x` is padded already, or padding saves time."""
     stored = blocks[0].layers[0].norm.gamma is None and padding.is_stored(weights[0])
     return (
         (channels is not None or stored or x.numel() >= padding.FROM)
@@ -275,7 +275,7 @@ def _pads(blocks: list[Block], weights: list[Tensor], x: Tensor, channels: int |
     )
 
 
-# hooks of all modules; PyTorch changes these dictionaries but does not replace them
+# dictionaries of hooks on every module; PyTorch changes but never replaces them
 _EVERY_MODULES = (
     every_module._global_forward_pre_hooks,
     every_module._global_forward_hooks,
@@ -291,15 +291,15 @@ _device = attrgetter("device")
 class _Reader:
     """Reads the blocks of a part, and collects modules and tensors for `check`.
 
-    Checks in two loops are faster than a call for each module.
+    `check` loops over all modules and tensors, which is faster than a call for each module.
     """
 
     def __init__(self) -> None:
         self.folded, self.frozen = False, running_stats_frozen()
         self.modules: list[nn.Module] = []
-        self.counters: list[Tensor] = []  # num_batches_tracked of the norms that update
-        self.weights: list[Tensor] = []  # of the convolutions
-        self.tensors: list[tuple[str, Any, int]] = []  # names, and the lengths that fit
+        self.counters: list[Tensor] = []  # num_batches_tracked of norms that update statistics
+        self.weights: list[Tensor] = []  # the convolutions' weights
+        self.tensors: list[tuple[str, Any, int]] = []  # name, tensor, expected number of values
 
     def own(self, module: nn.Module, kind: type[nn.Module]) -> dict[str, Any]:
         if type(module) is not kind:
@@ -308,7 +308,7 @@ class _Reader:
         return module.__dict__
 
     def check(self, device: torch.device) -> None:
-        """Check that each module runs its class's forward, and that its tensors fit."""
+        """Raise `_Plain` if a module has a hook or another forward, or a tensor does not fit."""
         for kind in {*map(type, self.modules)}:
             if kind.forward is not _FORWARD.get(kind, kind.forward):
                 raise _Plain(f"another forward of the class {kind.__name__}")
@@ -326,7 +326,7 @@ class _Reader:
             and {*map(_device, tensors)} == {device}
             and (*map(Tensor.numel, tensors),) == lengths
         ):
-            return  # for all of them in half the time of the loop that finds the first misfit
+            return  # takes half the time of the loop below, which finds the first misfit
         for name, tensor, length in self.tensors:
             if type(tensor) not in _TENSORS:
                 raise _Plain(f"{name} is {type(tensor).__name__}")
@@ -453,7 +453,7 @@ class _Reader:
         return SEWeights(*layers)
 
     def drop_path(self, module: nn.Module) -> tuple[float, bool]:
-        """Return the probability that a sample is dropped, and whether the others are scaled."""
+        """Return the probability that a sample is dropped, and whether kept samples are scaled."""
         kind = type(module)
         if kind is nn.Identity:
             self.modules.append(module)
@@ -465,7 +465,7 @@ class _Reader:
 
 
 def _check_channels(blocks: list[Block], given: int) -> None:
-    """Check that convolutions read `given` channels: zeros would fill missing ones."""
+    """Raise `_Plain` if a convolution's input has wrong channels, which padding would hide."""
     for block in blocks:
         widths = [given, *(len(layer.conv.weight) for layer in block.layers)]
         given = widths.pop()

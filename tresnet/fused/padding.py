@@ -1,9 +1,9 @@
-"""Channels padded to multiples of 8, which tensor cores need, only within the program.
+"""Padding of channels to multiples of 8, as tensor cores need, within the fused program.
 
-tresnet_l and tresnet_xl have other widths. Parameters, gradients, running statistics and output
-maps keep these widths. Only the tensors of a call have zeros after their channels. A padded channel
-has zeros for weights, gamma and beta, so its mean, variance, output and gradient are zero too. Its
-inverse standard deviation is 1 / sqrt(eps).
+In tresnet_l and tresnet_xl, 8 does not divide all numbers of channels. Parameters, gradients,
+running statistics and returned maps stay unpadded. Within a call, zeros follow the channels of a
+tensor. A padded channel has weights, gamma and beta of 0, so its mean, variance, output and
+gradient are 0. Its inverse standard deviation is 1 / sqrt(eps).
 
 Each padded block adds about three short launches to forward and three to backward, so parts with
 small inputs run unpadded.
@@ -23,19 +23,19 @@ from tresnet.ops.abn import Norm
 if TYPE_CHECKING:
     from tresnet.fused.stage import Block, Layer
 
-MULTIPLE = 8  # channels, which NVIDIA's guide to convolutions asks of tensor cores in 16 bits
-# Values of a part's input. Below, by estimate, padding's launches take longer than it saves:
-# tresnet_l's convolutions do about 700 multiply-adds for a value that they read.
+MULTIPLE = 8  # channels; NVIDIA's guide to convolutions asks for multiples of 8 in 16 bits
+# Least number of values in the input of a padded part. In smaller parts, padding would take more
+# time than it saves, by estimate: tresnet_l's convolutions do 700 multiply-adds for a value read.
 FROM = 1 << 21  # 14 images of 224 pixels
 
 
 def padded(channels: int) -> int:
-    """Return the next multiple of 8."""
+    """Return the least multiple of 8 that is not below `channels`."""
     return -(-channels // MULTIPLE) * MULTIPLE
 
 
 def may_pad(block: "Block") -> bool:
-    """Return whether padded channels stay zero: no groups, and an eps that avoids 1 / 0."""
+    """Return whether padded channels stay 0: no grouped convolution, and eps avoids 1 / 0."""
     return all(
         conv.groups == 1 and (norm.gamma is None or norm.eps > 1e-30)
         for conv, norm in block.all_layers()
@@ -43,7 +43,7 @@ def may_pad(block: "Block") -> bool:
 
 
 def padded_shape(tensor: Tensor, *dims: int) -> tuple[int, ...]:
-    """Return the shape of a tensor whose `dims` are padded."""
+    """Return the shape that `tensor` has with `dims` padded."""
     return tuple(padded(n) if dim in dims else n for dim, n in enumerate(tensor.shape))
 
 
@@ -54,14 +54,14 @@ def pad_map(x: Tensor) -> Tensor:
 
 
 def crop_map(x: Tensor, channels: int) -> Tensor:
-    """Return a dense map of the first `channels`."""
+    """Return the first `channels` of a map as a dense tensor."""
     if x.shape[1] == channels:
         return x
     return x[:, :channels].contiguous(memory_format=tiles.memory_format(x))
 
 
 def crop_gradient(grad: Tensor, parameter: Tensor) -> Tensor:
-    """Return a gradient without its padding; a matrix gets the strides of the parameter."""
+    """Return a gradient without its padding; a matrix or filter gets the parameter's strides."""
     if grad.shape == parameter.shape:
         return grad
     corner = grad[tuple(map(slice, parameter.shape))]
@@ -71,7 +71,7 @@ def crop_gradient(grad: Tensor, parameter: Tensor) -> Tensor:
 def pad(
     tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]], dtype: torch.dtype
 ) -> list[Tensor]:
-    """Return copies in `dtype` and these shapes, zero after the values, in one buffer."""
+    """Return copies that are zero-padded to `shapes`, in `dtype`, and share one buffer."""
     sizes = [math.prod(shape) for shape in shapes]
     found = []
     pieces = tensors[0].new_zeros(sum(sizes), dtype=dtype).split(sizes)
@@ -86,19 +86,19 @@ def pad(
 
 
 def store(module: nn.Module, name: str, *dims: int) -> None:
-    """Replace a parameter by a view of a tensor padded in `dims`; `stored` returns that tensor."""
+    """Replace a parameter by a view into a tensor padded in `dims`, which `stored` returns."""
     own = module.get_parameter(name).detach()
     wide = pad([own], [padded_shape(own, *dims)], own.dtype)[0]
     setattr(module, name, nn.Parameter(wide[tuple(map(slice, own.shape))]))
 
 
 def is_stored(weight: Tensor) -> bool:
-    """Return whether `store` may have put a weight into a padded tensor."""
+    """Return whether `weight` may be a view into a larger tensor, as `store` makes it."""
     return weight.untyped_storage().nbytes() > weight.numel() * weight.itemsize
 
 
 def stored(tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
-    """Return the padded tensor of this shape that holds `tensor` by `store`, or None."""
+    """Return the padded tensor of this shape into which `store` made `tensor` a view, or None."""
     size = math.prod(shape)
     if tensor.untyped_storage().nbytes() != size * tensor.itemsize or (
         tensor.stride(0) * shape[0] != size
@@ -108,17 +108,17 @@ def stored(tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
 
 
 class Padding:
-    """Padded copies of a part's norms and excitations, for one call."""
+    """Padded copies of the tensors of a part's norms and SEs, for one call."""
 
     def __init__(self, layers: Iterable["Layer"], dtype: torch.dtype, *, running: bool) -> None:
-        """Pad vectors, also those of the running statistics if they are read.
+        """Pad the tensors of norms and SEs; `running` includes running statistics.
 
-        Vectors take two launches, and each matrix whose columns are channels takes one more.
+        Tensors padded in rows take two launches together; each one padded in columns takes another.
         """
         self._dtype = dtype
         self._wide: dict[int, Tensor] = {}
         self._running: list[Tensor] = []
-        missing = list[Tensor](), list[Tensor]()  # along their rows, along their columns
+        missing = list[Tensor](), list[Tensor]()  # tensors to pad in rows, in columns
         for conv, norm in layers:
             if len(conv.weight) % MULTIPLE == 0:
                 continue
@@ -140,7 +140,7 @@ class Padding:
             self._wide |= zip(map(id, columns), pad(columns, shapes, wide), strict=True)
 
     def _find(self, tensor: Tensor, dim: int) -> bool:
-        """Return whether `store` put the tensor into a padded one, which is then used."""
+        """Use the padded tensor that `store` made for `tensor`; return whether there is one."""
         wide = stored(tensor, padded_shape(tensor, dim))
         if wide is not None:
             self._wide[id(tensor)] = wide
@@ -160,7 +160,7 @@ class Padding:
             self._wide[id(tensor)] = piece.view(shape)
 
     def block(self, block: "Block", x: Tensor) -> "Block":
-        """Return a block that reads `x`, with padded weights in the dtype of the maps."""
+        """Return `block` with padded weights in the maps' dtype, for the channels of `x`."""
         layers = block.all_layers()
         widths = [padded(len(conv.weight)) for conv, _ in layers]
         inputs = [x.shape[1], *widths[:-1]]
@@ -185,7 +185,7 @@ class Padding:
         return block.with_layers(new)
 
     def norm(self, norm: Norm) -> Norm:
-        """Return a norm whose tensors are padded."""
+        """Return `norm` with its tensors padded."""
         if id(norm.beta) not in self._wide:
             return norm
         gamma, beta, mean, var, *se = (

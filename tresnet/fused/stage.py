@@ -1,13 +1,13 @@
-"""Blocks of a model as one node of the graph, with forward and backward written out.
+"""Consecutive blocks as one node of the autograd graph, with explicit forward and backward.
 
-A block is consecutive convolutions with the operations after each (`tresnet.ops.abn`), and the
-shortcut that joins the last. Backward keeps one map for each convolution, its output, and one for
-each block, its input. Other maps are recomputed. The first pass of a norm's backward, which takes
-sums, also writes the norm's output. The gradient of the next convolution's weight reads it.
+A block has consecutive convolutions, each with the operations of `tresnet.ops.abn` after it, and a
+shortcut that joins the last. By default, forward saves the output of each convolution and the input
+of each block, and backward recomputes other maps. The first pass of a norm's backward computes
+sums, and also writes the norm's output, which the gradient of the next convolution's weight needs.
 
 All maps and parameters go through `save_for_backward`, so that version checks, saved-tensor hooks
-and a second backward are PyTorch's own. `maybe_clear_saved_tensors` frees each map after its last
-use.
+and a second backward are PyTorch's own. Backward calls `maybe_clear_saved_tensors`, and frees each
+map after its last use.
 """
 
 from collections.abc import Iterable, Sequence
@@ -36,17 +36,17 @@ class Conv(NamedTuple):
     groups: int
 
     def forward(self, x: Tensor) -> Tensor:
-        """Convolve `x` in its dtype."""
+        """Convolve `x` in the dtype of `x`."""
         weight = _in_dtype(self.weight, x.dtype)
         return torch.conv2d(x, weight, None, self.stride, self.padding, 1, self.groups)
 
     def backward(
         self, grad: Tensor, x: Tensor, of_x: bool, of_weight: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of `x` and of the weight; the first needs only the shape of `x`."""
+        """Return the gradients of `x` and of the weight; the first reads only the shape of `x`."""
         if of_x or self.weight.dtype == grad.dtype:
             weight = _in_dtype(self.weight, grad.dtype)
-        else:  # only its shape is read
+        else:  # only the shape of the weight is read
             weight = torch.empty_like(self.weight, dtype=grad.dtype)
         grad_x, grad_weight, _ = _convolution_backward(
             grad, x, weight, None, self.stride, self.padding, (1, 1), False, (0, 0), self.groups,
@@ -57,11 +57,11 @@ class Conv(NamedTuple):
 
 
 def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x if x.dtype is dtype else x.to(dtype)  # a no-op of `to` takes ten times as long
+    return x if x.dtype is dtype else x.to(dtype)  # a `to` without effect takes ten times as long
 
 
 class Layer(NamedTuple):
-    """A convolution and the operations up to the next one."""
+    """A convolution and the operations up to the next convolution."""
 
     conv: Conv
     norm: Norm
@@ -74,11 +74,12 @@ class Layer(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Consecutive layers, and the shortcut that joins the last.
+    """Consecutive layers, and the shortcut that joins the last layer.
 
-    `joins` adds the shortcut before a ReLU. A shortcut without layer concatenates `copies` of the
-    input. `halves` averages 2x2 pixels before the shortcut's layer. `drop` is the probability that
-    a sample's layers are dropped (arXiv 1603.09382); `scale` divides the others by 1 - `drop`.
+    `joins` adds the shortcut and applies a ReLU. The shortcut is the layer `shortcut`, before which
+    `halves` averages 2x2 pixels, or `copies` of the block's input along channels. Stochastic depth
+    (arXiv 1603.09382) drops a sample's layers with probability `drop`; `scale` divides the outputs
+    of kept layers by 1 - `drop`.
     """
 
     layers: tuple[Layer, ...]
@@ -90,11 +91,11 @@ class Block(NamedTuple):
     copies: int = 1
 
     def all_layers(self) -> tuple[Layer, ...]:
-        """Return the consecutive layers, then that of the shortcut."""
+        """Return the consecutive layers, then the shortcut's layer if it has one."""
         return self.layers if self.shortcut is None else (*self.layers, self.shortcut)
 
     def with_layers(self, layers: list[Layer]) -> "Block":
-        """Return the block with other layers in place of `all_layers`."""
+        """Return the block with new layers, in the order of `all_layers`."""
         count = len(self.layers)
         return self._replace(
             layers=tuple(layers[:count]), shortcut=layers[count] if self.shortcut else None
@@ -105,15 +106,15 @@ class Block(NamedTuple):
         return [p for layer in self.all_layers() for p in layer.parameters()]
 
     def trains(self) -> bool:
-        """Return whether a parameter requires a gradient."""
+        """Return whether any parameter requires a gradient."""
         return any(p.requires_grad for p in self.parameters())
 
 
 class Part(NamedTuple):
     """Consecutive blocks, and the settings of a call.
 
-    Maps have `dtype`. With `pads` an input map may be padded, and the output is. `block_size` is
-    that of space-to-depth if the input is bytes. `counters` count batches.
+    Maps have `dtype`. With `pads`, the output is padded, and the input may be. `block_size` is for
+    space-to-depth of uint8 images. `counters` are the norms' `num_batches_tracked`.
     """
 
     blocks: tuple[Block, ...]
@@ -135,7 +136,7 @@ def run(part: Part, x: Tensor) -> Tensor:
             x = pad_map(x) if blocks[0].joins else x
             with torch.no_grad():
                 padding = Padding(_layers(blocks), part.dtype, running=True)
-        # frozen blocks at the front keep nothing for backward
+        # frozen blocks at the front run outside the node, and keep nothing for backward
         while blocks and not (recorded and (x.requires_grad or blocks[0].trains())):
             x = _forward_block(part, padding, blocks.pop(0), x).out
         if blocks:
@@ -154,11 +155,11 @@ def _layers(blocks: Iterable[Block]) -> list[Layer]:
 
 
 class _Run(NamedTuple):
-    """Results of a block's forward, the tuples with one item for each layer.
+    """Results of a block's forward; a tuple has one item for each consecutive layer.
 
-    `lives` is whether the layer, or something before it, requires a gradient. `kept` are the
-    layer's tensors for backward, or None without backward. `inputs` are those of the convolutions,
-    as far as they are kept; the first is the block's.
+    `lives` is whether the layer or a tensor before the layer requires a gradient. `kept` has the
+    tensors that backward reads, or None. `inputs` has the input of the layer's convolution if it is
+    kept, or None; the first item is the block's input. `of_shortcut` is `kept` for the shortcut.
     """
 
     out: Tensor
@@ -169,7 +170,7 @@ class _Run(NamedTuple):
 
 
 class _Record(NamedTuple):
-    """A block, and its saved tensors as indices: of each layer the first parameter."""
+    """A block, and indices of its saved tensors; `numbers` are for each layer's first parameter."""
 
     block: Block
     numbers: tuple[int, ...]
@@ -182,7 +183,7 @@ class _Record(NamedTuple):
 def _forward_block(
     part: Part, padding: Padding | None, block: Block, x: Tensor, live: bool | None = None
 ) -> _Run:
-    """Run a block; `live` is whether `x` requires a gradient, or None if there is no backward."""
+    """Run a block; `live` is whether `x` requires a gradient, or None without any backward."""
     keeps = live is not None
     source = _maps(part, x)
     wide = block if padding is None else padding.block(block, source)
@@ -191,7 +192,7 @@ def _forward_block(
         z = wide.shortcut.conv.forward(_halve(source) if block.halves else source)
         shortcut, needed = _follow(part, wide.shortcut.norm, z, keeps=keeps)
         wanted = live or _trains(block.shortcut)
-        # recomputed outputs and second derivatives by plain operators need it in any case
+        # recomputed outputs and second derivatives (without kernels) always need these tensors
         wanted = wanted or part.recompute == "outputs" or not part.kernels
         of_shortcut = needed if keeps and wanted else None
         del z, needed
@@ -208,13 +209,13 @@ def _forward_block(
         live = live or _trains(layer)
         lives.append(live)
         z = conv.forward(y)
-        del y  # its memory is free before the norm allocates
+        del y  # frees memory before the norm allocates
         y, needed = (
             _follow(part, norm, z, shortcut, passed, keeps)
             if joins
             else _follow(part, norm, z, keeps=keeps)
         )
-        # second derivatives by plain operators need all layers
+        # second derivatives, which need plain operators, read the tensors of all layers
         kept.append(needed if keeps and (live or joins or not part.kernels) else None)
         del z, needed
     inputs[0] = x
@@ -236,7 +237,7 @@ def _follow(
 
 
 def _passed(block: Block, x: Tensor) -> Tensor:
-    """Return a factor for each sample, (N, 1), drawn as timm's `DropPath` does."""
+    """Return stochastic depth's factor (N, 1) of each sample, drawn as in timm's `DropPath`."""
     keep_prob = 1 - block.drop
     factors = x.new_empty(len(x), 1).bernoulli_(keep_prob)
     factors = factors if x.dtype == torch.float64 else factors.float()
@@ -248,22 +249,22 @@ def _trains(layer: Layer) -> bool:
 
 
 def _maps(part: Part, x: Tensor) -> Tensor:
-    """Return the input of the first convolution: bytes become maps."""
+    """Return the input of the first convolution; uint8 images become maps."""
     if x.dtype != torch.uint8:
         return x
     assert part.block_size is not None
     return stem_input(x, part.block_size, part.dtype, kernels=part.kernels)
 
 
-def _halve(x: Tensor) -> Tensor:  # as the model's shortcut: an odd border averages its own pixels
+def _halve(x: Tensor) -> Tensor:  # as in the model; an odd border averages only real pixels
     return F.avg_pool2d(x, 2, 2, ceil_mode=True, count_include_pad=False)
 
 
 def _dropped(part: Part) -> set[int]:
-    """Return the blocks whose output is recomputed rather than kept as the next one's input.
+    """Return the indices of blocks whose output is recomputed, not kept as the next block's input.
 
-    No two joins are consecutive, which would need a chain of recomputations. The last output is
-    kept by its readers. The output of a layer without a join is an activation.
+    A join's input and output are never both recomputed, which would need a chain of recomputations.
+    The last output is kept by its consumers. A block without a join outputs an activation.
     """
     if part.recompute == "none":
         return set()
@@ -275,7 +276,7 @@ def _dropped(part: Part) -> set[int]:
 
 
 class _Blocks(torch.autograd.Function):
-    """Autograd function of consecutive blocks; DDP gets all their gradients at its end."""
+    """Autograd function of consecutive blocks; backward returns all gradients at its end."""
 
     @staticmethod
     def forward(
@@ -329,23 +330,23 @@ class _Blocks(torch.autograd.Function):
 
 
 class _Backward:
-    """Backward of consecutive blocks; saved tensors are freed after their last use."""
+    """Backward of consecutive blocks, which frees saved tensors after their last use."""
 
     def __init__(
         self, part: Part, records: list[_Record], saved: list[Any], parameters: int
     ) -> None:
         self.part, self.records, self.saved = part, records, saved
         self.found: list[Tensor | None] = [None] * parameters
-        self.grad: Tensor | None = None  # of the current convolution's output
+        self.grad: Tensor | None = None  # gradient of the current convolution's output
         self.padding: Padding | None = None
         if part.pads:
             layers = _layers(record.block for record in records)
             self.padding = Padding(layers, part.dtype, running=False)
 
     def block(self, index: int, grads: list[Tensor | None], live: bool) -> list[Tensor | None]:
-        """Return the gradients of a block's input from its first layer and shortcut, if `live`.
+        """Return the gradients of a block's input, if `live`, through first layer and shortcut.
 
-        `grads` are those of its output, from one or two readers; emptying the list frees them.
+        `grads` has the gradients of the block's output; the list is emptied to free these tensors.
         """
         record = self.records[index]
         x = _maps(self.part, self.input(index))
@@ -368,7 +369,7 @@ class _Backward:
         return [first, self.shortcut(record, block.shortcut, masked, x, first, live)]
 
     def last_layer(self, record: _Record, norm: Norm, grads: list[Tensor | None]) -> Tensor | None:
-        """Run backward of the join and the last norm; return the shortcut's gradient."""
+        """Run backward of the join and of the last norm; return a joined shortcut's gradient."""
         kept = self.take_all(record.kept[-1])
         first, second = (
             g if g is None else tiles.dense(_in_dtype(g, kept.y.dtype), kept.y) for g in grads
@@ -386,9 +387,9 @@ class _Backward:
         return masked
 
     def through_convolution(self, record: _Record, layers: tuple[Layer, ...], at: int) -> None:
-        """Run backward of a convolution, and of the norm before it.
+        """Run backward of a convolution, and of the norm before the convolution.
 
-        If the convolution's input was not kept, `gradient_sums` writes it, or `rebuild` for a blur.
+        If the convolution's input was not kept, `gradient_sums` (`rebuild` for a blur) writes it.
         """
         conv, number = layers[at].conv, record.numbers[at]
         norm, kept = layers[at - 1].norm, self.take_all(record.kept[at - 1])
@@ -408,11 +409,11 @@ class _Backward:
         self.grad = abn.gradient(grad, norm, kept, sums, kernels=self.part.kernels)
 
     def convolution(self, conv: Conv, number: int, x: Any, *, of_x: bool, last: bool = True) -> Any:
-        """Return the gradient of `x` if requested; the `last` call also stores the weight's."""
+        """Return the gradient of `x` if `of_x`; the `last` call stores the weight's gradient."""
         assert self.grad is not None
         of_weight = last and self.saved[number].requires_grad
         grad_x = grad_weight = None
-        if of_x or of_weight:  # else `x` was not kept
+        if of_x or of_weight:  # `x` was kept only in this case
             grad_x, grad_weight = conv.backward(self.grad, x, of_x, of_weight)
         if last:
             self.grad = None
@@ -435,9 +436,9 @@ class _Backward:
         first: Tensor | None,
         live: bool,
     ) -> Tensor | None:
-        """Run backward of the shortcut's layer and pool; return the gradient not added to `first`.
+        """Run backward of the shortcut's layer and pool, and return the gradient of `x`.
 
-        Where the pool averages whole squares, its gradient is added to `first` in one pass.
+        If the pool averages only whole squares, its gradient is added to `first`; None is returned.
         """
         if record.of_shortcut is None:
             return None
@@ -467,13 +468,13 @@ class _Backward:
         )
 
     def note(self, number: int, sums: abn.Sums) -> None:
-        """Store the gradients of a norm's parameters, and of the SE after it."""
+        """Store the gradients of the parameters of a norm and of its SE."""
         merged = sums.merged
         for index, grad in enumerate((merged[0], merged[1], *(sums.se or ())), number + 1):
             self.find(index, grad)
 
     def input(self, index: int) -> Tensor:
-        """Return the input of a block, recomputed from the block before if it was not kept."""
+        """Return the input of a block; if not kept, recompute the output of the block before."""
         record = self.records[index]
         kept = self.take(record.inputs)
         if kept is not None:
@@ -511,7 +512,7 @@ def _kept(saved: list[Any], place: int) -> Kept:
 
 
 def _differentiable(ctx: Any, saved: list[Any], grad: Tensor) -> list[Tensor | None]:
-    """Return gradients that can be differentiated again: forward runs again, by operators."""
+    """Return differentiable gradients, for which forward runs again by plain operators."""
     if ctx.part.kernels:
         raise InputError(
             "the kernels have no second derivatives: call model.set_impl('reference') before "
@@ -519,7 +520,7 @@ def _differentiable(ctx: Any, saved: list[Any], grad: Tensor) -> list[Tensor | N
         )
     first = saved[ctx.records[0].inputs]
     y = _maps(ctx.part, first)
-    if ctx.part.pads:  # the weights below are not padded, but the input map may be
+    if ctx.part.pads:  # weights are not padded here, but the input map may be
         y = y[:, : ctx.records[0].block.layers[0].conv.weight.shape[1]]
     for record in ctx.records:
         block, x = record.block, y
@@ -534,8 +535,8 @@ def _differentiable(ctx: Any, saved: list[Any], grad: Tensor) -> list[Tensor | N
             y = y if passed is None else y * passed[:, :, None, None].to(y.dtype)
             y = torch.relu(y + shortcut.repeat(1, block.copies, 1, 1))
     inputs = [first, *(p for record in ctx.records for p in record.block.parameters())]
-    grad = grad[:, : y.shape[1]]  # which may be padded
-    # A tensor of several layers occurs once: its gradient is the sum of theirs.
+    grad = grad[:, : y.shape[1]]  # `grad` may be padded
+    # A tensor that layers share occurs once; its gradient is the sum over these layers.
     wanting = {id(t): t for t in inputs if t.requires_grad}
     grads = torch.autograd.grad(
         y, tuple(wanting.values()), grad, create_graph=True, allow_unused=True
