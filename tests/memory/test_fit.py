@@ -37,6 +37,13 @@ def mean(output, target):
     return output.mean()
 
 
+class Turning(Wide):
+    """Adds an operation from three images on, as padding of channels does from some size on."""
+
+    def forward(self, x):
+        return super().forward(x) if len(x) < 3 else super().forward(x) + 1
+
+
 STEP = {"input_size": (1, 512, 512), "loss": mean}
 
 
@@ -61,10 +68,11 @@ def test_models_that_change_with_the_batch_are_refused():
         interpolated((2, trace("tresnet_t", 2)), (4, trace("timm:resnet18", 4, input_size=64)))
 
 
-def test_largest_batch_agrees_with_every_batch_predicted():
-    found = max_batch(Wide, device=SMALL_GPU, **STEP)
+@pytest.mark.parametrize("model", [Wide, Turning])
+def test_largest_batch_agrees_with_every_batch_predicted(model):
+    found = max_batch(model, device=SMALL_GPU, **STEP)
     answers = {
-        n: fits(predict(Wide, batch_size=n, **STEP).trace, SMALL_GPU)
+        n: fits(predict(model, batch_size=n, **STEP).trace, SMALL_GPU)
         for n in range(1, found.no_from + 3)
     }
     assert {n: found.answer(n) for n in answers} == answers

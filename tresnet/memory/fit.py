@@ -18,9 +18,10 @@ from tresnet.memory.replay import held_at_peak_bytes, replay
 from tresnet.memory.trace import Trace
 from tresnet.memory.workspaces import HIGH_LIMIT_BYTES
 
-# Sizes of the two small batches. A batch of one image is avoided, as batch norm in training rejects
-# one image with 1x1 features.
-_SMALL_BATCHES = (2, 4)
+# Sizes of the two small batches, and of two others for a model whose operations change between the
+# first two: tresnet_l pads its channels from four images of 448 pixels on. A batch of one image is
+# avoided, as batch norm in training rejects one image with 1x1 features.
+_SMALL_BATCHES = ((2, 4), (16, 32))
 _LIMIT = 2**20  # largest batch that is tried
 # Relative error of the bytes in a trace.
 _DOUBT = 0.01
@@ -92,8 +93,13 @@ def max_batch(model: ModelLike, plan: StepPlan) -> MaxBatch:
     def trace(batch_size: int) -> Trace:
         return record(module, replace(step, batch_size=batch_size), described)
 
-    small, larger = _SMALL_BATCHES
-    traced = interpolated((small, trace(small)), (larger, trace(larger)))
+    def between(small: int, larger: int) -> Callable[[int], Trace]:
+        return interpolated((small, trace(small)), (larger, trace(larger)))
+
+    try:
+        traced = between(*_SMALL_BATCHES[0])
+    except InputError:
+        traced = between(*_SMALL_BATCHES[1])
 
     @cache
     def predict(batch_size: int) -> Fits:
