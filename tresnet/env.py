@@ -74,7 +74,7 @@ def usable_device(name: str | torch.device) -> torch.device:
 
 
 def timed_device(name: str) -> torch.device:
-    """Return the CPU or CUDA device `name`; raise InputError for others, which are not timed."""
+    """Return the CPU or CUDA device `name`; raise InputError for devices that cannot be timed."""
     device = usable_device(name)
     if device.type not in ("cpu", "cuda"):
         raise InputError(f"expected a device that can be timed, cpu or cuda, got {name!r}")
@@ -211,7 +211,7 @@ def _output_of(*command: str) -> str | None:
 
 
 def parse_size(size: str | int) -> int:
-    """Convert `80GiB`, `24GB` (24 * 10^9) or an int of bytes to bytes, or raise InputError."""
+    """Convert a size (`80GiB`, `24GB` = 24 * 10^9, or an int) to bytes, or raise InputError."""
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
     n_bytes = -1

@@ -1,4 +1,4 @@
-"""Errors that a user can cause. Each message says what was expected, what was given, what to do.
+"""User errors. Each message says what was expected, what was given and what to do.
 
 Commands print the message of a `TResNetError` on stderr and exit with code 2. Callers of the
 library catch `TResNetError`, or the built-in base of a subclass, such as `ValueError`.
@@ -25,7 +25,7 @@ class CheckpointError(TResNetError, RuntimeError):
 
 
 class ExportError(TResNetError, RuntimeError):
-    """An exported file computes other results than the model, so the file was removed."""
+    """The results of an exported file differ from the model's, so the file was removed."""
 
 
 class DataError(TResNetError, ValueError):

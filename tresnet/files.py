@@ -1,4 +1,4 @@
-"""Atomic writes of files, and locks on directories.
+"""Write files atomically, and lock directories.
 
 `atomic_write` replaces a file, so that a crash leaves the old file or the new one. `lock` keeps
 other processes out of a directory. Other functions handle signals and standard streams.
@@ -46,8 +46,8 @@ _log = logging.getLogger(__name__)
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path beside `path`; its file replaces `path` when the block succeeds.
 
-    A failure in the block (a full disk, an exception, Ctrl-C) removes the temporary file and leaves
-    the old `path`. The new file is synced before the rename, so a crash leaves the old file or the
+    A failure in the block (a full disk, an exception, Ctrl-C) removes the temporary file and keeps
+    the old file. The new file is synced before the rename, so a crash leaves the old file or the
     new one. Permissions follow the umask, even if safetensors allows only the owner to read. If
     `path` is a symbolic link, its target is replaced.
 
@@ -194,7 +194,7 @@ def _reason(error: BaseException | None) -> str | None:
             code = int(spelled[1])
         if code in _ADVICE:
             return f"{os.strerror(code)}: {_ADVICE[code]}"
-        error = error.__cause__ or error.__context__  # torch.save chains the system's error
+        error = error.__cause__ or error.__context__  # torch.save wraps the system's error
     return None
 
 

@@ -22,7 +22,7 @@ class Demo(Settings):
     device: str = "cpu"
     """Device that computes, such as cuda."""
     host: str = "127.0.0.1"
-    """Address to listen at. 127.0.0.1: only this machine. 0.0.0.0: all its networks."""
+    """Address to listen at. 127.0.0.1: only this machine. 0.0.0.0: all networks."""
     port: Annotated[int, Ge(1), Le(65535)] = 7860
     """Port to listen at."""
 

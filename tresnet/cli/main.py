@@ -9,7 +9,7 @@ from tresnet.cli.output import say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line (None: that of this process) and return its exit code.
+    """Run a command line (None: this process's arguments) and return its exit code.
 
     0 means success, and 1 that some of the work failed; `shell.run` lists the other codes.
     """
@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(arguments: list[str]) -> int:
     if os.environ.get("NO_COLOR"):
-        os.environ.setdefault("PYTHON_TYRO_ANSI_CODES", "False")  # tyro reads it at import
+        os.environ.setdefault("PYTHON_TYRO_ANSI_CODES", "False")  # read at the import of tyro
     if arguments == ["--version"]:
         from tresnet.env import __version__
 

@@ -22,7 +22,7 @@ def progress(text: str) -> None:
 
 
 def fail(error: BaseException | str) -> None:
-    """Print `error: ...` as one line."""
+    """Print an error as one line."""
     sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
 
 
@@ -46,7 +46,7 @@ def _is_number(cell: str) -> bool:
 
 
 def report(outcome: "Outcome", columns: Sequence[tuple[str, str, str]]) -> int:
-    """Print a row for each case, and `finish`; a column is (title, key of a row, format)."""
+    """Print a table of the cases, and `finish`; a column is (title, key of a row, format)."""
     header = ["case", *(title for title, _, _ in columns), "status"]
     lines = [
         [label, *(_cell(row, key, how) for _, key, how in columns), row["status"]]

@@ -40,8 +40,8 @@ class Predict(Settings):
     batch_size: Size = 32
     """Number of images in a batch."""
     runtime: Literal["torch", "onnx"] = "torch"
-    """onnx: onnxruntime runs --weights, a file of `tresnet export --format onnx`, on the CPU. The
-    options of device, model and step then have no effect."""
+    """onnx: onnxruntime runs --weights, a file of `tresnet export --format onnx`, on the CPU.
+    Options of device, model and step have no effect with onnx."""
     cam: Path | None = None
     """New directory for a Grad-CAM picture of each image (needs torchcam). Red regions support the
     likeliest class most."""
@@ -51,7 +51,7 @@ class Predict(Settings):
     compute: InferenceCompute = dataclasses.field(default_factory=InferenceCompute)
 
     def run(self, argv: list[str]) -> int:
-        """Predict the images and print each batch of predictions at once."""
+        """Predict the images, and print the predictions batch by batch."""
         from tresnet.predictions import Predictor, find_images
 
         names = [line for name in self.images for line in (_lines() if name == "-" else [name])]

@@ -1,4 +1,4 @@
-"""Run a command with its standard streams, interrupts, errors and exit code handled.
+"""Run a command, and handle its standard streams, interrupts, errors and exit code.
 
 `run` prints the message of an error that a user can cause; a fault of the package has a traceback.
 """

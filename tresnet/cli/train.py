@@ -23,8 +23,8 @@ class TrainCommand:
 
     config: TrainConfig
     resume: Path | None = None
-    """Directory of a run to continue from its last checkpoint. auto: continue the run --name, or
-    begin it if it does not exist, for jobs that a scheduler restarts."""
+    """Directory of a run to continue from its last checkpoint. auto: continue the run --name if
+    it exists, else begin it. auto suits jobs that a scheduler restarts."""
     given: Annotated[Path | None, tyro.conf.arg(name="config")] = None
     """Path of another run's config.json, which gives the defaults in place of a recipe."""
     dry_run: bool = False

@@ -53,7 +53,7 @@ class Push:
     """Weights: a tag of `tresnet list`, a file such as a run's best.safetensors, a directory in
     timm's layout or hf-hub:USER/NAME."""
     target: Annotated[Positional[str], arg(metavar="DIR|hf-hub:USER/NAME")]
-    """New directory, or a hub repository, which is created if needed (with HF_TOKEN set)."""
+    """New directory, or a hub repository, which is created if needed and requires HF_TOKEN."""
     license: str | None = None
     """SPDX identifier, such as apache-2.0. None: the licence of the published weights."""
     private: bool = False

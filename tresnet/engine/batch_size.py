@@ -185,7 +185,7 @@ def explain_full_memory(
     processes: Processes,
     last: str,
 ) -> str:
-    """Return a message about full GPU memory, with the batch that fits and options that help."""
+    """Return a message on full GPU memory, with the largest batch that fits and helpful options."""
     config, tried, fitting = plan.config, plan.batches.size, None
     if config.distill.teacher is not None:
         said = "what a teacher keeps in memory beside the model cannot be predicted"

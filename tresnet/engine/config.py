@@ -56,7 +56,7 @@ class NetworkConfig(TrainingBuild, ModelShape):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageConfig(EvalTransform):
-    """The images of a data set, their loading and their test crop."""
+    """A data set of images, its loading and the test crop."""
 
     data: str | None = None
     """Directory of image folders train/CLASS/ and val/CLASS/, of shards (`tresnet shard`), or of
@@ -74,10 +74,10 @@ class DataConfig(ImageConfig):
     """Images and batches of a training run."""
 
     batch_size: Size | Literal["auto"] = 128
-    """Images per micro-batch of each process (GPU). auto: the most predicted to fit the GPU."""
+    """Images per micro-batch of each process or GPU. auto: as many as are predicted to fit."""
     progressive_sizes: tuple[Size, ...] | None = None
-    """Sides of square training images, in order, each for an equal fraction of the epochs. Tests
-    use --input-size. None: train at --input-size."""
+    """Sizes of square training images, used one after the other for equal fractions of the epochs.
+    Tests use --input-size. None: train at --input-size."""
 
     @property
     def resolved_batch_size(self) -> int:
@@ -93,7 +93,7 @@ class DataConfig(ImageConfig):
 
     @property
     def sizes(self) -> tuple[Sides, ...]:
-        """Sizes of training images, in the order of use; the configuration is resolved."""
+        """Sizes of training images of a resolved configuration, in the order of use."""
         return self.progressive_sizes or (self.resolved_input_size,)
 
 
@@ -148,7 +148,7 @@ class LabelConfig(ScoreConfig):
     arXiv 2110.00476) or semantic-softmax (arXiv 2104.10972). For any number of labels, listed in
     train.csv and val.csv or in COCO's JSON: bce or asymmetric (arXiv 2009.14119)."""
     bce_target_thresh: FractionBelow1 | None = None
-    """For one-vs-all: targets above this value become 1, the others 0. None: keep targets."""
+    """For one-vs-all: targets above this value become 1, the others 0. None: unchanged."""
     hierarchy: str | None = None
     """For semantic-softmax: a JSON file that maps each class to its parent class."""
     gamma_neg: PositiveOrZero = 4.0
@@ -192,7 +192,7 @@ class RunConfig(Settings):
     """Name, directory, logs and checkpoints of a run."""
 
     name: str | None = None
-    """Name of the run directory, new unless --resume is given. None: model, data and date."""
+    """Name of the run directory, which must be new without --resume. None: model, data, date."""
     runs: str = "runs"
     """Directory that holds the run directories."""
     seed: Annotated[int, Ge(0), Lt(2**63)] = 0

@@ -41,7 +41,7 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes files and shows progress (no collective)."""
+        """Whether this process writes files and shows progress (not a collective)."""
         return self.rank == 0
 
     def sum(self, *values: float, op: Any = dist.ReduceOp.SUM) -> list[float]:

@@ -105,7 +105,7 @@ def evaluate(
     """
     sums = _ManyLabels(labels.threshold) if labels.multi else _OneLabel(processes.device)
     meter = ThroughputMeter(processes.device)
-    if len(loader) == 1:  # with more batches, the first one, which starts up, is not timed
+    if len(loader) == 1:  # otherwise the first batch, which includes start-up, is not timed
         meter.start()
     seen = 0
     bar = Bar(console or Console(False, False), "evaluating", len(loader))

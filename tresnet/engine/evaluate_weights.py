@@ -45,7 +45,7 @@ class EvalConfig(ScoreConfig, DeviceConfig, Build, ImageConfig):
     split: str = "val"
     """Split of the data set, such as val."""
     batch_size: Size = 128
-    """Images per forward pass of each process (GPU)."""
+    """Images per forward pass of each process or GPU."""
     compute: InferenceCompute = dataclasses.field(default_factory=InferenceCompute)
     progress: bool = True
     """Show a progress bar if standard error is a terminal."""
@@ -111,7 +111,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
         result = {
             **dataclasses.asdict(metrics),
             "processes": processes.world_size,
-            "options": options | options.pop("compute"),  # without the group
+            "options": options | options.pop("compute"),  # without the group "compute"
             **used.to_dict(),
             "environment": env.describe(processes.device),
         }

@@ -35,7 +35,7 @@ class Splits:
 
     train: ImageDataset
     val: ImageDataset
-    fingerprints: dict[str, str]  # of each split's paths, sizes, order and labels
+    fingerprints: dict[str, str]  # hash of each split's paths, sizes, order and labels
 
     @property
     def classes(self) -> list[str]:
@@ -91,7 +91,7 @@ def open_split(
 
 
 def set_training_size(config: TrainConfig, splits: Splits, epoch: int) -> bool:
-    """Set the training image size of an epoch (from 0); return whether epochs vary in size."""
+    """Set the training image size of an epoch (from 0); return whether epochs differ in size."""
     sizes = config.data.sizes
     if len(sizes) == 1:
         return False

@@ -24,7 +24,7 @@ from tresnet.measure.memory import MemorySnapshot
 
 TABLE, CSV = "log.jsonl", "log.csv"
 EVENTS = "events.out.tfevents"  # prefix of TensorBoard's files
-TRACKED = "tracked.txt"  # holds the tracker's id of the run
+TRACKED = "tracked.txt"  # holds the run's id in W&B or trackio
 COLUMNS = (
     "phase",
     "epoch",
@@ -67,7 +67,7 @@ _COLORS = ("#0072b2", "#d55e00", "#009e73")
 
 
 class RunLog:
-    """The table of a run: one row per epoch, and a row for each phase initial, model and final.
+    """The table of a run: a row for each epoch, and one each for phases initial, model and final.
 
     `step` counts optimizer steps. `accuracy`, `val_top*`, `val_map` and `val_f1` are in percent,
     and `images_per_s` is over all processes. `data_wait_pct` is the percentage of training time
@@ -78,7 +78,7 @@ class RunLog:
     def __init__(
         self, directory: Path, rows: list[dict[str, Any]], step: int, config: TrainConfig
     ) -> None:
-        """Begin a log, or continue after `rows`; TensorBoard then drops events after `step`."""
+        """Begin a log, or continue after `rows` and drop TensorBoard's events after `step`."""
         self.rows = rows
         self._jsonl, self._csv = directory / TABLE, directory / CSV
         files.write_text(self._jsonl, "".join(map(_json_line, rows)))
@@ -129,7 +129,7 @@ class RunLog:
 
 
 def read_rows(directory: Path, epochs: int) -> list[dict[str, Any]]:
-    """Return the rows of the first `epochs` epochs; a killed run may have left a later row."""
+    """Return the rows of the first `epochs` epochs; a killed run may have left later rows."""
     rows = []
     with contextlib.suppress(AttributeError, OSError, ValueError):
         for line in (directory / TABLE).read_text(encoding="utf-8").splitlines():

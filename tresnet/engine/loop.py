@@ -84,7 +84,7 @@ class Loop:
         return stopped_by
 
     def _poll(self, failure: DataError | None) -> tuple[int, bool, bool]:
-        """Return a signal of any process, whether a checkpoint is due, and whether any failed."""
+        """Return any process's signal, whether a checkpoint is due, and whether a load failed."""
         signum, due, failed = self.processes.max(
             self.stop.signum, self.checkpoints.are_due, failure is not None
         )
@@ -109,7 +109,7 @@ class Loop:
             bar.advance()
 
     def _skip_if_bad(self) -> bool:
-        """Skip the step on all processes if it is bad on any; too many raise TrainingError."""
+        """Skip the step on all processes if it is bad on one; too many skips raise an error."""
         progress, allowed = self.progress, self.config.run.skip_bad_steps
         if not allowed or not self.processes.max(self.step.is_bad())[0]:
             return False
@@ -139,7 +139,7 @@ class Loop:
             return
         progress.images += sums.images
         progress.hits += sums.hits
-        for loss_sum in sums.loss_sums:  # one by one, as rounding would depend on the interval
+        for loss_sum in sums.loss_sums:  # one by one, as sums of groups would round differently
             progress.loss_sum += loss_sum
         figures = {"loss": sum(sums.loss_sums) / sums.images, "lr": self.step.lr}
         rate = self.throughput.images_per_s()

@@ -37,7 +37,7 @@ class Losses:
         self._mixing_epochs = config.schedule.epochs - augment.mix_off_epochs
         self._multi = config.labels.multi
         self._plain, self._soft = (loss_of(config, classes, mixed) for mixed in (False, True))
-        self.levels: Tensor | None = getattr(self._plain, "levels", None)  # (C,), of a hierarchy
+        self.levels: Tensor | None = getattr(self._plain, "levels", None)  # (C,) with a hierarchy
         self._teacher = teacher
         self._distilled = DistillationLoss(
             self._soft, config.distill.kd_weight, config.distill.kd_temperature
@@ -59,7 +59,7 @@ class Losses:
         return self._mixup is not None and epoch < self._mixing_epochs
 
     def has_accuracy(self, epoch: int) -> bool:
-        """Return whether training has an accuracy: each image has one correct class."""
+        """Return whether training accuracy is defined, as each image has one correct class."""
         return not self._multi and not self.mixes(epoch) and self.levels is None
 
     def prepare(
@@ -89,7 +89,7 @@ class Losses:
 
 
 def loss_of(config: TrainConfig, classes: Sequence[str], mixed: bool) -> Loss:
-    """Return the loss function of logits (N, C) and labels; if `mixed`, of distributions (N, C)."""
+    """Return the loss function for logits (N, C) and labels, or distributions (N, C) if `mixed`."""
     from timm.loss import AsymmetricLossMultiLabel, BinaryCrossEntropy
 
     labels, smoothing = config.labels, config.augment.label_smoothing
@@ -117,7 +117,7 @@ class DistillationLoss(nn.Module):
         self._temperature = temperature
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss (); targets (N, 2, C) hold distributions and the teacher's logits."""
+        """Return the scalar loss; targets (N, 2, C) hold distributions and the teacher's logits."""
         labels, teacher = targets.unbind(1)
         t = self._temperature
         divergence = functional.kl_div(
@@ -164,12 +164,12 @@ def _line(name: str, parents: Mapping[str, str], path: str) -> list[str]:
 
 
 class SemanticSoftmaxLoss(nn.Module):
-    """Weighted sum of cross-entropies, one among the classes of each level of a hierarchy.
+    """Weighted sum of cross-entropies: each compares the classes of one level of a hierarchy.
 
-    A class's level is the number of its ancestors. An image counts on the level of its class and,
-    with the ancestor as label, on each level above. Deep levels get fewer images, so the weight of
-    a level is C / (number of classes on this level or deeper), at most 20. `levels` (C,) has the
-    level of each class. Logits of different levels cannot be compared.
+    A class's level is the number of its ancestors. An image counts on the level of its class. On
+    each level above, the image counts with the ancestor as its label. Deep levels get fewer images,
+    so the weight of a level is C / (number of classes on this level or deeper), at most 20.
+    `levels` (C,) has the level of each class. Logits of different levels cannot be compared.
     """
 
     def __init__(self, ancestors: list[list[int]], smoothing: float) -> None:
@@ -188,7 +188,7 @@ class SemanticSoftmaxLoss(nn.Module):
             self._levels.append((members, torch.tensor(targets), min(weight, _MOST_WEIGHT)))
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean loss () over the images of logits (N, C) and labels (N,)."""
+        """Return the scalar mean loss over the images; logits are (N, C), labels (N,)."""
         total = logits.new_zeros(())
         self._levels = [(m.to(logits.device), t.to(logits.device), w) for m, t, w in self._levels]
         for members, targets, weight in self._levels:
@@ -208,7 +208,7 @@ class LossSums:
     """Sums of all processes over the micro-batches since the last `LossMeter.read`."""
 
     images: int
-    loss_sums: list[float]  # one for each micro-batch
+    loss_sums: list[float]  # of each micro-batch, over its images
     hits: int
     first_bad: int | None  # the first optimizer step whose loss is NaN or infinite
 
@@ -220,7 +220,7 @@ class LossMeter:
         self._batches: list[tuple[int, int, Tensor]] = []
 
     def add(self, global_step: int, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Add a micro-batch: mean loss (), logits (N, classes), and labels (N,) or (N, classes)."""
+        """Add a micro-batch: scalar mean loss, logits (N, classes), labels (N,) or (N, classes)."""
         hits = loss.new_zeros(()) if labels.dim() > 1 else (logits.argmax(1) == labels).sum()
         self._batches.append(
             (global_step, len(labels), torch.stack([loss.double(), hits.double()]))
@@ -234,7 +234,7 @@ class LossMeter:
         """Return the sums since the last `read` (a collective)."""
         steps, images, values = zip(*self._batches, strict=True) if self._batches else ((),) * 3
         self._batches.clear()
-        losses, hits = torch.stack(values).T.tolist() if values else ((), ())  # waits
+        losses, hits = torch.stack(values).T.tolist() if values else ((), ())  # synchronises
         bad = [n for n, loss in zip(steps, losses, strict=True) if not math.isfinite(loss)]
         sums = [n * loss for n, loss in zip(images, losses, strict=True)]
         count, all_hits, *loss_sums = processes.sum(sum(images), sum(hits), *sums)

@@ -39,7 +39,7 @@ class Parts:
 
     def evaluate(self, config: TrainConfig) -> Metrics | MultiLabelMetrics:
         """Evaluate the EMA if there is one, else the model (a collective)."""
-        self.processes.broadcast(self.step.eval_model.buffers())  # processes differ in them
+        self.processes.broadcast(self.step.eval_model.buffers())  # running statistics may differ
         return evaluate(
             config.labels,
             self.tested,

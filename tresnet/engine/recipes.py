@@ -29,9 +29,9 @@ def paper() -> TrainConfig:
 
     From the paper: input size 224, 300 epochs, SGD, one cycle, auto-augment, cutout and label
     smoothing. Weight decay is for weights only, and images are RGB in [0, 1] without mean and
-    standard deviation. The paper gives no other values. Rate 0.1 per 256 images and decay 1e-4 are
-    from arXiv 1706.02677, mixup 0.2 is from arXiv 1710.09412. Smoothing 0.1 is the usual value. The
-    warm-up of 0.2 and the EMA of 0.9997 are from the authors' later training code (ASL).
+    standard deviation. The paper gives no other values. Learning rate 0.1 per 256 images and weight
+    decay 1e-4 are from arXiv 1706.02677, mixup 0.2 is from arXiv 1710.09412. Smoothing 0.1 is the
+    usual value. Warm-up 0.2 and EMA 0.9997 are from the authors' later training code (ASL).
     """
     return TrainConfig(
         recipe="paper",
@@ -51,10 +51,10 @@ def usi() -> TrainConfig:
     """Train on ImageNet with a teacher, by one recipe for all models (arXiv 2204.03475).
 
     From the paper: loss = cross-entropy + 5 KL at temperature 1, 300 epochs, AdamW, mixup, cutmix
-    and an EMA. The other values are defaults of train.py in the authors' repository. The rate rises
-    from 1e-4 to 2e-3 (for 8 x 128 images) over 5 epochs, and falls to 1e-6. The decay is 2e-2, the
-    EMA 0.99996, the test crop 0.95. Augmentation: RandAugment 7, three repeats, mixup 0.8, cutmix
-    1. The authors' teacher is TResNet-L v2.
+    and an EMA. The other values are defaults of train.py in the authors' repository. The learning
+    rate rises from 1e-4 to 2e-3 (for 8 x 128 images) over 5 epochs, and falls to 1e-6. Weight decay
+    is 2e-2, the EMA 0.99996, the test crop 0.95. Augmentation: RandAugment 7, three repeats, mixup
+    0.8, cutmix 1. The authors' teacher is TResNet-L v2.
     """
     return TrainConfig(
         recipe="usi",
@@ -81,10 +81,10 @@ def rsb_a2() -> TrainConfig:
     """Train on ImageNet by procedure A2 of "ResNet strikes back" (arXiv 2110.00476).
 
     From the paper's Table 2: 300 epochs with 5 of warm-up, 2048 images per optimizer step, LAMB
-    with a cosine rate of 5e-3 and decay 0.02. Also binary cross-entropy, stochastic depth 0.05,
-    three repeats, RandAugment 7 / 0.5, mixup 0.1, cutmix 1, test crop 0.95. Smoothing, dropout,
-    erasing and EMA are off. The first rate, 1e-4, and the threshold 0.2 of mixed labels are from
-    commands published for timm's weights. The last rate, 1e-6, is this package's choice.
+    with learning rate 5e-3, cosine schedule and weight decay 0.02. Also binary cross-entropy,
+    stochastic depth 0.05, three repeats, RandAugment 7 / 0.5, mixup 0.1, cutmix 1, test crop 0.95.
+    Smoothing, dropout, erasing and EMA are off. First learning rate 1e-4 and threshold 0.2 of mixed
+    labels are from commands published for timm's weights. The last, 1e-6, is this package's choice.
     """
     return TrainConfig(
         recipe="rsb-a2",
@@ -110,10 +110,10 @@ def in21k() -> TrainConfig:
     """Train on ImageNet-21K with the semantic softmax (arXiv 2104.10972, section 3).
 
     The values are defaults of train_semantic_softmax.py in the authors' repository: 80 epochs,
-    smoothing 0.2, cutout and RandAugment. Adam has rate 3e-4 (for 64 images per GPU, on any number
-    of GPUs) and decay 1e-4 of weights only. The rate rises for a tenth of the steps, from a
-    twentieth of its peak. Images are squashed to 224 x 224 without crops or mirroring. The authors
-    start from ImageNet-1K weights: `--weights tresnet_m.miil_in1k --new-head`.
+    smoothing 0.2, cutout and RandAugment. Adam has learning rate 3e-4 (for 64 images per GPU, on
+    any number of GPUs) and decay 1e-4 of weights only. The rate rises for a tenth of the steps,
+    from a twentieth of its peak. Images are squashed to 224 x 224 without crops or mirroring. The
+    authors start from ImageNet-1K weights: `--weights tresnet_m.miil_in1k --new-head`.
     """
     return TrainConfig(
         recipe="in21k",

@@ -34,7 +34,7 @@ class Checkpoints:
 
     @property
     def are_due(self) -> bool:
-        """Whether process 0 saved its last state `checkpoint_interval_s` ago; False elsewhere."""
+        """Whether the last state is `checkpoint_interval_s` old; False except on process 0."""
         age_s = time.monotonic() - self._saved_s
         return (
             self._parts.processes.is_main

@@ -75,7 +75,7 @@ def rebuild_model(config: TrainConfig, metadata: dict[str, Any]) -> TResNet:
 def class_map(
     trained: Sequence[str] | None, outputs: int, found: Sequence[str], subset: bool = False
 ) -> list[int] | None:
-    """Return the model's class index for each label of a data set, or None if they are equal.
+    """Return the model's class index for each label of a data set; None if all are equal.
 
     `trained` are the model's classes in the order of its outputs, if known, and `found` the data's
     classes in the order of labels. With `subset`, the data may lack classes, as ImageNet-R does.

@@ -70,7 +70,7 @@ def create(config: TrainConfig, held: contextlib.ExitStack) -> Path:
     with files.explained(parent):
         parent.mkdir(parents=True, exist_ok=True)
         for directory in [_named(config)] if config.run.name else _free_names(config):
-            with contextlib.suppress(FileExistsError):  # another run may have just made it
+            with contextlib.suppress(FileExistsError):  # another run has just made the directory
                 directory.mkdir()
                 break
         else:

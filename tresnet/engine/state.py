@@ -185,7 +185,7 @@ def restore(content: dict[str, Any], step: TrainingStep, processes: Processes) -
     """Restore the step and this process's random generators, or raise CheckpointError."""
     try:
         step.load_state_dict(content)
-        # a process beyond those of the state keeps its generators
+        # a process that the saved run lacked keeps its generators
         if processes.is_main or processes.rank < len(content["generators"]):
             set_random_state(content["generators"][processes.rank], processes.device)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:

@@ -60,7 +60,7 @@ def train(wanted: TrainConfig, resume: Path | None = None) -> TrainResult:
         plan, weights, state = make_plan(wanted, resume, processes, console, held)
         parts = prepare(plan, weights, state, processes, console)
         held.callback(parts.close)
-        del weights, state  # they hold as much as model and optimizer
+        del weights, state  # frees as much as model and optimizer take
         run_dir = plan.run_dir
         if processes.is_main:
             if run_dir is None:
@@ -137,7 +137,7 @@ def _open_log(
     ended = progress.epoch == config.schedule.epochs
     if not parts.processes.is_main or (ended and any(row["phase"] == "final" for row in rows)):
         return None
-    rows = [row for row in rows if row["phase"] != "final"]  # a run with more epochs gets a new one
+    rows = [row for row in rows if row["phase"] != "final"]  # a longer run gets a new final row
     start = {"processes": parts.processes.world_size, "from_step": progress.global_step}
     rundir.add_environment(run_dir, env.describe(parts.processes.device) | start)
     log = RunLog(run_dir, rows, progress.global_step, config)
