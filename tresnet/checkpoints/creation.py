@@ -1,4 +1,4 @@
-"""Make a model by name, with random or published weights, or those of a file."""
+"""Create a model by name, with random weights, published weights or weights of a file."""
 
 import os
 from collections.abc import Sequence
@@ -31,32 +31,33 @@ def create(
     dtype: torch.dtype | None = None,
     **options: Unpack[ModelOptions],
 ) -> TResNet | FeatureExtractor:
-    """Make a TResNet.
+    """Create a TResNet, or an extractor of its feature maps.
 
     Args:
         name: A name out of `list_models()`; None for the name stored with the weights.
         weights: A tag out of `list_weights()`, `hf-hub:USER/NAME`, the result of `open_weights`, or
-            a path. The path is a directory in timm's layout (`local-dir:DIR` too) or a file in
-            our format, timm's or the public TResNet format. None for random weights.
-        new_head: Leave out the head's weights, so that any `num_classes` fits.
-        features_only: Return feature maps instead of logits.
-        out_indices: Indices of the maps, or the number of last maps. Index 0 is the stem; 1 to 4
-            are the stages.
+            a path. A path is a directory in timm's layout (also `local-dir:DIR`) or a file in our
+            format, timm's or the public TResNet format. None means random weights.
+        new_head: Do not load the head's weights, so that any `num_classes` fits.
+        features_only: Return a model whose outputs are feature maps instead of logits.
+        out_indices: Indices of the feature maps (0: stem, 1 to 4: stages), or the number of maps,
+            counted from the last.
         impl: 'auto', 'triton' or 'reference': see `TResNet.set_impl`.
         recompute: 'none', 'activations' or 'outputs': see `TResNet.set_recompute`.
         device: Device of the parameters.
         dtype: Floating-point type of the parameters.
         **options: Fields of `ModelConfig`: norm, jit, head, head_groups, head_channels, in_chans,
             num_classes, global_pool, drop_rate, drop_path_rate, width_factor, layers, block_size,
-            stem_slope, block_slope. None means not given: the weights decide, or the variant if
-            there are none. The stem's weights are adapted to other `in_chans`.
+            stem_slope, block_slope. None takes the value of the weights or, without weights, of the
+            variant. The stem's weights are adapted to other `in_chans`.
 
     Returns:
         The model, in training mode.
 
     Raises:
-        InputError: a name or value is unknown, or contradicts the weights.
-        CheckpointError: the weights cannot be found or downloaded, are damaged or do not fit.
+        InputError: a name or a value is unknown or out of range.
+        CheckpointError: the weights cannot be found or downloaded, are damaged, or do not fit the
+            other arguments.
         MissingDependencyError: `norm='inplace_abn'` without the package.
     """
     if out_indices is not None and not features_only:
@@ -99,7 +100,7 @@ def _create_loaded(
         )
     options = {**known.kwargs, **_head_kwargs(known, asked), "num_classes": known.num_classes}
     options = {**options, **asked}
-    # The weights are checked on the meta device, so that a misfit allocates nothing.
+    # Weights are checked against a model on the meta device, so that a misfit allocates nothing.
     shape = build(name or known.model, **options, device="meta")
     staged = fit(known.weights, shape, model_tensors(shape), new_head)
     model = build(name or known.model, **options, **run)

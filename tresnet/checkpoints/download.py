@@ -1,4 +1,4 @@
-"""Fetch published files and compare their hashes with the published ones."""
+"""Fetch published files of weights, and compare their hashes with the published hashes."""
 
 import hashlib
 import logging
@@ -18,11 +18,11 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def fetch(tag: str | WeightsEntry) -> Path:
-    """Return the file of a tag, from weights/ or the hub's cache, or else downloaded.
+    """Return the path of a tag's file in weights/ or in the hub's cache; download it if needed.
 
-    A known hash is always checked. For a file that its authors no longer offer, a copy of
-    the same weights is returned, with a warning. An unknown tag raises InputError. A missing file
-    or another hash raises CheckpointError.
+    A known hash is always checked. If the authors no longer offer a file, a copy of its weights is
+    returned with a warning. An unknown tag raises InputError. A missing file or a wrong hash raises
+    CheckpointError.
     """
     entry = tag if isinstance(tag, WeightsEntry) else find(tag)
     local = weights_dir() / entry.file
@@ -50,13 +50,13 @@ def fetch(tag: str | WeightsEntry) -> Path:
 
 
 def from_hub_layout(repo_id: str) -> tuple[Path, Path | None]:
-    """Return paths of a repository's weights and config.json (or None); raise CheckpointError."""
+    """Return the paths of a hub repository's weights and config.json (None if it has none)."""
     advice = "check the name and the network; a private repository needs the variable HF_TOKEN"
     path = _first_from_hub(repo_id, LAYOUT, advice)
     if (published := _hub_sha256(path)) is not None:
         verify(path, published, HUB + repo_id)
     try:
-        # at the weights' commit, as the repository may have changed
+        # config.json is read at the weights' commit, as the repository may have changed
         return path, _first_from_hub(repo_id, ("config.json",), advice, path.parent.name)
     except _AbsentError:
         return path, None
@@ -69,7 +69,7 @@ class _AbsentError(CheckpointError):
 def _first_from_hub(
     repo_id: str, names: tuple[str, ...], advice: str, revision: str | None = None
 ) -> Path:
-    """Return the first of these files in a repository, from the hub's cache or downloaded."""
+    """Return the path of the first of `names` in a repository; download it if not in the cache."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -89,7 +89,7 @@ def _first_from_hub(
 
 
 def from_layout(folder: Path) -> tuple[Path, Path | None]:
-    """Return paths of a folder's weights and config.json (or None), or raise CheckpointError."""
+    """Return the paths of a folder's weights and config.json (None if the folder has none)."""
     for name in LAYOUT:
         if (folder / name).is_file():
             config = folder / "config.json"
@@ -98,7 +98,7 @@ def from_layout(folder: Path) -> tuple[Path, Path | None]:
 
 
 def _hub_sha256(path: Path) -> str | None:
-    """Return a large file's hash, the name of its blob in the hub's cache, or None."""
+    """Return a large file's SHA-256, which names its blob in the hub's cache; None if unknown."""
     if not path.is_symlink():  # the cache's file system has no links
         return None
     name = Path(os.readlink(path)).name
@@ -106,7 +106,7 @@ def _hub_sha256(path: Path) -> str | None:
 
 
 def verify(path: Path, expected: str | None, tag: str) -> None:
-    """Raise CheckpointError if the file has another hash; warn if `expected` is None."""
+    """Raise CheckpointError unless the file's SHA-256 is `expected`; warn if this is None."""
     with path.open("rb") as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
     if expected is None:

@@ -1,7 +1,7 @@
 """Weights in the layout of timm and the Hugging Face hub: tensors, config.json and a model card.
 
 `push` writes these files to a new directory, which appears complete or not at all, or in one commit
-to the hub. The model card has the run's accuracy, configuration and machine, without folders.
+to the hub. The model card states the run's accuracy, machine and configuration without folders.
 """
 
 import json
@@ -39,7 +39,7 @@ def push(known: WeightsInfo, target: str, license: str | None = None, private: b
     """Write weights in timm's layout to a new directory or the hub; return its path or address.
 
     `target` is a new directory or `hf-hub:USER/NAME`, which is created if needed. `license` is an
-    SPDX identifier. None stands for the licence of published weights.
+    SPDX identifier; None uses the licence of published weights.
 
     Raises:
         InputError: the directory exists, or no licence is known.
@@ -96,7 +96,7 @@ def _write(known: WeightsInfo, folder: Path, name: str, license: str) -> None:
     path = folder / "config.json"
     save_config_for_hf(model, str(path), labels, args)
     config = json.loads(path.read_text(encoding="utf-8"))
-    # timm 1.0.31 also writes num_classes here, which transformers then passes twice and fails.
+    # timm 1.0.31 also writes num_classes here; transformers would pass num_classes twice and fail.
     config.get("model_args", {}).pop("num_classes", None)
     path.write_text(json.dumps(config, indent=2), encoding="utf-8")
     accuracy, training = _history(known)
@@ -135,7 +135,7 @@ def _history(known: WeightsInfo) -> tuple[str, str]:
 
 
 def _without_folders(values: dict[str, Any]) -> dict[str, Any]:
-    """Shorten paths to file names, as folders are private."""
+    """Cut paths to their last part, as names of folders are private."""
     return {
         key: Path(value).name if isinstance(value, str) and not value.startswith(HUB) else value
         for key, value in values.items()

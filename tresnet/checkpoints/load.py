@@ -16,9 +16,9 @@ from tresnet.models.tresnet import TResNet
 
 
 def load_checkpoint(model: nn.Module, path: str | os.PathLike[str], new_head: bool = False) -> None:
-    """Load a file of weights into `model`; its format is ours, timm's or the public TResNet's.
+    """Load a file of weights in our, timm's or the public TResNet format into `model`.
 
-    The activations' negative slopes, which belong to the weights, are set too. Tensors are
+    The activations' negative slopes, which belong to the weights, are also set. Tensors are
     converted to the model's dtypes and devices. The stem's weights are adapted to the model's
     number of image channels. A model without a classifier ignores the file's classifier.
 
@@ -28,7 +28,7 @@ def load_checkpoint(model: nn.Module, path: str | os.PathLike[str], new_head: bo
         new_head: Leave the head of `model` unchanged.
 
     Raises:
-        CheckpointError: the file is unreadable, unsafe, or does not fit; the model is unchanged.
+        CheckpointError: the file is unreadable, holds code or does not fit; `model` is unchanged.
         InputError: `model` is not a TResNet.
     """
     load_weights(bare_model(model), read_weights(path), new_head)
@@ -57,8 +57,8 @@ def install(model: TResNet, staged: Mapping[str, Tensor], slopes: tuple[float, f
 def model_tensors(model: TResNet) -> dict[str, Tensor]:
     """Return the model's own parameters and persistent buffers by name.
 
-    `state_dict` is not used, because norm='inplace_abn' rewrites its weights in it, and a load that
-    fails must leave every bit unchanged. Folded models raise InputError.
+    `state_dict` is not used: with norm='inplace_abn' it changes the model's weights, but a load
+    that fails must leave every bit unchanged. A folded model raises InputError.
     """
     if any(isinstance(module, FoldedConv) for module in model.modules()):
         raise InputError(
@@ -67,7 +67,7 @@ def model_tensors(model: TResNet) -> dict[str, Tensor]:
         )
     names = {}
     for prefix, module in model.named_modules():
-        prefix = f"{prefix}.".replace("_orig_mod.", "")  # a compiled part has this prefix
+        prefix = f"{prefix}.".replace("_orig_mod.", "")  # a compiled module has this prefix
         dot = "" if prefix == "." else prefix
         for name, parameter in module.named_parameters(recurse=False):
             names[dot + name] = parameter

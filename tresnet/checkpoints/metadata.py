@@ -1,4 +1,4 @@
-"""Checks of the metadata stored with weights."""
+"""Check the metadata that are stored with weights."""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from tresnet.models.zoo import find_variant
 from tresnet.settings import EvalTransform
 from tresnet.settings.fields import check
 
-# Allowed keys of model_args in timm's config.json. The tensors' format decides the slopes.
+# Allowed keys of model_args in timm's config.json. Slopes follow from the tensors' format.
 _MODEL_ARGS = ModelOptions.__annotations__.keys() - {"stem_slope", "block_slope"}
 _PREPARATION = ("input_size", "crop_pct", "crop_mode", "interpolation", "mean", "std")
 
@@ -30,7 +30,7 @@ def check_metadata(metadata: Mapping[str, Any]) -> ModelConfig:
 def read_config(path: Path, config: ModelConfig) -> tuple[ModelConfig, dict[str, Any]]:
     """Return the model's configuration and metadata (images, class names) from timm's config.json.
 
-    `config` follows from the tensors. A file that does not fit it raises CheckpointError.
+    `config` was found from the tensors. A file that contradicts `config` raises CheckpointError.
     """
     try:
         known = json.loads(path.read_text(encoding="utf-8"))

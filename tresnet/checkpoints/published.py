@@ -1,4 +1,4 @@
-"""The table of published weights, weights/manifest.json."""
+"""Read weights/manifest.json, the table of published weights."""
 
 import csv
 import json
@@ -34,15 +34,15 @@ class WeightsEntry:
     crop_pct: float
     crop_mode: str
     interpolation: str
-    top1: float | None  # in per cent, on ImageNet or on the training's data set
+    top1: float | None  # in per cent, on ImageNet or on the data set of the training
     top5: float | None
     accuracy_source: str | None  # who measured the accuracy, and how
     command: str | None = None  # the command that trained the weights, if this project did
-    copy: str | None = None  # tag of the same weights, if this file can no longer be downloaded
+    copy: str | None = None  # tag of a copy, if this file can no longer be downloaded
 
     @property
     def pretrained_cfg(self) -> dict[str, Any]:
-        """Preparation of the images, in timm's terms."""
+        """The fields of timm's `pretrained_cfg`: origin of the weights, preparation of images."""
         return {
             "tag": self.tag.partition(".")[2],
             "hf_hub_id": self.hub_id,
@@ -52,7 +52,7 @@ class WeightsEntry:
 
 
 def class_names(entry: WeightsEntry) -> tuple[Sequence[str] | None, Sequence[str] | None]:
-    """Return ImageNet's class ids (WordNet's) and descriptions, in the order of the weights."""
+    """Return WordNet's ids and descriptions of ImageNet's classes in order; None if unknown."""
     subset = {1000: "imagenet", 11221: "imagenet21k_miil"}.get(entry.num_classes)
     timm = find_spec("timm")
     if subset is None or "ImageNet" not in entry.trained_on or timm is None:
@@ -66,7 +66,7 @@ def class_names(entry: WeightsEntry) -> tuple[Sequence[str] | None, Sequence[str
 
 
 def weights_dir() -> Path:
-    """Return the table's folder: inside an installed package, or beside it in a checkout."""
+    """Return the folder `weights`: inside an installed package, or beside it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     inside = package / "weights"
     return inside if (inside / "manifest.json").is_file() else package.parent / "weights"
@@ -86,12 +86,12 @@ def _entries(manifest: Path) -> dict[str, WeightsEntry]:
 
 
 def entries() -> dict[str, WeightsEntry]:
-    """Return the table by tag."""
+    """Return the rows of the table by tag."""
     return _entries(weights_dir() / "manifest.json")
 
 
 def list_weights(name: str | None = None) -> list[str]:
-    """Return the sorted tags of published weights, only of the variant `name` if it is given.
+    """Return the sorted tags of published weights; if `name` is given, only of this variant.
 
     An unknown variant raises InputError.
     """
@@ -112,7 +112,7 @@ def find(tag: str) -> WeightsEntry:
 
 
 def locate(name: str | os.PathLike[str]) -> WeightsEntry | Path:
-    """Return a known tag's row, or a path that exists or looks like one, else raise InputError."""
+    """Return the table's row of a tag, or a path; raise InputError for any other `name`."""
     try:
         text = os.fsdecode(os.fspath(name))
         if text in entries():
@@ -120,6 +120,6 @@ def locate(name: str | os.PathLike[str]) -> WeightsEntry | Path:
         path = Path(text)
         if path.exists() or os.sep in text or path.suffix in (".safetensors", ".pth", ".pt"):
             return path
-    except (TypeError, ValueError, OSError) as error:  # no path, a NUL, too long
+    except (TypeError, ValueError, OSError) as error:  # not a path, with a NUL, or too long
         raise InputError(f"expected a tag or the path of weights, got {name!r:.80}") from error
     return find(text)

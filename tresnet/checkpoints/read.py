@@ -1,7 +1,7 @@
 """Read files of weights without running code from them.
 
-Two kinds of file are read: safetensors, which cannot hold code, and torch files with
-`weights_only=True`, which refuses code. Every failure is a `CheckpointError` that names the file.
+A safetensors file cannot hold code. A torch file is read with `weights_only=True`, which rejects
+code. Every failure is a `CheckpointError` that names the file.
 """
 
 import argparse
@@ -25,23 +25,23 @@ METADATA_KEY, CHECKSUM_KEY = "tresnet", "tresnet_sha256"
 # Format 2 added a checksum.
 FORMAT_VERSION = 2
 
-# A tensor's name in a TResNet, after the prefix of an outer module or a wrapper.
+# Name of a TResNet's tensor, after any prefix of an outer module or a wrapper.
 _INSIDE = re.compile(
     r"((?:.+\.)?)body\.(?:_orig_mod\.)?(?:conv1|layer[1-4]\.(?:_orig_mod\.)?\d+)\."
 )
 _EMA = re.compile(r"(?<![a-z])ema(?![a-z])", re.IGNORECASE)
 # Lightning's EMA callback stores the model as current_model_state and the EMA as state_dict.
 _BESIDE_EMA, _MARK_OF_EMA = "current_model_state", "averaging_state"
-# PyTorch converts these dtypes into each other, but not float8 and smaller dtypes.
+# Dtypes that PyTorch converts into each other, unlike float8 and smaller dtypes.
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
 
 
 def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read a safetensors or torch file.
 
-    Returns tensors on the CPU, by names without prefixes of wrapping modules. The second result is
-    the metadata of `save_checkpoint`, empty for other files. A file that is missing or damaged,
-    holds code or has no state dict raises CheckpointError.
+    Returns the tensors on the CPU, by names without prefixes of wrappers, and the metadata of
+    `save_checkpoint`, which are empty for other files. A file that is missing or damaged, holds
+    code or has no state dict raises CheckpointError.
     """
     file = Path(path)
     if _is_safetensors(file):
@@ -62,7 +62,7 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str
 
 
 def _is_safetensors(path: Path) -> bool:
-    """Return whether the file is safetensors: 8 bytes of length, then a JSON object."""
+    """Return whether a file is safetensors, by its suffix or by a `{` after 8 bytes of length."""
     try:
         if not path.is_file():  # reading a pipe would block
             raise CheckpointError(f"no file of weights at {path}: check the path")
@@ -95,7 +95,7 @@ def _read_torch(path: Path) -> Any:
         # torch's get_unsafe_globals_in_checkpoint reads only zip files. The error's text names the
         # first foreign global of any kind of file.
         foreign = re.search(r"Unsupported global: GLOBAL (\S+) was not", str(error))
-        if foreign is None or re.fullmatch(r"torch\.\w+", foreign[1]):  # a damaged name of torch's
+        if foreign is None or re.fullmatch(r"torch\.\w+", foreign[1]):  # a damaged name
             raise _damaged(path, "torch", error) from error
         raise CheckpointError(
             f"{path} holds code or objects besides tensors ({foreign[1]}), which could run "
@@ -105,7 +105,7 @@ def _read_torch(path: Path) -> Any:
 
 
 def _damaged(path: Path, kind: str, error: Exception) -> CheckpointError:
-    # torch's own text is left out, as it advises to allow code
+    # torch's message is left out, as it advises users to allow code
     return CheckpointError(
         f"{path} is not a readable {kind} file ({type(error).__name__}): it is damaged, cut short "
         "or of another kind; copy or download it again"
@@ -116,8 +116,8 @@ def unwrap(contents: Any, path: Path) -> dict[str, Tensor]:
     """Return the weights in a trainer's checkpoint, by their names without any prefix.
 
     The weights may be in any nested dict and have any prefix (`module.`, `_orig_mod.`, Lightning's
-    attribute names). As in timm, an EMA is preferred to its model. A line in the log names the
-    prefix and first keys left out. A checkpoint of no or of two models raises CheckpointError.
+    attribute names). As in timm, EMA weights are preferred to the model's. The log names the prefix
+    and the first ignored keys. No tensors, or tensors of two models, raise CheckpointError.
     """
     if isinstance(contents, dict) and {"progress", "generators"} <= contents.keys():
         raise CheckpointError(
@@ -155,7 +155,7 @@ def _with_tensors(contents: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
 
 
 def _choose(holders: Mapping[str, dict[Any, Any]], path: Path) -> tuple[str, str]:
-    """Return path of keys and prefix of the only TResNet or its EMA, else of the first dict."""
+    """Return key path and name prefix of the only TResNet or of its EMA, else of the first dict."""
     models = {
         (place, match[1]): f"{place}{match[1]}*"
         for place, tensors in holders.items()
@@ -181,7 +181,7 @@ def _choose(holders: Mapping[str, dict[Any, Any]], path: Path) -> tuple[str, str
 
 
 def unusual_kind(value: object) -> str:
-    """Return the kind of a value that a file of weights must not hold, else ''."""
+    """Describe a value that a file of weights must not hold; return '' for a plain tensor."""
     if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter):
         return type(value).__name__
     if value.layout == torch.strided and value.dtype in _DTYPES and not value.is_meta:
@@ -203,7 +203,7 @@ def _check_format(metadata: Any, path: Path) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value after a round trip through JSON, or raise ValueError."""
+    """Convert a value to JSON and back; raise ValueError if JSON cannot hold the value."""
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:

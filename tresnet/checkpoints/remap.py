@@ -1,8 +1,8 @@
-"""Names of weights: find the format of a file, and rename its tensors by a table.
+"""Find the format of a file of weights, and rename its tensors to our names by a table.
 
-Our names are timm's. The public TResNet format names the same tensors differently. It stores the
-weight w of in-place ABN, whose gamma is |w| + 1e-5 (arXiv 1712.02616; inplace-abn's source).
-`identify` finds the architecture from names and shapes.
+Our names are timm's. The public TResNet format has other names, and stores in-place ABN's weight w,
+whose gamma is |w| + 1e-5 (arXiv 1712.02616; inplace-abn's source). `identify` finds a model's
+architecture from the names and shapes of its weights.
 """
 
 import os
@@ -24,9 +24,9 @@ from tresnet.models.zoo import VARIANTS
 INPLACE_ABN_EPS = 1e-5
 PUBLIC_V2_SLOPE = 1e-6
 
-# A convolution with its norm. The public code nests both once more if a blur follows.
+# Name of a convolution with its norm. Before a blur, the public code adds a level `.0`.
 _UNIT = r"(body\.(?:conv1|layer\d+\.\d+\.(?:conv|downsample\.)\d))(?:\.0)?"
-# Public name -> our name; None for a blur filter, which is a constant. All other names stay.
+# Public name -> our name, or None for a blur filter (a constant). Other names do not change.
 _PUBLIC_NAMES: tuple[tuple[str, str | None], ...] = (
     (rf"{_UNIT}\.0\.weight", r"\1.conv.weight"),
     (rf"{_UNIT}\.1\.(weight|bias|running_mean|running_var|num_batches_tracked)", r"\1.bn.\2"),
@@ -37,10 +37,10 @@ _TIMM_MARK = re.compile(r"body\.(layer\d+\.\d+\.)?(conv\d|downsample\.\d)\.(conv
 
 @dataclass(frozen=True)
 class Weights:
-    """The contents of a file of weights, under our names, on the CPU, with plain gammas.
+    """Contents of a file of weights: tensors on the CPU, with our names and batch norm's gammas.
 
-    `format` is 'tresnet', 'timm' or 'public'. `slopes` are the negative slopes of the stem and of
-    the blocks. Only the format 'tresnet' has `metadata` and `config`.
+    `format` is 'tresnet', 'timm' or 'public'. `slopes` are the negative slopes of the activations
+    in the stem and in the blocks. Only the format 'tresnet' has `metadata` and `config`.
     """
 
     path: Path
@@ -143,7 +143,7 @@ def _check_blur(path: Path, key: str, value: Tensor) -> None:
 class Architecture(NamedTuple):
     """A model's architecture, as far as names and shapes of weights determine it.
 
-    The fields are those of `ModelConfig`; `stem_channels` are the inputs of the stem's convolution.
+    Fields are named as in `ModelConfig`. `stem_channels` counts the stem convolution's inputs.
     """
 
     layers: tuple[int, int, int, int]
@@ -154,12 +154,12 @@ class Architecture(NamedTuple):
 
     @property
     def body(self) -> tuple[tuple[int, ...], int, bool]:
-        """The fields that differ between variants."""
+        """The fields that determine the variant."""
         return self[:3]
 
     @property
     def variant(self) -> str | None:
-        """The variant with this body, or None."""
+        """Name of the variant with these layers, planes and bottlenecks, or None."""
         for name, row in VARIANTS.items():
             config = ModelConfig(name, row.layers, row.width_factor, row.bottlenecks)
             if self.body == (config.layers, config.planes, config.bottlenecks):
@@ -187,7 +187,7 @@ def architecture(config: ModelConfig) -> Architecture:
 
 
 def identify(tensors: Mapping[str, Tensor]) -> Architecture:
-    """Return the architecture of weights under our names, as far as they determine it."""
+    """Return the architecture that the shapes of weights, under our names, determine."""
     blocks: list[set[str]] = [set(), set(), set(), set()]  # a damaged file may skip indices
     for key in tensors:
         match = re.match(r"body\.layer([1-4])\.(\d+)\.", key)
@@ -195,7 +195,7 @@ def identify(tensors: Mapping[str, Tensor]) -> Architecture:
             blocks[int(match[1]) - 1].add(match[2])
     stem = tensors.get("body.conv1.conv.weight")
     shape = stem.shape if stem is not None and stem.dim() == 4 else (0, 0)
-    # ML-Decoder has duplicate_pooling_bias in place of a weight
+    # ML-Decoder's head has duplicate_pooling_bias instead of a weight
     rows = [tensors.get(f"head.fc.{name}") for name in ("weight", "duplicate_pooling_bias")]
     classes = [len(tensor) for tensor in rows if tensor is not None and tensor.dim()]
     return Architecture(

@@ -49,7 +49,7 @@ def save_checkpoint(
     format: str = "tresnet",
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a model's weights; the old file stays if anything fails.
+    """Write a model's weights; if anything fails, an existing file stays unchanged.
 
     Args:
         model: A TResNet, or a wrapper of one (compiled, DistributedDataParallel).
@@ -61,7 +61,7 @@ def save_checkpoint(
 
     Raises:
         WriteError: the file cannot be written.
-        CheckpointError: timm's class would compute another function.
+        CheckpointError: `format` is 'timm', but timm's class would compute other outputs.
         InputError: the format or suffix is unknown, `model` is no TResNet, its layers differ from
             its configuration, or `metadata` contradict the model or do not fit in JSON.
     """
@@ -92,8 +92,8 @@ def checkpoint_metadata(
     """Return the metadata that are stored with the weights, as plain values.
 
     Keys: format_version, tresnet_version, variant, config (the model's configuration with its
-    slopes), pretrained_cfg and user (the caller's). `metadata` that JSON cannot hold, or that
-    contradict the model, raise `InputError`.
+    slopes), pretrained_cfg and user (the argument `metadata`). If JSON cannot hold `metadata`, or
+    `metadata` contradict the model, InputError is raised.
     """
     target = bare_model(model)
     made = {
@@ -118,8 +118,8 @@ def _plain_values(values: Mapping[str, Any], what: str) -> dict[str, Any]:
 
 
 def _plain_tensors(model: TResNet) -> dict[str, Tensor]:
-    """Return contiguous copies on the CPU, so that no larger storage is written."""
-    model.state_dict()  # this call makes norm='inplace_abn' turn its weights into plain gammas
+    """Return the model's tensors as contiguous CPU copies, so that no larger storage is written."""
+    model.state_dict()  # with norm='inplace_abn', this call converts the weights into gammas
     tensors = model_tensors(model)
     faults = misfits(tensors, model_tensors(TResNet(model.config, device="meta")))
     kinds = {name: unusual_kind(tensor) for name, tensor in tensors.items()}
@@ -139,14 +139,14 @@ def _plain_tensors(model: TResNet) -> dict[str, Tensor]:
 
 
 def computed_by_timm(model: TResNet) -> bool:
-    """Return whether timm itself, without our plugin, builds a model with the same function."""
+    """Return whether timm without our plugin builds a model that computes the same outputs."""
     from timm.models import tresnet
 
     return not _other_than_timms(model) and hasattr(tresnet, model.config.variant)
 
 
 def _other_than_timms(model: TResNet) -> list[str]:
-    """Describe settings that timm's class lacks, as it has one head, slope pair and stem."""
+    """Describe the settings that timm's class lacks, as its head, slopes and stem are fixed."""
     config = model.config
     wanted = {
         "stem_slope": STEM_SLOPE,
@@ -174,5 +174,5 @@ def _write(
         save_file(tensors, path, metadata=header)
         return
     ours = {"state_dict": tensors, METADATA_KEY: metadata, CHECKSUM_KEY: total}
-    with path.open("wb") as stream:  # a stream, so that no temporary name enters the file
+    with path.open("wb") as stream:  # with a path, torch would store the temporary file's name
         torch.save(tensors if metadata is None else ours, stream)

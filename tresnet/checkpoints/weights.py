@@ -1,4 +1,4 @@
-"""Weights, published or in a file, with the facts known about them.
+"""Open published weights or a file of weights, with the facts known about the weights.
 
 Every command finds and reads weights by `open_weights`, once for each file. Facts come from
 the file's metadata, then from config.json, then from the table of published weights.
@@ -24,7 +24,7 @@ from tresnet.models.zoo import VARIANTS, default_pretrained_cfg, make_config
 
 _log = logging.getLogger(__name__)
 _LOCAL = "local-dir:"  # timm's prefix
-# fields of the configuration that the weights decide, besides num_classes
+# fields of the configuration that the weights determine, besides num_classes
 _ARCHITECTURE = ("layers", "width_factor", "block_size", "in_chans", "global_pool")
 _HEAD = ("head", "head_groups", "head_channels")
 _DROPS = ("drop_rate", "drop_path_rate")  # from timm's config.json
@@ -32,13 +32,13 @@ _DROPS = ("drop_rate", "drop_path_rate")  # from timm's config.json
 
 @dataclass(frozen=True)
 class WeightsInfo:
-    """Weights, published or in a file, with the facts from which `create` builds their model.
+    """Weights with the facts from which `create` builds a model for them.
 
     For ImageNet, `classes` are WordNet's ids, and `descriptions` are the classes in words.
     """
 
     name: str  # the requested tag or path
-    model: str  # variant; if `guessed`, no variant fits and this one is near
+    model: str  # variant; if `guessed`, the nearest variant, as none fits
     kwargs: dict[str, Any]  # further arguments of `create` that build the weights' model
     num_classes: int  # 0 without a classifier
     classes: tuple[str, ...] | None  # names, if known
@@ -60,13 +60,13 @@ class WeightsInfo:
 
 
 def open_weights(name: str | os.PathLike[str] | WeightsInfo) -> WeightsInfo:
-    """Read a file, a directory, `hf-hub:USER/NAME`, or a tag, which is downloaded if needed.
+    """Read the weights of a file, directory, `hf-hub:USER/NAME` or tag; download them if needed.
 
-    A directory (also as `local-dir:DIR`) and a repository are in timm's layout. If the weights
-    have no metadata, config.json gives the images' preparation and the class names.
+    A directory (also `local-dir:DIR`) and a hub repository have timm's layout. If the weights have
+    no metadata, config.json gives the preparation of the images and the class names.
 
     Raises:
-        InputError: an unknown tag.
+        InputError: the tag is unknown.
         CheckpointError: the file cannot be found or read, or is not of a TResNet.
     """
     if isinstance(name, WeightsInfo):
@@ -86,7 +86,7 @@ def open_weights(name: str | os.PathLike[str] | WeightsInfo) -> WeightsInfo:
 def _info(
     name: str, entry: WeightsEntry | None, weights: Weights, beside: Path | None
 ) -> WeightsInfo:
-    """Return the facts of a file, completed by the table or a config.json."""
+    """Return weights with the facts from their metadata, from the table or from config.json."""
     guessed, kept = False, (*_ARCHITECTURE, *_HEAD)
     metadata, config = weights.metadata, weights.config
     if config is None:
@@ -158,7 +158,7 @@ def _guess(found: Architecture, weights: Weights) -> ModelConfig:
 
 
 def _head(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the head's kind and sizes, assuming even groups of classes."""
+    """Return the head's kind and sizes; groups of classes are assumed to be even."""
     queries = tensors.get("head.fc.embed_standart.weight")
     if queries is not None:
         return {"head": "ml_decoder", "head_channels": len(queries)}

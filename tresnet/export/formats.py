@@ -1,7 +1,7 @@
 """Formats of exported models: functions that write, open and run each format.
 
-`FORMATS` is the table. A writer gets a `Job` and a path with the format's suffix; the caller
-compares the file's logits with the model's. `read_onnx` and `load_aoti` open files for users.
+`FORMATS` has one `Format` per name. `Format.write` gets a `Job` and a path with the format's
+suffix. `read_onnx` and `load_aoti` open files for users.
 """
 
 import contextlib
@@ -28,21 +28,21 @@ from tresnet.export.options import ExportOptions
 from tresnet.export.plain import trace
 
 METADATA_KEY = "tresnet"
-# metadata of an ONNX file that predictions need
+# keys of an ONNX file's metadata that predictions need
 _PREDICTION_KEYS = ("images", "preprocessing", "num_classes", "classes", "descriptions", "labels")
 RunFunction = Callable[[Tensor], Tensor]
 
 
 class Job(NamedTuple):
-    """A traced program with its images."""
+    """Traced program to write, with a description of its images."""
 
     program: ExportedProgram
     images: Images
     metadata: dict[str, Any]  # plain values, stored in the file
-    calibration: Sequence[Tensor] | None  # prepared batches for the ranges of 8-bit values
+    calibration: Sequence[Tensor] | None  # batches that determine the ranges of 8-bit values
 
     def texts(self) -> dict[str, str]:
-        """Return the metadata as JSON."""
+        """Return each value of the metadata as a JSON text."""
         return {key: json.dumps(value) for key, value in self.metadata.items()}
 
 
@@ -106,9 +106,9 @@ def _run_onnx(session: Any) -> RunFunction:
 
 
 def read_onnx(path: Path) -> tuple[RunFunction, dict[str, Any]]:
-    """Open an ONNX file of `export_model`; return its function of byte images and its metadata.
+    """Open an ONNX file of `export_model`; return a function of uint8 images, and the metadata.
 
-    Any other file raises CheckpointError. MissingDependencyError is raised without onnxruntime.
+    Any other file raises CheckpointError. Without onnxruntime, MissingDependencyError is raised.
     """
     if not path.is_file():
         raise CheckpointError(f"no ONNX file at {path}: check the path")
@@ -149,13 +149,13 @@ def _quantise_pt2(job: Job) -> ExportedProgram:
         for batch in job.calibration:
             observed(batch)
         made = convert_pt2e(observed)
-        # A new module holds only what its graph uses, so the 32-bit weights are dropped.
+        # A new GraphModule keeps only tensors of its graph, so the 32-bit weights are dropped.
         made = torch.fx.GraphModule(made, made.graph)
         return trace(made, job.images, torch.device("cpu"))
 
 
 def open_pt2(path: Path) -> RunFunction:
-    """Open an exported program, which runs eagerly."""
+    """Open a program of torch.export as a function that runs eagerly."""
     with contextlib.suppress(ImportError):  # the import registers the operators of 8-bit programs
         import torchao.quantization.pt2e.quantize_pt2e  # noqa: F401
     return torch.export.load(path).module()
@@ -165,7 +165,7 @@ def _write_aoti(job: Job, path: Path) -> None:
     from torch._inductor import aoti_compile_and_package, config
 
     settings: dict[str, Any] = {"aot_inductor.metadata": job.texts()}
-    # PyTorch assumes at least 2 images if their number is dynamic. Its check would refuse 1 image.
+    # PyTorch assumes at least 2 images in a dynamic batch. Its check would reject 1 image.
     for name in ("check_lowerbound", "check_upperbound"):
         if hasattr(config.aot_inductor, name):
             settings[f"aot_inductor.{name}"] = False
@@ -173,10 +173,10 @@ def _write_aoti(job: Job, path: Path) -> None:
 
 
 class CompiledPackage:
-    """A model compiled ahead of time, with its `images` and `metadata` (class names and so on).
+    """Model compiled ahead of time; `images` describes its input, `metadata` has class names etc.
 
-    The package itself checks neither types nor strides: bytes in another memory format would
-    silently give wrong logits. This class checks them.
+    The compiled code checks neither dtypes nor strides, so images in another memory format would
+    silently give wrong logits. This class checks its images first.
     """
 
     def __init__(self, package: Any, metadata: dict[str, Any]) -> None:
@@ -197,10 +197,10 @@ class CompiledPackage:
 def load_aoti(path: str | os.PathLike[str]) -> CompiledPackage:
     """Open a package that `export_model` wrote with format 'aoti'.
 
-    A package holds machine code, which is run: open only files that you trust.
+    Calling a package runs the machine code in the file: open only files that you trust.
 
     Raises:
-        CheckpointError: the file does not exist, or is not such a package.
+        CheckpointError: the file does not exist, or is not a package of format 'aoti'.
     """
     if not Path(path).is_file():
         raise CheckpointError(f"no package at {os.fspath(path)}: check the path")
@@ -231,7 +231,7 @@ def open_openvino(path: Path, precision: str = "f32") -> RunFunction:
     import openvino
 
     settings = {
-        "INFERENCE_PRECISION_HINT": precision,  # the default: 16 bits if the CPU has them
+        "INFERENCE_PRECISION_HINT": precision,  # OpenVINO's default: 16 bits if the CPU has them
         "INFERENCE_NUM_THREADS": torch.get_num_threads(),
     }
     compiled = openvino.Core().compile_model(path, "CPU", settings)
@@ -241,16 +241,16 @@ def open_openvino(path: Path, precision: str = "f32") -> RunFunction:
 class Format(NamedTuple):
     """A format of exported models."""
 
-    suffixes: tuple[str, ...]  # of its files; the first is that of the user's path
+    suffixes: tuple[str, ...]  # suffixes of the written files; the user's path has the first
     write: Callable[[Job, Path], None]
     open: Callable[[Path], RunFunction]
-    takes: tuple[str, ...]  # options that only some formats accept
+    takes: tuple[str, ...]  # accepted options, of those that not every format accepts
     packages: tuple[str, ...] = ()  # packages besides torch that writing and checking need
-    limit: float = 1e-5  # largest difference of logits, as a fraction of max(1, largest logit)
+    limit: float = 1e-5  # largest allowed difference of logits, relative to max(1, largest logit)
 
 
 _ONNX = ("onnx", "onnxscript")
-# A compiled package has one image size: with free sizes AOTInductor computed NaN (torch 2.15).
+# aoti has no dynamic_size: with dynamic image sizes, AOTInductor computed NaN (torch 2.15).
 FORMATS = {
     "onnx": Format(
         (".onnx",), _write_onnx, open_onnx, ("dynamic_size", "int8"), (*_ONNX, "onnxruntime")
@@ -269,7 +269,7 @@ FORMATS = {
 
 
 def find_format(options: ExportOptions) -> Format:
-    """Return the format; raise InputError for an option, MissingDependencyError for a package."""
+    """Return the chosen format; raise InputError if an option does not apply to this format."""
     name = options.format
     for option in ("dynamic_size", "channels_last", "int8"):
         able = [key for key, value in FORMATS.items() if option in value.takes]

@@ -1,4 +1,4 @@
-"""Images of an exported model: random images to check its logits, real ones to check top-1."""
+"""Images of an exported model: random images check its logits, real images check its top-1."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,20 +20,20 @@ BATCH = 32
 
 @dataclass(frozen=True)
 class Images:
-    """Images that an exported model accepts: (N, channels, height, width), any N."""
+    """Form of the images that an exported model accepts: (N, channels, height, width), any N."""
 
     channels: int
     size: Sides  # in pixels; with `dynamic_size`, the size of the traced example
     multiple: int  # divisor of height and width
     dynamic_size: bool = False  # whether other heights and widths are accepted
     input: Input = "float"  # floats in [0, 1], or bytes
-    channels_last: bool = False  # fixed in compiled packages
+    channels_last: bool = False  # memory format, which a compiled package cannot change
 
     @property
     def least(self) -> int:
         """Smallest height and width in pixels."""
-        # The last stage has sides of ceil(blocks / 8) pixels, and torch.export needs 2 for dynamic
-        # sizes. Otherwise the last blur's reflected border needs an input of 2 pixels.
+        # The last stage has ceil(blocks / 8) pixels per side, of which dynamic sizes need 2 in
+        # torch.export. For a fixed size, the last blur's reflected border needs 2 input pixels.
         return (9 if self.dynamic_size else 5) * self.multiple
 
     @property
@@ -42,7 +42,7 @@ class Images:
         return torch.channels_last if self.channels_last else torch.contiguous_format
 
     def check(self, x: Any) -> None:
-        """Raise InputError unless type, shape and memory format of a caller's images fit."""
+        """Raise InputError unless `x` has the type, the shape and the memory format required."""
         dtype = torch.uint8 if self.input == "uint8" else torch.float32
         if not isinstance(x, Tensor) or x.dim() != 4 or x.shape[1] != self.channels:
             got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
@@ -63,19 +63,19 @@ class Images:
             )
 
     def prepare(self, images: Tensor) -> Tensor:
-        """Convert bytes to the dtype and memory format of the exported model."""
+        """Convert uint8 images to the dtype and memory format of the exported model."""
         if self.input == "uint8":
             return images.contiguous(memory_format=self.memory_format)
         return unit_floats(images, memory_format=self.memory_format)
 
     def random(self, count: int, size: Sides | None = None) -> Tensor:
-        """Return bytes of noise (count, channels, height, width), seeded by `count`."""
+        """Return random uint8 images (count, channels, height, width), with `count` as seed."""
         generator = torch.Generator().manual_seed(count)
         shape = (count, self.channels, *sides(size or self.size))
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
 
     def samples(self) -> Iterator[Tensor]:
-        """Yield bytes of two batch sizes and, with `dynamic_size`, two more image sizes."""
+        """Yield random batches of two sizes and, with `dynamic_size`, of two more image sizes."""
         yield self.random(1)
         yield self.random(3)
         if self.dynamic_size:  # two sizes that are not square, the second with odd feature maps
@@ -87,7 +87,7 @@ class Images:
 def open_labelled(
     root: Path, split: str, model: TResNet, images: Images, classes: tuple[str, ...] | None
 ) -> ImageDataset:
-    """Open class folders as bytes of the model's size; raise DataError if the classes differ."""
+    """Open class folders as uint8 images of the exported size; other classes raise DataError."""
     wanted = {key: model.pretrained_cfg[key] for key in ("crop_mode", "crop_pct", "interpolation")}
     transform = eval_transform(EvalTransform(input_size=images.size, **wanted), dtype=torch.uint8)
     dataset = open_folder(root, split, transform)
@@ -101,7 +101,7 @@ def open_labelled(
 
 
 def sample_evenly(dataset: ImageDataset, most: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield at most `most` evenly spaced images, as bytes (N, 3, H, W) with labels (N,)."""
+    """Yield at most `most` evenly spaced images in batches: uint8 (N, 3, H, W) and labels (N,)."""
     chosen = torch.linspace(0, len(dataset) - 1, min(most, len(dataset))).long().tolist()
     for begin in range(0, len(chosen), BATCH):
         pairs = [dataset[index] for index in chosen[begin : begin + BATCH]]

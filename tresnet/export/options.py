@@ -9,7 +9,7 @@ from tresnet.settings import StepInput
 
 @dataclass(frozen=True)
 class ExportOptions(StepInput):
-    """Options of an export and of the file's input."""
+    """Options of an export and of the exported model's input."""
 
     format: Literal["onnx", "pt2", "aoti", "openvino"]
     """onnx: for onnxruntime and others. pt2: the program of torch.export. aoti: compiled by
@@ -21,7 +21,7 @@ class ExportOptions(StepInput):
     int8: bool = False
     """For onnx and pt2: use 8-bit weights and activations, with ranges measured on --data."""
     data: Path | None = None
-    """Directory with train/CLASS and val/CLASS image folders. Top-1 on val must be the model's.
-    With --int8, train gives the ranges, and top-1 may be 0.3 points lower."""
+    """Directory with train/CLASS and val/CLASS image folders. The file's top-1 on val must equal
+    the model's. With --int8, train determines the ranges, and top-1 may be 0.3 points lower."""
     overwrite: bool = False
     """Replace the output if it exists."""

@@ -1,4 +1,4 @@
-"""A copy of the model for other runtimes: only convolutions, pools, activations and a head."""
+"""Copy a model for other runtimes, with only convolutions, pools, activations and a head."""
 
 from typing import Any
 
@@ -18,8 +18,8 @@ from tresnet.surgery.folding import fold
 class BlurByPools(nn.Module):
     """Compute `BlurPool2d`, with its reflected border, by two average pools without a padded copy.
 
-    [1, 2, 1] / 4 is the mean of two neighbouring means, which the second pool takes at stride 2. At
-    the border, reflection makes both means equal, so the second pool counts no padding.
+    The filter [1, 2, 1] / 4 is a mean of two means of two pixels. The second pool has stride 2. At
+    the border, reflection makes both means equal, so the second pool does not count its padding.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def plain_model(model: nn.Module) -> TResNet:
 
 
 def trace(plain: nn.Module, images: Images, device: torch.device) -> ExportedProgram:
-    """Export the model as a program for any number of images."""
+    """Export the model as a program of torch.export for any number of images."""
     example = images.prepare(images.random(2)).to(device)
     shape: dict[int, Any] = {0: Dim("batch", min=1)}
     if images.dynamic_size:

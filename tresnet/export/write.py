@@ -1,7 +1,7 @@
 """Write a model in another runtime's format and compare the file with the model.
 
-`export_model` folds and traces the model, writes a scratch file, and opens it in the runtime. Only
-if its logits agree, and with data its top-1, does the file get its name.
+`export_model` folds and traces the model, writes a temporary file, and opens it in the runtime. The
+file gets its final name only if its logits and, if images are given, its top-1 match the model's.
 """
 
 import contextlib
@@ -39,10 +39,10 @@ TOP1_FALL = 0.01
 
 @dataclass(frozen=True)
 class Exported:
-    """Result of an export, compared with the model: top-1 in percent, None without data."""
+    """Result of an export; top-1 is in percent, or None without data."""
 
     path: Path
-    difference: float  # largest one of logits, as a fraction of max(1, largest logit)
+    difference: float  # largest difference of logits, relative to max(1, largest logit)
     images: int = 0  # number of real images on which top-1 was compared
     model_top1: float | None = None
     top1: float | None = None  # top-1 of the file
@@ -61,17 +61,17 @@ def export_model(
 
     Args:
         model: a TResNet in eval mode with weights in float32; it is not changed.
-        path: the file to write; openvino writes a second one beside it, ending in .bin.
+        path: the file to write; openvino also writes a second file, with the suffix .bin.
         options: the format and the images that the exported model accepts.
-        classes: names of the classes, kept in the file.
-        descriptions: the classes in words, if their names are ids; kept in the file.
-        labels: 'single', or 'multi' if an image may have several labels; kept in the file.
+        classes: names of the classes, which are stored in the file.
+        descriptions: the classes in words, if `classes` are ids; stored in the file.
+        labels: 'single', or 'multi' if an image may have several labels; stored in the file.
 
     Raises:
-        InputError: model, path or options do not fit.
+        InputError: the model, the path or an option is not valid.
         MissingDependencyError: a package that the format needs is not installed.
         DataError: the images are incomplete or cannot be read.
-        ExportError: the file's logits are not the model's; the file was removed.
+        ExportError: the file's logits or top-1 differ from the model's; the file was removed.
         WriteError: the file cannot be written.
     """
     check(options, InputError)
@@ -103,7 +103,7 @@ def export_model(
     metadata = _metadata(model, images, options) | {**kept, "device": str(device)}
     job = Job(trace(plain, images, device), images, metadata, calibration)
     with contextlib.ExitStack() as stack:
-        # Contexts end in reverse order, so the file that the user names appears last.
+        # Contexts end in reverse order, so the file at the user's path appears last.
         places = {
             suffix: stack.enter_context(atomic_write(path.with_suffix(suffix)))
             for suffix in format.suffixes

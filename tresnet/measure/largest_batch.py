@@ -162,9 +162,9 @@ def find_edge(
 ) -> int:
     """Return the largest multiple of `grain` that fits; 0 if none does.
 
-    `fits(batch)` is called once for each tried batch, first for `first` and never above `bound`.
-    `first` and `bound` must be multiples of `grain`. `predicted()` estimates the result after two
-    batches have fitted, or returns None.
+    `fits(batch)` is called once for each tried batch; `first` is tried first, and none exceeds
+    `bound`. Both must be multiples of `grain`. `predicted()` estimates the result after two batches
+    have fitted, or returns None.
     """
     fitting, failing = 0, bound + grain
     target, stride, seen = first, first, [False, False]

@@ -129,7 +129,7 @@ class ModelContender(Contender):
             "input_size": ready.input_size,
             "parameters": count_parameters(ready.model),
         }
-        torch.cuda.empty_cache()  # cuDNN's search for algorithms may need more than a step
+        torch.cuda.empty_cache()  # cuDNN's search may take more memory than a step
         self._meter.reset_peak()
         self._step = ready.run
         self._settled()

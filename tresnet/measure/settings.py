@@ -23,7 +23,7 @@ class RunSettings(Settings):
     """Device, such as cuda, cuda:1 or cpu; by default a GPU if there is one."""
     time_limit_s: Positive | None = None
     """Time limit of the whole run in seconds. No case starts after three quarters of this time.
-    Cases measured by then are in the record."""
+    The record keeps all measured cases."""
     case_limit_s: Positive | None = None
     """Time limit in seconds of a case's set-up with its first round, and of each later round."""
     output_dir: Path = Path("benchmarks/records")
