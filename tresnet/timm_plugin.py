@@ -5,8 +5,8 @@ Run timm's own scripts, unchanged, on our models:
     python -m tresnet.timm_plugin path/to/validate.py --model tresnet_m --pretrained ...
     torchrun --nproc-per-node 8 -m tresnet.timm_plugin path/to/train.py --model tresnet_m ...
 
-The plugin replaces timm's models tresnet_m, tresnet_l, tresnet_xl and tresnet_v2_l. Their tags and
-default tags stay timm's. `create_model` also accepts our models' options (norm, block_size, ...).
+The plugin replaces timm's models tresnet_m, tresnet_l, tresnet_xl and tresnet_v2_l. Tags and
+default tags stay as in timm. `create_model` also accepts our models' options (norm, ...).
 """
 
 import importlib
@@ -35,7 +35,7 @@ from tresnet.models.features import FeatureExtractor
 from tresnet.models.tresnet import TResNet
 from tresnet.models.zoo import build, list_models
 
-# A model's default tag is the first of these for which it has weights, as in timm.
+# A model's default tag is the first of these tags that has weights for the model, as in timm.
 _DEFAULT_TAGS = ("miil_in21k_ft_in1k", "miil_in1k")
 
 

@@ -7,7 +7,7 @@
 | which options exclude each other | `validate.py` |
 | the phases of a run | `train.py`, which calls `plan.py`, `prepare.py` and `loop.py` |
 | an epoch; when a run saves, stops or skips | `loop.py` |
-| the checkpoints of a run, and how it is resumed | `recovery.py`, `state.py` |
+| the checkpoints of a run, and how a run resumes | `recovery.py`, `state.py` |
 | the files in a run's directory | `rundir.py`, `logs.py` |
 | the messages of a run | `words.py`, `console.py` |
 | the processes of a run, and signals to stop | `distributed.py` |

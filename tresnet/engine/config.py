@@ -103,7 +103,7 @@ class AugmentConfig(Augment):
 
     aug_repeats: Count = 1
     """Number of augmented copies of each image per epoch (repeated augmentation, arXiv 1902.05509).
-    The epoch keeps its length, and so has fewer different images."""
+    The epoch keeps its length, so it has fewer different images."""
     mixup: PositiveOrZero = 0.0
     """Alpha of mixup. 0: no mixup."""
     cutmix: PositiveOrZero = 0.0
@@ -152,9 +152,9 @@ class LabelConfig(ScoreConfig):
     hierarchy: str | None = None
     """For semantic-softmax: a JSON file that maps each class to its parent class."""
     gamma_neg: PositiveOrZero = 4.0
-    """For asymmetric: exponent for negative labels; a higher one weights easy negatives less."""
+    """For asymmetric: exponent for negative labels; raise it to weight easy negatives less."""
     gamma_pos: PositiveOrZero = 1.0
-    """For asymmetric: exponent for positive labels; a higher one weights easy positives less."""
+    """For asymmetric: exponent for positive labels; raise it to weight easy positives less."""
     prob_margin: FractionBelow1 = 0.05
     """For asymmetric: negative labels below this probability have no loss."""
 
@@ -216,7 +216,7 @@ class RunConfig(Settings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig(Settings):
-    """The complete configuration of a training run, saved in its directory as config.json."""
+    """The complete configuration of a training run, saved in the run directory as config.json."""
 
     recipe: str = "paper"
     """Recipe that sets the defaults of all other options: paper, usi, rsb-a2, in21k, finetune,
@@ -237,8 +237,8 @@ class TrainConfig(Settings):
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
 
-# Options that may change when a run is resumed, as they do not change its results. `data` may
-# change because a data set may move; its fingerprint must not change.
+# Options that may change when a run is resumed, because they do not change the results. `data` may
+# change because a data set may move, but the fingerprint of the data set must stay.
 FREE_AT_RESUME = frozenset(
     [
         "data",
@@ -326,7 +326,7 @@ def resumed(saved: TrainConfig, wanted: TrainConfig, best: Path) -> TrainConfig:
     """Return `wanted` with fields that are None filled in from the `saved` configuration.
 
     A run with a constant learning rate may get more epochs if no option counts epochs from the end.
-    Its warm-up keeps its length. Other differences that change the results raise a `ConfigError`
+    The warm-up keeps its length. Other differences that change the results raise a `ConfigError`
     that names `best`, the path of the run's best weights.
     """
     before, now = flatten(saved), flatten(wanted)

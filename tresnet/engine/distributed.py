@@ -75,7 +75,7 @@ class Processes:
 
 
 class StopRequest(contextlib.ExitStack[bool | None]):
-    """Context in which a signal to stop sets `signum`; another one after `ECHO_S` stops at once.
+    """Context in which a signal to stop sets `signum`; another signal after `ECHO_S` ends the run.
 
     SIGHUP is ignored, so that a run outlives its terminal. Under torchrun SIGHUP is a signal to
     stop too, as torchrun forwards SIGHUP to end its processes.
@@ -134,9 +134,9 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout: datetime.timede
     """Return a prefix of the store's keys that only the live processes use.
 
     torchrun keeps one store over its restarts. With constant keys, a process may read the address
-    of a process that has ended, and the restart fails (two of three tries with torch 2.15). So each
+    of a process that has ended, and the restart fails (two of three tries, torch 2.15). So each
     process writes a random name, and process 0 answers each name with the prefix. Process 0 waits
-    until all have read the answer.
+    until every process has read an answer.
     """
     own = uuid.uuid4().hex
     if rank:

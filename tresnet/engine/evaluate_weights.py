@@ -61,7 +61,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
     Raises:
         ConfigError: An option does not fit, the output file exists, or the classes differ.
         CheckpointError, DataError: The weights or the images cannot be read or used.
-        WriteError: The output file, or without one standard output, cannot be written.
+        WriteError: The output file, or standard output if there is no file, cannot be written.
     """
     _check(config)
     opened = open_weights(config.weights)

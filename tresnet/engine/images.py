@@ -165,7 +165,7 @@ def fingerprint_beside(config: TrainConfig) -> str:
 
 
 def _contents(path: Path) -> bytes:
-    """Return a file's bytes; a safetensors header is sorted, as its order is random."""
+    """Return a file's bytes; a safetensors header is sorted, as its keys are unordered."""
     data = path.read_bytes()
     size = 8 + int.from_bytes(data[:8], "little")
     try:

@@ -69,8 +69,8 @@ class Losses:
 
         Mixing overwrites `images` (N, 3, H, W), which are floats if there is a teacher. `labels`
         are (N,), or (N, classes) of 0 and 1. Targets are the labels, label distributions (N,
-        classes), or (N, 2, classes): distributions and the teacher's logits. `step` is the index
-        of the micro-batch in the run, which seeds the mixing.
+        classes), or (N, 2, classes): distributions and the teacher's logits. `step`, the
+        index of the micro-batch in the run, seeds the mixing.
         """
         targets, criterion = labels, self._plain
         if self._mixup is not None and self.mixes(epoch):
@@ -238,7 +238,7 @@ class LossMeter:
         bad = [n for n, loss in zip(steps, losses, strict=True) if not math.isfinite(loss)]
         sums = [n * loss for n, loss in zip(images, losses, strict=True)]
         count, all_hits, *loss_sums = processes.sum(sum(images), sum(hits), *sums)
-        # the first bad step of any process; its negative is the maximum of the negatives
+        # the minimum over all processes is minus the maximum of the negatives
         (negative,) = processes.max(-min(bad) if bad else -math.inf)
         first_bad = None if negative == -math.inf else int(-negative)
         return LossSums(int(count), loss_sums, int(all_hits), first_bad)

@@ -22,8 +22,8 @@ _CROP = ("crop_pct", "crop_mode", "interpolation")
 def resolve(config: TrainConfig, weights: WeightsInfo | None = None) -> TrainConfig:
     """Return the configuration with the model's name, input size and test crop filled in.
 
-    Options have priority over values of the weights, and these over defaults of the model. An
-    unknown model raises `InputError`.
+    An option has priority over a value of the weights, and this value over a default of the model.
+    An unknown model raises `InputError`.
     """
     model = config.model.model
     if weights is not None:
@@ -75,7 +75,7 @@ def rebuild_model(config: TrainConfig, metadata: dict[str, Any]) -> TResNet:
 def class_map(
     trained: Sequence[str] | None, outputs: int, found: Sequence[str], subset: bool = False
 ) -> list[int] | None:
-    """Return the model's class index for each label of a data set; None if all are equal.
+    """Return the model's class index for each label of a data set, or None if indices are equal.
 
     `trained` are the model's classes in the order of its outputs, if known, and `found` the data's
     classes in the order of labels. With `subset`, the data may lack classes, as ImageNet-R does.

@@ -39,11 +39,11 @@ class Progress:
     __pydantic_config__: ClassVar = fields.REVALIDATED
 
     epoch: int = 0  # number of complete epochs
-    micro_batches: int = 0  # of the current epoch so far, on each process
+    micro_batches: int = 0  # number in the current epoch so far, on each process
     global_step: int = 0  # optimizer steps of the run
-    images: int = 0  # of the current epoch so far
+    images: int = 0  # number in the current epoch so far
     loss_sum: float = 0.0  # sum of the losses of `images`
-    hits: int = 0  # correctly classified ones of `images`
+    hits: int = 0  # number of `images` that are classified correctly
     elapsed_s: float = 0.0  # includes evaluations, but no time between stop and resume
     best_score: float = -1.0  # accuracy or mAP in percent; -1 before the first evaluation
     best_loss: float = math.inf  # validation loss of the best epoch; decides between equal scores
