@@ -46,7 +46,7 @@ def drop_path(rate: float) -> nn.Module:
 def shortcut(
     in_channels: int, out_channels: int, stride: int, settings: BlockSettings
 ) -> nn.Module:
-    """Return the identity if the shape stays, else 1x1 and norm, after average pool at stride 2."""
+    """Return the identity if the shape stays, else average pool (if strided), 1x1 and norm."""
     if stride == 1 and in_channels == out_channels:
         return nn.Identity()
     layers: list[nn.Module] = []

@@ -2,7 +2,7 @@
 
 A `ModelConfig` determines the parameters and the function of a model, and is saved in every
 checkpoint. All values are checked, so that damaged or hostile files cannot request absurd models.
-`ModelOptions` has the same fields, without `variant` and `bottlenecks`.
+`ModelOptions` has the fields of `ModelConfig`, except `variant` and `bottlenecks`.
 """
 
 import math
@@ -183,9 +183,9 @@ def class_groups(
 ) -> tuple[int, ...]:
     """Return the number of classes in each group, or raise `InputError` if `groups` is invalid.
 
-    `groups` lists these numbers, or is the number of groups. An integer divides the classes evenly;
-    if a remainder is left, the first groups get one class more. None means 12 groups, or fewer if
-    there are fewer classes.
+    `groups` lists the numbers of classes, or is the number of groups. A number of groups divides
+    the classes evenly; the first groups get one class more if a remainder is left. None means 12
+    groups, or one group per class if there are fewer than 12 classes.
     """
     if kind != "group_attention":
         if groups:

@@ -12,7 +12,7 @@ from tresnet.models.tresnet import TResNet
 class FeatureExtractor(nn.Module):
     """Return feature maps of the stem (index 0) or of stages 1 to 4; the default is all stages.
 
-    Parameters have their names in `TResNet` after the prefix `model.`. `feature_info` is timm's
+    Parameter names are those of `TResNet` after the prefix `model.`. `feature_info` is timm's
     `FeatureInfo`: `channels()`, `reduction()` and `module_name()` list one value for each map.
     """
 

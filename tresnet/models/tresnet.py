@@ -151,7 +151,7 @@ class TResNet(nn.Module):
             self.check_input(x)
         (_, s2d), *parts = list(self.body.named_children())[: max(wanted) + 1]
         of_bytes = not symbolic(x) and x.dtype == torch.uint8
-        if of_bytes and not isinstance(s2d, SpaceToDepth):  # a stem merged by surgery.fold
+        if of_bytes and not isinstance(s2d, SpaceToDepth):  # surgery.fold has merged the stem
             x, of_bytes = unit_floats(x, dtype=next(self.body.parameters()).dtype), False
         row, waiting = {}, {}
         for index, (name, part) in enumerate(parts, start=1):
@@ -229,7 +229,7 @@ class TResNet(nn.Module):
     def prune_intermediate_layers(
         self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Remove the stages after the last of `indices`, and the head; return all indices."""
+        """Remove the head and all stages after the last index; return non-negative indices."""
         taken = take_indices(indices, len(self.body) - 1)
         last = max(taken)
         shorter = last + 2 < len(self.body)
@@ -240,7 +240,7 @@ class TResNet(nn.Module):
         return taken
 
     def get_classifier(self) -> nn.Module:
-        """Return the classifier `head.fc`; without classes, this is an `nn.Identity`."""
+        """Return the classifier `head.fc`, which is an `nn.Identity` if `num_classes` is 0."""
         return self.head.fc
 
     def reset_classifier(
@@ -252,9 +252,9 @@ class TResNet(nn.Module):
         """Replace the head by a new one of the same kind, or by a global pool for 0 classes.
 
         `global_pool` is the pooling before a linear classifier; None keeps the present pooling.
-        `head_groups` is the number of groups of 'group_attention', or lists their numbers of
-        classes. None keeps the number of groups, but at most one group per class. `InputError`: the
-        list does not add up to `num_classes`, or the head has no groups or no pool to set.
+        `head_groups` is the number of groups of 'group_attention', or lists the number of classes
+        of each group. None keeps the number of groups, but at most one group per class.
+        `InputError`: the list does not add up to `num_classes`, or the head has no groups or pool.
         """
         config = self.config
         if global_pool is not None and num_classes and config.head != "linear":
@@ -277,7 +277,7 @@ class TResNet(nn.Module):
         self.config, self.num_classes = config, num_classes
 
     def set_slopes(self, stem: float, block: float) -> None:
-        """Set the negative slopes of the leaky ReLUs to those with which weights were trained."""
+        """Set the leaky ReLUs' negative slopes to those with which the weights were trained."""
         self.config = replace(self.config, stem_slope=stem, block_slope=block)
         for name, module in self.named_modules():
             ours = isinstance(module, NormAct | ConvNormAct | FoldedConv)

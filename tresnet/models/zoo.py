@@ -59,7 +59,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def default_crop_pct(input_size: int | tuple[int, int], crop_mode: str = "center") -> float:
-    """Return the fraction of a side that a crop keeps: 0.875 for 'center' from 224 on, else 1."""
+    """Return the fraction of a side that a crop keeps: 0.875 from 224 pixels in 'center', or 1."""
     large = min(sides(input_size)) >= DEFAULT_INPUT_SIZE
     return 0.875 if crop_mode == "center" and large else 1.0
 

@@ -170,7 +170,7 @@ def predict(
     top_k: int = 1,
     **options: Any,
 ) -> list[Prediction]:
-    """Predict the classes of images; `weights`, `top_k` and `options` go to `Predictor`.
+    """Predict the classes of images; `weights`, `top_k` and `options` are for `Predictor`.
 
     `images` is one image or an iterable: paths of files or folders, glob patterns, PIL images, or
     uint8 RGB as NumPy arrays ([N,] H, W, 3) or tensors ([N,] 3, H, W). Images are resized and

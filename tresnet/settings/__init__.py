@@ -61,8 +61,8 @@ class Build(Settings):
     norm: Literal["abn", "batchnorm", "inplace_abn"] = "abn"
     """Implementation of batch norm with its activation."""
     impl: Impl = "auto"
-    """Operations between convolutions. triton: Triton kernels. reference: plain PyTorch operators.
-    auto: Triton kernels on a GPU, plain modules on a CPU."""
+    """Implementation of operations between convolutions. triton: Triton kernels. reference: PyTorch
+    operators. auto: Triton kernels on a GPU, plain modules on a CPU."""
     jit: bool = False
     """Run space-to-depth, blurs and average pools in TorchScript."""
 
@@ -88,21 +88,21 @@ class ModelShape(Settings):
     """Options that, with the variant, determine a model's parameters and function."""
 
     head: str | None = None
-    """Classifier: linear, group_attention or ml_decoder. None: as in the weights, or linear."""
+    """Classifier: linear, group_attention or ml_decoder. None: as in the weights, else linear."""
     head_groups: tuple[int, ...] | None = None
-    """Number of classes in each group of the head group_attention. None: 12 about equal groups."""
+    """Number of classes in each group of group_attention. None: 12 groups of similar size."""
     head_channels: int | None = None
     """Channels per group of the head group_attention (None: 512), or of ml_decoder (None: 768)."""
     width_factor: Positive | None = None
-    """Width of the model: the stem has 64 times this number of channels. None: as the variant."""
+    """Width: the stem has 64 times this number of channels. None: the variant's width."""
     layers: tuple[Count, Count, Count, Count] | None = None
-    """Number of blocks in each stage. None: as the variant."""
+    """Number of blocks in each stage. None: the variant's numbers."""
     block_size: Count | None = None
-    """Side of the space-to-depth blocks in pixels; 2 suits small images. None: as the variant."""
+    """Side of space-to-depth blocks in pixels; 2 suits small images. None: the variant's side."""
     drop_rate: FractionBelow1 = 0.0
     """Probability of dropout before the classifier."""
     drop_path_rate: FractionBelow1 = 0.0
-    """Probability of stochastic depth in the last block; earlier blocks have lower ones."""
+    """Probability that stochastic depth drops the last block; lower for earlier blocks."""
 
 
 # -- a model's images -------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class EvalTransform(ImageSize):
     """Resizing and cropping of images for evaluation."""
 
     crop_pct: FractionAbove0 | None = None
-    """Fraction of each side that evaluation keeps of the resized image. None: the model's value."""
+    """Fraction of each side of the resized image that evaluation keeps. None: the model's value."""
     crop_mode: Literal["center", "squash", "border"] | None = None
     """How evaluation crops. center: keep the aspect ratio and cut off the edges. squash: change the
     aspect ratio to the input's. border: keep the aspect ratio and add black borders. None: the
@@ -188,7 +188,7 @@ class Compute(Settings):
         import torch
 
         # A cache saves nothing, as each weight is cast once per forward. A replayed CUDA graph
-        # would read stale copies from it.
+        # would read stale copies from a cache.
         return torch.autocast(device.type, dtype=self.amp_dtype, cache_enabled=False)
 
     @property
@@ -241,7 +241,7 @@ class ScheduleConfig(Settings):
     epochs: Count = 300
     """Number of epochs over the training images."""
     lr_schedule: Literal["one-cycle", "cosine", "constant"] = "one-cycle"
-    """Schedule of the learning rate. one-cycle warms up along a cosine, the others linearly."""
+    """Learning rate schedule. one-cycle warms up along a cosine, other schedules linearly."""
     warmup_fraction: Fraction = 0.2
     """Fraction of all optimizer steps that are warm-up, in which the learning rate rises."""
     start_factor: FractionAbove0 = 0.04

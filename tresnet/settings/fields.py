@@ -41,7 +41,7 @@ def smallest_first(values: tuple[float, float]) -> bool:
 Ascending = Predicate(smallest_first)
 
 
-REVALIDATED: Any = {"revalidate_instances": "always"}  # a class's `__pydantic_config__`
+REVALIDATED: Any = {"revalidate_instances": "always"}  # for a class's `__pydantic_config__`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ def read(cls: type[T], text: str, source: str) -> T:
 
 
 def _unconverted(made: Any, value: Any) -> Any:
-    """Return `made` with the values as in the JSON, where pydantic has turned "3" into 3."""
+    """Return `made` with the values of the JSON, as pydantic may have turned "3" into 3."""
     if isinstance(value, dict):
         changes = {name: _unconverted(getattr(made, name), own) for name, own in value.items()}
         return dataclasses.replace(made, **changes)
@@ -158,7 +158,7 @@ _EXPECTED = {
 def _explained(
     cls: type, error: type[TResNetError], spell: Callable[[tuple[str, ...]], str]
 ) -> Iterator[None]:
-    """Turn pydantic's errors into one `error` with a line `NAME: expected ..., got ...` each."""
+    """Turn pydantic's errors into one `error`; each line is `NAME: expected ..., got ...`."""
     from pydantic import ValidationError
 
     try:
@@ -187,7 +187,7 @@ def _explained(
 
 
 def _path(cls: type, place: tuple[int | str, ...]) -> tuple[tuple[str, ...], Iterable[str]]:
-    """Return the path of fields to an error, and the names of all fields beside the last one."""
+    """Return the path of fields to an error, and all fields of the last dataclass on the path."""
     path: list[str] = []
     for part in map(str, place):
         path.append(part)

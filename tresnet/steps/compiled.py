@@ -80,8 +80,8 @@ def compile_model(
 
     `recompute` "none" keeps PyTorch's default partitioner. Any other choice lets backward recompute
     all operations but convolutions, matrix products and reductions. Recomputed operations are fused
-    into kernels that run anyway, so less memory is kept. None is the model's own choice, "none" for
-    models other than ours.
+    into kernels that run anyway, so less memory is kept. None reads the choice from the model; for
+    models other than ours, it means "none".
     """
     if training and freeze:
         raise ValueError("expected freeze=False in training: the weights change")

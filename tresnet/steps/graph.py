@@ -1,9 +1,9 @@
 """CUDA graphs of a training micro-batch or an inference: one launch instead of a thousand.
 
-The first batches of a shape run eagerly. Then a batch runs eagerly and is captured, which computes
-nothing. The next batch is replayed and run eagerly, and the results are compared. If both agree,
-later batches are replayed. If the results differ or a capture fails, later batches run eagerly, and
-one message gives the reason. Optimizer, schedule, EMA and scaler stay outside the graph.
+The first batches of a shape run eagerly. One more batch runs eagerly and is captured, as a capture
+computes nothing. The next batch is replayed and run eagerly, and the results are compared. If the
+results agree, later batches are replayed. If not, or if the capture fails, later batches run
+eagerly, and a message gives the reason. Optimizer, schedule, EMA and scaler stay outside the graph.
 """
 
 import contextlib
@@ -31,12 +31,12 @@ from tresnet.steps.compiled import CUDA_GRAPH_MODES
 WARMUP_RUNS = 3  # as in the example of PyTorch's notes on CUDA graphs
 WARMUP_RUNS_DDP = 11  # DistributedDataParallel rebuilds gradient buckets after the first runs
 CHECKED_AFTER = 2  # runs after the warm-up: one is captured, one is compared
-# Not measured: two shapes of images, each of which takes three graphs with accumulation, and spare.
+# A guess: two image shapes take three graphs each with gradient accumulation, and two are spare.
 _MOST_GRAPHS = 8
 # A replay may differ from an eager run by four times the difference of two eager runs, plus this
 # fraction of the eager value. Norms over all tensors are compared, as single gradients vary.
 _CLOSE = 1e-3
-_UNKNOWN = "no finite numbers to compare"  # in fp16, until the scaler has lowered its scale
+_UNKNOWN = "no finite numbers to compare"  # happens in fp16 until the scaler has lowered its scale
 
 Say = Callable[[str], object]
 Run = Callable[..., Sequence[Tensor]]
@@ -52,7 +52,7 @@ class CudaCapturer:
 
     @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:
-        """Context that runs on the capture stream, in order with the current stream."""
+        """Context whose work runs on the capture stream, in order with the current stream."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -61,7 +61,7 @@ class CudaCapturer:
 
     @contextlib.contextmanager
     def in_turn(self) -> Iterator[None]:
-        """Context that runs on the current stream, after the previous use of a graph."""
+        """Context whose work runs on the current stream, after the previous use of a graph."""
         current = torch.cuda.current_stream(self._stream.device)
         current.wait_event(self._used)
         yield
@@ -86,7 +86,7 @@ class CudaCapturer:
                 found = function()
         except Exception:
             generator.graphsafe_set_state(before)
-            with contextlib.suppress(RuntimeError):  # allocation to the pool may have ended
+            with contextlib.suppress(RuntimeError):  # allocation to the pool may have ended already
                 torch._C._cuda_endAllocateToPool(device.index, self._pool)
             raise
         return found, graph.replay
@@ -163,7 +163,7 @@ class _Reading:
             return False
         try:
             unchanged = [*map(_attributes, self._modules)] == self._copies
-        except (RuntimeError, ValueError):  # == compares tensors and arrays by element
+        except (RuntimeError, ValueError):  # from == of tensors or arrays
             return False
         return unchanged and self._read_values() == self._values
 
@@ -188,8 +188,8 @@ class Graphs:
     """Runs one model: eagerly at first and for rare shapes, otherwise by replaying CUDA graphs.
 
     Each batch is copied into the inputs of a graph, and the graph's outputs are copied out. In
-    training, one graph sets the gradients for the first micro-batch of an optimizer step, and
-    others add those of later micro-batches. `replayed` says whether the last run was a replay.
+    training, the graph of an optimizer step's first micro-batch sets the gradients. Graphs of later
+    micro-batches add to the gradients. `replayed` says whether the last run was a replay.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class Graphs:
     ) -> Sequence[Tensor]:
         """Return the results of `run(*inputs)`; in training, `run` adds to the gradients.
 
-        The other arguments are those of `TrainingStep.backward`; each combination has a graph.
+        Each combination of the other arguments (see `TrainingStep.backward`) has its own graph.
         """
         with self._lock, self._capturer.in_turn():
             self.replayed = False
@@ -239,7 +239,7 @@ class Graphs:
             is_first = all(gradient is None for gradient in held)
             shape = *map(_layout, inputs), criterion, micro_batches, *_surroundings()
             if self._trains and shape not in self._seen:
-                self._seen.clear()  # a graph for an epoch's smaller last batch costs memory
+                self._seen.clear()  # no graph for an epoch's smaller last batch, to save memory
             self._seen[shape] += 1
             key = shape, is_first, is_last
             graph = self._graphs.get(key)
@@ -346,7 +346,7 @@ class Graphs:
         return eager[0]
 
     def _judge(self, key: Any, found: list[str | None], count: int) -> None:
-        """Accept a graph for batches of `count` samples, or give up, by the differences `found`."""
+        """Accept a graph for batches of `count` samples, or give up if a difference was `found`."""
         agree = self._agree or bool
         wrong = next((d for d in found if d not in (None, _UNKNOWN)), None)
         if not agree(wrong is None):

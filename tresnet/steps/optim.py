@@ -24,8 +24,8 @@ def create_optimizer(
 
     `model` is a model or a list of parameter groups. A model's `no_weight_decay()` may name further
     parameters without decay; groups have their own decay. `global_batch` is the number of images
-    per optimizer step over all processes. `on_gpu` uses PyTorch's fused optimizer if there is one,
-    which saves launches, and does not wait for the GPU to check scaled gradients for overflow.
+    per optimizer step over all processes. `on_gpu` uses the fused version of an optimizer that has
+    one. This saves launches, and the check of scaled gradients then does not wait for the GPU.
     `ConfigError`: timm has no such optimizer, or the optimizer rejects an option or needs second
     derivatives.
     """
@@ -58,7 +58,7 @@ def create_optimizer(
 
 
 def peak_lr(config: OptimConfig, global_batch: int) -> float:
-    """Return the peak learning rate: `lr`, times `global_batch` / `lr_batch` if that is given."""
+    """Return `lr`, or `lr` * `global_batch` / `lr_batch` if `lr_batch` is given."""
     if config.lr_batch is None:
         return config.lr
     return config.lr * global_batch / config.lr_batch

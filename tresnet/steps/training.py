@@ -86,7 +86,7 @@ class TrainingStep:
 
     @property
     def lr(self) -> float:
-        """The highest learning rate of all groups in the last step; initially, in the first."""
+        """The highest learning rate of all groups in the last step; initially the first rate."""
         return self._lr
 
     def _next_lr(self) -> float:

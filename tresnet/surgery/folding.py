@@ -23,7 +23,7 @@ from tresnet.models.tresnet import TResNet
 from tresnet.ops.tiles import interpreted
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-# Class that timm's `freeze` puts in place of a batch norm, by name, as the import is slow.
+# Name of the class that timm's `freeze` puts in place of a batch norm; importing it is slow.
 _FROZEN = ("torchvision.ops.misc", "FrozenBatchNorm2d")
 
 

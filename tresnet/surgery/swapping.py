@@ -23,7 +23,7 @@ _KEPT = (
 def swap_norm(model: ModuleT, norm: str) -> ModuleT:
     """Replace every norm of `model` in place by the class that `norm` names; return the model.
 
-    `norm` is 'abn', 'batchnorm' or 'inplace_abn'. The model computes the same function. Parameters
+    `norm` is 'abn', 'batchnorm' or 'inplace_abn'. The model's function stays the same. Parameters
     and buffers stay the same objects, so optimizers and EMAs stay valid. Choices of `set_impl` and
     `set_recompute` are stored, and have an effect only while the norm is 'abn'. Swap before
     compiling or scripting, as a compiled or scripted model keeps its old norms.
@@ -76,7 +76,7 @@ def _counterpart(old: NormAct, target: type[NormAct]) -> NormAct:
     new = target(old.num_features, old.slope, eps=old.eps, momentum=old.momentum, device="meta")
     if isinstance(old, InplaceABN):
         old.weight.copy_(old._gamma())  # a weight below eps differs from gamma
-    for name in _KEPT:  # also attributes that `new` ignores, for the next swap
+    for name in _KEPT:  # copies also what `new` ignores, for the next swap
         if hasattr(old, name):
             setattr(new, name, getattr(old, name))
     return new.train(old.training)
