@@ -67,18 +67,17 @@ class How(NamedTuple):
 
 
 class _Plain(Exception):  # noqa: N818 it never leaves this file
-    """The part runs as plain modules; the message says why."""
+    """Raised if a part must run as plain modules; the message says why."""
 
 
 class _OtherNorm(_Plain):
-    """The norms are `BatchNormAct` or `InplaceABN`; the part runs as modules without a warning."""
+    """Raised for norms `BatchNormAct` or `InplaceABN`: modules then run without a warning."""
 
 
 def residual_block(*layers: str) -> Callable[[BlockT], BlockT]:
     """Register a class of blocks, with the names of its consecutive layers, for the fused program.
 
-    The class also has the modules `drop_path`, `downsample` (the shortcut), and `se`, which runs
-    after the second layer.
+    The class also has the modules `drop_path`, `downsample` (shortcut) and `se` (after layer 2).
     """
 
     def register(kind: BlockT) -> BlockT:
@@ -93,7 +92,7 @@ def run(
 ) -> Tensor:
     """Run parts of a model one after another, by the fused program where it applies.
 
-    If the program applies to all parts, they are one node of the autograd graph. Otherwise each
+    If the program applies to all parts, these form one node of the autograd graph. Otherwise each
     part runs separately, by the program or as a module. A part is a `ConvNormAct`, a residual
     block, or an `nn.Sequential` of these. `x` is (N, C, H, W), or uint8 images if space-to-depth
     (`blocks`) is given. Raises `InputError` if `how.impl` is 'triton' and kernels cannot run.

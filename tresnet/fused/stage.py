@@ -76,10 +76,10 @@ class Layer(NamedTuple):
 class Block(NamedTuple):
     """Consecutive layers, and the shortcut that joins the last layer.
 
-    `joins` adds the shortcut and applies a ReLU. The shortcut is the layer `shortcut`, before which
-    `halves` averages 2x2 pixels, or `copies` of the block's input along channels. Stochastic depth
-    (arXiv 1603.09382) drops a sample's layers with probability `drop`; `scale` divides the outputs
-    of kept layers by 1 - `drop`.
+    `joins` adds the shortcut and applies a ReLU. If the layer `shortcut` is None, `copies` of the
+    block's input are added, concatenated along channels. `halves` averages 2x2 pixels before that
+    layer. Stochastic depth (arXiv 1603.09382) drops a sample's layers with probability `drop`;
+    `scale` divides the outputs of kept layers by 1 - `drop`.
     """
 
     layers: tuple[Layer, ...]
@@ -91,7 +91,7 @@ class Block(NamedTuple):
     copies: int = 1
 
     def all_layers(self) -> tuple[Layer, ...]:
-        """Return the consecutive layers, then the shortcut's layer if it has one."""
+        """Return the consecutive layers, then the shortcut's layer if there is one."""
         return self.layers if self.shortcut is None else (*self.layers, self.shortcut)
 
     def with_layers(self, layers: list[Layer]) -> "Block":
@@ -159,7 +159,7 @@ class _Run(NamedTuple):
 
     `lives` is whether the layer or a tensor before the layer requires a gradient. `kept` has the
     tensors that backward reads, or None. `inputs` has the input of the layer's convolution if it is
-    kept, or None; the first item is the block's input. `of_shortcut` is `kept` for the shortcut.
+    kept, or None; the first item is the block's input. `of_shortcut` is the shortcut's `kept`.
     """
 
     out: Tensor
@@ -323,7 +323,7 @@ class _Blocks(torch.autograd.Function):
                 grads = walk.block(index, grads, live or index > 0)
             first, second = grads
         if not torch._C._autograd._get_current_graph_task_keep_graph():
-            ctx.records = ()  # the blocks contain weights, which the saved tensors no longer do
+            ctx.records = ()  # frees the weights that blocks hold; saved tensors are freed already
         if first is None or second is None:
             return None, None, second if first is None else first, *walk.found
         return None, None, first.add_(second), *walk.found
@@ -369,7 +369,7 @@ class _Backward:
         return [first, self.shortcut(record, block.shortcut, masked, x, first, live)]
 
     def last_layer(self, record: _Record, norm: Norm, grads: list[Tensor | None]) -> Tensor | None:
-        """Run backward of the join and of the last norm; return a joined shortcut's gradient."""
+        """Run backward of the join and the last norm; return the gradient of a join's shortcut."""
         kept = self.take_all(record.kept[-1])
         first, second = (
             g if g is None else tiles.dense(_in_dtype(g, kept.y.dtype), kept.y) for g in grads
@@ -438,7 +438,7 @@ class _Backward:
     ) -> Tensor | None:
         """Run backward of the shortcut's layer and pool, and return the gradient of `x`.
 
-        If the pool averages only whole squares, its gradient is added to `first`; None is returned.
+        If all pooled squares are whole, their gradient is added to `first`, and None is returned.
         """
         if record.of_shortcut is None:
             return None

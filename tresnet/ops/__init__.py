@@ -7,7 +7,7 @@ Most operations have a folder. A folder with kernels has four files:
 | `__init__.py` | the public function: checks its arguments and picks the implementation |
 | `reference.py` | the definition in plain PyTorch |
 | `kernels.py` | Triton kernels; besides these files, only `launching.py` imports triton |
-| `launch.py` | functions that launch kernels, with the names and arguments of `reference.py` |
+| `launch.py` | functions that launch the kernels, named and called as those in `reference.py` |
 
 No operation defines an `autograd.Function`. Autograd differentiates the plain definitions, and
 `tresnet.fused` calls the kernels of forward and backward. This example adds the operation `double`:
@@ -27,7 +27,7 @@ No operation defines an `autograd.Function`. Autograd differentiates the plain d
         grid = (-(-x.numel() // BLOCK),)
         return Form("double.double", WARPS, grid, N=x.numel(), BLOCK=BLOCK)
 
-Add a new kernel to `selfcheck.check`, which runs every kernel on a GPU before its first use there.
+Add a new kernel to `selfcheck.check`, which compares kernels with their definitions on a new GPU.
 Copy a test from `tests/ops/test_abn_kernels.py`. List the kernel in `benchmarks/ops.py` to time it,
 and in `tests/ops/compile_kernels.py` to count its registers.
 """

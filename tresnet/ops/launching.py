@@ -1,6 +1,6 @@
 """Launches of Triton kernels.
 
-The functions of each `launch.py` allocate results. They call `launch` with a `Form` (kernel, grid
+The functions of each `launch.py` allocate results, and call `launch` with a `Form` (kernel, grid
 and numeric arguments) and with tensors named as the kernel's arguments. Results that are fake or
 meta tensors are allocated but not computed, so predictions of memory run these functions too.
 """
@@ -52,7 +52,7 @@ class Launch(NamedTuple):
 
 
 class _Compiled(NamedTuple):
-    """A compiled kernel, its device, and what launches it."""
+    """A compiled kernel, its device, and a function that launches the kernel."""
 
     kernel: Any  # Triton's object; launching it calls Triton's hooks
     device: int

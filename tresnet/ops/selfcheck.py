@@ -63,8 +63,8 @@ _CASES = (
 def failure(device: torch.device) -> str | None:
     """Return why the kernels must not be used on `device`, or None if they are right.
 
-    A failure is also a warning. Of all processes with the same type of GPU, one runs the check, and
-    the others wait for its result.
+    A failure also gives a warning. Of all processes with the same type of GPU, one runs the check,
+    and the others wait for its result.
     """
     known = _memory(device)
     if known.is_file():

@@ -4,8 +4,8 @@ For a convolution's output y, forward returns, with each operation if requested,
 relu(gate * blur(act(gamma * (y - mean) / sqrt(var + eps) + beta)) + shortcut). In training, forward
 reads y twice: for the statistics and for the output. An SE (squeeze and excitation, which computes
 gate) after an activation or a blur needs a third pass. Backward reads y twice. The first pass
-computes sums for BN and SE, and masks a join's gradient. The second pass writes the gradient of y.
-Forward keeps y, vectors, and the mask of a join's ReLU, with one bit for each value.
+computes sums for BN and SE, and masks the gradient of the ReLU. The second pass writes the gradient
+of y. Forward keeps y, vectors, and the ReLU's mask, with one bit for each value.
 
 `tresnet.fused` calls `forward` and the other functions between its convolutions. With `kernels`,
 the work is done by functions of `launch`, otherwise by functions of the same names in `reference`.
@@ -38,10 +38,10 @@ def forward(
 ) -> tuple[Tensor, Kept]:
     """Return the output, and the tensors that backward reads; `keeps` adds the ReLU's mask.
 
-    `y` (N, C, H, W) is the dense output of a convolution. `shortcut` has the shape of the output,
-    and the dtype and memory format of `y`; a ReLU follows its addition. `passed` (N, 1) holds a
-    factor for each sample, 0 for one that stochastic depth drops. Raises `InputError` if
-    unsynchronised batch statistics have one value per channel, or a blur gets under 2 x 2 pixels.
+    `y` (N, C, H, W) is the dense output of a convolution. `shortcut`, added before a ReLU, has the
+    shape of the output, and the dtype and memory format of `y`. `passed` (N, 1) holds a factor for
+    each sample: 0 if stochastic depth drops the sample. Raises `InputError` if unsynchronised batch
+    statistics have one value per channel, or a blurred map has fewer than 2 x 2 pixels.
     """
     if y.numel() == 0:
         return _absent(y, norm)
@@ -53,7 +53,7 @@ def forward(
     gate = excited = squeezed = hidden = None
     if norm.se is not None:
         kept = Kept(y, stats)
-        if partial is None:  # a linear squeeze is computed from each sample's moments
+        if partial is None:  # a linear squeeze needs only each sample's moments
             partial = ops.squeeze(kept, norm)
         squeezed, hidden, gate = _excite(kernels).forward(partial, kept, norm, linear=linear)
     if passed is not None:
@@ -88,7 +88,7 @@ def gradient_sums(
     squeeze_grad = se = None
     if norm.se is not None:
         through = partial
-        if kept.passed is not None:  # dropped samples have no gradient
+        if kept.passed is not None:  # samples that stochastic depth dropped have no gradient
             samples = partial.view(len(kept.passed), -1, *partial.shape[1:])
             through = (samples * kept.passed[:, None, None]).view(partial.shape)
         squeeze_grad, se = _excite(kernels).backward(through, kept, norm)
@@ -103,7 +103,7 @@ def gradient_sums(
 def gradient(grad: Tensor, norm: Norm, kept: Kept, sums: Sums, *, kernels: bool) -> Tensor:
     """Run the second pass of backward: return the gradient of `kept.y`.
 
-    `grad` is the gradient of the output, or for a join `sums.written`.
+    For a join, `grad` is `sums.written`; otherwise `grad` is the gradient of the output.
     """
     if kept.y.numel() == 0:
         return torch.zeros_like(kept.y)
@@ -171,7 +171,7 @@ def _widened(values: Tensor, norm: Norm) -> Tensor:
 def _synchronised_factors(merged: Tensor, kept: Kept, norm: Norm) -> Tensor:
     """Return `merged` with the factors k1 and k0 recomputed from sums over all processes.
 
-    The gradients of weight and bias remain this process's own, because DDP averages them.
+    The gradients of weight and bias are not synchronised, because DDP averages gradients.
     """
     sums = merged[:2, : norm.channels].clone()
     dist.all_reduce(sums, group=norm.group)

@@ -193,7 +193,7 @@ def squeeze(
             a = activate((value.to(tl.float32) - mu) * k + beta, slope, HAS_ACT)
             if BLUR:
                 a = a * weights_of_pixel(u0, u1, v0, v1, corner // 2, corner % 2)
-            total += tl.where(inside, a, 0.0)  # a masked 0 gives a = act(bias - mean * scale)
+            total += tl.where(inside, a, 0.0)  # a masked pixel has a = act(bias - mean * scale)
     tl.store(partial + group * C + c, tl.sum(total, 0), mask=known)
 
 
@@ -206,7 +206,7 @@ def apply(
 ):  # fmt: skip
     """Write a chunk of out for a layer without blur; x is read once.
 
-    BITS 1 also writes the mask of a join's ReLU with eight channels in a byte, 2 with eight pixels.
+    BITS 1 or 2 also writes the mask of the ReLU; a byte holds eight channels (1) or pixels (2).
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -242,8 +242,8 @@ def apply(
 def blurred_rows(x, line, j, c, mask, right, W, xp, xc, mu, k, beta, slope, HAS_ACT: tl.constexpr):
     """Return a row's sums, weighted by 1, 2, 1, for two neighbouring outputs.
 
-    Five activations are read from column 4 j - 1 on. Both sums use the third. The second sum is
-    masked by `right`.
+    Five activations are read from column 4 j - 1 on. Both sums use the third activation.
+    The second sum is masked by right.
     """
     x += line[:, None] * xp + c[None, :] * xc
     first = load_activated(x, 4 * j - 1, mask, W, xp, mu, k, beta, slope, HAS_ACT)
@@ -271,8 +271,7 @@ def apply_blurred(
 ):  # fmt: skip
     """Write a chunk of out for a layer with blur; P is the number of squares of 2 x 2 outputs.
 
-    A square reads 25 pixels of x; four separate outputs would read 36. Activating these pixels is
-    most of the work.
+    A square reads 25 pixels of x, four single outputs 36. Activating pixels is most of the work.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -325,9 +324,9 @@ def grad_sums(
     Let m = act'(z), g the transposed blur of the gradient of s, and w the transposed blur of ones.
     Two rows sum m g and m g (x - mean); with HAS_GATE, two more sum m w and m w (x - mean). With
     SECOND, the gradient is grad + second_grad. With JOIN, which equals BITS of `apply`, the
-    gradient is masked by the ReLU and written for `grad_apply` and the shortcut. AGAIN writes s,
-    and excludes JOIN and BLUR. With BLUR, P is the number of pixels of grad. A program reads four
-    pixels of x for each pixel of grad.
+    gradient is masked by the ReLU and stored in written, for `grad_apply` and the shortcut. With
+    AGAIN, s is stored in written; AGAIN excludes JOIN and BLUR. With BLUR, P is the number of
+    pixels of grad. A program reads four pixels of x for each pixel of grad.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)
@@ -402,7 +401,7 @@ def merge_grad_sums(
 ):  # fmt: skip
     """Merge the sums of all G chunks into out (4, C): gradients of weight and bias, k1, k0.
 
-    A program covers BC channels. stats (4, C) is the out of `merge_moments`. squeeze_grad (N, C) is
+    A program covers BC channels. `merge_moments` wrote stats (4, C). squeeze_grad (N, C) is
     the gradient that each pixel of a map gets through the squeeze.
     """
     c = tl.program_id(0) * BC + tl.arange(0, BC)
@@ -446,7 +445,7 @@ def grad_apply(
 ):  # fmt: skip
     """Write a chunk of the gradient of x: scale * m g + k1 * (x - mean) + k0.
 
-    merged (4, C) is the out of `merge_grad_sums`. Without TRAINING, the terms of k1 and k0 are
+    `merge_grad_sums` wrote merged (4, C). Without TRAINING, the terms of k1 and k0 are
     omitted; as products with 0 they would be NaN where x is infinite. With BLUR, P is the number of
     pixels of grad. A program covers four pixels of x for each pixel of grad.
     """

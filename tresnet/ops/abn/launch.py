@@ -23,8 +23,8 @@ from tresnet.ops.tiles import (
     plan,
 )
 
-# Programs for which a multiprocessor of an H100 has registers, as tests/ops/test_kernel_traffic.py
-# checks. SUMS_RESIDENT is for `grad_sums`, by (gated, blur).
+# Number of programs for which a multiprocessor of an H100 has registers. SUMS_RESIDENT is for
+# `grad_sums`, by (gated, blur). tests/ops/test_kernel_traffic.py checks these numbers.
 RESIDENT = 8
 SUMS_RESIDENT = {(False, False): 6, (True, False): 4, (False, True): 4, (True, True): 3}
 RUNNING_CHANNELS, RUNNING_WARPS = 256, 4
@@ -35,7 +35,7 @@ def _pass(
     kernel: str, x: Tensor, shape: Geometry, source: Geometry, cut: Plan, slope: float | None,
     blur: bool, **switches: Any,
 ) -> Form:  # fmt: skip
-    """Return the `Form` of a kernel that reads `x` in the view `source`; `cut` divides `shape`."""
+    """Return the `Form` of a kernel that reads `x` as the view `source`; `cut` divides `shape`."""
     h, w, ho, wo = (*x.shape[-2:], *blurred(x.shape)) if blur else (1, 1, 1, 1)
     xn, xp, xc = source.strides
     on, op, oc = geometry(_output(x, blur), as_one_sample=False).strides if blur else (xn, xp, xc)
@@ -190,7 +190,7 @@ def _apply(
 
 
 def _lines(x: Tensor) -> tuple[int, int, int, int]:
-    """Return (direction, N, lines, line length): direction 1 packs bits of channels, 2 pixels."""
+    """Return (direction, N, lines, line length); bits run along channels (1) or pixels (2)."""
     n, p, c, strides, _ = geometry(x, as_one_sample=False)
     return (1, n, p, c) if strides[2] == 1 else (2, n, c, p)
 

@@ -29,8 +29,8 @@ def abn(
     """Normalise each channel, scale by `weight`, shift by `bias`, apply the activation.
 
     y = act(weight * (x - mean) / sqrt(var + eps) + bias) (arXiv 1502.03167, algorithm 1). In
-    training, mean and var are the batch's, and the running statistics, unless None, are updated in
-    place with the unbiased variance. Otherwise mean and var are the running statistics. `x` is
+    training, mean and var are the batch's. Running statistics, unless None, are then updated in
+    place, with the unbiased variance. Otherwise mean and var are the running statistics. `x` is
     (N, C, ...), other tensors are (C,); the output has the dtype of `x`. `momentum` is the batch's
     weight in the update. `slope` is the leaky ReLU's negative slope; None means no activation.
     """
@@ -71,7 +71,7 @@ def statistics(y: Tensor, norm: Norm, *, per_sample: bool) -> tuple[Tensor, Tens
 
 
 def running_statistics(norm: Norm) -> Tensor:
-    """Return mean, scale, invstd and variance (4, C) of the running statistics."""
+    """Return (4, C): mean, scale, invstd and variance, from the running statistics."""
     weight, mean, var = norm.vectors()
     return _normaliser(_wide(mean), _wide(var), weight, norm.eps)
 
@@ -95,7 +95,7 @@ def apply(
 def grad_sums(
     grad: Tensor, second: Tensor | None, kept: Kept, norm: Norm, *, rebuilds: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return sums over each sample (N, 2 or 4, C), and a join's masked gradient or the output."""
+    """Return backward's sums of each sample (N, 2 or 4, C), and the map `Sums.written`."""
     y, written = kept.y, None
     g = _wide(grad) if second is None else _wide(grad) + second
     if kept.bits is not None:

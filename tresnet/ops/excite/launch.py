@@ -23,8 +23,8 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the squeezed maps (N, C), the hidden layer (N, R) and the gate (N, C), all float32.
 
-    `partial` is the result of `tresnet.ops.abn.launch.squeeze`. With `linear`, where neither
-    activation nor blur comes before the SE, it is the second result of `statistics`.
+    `partial` is the result of `tresnet.ops.abn.launch.squeeze`. With `linear`, `partial` is the
+    second result of `statistics`, as neither activation nor blur comes before the SE.
     """
     se, stats = _dense(norm), kept.stats
     samples, channels = kept.y.shape[:2]

@@ -26,7 +26,7 @@ CutT = TypeVar("CutT")
 TILE, BLUR_TILE = 2048, 1024
 WARPS = 4
 CHANNELS = 64  # most channels of a tile: 128 bytes in 16 bits
-MOST_TILES = 4  # most tiles of a program that writes a map; they share loads of vectors
+MOST_TILES = 4  # most tiles of a program that writes a map; they share the loads of vectors
 WIDEST_LOAD = 16  # bytes that a thread loads at once
 MULTIPROCESSORS = 132  # of an H100, assumed where there is no GPU
 
@@ -186,8 +186,8 @@ def plan(
     A GPU runs `places` programs at once. A kernel that `writes` a map has at most `MOST_TILES`
     tiles in a chunk. Other kernels reduce `maps` tensors to partial sums, in chunks as long as
     `places` allow. `blur` is for kernels that compute a blur or its transpose. `source` is the view
-    that is read, if not `shape`. Channels of a single pixel are neighbours in memory in `shape`,
-    but maybe not in `source`.
+    that is read, if not `shape`. The channels of a single pixel are always neighbours in `shape`,
+    but not in every `source`.
     """
     bp, bc = tile(shape, blur, maps)
     columns = -(-shape.c // bc)

@@ -8,8 +8,8 @@ transposed blur computes squares of 2 x 2 pixels (see `square_of`).
 import triton
 import triton.language as tl
 
-# A kernel is compiled once for all sizes. Triton would specialise it to sizes that 16 divides; AP
-# and AC state divisibility instead. Of the strides, only the value 1 is specialised.
+# A kernel is compiled once for all sizes. Triton would compile a version for sizes that 16 divides;
+# AP and AC state divisibility instead. Of the strides, only the value 1 is specialised.
 kernel = triton.jit(
     do_not_specialize=(
         *("N", "P", "C", "R", "G", "H", "W", "HO", "WO", "splits", "chunk", "count"),
@@ -37,7 +37,7 @@ def chunk_of_program(
 ):  # fmt: skip
     """Return a program's group, sample, first pixel, number of pixels, channels and their mask.
 
-    A group is the index of a chunk among those of all samples; AP divides a chunk's pixels. With
+    A group is the index of a chunk in the batch; AP divides a chunk's pixels. With
     BACKWARDS, as in kernels that write maps, the first programs cover the last groups: the previous
     reduction or convolution has just read the end of the map, which is still in the L2 cache.
     """
@@ -122,7 +122,7 @@ def reflect(i, size):
 
 @triton.jit
 def odd_pixel_weights(i, size, size_out):
-    """Return the weights of pixel 2 i + 1 in outputs i and i + 1 of a row; 0 if there is none.
+    """Return the weights of pixel 2 i + 1 in outputs i and i + 1 of a row; 0 outside the row.
 
     A weight is 1/4, or 1/2 in an outermost output that also reads the pixel's reflection. Pixel 2 i
     has the weight 1/2 in output i, and 0 in other outputs.
