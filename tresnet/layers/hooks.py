@@ -22,7 +22,7 @@ def check_model(model: Any) -> None:
 
 
 def find_hooks(module: nn.Module) -> str | None:
-    """Describe the hooks or changes of `module` that replacing it would lose, or return None."""
+    """Describe the hooks or changes of `module` that a replacement would lose, or return None."""
     hooks = [kind for kind in _HOOKS if getattr(module, kind)]
     if hooks:
         return f"hooks ({hooks[0]})"

@@ -1,8 +1,8 @@
 """Batch norm with its activation: three classes that compute the same function.
 
 Each class has the parameters and buffers of `torch.nn.BatchNorm2d`; `weight` is gamma. The classes
-differ in the number of feature maps (N, C, H, W) that are saved for backward. `BatchNormAct` saves
-two and `InplaceABN` one. `ABN` saves one on a GPU, where `tresnet.fused` runs the model.
+differ in the number of feature maps that are saved for backward. `BatchNormAct` saves two maps and
+`InplaceABN` one map. `ABN` saves one map on a GPU, where `tresnet.fused` runs the model.
 """
 
 import threading

@@ -172,9 +172,9 @@ def predict(
 ) -> list[Prediction]:
     """Predict the classes of images; `weights`, `top_k` and `options` are for `Predictor`.
 
-    `images` is one image or an iterable: paths of files or folders, glob patterns, PIL images, or
-    uint8 RGB as NumPy arrays ([N,] H, W, 3) or tensors ([N,] 3, H, W). Images are resized and
-    cropped as the weights require.
+    `images` is one image, or an iterable of images: paths of files or folders, glob patterns, and
+    PIL images. NumPy arrays ([N,] H, W, 3) and tensors ([N,] 3, H, W) must be RGB in uint8. Images
+    are resized and cropped as the weights require.
 
     Raises:
         InputError: an object is not an image.

@@ -132,7 +132,7 @@ class EvalTransform(ImageSize):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSettings(Settings):
-    """Conversion of an image before it is written into a shard.
+    """Settings for converting images and writing them into shards.
 
     Larger images than requested are resized by a Lanczos filter and encoded as JPEG. Other images
     keep the bytes of their files. `max_side` and `short_side` exclude each other.

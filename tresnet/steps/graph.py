@@ -71,7 +71,7 @@ class CudaCapturer:
         """Capture `function`; return its result, and a function that replays the graph.
 
         If a capture fails at its end, PyTorch does not restore the current stream, the random
-        generator and the allocator, so this method restores them.
+        generator and the allocator. This method restores all three.
         """
         graph, device = torch.cuda.CUDAGraph(), self._stream.device
         generator = torch.cuda.default_generators[device.index]

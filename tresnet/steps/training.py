@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class TrainingStep:
-    """Forward, loss and backward of micro-batches, then one optimizer step.
+    """Runs forward, loss and backward of micro-batches, then an optimizer step.
 
     `model` is the plain model, which is saved. `model_ema` is its EMA, or None. `schedule` sets the
     learning rate of each optimizer step; None keeps the rate. `scaler` scales the loss in fp16, and

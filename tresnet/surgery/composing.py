@@ -25,8 +25,8 @@ def compose(*parts: nn.Module) -> nn.Module:
     result has one group, and the dtype and device of the first weight. The new weight is computed
     in float64. The result may take more operations than all parts together.
 
-    If only the first part pads, the result is exact for every input size. If a later part pads, the
-    part before it must have no bias and pad by at least dilation * (kernel - 1), 0 for a 1x1.
+    If only the first part pads, the result is exact for every input size. Before a part that pads,
+    a part must have no bias, and a padding of at least dilation * (kernel - 1).
 
     Given one model with other modules, such as a ResNet50, `compose` replaces each `SubtractedConv`
     in place by an `nn.Conv2d`, and returns the model. Train before, as the factors are lost.
@@ -138,7 +138,7 @@ def _after(first: _Linear, second: _Linear) -> _Linear:
 def _check_exact(first: _Linear, second: _Linear) -> None:
     """Check that channels are equal, and `second` pads only where `first` would give zeros.
 
-    Beyond its border, `first` gives zeros if it has no bias and pads by at least its kernel - 1.
+    Beyond the border, `first` gives zeros if it has no bias and a padding of at least kernel - 1.
     """
     gives, takes = len(first.weight), second.weight.shape[1]
     if gives != takes:

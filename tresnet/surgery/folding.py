@@ -30,15 +30,15 @@ _FROZEN = ("torchvision.ops.misc", "FrozenBatchNorm2d")
 def fold(model: ModuleT, *, merge_stem: bool = False, inplace: bool = False) -> ModuleT:
     """Return a model for inference with the same outputs, its norms folded into convolutions.
 
-    y = gamma (conv(x) - mean) / sqrt(var + eps) + beta becomes one convolution with bias, whose
-    weight is computed in float64 and rounded once. `fold` handles TResNets, also inside another
-    module. In any `nn.Sequential` it folds a `Conv2d` with the norm after it: a `BatchNorm2d`, a
-    norm of this package, or a norm that timm froze. The model must call the `nn.Sequential` as a
-    whole. If it calls the children one by one and computes something between them, the result is
-    wrong, without an error. The result has no gradients, and cannot be trained, saved or loaded:
-    load weights before folding, and export after. Fold with the device, dtype and memory format
-    with which the model will run. On a GPU, `fold` stores weights with widths padded to multiples
-    of 8, so that no call pads them.
+    y = gamma (conv(x) - mean) / sqrt(var + eps) + beta becomes one convolution with bias, computed
+    in float64 and rounded once. `fold` handles TResNets, also inside another module, and in any
+    `nn.Sequential` a `Conv2d` followed by a `BatchNorm2d`, a norm of this package, or a norm that
+    timm froze. The model must call such an `nn.Sequential` as a whole. If the model calls the
+    children one by one and computes something between them, the result is wrong, and no error is
+    raised. The result has no gradients, and cannot be trained, saved or loaded: load weights before
+    folding, and export after. Fold with the device, dtype and memory format with which the model
+    will run. On a GPU, `fold` pads the memory of weights to widths that are multiples of 8, so that
+    no call has to pad them.
 
     `merge_stem` replaces space-to-depth and the stem's 3x3 exactly by one convolution (12x12 with
     stride 4, if the block size is 4). `inplace` changes `model` itself.
