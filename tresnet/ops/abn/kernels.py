@@ -73,7 +73,7 @@ def moments(
 ):  # fmt: skip
     """Write a chunk's mean and sum of squared deviations to a row of partial (N * splits, 2, C).
 
-    The chunk's first pixel is subtracted from each pixel, as squares of large means would cancel.
+    The chunk's first pixel is subtracted from each pixel, as large means would cause cancellation.
     """
     P, C = aligned(P, AP), aligned(C, AC)
     xn, xp, xc = aligned_strides(xn, xp, xc, AP, AC)

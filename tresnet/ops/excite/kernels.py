@@ -31,7 +31,7 @@ def linear(
     x, weight, bias, n, i, N, ROWS, COLUMNS,
     BN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
-    """Return columns i of x weight^T + bias for samples n; BN is too small for tensor cores."""
+    """Return columns i of x @ weight^T + bias for samples n; BN is too small for tensor cores."""
     total = tl.zeros((BN, BI), tl.float32)
     for begin in range(0, COLUMNS, BJ):
         j = begin + tl.arange(0, BJ)
@@ -44,7 +44,7 @@ def linear(
 def linear_grad(
     grad, weight, n, j, N, ROWS, COLUMNS, BN: tl.constexpr, BI: tl.constexpr, BJ: tl.constexpr
 ):
-    """Return columns j of grad weight, the gradient of the input of `linear`, for samples n."""
+    """Return columns j of grad @ weight, the gradient of the input of `linear`, for samples n."""
     total = tl.zeros((BN, BJ), tl.float32)
     for begin in range(0, ROWS, BI):
         i = begin + tl.arange(0, BI)
@@ -134,7 +134,7 @@ def excite_grads(
 
 @triton.jit
 def weight_grad(grad, x, weight, bias, N, ROWS, COLUMNS, BN: tl.constexpr, BW: tl.constexpr):
-    """Write a square tile of grad^T x to weight (ROWS, COLUMNS), and grad's sum to bias."""
+    """Write a square tile of grad^T @ x to weight (ROWS, COLUMNS), and grad's sum to bias."""
     columns = tl.cdiv(COLUMNS, BW)
     i = (tl.program_id(0) // columns) * BW + tl.arange(0, BW)
     j = (tl.program_id(0) % columns) * BW + tl.arange(0, BW)
