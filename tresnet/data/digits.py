@@ -1,8 +1,8 @@
 """The data set `digits`: 1797 real handwritten digits (8 x 8 grey) that ship with scikit-learn.
 
 The digits are the test half of UCI's "Optical Recognition of Handwritten Digits". `write` makes
-PNG class folders, which are read like any other images. The split is by image, not by writer: the
-data name no writers, so both splits may hold digits of one writer.
+class folders of PNG files for `open_folder`. Both splits may hold digits of one writer, as the data
+do not name the writers.
 """
 
 import hashlib
@@ -21,24 +21,24 @@ IMAGES = 1797
 COUNTS = {"train": 1438, "val": 359}
 SPLIT_SEED = 0
 VAL_FRACTION = 0.2
-# SHA-256 over every image's path and pixels, see digest; fixes both the data and the split.
+# SHA-256 of every image's path and pixels (`digest`), which fixes both the data and the split.
 DIGEST = "70c36a9ad3fa6dae1b2b6abb55ace8d81db22aafc329cc19600b6c89ab097fa1"
 
 
 def write(root: str | Path) -> Path:
-    """Write the digits to `<root>/digits/{train,val}/<0..9>/<index>.png` unless they are there.
+    """Write the digits to `<root>/digits/{train,val}/<0..9>/<index>.png` unless these files exist.
 
-    The folder appears complete or not at all, also if several processes call this at once. Each
-    image is 8 x 8 and grey, 0..16 scaled to 0..255. Returns the folder, the root for `open_folder`.
-    Other contents at that path raise `DataError`.
+    The folder appears complete or not at all, even if several processes write it at once. Images
+    are 8 x 8 and grey, with values scaled from 0..16 to 0..255. The returned folder is the root for
+    `open_folder`. Other contents in this folder raise `DataError`.
     """
     return place(Path(root) / "digits", _write_pngs, DIGEST)
 
 
 def place(target: Path, fill: Callable[[Path], None], expected: str) -> Path:
-    """Write a folder by `fill` beside `target`, and rename it; `expected` is its digest.
+    """Write a folder by `fill` under a temporary name and rename it to `target`, unless it exists.
 
-    DataError is raised if `target` or the written files have another digest.
+    DataError is raised if the digest of `target` or of the written files is not `expected`.
     """
     if not target.exists() and not target.is_symlink():
         try:
@@ -63,7 +63,7 @@ def place(target: Path, fill: Callable[[Path], None], expected: str) -> Path:
 
 
 def split_of(labels: np.ndarray) -> np.ndarray:
-    """Return a mask (N,), True for a fifth of each class, chosen by hashes of the indices."""
+    """Return a mask (N,) of validation images: a fifth of each class, chosen by index hashes."""
     ranks = [
         hashlib.sha256(f"{SPLIT_SEED}:{index}".encode()).digest() for index in range(len(labels))
     ]
@@ -101,9 +101,9 @@ def _write_pngs(folder: Path) -> None:
 
 
 def digest(folder: Path) -> str | None:
-    """Return SHA-256 over images' paths and pixels and all tables; None if a file is unreadable.
+    """Return the SHA-256 of all images (path, pixels) and CSV tables; None if one is unreadable.
 
-    Pixels are hashed rather than bytes, as another zlib may compress the same picture differently.
+    Pixels are hashed instead of file bytes, as another zlib may compress a picture differently.
     """
     from PIL import Image
 

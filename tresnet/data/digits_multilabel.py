@@ -1,8 +1,8 @@
 """A multi-label data set: one to four real handwritten digits on one canvas.
 
-Digits are those of `tresnet.data.digits`, each at twice its size, in random cells of a 2 x 2 grid.
-Each split shows only digits of the same split there. Every draw comes from Python's `random()`,
-whose values are the same on any machine and version.
+Digits of `tresnet.data.digits` are drawn at twice their size in random cells of a 2 x 2 grid. The
+images of a split show only digits of that split. All random numbers come from Python's `random()`,
+whose values are equal on all machines and versions.
 """
 
 import random
@@ -22,10 +22,10 @@ DIGEST = "0ab7169744c3d2b63d5377b242dda643c4483db3b80a0c0d126f1cf2e50a4d31"
 
 
 def write(root: str | Path) -> Path:
-    """Write `<root>/digits_multilabel/{train,val}.csv` and their images unless they are there.
+    """Write `<root>/digits_multilabel/{train,val}.csv` and their images, unless these files exist.
 
-    The folder appears complete or not at all. Each image is a grey PNG of 40 x 40 pixels. Returns
-    the folder, the root for `open_multilabel`. Other contents at that path raise `DataError`.
+    The folder appears complete or not at all. Images are grey PNG files of 40 x 40 pixels. The
+    returned folder is the root for `open_multilabel`. Other contents in it raise `DataError`.
     """
     return digits.place(Path(root) / NAME, _write_splits, DIGEST)
 
@@ -33,9 +33,9 @@ def write(root: str | Path) -> Path:
 def canvas(
     pixels: np.ndarray, labels: np.ndarray, members: np.ndarray, seed: str
 ) -> tuple[np.ndarray, list[int]]:
-    """Draw a grey image (40, 40), uint8, and 0 or 1 for each of the ten digits, from a seed.
+    """Draw a grey image (40, 40), uint8; also return 0 or 1 for each of the ten digits.
 
-    `pixels` are (N, 8, 8) uint8, `labels` (N,). Digits are drawn from the indices in `members`.
+    `pixels` are (N, 8, 8), uint8, and `labels` (N,). `members` are indices of the allowed digits.
     """
     draw = random.Random(seed).random
     image, marks = np.zeros((SIZE, SIZE), dtype=np.uint8), [0] * len(digits.CLASSES)

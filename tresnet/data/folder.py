@@ -1,8 +1,8 @@
-"""Images in class folders, `<root>/<split>/<class>/*.png`, with errors that name the fault.
+"""Open images in class folders, `<root>/<split>/<class>/*.png`.
 
 `open_folder` lists files in torchvision's order, so that labels and accuracies are comparable. An
-`ImageDataset` reads a file when it is indexed and gives a `Picture`, whose pixels the transform
-decodes. Shards and multi-label sets are `ImageDataset`s too.
+`ImageDataset` reads a file only when its item is requested. The transform decodes the pixels.
+Shards and multi-label data sets are also `ImageDataset`s.
 """
 
 import os
@@ -19,21 +19,21 @@ from tresnet.errors import DataError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# torchvision's list; importing torchvision takes two seconds.
+# A copy of torchvision's list, as importing torchvision takes two seconds.
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-# Names of the classes, in their order, of a multi-label data set.
+# Name of the file that lists a multi-label data set's classes in order.
 CLASSES_FILE = "classes.txt"
 _NAMES_SHOWN = 10
 
 
 @dataclass(eq=False, repr=False)
 class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
-    """One split of a data set: item i is (transformed image, its label or labels).
+    """One split of a data set: item i is (transformed image, label).
 
-    Without a transform the image is a PIL image in RGB. The label is an int, or (classes,) float32
-    of 0 and 1. A file that cannot be decoded raises BadImageError. A loader skips such files if
-    `skip_bad_images`. `targets` are (N,) int64, or (N, classes), uint8 of 0 and 1, if multi-label.
-    `digest` is a hash of the images, if the format stores it.
+    Without a transform the image is a PIL image in RGB. A label is an int; multi-label data have a
+    float32 tensor (classes,) of 0 and 1. A file that cannot be decoded raises BadImageError. With
+    `skip_bad_images`, a loader skips such files. `targets` are (N,), int64, or for multi-label data
+    (N, classes), uint8. `digest` is a hash of the images, or None if the format does not store one.
     """
 
     split: str
@@ -46,7 +46,7 @@ class ImageDataset(torch.utils.data.Dataset[tuple[Any, Any]]):
 
     @property
     def multi(self) -> bool:
-        """Whether an image may have any number of labels."""
+        """Whether the data set is multi-label: an image may have any number of labels."""
         return self.targets.dim() == 2
 
     def __len__(self) -> int:
@@ -73,8 +73,8 @@ def open_folder(
 
     Labels are indices of the sorted class folders. Hidden folders, and files without an image's
     suffix, are ignored; files are in torchvision's order. `transform` takes a `Picture`. A damaged
-    image raises an error only when it is read, or the loader skips it (`skip_bad_images`). A
-    folder that is missing, or without classes or images, raises `DataError`.
+    image raises an error when it is read; with `skip_bad_images`, the loader skips it. A folder
+    that is missing, or has no classes or images, raises `DataError`.
     """
     folder = Path(root) / split
     classes = class_folders(Path(root), folder)
@@ -137,7 +137,7 @@ def open_picture(path: str | Path) -> Picture:
 def load_rgb(path: str | Path) -> "Image":
     """Decode an image file as 8-bit RGB, as `Picture.rgb` does.
 
-    BadImageError is raised for a missing or truncated file, 32-bit pixels, or no image.
+    A file that is missing, truncated or no image, and 32-bit pixels raise BadImageError.
     """
     return open_picture(path).rgb()
 

@@ -1,7 +1,7 @@
-"""Batches whose order and augmentation depend on (seed, epoch), with any number of workers.
+"""Load batches whose order and augmentation depend only on (seed, epoch), not on the workers.
 
-`EpochBatches` lists each batch's images and their seeds, so that a resumed run continues in the
-middle of an epoch. torch's DataLoader runs the workers. On Linux, workers share `_Slots`.
+`EpochBatches` lists the images and seeds of each batch, so that a resumed run can continue inside
+an epoch. torch's DataLoader runs the workers. On Linux, workers write to `_Slots`, shared memory.
 """
 
 import dataclasses
@@ -31,12 +31,12 @@ _AHEAD = 2  # batches that a worker prepares in advance
 _IN_USE = 4  # batches that the training process holds at once
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
 
-Key = tuple[int, int | None]  # index of the image; seed of its augmentation, None in evaluation
+Key = tuple[int, int | None]  # index of an image; augmentation's seed, None in evaluation
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class SizedDataset(Protocol):
-    """A map-style data set of (image tensor, label, or a tensor of labels)."""
+    """Map-style data set of pairs: an image tensor, and a label or a tensor of labels."""
 
     def __len__(self) -> int: ...
 
@@ -44,12 +44,12 @@ class SizedDataset(Protocol):
 
 
 class EpochBatches(torch.utils.data.Sampler[list[Key]]):
-    """Lists of keys for one rank, a pure function of (seed, epoch).
+    """Sampler of one rank's batches, as lists of keys that depend only on (seed, epoch).
 
-    Training shuffles and distributes as torch's DistributedSampler: global batch b has the same
-    images for any number of ranks. With `repeats`, an image's copies are neighbours in the global
-    order, and an epoch keeps its length. Evaluation keeps the data set's order, does not pad, and
-    gives each image to one rank.
+    Training shuffles and distributes like torch's DistributedSampler: global batch b has the same
+    images for any number of ranks. With `repeats`, copies of an image are neighbours in the global
+    order, and the length of an epoch does not change. Evaluation keeps the data set's order, does
+    not pad, and gives each image to exactly one rank.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
     ) -> None:
         rank, world_size = distributed
         self._images = len(dataset)
-        self._own = range(rank, len(dataset), world_size)  # places in the epoch's order
+        self._own = range(rank, len(dataset), world_size)  # positions in the epoch's order
         self._training = training
         self._seed = seed
         self._repeats = repeats
@@ -74,7 +74,7 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
         self._batches = full if training else full + bool(rest)
 
     def set_epoch(self, epoch: int, start_batch: int) -> None:
-        """Choose the epoch to iterate and the batch to begin with."""
+        """Set the epoch to iterate over, and the batch with which the epoch begins."""
         if not 0 <= start_batch <= self._batches:
             raise ConfigError(
                 f"expected start_batch from 0 to {self._batches}, the batches of an epoch, got "
@@ -97,18 +97,18 @@ class EpochBatches(torch.utils.data.Sampler[list[Key]]):
             yield [self.key(order[place], copy) for place, copy in places]
 
     def key(self, index: int, copy: int = 0) -> Key:
-        """Return an image's key; in training it depends on the image's copy."""
+        """Return an image's key; in training, each copy of the image has its own seed."""
         parts = (self._seed, self._epoch, index, copy)[: 4 if copy else 3]
         return index, mix_seed(*parts) if self._training else None
 
 
 class Loader:
-    """Iterates over (images (N, C, H, W), labels (N,) int64) of one epoch.
+    """Iterates over the batches of one epoch: images (N, C, H, W) and labels (N,), int64.
 
     Multi-label targets are (N, classes), float32. An unreadable image raises DataError. If the
-    data set has `skip_bad_images`, this rank's `skipped` maps such paths to reasons instead. In
-    training another image replaces an unreadable one. In evaluation the batch becomes smaller.
-    Worker processes run from the first iteration to `close`, across epochs.
+    data set has `skip_bad_images`, `skipped` maps this rank's unreadable paths to reasons instead.
+    In training, another image replaces an unreadable image. In evaluation, the batch becomes
+    smaller. Worker processes run from the first iteration until `close`, across epochs.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Loader:
         self.skipped: dict[str, str] = {}
 
     def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
-        """Choose the next epoch and its first batch; raise ConfigError if that is out of range."""
+        """Set the next epoch and its first batch; a batch out of range raises ConfigError."""
         self._sampler.set_epoch(epoch, start_batch)
 
     def __len__(self) -> int:
@@ -143,7 +143,7 @@ class Loader:
                 yield found.tensors()
 
     def close(self) -> None:
-        """Stop the workers now; the garbage collector would do so later and wait 5 s for each."""
+        """Stop the workers now; the garbage collector would wait 5 s for each worker."""
         self._loader = None
 
     def _account(self, failures: list[BadImageError], unfilled: bool) -> None:
@@ -163,8 +163,8 @@ class Loader:
 class _Slots:
     """Shared memory into which forked workers write batches, so that no batch is copied or sent.
 
-    Slots are reused. New memory for each batch would take longer than writing the pixels, as the
-    system clears new memory and maps it twice. A slot is free when no view of its batch is left.
+    A slot holds one batch. It is reused after all tensors of its batch are freed. New memory would
+    take longer than writing the pixels, as the system clears new memory and maps it twice.
     """
 
     def __init__(self, count: int, batch_size: int, image: torch.Tensor) -> None:
@@ -177,7 +177,7 @@ class _Slots:
         _made_here[id(self)] = self
 
     def __reduce__(self) -> Any:
-        """Pickle only a number, by which a forked worker finds its copy."""
+        """Pickle only a number, by which a forked worker finds its copy of this object."""
         return _slots_of, (id(self),)
 
     def begin(self) -> None:
@@ -191,12 +191,12 @@ class _Slots:
         return slot
 
     def images(self, slot: int, count: int) -> torch.Tensor:
-        """Return a slot's first `count` images; the slot stays taken while these tensors exist."""
+        """Return a slot's first `count` images; the slot is not free while the result exists."""
         shape = (count, *self._shape)
         array = np.ndarray(shape, self._dtype, self._memory, slot * self._bytes)
         self._held.add(slot)
         self._asked.discard(slot)
-        # the array lives as long as any tensor of its memory
+        # the array is freed after all tensors that share its memory
         weakref.finalize(array, self._held.discard, slot).atexit = False
         return torch.from_numpy(array)
 
@@ -209,7 +209,7 @@ def _slots_of(number: int) -> _Slots:
 
 
 class _Asked(torch.utils.data.Sampler[tuple[int | None, list[Key]]]):
-    """Batches requested from workers, each with the number of a free slot, or None."""
+    """Sampler of pairs for the workers: the number of a free slot, or None, and a batch's keys."""
 
     def __init__(self, batches: EpochBatches, slots: _Slots | None) -> None:
         self._batches, self._slots = batches, slots
@@ -223,11 +223,11 @@ class _Asked(torch.utils.data.Sampler[tuple[int | None, list[Key]]]):
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """A batch from a worker; `unfilled` if an unreadable image has no replacement.
+    """Batch from a worker; `unfilled` means that an unreadable image has no replacement.
 
-    `images` is an array, (memory, slot), or None if no image is readable. A worker sends no tensor,
-    as torch would open a socket below TMPDIR, whose path may be too long. With `innermost` the
-    images are (H, W, C).
+    `images` is an array, a pair (slots, number of the slot), or None if no image is readable. To
+    send a tensor, torch would open a socket below TMPDIR, whose path may be too long. `innermost`
+    means that images are (H, W, C).
     """
 
     count: int
@@ -248,7 +248,7 @@ class _Found:
         return images.permute(0, 3, 1, 2) if self.innermost else images, labels
 
     def pin_memory(self, device: Any = None) -> "_Found":
-        """Pin the batch; torch calls this in a thread of the main process."""
+        """Copy the batch to pinned memory; torch calls this in a thread of the main process."""
         if not self.count:
             return self
         images, labels = (tensor.pin_memory() for tensor in self.tensors())
@@ -256,7 +256,7 @@ class _Found:
 
 
 class _Batches(Dataset[Any]):
-    """Data set in a worker; it returns exceptions, as torch turns raised exceptions into text."""
+    """Data set of whole batches; returns exceptions, as torch turns raised ones into text."""
 
     def __init__(self, dataset: SizedDataset, replace: bool) -> None:
         self._dataset = dataset
@@ -264,7 +264,7 @@ class _Batches(Dataset[Any]):
         self._slots: _Slots | None = None
 
     def make_slots(self, count: int, batch_size: int, key: Key) -> _Slots | None:
-        """Allocate memory for batches of images like that of `key`, if that image is readable."""
+        """Allocate slots for batches of images like that of `key`; None if it is unreadable."""
         with preserved_generators():
             found = self._sample(*key, [])
         if found is not None and isinstance(found[0], torch.Tensor):
@@ -272,7 +272,7 @@ class _Batches(Dataset[Any]):
         return self._slots
 
     def __getitems__(self, asked: tuple[int | None, list[Key]]) -> _Found:
-        """Read the images of the keys; copy each to the slot while it is in the CPU's cache."""
+        """Read the images of a batch; copy each image at once, while it is in the CPU's cache."""
         slot, keys = asked
         failures: list[BadImageError] = []
         place = None if self._slots is None or slot is None else (self._slots, slot)
@@ -330,8 +330,8 @@ def create_loader(
 ) -> Loader:
     """Make the loader of one rank; `distributed` is (rank, world size).
 
-    `batch_size` is per rank. All ranks have the same `seed` for order and augmentation.
-    `training` shuffles by epoch, seeds the augmentation and drops a last batch that is not full.
+    `batch_size` is per rank. `seed` determines order and augmentation, and is equal on all ranks.
+    `training` shuffles each epoch, seeds the augmentation and drops a last batch that is not full.
     `workers` is the number of processes that decode, at most one per core; with 0 this process
     decodes. Batches do not depend on `workers`. `pin_memory` copies batches to page-locked
     memory, for a GPU. `repeats` is the number of augmented copies of each image per epoch
@@ -363,7 +363,7 @@ def create_loader(
 def _start(
     dataset: SizedDataset, replace: bool, batches: EpochBatches, workers: int, pin_memory: bool
 ) -> DataLoader[Any]:
-    """Allocate the memory for batches, if it can be shared, and return the torch loader."""
+    """Allocate shared memory for batches if workers are forked, and return torch's DataLoader."""
     source, slots = _Batches(dataset, replace), None
     if workers and multiprocessing.get_start_method() == "fork" and len(batches):
         count = _AHEAD * workers + _IN_USE

@@ -1,4 +1,4 @@
-"""Images with any number of labels each, listed in a CSV or a COCO-style JSON file.
+"""Open images with any number of labels each, listed in a CSV or a COCO-style JSON file.
 
 Each reader returns a list of (path, set of class names). `open_multilabel` makes an `ImageDataset`
 of the list, with a row of 0 and 1 for each image. Errors name the file; for CSV, also the line.
@@ -20,7 +20,7 @@ from tresnet.errors import DataError
 SEPARATOR = ";"
 _SHOWN = 5
 
-Listing = list[tuple[str, set[str]]]  # each image's path below its folder, and its labels
+Listing = list[tuple[str, set[str]]]  # path relative to the images' folder; labels
 
 
 def open_multilabel(
@@ -32,12 +32,12 @@ def open_multilabel(
     """Open one split ("train" or "val") of a multi-label data set.
 
     The labels are in `<root>/<split>.csv`, or in COCO's format in `<root>/<split>.json` or
-    `<root>/annotations/instances_<split>.json`. A CSV has image paths below `<root>` in its first
-    column. It is followed by one column `labels`, of names separated by semicolons, or by a
-    column of 0 and 1 for each class. In JSON, `file_name` is below `<root>/<split>`, as in COCO.
-    `<root>/classes.txt`, one name a line, fixes the classes and their order. Without this file,
+    `<root>/annotations/instances_<split>.json`. A CSV's first column has image paths relative to
+    `<root>`. Then follow one column `labels`, with names separated by semicolons, or a column of 0
+    and 1 for each class. In JSON, `file_name` is relative to `<root>/<split>`, as in COCO.
+    `<root>/classes.txt`, one name per line, fixes the classes and their order. Without this file,
     classes are the CSV's columns, COCO's categories by id, or the sorted names in the labels. A
-    file that is missing, malformed or empty, or lists images that are not there, raises DataError.
+    file that is missing, malformed or empty, or lists missing images, raises DataError.
     """
     root = Path(root)
     source = _find(root, split)
@@ -76,7 +76,7 @@ def _find(root: Path, split: str) -> Path:
 
 
 def read_csv(path: Path) -> tuple[list[str], Listing]:
-    """Return class names (columns, or sorted labels) and the listing; errors name the line."""
+    """Return a CSV's class names (its columns, or sorted labels), and each image's labels."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, strict=True)
@@ -109,7 +109,7 @@ def read_csv(path: Path) -> tuple[list[str], Listing]:
 
 
 def read_coco(path: Path) -> tuple[list[str], Listing]:
-    """Return a COCO file's category names, sorted by id, and listing, or raise DataError."""
+    """Return a COCO file's category names, sorted by id, and each image's labels."""
     try:
         content = json.loads(path.read_text("utf-8-sig"))
         categories = [(one["id"], str(one["name"])) for one in content["categories"]]

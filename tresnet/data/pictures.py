@@ -1,7 +1,7 @@
-"""Encoded images: the size is read at once, the pixels are decoded on demand.
+"""Read encoded images: the size at once, the pixels on demand.
 
-Pillow is the reference decoder. For baseline JPEGs nvImageCodec decodes only the part that a crop
-needs, with the same values. Anything that Pillow would refuse raises `BadImageError` with the path.
+Pillow is the reference decoder. For baseline JPEGs, nvImageCodec decodes only the part that a crop
+needs, to equal values. A file that Pillow would reject raises `BadImageError` with its path.
 """
 
 import io
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Box = tuple[int, int, int, int]  # top, left, height, width
-# In a JPEG's scan, 255 is followed by 0 for data and by 208 to 215 for a restart of decoding.
+# A marker in a JPEG's scan is a byte 255 that is not followed by 0 (data) or 208 to 215 (restart).
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7]")
 _END = b"\xff\xd9"
 
@@ -52,7 +52,7 @@ class BadImageError(DataError):
 
 @contextmanager
 def named(path: str) -> Iterator[None]:
-    """Turn any exception in the block into a `BadImageError`, as decoders raise many types."""
+    """Turn any exception inside into a `BadImageError`, as decoders raise many types."""
     try:
         yield
     except BadImageError:
@@ -64,10 +64,10 @@ def named(path: str) -> Iterator[None]:
 
 
 class Picture:
-    """An encoded image of `size` (width, height), from which a random crop is taken."""
+    """Encoded image of `size` (width, height), which can be decoded completely or in part."""
 
     def __init__(self, data: bytes, path: str, plain_size: tuple[int, int] | None = None) -> None:
-        """Read the header, unless `plain_size` is known, or raise BadImageError."""
+        """Read the header unless `plain_size` is given; raise BadImageError if that fails."""
         self.data, self._path, self._plain_size = data, path, plain_size
         self.size = plain_size or self._image.size
 
@@ -82,15 +82,15 @@ class Picture:
         """Decode the complete image as 8-bit RGB, by Pillow.
 
         Alpha is dropped and EXIF orientation is not applied, as in torchvision and timm, so that
-        accuracies are comparable. 16-bit grey is scaled to 8 bits, where Pillow would clip.
-        A damaged file, 32-bit integers and floats raise BadImageError.
+        accuracies are comparable. 16-bit grey values are scaled to 8 bits; Pillow would clip them.
+        A damaged file, and pixels of 32-bit integers or floats, raise BadImageError.
         """
         with named(self._path), self._image as image:
             image.load()
             return to_rgb(image)
 
     def crop(self, box: Box) -> torch.Tensor:
-        """Decode a box (in pixels) to (height, width, 3), uint8, as `rgb` would."""
+        """Decode the pixels in `box` to a uint8 tensor (height, width, 3), equal to `rgb`'s."""
         top, left, height, width = box
         # nvImageCodec may decode wrong colours if a box has one column: decode two columns
         first = min(left, max(self.size[0] - 2, 0)) if width == 1 else left
@@ -103,10 +103,10 @@ class Picture:
         return pixels[:, left - first :][:, :width]
 
     def plain_size(self) -> tuple[int, int] | None:
-        """Return width and height of a plain, complete, baseline JPEG in RGB; None for other files.
+        """Return (width, height) of a complete baseline JPEG in RGB; None for other files.
 
-        In such a file the first marker after the header ends the file. So the file is complete, has
-        one scan, and has no marker that Pillow would refuse.
+        The first marker after the header must end the file. Then the file is complete, has one
+        scan, and has no marker that Pillow would reject.
         """
         if self._plain_size is None and self._image.format == "JPEG" and self._image.mode == "RGB":
             marker = _MARKER.search(self.data, cast(io.BytesIO, self._image.fp).tell())
@@ -116,7 +116,7 @@ class Picture:
 
 
 class Pixels(Picture):
-    """An image that is not encoded: `data` are RGB bytes of `size`, (width, height)."""
+    """Decoded image: `data` are the RGB bytes of an image of `size` (width, height)."""
 
     def __init__(self, data: bytes, size: tuple[int, int]) -> None:
         self.data, self.size = data, size
@@ -128,14 +128,14 @@ class Pixels(Picture):
         return Image.frombytes("RGB", self.size, self.data)
 
     def crop(self, box: Box) -> torch.Tensor:
-        """Return a copy of a part: (height, width, 3), uint8."""
+        """Return a copy of the pixels in `box`: (height, width, 3), uint8."""
         (width, height), (top, left, rows, columns) = self.size, box
         pixels = np.frombuffer(self.data, np.uint8).reshape(height, width, 3)
         return torch.from_numpy(pixels[top : top + rows, left : left + columns].copy())
 
 
 def crop_of(image: "Image", box: Box) -> torch.Tensor:
-    """Return a part of a decoded RGB image: (height, width, 3), uint8."""
+    """Return the pixels in `box` of a decoded RGB image: (height, width, 3), uint8."""
     top, left, height, width = box
     part = image.crop((left, top, left + width, top + height))
     return torch.from_numpy(np.array(part))
@@ -160,7 +160,7 @@ def _decode_region(data: bytes, box: Box) -> torch.Tensor | None:
 
 @cache
 def _codec(process: int) -> tuple[Any, Any, Any] | None:
-    """Return nvImageCodec, a decoder on the CPU and its parameters, made once per process."""
+    """Return nvImageCodec, a CPU decoder and its parameters (one per process), or None."""
     try:
         if find_spec("nvidia") is None or (found := find_spec("nvidia.nvimgcodec")) is None:
             raise ImportError("it is not installed, and has wheels for Linux alone")
@@ -169,7 +169,7 @@ def _codec(process: int) -> tuple[Any, Any, Any] | None:
             cpu = nvimgcodec.Backend(nvimgcodec.BackendKind.CPU_ONLY)
             decoder = nvimgcodec.Decoder(
                 device_id=nvimgcodec.NVIMGCODEC_DEVICE_CPU_ONLY,
-                max_num_cpu_threads=1,  # the loader's processes are the parallelism
+                max_num_cpu_threads=1,  # the loader's processes decode in parallel
                 backends=[cpu],
             )
             params = nvimgcodec.DecodeParams(
@@ -189,7 +189,7 @@ def _codec(process: int) -> tuple[Any, Any, Any] | None:
 
 @contextmanager
 def _one_extension(folder: Path, pattern: str) -> Iterator[None]:
-    """Load one extension of nvImageCodec alone; others print errors about missing libraries."""
+    """Let nvImageCodec load only this extension; others print errors about missing libraries."""
     name = "NVIMGCODEC_EXTENSIONS_PATH"
     before = os.environ.get(name)
     with tempfile.TemporaryDirectory() as place:

@@ -1,4 +1,4 @@
-"""Seeds by which the random numbers of a sample depend only on seed, epoch and index."""
+"""Make a sample's random numbers depend only on the seed, the epoch and the sample's index."""
 
 import hashlib
 import random
@@ -18,7 +18,7 @@ def mix_seed(*parts: int) -> int:
 def seed_cpu_generators(seed: int) -> None:
     """Seed Python's, NumPy's and PyTorch's global CPU generators, but not CUDA's.
 
-    timm draws from Python's and NumPy's, torchvision from PyTorch's, and dropout from CUDA's.
+    timm uses Python's and NumPy's generators, torchvision uses PyTorch's, dropout uses CUDA's.
     """
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002  timm's mixup draws from the global generator
@@ -27,7 +27,7 @@ def seed_cpu_generators(seed: int) -> None:
 
 @contextmanager
 def preserved_generators() -> Iterator[None]:
-    """Restore the three global CPU generators at the end."""
+    """Restore Python's, NumPy's and PyTorch's global CPU generators at the end."""
     python_state = random.getstate()
     numpy_state = np.random.get_state()  # noqa: NPY002  see seed_cpu_generators
     torch_state = torch.get_rng_state()

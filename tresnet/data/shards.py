@@ -1,8 +1,8 @@
-"""Images in a few large files with random access: ArrayRecord, and a manifest for each split.
+"""Store images in shards: a few large ArrayRecord files, with a manifest for each split.
 
-A shard's first record describes its source, its last record lists the labels, and all other records
-are images. Each image's record has a checksum, a JSON text (name, label, sizes) and the image,
-encoded or as pixels. Item i of the shards is item i of the original folder. So order, resume and
+A shard's first record describes its source files, and its last record lists the labels. All other
+records are images: a checksum, a JSON text (name, label, sizes) and the image, encoded or as
+pixels. Item i of the shards is item i of the original folder, so that order, resume and
 distribution over ranks do not change.
 """
 
@@ -36,7 +36,7 @@ _HEAD = struct.Struct("<II")  # CRC-32 of the rest; length of the text in bytes
 
 
 class ShardDataset(ImageDataset):
-    """One split in shards; reading checks each record; `digest` covers all records in order."""
+    """One split in shards, whose records are checked when read; `digest` hashes all records."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class ShardDataset(ImageDataset):
 
 
 class _Places(Sequence[str]):
-    """Paths of the images, made on demand: a list for 20 million would take gigabytes."""
+    """Paths of the images, made on demand: a list of 20 million paths would take gigabytes."""
 
     def __init__(self, files: list[Path], counts: list[int]) -> None:
         self._files = files
@@ -115,7 +115,7 @@ class _Places(Sequence[str]):
 
 
 def manifest_path(folder: Path, split: str) -> Path:
-    """Return the path of a split's manifest, which marks a folder of shards."""
+    """Return the path of a split's manifest; a folder with this file contains shards."""
     return folder / f"{split}.shards.json"
 
 
@@ -130,15 +130,14 @@ def write_shards(
 ) -> dict[str, str]:
     """Write one split into `out`, read all shards back, then write the manifest.
 
-    Complete shards of the same files and settings are kept, so that a stopped command can continue.
-    Superfluous shards of an earlier command are removed. `root` is the folder to which stored names
-    are relative; `log` receives a line for each shard. Returns the skipped images, from name
-    to reason.
+    Complete shards of equal files and settings are kept, so that a stopped command can continue.
+    Superfluous shards of an earlier command are removed. Stored names are relative to `root`. `log`
+    is called with a line for each shard. The result maps names of skipped images to reasons.
 
     Raises:
-        ConfigError: a setting is out of range, or differs from that of the shards in `out`.
+        ConfigError: a setting is out of range, or differs from the settings of shards in `out`.
         BusyError: another process is writing to `out`.
-        DataError: an image cannot be decoded, or all were left out.
+        DataError: an image cannot be decoded, or all images were skipped.
         WriteError: a file cannot be written, for example because the disk is full.
     """
     check(settings)
@@ -196,12 +195,12 @@ def write_shards(
 
 
 def _check_settings(manifest: Path, settings: dict[str, Any]) -> None:
-    """Raise ConfigError if complete shards of other settings would be replaced."""
+    """Raise ConfigError if complete shards with other settings would be replaced."""
     try:
         before = json.loads(manifest.read_text(encoding="utf-8"))["settings"]
     except (OSError, ValueError, KeyError, TypeError):  # no readable manifest
         return
-    names = settings.keys() - {"images_per_shard"}  # it does not change the images
+    names = settings.keys() - {"images_per_shard"}  # does not change the images
     if differing := sorted(name for name in names if before.get(name) != settings[name]):
         raise ConfigError(
             f"{manifest.parent} holds shards that were written with other "
@@ -218,13 +217,13 @@ class _ShardJob:
     skip_bad_images: bool
 
     def source(self) -> str:
-        """Return the shard's first record; sizes and times of files reveal a changed image."""
+        """Return the first record's text; its file sizes and times reveal changed images."""
         rows = []
         for name, label in self.rows:
             try:
                 status = os.stat(self.root / name)
                 rows.append([name, label, status.st_size, status.st_mtime_ns])
-            except OSError:  # reading it raises the error
+            except OSError:  # raised again when the image is read
                 rows.append([name, label, None, None])
         return json.dumps({"format": FORMAT, "rows": rows, "settings": asdict(self.settings)})
 
@@ -239,7 +238,7 @@ class _Done:
 
 
 class _Written(torch.utils.data.Dataset["_Done | TResNetError"]):
-    """A data set of shards, which workers write by reading its items."""
+    """Data set whose item i writes shard i, so that a loader's workers write shards."""
 
     def __init__(self, jobs: list[_ShardJob]) -> None:
         self._jobs = jobs
@@ -250,7 +249,7 @@ class _Written(torch.utils.data.Dataset["_Done | TResNetError"]):
     def __getitem__(self, index: int) -> "_Done | TResNetError":
         try:
             return _write(self._jobs[index])
-        except TResNetError as error:  # torch would turn it into a text with its traceback
+        except TResNetError as error:  # if raised, torch would turn the error into text
             return error
 
 
@@ -289,7 +288,7 @@ def _write(job: _ShardJob) -> _Done:
 
 
 def _read_back(file: Path, source: str) -> _Done | None:
-    """Return what a shard holds; None unless it is complete and made of `source`."""
+    """Read and check a shard; return None if it is incomplete or its source is not `source`."""
     if not file.is_file():
         return None
     digest = hashlib.sha256()
@@ -313,7 +312,7 @@ def _shrunk(picture: Picture, settings: ShardSettings) -> tuple[dict[str, Any], 
     from PIL import Image
 
     width, height = picture.size
-    image = picture.rgb()  # decode it all, to check that it can be read
+    image = picture.rgb()  # decodes the complete image as a check
     factor = 1.0
     if settings.max_side is not None:
         factor = settings.max_side / max(width, height)
@@ -364,7 +363,7 @@ def _unpack(record: bytes) -> tuple[dict[str, Any], bytes]:
 
 @lru_cache(maxsize=256)  # open files; a process may have 1024
 def _reader(file: str, process: int) -> Any:
-    """Return a file's reader for this process, as its threads do not survive a fork."""
+    """Return a file's reader for this process, as a reader's threads do not survive a fork."""
     return _library().ArrayRecordReader(file, "readahead_buffer_size:0,max_parallelism:0")
 
 

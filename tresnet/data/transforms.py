@@ -1,8 +1,8 @@
-"""Transforms from an image to RGB in [0, 1], without mean and standard deviation.
+"""Transform images to RGB in [0, 1], without mean and standard deviation.
 
-timm's and torchvision's parts do the work. `train_transform` draws its random numbers from
-generators that the loader seeds for each sample; `eval_transform` is timm's own. Both can return
-bytes, which take a quarter of the memory of floats.
+`train_transform` combines transforms of timm and torchvision. Its random numbers come from
+generators that the loader seeds for each sample. `eval_transform` computes timm's transform. Both
+can return uint8 images, which take a quarter of the memory of floats.
 """
 
 import math
@@ -41,13 +41,13 @@ class Augment(Settings):
     """Augmentation of training images, applied in this order."""
 
     random_crop: bool = True
-    """Crop a random part and resize it, instead of squashing the complete image."""
+    """Crop a random part and resize this part. Otherwise, squash the complete image."""
     crop_scale: Annotated[tuple[FractionAbove0, FractionAbove0], Ascending] = (0.08, 1.0)
     """Smallest and largest fraction of the image's area in a random crop."""
     crop_ratio: Annotated[tuple[Positive, Positive], Ascending] = (3 / 4, 4 / 3)
     """Smallest and largest width / height of a random crop."""
     hflip: Fraction = 0.5
-    """Probability of a mirror image."""
+    """Probability of a horizontal flip."""
     affine_degrees: PositiveOrZero = 0.0
     """Largest random rotation in degrees, in both directions."""
     affine_translate: Fraction = 0.0
@@ -59,11 +59,11 @@ class Augment(Settings):
     auto_augment: str | None = None
     """Policy in timm's notation, such as original, v0 or rand-m9-mstd0.5. None: no policy."""
     cutout_prob: Fraction = 0.0
-    """Probability that a random part is blackened."""
+    """Probability that cutout blackens a random part of the image."""
     cutout_area: Annotated[tuple[FractionAbove0, FractionAbove0], Ascending] = (0.25, 0.25)
     """Smallest and largest fraction of the area that cutout blackens."""
     cutout_min_aspect: FractionAbove0 = 1.0
-    """Smallest height / width of cutout's part; the largest is the inverse. 1: a square."""
+    """Smallest height / width of the blackened part; the largest is the inverse. 1: a square."""
 
 
 def train_transform(
@@ -75,12 +75,12 @@ def train_transform(
 ) -> Transform:
     """Build the random transform of `cfg` from timm's and torchvision's parts.
 
-    It maps a `Picture`, or a PIL image in RGB, to a tensor (3, height, width): torch.float32 in [0,
-    1], or torch.uint8. It can be pickled. It draws from Python's, NumPy's and PyTorch's global CPU
-    generators, which the loader seeds for each sample. Affine changes fill with black, policies
-    with ImageNet's mean colour. Cutout is applied with a probability, and its squares stay inside
-    the image. The paper's other variant, in which squares may cross the border, is equally
-    accurate. A value out of range, or an unknown policy or dtype, raises ConfigError.
+    The transform maps a `Picture`, or a PIL image in RGB, to a tensor (3, height, width):
+    torch.float32 in [0, 1], or torch.uint8. The transform can be pickled. It uses Python's, NumPy's
+    and PyTorch's global CPU generators, which the loader seeds for each sample. Affine transforms
+    fill with black, policies with ImageNet's mean colour. Cutout's squares stay inside the image;
+    the paper's variant with squares across the border is equally accurate. A value out of range, or
+    an unknown policy or dtype, raises ConfigError.
     """
     from timm.data.random_erasing import RandomErasing
     from torchvision import transforms
@@ -101,7 +101,7 @@ def train_transform(
                 min_area=low,
                 max_area=high,
                 min_aspect=cfg.cutout_min_aspect,
-                mode="const",  # its other modes draw normal noise, which leaves [0, 1]
+                mode="const",  # other modes fill with normal noise outside [0, 1]
                 device="cpu",
             )
         )
@@ -112,8 +112,8 @@ class _Crop:
     """Decode a random crop, resize it, and mirror it at random.
 
     timm and torchvision draw the boxes and mirrors. torch resizes channels-last bytes three to four
-    times as fast as Pillow. torch's bilinear values differ from Pillow's by at most 1, its bicubic
-    values by 6. So Pillow does bicubic resizing.
+    times as fast as Pillow. torch's bilinear values differ from Pillow's by at most 1, but bicubic
+    values by up to 6. Pillow therefore does bicubic resizing.
     """
 
     def __init__(self, cfg: Augment, size: Sides, interpolation: str) -> None:
@@ -176,11 +176,11 @@ def _affine(cfg: Augment) -> list[Any]:
 
 
 def eval_transform(cfg: EvalTransform, *, dtype: torch.dtype = torch.float32) -> Transform:
-    """Build the fixed transform of `cfg`: timm's, without mean and standard deviation.
+    """Build timm's evaluation transform for `cfg`, without mean and standard deviation.
 
-    Input and output are as in `train_transform`. None stands for 224 pixels, a centre crop, the
-    zoo's `default_crop_pct` and bilinear interpolation. A value out of range, or an unknown dtype,
-    raises `ConfigError`.
+    Input and output are as in `train_transform`. Defaults for None in `cfg` are 224 pixels, a
+    centre crop, the zoo's `default_crop_pct` and bilinear interpolation. A value out of range, or
+    an unknown dtype, raises `ConfigError`.
     """
     check(cfg)
     size, mode = cfg.input_size or DEFAULT_INPUT_SIZE, cfg.crop_mode or "center"
@@ -225,7 +225,7 @@ class _ResizeAndCrop:
 
 
 def _middle(length: int, wanted: int) -> tuple[int, int]:
-    """Return begin and end of a centred part of `wanted` pixels, which may exceed `length`."""
+    """Return begin and end of a centred range of `wanted` pixels; `wanted` may exceed `length`."""
     begin = round((length - wanted) / 2) if length >= wanted else -((wanted - length) // 2)
     return begin, begin + wanted
 
