@@ -226,6 +226,8 @@ def test_other_processes_divide_the_same_steps(
     assert made.images_per_step * world_size == batch * accumulate * began
     with pytest.raises(ConfigError, match="which can't be divided among 17: use"):
         batch_size.divide(config, began, 17, images)
+    with pytest.raises(ConfigError, match="use 2 processes"):  # images are mixed in pairs
+        batch_size.divide(configs.replace(recipe("digits"), mixup=0.2, batch_size=4), 2, 8, images)
 
 
 def full_at(monkeypatch, number):

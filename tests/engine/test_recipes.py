@@ -18,7 +18,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "recipes.json"
 
 def golden():
     """Return what the golden file should hold."""
-    return {name: make().to_dict() for name, make in RECIPES.items()}
+    return {name: json.loads(configs.to_json(make())) for name, make in RECIPES.items()}
 
 
 def test_golden():

@@ -232,10 +232,6 @@ class TrainConfig(Settings):
     compute: ComputeConfig = dataclasses.field(default_factory=ComputeConfig)
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the nested dicts and plain values of config.json; tuples become lists."""
-        return json.loads(json.dumps(dataclasses.asdict(self)))
-
 
 # Options that may change when a run is resumed, because they do not change the results. `data` may
 # change because a data set may move, but the fingerprint of the data set must stay.
@@ -262,7 +258,7 @@ RESOLVED = ("model", "input_size", "crop_pct", "crop_mode", "interpolation")
 
 def to_json(config: TrainConfig) -> str:
     """Return the configuration as indented JSON text with a final newline."""
-    return json.dumps(config.to_dict(), indent=2) + "\n"
+    return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
 
 
 def from_json(text: str, source: str = "the configuration") -> TrainConfig:

@@ -6,6 +6,7 @@ are dropped, so that no row is lost or doubled.
 
 import contextlib
 import csv
+import dataclasses
 import io
 import json
 import math
@@ -63,7 +64,7 @@ _PANELS: tuple[tuple[str, dict[str, str]], ...] = (
         {"max_allocated_mib": "allocated", "reserved_mib": "reserved", "rss_peak_mib": "process"},
     ),
 )
-_COLORS = ("#0072b2", "#d55e00", "#009e73")
+_COLORS = ("#0072b2", "#d55e00", "#009e73")  # Okabe and Ito's, told apart by the colour-blind
 
 
 class RunLog:
@@ -85,7 +86,7 @@ class RunLog:
         files.write_text(self._csv, _to_csv(rows))
         run = config.run
         self._events = _event_writer(directory, step if rows else None) if run.tensorboard else None
-        self._tracker = _tracker(run.track, directory, config.to_dict()) if run.track else None
+        self._tracker = _tracker(run.track, directory, config) if run.track else None
 
     def phase(
         self,
@@ -161,7 +162,7 @@ def _event_writer(directory: Path, step: int | None) -> Any:
     return SummaryWriter(str(directory), purge_step=None if step is None else step + 1)
 
 
-def _tracker(name: str, directory: Path, config: dict[str, Any]) -> Any:
+def _tracker(name: str, directory: Path, config: TrainConfig) -> Any:
     """Begin or continue the run in W&B or trackio, which have the same interface."""
     known = directory / TRACKED
     if not known.exists():
@@ -170,7 +171,7 @@ def _tracker(name: str, directory: Path, config: dict[str, Any]) -> Any:
     options: dict[str, Any] = {"id": key, "dir": str(directory)} if name == "wandb" else {}
     options |= {"project": "tresnet", "name": f"{directory.name}-{key}", "resume": "allow"}
     try:
-        return import_module(name).init(config=config, **options)
+        return import_module(name).init(config=dataclasses.asdict(config), **options)
     except Exception as error:  # the trackers' errors have no common base
         raise WriteError(
             f"{name} cannot begin to track the run: {error}: log in to it, or leave out --track"

@@ -77,7 +77,7 @@ def create(config: TrainConfig, held: contextlib.ExitStack) -> Path:
             raise ConfigError(_taken(_named(config)))
     try:
         held.enter_context(files.lock(directory))
-        write_config(directory, config)
+        files.write_text(directory / CONFIG, configs.to_json(config))
     except BaseException:
         discard(directory)
         raise
@@ -90,7 +90,7 @@ def reopen(directory: Path, config: TrainConfig, taken: Path | None) -> None:
     if taken is not None and taken.name == state.PREVIOUS:  # the newer state is damaged
         with files.explained(taken):
             os.replace(taken, directory / state.LAST)
-    write_config(directory, config)
+    files.write_text(directory / CONFIG, configs.to_json(config))
 
 
 def discard(directory: Path) -> None:
@@ -101,11 +101,6 @@ def discard(directory: Path) -> None:
             if path.name in own or path.name.startswith(logs.EVENTS):
                 path.unlink()
         directory.rmdir()
-
-
-def write_config(directory: Path, config: TrainConfig) -> None:
-    """Write a run's configuration, or raise WriteError."""
-    files.write_text(directory / CONFIG, configs.to_json(config))
 
 
 def add_environment(directory: Path, record: dict[str, Any]) -> None:

@@ -127,10 +127,6 @@ def _adapter(cls: type[T]) -> "TypeAdapter[T]":
     return TypeAdapter(cls)
 
 
-def _kinds(cls: type) -> dict[str, Any]:
-    return {field.name: field.type for field in dataclasses.fields(cls)}
-
-
 # The expected value in words, by pydantic's type of error, or by the first word of that type.
 _EXPECTED = {
     "bool": "true or false",
@@ -189,13 +185,14 @@ def _explained(
 def _path(cls: type, place: tuple[int | str, ...]) -> tuple[tuple[str, ...], Iterable[str]]:
     """Return the path of fields to an error, and all fields of the last dataclass on the path."""
     path: list[str] = []
+    known: dict[str, Any] = {}
     for part in map(str, place):
         path.append(part)
-        kind = _kinds(cls).get(part)
-        if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
+        known = {field.name: field.type for field in dataclasses.fields(cls)}
+        if not dataclasses.is_dataclass(kind := known.get(part)):
             break
         cls = kind
-    return tuple(path), _kinds(cls)
+    return tuple(path), known
 
 
 def _plain(value: object) -> object:
