@@ -183,6 +183,7 @@ def test_no_more_images_are_promised_than_there_are(
     text = f"{expected}, as there are 1438 images to train for {world_size} processes; of 43688"
     assert text in said[0]
     assert resolved(tiny(mixup=0.0), 7, said.append).data.batch_size == 7
+    assert resolved(tiny(), 1, said.append).data.batch_size == 1
 
 
 @pytest.fixture

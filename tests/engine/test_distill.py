@@ -147,6 +147,10 @@ def test_each_level_has_a_softmax_of_its_own(tmp_path):
     read = _Reading(loss)
     torch.testing.assert_close(loss(logits, labels), expected)
     assert read.holds(), "else it would be captured anew for each micro-batch"
+    # of 62 classes, a level of two would weigh 31
+    rare = SemanticSoftmaxLoss([*([n] for n in range(60)), [60, 0], [61, 0]], smoothing=0.0)
+    found = rare(torch.zeros(1, 62), torch.tensor([60]))
+    torch.testing.assert_close(found, torch.tensor(60.0).log() + 20 * torch.tensor(2.0).log())
 
 
 @pytest.mark.parametrize("mixup", [0.0, 1.0])

@@ -136,6 +136,9 @@ def test_a_run_draws_itself_at_its_end(tiny, monkeypatch, capsys):
     def full(*_):
         raise WriteError("no space")
 
+    closed = []
+    monkeypatch.setattr(RunLog, "close", lambda log: closed.append(log))
     monkeypatch.setattr(training, "draw", full)
     assert train(tiny(epochs=1)).metrics is not None
+    assert len(closed) == 1
     assert "warning: no picture of the run: no space" in capsys.readouterr().out

@@ -73,13 +73,14 @@ def test_mixed_batches_have_labels_of_the_same_fractions_and_end_as_configured(
 
 
 def test_each_process_and_step_mixes_in_its_own_way_and_always_alike(tiny):
-    def mixed(rank, step):
-        losses = Losses(tiny(mixup=0.4, mix_prob=1.0), "abc", rank)
+    def mixed(rank, step, mix_prob=1.0):
+        losses = Losses(tiny(mixup=0.4, mix_prob=mix_prob), "abc", rank)
         return losses.prepare(images(), LABELS, 0, step)[0]
 
     assert torch.equal(mixed(0, 5), mixed(0, 5))
     assert not torch.equal(mixed(0, 5), mixed(1, 5))
     assert not torch.equal(mixed(0, 5), mixed(0, 6))
+    assert torch.equal(mixed(0, 5, mix_prob=0.0), images())
 
 
 def test_a_reading_sums_up_and_begins_anew():

@@ -32,13 +32,16 @@ def record(tiny):
     return RunRecord(tiny(), IDENTITY, Progress())
 
 
-def test_seeding_reaches_every_generator():
+def test_seeding_and_restoring_reach_every_generator():
     drawn = []
     for seed in (7, 7, 8):
         state.seed_everything(seed, ALONE.device)
+        saved = state.random_state(ALONE.device)
         drawn.append(draw())
     assert drawn[0] == drawn[1]
     assert all(a != b for a, b in zip(*drawn[1:], strict=True))
+    state.set_random_state(saved, ALONE.device)
+    assert draw() == drawn[2]
 
 
 @pytest.mark.parametrize(
