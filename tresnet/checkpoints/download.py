@@ -106,7 +106,7 @@ def _hub_sha256(path: Path) -> str | None:
 
 
 def verify(path: Path, expected: str | None, tag: str) -> None:
-    """Raise CheckpointError unless the file's SHA-256 is `expected`; warn if this is None."""
+    """Raise CheckpointError unless the file's SHA-256 is `expected`; warn if `expected` is None."""
     with path.open("rb") as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
     if expected is None:

@@ -187,7 +187,7 @@ def architecture(config: ModelConfig) -> Architecture:
 
 
 def identify(tensors: Mapping[str, Tensor]) -> Architecture:
-    """Return the architecture that the shapes of weights, under our names, determine."""
+    """Return the architecture that weights determine by their names (ours) and shapes."""
     blocks: list[set[str]] = [set(), set(), set(), set()]  # a damaged file may skip indices
     for key in tensors:
         match = re.match(r"body\.layer([1-4])\.(\d+)\.", key)

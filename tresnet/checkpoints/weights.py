@@ -1,7 +1,7 @@
 """Open published weights or a file of weights, with the facts known about the weights.
 
 Every command finds and reads weights by `open_weights`, once for each file. Facts come from
-the file's metadata, then from config.json, then from the table of published weights.
+the file's metadata, from config.json and from the table of published weights.
 """
 
 import logging
@@ -32,7 +32,7 @@ _DROPS = ("drop_rate", "drop_path_rate")  # from timm's config.json
 
 @dataclass(frozen=True)
 class WeightsInfo:
-    """Weights with the facts from which `create` builds a model for them.
+    """Weights with the facts from which `create` builds their model.
 
     For ImageNet, `classes` are WordNet's ids, and `descriptions` are the classes in words.
     """
@@ -41,7 +41,7 @@ class WeightsInfo:
     model: str  # variant; if `guessed`, the nearest variant, as none fits
     kwargs: dict[str, Any]  # further arguments of `create` that build the weights' model
     num_classes: int  # 0 without a classifier
-    classes: tuple[str, ...] | None  # names, if known
+    classes: tuple[str, ...] | None  # names of the classes, if known
     descriptions: tuple[str, ...] | None
     pretrained_cfg: dict[str, Any]  # preparation of the images, in timm's terms
     user: dict[str, Any]  # metadata that the caller of `save_checkpoint` stored

@@ -36,7 +36,7 @@ def write(root: str | Path) -> Path:
 
 
 def place(target: Path, fill: Callable[[Path], None], expected: str) -> Path:
-    """Write a folder by `fill` under a temporary name and rename it to `target`, unless it exists.
+    """Write a folder by `fill` and rename it to `target`, unless `target` exists already.
 
     DataError is raised if the digest of `target` or of the written files is not `expected`.
     """

@@ -17,7 +17,7 @@ NAME = "digits_multilabel"
 COUNTS = {"train": 3000, "val": 750}
 CELL, DIGIT = 20, 16
 SIZE = 2 * CELL
-# SHA-256 over every file's path and content (pixels of images), see digits.digest.
+# SHA-256 of every file's path and content (for images: pixels), from `digits.digest`.
 DIGEST = "0ab7169744c3d2b63d5377b242dda643c4483db3b80a0c0d126f1cf2e50a4d31"
 
 
@@ -25,7 +25,7 @@ def write(root: str | Path) -> Path:
     """Write `<root>/digits_multilabel/{train,val}.csv` and their images, unless these files exist.
 
     The folder appears complete or not at all. Images are grey PNG files of 40 x 40 pixels. The
-    returned folder is the root for `open_multilabel`. Other contents in it raise `DataError`.
+    returned folder is the root for `open_multilabel`. Other contents there raise `DataError`.
     """
     return digits.place(Path(root) / NAME, _write_splits, DIGEST)
 

@@ -216,7 +216,7 @@ class _Asked(torch.utils.data.Sampler[tuple[int | None, list[Key]]]):
 
     def __iter__(self) -> Iterator[tuple[int | None, list[Key]]]:
         if self._slots is not None:
-            self._slots.begin()  # torch has waited for the batches of an epoch that was left early
+            self._slots.begin()  # torch waits for the batches of an epoch that was left early
         for keys in self._batches:
             yield None if self._slots is None else self._slots.take(), keys
 
@@ -303,7 +303,7 @@ class _Batches(Dataset[Any]):
             try:
                 return self._dataset[index]
             except BadImageError as error:
-                failures.append(BadImageError(error.path, error.reason))  # without its traceback
+                failures.append(BadImageError(error.path, error.reason))  # without the traceback
             if seed is None or not self._replace:
                 break
             index = mix_seed(seed, attempt) % len(self._dataset)
@@ -377,13 +377,13 @@ def _start(
         worker_init_fn=_start_worker,
         prefetch_factor=_AHEAD if workers else None,
         persistent_workers=workers > 0,
-        generator=torch.Generator(),  # its own, so that iterating leaves the global one alone
+        generator=torch.Generator(),  # so that iterating leaves the global generator alone
     )
 
 
 def _iterator(loader: DataLoader[Any]) -> Iterator[_Found]:
     """Return the loader's iterator; workers that start now block signals until `_start_worker`."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows, whose workers get none
+    if not hasattr(signal, "pthread_sigmask"):  # Windows, where workers get no signals
         return iter(loader)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
     try:
@@ -393,11 +393,11 @@ def _iterator(loader: DataLoader[Any]) -> Iterator[_Found]:
 
 
 def _start_worker(worker: int) -> None:
-    """Leave signals to the process group to the main process; SIGTERM then ends this worker."""
+    """Ignore signals that the main process handles; a SIGTERM to this worker alone ends it."""
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # leave the group that terminals and torchrun signal
     for number in _STOPPING:
-        signal.signal(number, signal.SIG_IGN)  # also discards one that came before
+        signal.signal(number, signal.SIG_IGN)  # also discards a pending signal
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)

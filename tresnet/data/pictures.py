@@ -122,7 +122,7 @@ class Pixels(Picture):
         self.data, self.size = data, size
 
     def rgb(self) -> "Image":
-        """Return a PIL image."""
+        """Return the complete image as a PIL image."""
         from PIL import Image
 
         return Image.frombytes("RGB", self.size, self.data)

@@ -223,7 +223,7 @@ class _ShardJob:
             try:
                 status = os.stat(self.root / name)
                 rows.append([name, label, status.st_size, status.st_mtime_ns])
-            except OSError:  # raised again when the image is read
+            except OSError:  # reading the image will raise the error
                 rows.append([name, label, None, None])
         return json.dumps({"format": FORMAT, "rows": rows, "settings": asdict(self.settings)})
 
@@ -361,7 +361,7 @@ def _unpack(record: bytes) -> tuple[dict[str, Any], bytes]:
     return json.loads(record[_HEAD.size : begin]), record[begin:]
 
 
-@lru_cache(maxsize=256)  # open files; a process may have 1024
+@lru_cache(maxsize=256)  # limit of open files; a process may have 1024
 def _reader(file: str, process: int) -> Any:
     """Return a file's reader for this process, as a reader's threads do not survive a fork."""
     return _library().ArrayRecordReader(file, "readahead_buffer_size:0,max_parallelism:0")

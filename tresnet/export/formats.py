@@ -244,7 +244,7 @@ class Format(NamedTuple):
     suffixes: tuple[str, ...]  # suffixes of the written files; the user's path has the first
     write: Callable[[Job, Path], None]
     open: Callable[[Path], RunFunction]
-    takes: tuple[str, ...]  # accepted options, of those that not every format accepts
+    takes: tuple[str, ...]  # which of dynamic_size, channels_last and int8 it accepts
     packages: tuple[str, ...] = ()  # packages besides torch that writing and checking need
     limit: float = 1e-5  # largest allowed difference of logits, relative to max(1, largest logit)
 

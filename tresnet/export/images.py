@@ -32,8 +32,8 @@ class Images:
     @property
     def least(self) -> int:
         """Smallest height and width in pixels."""
-        # The last stage has ceil(blocks / 8) pixels per side, of which dynamic sizes need 2 in
-        # torch.export. For a fixed size, the last blur's reflected border needs 2 input pixels.
+        # The last stage has ceil(blocks / 8) pixels per side; torch.export needs 2 if sizes are
+        # dynamic. For a fixed size, the last blur's reflected border needs 2 input pixels.
         return (9 if self.dynamic_size else 5) * self.multiple
 
     @property

@@ -89,7 +89,7 @@ def bench_models(
 
 
 class ModelContender(Contender):
-    """Case of a model whose steps are timed."""
+    """Times the steps of one case: a model with its settings."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class ModelContender(Contender):
     def visit(self) -> Sequence[float]:
         """Time the steps of one round; return the seconds of each step."""
         assert self._step is not None, "set up before"
-        torch.cuda.empty_cache()  # now, as the allocator may otherwise do so in a timed step
+        torch.cuda.empty_cache()  # otherwise the allocator may do this in a timed step
         output = self._settled()
         marks = [self._clock.mark()]
         for _ in range(self._settings.steps):
@@ -246,7 +246,7 @@ def _training_step(
 
 
 def _fed(feed: Any, raw: Tensor, case: BenchCase) -> Callable[[], Tensor]:
-    """Return a function that returns a step's images; only bytes are converted in each step."""
+    """Return a function that returns a step's images; only uint8 is converted in each step."""
     if case.input == "uint8":
         return functools.partial(feed.images, raw)
     images = feed.images(raw)

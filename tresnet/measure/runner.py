@@ -191,7 +191,7 @@ class _Measurement:
             self._guarded(row, self._begin)
             self._save()
         for number in range(1, self.settings.rounds):
-            # A stopped contender is not timed again, because ratios compare equal rounds.
+            # A stopped contender is not timed again, as ratios compare rounds of equal number.
             alive = [row for row in group if row.status == "ok" and row.error is None]
             if not alive:
                 break

@@ -62,8 +62,8 @@ class MaxBatch:
 def fits(trace: Trace, device: Device) -> Fits:
     """Return whether the traced step fits into a device of known capacity.
 
-    YES means that the step fits beside the largest context, with and without the largest
-    workspaces. NO means that the tensors and the smallest context exceed the capacity.
+    YES means that the step fits beside the largest CUDA context, with and without the largest
+    workspaces. NO means that the tensors and the smallest CUDA context exceed the capacity.
     """
     capacity = _capacity(device)
     worst = int((capacity - device.context_high_bytes) * (1 - _DOUBT))

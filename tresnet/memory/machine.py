@@ -97,7 +97,7 @@ class FakeMachine(StepHooks):
 class _Buckets:
     """Gradient buckets of DistributedDataParallel with `gradient_as_bucket_view`.
 
-    The first step reverses the parameters' order; later steps use the order of gradient arrival.
+    First, the buckets follow the reversed parameters; later, the order in which gradients arrived.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -158,7 +158,7 @@ def _fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     fake = FakeTensor(mode, meta, torch.device("cpu"))
     if isinstance(tensor, nn.Parameter):
-        # nn.Parameter itself would also dispatch a detach.
+        # nn.Parameter(...) would set the same, but dispatch a detach.
         fake._is_param = True  # type: ignore[attr-defined]
         fake.requires_grad_(tensor.requires_grad)
     return fake

@@ -145,7 +145,7 @@ def by_keywords(
         def call(model: ModelLike, *args: P.args, **settings: P.kwargs) -> R:
             try:
                 signature.bind(model, *args, **settings)
-            except TypeError as error:  # the message of `plan(...)` would name its class
+            except TypeError as error:  # `plan(...)` would name the class of the plan
                 raise TypeError(f"{function.__name__}() {error}") from None
             return function(model, plan(*args, **settings))
 

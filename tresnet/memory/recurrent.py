@@ -2,8 +2,8 @@
 
 cuDNN keeps a buffer, the reserve space, from forward to backward. PyTorch's fake kernel sets its
 size to zero, and NVIDIA does not publish the size. The numbers below are derived from PyTorch's
-issue 2895 (2017), with four layers of 320 units in fp32. There cuDNN needed 736,000,000 bytes for
-an LSTM and 864,000,000 for a GRU. We assume 25,000 time steps: the LSTM then keeps exactly its four
+issue 2895 (2017), with four layers of 320 units in fp32. There cuDNN reserved 736,000,000 B for an
+LSTM and 864,000,000 B for a GRU. We assume 25,000 time steps: the LSTM then keeps exactly its four
 gates, its cell and the outputs between layers. The number for a plain RNN is a guess.
 """
 
@@ -62,7 +62,7 @@ class _Sequence(torch.autograd.Function):
         if x.dtype != flat.dtype or not are_flat(weights):
             flat = x.new_empty(sum(w.numel() for w in weights))
         ctx.settings = settings
-        # 0 stands for the weights of a layer, whose number only a real kernel reads
+        # The 0 replaces the number of weights per layer, which only a real kernel reads.
         *outputs, reserve, _ = aten._cudnn_rnn(x, weights, 0, flat, hx, cx, *settings, [], None)
         ctx.save_for_backward(x, hx, cx, outputs[0], reserve, flat, *weights)
         return tuple(outputs)

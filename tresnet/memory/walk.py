@@ -71,7 +71,7 @@ class SavedTensors:
                 yield
             finally:
                 _autograd._pop_saved_tensors_default_hooks()
-                # If a node saves its own output, Python's collector cannot free their cycle.
+                # Python's collector cannot free a node and its output if the node saves the output.
                 self.empty_all()
 
     @contextlib.contextmanager
@@ -101,7 +101,7 @@ class SavedTensors:
         self._scopes.append(hooks)
         reference = weakref.ref(hooks)
 
-        # Autograd owns pack_box until its node is freed, so pack_box must not own the hooks.
+        # Autograd owns pack_box until the node is freed, so pack_box must not own the hooks.
         def pack_box(tensor: torch.Tensor) -> Box:
             owner = reference()
             if owner is None:
