@@ -74,7 +74,7 @@ class NormAct(nn.BatchNorm2d):
         self.slope = slope
 
     def zero_init(self) -> None:
-        """Set gamma to 0, so that a residual block starts as the identity (paper section 2.6)."""
+        """Set gamma to 0: a residual block then starts as the identity (arXiv 1706.02677, 5.1)."""
         nn.init.zeros_(self.weight)
 
     def _count_batch(self) -> float:

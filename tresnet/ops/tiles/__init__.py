@@ -163,8 +163,7 @@ def tile(shape: Geometry, blur: bool = False, maps: int = 1) -> tuple[int, int]:
         alone = shape.strides[2] > 1 or shape.c % 2 > 0
         values = BLUR_TILE // 4 if alone else BLUR_TILE * 2 // shape.itemsize
     if shape.strides[2] == 1:
-        # at most 64 channels
-        bc = power(shape.c, max(math.gcd(shape.c, CHANNELS), 64))
+        bc = power(shape.c, CHANNELS)
         columns = -(-shape.c // bc)
         if bc > 32 and shape.c < 0.8 * columns * bc and -(-shape.c // 32) < 2 * columns:
             bc = 32  # in wider tiles, over a fifth of the threads would have no channel
