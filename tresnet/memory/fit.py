@@ -1,6 +1,6 @@
 """Decide whether a batch fits into a GPU's memory, and find the largest batch that fits.
 
-Buffers grow linearly with the batch, so two traces of small batches give the trace of any batch.
+Buffers grow linearly with the batch, so traces of two small batches give the trace of any batch.
 Bisection over these computed traces estimates the largest batch. Recorded traces then confirm it.
 """
 
@@ -18,8 +18,8 @@ from tresnet.memory.replay import held_at_peak_bytes, replay
 from tresnet.memory.trace import Trace
 from tresnet.memory.workspaces import HIGH_LIMIT_BYTES
 
-# Sizes of the two small batches, and of two others for a model whose operations change between the
-# first two: tresnet_l pads its channels from four images of 448 pixels on. A batch of one image is
+# Two pairs of small batches. The second pair is for models whose operations change between 2 and 4
+# images: tresnet_l pads its channels from four images of 448 pixels on. A batch of one image is
 # avoided, as batch norm in training rejects one image with 1x1 features.
 _SMALL_BATCHES = ((2, 4), (16, 32))
 _LIMIT = 2**20  # largest batch that is tried

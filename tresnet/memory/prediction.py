@@ -84,8 +84,8 @@ class MemoryPrediction:
     peak of the caching allocator's segments (`max_memory_reserved`). `device_total` is `reserved`
     plus the CUDA context, as in NVML. `end_allocated_bytes` are still allocated after the step.
 
-    `peak_operation` reaches the peak, `allocated.expected_bytes`, which is the sum of
-    `by_category`. Operation `out_of_memory` did not fit into the device; None if all fitted.
+    `by_category` sums to the peak, `allocated.expected_bytes`, which is in `peak_operation`.
+    Operation `out_of_memory` did not fit into the device; None if all operations fitted.
     """
 
     model: str
@@ -196,7 +196,7 @@ def predict(model: ModelLike, plan: MemoryPlan) -> MemoryPrediction:
 
 
 def record(model: nn.Module, plan: MemoryPlan, device: Device, **machine_options: Any) -> Trace:
-    """Run two steps on fake tensors and return their trace; raise `InputError` if one fails."""
+    """Run two steps on fake tensors and return their trace; a step that fails raises InputError."""
     # A step imports timm at its first use. This import computes constants, which the trace would
     # count as operations of the step.
     import timm.optim
