@@ -74,6 +74,14 @@ def test_another_class_count_needs_new_head(timms):
     assert create(weights=path, num_classes=0).num_classes == 0
 
 
+def test_other_classes_keep_the_number_of_groups(tmp_path):
+    source = small(head="group_attention", head_channels=16, head_groups=2)
+    save_checkpoint(source, tmp_path / "a.pth")
+    for classes, groups in ((7, (4, 3)), (1, (1,)), (0, ())):
+        model = create(weights=tmp_path / "a.pth", num_classes=classes, new_head=True)
+        assert model.config.head_groups == groups
+
+
 def test_features_only(timms):
     source, path = timms
     model = create(weights=path, features_only=True, out_indices=(1, 3)).eval()

@@ -47,6 +47,8 @@ convert three.pth new.pth --format timm | block_size=2
 convert three.pth no/new.pth | no does not exist
 convert three.pth image | image exists
 convert image new.safetensors | image
+export nan.pth --format pt2 | holds infinities or NaN, in head.fc.bias
+push nan.pth new --license mit | holds infinities or NaN, in head.fc.bias
 """.strip().splitlines()
 
 

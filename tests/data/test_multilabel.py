@@ -107,6 +107,7 @@ def test_a_list_of_classes_fixes_their_order(tmp_path: Path):
         ({"train.json": "{"}, "train.json: expected lists of images .*, got JSONDecodeError: Ex"),
         ({"train.json": "[1]"}, "expected lists of images .*, got TypeError: list indices"),
         (coco(annotations=[{"image_id": 7}]), "got KeyError: 'category_id'"),
+        (coco(annotations=[{"image_id": 7, "category_id": [9]}]), "TypeError: unhashable"),
         (coco(images=COCO["images"] * 2), "every id in images once, got 7, 3 twice"),
         (coco(categories=COCO["categories"][:1] * 2), "every id in categories once, got 9 twice"),
         (

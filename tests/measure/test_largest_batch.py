@@ -54,7 +54,8 @@ def search(tmp_path):
 
 
 def test_real_steps_up_to_a_bound(search):
-    outcome, lines = search(case(input_size=None), case("timm:test_resnet", channels_last=True))
+    cases = case(input_size=None), case("timm:test_resnet", channels_last=True)
+    outcome, lines = search(*cases, at_most=7)
     for row in outcome.rows:
         assert (row["status"], row["largest_batch"], row["limited_by"]) == ("ok", 6, "at most 6")
         assert row["tries"] == [(2, True), (4, True), (6, True)]
@@ -102,11 +103,13 @@ def test_memory_ends_the_search_and_nothing_else_is_taken_for_it(
     assert found == expected
 
 
-def test_time_ends_the_search_of_each_case(monkeypatch, search):
+@pytest.mark.parametrize("limits", [(20.0, None), (40.0, 10.0)])
+def test_time_ends_the_search_of_each_case(monkeypatch, search, limits):
     now = [0.0]
     monkeypatch.setattr(largest_batch.time, "perf_counter", lambda: now[0])
     stub(monkeypatch, lambda batch: now.__setitem__(0, now[0] + 2.0))  # 4 s a try
-    outcome, _ = search(case(), case("timm:test_resnet"), at_most=20, time_limit_s=20.0)
+    limits = dict(zip(("time_limit_s", "case_limit_s"), limits, strict=True))
+    outcome, _ = search(case(), case("timm:test_resnet"), at_most=20, **limits)
     for row in outcome.rows:  # 7.5 s of the 10 s that are its share
         assert row["tries"] == [(2, True), (4, True)]
         found = (row["status"], row["largest_batch"], row["limited_by"])

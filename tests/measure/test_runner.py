@@ -78,6 +78,13 @@ def test_each_is_timed_right_after_its_set_up_and_then_in_turns():
     assert [rows[0]["rounds"] for rows in saved] == [1, 1, 1, 2, 3]
 
 
+def test_every_compiled_case_may_be_compiled():
+    limits = []
+    case = Fake("a", [], 0, lambda: limits.append(torch._dynamo.config.recompile_limit))
+    run([[case]], RunSettings(rounds=1), log=str, compiles=True)
+    assert limits[0] > torch._dynamo.config.recompile_limit
+
+
 def test_a_group_is_closed_before_the_next_is_begun():
     events = []
     outcome = measured([[Fake("a", events)], [Fake("b", events)]], rounds=1)
@@ -161,7 +168,7 @@ def test_without_anything_measured_an_interrupt_leaves_no_record():
 def test_the_search_for_algorithms_is_put_back():
     cudnn = torch.backends.cudnn
     before = cudnn.benchmark, cudnn.benchmark_limit
-    with runner.searching_algorithms():
+    with runner.timing_on(torch.device("cpu")):
         assert (cudnn.benchmark, cudnn.benchmark_limit) == (True, 0)
         with runner.searching_algorithms(False):
             assert cudnn.benchmark is False

@@ -61,6 +61,8 @@ def test_traces_of_other_batches_are_foreseen(step):
     foreseen = interpolated((2, two), (4, four))(24)
     assert foreseen.events == real.events
     assert [b.n_bytes for b in foreseen.buffers] == [b.n_bytes for b in real.buffers]
+    highest = [[o.workspace_high_bytes for o in one.operations] for one in (foreseen, real)]
+    assert highest[0] == highest[1]
 
 
 def test_models_that_change_with_the_batch_are_refused():

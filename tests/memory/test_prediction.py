@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tresnet.errors import InputError, TResNetError
 from tresnet.memory import Category, Phase, predict
 from tresnet.memory.allocator import round_request
+from tresnet.memory.attention import _as_bias, attend
 from tresnet.memory.device import MIB
 from tresnet.models.named import build_named
 from tresnet.ops.launching import noted
@@ -254,6 +255,13 @@ def test_attention_keeps_its_matrix_where_no_kernel_takes_the_heads(
     p = predict(Attention(), batch_size=1, input_size=16, amp=amp, loss=mean)
     matrix = heads * length * length * (4 if amp == "off" else 2)
     assert (at_most(p, Category.ACTIVATIONS) > matrix) is keeps_matrix
+
+
+def test_attention_kernels_get_padded_rows():
+    q = torch.empty(1, 4, 16, 6, dtype=torch.bfloat16, device="meta")
+    out, mask = attend(q, q, q), torch.ones(16, 20, dtype=torch.bool)
+    assert (out.shape, out.untyped_storage().nbytes()) == (q.shape, 2 * 4 * 16 * 8)
+    assert _as_bias(mask, q, q.new_empty(1, 4, 20, 6)).stride()[-2] == 32
 
 
 def test_attention_runs_the_same_kernel_in_inference():

@@ -114,7 +114,7 @@ def read_coco(path: Path) -> tuple[list[str], Listing]:
         content = json.loads(path.read_text("utf-8-sig"))
         categories = [(one["id"], str(one["name"])) for one in content["categories"]]
         files = [(one["id"], str(one["file_name"])) for one in content["images"]]
-        pairs = [(one["image_id"], one["category_id"]) for one in content["annotations"]]
+        pairs = {(one["image_id"], one["category_id"]) for one in content["annotations"]}
         names, images = dict(categories), dict(files)
     except OSError as error:
         raise DataError(f"cannot read the labels in {path}: {error}") from error

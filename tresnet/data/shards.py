@@ -68,11 +68,11 @@ class ShardDataset(ImageDataset):
                 f"{error}: write them again with `tresnet shard`"
             ) from error
         for file, size in zip(files, sizes, strict=True):
-            found = file.stat().st_size if file.is_file() else None
+            found = file.stat().st_size if file.is_file() else "no file"
             if found != size:
                 raise DataError(
-                    f"expected {size} bytes in {file}, got {found or 'no file'}: write the shards "
-                    "again, complete ones are kept"
+                    f"expected {size} bytes in {file}, got {found}: write the shards again, "
+                    "complete ones are kept"
                 )
         _reader.cache_clear()  # the files may have been replaced
         self._places = _Places(files, counts)
