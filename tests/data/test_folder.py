@@ -29,7 +29,7 @@ def test_files_and_labels_are_in_torchvisions_order(tmp_path, make_images):
     found = list(zip(dataset.paths, dataset.targets.tolist(), strict=True))
     assert (found, dataset.classes) == (theirs.samples, theirs.classes)
     assert folder.EXTENSIONS == IMG_EXTENSIONS
-    with pytest.raises(DataError, match="cannot list .*/gone: No such file"):
+    with pytest.raises(DataError, match=r"cannot list .*/gone: No such file"):
         list(folder.image_files(str(tmp_path / "gone")))
 
 
