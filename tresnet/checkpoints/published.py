@@ -23,7 +23,7 @@ class WeightsEntry:
     tag: str  # the name that users type, MODEL.TAG as in timm
     model: str
     format: str  # 'tresnet', 'timm' or 'public'
-    file: str  # name below weights/
+    file: str  # path relative to weights/
     hub_id: str | None  # repository on the Hugging Face hub, whose model.safetensors is the file
     url: str | None  # the authors' address of the file, which no longer works
     sha256: str | None
@@ -38,7 +38,7 @@ class WeightsEntry:
     top5: float | None
     accuracy_source: str | None  # who measured the accuracy, and how
     command: str | None = None  # the command that trained the weights, if this project did
-    copy: str | None = None  # tag of a copy, if this file can no longer be downloaded
+    copy: str | None = None  # tag of the weights' copy, if this file can no longer be downloaded
 
     @property
     def pretrained_cfg(self) -> dict[str, Any]:

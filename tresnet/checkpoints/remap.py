@@ -52,7 +52,7 @@ class Weights:
 
 
 def read_weights(path: str | os.PathLike[str]) -> Weights:
-    """Read weights in our, timm's or the public format; raise CheckpointError as `to_ours`."""
+    """Read a file of weights in our, timm's or the public format; errors are those of `to_ours`."""
     return to_ours(Path(path), *read_file(path))
 
 

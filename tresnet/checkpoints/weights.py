@@ -46,7 +46,7 @@ class WeightsInfo:
     pretrained_cfg: dict[str, Any]  # preparation of the images, in timm's terms
     user: dict[str, Any]  # metadata that the caller of `save_checkpoint` stored
     guessed: bool
-    entry: WeightsEntry | None  # row of the table, for a tag
+    entry: WeightsEntry | None  # a tag's row of the table; None for a file
     weights: Weights = field(repr=False, compare=False)
 
     def check_finite(self) -> None:

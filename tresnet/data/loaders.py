@@ -256,7 +256,7 @@ class _Found:
 
 
 class _Batches(Dataset[Any]):
-    """Data set of whole batches; returns exceptions, as torch turns raised ones into text."""
+    """Data set of whole batches; returns errors, as torch would turn raised errors into text."""
 
     def __init__(self, dataset: SizedDataset, replace: bool) -> None:
         self._dataset = dataset

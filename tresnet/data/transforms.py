@@ -111,9 +111,9 @@ def train_transform(
 class _Crop:
     """Decode a random crop, resize it, and mirror it at random.
 
-    timm and torchvision draw the boxes and mirrors. torch resizes channels-last bytes three to four
-    times as fast as Pillow. torch's bilinear values differ from Pillow's by at most 1, but bicubic
-    values by up to 6. Pillow therefore does bicubic resizing.
+    timm draws the crop, and torch's generator the mirror, as in torchvision. torch resizes
+    channels-last bytes three to four times as fast as Pillow. torch's bilinear values differ from
+    Pillow's by at most 1, its bicubic values by up to 6. Pillow therefore does bicubic resizing.
     """
 
     def __init__(self, cfg: Augment, size: Sides, interpolation: str) -> None:

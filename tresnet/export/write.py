@@ -80,7 +80,7 @@ def export_model(
     plain = plain_model(model)
     assert isinstance(model, TResNet), "checked by plain_model"
     kept = {"classes": classes, "descriptions": descriptions, "labels": labels}
-    checkpoint_metadata(model, kept)  # raises unless there is a name for each output
+    checkpoint_metadata(model, kept)  # raises unless each output has a name
     images = _images(model, options)
     splits: dict[str, ImageDataset] = {}
     if options.data is not None:
