@@ -191,7 +191,7 @@ def _installed_version(package: str) -> str | None:
 def _git_state(root: Path) -> dict[str, Any] | None:
     top = _output_of("git", "-C", str(root), "rev-parse", "--show-toplevel")
     commit = _output_of("git", "-C", str(root), "rev-parse", "HEAD")
-    # An installed package must not report a repository that contains its virtual environment.
+    # `top` may be a repository that only contains the virtual environment of the package.
     if not top or not commit or Path(top).resolve() != root.resolve():
         return None
     changed = _output_of("git", "-C", str(root), "status", "--porcelain")

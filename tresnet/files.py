@@ -29,9 +29,9 @@ except ImportError:  # Windows
     fcntl = None
 
 LOCK = ".lock"
-PATIENCE_S = 1.0  # time to wait for a lock, as a killed process holds its lock until it has ended
+PATIENCE_S = 1.0  # time to wait for a lock that a killed process holds until it has ended
 _TEMPORARY = re.compile(r"\..{1,48}\.[0-9a-f]{16}\.tmp")
-# Advice for errors that only writing causes, as a block of `atomic_write` may also read files.
+# Advice for errors that only writing causes, because a block of `atomic_write` may also read files.
 _ADVICE = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some space",
@@ -48,7 +48,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     A failure in the block (a full disk, an exception, Ctrl-C) removes the temporary file and keeps
     the old file. The new file is synced before the rename, so a crash leaves the old file or the
-    new one. Permissions follow the umask, even if safetensors allows only the owner to read. If
+    new one. Permissions follow the umask, even if the block changed those of the temporary file. If
     `path` is a symbolic link, its target is replaced.
 
     Raises:
@@ -60,7 +60,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise WriteError(f"cannot write {path}: expected a file, got a directory")
     if not target.parent.is_dir():
         raise WriteError(f"cannot write {path}: the directory {target.parent} does not exist")
-    # shortened, as file systems allow only 255 bytes for a name
+    # The name is shortened, because file systems allow only 255 bytes for a name.
     name = os.fsdecode(os.fsencode(target.name)[:48])
     temporary = target.parent / f".{name}.{secrets.token_hex(8)}.tmp"
     try:
@@ -152,7 +152,7 @@ def lock(directory: Path) -> Iterator[None]:
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()
-        except OSError:  # the disk is full: the lock works without a process number in its file
+        except OSError:  # the lock also works if the disk is too full to write the process number
             pass
         try:
             yield
@@ -207,7 +207,7 @@ def _fsync(path: Path) -> None:
 
 
 def prepare_streams() -> None:
-    """Replace missing standard streams by devnull; escape characters that a stream lacks."""
+    """Replace missing standard streams by devnull; escape characters a stream cannot encode."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the shell or a daemon's manager closed the stream
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115

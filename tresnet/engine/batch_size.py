@@ -1,8 +1,8 @@
 """Predict the largest batch that fits the GPU, and advise if a batch did not fit.
 
 `resolve` replaces `--batch-size auto` by the largest batch whose training step is predicted to fit.
-`divide` splits an optimizer step into micro-batches, even if a resumed run has another number of
-processes. `explain_full_memory` writes the message for a batch that did not fit.
+`divide` splits an optimizer step into micro-batches. A resumed run may have more or fewer processes
+than at its beginning. `explain_full_memory` writes the message for a batch that did not fit.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatches:
-    """Micro-batches of a process: images in each, number per optimizer step, number per epoch."""
+    """Images per micro-batch, and a process's micro-batches per optimizer step and per epoch."""
 
     size: int
     accumulate: int
@@ -54,15 +54,15 @@ class MicroBatches:
 def divide(config: TrainConfig, began: int, world_size: int, images: int) -> MicroBatches:
     """Divide the images of an optimizer step among `world_size` processes, or raise ConfigError.
 
-    A step keeps the number of images that it had when the run began with `began` processes, so
-    micro-batches may become smaller. `images` is the number of training images.
+    `began` is the number of processes when the run began. A resumed run keeps the number of images
+    per step, so micro-batches may become smaller. `images` is the number of training images.
     """
     batch, accumulate = config.data.resolved_batch_size, config.optim.accumulate
     in_epoch = images // (batch * began) * (batch * began)
     if world_size == began:
         return MicroBatches(batch, accumulate, in_epoch // (batch * began))
     per_process, rest = divmod(batch * accumulate * began, world_size)
-    # try few large micro-batches before many small ones, none above the configured size
+    # Start with the largest micro-batches that are not above the configured size.
     for parts in range(-(-per_process // batch), per_process + 1) if not rest else ():
         size = per_process // parts
         pairs = not (config.augment.mixes and size % 2)
@@ -86,7 +86,7 @@ def resolve(
     """Replace `--batch-size auto` by a number, the same on every process, or raise ConfigError.
 
     The GPU with the least memory decides. `say` receives a line with the number and its reason.
-    With `assumed`, the prediction may be for an absent GPU with the memory of `--gpu-memory`.
+    With `assumed`, there is no GPU, and the prediction is for one with `--gpu-memory` of memory.
     """
     if config.data.batch_size != AUTO:
         return config
@@ -125,7 +125,7 @@ def resolve(
 
 
 def gpu_of(config: TrainConfig, device: torch.device, assumed: bool = False) -> "Device":
-    """Return this process's GPU with free memory up to --gpu-memory, or raise ConfigError."""
+    """Return the GPU, with free memory up to --gpu-memory as capacity; may raise ConfigError."""
     from tresnet.memory import find_device, present_device
 
     allowed = config.compute.gpu_memory
@@ -136,7 +136,7 @@ def gpu_of(config: TrainConfig, device: torch.device, assumed: bool = False) -> 
             f"--batch-size auto: expected a GPU whose memory decides, got device {device}: give a"
             " number (or, to see what a GPU would take, --dry-run --gpu-memory 24GiB)"
         )
-    lacking(device)  # checks the kernels on the GPU now, as fake tensors cannot
+    lacking(device)  # checks the kernels now, because the prediction cannot run them
     gpu = present_device(device.index or 0, free_only=True)
     if allowed is None or gpu.capacity_bytes is None:
         return gpu
@@ -157,7 +157,7 @@ def step_of(config: TrainConfig, classes: Sequence[str], world_size: int) -> dic
     sizes = (config.data.resolved_input_size, *config.data.sizes)
     height, width = max(map(sides, sizes), key=math.prod)
     mixes = config.augment.mixes
-    # sync_bn is left out, as it changes the memory of batch norm only by a few vectors.
+    # sync_bn is left out, because it changes the memory of batch norm by only a few vectors.
     return {
         **config.compute.values(Compute),
         **vars(config.optim),
@@ -185,7 +185,7 @@ def explain_full_memory(
     processes: Processes,
     last: str,
 ) -> str:
-    """Return a message on full GPU memory, with the largest batch that fits and helpful options."""
+    """Return the message about full GPU memory; `last` is a text about the last checkpoint."""
     config, tried, fitting = plan.config, plan.batches.size, None
     if config.distill.teacher is not None:
         said = "what a teacher keeps in memory beside the model cannot be predicted"
@@ -200,7 +200,7 @@ def explain_full_memory(
             said = f"predicted to fit on this {gpu.name}: {fitting} images at most"
             if fitting >= tried:
                 said += ", yet these did not: look for other processes on the GPU"
-        except (TResNetError, RuntimeError) as second:  # must not hide `error`
+        except (TResNetError, RuntimeError) as second:  # `error` is still reported
             said = f"what would fit cannot be predicted: {second}"
     return (
         f"the GPU's memory is full with --batch-size {tried}: {error}\n  {last}\n  {said}\n"
@@ -210,10 +210,10 @@ def explain_full_memory(
 
 
 def ways_out(config: TrainConfig, batches: MicroBatches, fitting: int | None) -> Iterator[str]:
-    """Yield options that save memory, a smaller batch first; `fitting` images fit, if known."""
+    """Yield options that save memory; `fitting` is the largest batch predicted to fit, if known."""
     tried, pairs = batches.size, config.augment.mixes
     limit = tried // 2 if fitting is None or fitting >= tried else fitting
-    halves = range(-(-limit // 2), limit + 1)  # sizes from half the limit to the limit
+    halves = range(-(-limit // 2), limit + 1)  # batch sizes from half the limit up
     equal = [size for size in halves if size and tried % size == 0 and not (pairs and size % 2)]
     if equal:
         yield (

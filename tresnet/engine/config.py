@@ -36,7 +36,7 @@ from tresnet.settings.fields import (
     Size,
 )
 
-# Value of --batch-size (the largest batch that fits) and of --resume (the run --name).
+# `--batch-size auto` means the largest batch that fits, `--resume auto` the run called --name.
 AUTO = "auto"
 WRITTEN = ("digits", "digits_multilabel")  # data sets that a run writes if they are missing
 
@@ -77,7 +77,7 @@ class DataConfig(ImageConfig):
     """Images per micro-batch of each process or GPU. auto: as many as are predicted to fit."""
     progressive_sizes: tuple[Size, ...] | None = None
     """Sizes of square training images, used one after the other for equal fractions of the epochs.
-    Tests use --input-size. None: train at --input-size."""
+    Evaluations use --input-size. None: train at --input-size."""
 
     @property
     def resolved_batch_size(self) -> int:
@@ -103,7 +103,7 @@ class AugmentConfig(Augment):
 
     aug_repeats: Count = 1
     """Number of augmented copies of each image per epoch (repeated augmentation, arXiv 1902.05509).
-    The epoch keeps its length, so it has fewer different images."""
+    The epoch keeps its length, so an epoch has fewer different images."""
     mixup: PositiveOrZero = 0.0
     """Alpha of mixup. 0: no mixup."""
     cutmix: PositiveOrZero = 0.0
@@ -145,8 +145,8 @@ class LabelConfig(ScoreConfig):
         "cross-entropy"
     )
     """For one label per image: cross-entropy, one-vs-all (a binary cross-entropy for each class,
-    arXiv 2110.00476) or semantic-softmax (arXiv 2104.10972). For any number of labels, listed in
-    train.csv and val.csv or in COCO's JSON: bce or asymmetric (arXiv 2009.14119)."""
+    arXiv 2110.00476) or semantic-softmax (arXiv 2104.10972). For any number of labels per image,
+    from train.csv and val.csv or COCO's JSON: bce or asymmetric (arXiv 2009.14119)."""
     bce_target_thresh: FractionBelow1 | None = None
     """For one-vs-all: targets above this value become 1, the others 0. None: unchanged."""
     hierarchy: str | None = None
@@ -233,8 +233,8 @@ class TrainConfig(Settings):
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
 
 
-# Options that may change when a run is resumed, because they do not change the results. `data` may
-# change because a data set may move, but the fingerprint of the data set must stay.
+# Options that may change when a run is resumed, because they do not change the results. `data` is
+# one of them because a data set may move, but the fingerprint must stay the same.
 FREE_AT_RESUME = frozenset(
     [
         "data",
@@ -262,7 +262,7 @@ def to_json(config: TrainConfig) -> str:
 
 
 def from_json(text: str, source: str = "the configuration") -> TrainConfig:
-    """Read a text of `to_json`, or raise `ConfigError` that names its `source`."""
+    """Read a text that `to_json` wrote; `ConfigError` names `source`, where the text is from."""
     return fields.read(TrainConfig, text, source)
 
 
@@ -302,7 +302,7 @@ def replace(config: TrainConfig, **changes: object) -> TrainConfig:
 
 
 def absolute(config: TrainConfig) -> TrainConfig:
-    """Return a copy with absolute paths of existing files, to resume from any directory."""
+    """Return a copy with absolute paths of existing files, so that the run can resume anywhere."""
     flat = flatten(config)
     names = [name for name in ("data", "hierarchy", "teacher") if flat[name] not in WRITTEN]
     found = [name for name in names if os.path.exists(flat[name] or "")]
@@ -310,7 +310,7 @@ def absolute(config: TrainConfig) -> TrainConfig:
 
 
 def differences(first: dict[str, Any], other: dict[str, Any], text: str) -> list[str]:
-    """Describe each differing option that changes the results; `text` formats its two values."""
+    """Describe options that differ and change results; `text` formats an option's two values."""
     return [
         f"{fields.option(name)} {text.format(value, other[name])}"
         for name, value in first.items()
@@ -321,9 +321,9 @@ def differences(first: dict[str, Any], other: dict[str, Any], text: str) -> list
 def resumed(saved: TrainConfig, wanted: TrainConfig, best: Path) -> TrainConfig:
     """Return `wanted` with fields that are None filled in from the `saved` configuration.
 
-    A run with a constant learning rate may get more epochs if no option counts epochs from the end.
-    The warm-up keeps its length. Other differences that change the results raise a `ConfigError`
-    that names `best`, the path of the run's best weights.
+    `wanted` may have more epochs than `saved` if the learning rate is constant and no other option
+    depends on the number of epochs; the warm-up keeps its length. Every other difference that
+    changes the results raises a `ConfigError`, which names `best`, the path of the best weights.
     """
     before, now = flatten(saved), flatten(wanted)
     filled = {name: before[name] for name in RESOLVED if now[name] is None}

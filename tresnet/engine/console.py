@@ -1,4 +1,4 @@
-"""Show progress bars on a terminal, lines elsewhere; a run outlives a closed terminal."""
+"""Show a run's lines and progress bars; the run continues if the terminal is closed."""
 
 import contextlib
 import sys
@@ -12,12 +12,12 @@ from tresnet.files import redirect
 
 
 class Console:
-    """Lines on a standard stream and bars on standard error, shown by process 0 only."""
+    """Prints lines to a stream, and decides whether bars are shown; only process 0 shows either."""
 
     def __init__(self, is_main: bool, progress: bool, stream: str = "stdout") -> None:
         self._is_main, self._stream = is_main, stream
         self.shows_bars = is_main and progress and sys.stderr.isatty()
-        self.broken: OSError | None = None  # the error of a stream that cannot be written
+        self.broken: OSError | None = None  # the last error from writing to a stream
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -42,7 +42,7 @@ class Console:
 
 
 class Bar:
-    """Context with a progress bar from `done` to `total` steps, hidden without a terminal."""
+    """Context manager that shows a progress bar from `done` to `total` steps on a terminal."""
 
     def __init__(self, console: Console, title: str, total: int, done: int = 0) -> None:
         self._console = console

@@ -24,7 +24,7 @@ class Teacher:
     def __init__(
         self, model: nn.Module, mapping: list[int] | None, config: TrainConfig, device: torch.device
     ) -> None:
-        """Prepare inference; `mapping` has the model's class for each label (None: equal)."""
+        """Prepare inference; `mapping` gives each label's class index in `model` (None: equal)."""
         given = getattr(model, "pretrained_cfg", None) or {}
         mean, std = given.get("mean") or (0.0,), given.get("std") or (1.0,)
         self._mean, self._std = (torch.tensor(v, device=device).view(-1, 1, 1) for v in (mean, std))
@@ -34,12 +34,12 @@ class Teacher:
             amp=config.compute.amp,
             channels_last=config.compute.channels_last,
             fold=isinstance(model, TResNet),
-            cuda_graph="off",  # runs eagerly, outside the graph of the training step
+            cuda_graph="off",  # the teacher runs eagerly, before the training step
         )
         self._step = InferenceStep(model, compute, device)
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Return logits (N, classes) in float32 of images (N, 3, H, W), floats in [0, 1]."""
+        """Return float32 logits (N, classes) for images (N, 3, H, W) with values in [0, 1]."""
         if not self._plain:
             images = (images - self._mean) / self._std
         logits = self._step(images)
@@ -49,9 +49,9 @@ class Teacher:
 def create_teacher(
     config: TrainConfig, classes: Sequence[str], device: torch.device
 ) -> Teacher | None:
-    """Return the configured teacher, or None, after a test on one image of each size.
+    """Return the configured teacher, or None; run the teacher once on an image of each size.
 
-    Unsuitable classes or sizes raise ConfigError, missing weights CheckpointError or InputError.
+    Wrong classes or sizes raise ConfigError. Missing weights raise CheckpointError or InputError.
     """
     name = config.distill.teacher
     if name is None:
@@ -88,7 +88,7 @@ def _from_timm(name: str) -> nn.Module:
     check_name(name)
     try:
         return timm.create_model(name.removeprefix(_TIMM), pretrained=True)
-    except Exception as error:  # from the network, the hub's client or timm
+    except Exception as error:  # the network, the hub's client or timm may raise any type
         raise CheckpointError(
             f"--teacher {name}: timm cannot give its pretrained weights"
             f" ({type(error).__name__}: {error})"

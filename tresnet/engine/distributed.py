@@ -56,7 +56,7 @@ class Processes:
         return self.sum(*values, op=dist.ReduceOp.MAX)
 
     def from_main(self, value: Any) -> Any:
-        """Return the value, of plain Python types, that process 0 has passed."""
+        """Return the `value` that process 0 has passed; the value must have plain Python types."""
         return self.gather(value)[0]
 
     def gather(self, value: Any) -> list[Any]:
@@ -75,10 +75,11 @@ class Processes:
 
 
 class StopRequest(contextlib.ExitStack[bool | None]):
-    """Context in which a signal to stop sets `signum`; another signal after `ECHO_S` ends the run.
+    """Context manager in which a signal to stop only sets `signum`, so that the run can save first.
 
-    SIGHUP is ignored, so that a run outlives its terminal. Under torchrun SIGHUP is a signal to
-    stop too, as torchrun forwards SIGHUP to end its processes.
+    A second signal raises KeyboardInterrupt if it comes more than `ECHO_S` after the first. Without
+    torchrun SIGHUP is ignored, so that a run outlives its terminal. Under torchrun SIGHUP is also a
+    signal to stop, because torchrun sends it to end its processes.
     """
 
     def __init__(self) -> None:
@@ -87,7 +88,7 @@ class StopRequest(contextlib.ExitStack[bool | None]):
 
     def __enter__(self) -> Self:
         self.enter_context(handled(STOPPING, self._handle))
-        if HANGUP is not None and signal.getsignal(HANGUP) == signal.SIG_DFL:  # not under nohup
+        if HANGUP is not None and signal.getsignal(HANGUP) == signal.SIG_DFL:  # nohup sets SIG_IGN
             stops = "TORCHELASTIC_RUN_ID" in os.environ
             self.enter_context(handled([HANGUP], self._handle if stops else signal.SIG_IGN))
         return super().__enter__()
@@ -110,7 +111,7 @@ def join(device: str) -> Iterator[Processes]:
     chosen = pick_device(device, int(os.environ.get("LOCAL_RANK", "0")), world_size)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-        torch.backends.cudnn.benchmark = True  # batches keep their size, so cuDNN searches once
+        torch.backends.cudnn.benchmark = True  # cuDNN searches once per shape, and shapes recur
         torch.backends.cudnn.benchmark_limit = 0  # try all algorithms, as `tresnet bench` does
     if world_size == 1:
         yield Processes(0, 1, chosen)
@@ -125,8 +126,8 @@ def join(device: str) -> Iterator[Processes]:
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout
         )
     yield Processes(rank, world_size, chosen)
-    # Only after success. If one process fails, the others wait in a collective until torchrun ends
-    # them, and destroy_process_group would wait for these processes.
+    # A process that fails must skip this call. The other processes then wait in a collective until
+    # torchrun ends them, and destroy_process_group would wait for these processes.
     dist.destroy_process_group()
 
 
@@ -134,9 +135,9 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout: datetime.timede
     """Return a prefix of the store's keys that only the live processes use.
 
     torchrun keeps one store over its restarts. With constant keys, a process may read the address
-    of a process that has ended, and the restart fails (two of three tries, torch 2.15). So each
-    process writes a random name, and process 0 answers each name with the prefix. Process 0 waits
-    until every process has read an answer.
+    of a process that has ended. Then the restart fails (with torch 2.15 in two of three tries). To
+    avoid this, each process except 0 writes a random name, and process 0 answers each name with the
+    prefix. Process 0 waits until every process has read its answer.
     """
     own = uuid.uuid4().hex
     if rank:
@@ -149,7 +150,7 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout: datetime.timede
     deadline = time.monotonic() + timeout.total_seconds()
     while not store.check(heard):
         for key in asked:
-            if store.check([key]):  # may also answer a process that has ended
+            if store.check([key]):  # the name may be from a process that has ended
                 store.set(f"answer/{store.get(key).decode()}", own)
         if time.monotonic() > deadline:
             came = sum(store.check([key]) for key in heard)

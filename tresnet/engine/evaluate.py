@@ -1,7 +1,7 @@
 """Evaluate a model so that each image counts once, on any number of processes.
 
-`evaluate` runs the inference step over a loader. Metrics of one label per image are sums on the
-device. Multi-label metrics keep all logits on the CPU, as average precision sorts them.
+`evaluate` runs the inference step on each batch of a loader. With one label per image, it sums the
+metrics on the device. With several labels, it keeps all logits on the CPU, to sort them at the end.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ class MultiLabelMetrics:
     map: float  # mean average precision in percent, over classes with at least one image
     per_class_ap: tuple[float | None, ...]  # percent; None for a class that no image has
     f1_micro: float  # percent, over all labels together
-    f1_macro: float  # percent, mean over classes; a class without labels and predictions has 0
+    f1_macro: float  # percent, mean over classes; a class with no label and no prediction has 0
     threshold: float  # lowest probability of a label that counts as predicted
     images_per_s: float | None = None  # includes loading; None if too fast to measure
     skipped: int = 0  # number of unreadable files
@@ -99,13 +99,14 @@ def evaluate(
 ) -> Metrics | MultiLabelMetrics:
     """Evaluate `step` on this process's images; return metrics of all processes (a collective).
 
-    `class_map` has the model's class of each label (None: equal); other classes are left out.
-    `levels` (classes,) has each class's level in a hierarchy; only classes of the label's level
-    compete. DataError is raised if no image can be read, or no image has a label.
+    `class_map` gives the model's class index of each label (None: equal). Logits of other classes
+    are left out. `levels` (classes,) gives each class's level in a hierarchy. With `levels`,
+    only classes on the level of an image's label can be predicted. DataError is raised if no image
+    can be read, or if no image has a label.
     """
     sums = _ManyLabels(labels.threshold) if labels.multi else _OneLabel(processes.device)
     meter = ThroughputMeter(processes.device)
-    if len(loader) == 1:  # otherwise the first batch, which includes start-up, is not timed
+    if len(loader) == 1:  # with more batches, the first is not timed: it includes start-up
         meter.start()
     seen = 0
     bar = Bar(console or Console(False, False), "evaluating", len(loader))
@@ -194,7 +195,7 @@ def average_precision(scores: Tensor, targets: Tensor) -> float | None:
 
 
 def f1_scores(predicted: Tensor, targets: Tensor) -> tuple[float, float]:
-    """Return micro and macro F1 of booleans (N, C); F1 is 0 without labels and predictions."""
+    """Return micro and macro F1 of booleans (N, C); a class without any True value has F1 0."""
     both = (predicted & targets).sum(0).double()
     either = predicted.sum(0).double() + targets.sum(0).double()
     micro = 2 * both.sum() / either.sum().clamp(min=1)

@@ -111,7 +111,7 @@ def run(config: EvalConfig) -> dict[str, Any]:
         result = {
             **dataclasses.asdict(metrics),
             "processes": processes.world_size,
-            "options": options | options.pop("compute"),  # without the group "compute"
+            "options": options | options.pop("compute"),  # compute's options become top-level
             **used.to_dict(),
             "environment": env.describe(processes.device),
         }

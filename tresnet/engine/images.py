@@ -91,7 +91,7 @@ def open_split(
 
 
 def set_training_size(config: TrainConfig, splits: Splits, epoch: int) -> bool:
-    """Set the training image size of an epoch (from 0); return whether epochs differ in size."""
+    """Set the training image size of an epoch (from 0); return whether a run has several sizes."""
     sizes = config.data.sizes
     if len(sizes) == 1:
         return False
@@ -144,7 +144,7 @@ def fingerprint(dataset: ImageDataset, folder: Path) -> str:
         digest.update(os.fsencode(os.path.relpath(path, folder)))
         try:
             digest.update(b"\n%d\n" % os.stat(path).st_size)
-        except OSError:  # reading the file raises the error
+        except OSError:  # the loader raises or counts such an error
             digest.update(b"\n?\n")
     digest.update(dataset.targets.numpy().tobytes())
     return digest.hexdigest()[:16]
@@ -155,7 +155,7 @@ def fingerprint_beside(config: TrainConfig) -> str:
     digest = hashlib.sha256()
     for name in (config.labels.hierarchy, config.distill.teacher):
         path = Path((name or "").removeprefix("local-dir:"))
-        if name and path.is_dir():  # in timm's layout
+        if name and path.is_dir():  # a model's directory in timm's layout
             found = [p for p in sorted(path.iterdir()) if p.suffix in _LAYOUT and p.is_file()]
         else:
             found = [path] if name and path.is_file() else []
@@ -165,7 +165,7 @@ def fingerprint_beside(config: TrainConfig) -> str:
 
 
 def _contents(path: Path) -> bytes:
-    """Return a file's bytes; a safetensors header is sorted, as its keys are unordered."""
+    """Return a file's bytes; sort a safetensors file's header, as its keys may be in any order."""
     data = path.read_bytes()
     size = 8 + int.from_bytes(data[:8], "little")
     try:

@@ -68,12 +68,13 @@ _COLORS = ("#0072b2", "#d55e00", "#009e73")  # Okabe and Ito's, told apart by th
 
 
 class RunLog:
-    """The table of a run: a row for each epoch, and one each for phases initial, model and final.
+    """The table of a run, with a row for each epoch and for the phases initial, model and final.
 
-    `step` counts optimizer steps. `accuracy`, `val_top*`, `val_map` and `val_f1` are in percent,
-    and `images_per_s` is over all processes. `data_wait_pct` is the percentage of training time
-    spent waiting for images. `bad_steps` counts the optimizer steps skipped so far. A missing or
-    non-finite value is null in `log.jsonl` and empty in `log.csv`.
+    Rows initial and model hold the memory before and after the model is built. Row final holds the
+    metrics of the best weights. `step` counts optimizer steps. `accuracy`, `val_top*`, `val_map`
+    and `val_f1` are in percent, and `images_per_s` is over all processes. `data_wait_pct` is the
+    percentage of training time spent waiting for images. `bad_steps` counts the optimizer steps
+    skipped so far. A missing or non-finite value is null in `log.jsonl` and empty in `log.csv`.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class RunLog:
     ) -> None:
         """Append the row of a phase, or raise WriteError; columns without a value are empty."""
         numbers = {
-            name: value  # JSON has no NaN
+            name: value  # only finite values, because JSON has no NaN
             for name, value in (figures | memory.to_dict()).items()
             if value is not None and math.isfinite(value)
         }
@@ -190,7 +191,7 @@ def draw(directory: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
     panels = [(axis, columns) for axis, columns in _PANELS if known & columns.keys()]
     if not panels:
         return
-    # Without pyplot, which keeps every figure in memory and may need a display.
+    # pyplot is not used, because it keeps every figure in memory and may need a display.
     figure = Figure(figsize=(7.5, 1 + 1.7 * len(panels)), layout="constrained")
     FigureCanvasSVG(figure)
     grid = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]

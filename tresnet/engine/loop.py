@@ -1,7 +1,7 @@
 """Third phase of a run: train the epochs, with evaluations and checkpoints.
 
-The micro-batches of an optimizer step are loaded before the step begins. Then the processes share
-stop signals, due checkpoints and load errors, so that each checkpoint lies between two steps.
+The micro-batches of an optimizer step are loaded before the step begins. Then the processes agree
+whether to stop, to save a checkpoint or to raise an error, so a checkpoint lies between two steps.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from tresnet.engine.recovery import Checkpoints
 from tresnet.errors import DataError
 from tresnet.measure.throughput import ThroughputMeter
 
-STALL_PCT = 10  # a choice: faster loading would shorten the training by a tenth
+STALL_PCT = 10  # least percentage of time spent waiting for data that causes a warning
 
 
 class Loop:
@@ -31,7 +31,7 @@ class Loop:
         plan: RunPlan,
         parts: Parts,
         checkpoints: Checkpoints,
-        log: RunLog | None,  # only on process 0, else None
+        log: RunLog | None,  # None except on process 0
         stop: StopRequest,
     ) -> None:
         self.plan, self.parts, self.checkpoints = plan, parts, checkpoints
@@ -65,7 +65,7 @@ class Loop:
             batches = itertools.islice(loader, per_epoch - progress.micro_batches)
             while True:
                 group, failure = [], None
-                try:  # an empty group ends the epoch
+                try:  # the group is empty after the last batch
                     group = list(itertools.islice(batches, self.plan.batches.accumulate))
                 except DataError as error:
                     failure = error
@@ -139,7 +139,7 @@ class Loop:
             return
         progress.images += sums.images
         progress.hits += sums.hits
-        for loss_sum in sums.loss_sums:  # one by one, as sums of groups would round differently
+        for loss_sum in sums.loss_sums:  # added singly, so that rounding is the same after a resume
             progress.loss_sum += loss_sum
         figures = {"loss": sum(sums.loss_sums) / sums.images, "lr": self.step.lr}
         rate = self.throughput.images_per_s()

@@ -37,7 +37,7 @@ class Losses:
         self._mixing_epochs = config.schedule.epochs - augment.mix_off_epochs
         self._multi = config.labels.multi
         self._plain, self._soft = (loss_of(config, classes, mixed) for mixed in (False, True))
-        self.levels: Tensor | None = getattr(self._plain, "levels", None)  # (C,) with a hierarchy
+        self.levels: Tensor | None = getattr(self._plain, "levels", None)  # level of each class
         self._teacher = teacher
         self._distilled = DistillationLoss(
             self._soft, config.distill.kd_weight, config.distill.kd_temperature
@@ -68,9 +68,10 @@ class Losses:
         """Mix a batch if `mixes(epoch)`; return the images, the targets and the loss function.
 
         Mixing overwrites `images` (N, 3, H, W), which are floats if there is a teacher. `labels`
-        are (N,), or (N, classes) of 0 and 1. Targets are the labels, label distributions (N,
-        classes), or (N, 2, classes): distributions and the teacher's logits. `step`, the
-        index of the micro-batch in the run, seeds the mixing.
+        are (N,), or (N, classes) of 0 and 1. Without mixing, the targets are the labels; with
+        mixing, they are distributions (N, classes). With a teacher, the targets (N, 2, classes)
+        hold distributions and the teacher's logits. `step` is the index of the micro-batch in the
+        run, and seeds the mixing.
         """
         targets, criterion = labels, self._plain
         if self._mixup is not None and self.mixes(epoch):
@@ -130,10 +131,10 @@ class DistillationLoss(nn.Module):
 
 
 def read_hierarchy(path: str, classes: Sequence[str]) -> list[list[int]]:
-    """Return the labels [class, parent, grandparent, ...] of each class, or raise ConfigError.
+    """Return [label, parent's label, grandparent's label, ...] of each class.
 
     The file is a JSON object that maps each name to its parent's name. `classes` are in the order
-    of the labels. An ancestor that is no class is left out, but its ancestors are not.
+    of the labels. Only ancestors in `classes` are kept. An unsuitable file raises ConfigError.
     """
     try:
         parents = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -166,10 +167,10 @@ def _line(name: str, parents: Mapping[str, str], path: str) -> list[str]:
 class SemanticSoftmaxLoss(nn.Module):
     """Weighted sum of cross-entropies: each compares the classes of one level of a hierarchy.
 
-    A class's level is the number of its ancestors. An image counts on the level of its class. On
-    each level above, the image counts with the ancestor as its label. Deep levels get fewer images,
-    so the weight of a level is C / (number of classes on this level or deeper), at most 20.
-    `levels` (C,) has the level of each class. Logits of different levels cannot be compared.
+    A class's level is the number of its ancestors. An image counts on the level of its class, and
+    with an ancestor as its label on each level above. Deep levels get fewer images, so they have
+    larger weights: C / (number of classes on this level or deeper), at most 20, for C classes.
+    `levels` (C,) holds the level of each class. Logits of different levels cannot be compared.
     """
 
     def __init__(self, ancestors: list[list[int]], smoothing: float) -> None:
@@ -208,7 +209,7 @@ class LossSums:
     """Sums of all processes over the micro-batches since the last `LossMeter.read`."""
 
     images: int
-    loss_sums: list[float]  # of each micro-batch, over its images
+    loss_sums: list[float]  # for each micro-batch, the sum over its images
     hits: int
     first_bad: int | None  # the first optimizer step whose loss is NaN or infinite
 
@@ -234,7 +235,7 @@ class LossMeter:
         """Return the sums since the last `read` (a collective)."""
         steps, images, values = zip(*self._batches, strict=True) if self._batches else ((),) * 3
         self._batches.clear()
-        losses, hits = torch.stack(values).T.tolist() if values else ((), ())  # synchronises
+        losses, hits = torch.stack(values).T.tolist() if values else ((), ())  # waits for the GPU
         bad = [n for n, loss in zip(steps, losses, strict=True) if not math.isfinite(loss)]
         sums = [n * loss for n, loss in zip(images, losses, strict=True)]
         count, all_hits, *loss_sums = processes.sum(sum(images), sum(hits), *sums)

@@ -47,10 +47,10 @@ def make_plan(
 ) -> tuple[RunPlan, WeightsInfo | None, dict[str, Any] | None]:
     """Fill in the fields of `wanted` that are None, and read the state to resume (a collective).
 
-    `held` receives the lock of a resumed run's directory. With `dry_run`, `--gpu-memory` may stand
-    for an absent GPU. Returns the plan, the weights of `--weights` and the state, each None if
-    absent. A configuration that does not fit raises `ConfigError`, and a directory that another
-    process uses `BusyError`.
+    `held` receives the lock of a resumed run's directory. With `dry_run` and `--gpu-memory`, no GPU
+    is needed. Returns the plan, the weights of `--weights` for a new run or None, and the state of
+    a resumed run or None. A configuration that does not fit raises `ConfigError`. A directory that
+    another process uses raises `BusyError`.
     """
     check_same_options(wanted, processes)
     run_dir = path = found = None
@@ -63,10 +63,10 @@ def make_plan(
     saved, content = found or (None, None)
     compute = wanted.compute
     absent = processes.device.type != "cuda" and compute.device != "cpu"
-    # whether --gpu-memory stands for the GPU
+    # whether to assume a GPU with --gpu-memory of memory
     assumed = dry_run and absent and compute.gpu_memory is not None
     if wanted.model.impl == "triton" and not assumed:
-        # raises an error if kernels cannot run
+        # raises an error if the kernels cannot run on the device
         runs_kernels(processes.device, torch.float32, "triton")
     if saved is not None:
         assert run_dir is not None, "a state is in a directory"
@@ -90,7 +90,7 @@ def make_plan(
     batches = batch_size.divide(config, identity.world_size, processes.world_size, images)
     if content is not None:
         before = batch_size.divide(config, identity.world_size, len(content["generators"]), images)
-        # keep the fraction of the epoch, as the number of processes may have changed
+        # The number of processes may have changed, so keep the completed fraction of the epoch.
         progress.micro_batches = progress.micro_batches * batches.per_epoch // before.per_epoch
     record = RunRecord(config, identity, progress)
     return RunPlan(record, splits, batches, run_dir, path), weights, content

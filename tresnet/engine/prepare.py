@@ -26,7 +26,7 @@ from tresnet.steps import InferenceStep, TrainingStep, create_training_step
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Loaders, steps and losses of this process; `tested` is the step that runs evaluations."""
+    """Loaders, steps and losses of this process; evaluations run the inference step `tested`."""
 
     train_loader: Loader
     val_loader: Loader
@@ -39,7 +39,7 @@ class Parts:
 
     def evaluate(self, config: TrainConfig) -> Metrics | MultiLabelMetrics:
         """Evaluate the EMA if there is one, else the model (a collective)."""
-        self.processes.broadcast(self.step.eval_model.buffers())  # running statistics may differ
+        self.processes.broadcast(self.step.eval_model.buffers())  # batch norm's buffers may differ
         return evaluate(
             config.labels,
             self.tested,
@@ -62,7 +62,7 @@ def prepare(
     processes: Processes,
     console: Console,
 ) -> Parts:
-    """Build the parts of this process from `weights`, or from the `content` of a resumed state."""
+    """Build what this process trains with, from `weights` or from a resumed state's `content`."""
     config, classes, seed = plan.config, plan.splits.classes, plan.config.run.seed
     train_loader, val_loader = create_loaders(config, plan.splits, plan.batches.size, processes)
     memory = MemoryMeter(processes.device)

@@ -27,11 +27,11 @@ from tresnet.settings import fields
 def paper() -> TrainConfig:
     """Train on ImageNet from random weights, as arXiv 2003.13630 trains TResNet.
 
-    From the paper: input size 224, 300 epochs, SGD, one cycle, auto-augment, cutout and label
-    smoothing. Weight decay is for weights only, and images are RGB in [0, 1] without mean and
-    standard deviation. The paper gives no other values. Learning rate 0.1 per 256 images and weight
-    decay 1e-4 are from arXiv 1706.02677, mixup 0.2 is from arXiv 1710.09412. Smoothing 0.1 is the
-    usual value. Warm-up 0.2 and EMA 0.9997 are from the authors' later training code (ASL).
+    The paper gives input size 224, 300 epochs, SGD, one cycle, auto-augment, cutout and label
+    smoothing. Biases and norms have no weight decay. Images are RGB in [0, 1], without subtraction
+    of a mean. The paper gives no other values. Learning rate 0.1 per 256 images and weight decay
+    1e-4 are from arXiv 1706.02677. Mixup 0.2 is from arXiv 1710.09412. Smoothing 0.1 is the usual
+    value. Warm-up 0.2 and EMA decay 0.9997 are from the authors' later training code (ASL).
     """
     return TrainConfig(
         recipe="paper",
@@ -50,11 +50,11 @@ def paper() -> TrainConfig:
 def usi() -> TrainConfig:
     """Train on ImageNet with a teacher, by one recipe for all models (arXiv 2204.03475).
 
-    From the paper: loss = cross-entropy + 5 KL at temperature 1, 300 epochs, AdamW, mixup, cutmix
-    and an EMA. The other values are defaults of train.py in the authors' repository. The learning
-    rate rises from 1e-4 to 2e-3 (for 8 x 128 images) over 5 epochs, and falls to 1e-6. Weight decay
-    is 2e-2, the EMA 0.99996, the test crop 0.95. Augmentation: RandAugment 7, three repeats, mixup
-    0.8, cutmix 1. The authors' teacher is TResNet-L v2.
+    The paper gives the loss (cross-entropy + 5 KL at temperature 1), 300 epochs, AdamW, mixup,
+    cutmix and an EMA. The other values are defaults of train.py in the authors' repository. The
+    learning rate rises from 1e-4 to 2e-3 (for 8 x 128 images) over 5 epochs, then falls to 1e-6.
+    Weight decay is 2e-2, EMA decay 0.99996 and the test crop 0.95. Augmentation is RandAugment of
+    magnitude 7, three repeats, mixup 0.8 and cutmix 1. The authors' teacher is TResNet-L v2.
     """
     return TrainConfig(
         recipe="usi",
@@ -80,11 +80,12 @@ def usi() -> TrainConfig:
 def rsb_a2() -> TrainConfig:
     """Train on ImageNet by procedure A2 of "ResNet strikes back" (arXiv 2110.00476).
 
-    From the paper's Table 2: 300 epochs with 5 of warm-up, 2048 images per optimizer step, LAMB
-    with learning rate 5e-3, cosine schedule and weight decay 0.02. Also binary cross-entropy,
-    stochastic depth 0.05, three repeats, RandAugment 7 / 0.5, mixup 0.1, cutmix 1, test crop 0.95.
-    Smoothing, dropout, erasing and EMA are off. First learning rate 1e-4 and threshold 0.2 of mixed
-    labels are from commands published for timm's weights. The last, 1e-6, is this package's choice.
+    The paper's Table 2 gives 300 epochs with 5 of warm-up, 2048 images per optimizer step, and LAMB
+    with learning rate 5e-3, cosine schedule and weight decay 0.02. It gives binary cross-entropy,
+    stochastic depth 0.05, three repeats, RandAugment 7 / 0.5, mixup 0.1, cutmix 1 and test crop
+    0.95. Smoothing, dropout, erasing and EMA are off. The commands published for timm's weights
+    give the first learning rate, 1e-4, and the threshold of mixed labels, 0.2. The last learning
+    rate, 1e-6, is this package's choice.
     """
     return TrainConfig(
         recipe="rsb-a2",

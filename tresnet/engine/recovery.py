@@ -34,7 +34,7 @@ class Checkpoints:
 
     @property
     def are_due(self) -> bool:
-        """Whether the last state is `checkpoint_interval_s` old; False except on process 0."""
+        """Whether the last save is over `checkpoint_interval_s` ago; False except on process 0."""
         age_s = time.monotonic() - self._saved_s
         return (
             self._parts.processes.is_main

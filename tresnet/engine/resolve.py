@@ -56,7 +56,7 @@ def create_model(
     size = data.resolved_input_size
     for each in {size, *data.sizes}:
         model.check_input(torch.empty(1, 3, *sides(each), device="meta"))
-    # saved with the weights, so that predictions prepare images in the same way
+    # These values are saved with the weights, so that predictions use the same crop.
     crop = {name: getattr(data, name) for name in _CROP}
     model.pretrained_cfg = {**model.pretrained_cfg, "input_size": (3, *sides(size)), **crop}
     return model
@@ -66,7 +66,7 @@ def rebuild_model(config: TrainConfig, metadata: dict[str, Any]) -> TResNet:
     """Build a resumed run's model from the metadata of its state, with random weights."""
     options = check_metadata(metadata).to_dict()
     name = options.pop("variant")
-    del options["bottlenecks"]  # follows from the variant
+    del options["bottlenecks"]  # `build` takes it from the variant
     model = zoo.build(name, **(config.model.build | options))
     model.pretrained_cfg = metadata["pretrained_cfg"]
     return model
@@ -93,7 +93,7 @@ def class_map(
         return None
     numbers = [int(name) if name.isdecimal() else -1 for name in found]
     named = not all(name.isdecimal() for name in trained)
-    if named and sorted(numbers) == list(range(outputs)):  # folders named by class indices
+    if named and sorted(numbers) == list(range(outputs)):  # class indices name the folders
         return None if numbers == sorted(numbers) else numbers
     if set(trained) != set(found):
         raise ConfigError(

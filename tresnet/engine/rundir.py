@@ -29,8 +29,9 @@ def claim(
 
     `resume` is a run's directory, `auto` (the directory of `--name`) or None for a new run. `held`
     receives the lock, and `say` a line about a damaged state. Returns the directory and the result
-    of `state.load`, both None for a new run. With `auto`, the run begins in a directory that has no
-    state. ConfigError, CheckpointError or BusyError is raised if the run cannot be resumed.
+    of `state.load`. Both are None for a new run, and for `auto` without a directory. If the
+    directory of `auto` has no state, the run begins there. ConfigError, CheckpointError or
+    BusyError is raised if the run cannot be resumed.
     """
     if resume is None:
         if config.run.name and os.path.lexists(directory := _named(config)):
@@ -85,9 +86,9 @@ def create(config: TrainConfig, held: contextlib.ExitStack) -> Path:
 
 
 def reopen(directory: Path, config: TrainConfig, taken: Path | None) -> None:
-    """Prepare the directory of a run that continues from the state file `taken` (None: begins)."""
+    """Prepare an existing directory; the run continues from the file `taken`, or begins if None."""
     files.remove_leftovers(directory)
-    if taken is not None and taken.name == state.PREVIOUS:  # the newer state is damaged
+    if taken is not None and taken.name == state.PREVIOUS:  # last.pt is damaged or missing
         with files.explained(taken):
             os.replace(taken, directory / state.LAST)
     files.write_text(directory / CONFIG, configs.to_json(config))
@@ -106,7 +107,7 @@ def discard(directory: Path) -> None:
 def add_environment(directory: Path, record: dict[str, Any]) -> None:
     """Append `record`, the environment in which the run starts or resumes; may raise WriteError."""
     path, records = directory / ENVIRONMENT, []
-    with contextlib.suppress(OSError, ValueError):  # the file is missing or damaged
+    with contextlib.suppress(OSError, ValueError):  # no file yet, or a damaged one
         records = json.loads(path.read_text(encoding="utf-8"))
     files.write_text(path, json.dumps([*records, record], indent=2) + "\n")
 

@@ -48,7 +48,7 @@ class Progress:
     best_score: float = -1.0  # accuracy or mAP in percent; -1 before the first evaluation
     best_loss: float = math.inf  # validation loss of the best epoch; decides between equal scores
     best_epoch: int = 0  # counts from 1
-    last_score: float = -1.0  # of the last evaluation, as `best_score`
+    last_score: float = -1.0  # score of the last evaluation, in the unit of `best_score`
     bad_steps: int = 0  # optimizer steps skipped for a non-finite loss or gradient
     skipped: tuple[str, ...] = ()  # unreadable files
 
@@ -61,7 +61,7 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """Facts that are compared when a state is resumed: fingerprints of files, and classes."""
+    """What a run began with; `check` compares the fingerprints and classes when it is resumed."""
 
     __pydantic_config__: ClassVar = fields.REVALIDATED
 
@@ -185,7 +185,7 @@ def restore(content: dict[str, Any], step: TrainingStep, processes: Processes) -
     """Restore the step and this process's random generators, or raise CheckpointError."""
     try:
         step.load_state_dict(content)
-        # a process that the saved run lacked keeps its generators
+        # There is no saved state for a process that was added, so its generators stay as they are.
         if processes.is_main or processes.rank < len(content["generators"]):
             set_random_state(content["generators"][processes.rank], processes.device)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:

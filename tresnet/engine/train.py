@@ -33,7 +33,7 @@ class TrainResult:
     """The result of `train`."""
 
     run_dir: Path
-    metrics: Metrics | MultiLabelMetrics | None  # of the best weights; None if stopped early
+    metrics: Metrics | MultiLabelMetrics | None  # metrics of the best weights; None if stopped
     best_epoch: int  # counts from 1; 0 before the first evaluation
     last_score: float  # top-1 accuracy or mAP in percent; -1 before the first evaluation
     stopped_by: int = 0  # number of the signal that stopped the run early, or 0
@@ -43,7 +43,7 @@ def train(wanted: TrainConfig, resume: Path | None = None) -> TrainResult:
     """Train to the end or until a signal; under torchrun, every process calls this function.
 
     `resume` is a run's directory, `auto` (the directory of the configured name) or None for a new
-    run. A resumed run keeps the configuration that it began with.
+    run. `wanted` must agree with the configuration of a resumed run, as `config.resumed` says.
 
     Raises:
         ConfigError: The configuration does not fit, or differs from the resumed run's.
@@ -60,7 +60,7 @@ def train(wanted: TrainConfig, resume: Path | None = None) -> TrainResult:
         plan, weights, state = make_plan(wanted, resume, processes, console, held)
         parts = prepare(plan, weights, state, processes, console)
         held.callback(parts.close)
-        del weights, state  # frees as much as model and optimizer take
+        del weights, state  # frees copies of the weights and the optimizer's state
         run_dir = plan.run_dir
         if processes.is_main:
             if run_dir is None:
@@ -129,7 +129,7 @@ def finish(
 def _open_log(
     plan: RunPlan, parts: Parts, checkpoints: Checkpoints, held: contextlib.ExitStack
 ) -> RunLog | None:
-    """Show the run's first lines; return the log, or None on other processes and after the end."""
+    """Show the run's first lines; return the log on process 0, unless the run was complete."""
     run_dir, config, progress = checkpoints.run_dir, plan.config, plan.record.progress
     for line in words.introduction(plan, parts.processes, run_dir):
         parts.console.say(line)
@@ -137,7 +137,7 @@ def _open_log(
     ended = progress.epoch == config.schedule.epochs
     if not parts.processes.is_main or (ended and any(row["phase"] == "final" for row in rows)):
         return None
-    rows = [row for row in rows if row["phase"] != "final"]  # a longer run gets a new final row
+    rows = [row for row in rows if row["phase"] != "final"]  # a new final row will follow
     start = {"processes": parts.processes.world_size, "from_step": progress.global_step}
     rundir.add_environment(run_dir, env.describe(parts.processes.device) | start)
     log = RunLog(run_dir, rows, progress.global_step, config)

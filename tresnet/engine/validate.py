@@ -103,7 +103,7 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
             "--name: expected a directory name without a path, of at most 255 bytes, got"
             f" {name!r:.80}"
         )
-    for name in ("runs", "name"):  # safetensors opens no other paths
+    for name in ("runs", "name"):  # safetensors opens only UTF-8 paths
         text = getattr(config.run, name) or ""
         if not text.isprintable():
             yield f"--{name}: expected printable UTF-8 text, got {text!a}"

@@ -61,8 +61,8 @@ def stall(waiting_pct: float, workers: int, processes: int) -> str:
     """Return a warning about waiting for data, with the number of workers that would suffice."""
     waiting, cores = waiting_pct / 100, usable_cores()
     busy = min(workers, cores)
-    # Of each second, `1 - waiting` is computation. Loading takes `busy` seconds of work, or
-    # `waiting` without workers. `needed` workers do this work during the computation.
+    # Of each second, the process computes for `1 - waiting`, and `busy` workers load all the time.
+    # Without workers, the process loads for `waiting`. `needed` workers load during computation.
     needed = math.ceil((busy or waiting) / max(1 - waiting, 0.01))
     text = f"data is the bottleneck: {waiting_pct:.0f} % of the time was spent waiting for it"
     if needed * processes <= cores:
