@@ -510,7 +510,7 @@ def test_a_run_that_waits_for_its_data_says_so_and_what_would_cure_it(tiny, monk
     monkeypatch.setattr(ImageDataset, "__getitem__", loading)
     monkeypatch.setattr(TrainingStep, "backward", computing)
     monkeypatch.setattr(words, "usable_cores", lambda: 4)
-    run_dir = train(tiny(epochs=1)).run_dir
+    run_dir = train(tiny()).run_dir
     lines = (run_dir / "log.jsonl").read_text().splitlines()
     waits_pct = [json.loads(line)["data_wait_pct"] for line in lines]
     assert waits_pct[:2] == [None, None]

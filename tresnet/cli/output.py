@@ -30,7 +30,7 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table as text; columns of numbers are right-aligned, the others left-aligned."""
     columns = list(zip(header, *rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
-    to_right = [bool(rows) and all(_is_number(cell) for cell in column[1:]) for column in columns]
+    to_right = [all(_is_number(cell) for cell in column[1:]) for column in columns]
     lines = []
     for row in (header, *rows):
         cells = [

@@ -189,7 +189,8 @@ def _path(cls: type, place: tuple[int | str, ...]) -> tuple[tuple[str, ...], Ite
     for part in map(str, place):
         path.append(part)
         known = {field.name: field.type for field in dataclasses.fields(cls)}
-        if not dataclasses.is_dataclass(kind := known.get(part)):
+        kind = known.get(part)
+        if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
             break
         cls = kind
     return tuple(path), known
