@@ -1,5 +1,11 @@
 import tresnet
 from tresnet.cli.main import main as run
+from tresnet.cli.output import format_table
+
+
+def test_numbers_and_absent_values_are_aligned_right():
+    table = format_table(["model", "n"], [["b", "1,000.5"], ["c", "-"]])
+    assert table.splitlines() == ["model        n", "b      1,000.5", "c            -"]
 
 
 def test_list_shows_cost_and_weights(capsys):

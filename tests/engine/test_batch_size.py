@@ -2,6 +2,7 @@
 
 import types
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tresnet.engine.losses import Losses
 from tresnet.engine.prepare import create_step
 from tresnet.engine.recipes import recipe
 from tresnet.engine.resolve import create_model, resolve
-from tresnet.errors import ConfigError, TrainingError
+from tresnet.errors import ConfigError, InputError, TrainingError
 from tresnet.memory import Device, present_device
 from tresnet.memory.device import GIB, MIB
 from tresnet.memory.plan import make_plan
@@ -146,6 +147,9 @@ def test_the_process_with_the_least_memory_decides(tiny, small_gpu, monkeypatch)
     assert said[1].startswith("--batch-size auto: 8, as the process with the least memory has room")
     answer(monkeypatch, 0)
     with pytest.raises(ConfigError, match=r"not even one image is predicted to fit into 29\.0 MiB"):
+        resolved(tiny(), 1000, pytest.fail)
+    monkeypatch.setattr(batch_size, "largest", Mock(side_effect=InputError("no such operator")))
+    with pytest.raises(ConfigError, match="be predicted, so give a number: no such operator"):
         resolved(tiny(), 1000, pytest.fail)
 
 

@@ -122,6 +122,7 @@ def test_a_teacher_in_a_directory_is_distinguished_from_another(tiny, tmp_path, 
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         file.write_bytes(data[:8] + text.ljust(end - 8) + data[end:])
         assert file.read_bytes() != data
+        (tmp_path / "teacher/README.md").write_text("another card")
         found.append(fingerprint_beside(config))
     assert found[0] == found[1] != found[2]
 

@@ -8,6 +8,8 @@ import timm
 import torch
 
 from tests.engine.runs import eval_main, train_main
+from tresnet.checkpoints.creation import create
+from tresnet.checkpoints.save import save_checkpoint
 from tresnet.ops import dispatch
 
 # Command lines, and words of their message. DATA has three classes, WEIGHTS are of a run on it.
@@ -80,6 +82,7 @@ EVAL = """
 --data DATA --weights WEIGHTS --split test | there is no folder 'test'
 --data DATA --weights absent.safetensors | absent.safetensors
 --data DATA --weights WEIGHTS --model tresnet_m | tresnet_m
+--data DATA --weights diverged.safetensors | diverged.safetensors holds infinities or NaN, in head.fc.bias
 --data DATA --weights WEIGHTS --batch-size 0 | --batch-size: expected at least 1, got 0
 --data DATA --weights WEIGHTS --workers -1 | --workers: expected at least 0, got -1
 --data DATA --weights WEIGHTS --output absent/r.json | --output: there is no directory absent
@@ -100,6 +103,9 @@ def place(tmp_path_factory, data, finished):
     folder = tmp_path_factory.mktemp("messages")
     shutil.copytree(data, folder / "DATA")
     shutil.copy(finished / "best.safetensors", folder / "WEIGHTS")
+    model = create(weights=finished / "best.safetensors")
+    model.get_parameter("head.fc.bias").data[0] = torch.nan
+    save_checkpoint(model, folder / "diverged.safetensors")
     (folder / "file").touch()
     (folder / "empty").mkdir()
     shutil.copytree(finished, folder / "ended")

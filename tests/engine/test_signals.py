@@ -36,9 +36,16 @@ def test_other_threads_install_nothing():
         assert threads.submit(enter).result() is signal.getsignal(signal.SIGINT)
 
 
-@pytest.mark.parametrize(("run_id", "signum"), [(None, 0), ("1", signal.SIGHUP)])
-def test_a_hangup_is_outlived_and_under_torchrun_a_request(monkeypatch, run_id, signum):
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
+@pytest.mark.parametrize(
+    ("handler", "run_id", "signum"),
+    [
+        (signal.SIG_DFL, None, 0),
+        (signal.SIG_DFL, "1", signal.SIGHUP),
+        (signal.SIG_IGN, "1", 0),  # under nohup
+    ],
+)
+def test_a_hangup_is_outlived_and_under_torchrun_a_request(monkeypatch, handler, run_id, signum):
+    before = signal.signal(signal.SIGHUP, handler)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     if run_id:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
@@ -46,6 +53,6 @@ def test_a_hangup_is_outlived_and_under_torchrun_a_request(monkeypatch, run_id, 
         with StopRequest() as stop:
             os.kill(os.getpid(), signal.SIGHUP)
             assert stop.signum == signum
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+        assert signal.getsignal(signal.SIGHUP) == handler
     finally:
         signal.signal(signal.SIGHUP, before)

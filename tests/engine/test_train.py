@@ -29,6 +29,7 @@ from tresnet.engine import config as configs
 from tresnet.engine import prepare, recovery, state, words
 from tresnet.engine.evaluate import Metrics
 from tresnet.engine.logs import RunLog
+from tresnet.engine.resolve import create_model
 from tresnet.engine.train import dry_run, train
 from tresnet.errors import (
     CheckpointError,
@@ -465,6 +466,8 @@ def test_finetuning_takes_all_but_the_head(tiny, tmp_path, finished, capsys):
     message = r"the weights have 3 classes, the data 1 \(cat\): expected the same; --new-head"
     with pytest.raises(ConfigError, match=message):
         train(tiny(**options, name="kept"))
+    with pytest.raises(ConfigError, match="classes in another order; --new-head starts a new"):
+        create_model(tiny(), ["red", "green", "blue"], open_weights(options["weights"]))
     result = train(tiny(**options, new_head=True))
     assert open_weights(result.run_dir / "best.safetensors").classes == ("cat",)
     assert capsys.readouterr().out.count("warning: expected at least 2 classes, got 1 (cat)") == 1

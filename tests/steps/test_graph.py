@@ -11,7 +11,7 @@ import copy
 import functools
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from unittest.mock import MagicMock, Mock
+from unittest.mock import ANY, MagicMock, Mock
 
 import pytest
 import torch
@@ -86,14 +86,20 @@ class StandIn:
 def test_gradients_are_reduced_on_the_captured_stream(monkeypatch, graphs):
     """What holds on to the nodes that add gradients up is made where they are captured."""
     made = MagicMock()
+    made.uses_graph.return_value = graphs == "on"
     monkeypatch.setattr(steps, "CudaCapturer", lambda device: made)
-    monkeypatch.setattr(steps, "uses_graph", lambda compute, *_: compute.cuda_graph == "on")
+    monkeypatch.setattr(steps, "uses_graph", made.uses_graph)
+    monkeypatch.setattr(steps, "Graphs", made.graphs)
     monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", made.parallel)
     compute, model = Compute(cuda_graph=graphs), torch.nn.Linear(2, 2)
-    steps.create_training_step(model, compute, CPU, world_size=2)
-    names = [call[0] for call in made.mock_calls]
-    around = ["warming_up().__enter__", "parallel", "warming_up().__exit__"]
+    steps.create_training_step(model, compute, CPU, world_size=2, say=print)
+    made.uses_graph.assert_called_once_with(compute, CPU, False)  # auto: not in several processes
+    _, *names = [call[0] for call in made.mock_calls]
+    around = ["warming_up().__enter__", "parallel", "warming_up().__exit__", "graphs"]
     assert names == (["warming_up", *around] if graphs == "on" else ["parallel"])
+    if graphs == "on":
+        options = {"trains": True, "warmup_runs": 11, "agree": ANY, "say": print}
+        made.graphs.assert_called_once_with(model, made, **options)
     # else every gradient is kept twice
     made.parallel.assert_called_once_with(model, None, gradient_as_bucket_view=True)
 
@@ -337,6 +343,10 @@ SWITCHES = {
     "cudnn.benchmark": lambda on: setattr(torch.backends.cudnn, "benchmark", on),
     "cudnn.deterministic": lambda on: setattr(torch.backends.cudnn, "deterministic", on),
     "deterministic algorithms": torch.use_deterministic_algorithms,
+    "autocast": lambda on: torch.set_autocast_enabled("cuda", on),
+    "autocast's dtype": lambda on: torch.set_autocast_dtype(
+        "cuda", torch.bfloat16 if on else torch.float16
+    ),
     "frozen statistics": lambda on: STATISTICS.__enter__() if on else STATISTICS.__exit__(),
 }
 
