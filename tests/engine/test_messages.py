@@ -82,7 +82,7 @@ EVAL = """
 --data DATA --weights WEIGHTS --split test | there is no folder 'test'
 --data DATA --weights absent.safetensors | absent.safetensors
 --data DATA --weights WEIGHTS --model tresnet_m | tresnet_m
---data DATA --weights diverged.safetensors | diverged.safetensors holds infinities or NaN, in head.fc.bias
+--data DATA --weights diverged.safetensors | holds infinities or NaN, in head.fc
 --data DATA --weights WEIGHTS --batch-size 0 | --batch-size: expected at least 1, got 0
 --data DATA --weights WEIGHTS --workers -1 | --workers: expected at least 0, got -1
 --data DATA --weights WEIGHTS --output absent/r.json | --output: there is no directory absent

@@ -1,6 +1,5 @@
 import contextlib
 import json
-import shutil
 import types
 from datetime import datetime
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tresnet.engine import config as configs
-from tresnet.engine import rundir
+from tresnet.engine import logs, rundir
 from tresnet.engine.config import AUTO
 from tresnet.errors import BusyError, CheckpointError, ConfigError, WriteError
 
@@ -46,7 +45,10 @@ def test_a_name_is_taken_by_one_run_and_freed_by_one_that_cannot_begin(tiny, hel
     with pytest.raises(ConfigError, match=r"--name: the run directory .*run exists, and a run nev"):
         rundir.create(tiny(epochs=6), held)
     assert configs.load(directory / rundir.CONFIG) == tiny()
-    shutil.rmtree(directory)
+    for name in (logs.TRACKED, f"{logs.EVENTS}.1"):
+        (directory / name).touch()
+    rundir.discard(directory)
+    assert not directory.exists()
     rundir.discard(directory)  # somebody else was quicker
 
 

@@ -388,6 +388,7 @@ def closed():
         (lambda: cross_entropy, True),
         (lambda: functools.partial(cross_entropy, label_smoothing=0.1), True),
         (lambda: functools.partial(cross_entropy, weight=torch.ones(3)), False),
+        (lambda: lambda x, y, *, weights=torch.ones(3): cross_entropy(x, y, weights), False),
         (lambda: weighted().forward, False),
         *((make, False) for make in (closed, Scaled, hooked)),
     ],
