@@ -336,7 +336,7 @@ def test_a_changed_model_or_criterion_is_captured_anew(change):
     assert replayed[-1]
 
 
-STATISTICS = FrozenRunningStats()
+ONES, STATISTICS = torch.ones(3), FrozenRunningStats()
 SWITCHES = {
     "tf32 products": lambda on: setattr(torch.backends.cuda.matmul, "allow_tf32", on),
     "exact convolutions": lambda on: setattr(torch.backends.cudnn, "allow_tf32", not on),
@@ -388,7 +388,7 @@ def closed():
         (lambda: cross_entropy, True),
         (lambda: functools.partial(cross_entropy, label_smoothing=0.1), True),
         (lambda: functools.partial(cross_entropy, weight=torch.ones(3)), False),
-        (lambda: lambda x, y, *, weights=torch.ones(3): cross_entropy(x, y, weights), False),
+        (lambda: lambda x, y, *, weights=ONES: cross_entropy(x, y, weights), False),
         (lambda: weighted().forward, False),
         *((make, False) for make in (closed, Scaled, hooked)),
     ],
