@@ -6,34 +6,28 @@ import torch
 from tresnet.memory.device import GIB
 from tresnet.memory.workspaces import workspace_bytes
 
-aten = torch.ops.aten
-IMAGES, MAPS, Q = torch.empty(2, 4, 8, 8), torch.empty(2, 6, 8, 8), torch.empty(2, 3, 130, 40)
-X, WEIGHTS = torch.empty(3, 5, 4), [torch.empty(7)]  # 240 bytes, 28 bytes
-TIME_FIRST = torch.empty(5, 3, 4).transpose(0, 1)
-CELL, REST = (WEIGHTS, 0, WEIGHTS[0], None, None), (None, None, None, None, True)
+IMAGES, MAPS = torch.empty(2, 4, 8, 8), torch.empty(2, 6, 8, 8)
+MANY = torch.empty(2**26, 4, 1, 1, device="meta")
+ROWS = 4 * 2 * 3 * 256  # in float32, 130 of them in tiles of 128; 40 columns in tiles of 32
+X, CELL = torch.empty(3, 5, 4), ([torch.empty(7)], 0, torch.empty(7), None, None)
+TIME_FIRST = torch.empty(5, 3, 4).transpose(0, 1)  # only other sequences are copied
+HIGH = 8 * (240 + 28 + 3072)
 
 
 @pytest.mark.parametrize(
     ("kernel", "args", "expected"),
     [
-        (aten.convolution, (IMAGES, torch.empty(6, 4, 1, 1)), (0, 8 * (2048 + 96 + 3072))),
-        (aten.convolution, (MAPS, torch.empty(6, 1, 1, 1)), (0, 0)),  # depthwise
-        (aten.convolution, (torch.empty(2**26, 4, 1, 1, device="meta"), MAPS), (0, GIB)),
-        # dq in float32 and the sums of rows, of tiles of 128 rows and 32 columns
+        ("convolution", (IMAGES, torch.empty(6, 4, 1, 1)), (0, 8 * (2048 + 96 + 3072))),
+        ("convolution", (MAPS, torch.empty(6, 1, 1, 1)), (0, 0)),  # depthwise
+        ("convolution", (MANY, MAPS), (0, GIB)),
         (
-            aten._scaled_dot_product_flash_attention_backward,
-            (None, Q),
-            (4 * 6 * 256 * 65, 4 * 6 * 256 * 65),
+            *("_scaled_dot_product_flash_attention_backward", (None, torch.empty(2, 3, 130, 40))),
+            (ROWS * (64 + 1), ROWS * (64 + 1)),
         ),
-        # a sequence is copied unless time comes first in memory
-        (aten._cudnn_rnn, (X, *CELL, *REST), (28 + 240, 8 * (240 + 28 + 3072))),
-        (aten._cudnn_rnn, (TIME_FIRST, *CELL, *REST), (28, 8 * (240 + 28 + 3072))),
-        (
-            aten._cudnn_rnn_backward,
-            (X, *CELL, MAPS, None, None, None, *REST),
-            (28 + 240, 8 * (240 + 28 + 3072)),
-        ),
+        ("_cudnn_rnn", (X, *CELL, *[None] * 4, True), (28 + 240, HIGH)),
+        ("_cudnn_rnn", (TIME_FIRST, *CELL, *[None] * 4, True), (28, HIGH)),
+        ("_cudnn_rnn_backward", (X, *CELL, MAPS, *[None] * 7, True), (28 + 240, HIGH)),
     ],
 )
 def test_workspaces_are_known_or_bounded(kernel, args, expected):
-    assert workspace_bytes(kernel.default, args, [MAPS]) == expected
+    assert workspace_bytes(getattr(torch.ops.aten, kernel).default, args, [MAPS]) == expected

@@ -67,13 +67,10 @@ def model_tensors(model: TResNet) -> dict[str, Tensor]:
         )
     names = {}
     for prefix, module in model.named_modules():
-        prefix = f"{prefix}.".replace("_orig_mod.", "")  # a compiled module has this prefix
-        dot = "" if prefix == "." else prefix
-        for name, parameter in module.named_parameters(recurse=False):
-            names[dot + name] = parameter
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                names[dot + name] = buffer
+        prefix = f"{prefix}.".replace("_orig_mod.", "").removeprefix(".")  # torch.compile adds it
+        for name, tensor in (module._parameters | module._buffers).items():
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                names[prefix + name] = tensor
     return names
 
 

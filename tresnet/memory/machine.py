@@ -72,7 +72,7 @@ class FakeMachine(StepHooks):
             self._buckets = _Buckets(model)
             with self.during(Phase.SETUP, Category.BUCKETS):
                 self._buckets.lay_out()
-        self.recorder.mark_masters(model.parameters())
+        self.recorder.masters.update(p.untyped_storage()._cdata for p in model.parameters())
 
     def during(
         self, part: str, category: Category | None = None
@@ -103,7 +103,7 @@ class _Buckets:
     def __init__(self, model: nn.Module) -> None:
         self._order = [p for p in model.parameters() if p.requires_grad][::-1]
         self._arrived: dict[torch.Tensor, None] = {}
-        self._places: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
+        self._places: dict[torch.Tensor, torch.Tensor] = {}
 
     def lay_out(self) -> None:
         self._order = [*self._arrived, *(p for p in self._order if p not in self._arrived)]
@@ -123,15 +123,12 @@ class _Buckets:
     def _make(self, group: list[torch.Tensor]) -> None:
         n_elements = sum(p.numel() for p in group)
         flat = torch.empty(n_elements, dtype=group[0].dtype, device=group[0].device)
-        offset = 0
-        for parameter in group:
-            self._places[parameter] = flat, offset
-            offset += parameter.numel()
+        parts = flat.split([p.numel() for p in group])
+        self._places |= zip(group, parts, strict=True)
 
     def take(self, parameter: torch.Tensor) -> None:
         self._arrived.setdefault(parameter)
-        flat, offset = self._places[parameter]
-        view = flat.narrow(0, offset, parameter.numel())
+        view = self._places[parameter]
         parameter.grad = view.as_strided(parameter.shape, parameter.stride(), view.storage_offset())
 
 

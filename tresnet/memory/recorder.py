@@ -60,7 +60,7 @@ class Recorder(TorchDispatchMode):
         self._buffers: dict[int, tuple[int, weakref.ref]] = {}
         self.module = ""  # the module whose parameter was read last
         self._owners: dict[int, str] = {}
-        self._masters: set[int] = set()
+        self.masters: set[int] = set()  # parameters, whose copies by autocast have a category
 
     @contextlib.contextmanager
     def during(self, phase: Phase, category: Category | None = None) -> Iterator[None]:
@@ -93,7 +93,7 @@ class Recorder(TorchDispatchMode):
 
         def died(_: object, key: int = key, buffer: int = buffer) -> None:
             del self._buffers[key]
-            self._masters.discard(key)
+            self.masters.discard(key)
             self.trace.death(buffer)
 
         self._buffers[key] = buffer, weakref.ref(storage, died)
@@ -113,10 +113,6 @@ class Recorder(TorchDispatchMode):
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
                 self.claim(tensor, category)
-
-    def mark_masters(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Mark parameters, so that autocast's copies of parameters get their own category."""
-        self._masters.update(p.untyped_storage()._cdata for p in parameters)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
@@ -165,7 +161,7 @@ class Recorder(TorchDispatchMode):
     def _cast_category(self, func: Any, args: tuple) -> Category | None:
         if func is not aten._to_copy.default or self.phase is not Phase.FORWARD:
             return None
-        is_master = args[0].untyped_storage()._cdata in self._masters
+        is_master = args[0].untyped_storage()._cdata in self.masters
         return Category.CAST_WEIGHTS if is_master else None
 
     def _blas_workspace(self) -> None:
