@@ -163,6 +163,7 @@ def write_shards(
         remove_leftovers(out)
         _check_settings(manifest_path(out, dataset.split), asdict(settings))
         manifest_path(out, dataset.split).unlink(missing_ok=True)
+        workers = min(workers, len(jobs))
         processes = 0 if workers == 1 else workers
         for done in DataLoader(_Written(jobs), batch_size=None, num_workers=processes):
             if isinstance(done, TResNetError):
